@@ -1,0 +1,121 @@
+"""What a person may set about the machine: model, layout, optimizer, engine. Never imports torch.
+
+Settings live with the floor that reads them; `pipeline` imports them from here to validate a
+configuration on a login node that may have no torch at all.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Settings(BaseModel):
+    """Base of every settings block: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class InitializationSettings(Settings):
+    """Standard deviations of a random start; linear layers use hidden_size ** -0.5."""
+
+    embedding_std: Annotated[float, Field(gt=0)] = 0.5
+    router_std: Annotated[float, Field(gt=0)] = 0.02
+
+
+class ModelSettings(Settings):
+    """A mixture-of-experts decoder of one family, in Hugging Face's terms."""
+
+    family: Literal["qwen3_moe"] = "qwen3_moe"
+    vocabulary_size: Positive
+    hidden_size: Positive
+    layers: Positive
+    attention_heads: Positive
+    key_value_heads: Positive
+    head_dim: Positive
+    experts: Positive
+    experts_per_token: Positive
+    expert_hidden_size: Positive
+    max_positions: Positive = 256
+    rope_base: Annotated[float, Field(gt=0)] = 10000.0
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
+    precision: Literal["fp32", "bf16"] = "fp32"
+    initialization: InitializationSettings = InitializationSettings()
+    initial_weights: Path | None = Field(
+        default=None, description="Hugging Face checkpoint to start from; null starts at random"
+    )
+
+
+class LayoutSettings(Settings):
+    """How the ranks share the policy. What is left over after `expert` is data parallel."""
+
+    ranks: Positive = 1
+    expert: Positive = 1
+
+
+class OptimizerSettings(Settings):
+    """One optimizer step: gradient clipping, update rule, learning-rate schedule."""
+
+    algorithm: Literal["adam", "sgd"] = "adam"
+    learning_rate: Annotated[float, Field(gt=0)]
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    momentum: Fraction = 0.9
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    final_ratio: Fraction = 0.0
+    clip_norm: Annotated[float, Field(gt=0)] = 1.0
+
+
+class EngineSettings(Settings):
+    """The rollout engine: limits of a batch, its cache, and how closely it must match the trainer."""
+
+    max_model_tokens: Positive = 64
+    max_sequences: Positive = 256
+    kv_cache_mebibytes: Positive = 64
+    start_timeout_seconds: Positive = 300
+    request_timeout_seconds: Positive = 600
+    max_logprob_difference: Annotated[float, Field(gt=0)] = Field(
+        default=1e-4,
+        description="largest |log mu - log pi| at the first batch after a refit, in nats",
+    )
+
+
+def layout_violations(model: ModelSettings, layout: LayoutSettings) -> list[tuple[str, str]]:
+    """Every reason the layout cannot hold the model, as (dotted key, message that says the mend)."""
+    found = []
+    if model.experts % layout.expert:
+        divisors = [n for n in range(1, model.experts + 1) if model.experts % n == 0]
+        found.append(
+            (
+                "layout.expert",
+                f"{layout.expert} does not divide model.experts = {model.experts}; use one of {divisors}",
+            )
+        )
+    if layout.ranks % layout.expert:
+        found.append(
+            (
+                "layout.expert",
+                f"{layout.expert} does not divide layout.ranks = {layout.ranks}",
+            )
+        )
+    if model.attention_heads % model.key_value_heads:
+        found.append(
+            (
+                "model.key_value_heads",
+                f"{model.key_value_heads} does not divide model.attention_heads = {model.attention_heads}",
+            )
+        )
+    if model.experts_per_token > model.experts:
+        found.append(
+            (
+                "model.experts_per_token",
+                f"{model.experts_per_token} is more than model.experts = {model.experts}",
+            )
+        )
+    return found

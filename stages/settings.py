@@ -1,0 +1,152 @@
+"""What a person may set about a stage, and the job file a stage process is started with.
+
+Never imports torch: the pipeline validates a configuration and writes job files with these types.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from parallel.settings import (
+    EngineSettings,
+    Fraction,
+    LayoutSettings,
+    ModelSettings,
+    OptimizerSettings,
+    Positive,
+    Settings,
+)
+from stages.objectives.settings import ObjectiveSettings
+
+
+class PromptSettings(Settings):
+    """Where a domain's problems come from, and which share of them training never sees."""
+
+    source: Literal["reasoning_gym"] = "reasoning_gym"
+    dataset: str
+    config: dict[str, Any] = {}
+    held_out_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.25
+
+
+class DemonstrationSettings(Settings):
+    """The cold start's demonstrations of one domain: `worked_fraction` show careful work."""
+
+    count: Positive = 4000
+    worked_fraction: Fraction = 0.45
+    sequences_per_step: Positive = 32
+
+
+class SamplingSettings(Settings):
+    """One step's rollouts: prompts, samples of each prompt, and the sampling distribution."""
+
+    prompts_per_step: Positive = 32
+    group_size: Positive = 8
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    max_response_tokens: Positive = 24
+
+
+class RoutingSettings(Settings):
+    """R3 makes the trainer use the experts the engine chose for every token (arXiv 2510.11370)."""
+
+    replay: Literal["none", "r3"] = "r3"
+
+
+class LoopSettings(Settings):
+    """How long a stage runs and how often it saves."""
+
+    steps: Positive
+    checkpoint_every: Positive = 20
+    keep_last: Positive = 2
+
+
+class DomainSettings(Settings):
+    """A domain: its problems, its demonstrations, its reward, and how its expert is trained."""
+
+    prompts: PromptSettings
+    reward: str = Field(
+        default="stages.domains.rewards:exact",
+        pattern=r"^[\w.]+:\w+$",
+        description="package.module:function(problem, response text) -> float",
+    )
+    demonstrations: DemonstrationSettings = DemonstrationSettings()
+    sampling: SamplingSettings = SamplingSettings()
+    objective: ObjectiveSettings = ObjectiveSettings()
+    routing: RoutingSettings = RoutingSettings()
+    optimizer: OptimizerSettings
+    micro_batch_sequences: Positive = 64
+    updates_per_rollout: Positive = 1
+    loop: LoopSettings
+
+
+class ColdStartSettings(Settings):
+    """Supervised fine-tuning on all domains' demonstrations at once."""
+
+    optimizer: OptimizerSettings
+    loop: LoopSettings
+
+
+class MergeSettings(Settings):
+    """Multi-teacher on-policy distillation: students sample, each domain's own expert grades."""
+
+    method: Literal["full_vocab_reverse_kl"] = "full_vocab_reverse_kl"
+    sampling: SamplingSettings = SamplingSettings(group_size=1)
+    routing: RoutingSettings = RoutingSettings()
+    optimizer: OptimizerSettings
+    loop: LoopSettings
+
+
+class EvaluationSettings(Settings):
+    """Held-out problems of every domain, one sample each."""
+
+    problems: Positive = 2000
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    sampling_seed: int = 20_000
+
+
+class LoggingSettings(Settings):
+    """Weights & Biases beside metrics.jsonl, which is always written."""
+
+    wandb: Literal["offline", "online", "disabled"] = "offline"
+    project: str = "braid"
+
+
+class RunSettings(Settings):
+    """A whole run: `experts` maps each domain's name to its settings."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    seed: int = 0
+    deterministic: bool = False
+    model: ModelSettings
+    layout: LayoutSettings = LayoutSettings()
+    engine: EngineSettings = EngineSettings()
+    cold_start: ColdStartSettings
+    experts: Annotated[dict[str, DomainSettings], Field(min_length=1)]
+    merge: MergeSettings
+    evaluation: EvaluationSettings = EvaluationSettings()
+    logging: LoggingSettings = LoggingSettings()
+
+
+class StageJob(Settings):
+    """Everything one stage process needs; `python -m stages.main JOB` reads it on every rank.
+
+    All paths are absolute. `parent` and the values of `teachers` and `models` are checkpoint
+    directories (`.../checkpoints/step_N`). The stage writes only below `directory`, except that
+    an export goes to `output`.
+    """
+
+    stage: str
+    kind: Literal["sft", "grpo", "distill", "evaluate", "export"]
+    domain: str | None = None
+    directory: Path
+    attempt: Positive
+    parent: Path | None = None
+    teachers: dict[str, Path] = {}
+    models: dict[str, Path] = {}
+    output: Path | None = None
+    engine_address: Path | None = Field(
+        default=None, description="file the engine writes when it is ready: host, port, token"
+    )
+    settings: RunSettings
