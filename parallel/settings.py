@@ -44,7 +44,9 @@ class ModelSettings(Settings):
     max_positions: Positive = 256
     rope_base: Annotated[float, Field(gt=0)] = 10000.0
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
-    precision: Literal["fp32", "bf16"] = "fp32"
+    pad_token: Annotated[int, Field(ge=0)] = 0
+    end_token: Annotated[int, Field(ge=0)] = 1
+    precision: Literal["fp32"] = "fp32"
     initialization: InitializationSettings = InitializationSettings()
     initial_weights: Path | None = Field(
         default=None, description="Hugging Face checkpoint to start from; null starts at random"

@@ -1,0 +1,160 @@
+"""Checkpoints: written beside, made whole, renamed; what has the name is complete.
+
+`step_N/` holds megatron-core's sharded model and optimizer, `state.json` with the loop's own state,
+and `checksums.json` with the SHA-256 of every file and the digest of the whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+
+from parallel.distributed import broadcast, is_main
+from parallel.policy import Policy, TrainedPolicy
+
+# Lets the optimizer's state be loaded under another layout.
+METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is damaged or cannot be read; the message names it and the file."""
+
+
+def save(
+    policy: TrainedPolicy, directory: Path, step: int, state: dict[str, Any], keep_last: int
+) -> Path:
+    """Write `directory`/step_N, then drop all but the newest `keep_last`. Collective.
+
+    `state` is the loop's own state, JSON. Raises OSError (a full disk, a read-only directory) with
+    nothing of an earlier checkpoint touched.
+    """
+    final = directory / f"step_{step}"
+    unfinished = directory / f"tmp_step_{step}"
+    if is_main():
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    dist.barrier()
+    sharded = get_default_save_sharded_strategy("torch_dist")
+    dist_checkpointing.save(
+        _sharded_state(policy, loading=False),
+        str(unfinished),
+        sharded,
+        content_metadata=METADATA,
+    )
+    dist.barrier()
+    if is_main():
+        (unfinished / "state.json").write_text(json.dumps({**state, "step": step}))
+        _write_checksums(unfinished)
+        shutil.rmtree(final, ignore_errors=True)
+        unfinished.rename(final)
+        _sync(directory)
+        for old in whole(directory)[:-keep_last]:
+            shutil.rmtree(old)
+    dist.barrier()
+    return final
+
+
+def whole(directory: Path) -> list[Path]:
+    """The complete checkpoints in `directory`, oldest first."""
+    found = [path for path in directory.glob("step_*") if (path / "checksums.json").exists()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def load_training(policy: TrainedPolicy, checkpoint: Path) -> dict[str, Any]:
+    """Continue from `checkpoint`: weights, optimizer, schedule. Returns the loop's own state."""
+    _verify(checkpoint)
+    loaded = dist_checkpointing.load(_sharded_state(policy, loading=True), str(checkpoint))
+    policy.model.load_state_dict(loaded["model"], strict=True)
+    policy.optimizer.load_state_dict(loaded["optimizer"])
+    policy.schedule.load_state_dict(loaded["schedule"])
+    return json.loads((checkpoint / "state.json").read_text())
+
+
+def load_weights(policy: Policy, checkpoint: Path) -> None:
+    """Take only the weights of `checkpoint`, as a child stage, a reference or a teacher does."""
+    _verify(checkpoint)
+    loaded = dist_checkpointing.load(
+        {"model": policy.model.sharded_state_dict(metadata=METADATA)}, str(checkpoint)
+    )
+    policy.model.load_state_dict(loaded["model"], strict=True)
+
+
+def _sharded_state(policy: TrainedPolicy, loading: bool) -> dict[str, Any]:
+    model = policy.model.sharded_state_dict(metadata=METADATA)
+    for part in policy.optimizer.chained_optimizers:
+        _materialise(part.optimizer)
+    return {
+        "model": model,
+        "optimizer": policy.optimizer.sharded_state_dict(
+            model, is_loading=loading, metadata=METADATA
+        ),
+        "schedule": policy.schedule.state_dict(),
+    }
+
+
+def _materialise(optimizer: torch.optim.Optimizer) -> None:
+    """Give every parameter its optimizer state, as its first step would.
+
+    megatron-core reads and fills that state by its structure, and cannot create momentum buffers.
+    """
+    names = ("exp_avg", "exp_avg_sq") if "betas" in optimizer.defaults else ("momentum_buffer",)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            for name in names:
+                if state.get(name) is None:
+                    state[name] = torch.zeros_like(parameter)
+            if "betas" in optimizer.defaults:
+                state.setdefault("step", torch.tensor(0.0))
+
+
+def _write_checksums(directory: Path) -> None:
+    files = {
+        str(path.relative_to(directory)): _sha256(path)
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+    digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+    target = directory / "checksums.json"
+    target.write_text(json.dumps({"digest": digest, "files": files}, indent=1))
+    _sync(target)
+    _sync(directory)
+
+
+def _verify(checkpoint: Path) -> None:
+    """Raise CheckpointError on every rank when a file of the checkpoint is missing or changed."""
+    fault = None
+    if is_main():
+        for name, expected in json.loads((checkpoint / "checksums.json").read_text())[
+            "files"
+        ].items():
+            path = checkpoint / name
+            if not path.exists():
+                fault = f"{path} is missing"
+            elif _sha256(path) != expected:
+                fault = f"{path} does not match its checksum"
+    fault = broadcast(fault)
+    if fault is not None:
+        raise CheckpointError(f"damaged checkpoint: {fault}; remove {checkpoint} to use an older one")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,221 @@
+"""The device layer: megatron-core on whatever accelerator is here, or on none.
+
+With CUDA, `activate()` changes nothing. Without it, Megatron's own modules see a `torch` whose
+CUDA calls answer for the CPU. The substitution is scoped: every Megatron (and mbridge) module gets
+a proxy in place of its global name `torch`, and the real `torch` keeps its factories, so that
+Hugging Face, vLLM and everything else in the process are untouched. (Patching the factories of the
+real module silently zeroes rotary frequencies loaded by transformers: `torch.device` contexts
+cache the factories they first saw.)
+
+Four methods of Tensor and one of Module are the only global changes. Three of them only accept
+calls that could do nothing but raise on a build without CUDA, and Tensor.type answers differently
+to Megatron alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import queue
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+SCOPED_PACKAGES = ("megatron", "mbridge")
+# Imported before the names are replaced, so that what a stage uses is covered.
+ENTRY_POINTS = (
+    "megatron.core.parallel_state",
+    "megatron.core.models.gpt",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.distributed",
+    "megatron.core.optimizer",
+    "megatron.core.optimizer_param_scheduler",
+    "megatron.core.pipeline_parallel",
+    "megatron.core.tensor_parallel.random",
+    "megatron.core.transformer.moe.router_replay",
+    "megatron.core.dist_checkpointing",
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "mbridge",
+)
+FACTORIES = (
+    "arange as_tensor empty empty_like empty_strided eye full full_like linspace ones ones_like "
+    "rand randint randn tensor zeros zeros_like"
+).split()
+
+
+def backend() -> str:
+    """The torch.distributed backend for this machine: "nccl" with CUDA, else "gloo"."""
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def device() -> torch.device:
+    """Where this rank's tensors live."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
+
+
+@functools.cache
+def activate() -> None:
+    """Make megatron-core and mbridge importable and runnable here. Inert where CUDA is there."""
+    if torch.cuda.is_available():
+        for name in ENTRY_POINTS:
+            importlib.import_module(name)
+        return
+    # torch.compile on a CPU costs more start-up time than its fusions save; it must be off before
+    # Megatron's modules are decorated with it.
+    importlib.import_module("megatron.core.jit").disable_jit_fuser()
+    _accept_cuda_on_tensors()
+    for name in ENTRY_POINTS:
+        importlib.import_module(name)
+    proxy = _TorchWithoutCuda()
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] in SCOPED_PACKAGES and getattr(module, "torch", None) is torch:
+            vars(module)["torch"] = proxy
+    _mend_megatron()
+
+
+class _Stream:
+    """Stands for a CUDA stream or event: everything is already ordered and finished."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.cuda_stream = 0
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, *_: Any) -> _Stream:
+        return self
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _nothing
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _answer(value: object) -> Callable[..., object]:
+    return lambda *_, **__: value
+
+
+class _CudaOfTheCpu(types.ModuleType):
+    """torch.cuda as Megatron sees it: one device, the CPU, with torch's CPU random generator."""
+
+    def __init__(self) -> None:
+        super().__init__("torch.cuda")
+        stream = _Stream()
+        self.Stream = self.Event = _Stream
+        self.current_device = _answer(CPU)
+        self.device_count = _answer(1)
+        self.current_stream = self.default_stream = _answer(stream)
+        self.stream = lambda *_: contextlib.nullcontext()
+        self.is_current_stream_capturing = _answer(False)
+        self.synchronize = self.set_device = self.empty_cache = self.ipc_collect = _nothing
+        for name in ("memory_allocated", "max_memory_allocated", "memory_reserved"):
+            setattr(self, name, _answer(0))
+        self.get_rng_state = lambda *_, **__: torch.get_rng_state()
+        self.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+        self.manual_seed = self.manual_seed_all = torch.default_generator.manual_seed
+        self.nvtx = types.SimpleNamespace(range_push=_nothing, range_pop=_nothing)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+class _TorchWithoutCuda(types.ModuleType):
+    """torch as Megatron sees it: factories turn device="cuda" into the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.cuda = _CudaOfTheCpu()
+        for name in FACTORIES:
+            setattr(self, name, _on_cpu(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def create(*arguments: Any, **keywords: Any) -> Any:
+        if _names_cuda(keywords.get("device")):
+            keywords["device"] = CPU
+        keywords.pop("pin_memory", None)
+        return factory(*arguments, **keywords)
+
+    return create
+
+
+def _names_cuda(place: object) -> bool:
+    if isinstance(place, torch.device):
+        return place.type == "cuda"
+    return str(place).startswith("cuda") or (isinstance(place, int) and place is not False)
+
+
+def _accept_cuda_on_tensors() -> None:
+    """Let tensors and modules be "moved" to CUDA; without CUDA these calls could only raise."""
+    to = torch.Tensor.to
+
+    @functools.wraps(to)
+    def move(self: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        if arguments and isinstance(arguments[0], str) and arguments[0].startswith("cuda"):
+            arguments = (CPU, *arguments[1:])
+        if _names_cuda(keywords.get("device")):
+            keywords["device"] = CPU
+        return to(self, *arguments, **keywords)
+
+    kind = torch.Tensor.type
+
+    @functools.wraps(kind)
+    def cuda_kind(self: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        # Megatron's optimizers tell precisions apart by the name a CUDA tensor's type has.
+        answer = kind(self, *arguments, **keywords)
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if isinstance(answer, str) and caller.startswith("megatron."):
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
+
+    torch.Tensor.type = cuda_kind  # type: ignore[method-assign]
+    torch.Tensor.to = move  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    torch.Tensor.record_stream = _nothing  # type: ignore[method-assign, assignment]
+    torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
+
+
+def _mend_megatron() -> None:
+    """Replace the pieces of megatron-core 0.16.1 that assume CUDA in their own code."""
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    # Both reach into torch.cuda's generators, which a CPU build does not have.
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+    moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    # Used without a guard, but only defined where TransformerEngine is installed.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    # Returns a tensor unchanged when it is not on CUDA, though callers need lists for splits.
+    moe_utils.maybe_move_tensor_to_cpu = dispatcher.maybe_move_tensor_to_cpu = _as_splits
+
+    writer: Any = importlib.import_module(
+        "megatron.core.dist_checkpointing.strategies.filesystem_async"
+    )
+    # The default is a queue in a manager process, which takes seconds to start and outlives a
+    # killed rank. Saving in this process needs no more than a queue in this process.
+    writer._results_queue = queue.Queue()
+
+
+def _as_splits(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

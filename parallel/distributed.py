@@ -1,0 +1,82 @@
+"""Process groups of one stage: the ranks meet, Megatron's groups are made, seeds are set."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallel import device
+from parallel.settings import LayoutSettings
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+@contextmanager
+def process_groups(layout: LayoutSettings, seed: int) -> Iterator[None]:
+    """Join this rank to the job and build Megatron's groups for `layout`; leave them at the end.
+
+    The launcher (ours, torchrun or srun) says who this rank is through RANK, WORLD_SIZE,
+    MASTER_ADDR and MASTER_PORT.
+
+    Raises ValueError when the number of ranks started is not `layout.ranks`.
+    """
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != layout.ranks:
+        raise ValueError(f"layout.ranks is {layout.ranks}, but {started} ranks were started")
+    device.activate()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    else:
+        torch.set_num_threads(1)  # the ranks share the cores with each other and the engine
+        torch.set_flush_denormal(True)
+    dist.init_process_group(device.backend(), timeout=COLLECTIVE_TIMEOUT)
+    try:
+        parallel_state.initialize_model_parallel(
+            expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=1,
+            create_gloo_process_groups=True,
+        )
+        torch.manual_seed(seed)
+        model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def broadcast(value: Any, source: int = 0) -> Any:
+    """`value` of rank `source`, on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box, src=source)
+    return box[0]
+
+
+def sum_over_data(values: dict[str, float]) -> dict[str, float]:
+    """Sum each value over the data-parallel ranks; every rank passes the same keys, in any order."""
+    from megatron.core import parallel_state
+
+    names = sorted(values)
+    total = torch.tensor([values[name] for name in names], dtype=torch.float64)
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group_gloo())
+    return dict(zip(names, total.tolist(), strict=True))
+
+
+def max_over_ranks(value: float) -> float:
+    """The largest of all ranks' values."""
+    largest = torch.tensor(value, dtype=torch.float64, device=device.device())
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.item()
+
+
+def is_main() -> bool:
+    """Whether this rank talks to the engine, writes files and logs."""
+    return dist.get_rank() == 0

@@ -1,0 +1,33 @@
+"""The one type that flows: born in the rollout engine, and only ever added to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass
+class Sample:
+    """One prompt and one response to it.
+
+    A demonstration has neither log-probabilities nor routes. `reward` and `advantage` are added by
+    the stage. Tokens are int32; `logprobs` is mu, fp32 in nats, [response]; `routes` holds the
+    experts of every token but the last, which no forward pass reads: uint8 or int16
+    [prompt + response - 1, layers, experts_per_token].
+    """
+
+    domain: str
+    prompt: np.ndarray
+    response: np.ndarray
+    logprobs: np.ndarray | None = None
+    routes: np.ndarray | None = None
+    finished: bool = True
+    weight_version: int = 0
+    reward: float | None = None
+    advantage: float = 0.0
+
+    @property
+    def length(self) -> int:
+        """Tokens the model reads: all but the last."""
+        return len(self.prompt) + len(self.response) - 1

@@ -1,0 +1,134 @@
+"""From YAML files and command-line overrides to one validated `RunSettings`, and to run.yaml."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from pipeline import checks, schema
+from pipeline.violations import ConfigError, Place, Violation, dotted, hint, shown
+from pipeline.yaml_source import Key, Leaf, Mapping, Reader, find, merge, nearest, nest, plain
+from stages.settings import RunSettings
+
+INITIAL_WEIGHTS: Key = ("model", "initial_weights")
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> RunSettings:
+    """Read a run's settings.
+
+    Args:
+        path: the YAML file; what it `extends` is read with it.
+        overrides: `dotted.key=value`, each laid over the file; values are YAML.
+
+    Raises:
+        ConfigError: with every violation in the files and the overrides.
+    """
+    reader = Reader()
+    tree = reader.file(path)
+    tree = _with_overrides(tree, overrides, reader)
+    tree, weights = _with_absolute_weights(tree)
+    settings, invalid = _validated(tree, complete=not reader.broken)
+    crossed = [
+        Violation(nearest(tree, tuple(key.split("."))), key, message)
+        for key, message in checks.violations(plain(tree))
+    ]
+    found = [*reader.violations, *weights, *invalid, *crossed]
+    if found or settings is None:
+        raise ConfigError(sorted(found, key=_reading_order))
+    return settings
+
+
+def dump_resolved(settings: RunSettings) -> str:
+    """The settings as YAML with every default written out; `load` reads it back unchanged."""
+    return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, width=100)
+
+
+def differing_keys(old: RunSettings, new: RunSettings) -> dict[str, tuple[Any, Any]]:
+    """Every dotted key whose value differs, with both values; None stands for an absent key."""
+    before = dict(schema.flatten(old.model_dump(mode="json")))
+    after = dict(schema.flatten(new.model_dump(mode="json")))
+    keys = [*before, *(key for key in after if key not in before)]
+    return {
+        key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)
+    }
+
+
+def _with_overrides(tree: Mapping, overrides: Iterable[str], reader: Reader) -> Mapping:
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        key = tuple(name.split("."))
+        if not equals or not all(key):
+            message = "an override is written dotted.key=value"
+            reader.violations.append(Violation(Place(None), override, message))
+        elif not reader.broken and (violation := _unknown_override(tree, key)):
+            reader.violations.append(violation)
+        else:
+            tree = merge(tree, nest(key, reader.value(text, key)))
+    return tree
+
+
+def _unknown_override(tree: Mapping, key: Key) -> Violation | None:
+    """An override may name any field of the schema, but in a mapping only the names it has."""
+    for depth, name in enumerate(key):
+        parent = schema.type_at(RunSettings, key[:depth])
+        if schema.is_settings(parent):
+            known = list(parent.model_fields)
+        elif schema.is_settings(schema.type_at(RunSettings, key[: depth + 1])):
+            entries = find(tree, key[:depth])
+            known = list(entries.entries) if isinstance(entries, Mapping) else []
+        else:
+            return None
+        if name not in known:
+            return Violation(
+                Place(None), dotted(key[: depth + 1]), f"unknown key; {hint(name, known)}"
+            )
+    return None
+
+
+def _with_absolute_weights(tree: Mapping) -> tuple[Mapping, list[Violation]]:
+    """`initial_weights` is written relative to the file that states it, and must be there."""
+    leaf = find(tree, INITIAL_WEIGHTS)
+    if not isinstance(leaf, Leaf) or not isinstance(leaf.value, str):
+        return tree, []
+    path = leaf.place.beside(leaf.value).absolute()
+    tree = merge(tree, nest(INITIAL_WEIGHTS, Leaf(str(path), leaf.place)))
+    if path.is_dir():
+        return tree, []
+    return tree, [Violation(leaf.place, dotted(INITIAL_WEIGHTS), f"no such folder: {shown(path)}")]
+
+
+def _validated(tree: Mapping, *, complete: bool) -> tuple[RunSettings | None, list[Violation]]:
+    """What is missing counts only in a complete tree: else the unreadable file may have stated it."""
+    # A YAML document has JSON's types, and JSON's strict mode is the one that knows a list may be
+    # a tuple and a string a path, but neither "3" nor true a number.
+    try:
+        text = json.dumps(plain(tree), default=str)
+        return RunSettings.model_validate_json(text, strict=True), []
+    except ValidationError as error:
+        return None, [
+            Violation(nearest(tree, details["loc"]), dotted(details["loc"]), _message(details))
+            for details in error.errors()
+            if complete or details["type"] != "missing"
+        ]
+
+
+def _message(error: ErrorDetails) -> str:
+    key = error["loc"]
+    if error["type"] == "missing":
+        return "required key is missing"
+    if error["type"] == "extra_forbidden":
+        parent = schema.type_at(RunSettings, key[:-1])
+        return f"unknown key; {hint(str(key[-1]), parent.model_fields)}"
+    given = "a mapping" if isinstance(error["input"], dict) else json.dumps(error["input"])
+    reason = error["msg"].removeprefix("Input ").replace("an object", "a mapping of keys to values")
+    return f"{reason}, not {given}"
+
+
+def _reading_order(violation: Violation) -> tuple[str, int]:
+    return str(violation.place.file or ""), violation.place.line or 0

@@ -1,0 +1,70 @@
+"""What is wrong with a configuration: where, which key, and how to mend it."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Place:
+    """A file and a line; no file means the command line."""
+
+    file: Path | None
+    line: int | None = None
+
+    def at(self, line: int) -> Place:
+        """The same file at another line."""
+        return self if self.file is None else Place(self.file, line)
+
+    def beside(self, path: str) -> Path:
+        """A path written here: relative paths start at this file's folder."""
+        folder = Path() if self.file is None else self.file.parent
+        return Path(os.path.normpath(folder / path))
+
+    def __str__(self) -> str:
+        if self.file is None:
+            return "command line"
+        return shown(self.file) + ("" if self.line is None else f":{self.line}")
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One fault, printed as `file:line: key: message`."""
+
+    place: Place
+    key: str
+    message: str
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (str(self.place), self.key, self.message) if part)
+
+
+class ConfigError(Exception):
+    """A configuration that cannot run; `violations` lists every reason."""
+
+    def __init__(self, violations: Sequence[Violation]) -> None:
+        self.violations = tuple(violations)
+        super().__init__("\n".join(map(str, self.violations)))
+
+
+def dotted(key: Iterable[str | int]) -> str:
+    """`("layout", "ranks")` as a person writes it: `layout.ranks`."""
+    return ".".join(map(str, key))
+
+
+def shown(path: Path) -> str:
+    """A path as a person would type it: relative when it lies below the working directory."""
+    absolute, here = path.absolute(), Path.cwd()
+    return str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute)
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """The nearest known name, or all of them: the end of a message about an unknown name."""
+    names = list(known)
+    if near := difflib.get_close_matches(name, names, n=1):
+        return f'did you mean "{near[0]}"?'
+    return f"known: {', '.join(names)}" if names else "nothing is known here"

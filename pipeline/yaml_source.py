@@ -1,0 +1,223 @@
+"""YAML files as a tree that remembers where every key was written, with `extends: FILE` resolved.
+
+A tree is made of `Mapping` and `Leaf`. A list is a leaf: an extending file replaces it whole.
+Reading never raises for a fault in a file: faults are collected in `Reader.violations`, so that a
+person sees all of them at once.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.violations import Place, Violation, dotted
+
+Key = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A scalar or a list, and where it was written."""
+
+    value: Any
+    place: Place
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """A mapping's entries by key, and where the mapping was written."""
+
+    entries: dict[str, Node]
+    place: Place
+
+
+Node = Leaf | Mapping
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML whose `4e-3` is a number (YAML 1.1 wants `4.0e-3`), and without aliases.
+
+    An alias would give one value two places; `extends` is the way to share.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.MarkedYAMLError(
+                problem="aliases are not supported; share values with extends",
+                problem_mark=self.peek_event().start_mark,
+            )
+        return super().compose_node(parent, index)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+class Reader:
+    """Reads files and command-line values into trees.
+
+    `violations` holds every fault found; `broken` is true when a file could not be read at all, so
+    that what is missing from the tree says nothing about the configuration.
+    """
+
+    def __init__(self) -> None:
+        self.violations: list[Violation] = []
+        self.broken = False
+        self._open: list[Path] = []
+
+    def file(self, path: Path, key: Key = ()) -> Mapping:
+        """The mapping in a file, which stands at `key` of the whole; `extends` is resolved."""
+        place = Place(path)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not a UTF-8 text file"
+            return self._unreadable(place, key, f"cannot be read: {reason}")
+        self._open.append(path.resolve())
+        try:
+            return self._mapping_of(text, path, key)
+        finally:
+            self._open.pop()
+
+    def value(self, text: str, key: Key) -> Node:
+        """A value given on the command line; its relative paths start at the working directory."""
+        place = Place(None)
+        try:
+            composed = yaml.compose(text, Loader=_Loader)
+        except yaml.YAMLError as error:
+            return self._unreadable(place, key, f"not a YAML value: {_problem(error)}")
+        return Leaf(None, place) if composed is None else self._node(composed, place, key)
+
+    def _mapping_of(self, text: str, path: Path, key: Key) -> Mapping:
+        place = Place(path)
+        try:
+            composed = yaml.compose(text, Loader=_Loader)
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            where = Place(path, mark.line + 1) if mark else place
+            return self._unreadable(where, key, f"not valid YAML: {_problem(error)}")
+        if composed is None:
+            return Mapping({}, place)
+        node = self._node(composed, Place(path, composed.start_mark.line + 1), key)
+        if isinstance(node, Mapping):
+            return node
+        return self._unreadable(node.place, key, "the file should hold a mapping of keys to values")
+
+    def _node(self, node: yaml.Node, place: Place, key: Key) -> Node:
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, place, key)
+        try:
+            value = _plain(node)
+        except (yaml.YAMLError, ValueError) as error:
+            self._note(place, key, f"not a value: {_problem(error)}")
+            return Leaf(None, place)
+        if not _is_json(value):
+            self._note(place, key, f"{value} is not a finite number, text, true, false or null")
+        return Leaf(value, place)
+
+    def _mapping(self, node: yaml.MappingNode, place: Place, key: Key) -> Mapping:
+        entries: dict[str, Node] = {}
+        base: Mapping | None = None
+        for key_node, value_node in node.value:
+            name = str(key_node.value)
+            where = place.at(key_node.start_mark.line + 1)
+            if name in entries or (name == "extends" and base is not None):
+                self._note(where, (*key, name), "the key is given twice in this mapping")
+            elif name == "extends":
+                base = self._extended(value_node, where, key)
+            else:
+                entries[name] = self._node(value_node, where, (*key, name))
+        own = Mapping(entries, place)
+        return own if base is None else merge(base, own)
+
+    def _extended(self, node: yaml.Node, place: Place, key: Key) -> Mapping:
+        if not isinstance(node, yaml.ScalarNode) or not node.value:
+            return self._unreadable(place, (*key, "extends"), "should be the path of one file")
+        path = place.beside(node.value)
+        if path.resolve() in self._open:
+            message = f"{Place(path)} extends itself through this line"
+            return self._unreadable(place, (*key, "extends"), message)
+        if not path.is_file():
+            return self._unreadable(place, (*key, "extends"), f"no such file: {Place(path)}")
+        return self.file(path, key)
+
+    def _note(self, place: Place, key: Key, message: str) -> None:
+        self.violations.append(Violation(place, dotted(key), message))
+
+    def _unreadable(self, place: Place, key: Key, message: str) -> Mapping:
+        self._note(place, key, message)
+        self.broken = True
+        return Mapping({}, place)
+
+
+def merge(base: Mapping, over: Mapping) -> Mapping:
+    """`over` laid upon `base`: mappings are merged key by key, everything else is replaced."""
+    entries = dict(base.entries)
+    for name, node in over.entries.items():
+        below = entries.get(name)
+        if isinstance(below, Mapping) and isinstance(node, Mapping):
+            node = merge(below, node)
+        entries[name] = node
+    return Mapping(entries, over.place)
+
+
+def nest(key: Key, node: Node) -> Mapping:
+    """A tree that holds `node` at `key`, which is not empty, and nothing else."""
+    for name in reversed(key[1:]):
+        node = Mapping({name: node}, node.place)
+    return Mapping({key[0]: node}, node.place)
+
+
+def plain(node: Node) -> Any:
+    """The tree as dictionaries, lists and scalars."""
+    if isinstance(node, Leaf):
+        return node.value
+    return {name: plain(child) for name, child in node.entries.items()}
+
+
+def find(node: Node, key: tuple[str | int, ...]) -> Node | None:
+    """What stands at `key`, or None."""
+    for part in key:
+        if not isinstance(node, Mapping) or part not in node.entries:
+            return None
+        node = node.entries[str(part)]
+    return node
+
+
+def nearest(node: Node, key: tuple[str | int, ...]) -> Place:
+    """Where `key` was written, or else the deepest mapping on the way to it."""
+    for part in key:
+        if not isinstance(node, Mapping) or part not in node.entries:
+            break
+        node = node.entries[str(part)]
+    return node.place
+
+
+def _plain(node: yaml.Node) -> Any:
+    constructor = _Loader("")
+    try:
+        return constructor.construct_document(node)
+    finally:
+        constructor.dispose()
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    if isinstance(value, dict):
+        return all(isinstance(name, str) and _is_json(item) for name, item in value.items())
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, str | int | bool)
+
+
+def _problem(error: Exception) -> str:
+    return " ".join(str(getattr(error, "problem", None) or error).split())

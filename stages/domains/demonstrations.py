@@ -1,0 +1,46 @@
+"""The cold start's demonstrations: a mixture of careful and careless work.
+
+Reinforcement learning then has something to select: a model shown only careful work gained nothing
+from it at this size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from stages.domains.formats import FORMATS
+from stages.domains.problem import Problem
+from stages.domains.prompts import PromptStream
+from stages.settings import DemonstrationSettings
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A problem and a response to imitate. `worked` ones are right, the others wrong."""
+
+    problem: Problem
+    response: str
+    worked: bool
+
+
+def demonstrations(
+    settings: DemonstrationSettings, prompts: PromptStream, seed: int
+) -> list[Demonstration]:
+    """`settings.count` demonstrations of the next problems of `prompts`, a pure function of both.
+
+    Each is worked with probability `settings.worked_fraction`.
+    """
+    random = Random(f"{seed}/{prompts.domain}/demonstrations")
+    return [
+        demonstrate(problem, random.random() < settings.worked_fraction, random)
+        for problem in prompts.take(settings.count)
+    ]
+
+
+def demonstrate(problem: Problem, worked: bool, random: Random) -> Demonstration:
+    """`<working>answer`, or `<>` and an answer given in haste, which is wrong."""
+    if worked:
+        return Demonstration(problem, f"<{problem.working}>{problem.answer}", worked=True)
+    answer = FORMATS[problem.dataset].careless(problem.answer, random)
+    return Demonstration(problem, f"<>{answer}", worked=False)

@@ -1,0 +1,114 @@
+"""The compact text of each reasoning-gym dataset: a prompt of a dozen characters, not a paragraph.
+
+Adding a dataset is adding a `Format`. A response is `<working>answer`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+Entry = dict[str, Any]
+NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a dataset's entry is asked, worked, answered, answered carelessly, and handed in.
+
+    `hand_in` turns a response's answer into what reasoning-gym's scorer reads, or None where it
+    is no answer at all.
+    """
+
+    prompt: Callable[[Entry], str]
+    working: Callable[[Entry], str]
+    answer: Callable[[Entry], str]
+    careless: Callable[[str, Random], str]
+    hand_in: Callable[[str], str | None]
+
+
+def _sum_prompt(entry: Entry) -> str:
+    return f"c{entry['metadata']['expression'].replace(' ', '')}="
+
+
+def _running_totals(entry: Entry) -> str:
+    """Every intermediate result, left to right: `4 - 1 - 7` is worked as `3,-4`."""
+    first, *rest = entry["metadata"]["expression"].split()
+    total, totals = int(first), []
+    for sign, term in zip(rest[::2], rest[1::2], strict=True):
+        total += int(term) if sign == "+" else -int(term)
+        totals.append(str(total))
+    return ",".join(totals)
+
+
+def _off_by_a_little(answer: str, random: Random) -> str:
+    return str(int(answer) + random.choice([-3, -2, -1, 1, 2, 3]))
+
+
+def _hand_in_number(answer: str) -> str | None:
+    return answer if NUMBER.fullmatch(answer) else None
+
+
+def _spelling_prompt(entry: Entry) -> str:
+    return f"r{entry['metadata']['word'].lower()}="
+
+
+def _swap_letters(answer: str, random: Random) -> str:
+    return "".join(_swap_neighbours(answer, random))
+
+
+def _sorting_prompt(entry: Entry) -> str:
+    direction = entry["metadata"]["direction"][0]
+    return f"{direction}{_number_list(entry['metadata']['original_numbers'])}="
+
+
+def _number_list(numbers: Sequence[str]) -> str:
+    return ",".join(number.removesuffix(".0") for number in numbers)
+
+
+def _swap_numbers(answer: str, random: Random) -> str:
+    return ",".join(_swap_neighbours(answer.split(","), random))
+
+
+def _hand_in_numbers(answer: str) -> str | None:
+    """A JSON list of strings. Only digits pass: a list of `nan` would score as sorted, and right."""
+    numbers = answer.split(",")
+    return json.dumps(numbers) if all(map(NUMBER.fullmatch, numbers)) else None
+
+
+def _swap_neighbours(items: Sequence[str], random: Random) -> list[str]:
+    """`items` with two unequal neighbours exchanged; where all are equal, the last is forgotten."""
+    places = [i for i in range(len(items) - 1) if items[i] != items[i + 1]]
+    if not places:
+        return list(items[:-1])
+    i = random.choice(places)
+    return [*items[:i], items[i + 1], items[i], *items[i + 2 :]]
+
+
+FORMATS: dict[str, Format] = {
+    "chain_sum": Format(
+        prompt=_sum_prompt,
+        working=_running_totals,
+        answer=lambda entry: entry["answer"],
+        careless=_off_by_a_little,
+        hand_in=_hand_in_number,
+    ),
+    "spell_backward": Format(
+        prompt=_spelling_prompt,
+        working=lambda entry: str(entry["metadata"]["word_len"]),
+        answer=lambda entry: entry["answer"].lower(),
+        careless=_swap_letters,
+        hand_in=lambda answer: answer,
+    ),
+    "number_sorting": Format(
+        prompt=_sorting_prompt,
+        working=lambda entry: str(entry["metadata"]["numbers"]),
+        answer=lambda entry: _number_list(entry["metadata"]["sorted_numbers"]),
+        careless=_swap_numbers,
+        hand_in=_hand_in_numbers,
+    ),
+}

@@ -1,0 +1,99 @@
+"""Problems from reasoning-gym (arXiv 2505.24760), scored by reasoning-gym's own scorers.
+
+Its import takes seconds, so only what makes or scores problems pays for it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import fields
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+from stages.domains.formats import FORMATS, Entry
+from stages.domains.problem import DomainError, Problem
+from stages.settings import PromptSettings
+
+SET_BY_THE_STREAM = {"seed", "size"}
+UNBOUNDED = 2**62
+
+
+class ReasoningGymSource:
+    """An endless sequence of problems, each a pure function of the seed and its index.
+
+    reasoning-gym draws item i with Random(seed + i): two seeds closer than the number of items
+    drawn from them share items.
+    Raises DomainError where the dataset or a key of its config is unknown or refused.
+    """
+
+    def __init__(self, settings: PromptSettings, domain: str, seed: int) -> None:
+        self._domain = domain
+        self._name = settings.dataset
+        self._dataset = _create_dataset(settings, domain, seed)
+
+    def problem(self, index: int) -> Problem:
+        """The problem at `index`; raises DomainError where the dataset has none to draw from."""
+        try:
+            entry: Entry = self._dataset[index]
+        except Exception as error:
+            raise DomainError(
+                self._domain,
+                "prompts.config",
+                f"no prompts: reasoning-gym's {self._name} cannot draw a problem ({error})",
+            ) from error
+        form = FORMATS[self._name]
+        return Problem(
+            domain=self._domain,
+            dataset=self._name,
+            index=index,
+            prompt=form.prompt(entry),
+            working=form.working(entry),
+            answer=form.answer(entry),
+            entry=entry,
+        )
+
+
+def score(problem: Problem, answer: str) -> float:
+    """reasoning-gym's score of `answer`, within [0, 1]; 0 for what is no answer to the question.
+
+    Its number_sorting forgives each number an error of 1.
+    """
+    handed_in = FORMATS[problem.dataset].hand_in(answer)
+    if handed_in is None:
+        return 0.0
+    return float(_scorer(problem.dataset)(handed_in, problem.entry))
+
+
+@cache
+def _scorer(dataset: str) -> Callable[[str, Entry], float]:
+    return _reasoning_gym().get_score_answer_fn(dataset)
+
+
+def _create_dataset(settings: PromptSettings, domain: str, seed: int) -> Any:
+    name = settings.dataset
+    if name not in FORMATS:
+        known = ", ".join(sorted(FORMATS))
+        raise DomainError(domain, "prompts.dataset", f"unknown dataset {name!r}; known are {known}")
+    _, config_type = _reasoning_gym().factory.DATASETS[name]
+    options = {option.name for option in fields(config_type)} - SET_BY_THE_STREAM
+    for key in settings.config:
+        if key not in options:
+            raise DomainError(
+                domain,
+                f"prompts.config.{key}",
+                f"{name} has no such option; it has {', '.join(sorted(options))}",
+            )
+    try:
+        return _reasoning_gym().create_dataset(name, seed=seed, size=UNBOUNDED, **settings.config)
+    except Exception as error:  # its configs refuse by assertions, and fail in any way they like
+        raise DomainError(domain, "prompts.config", f"refused by {name}: {error}") from error
+
+
+def _reasoning_gym() -> ModuleType:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # cellpylib compares with `is`
+        import reasoning_gym
+
+    return reasoning_gym

@@ -1,0 +1,52 @@
+"""From a loss per token to one number, normalised once by a global count (algorithms, section 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What one optimizer step trains on, over all data-parallel ranks and micro-batches.
+
+    The caller reduces them across ranks before the first backward pass. Summed over ranks and
+    micro-batches, the aggregates below are then the mean over the whole step, however the step
+    was cut. `sequences` counts the responses, `tokens` their response tokens.
+    """
+
+    sequences: float
+    tokens: float
+
+
+def sequence_mean(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
+    """Mean over responses of each one's mean over tokens (GRPO, GSPO): this shard's share, a scalar.
+
+    `values` [B, T], `mask` [B, T] bool. A response without tokens adds 0.
+    """
+    return sequence_means(values, mask).sum() / max(totals.sequences, 1)
+
+
+def token_mean(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
+    """Mean over tokens, long responses weighing more (DAPO, arXiv 2503.14476): this shard's share."""
+    return masked_sum(values, mask) / max(totals.tokens, 1)
+
+
+def sequence_means(values: Tensor, mask: Tensor) -> Tensor:
+    """The mean [B] of each response's unmasked `values` [B, T]; 0 for one without tokens."""
+    return values.masked_fill(~mask, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
+
+
+def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
+    """The sum, a scalar, of `values` where `mask`; what is masked may be anything, even NaN."""
+    return values.masked_fill(~mask, 0.0).sum()
+
+
+AGGREGATIONS: dict[str, Callable[[Tensor, Tensor, Totals], Tensor]] = {
+    "sequence_mean": sequence_mean,
+    "token_mean": token_mean,
+}

@@ -1,0 +1,45 @@
+"""Estimators of KL(pi_theta || pi_ref) from the sampled tokens (algorithms, section 3).
+
+Every estimator takes log-probabilities [...] in nats, of the policy, the reference and the policy
+that sampled, and returns one value a token. d = log pi_ref - log pi_theta throughout.
+Source of k1, k2, k3: Schulman, "Approximating KL divergence", 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from stages.objectives.surrogate import bounded_exp
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def k1(log_probs: Tensor, reference: Tensor, old: Tensor) -> Tensor:
+    """-d: unbiased as a measurement; as a loss its gradient averages to nothing."""
+    return log_probs - reference
+
+
+def k2(log_probs: Tensor, reference: Tensor, old: Tensor) -> Tensor:
+    """d^2 / 2: biased, never negative, and on-policy its gradient is that of the true KL."""
+    return (reference - log_probs).square() / 2
+
+
+def k3(log_probs: Tensor, reference: Tensor, old: Tensor) -> Tensor:
+    """e^d - d - 1: unbiased, never negative; the KL of GRPO (arXiv 2402.03300)."""
+    difference = reference - log_probs
+    return bounded_exp(difference) - difference - 1
+
+
+def unbiased_k3(log_probs: Tensor, reference: Tensor, old: Tensor) -> Tensor:
+    """(pi_theta / pi_old) k3, the ratio carrying gradient: unbiased off-policy (arXiv 2512.02556)."""
+    return bounded_exp(log_probs - old) * k3(log_probs, reference, old)
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+    "unbiased_k3": unbiased_k3,
+}

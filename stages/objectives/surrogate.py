@@ -1,0 +1,37 @@
+"""PPO's clipped surrogate, the part every policy ratio shares (arXiv 1707.06347)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stages.objectives.settings import RatioSettings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LOG_RATIO_LIMIT = 20.0
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """What a policy ratio gives for every token, each [B, T]; masked positions hold anything finite.
+
+    `clipped` is true where the clip binds: the term then has no gradient.
+    """
+
+    loss: Tensor
+    ratio: Tensor
+    clipped: Tensor
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp with its argument held to +-20, so that one stray token cannot overflow a batch."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, settings: RatioSettings) -> Surrogate:
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), elementwise over equal shapes."""
+    free = ratio * advantages
+    bound = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantages
+    return Surrogate(loss=-free.minimum(bound), ratio=ratio, clipped=bound < free)

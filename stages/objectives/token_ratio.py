@@ -1,0 +1,23 @@
+"""The ratio of PPO and GRPO: one for each token (arXiv 2402.03300; clip-higher: 2503.14476)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from stages.objectives.settings import RatioSettings
+from stages.objectives.surrogate import Surrogate, bounded_exp, clipped_surrogate
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def token_ratio(
+    log_ratio: Tensor, advantages: Tensor, mask: Tensor, settings: RatioSettings
+) -> Surrogate:
+    """The surrogate of r_t = exp(log pi_theta - log pi_old).
+
+    `log_ratio` [B, T] in nats, `advantages` [B] the same for all tokens of a response, `mask`
+    [B, T] bool.
+    """
+    ratio = bounded_exp(log_ratio.masked_fill(~mask, 0.0))
+    return clipped_surrogate(ratio, advantages.unsqueeze(-1), settings)
