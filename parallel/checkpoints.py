@@ -45,7 +45,7 @@ def save(
     dist.barrier()
     sharded = get_default_save_sharded_strategy("torch_dist")
     dist_checkpointing.save(
-        _sharded_state(policy, loading=False),
+        _sharded_state(policy),
         str(unfinished),
         sharded,
         content_metadata=METADATA,
@@ -72,7 +72,7 @@ def whole(directory: Path) -> list[Path]:
 def load_training(policy: TrainedPolicy, checkpoint: Path) -> dict[str, Any]:
     """Continue from `checkpoint`: weights, optimizer, schedule. Returns the loop's own state."""
     _verify(checkpoint)
-    loaded = dist_checkpointing.load(_sharded_state(policy, loading=True), str(checkpoint))
+    loaded = dist_checkpointing.load(_sharded_state(policy), str(checkpoint))
     policy.model.load_state_dict(loaded["model"], strict=True)
     policy.optimizer.load_state_dict(loaded["optimizer"])
     policy.schedule.load_state_dict(loaded["schedule"])
@@ -88,15 +88,13 @@ def load_weights(policy: Policy, checkpoint: Path) -> None:
     policy.model.load_state_dict(loaded["model"], strict=True)
 
 
-def _sharded_state(policy: TrainedPolicy, loading: bool) -> dict[str, Any]:
+def _sharded_state(policy: TrainedPolicy) -> dict[str, Any]:
     model = policy.model.sharded_state_dict(metadata=METADATA)
     for part in policy.optimizer.chained_optimizers:
         _materialise(part.optimizer)
     return {
         "model": model,
-        "optimizer": policy.optimizer.sharded_state_dict(
-            model, is_loading=loading, metadata=METADATA
-        ),
+        "optimizer": policy.optimizer.sharded_state_dict(model, metadata=METADATA),
         "schedule": policy.schedule.state_dict(),
     }
 

@@ -104,7 +104,7 @@ def _with_absolute_weights(tree: Mapping) -> tuple[Mapping, list[Violation]]:
 
 
 def _validated(tree: Mapping, *, complete: bool) -> tuple[RunSettings | None, list[Violation]]:
-    """What is missing counts only in a complete tree: else the unreadable file may have stated it."""
+    """A missing key counts only in a complete tree: else the unreadable file may have stated it."""
     # A YAML document has JSON's types, and JSON's strict mode is the one that knows a list may be
     # a tuple and a string a path, but neither "3" nor true a number.
     try:
@@ -127,7 +127,7 @@ def _message(error: ErrorDetails) -> str:
         return f"unknown key; {hint(str(key[-1]), parent.model_fields)}"
     given = "a mapping" if isinstance(error["input"], dict) else json.dumps(error["input"])
     reason = error["msg"].removeprefix("Input ").replace("an object", "a mapping of keys to values")
-    return f"{reason}, not {given}"
+    return f"{reason[0].lower()}{reason[1:]}, not {given}"
 
 
 def _reading_order(violation: Violation) -> tuple[str, int]:

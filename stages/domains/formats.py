@@ -75,7 +75,7 @@ def _swap_numbers(answer: str, random: Random) -> str:
 
 
 def _hand_in_numbers(answer: str) -> str | None:
-    """A JSON list of strings. Only digits pass: a list of `nan` would score as sorted, and right."""
+    """A JSON list of strings. Only digits pass: a list of `nan` would score as right."""
     numbers = answer.split(",")
     return json.dumps(numbers) if all(map(NUMBER.fullmatch, numbers)) else None
 

@@ -1,4 +1,4 @@
-"""Endless, resumable streams of problems, split so that training never sees an evaluation prompt."""
+"""Endless, resumable streams of problems; training never sees an evaluation prompt."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class RewardError(Exception):
 
 
 def exact(problem: Problem, response: str) -> float:
-    """1 where `response` reads `<working>answer` and the dataset's scorer calls it right, else 0."""
+    """1 where `response` reads `<working>answer` and the dataset scores it as right, else 0."""
     match = RESPONSE.fullmatch(response)
     return float(match is not None and score(problem, match["answer"]) >= CORRECT)
 

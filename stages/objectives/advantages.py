@@ -1,4 +1,4 @@
-"""Advantages: how much better a response was than the others to its prompt (algorithms, section 1)."""
+"""How much better a response was than the others to its prompt (algorithms, section 1)."""
 
 from __future__ import annotations
 

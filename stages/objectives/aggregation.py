@@ -1,4 +1,4 @@
-"""From a loss per token to one number, normalised once by a global count (algorithms, section 2)."""
+"""From a loss per token to one number, normalised once by a global count (section 2)."""
 
 from __future__ import annotations
 
@@ -24,15 +24,19 @@ class Totals:
 
 
 def sequence_mean(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
-    """Mean over responses of each one's mean over tokens (GRPO, GSPO): this shard's share, a scalar.
+    """Mean over responses of each one's mean over tokens (GRPO, GSPO).
 
-    `values` [B, T], `mask` [B, T] bool. A response without tokens adds 0.
+    `values` [B, T], `mask` [B, T] bool; returns this shard's share, a scalar. A response without
+    tokens adds 0.
     """
     return sequence_means(values, mask).sum() / max(totals.sequences, 1)
 
 
 def token_mean(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
-    """Mean over tokens, long responses weighing more (DAPO, arXiv 2503.14476): this shard's share."""
+    """Mean over tokens, so that long responses weigh more (DAPO, arXiv 2503.14476).
+
+    `values` [B, T], `mask` [B, T] bool; returns this shard's share, a scalar.
+    """
     return masked_sum(values, mask) / max(totals.tokens, 1)
 
 

@@ -33,7 +33,7 @@ def k3(log_probs: Tensor, reference: Tensor, old: Tensor) -> Tensor:
 
 
 def unbiased_k3(log_probs: Tensor, reference: Tensor, old: Tensor) -> Tensor:
-    """(pi_theta / pi_old) k3, the ratio carrying gradient: unbiased off-policy (arXiv 2512.02556)."""
+    """(pi_theta / pi_old) k3 with gradient through both: unbiased off-policy (2512.02556)."""
     return bounded_exp(log_probs - old) * k3(log_probs, reference, old)
 
 

@@ -1,4 +1,4 @@
-"""Full-vocabulary reverse KL, the distillation loss (algorithms, section 7; DeepSeek-V4, Eq. 29)."""
+"""Full-vocabulary reverse KL, the distillation loss (section 7; DeepSeek-V4, Eq. 29)."""
 
 from __future__ import annotations
 

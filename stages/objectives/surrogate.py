@@ -15,9 +15,9 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True)
 class Surrogate:
-    """What a policy ratio gives for every token, each [B, T]; masked positions hold anything finite.
+    """What a policy ratio gives for every token, each [B, T]; masked positions are unspecified.
 
-    `clipped` is true where the clip binds: the term then has no gradient.
+    `clipped` (bool) is true where the clip binds: the term then has no gradient.
     """
 
     loss: Tensor
