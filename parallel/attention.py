@@ -17,9 +17,7 @@ class CausalAttention(MegatronModule):
     [batch, heads, length, length] score tensor instead.
     """
 
-    def __init__(
-        self, config: Any, *_: Any, softmax_scale: float | None = None, **__: Any
-    ) -> None:
+    def __init__(self, config: Any, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
 

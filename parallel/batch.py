@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ class MicroBatch:
     tokens, targets, positions: int64 [B, T]. mask: bool [B, T], true where the target is a response
     token. engine_logprobs: fp32 [B, T], mu of the target, 0 outside the mask. advantages: fp32 [B].
     routes: int64 [layers, T * B, experts_per_token] in Megatron's token order, or None.
+    old_logprobs and reference_logprobs: fp32 [B, T], added before the batch is trained on.
     """
 
     samples: list[Sample]
@@ -29,6 +30,12 @@ class MicroBatch:
     engine_logprobs: torch.Tensor
     advantages: torch.Tensor
     routes: torch.Tensor | None
+    old_logprobs: torch.Tensor | None = None
+    reference_logprobs: torch.Tensor | None = None
+
+    def without_routes(self) -> MicroBatch:
+        """The same batch for another model, which routes by itself."""
+        return replace(self, routes=None)
 
 
 def split(

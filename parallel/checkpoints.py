@@ -142,7 +142,9 @@ def _verify(checkpoint: Path) -> None:
                 fault = f"{path} does not match its checksum"
     fault = broadcast(fault)
     if fault is not None:
-        raise CheckpointError(f"damaged checkpoint: {fault}; remove {checkpoint} to use an older one")
+        raise CheckpointError(
+            f"damaged checkpoint: {fault}; remove {checkpoint} to use an older one"
+        )
 
 
 def _sha256(path: Path) -> str:

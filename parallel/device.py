@@ -42,10 +42,25 @@ ENTRY_POINTS = (
     "megatron.core.dist_checkpointing.strategies.torch",
     "mbridge",
 )
-FACTORIES = (
-    "arange as_tensor empty empty_like empty_strided eye full full_like linspace ones ones_like "
-    "rand randint randn tensor zeros zeros_like"
-).split()
+FACTORIES = [
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "eye",
+    "full",
+    "full_like",
+    "linspace",
+    "ones",
+    "ones_like",
+    "rand",
+    "randint",
+    "randn",
+    "tensor",
+    "zeros",
+    "zeros_like",
+]
 
 
 def backend() -> str:

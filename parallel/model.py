@@ -132,6 +132,4 @@ def global_name(model: GPTModel, name: str) -> str:
     """A parameter's name with its expert numbered over all expert-parallel ranks."""
     local = model.config.num_moe_experts // model.config.expert_model_parallel_size
     first = parallel_state.get_expert_model_parallel_rank() * local
-    return re.sub(
-        r"local_experts\.(\d+)\.", lambda m: f"local_experts.{int(m[1]) + first}.", name
-    )
+    return re.sub(r"local_experts\.(\d+)\.", lambda m: f"local_experts.{int(m[1]) + first}.", name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,14 +16,14 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from parallel import hugging_face, routing
+from parallel import hugging_face, routing, vocabulary
 from parallel.batch import MicroBatch
 from parallel.model import build_bridge, build_model, initialize
 from parallel.settings import ModelSettings, OptimizerSettings
 
 # (logits [B, T, vocabulary / TP], micro-batch) -> (loss already divided by its global denominator,
-# metrics as plain sums)
-LossFunction = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, float]]]
+# what the caller wants back, detached)
+LossFunction = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, Any]]
 
 
 class Policy:
@@ -49,6 +48,16 @@ class Policy:
         return (module or self.model)(batch.tokens, batch.positions, None)
 
     @torch.no_grad()
+    def target_logprobs(self, batches: list[MicroBatch], temperature: float) -> list[torch.Tensor]:
+        """log pi of every target, fp32 [B, T] a micro-batch, meaningful under its mask."""
+        return self.evaluate(
+            batches,
+            lambda logits, batch: vocabulary.gather_targets(
+                vocabulary.log_softmax(logits, temperature), batch.targets
+            ),
+        )
+
+    @torch.no_grad()
     def evaluate(
         self, batches: list[MicroBatch], function: Callable[[torch.Tensor, MicroBatch], Any]
     ) -> list[Any]:
@@ -59,10 +68,6 @@ class Policy:
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor under its Hugging Face name, whole; a collective over all ranks."""
         return hugging_face.stream_weights(self.bridge, self.model)
-
-    def load_hugging_face(self, directory: Path) -> None:
-        """Take the weights of a Hugging Face checkpoint; a collective over all ranks."""
-        hugging_face.load_weights(self.bridge, self.model, directory)
 
 
 class TrainedPolicy(Policy):
@@ -81,8 +86,8 @@ class TrainedPolicy(Policy):
         config.finalize_model_grads_func = _sum_gradients
         config.grad_scale_func = self.optimizer.scale_loss
 
-    def accumulate(self, batches: list[MicroBatch], loss: LossFunction) -> list[dict[str, float]]:
-        """Forward and backward through all micro-batches; returns each one's metrics.
+    def accumulate(self, batches: list[MicroBatch], loss: LossFunction) -> list[Any]:
+        """Forward and backward through all micro-batches; returns what `loss` gave beside each value.
 
         The gradients left in the buffers are the sum over micro-batches and data-parallel ranks.
         """

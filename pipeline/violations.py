@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.errors import BraidError
+
 
 @dataclass(frozen=True)
 class Place:
@@ -43,12 +45,16 @@ class Violation:
         return ": ".join(part for part in (str(self.place), self.key, self.message) if part)
 
 
-class ConfigError(Exception):
+class ConfigError(BraidError):
     """A configuration that cannot run; `violations` lists every reason."""
 
     def __init__(self, violations: Sequence[Violation]) -> None:
         self.violations = tuple(violations)
-        super().__init__("\n".join(map(str, self.violations)))
+        count = len(self.violations)
+        title = (
+            f"{count} faults in the configuration" if count > 1 else "the configuration is wrong"
+        )
+        super().__init__("\n".join([f"{title}:", *map(str, self.violations)]))
 
 
 def dotted(key: Iterable[str | int]) -> str:

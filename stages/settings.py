@@ -55,9 +55,10 @@ class RoutingSettings(Settings):
 
 
 class LoopSettings(Settings):
-    """How long a stage runs and how often it saves."""
+    """How long a stage runs, how much a rank computes at once, and how often it saves."""
 
     steps: Positive
+    micro_batch_sequences: Positive = 128
     checkpoint_every: Positive = 20
     keep_last: Positive = 2
 
@@ -76,7 +77,6 @@ class DomainSettings(Settings):
     objective: ObjectiveSettings = ObjectiveSettings()
     routing: RoutingSettings = RoutingSettings()
     optimizer: OptimizerSettings
-    micro_batch_sequences: Positive = 64
     updates_per_rollout: Positive = 1
     loop: LoopSettings
 

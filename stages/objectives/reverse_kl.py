@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def reverse_kl(student_log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
-    """KL(student || teacher) in nats, [...], from normalised finite log-probabilities [..., V]."""
-    return (student_log_probs.exp() * (student_log_probs - teacher_log_probs)).sum(-1)
+def reverse_kl(
+    student_log_probs: Tensor,
+    teacher_log_probs: Tensor,
+    sum_vocabulary: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """KL(student || teacher) in nats, [...], from finite log-probabilities [..., V].
+
+    Both are normalised over the whole vocabulary, of which this rank may hold only a part:
+    `sum_vocabulary` reduces the last dimension over all of it.
+    """
+    return sum_vocabulary(student_log_probs.exp() * (student_log_probs - teacher_log_probs))

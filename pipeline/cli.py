@@ -1,0 +1,183 @@
+"""The `braid` command: its arguments, its help, its exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import BraidError
+
+EXIT_CODES = """\
+exit codes:
+  0    done
+  1    a failure, told in one message: what failed, where, and how to mend it
+  2    the command line is not understood
+  130  stopped by Ctrl-C; 143 by SIGTERM. The run continues with `braid resume`.
+"""
+
+DESCRIPTION = """\
+Post-train a mixture-of-experts model: one cold start, one expert a domain grown from it, and one
+model braided back out of the experts.
+
+a first run, from its settings to its results:
+  braid validate configs/quickstart.yaml     is the configuration right?
+  braid plan configs/quickstart.yaml         what will run, and from what?
+  braid run configs/quickstart.yaml          run it here, with progress and a table at the end
+  braid status quickstart                    where does it stand? (from another terminal)
+  braid resume quickstart                    continue after a crash, a kill or Ctrl-C
+"""
+
+CONFIG_HELP = """\
+CONFIG is a YAML file. Any key may be laid over from the command line, as dotted.key=value:
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; every failure ends as one message on standard error."""
+    arguments = _parse(sys.argv[1:] if argv is None else argv)
+    try:
+        _command(arguments.command)(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of our output left, as `head` does; nothing more can be said to it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BraidError as error:
+        print("\n".join([f"braid: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"braid: {where}{error.strerror or error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _command(name: str) -> Callable[[Namespace], None]:
+    # Imported here, so that `braid --help` and a mistyped command answer at once.
+    from pipeline import commands
+
+    found: Callable[[Namespace], None] = getattr(commands, name)
+    return found
+
+
+def _parse(argv: Sequence[str]) -> Namespace:
+    parser = _parser()
+    arguments, others = parser.parse_known_args(argv)
+    # argparse takes positional arguments in one piece: overrides after an option end up here.
+    if any(other.startswith("-") for other in others) or not hasattr(arguments, "overrides"):
+        if others:
+            parser.error(f"unrecognized arguments: {' '.join(others)}")
+    else:
+        arguments.overrides += others
+    return arguments
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        "braid",
+        description=DESCRIPTION,
+        epilog=EXIT_CODES,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def command(name: str, summary: str, details: str) -> ArgumentParser:
+        added = commands.add_parser(
+            name,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            epilog=details,
+            formatter_class=RawDescriptionHelpFormatter,
+        )
+        added.add_argument(
+            "--runs-dir", type=Path, default=Path("runs"), help="where runs lie (default: runs)"
+        )
+        return added
+
+    _add_config_commands(command)
+    _add_run_commands(command)
+    return parser
+
+
+def _add_config_commands(command: Callable[[str, str, str], ArgumentParser]) -> None:
+    validate = command(
+        "validate",
+        "check a configuration and list everything wrong with it",
+        CONFIG_HELP + "  braid validate configs/quickstart.yaml experts.chain_sum.loop.steps=80",
+    )
+    validate.add_argument(
+        "--resolved", action="store_true", help="print it with every default written out"
+    )
+    plan = command(
+        "plan",
+        "show the stages of a configuration and which of them are done",
+        CONFIG_HELP + "  braid plan configs/quickstart.yaml seed=1 --name second",
+    )
+    run = command(
+        "run",
+        "run a configuration on this machine",
+        CONFIG_HELP
+        + "  braid run configs/quickstart.yaml\n"
+        + "  braid run configs/quickstart.yaml --name no-kl "
+        + "experts.spell_backward.objective.kl.coefficient=0\n\n"
+        + "Everything of the run lies in runs/NAME. Run again, the same configuration continues,\n"
+        + "and nothing that is done is done twice; another one under the same name is refused.",
+    )
+    run.add_argument(
+        "--dry-run", action="store_true", help="show the plan and the commands, and run nothing"
+    )
+    for parser in (validate, plan, run):
+        parser.add_argument("config", type=Path, metavar="CONFIG", help="the run's YAML file")
+        parser.add_argument(
+            "overrides", nargs="*", default=[], metavar="KEY=VALUE", help="laid over the file"
+        )
+        parser.add_argument("--name", help="the run's name, instead of the configuration's")
+
+
+def _add_run_commands(command: Callable[[str, str, str], ArgumentParser]) -> None:
+    resume = command(
+        "resume",
+        "continue a run from the newest whole checkpoint of each unfinished stage",
+        "  braid resume quickstart\n  braid resume /scratch/runs/quickstart",
+    )
+    status = command(
+        "status",
+        "show where a run stands, or all runs",
+        "  braid status\n  braid status quickstart",
+    )
+    evaluate = command(
+        "evaluate",
+        "evaluate the finished stages of a run once more",
+        "  braid evaluate quickstart --stage merge --problems 5000\n\n"
+        "The run's own results.json stays as it is.",
+    )
+    export = command(
+        "export",
+        "write a finished stage's model as a Hugging Face checkpoint",
+        "  braid export quickstart --stage experts.chain_sum --to /tmp/chain_sum",
+    )
+    for parser in (resume, evaluate, export):
+        parser.add_argument("run", metavar="RUN", help="the run's name, or its folder")
+    status.add_argument("run", metavar="RUN", nargs="?", help="the run's name, or its folder")
+    evaluate.add_argument("--stage", help="only this stage's model (default: all finished ones)")
+    evaluate.add_argument(
+        "--problems", type=_positive, help="problems a domain (default: the configuration's)"
+    )
+    export.add_argument("--stage", required=True, help="whose model, such as merge")
+    export.add_argument("--to", required=True, type=Path, help="a folder that is new or empty")
+
+
+def _positive(text: str) -> Any:
+    if not text.isdecimal() or not int(text):
+        raise ArgumentTypeError(f"{text} is no positive number")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

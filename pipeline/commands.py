@@ -1,0 +1,169 @@
+"""What each `braid` command does; a failure is a `BraidError`, or an `OSError` with its path."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from argparse import Namespace
+from pathlib import Path
+
+from rich.console import Console
+
+from pipeline import one_off, report
+from pipeline.config import differing_keys, dump_resolved, load
+from pipeline.errors import BraidError
+from pipeline.graph import compile_graph
+from pipeline.launcher import Programs, Stopped
+from pipeline.progress import Display
+from pipeline.run_directory import RunDirectory, write_atomically
+from pipeline.runner import run_stages
+from pipeline.states import derive
+from pipeline.violations import hint, shown
+from stages.settings import RunSettings
+
+PLAIN_WIDTH = 160
+
+
+def validate(arguments: Namespace) -> None:
+    """Say whether the configuration can run."""
+    settings = _load(arguments)
+    if arguments.resolved:
+        print(dump_resolved(settings), end="")
+        return
+    stages = compile_graph(settings)
+    domains = ", ".join(settings.experts)
+    print(f"{arguments.config} is valid: {len(stages)} stages, domains {domains}")
+
+
+def plan(arguments: Namespace) -> None:
+    """Show what would run, and what of it is done."""
+    settings = _load(arguments)
+    run = RunDirectory(arguments.runs_dir / settings.name)
+    _show_plan(run, settings)
+
+
+def run(arguments: Namespace) -> None:
+    """Run the configuration, or continue the run of it."""
+    settings = _load(arguments)
+    run = RunDirectory(arguments.runs_dir / settings.name)
+    if arguments.dry_run:
+        _show_plan(run, settings)
+        _show_commands(run, settings)
+        return
+    with run.lock():
+        if run.settings.exists():
+            _refuse_other_configuration(run, settings)
+        else:
+            write_atomically(run.settings, dump_resolved(settings))
+        _run_to_the_end(run, settings)
+
+
+def resume(arguments: Namespace) -> None:
+    """Continue a run from where it stands."""
+    run, settings = _existing(arguments)
+    with run.lock():
+        _run_to_the_end(run, settings)
+
+
+def status(arguments: Namespace) -> None:
+    """Show where a run stands, or every run."""
+    if arguments.run is not None:
+        run, settings = _existing(arguments)
+        stages = compile_graph(settings)
+        states = derive(run, settings, stages)
+        _console().print(report.status_table(run, stages, states))
+        return
+    for path in _runs(arguments.runs_dir):
+        run = RunDirectory(path)
+        settings = load(run.settings)
+        states = derive(run, settings, compile_graph(settings))
+        print(f"{run.name}: {report.summary(states)}")
+
+
+def evaluate(arguments: Namespace) -> None:
+    """Evaluate finished stages once more."""
+    run, settings = _existing(arguments)
+    console = _console()
+    with run.lock():
+        models = one_off.evaluate(
+            run, settings, Display(console), arguments.stage, arguments.problems
+        )
+    console.print(report.results_table(models))
+
+
+def export(arguments: Namespace) -> None:
+    """Write a finished stage's model for transformers and vLLM."""
+    run, settings = _existing(arguments)
+    with run.lock():
+        one_off.export(run, settings, Display(_console()), arguments.stage, arguments.to)
+    print(f"exported {arguments.stage} to {shown(arguments.to)}")
+
+
+def _load(arguments: Namespace) -> RunSettings:
+    name = [f"name={json.dumps(arguments.name)}"] if arguments.name else []
+    return load(arguments.config, [*arguments.overrides, *name])
+
+
+def _existing(arguments: Namespace) -> tuple[RunDirectory, RunSettings]:
+    """The run that a person named, by its name or by its folder."""
+    for path in (arguments.runs_dir / arguments.run, Path(arguments.run)):
+        run = RunDirectory(path)
+        if run.settings.exists():
+            return run, load(run.settings)
+    known = [path.name for path in _runs(arguments.runs_dir)]
+    where = shown(arguments.runs_dir)
+    raise BraidError(f"no run {arguments.run} in {where}; {hint(arguments.run, known)}")
+
+
+def _runs(runs_dir: Path) -> list[Path]:
+    return sorted(settings.parent for settings in runs_dir.glob("*/run.yaml"))
+
+
+def _refuse_other_configuration(run: RunDirectory, settings: RunSettings) -> None:
+    differing = differing_keys(load(run.settings), settings)
+    if not differing:
+        print(f"{shown(run.path)} holds a run of this very configuration: continuing it")
+        return
+    lines = [
+        f"  {key}: {json.dumps(there)} there, {json.dumps(here)} here"
+        for key, (there, here) in differing.items()
+    ]
+    raise BraidError(
+        f"{shown(run.path)} holds a run of another configuration:\n"
+        + "\n".join(lines)
+        + f"\nstart a new run with --name NAME, or continue that one: braid resume {run.name}"
+    )
+
+
+def _run_to_the_end(run: RunDirectory, settings: RunSettings) -> None:
+    console = _console()
+    try:
+        run_stages(run, settings, Display(console))
+    except Stopped as error:
+        error.add_note(f"continue with: braid resume {run.name}")
+        raise
+    models = report.write_results(run)
+    console.print()
+    console.print(report.results_table(models))
+    print(f"\nresults: {shown(run.results)}\nmerged model: {shown(report.exported_model(run))}")
+
+
+def _show_plan(run: RunDirectory, settings: RunSettings) -> None:
+    stages = compile_graph(settings)
+    states = derive(run, settings, stages)
+    _console().print(report.plan_table(settings, stages, states))
+
+
+def _show_commands(run: RunDirectory, settings: RunSettings) -> None:
+    programs = Programs()
+    print(f"\nthe engine: {shlex.join(programs.engine(run.engine / 'engine.json'))}")
+    print(f"every stage, as ranks 0 to {settings.layout.ranks - 1}:")
+    for stage in compile_graph(settings):
+        directory = run.stage(stage.name)
+        job = directory.attempt(directory.attempts() + 1) / "job.json"
+        print(f"  {shlex.join(programs.stage(job))}")
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=PLAIN_WIDTH)

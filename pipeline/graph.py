@@ -1,0 +1,186 @@
+"""A run's settings compiled into its stages, in the order they run.
+
+cold_start ─┬─ experts.A ─┐
+            ├─ experts.B ─┼─ merge ─┬─ evaluate (of every model)
+            └─ experts.C ─┘         └─ export
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pipeline.schema import flatten
+from stages.settings import RunSettings
+
+Kind = Literal["sft", "grpo", "distill", "evaluate", "export"]
+
+# What each kind of stage reads. A key stands for everything below it, `*` for every domain and
+# `{domain}` for the stage's own. A stage's result depends on these keys and on its input
+# checkpoints and on nothing else, so that a change elsewhere leaves it valid.
+READS: dict[Kind, tuple[str, ...]] = {
+    "sft": (
+        "seed",
+        "deterministic",
+        "model",
+        "cold_start.optimizer",
+        "cold_start.loop.steps",
+        "experts.*.prompts",
+        "experts.*.demonstrations",
+    ),
+    "grpo": (
+        "seed",
+        "deterministic",
+        "model",
+        "engine.max_model_tokens",
+        "experts.{domain}.prompts",
+        "experts.{domain}.reward",
+        "experts.{domain}.sampling",
+        "experts.{domain}.objective",
+        "experts.{domain}.routing",
+        "experts.{domain}.optimizer",
+        "experts.{domain}.updates_per_rollout",
+        "experts.{domain}.loop.steps",
+    ),
+    "distill": (
+        "seed",
+        "deterministic",
+        "model",
+        "engine.max_model_tokens",
+        "experts.*.prompts",
+        "merge.method",
+        "merge.sampling",
+        "merge.routing",
+        "merge.optimizer",
+        "merge.loop.steps",
+    ),
+    "evaluate": (
+        "seed",
+        "model",
+        "engine.max_model_tokens",
+        "experts.*.prompts",
+        "experts.*.reward",
+        "experts.*.sampling.max_response_tokens",
+        "evaluation",
+    ),
+    "export": ("model",),
+}
+
+# What decides how a stage runs and not what comes out, beyond rounding. The layout is a line of its
+# own in a stage's lineage.
+CHANGES_NO_RESULT = (
+    "name",
+    "layout",
+    "logging",
+    "engine.max_sequences",
+    "engine.kv_cache_mebibytes",
+    "engine.start_timeout_seconds",
+    "engine.request_timeout_seconds",
+    "engine.max_logprob_difference",
+    *(
+        f"{stage}.loop.{key}"
+        for stage in ("cold_start", "experts.*", "merge")
+        for key in ("micro_batch_sequences", "checkpoint_every", "keep_last")
+    ),
+)
+
+TRAINING: tuple[Kind, ...] = ("sft", "grpo", "distill")
+SAMPLING: tuple[Kind, ...] = ("grpo", "distill", "evaluate")
+DATA_KEYS = ("experts.*.prompts", "experts.*.demonstrations")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One node of the graph. `parent`, `teachers` and `models` name the stages it starts from."""
+
+    name: str
+    kind: Kind
+    domain: str | None = None
+    parent: str | None = None
+    teachers: dict[str, str] = field(default_factory=dict)
+    models: dict[str, str] = field(default_factory=dict)
+    steps: int | None = None
+    routing: str | None = None
+    reads: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Every stage whose checkpoint this one loads."""
+        parents = [self.parent] if self.parent else []
+        return tuple(dict.fromkeys([*parents, *self.teachers.values(), *self.models.values()]))
+
+    @property
+    def trains(self) -> bool:
+        """Whether the stage leaves checkpoints."""
+        return self.kind in TRAINING
+
+    @property
+    def needs_engine(self) -> bool:
+        """Whether the stage samples."""
+        return self.kind in SAMPLING
+
+    @property
+    def config_digest(self) -> str:
+        """Changes when anything the stage reads changes."""
+        return digest(self.reads)
+
+    @property
+    def data_digest(self) -> str:
+        """Changes when the stage's problems or demonstrations change."""
+        return digest({key: self.reads[key] for key in _selected(self.reads, DATA_KEYS)})
+
+
+def compile_graph(settings: RunSettings) -> tuple[Stage, ...]:
+    """The run's stages in the order they run: each after all of its inputs."""
+    flat = dict(flatten(settings.model_dump(mode="json")))
+
+    def stage(name: str, kind: Kind, **fields: Any) -> Stage:
+        keys = [key.format(domain=fields.get("domain")) for key in READS[kind]]
+        reads = {key: flat[key] for key in _selected(flat, keys)}
+        return Stage(name, kind, reads=reads, **fields)
+
+    experts = {domain: f"experts.{domain}" for domain in settings.experts}
+    models = {name: name for name in ("cold_start", *experts.values(), "merge")}
+    return (
+        stage("cold_start", "sft", steps=settings.cold_start.loop.steps),
+        *(
+            stage(
+                experts[domain],
+                "grpo",
+                domain=domain,
+                parent="cold_start",
+                steps=expert.loop.steps,
+                routing=expert.routing.replay,
+            )
+            for domain, expert in settings.experts.items()
+        ),
+        stage(
+            "merge",
+            "distill",
+            parent="cold_start",
+            teachers=experts,
+            steps=settings.merge.loop.steps,
+            routing=settings.merge.routing.replay,
+        ),
+        stage("evaluate", "evaluate", models=models),
+        stage("export", "export", parent="merge"),
+    )
+
+
+def matches(key: str, pattern: str) -> bool:
+    """Whether `key` is what `pattern` names, or stands below it."""
+    parts, wanted = key.split("."), pattern.split(".")
+    below = len(parts) >= len(wanted)
+    return below and all(w in ("*", p) for p, w in zip(parts, wanted, strict=False))
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of the value as canonical JSON."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _selected(flat: dict[str, Any], patterns: Any) -> list[str]:
+    return [key for key in flat if any(matches(key, pattern) for pattern in patterns)]

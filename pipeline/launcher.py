@@ -1,0 +1,177 @@
+"""Runs one job at a time on this machine: the ranks of a stage, beside an engine that stays up."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from pipeline.errors import BraidError
+from pipeline.jobs import engine_address, write_engine_job, write_stage_job
+from pipeline.processes import (
+    POLL_SECONDS,
+    Child,
+    Failure,
+    python_module,
+    stop,
+    wait_for_all,
+)
+from pipeline.run_directory import RunDirectory
+from pipeline.violations import shown
+from stages.settings import RunSettings, StageJob
+
+SAVE_SECONDS = 30.0  # what a stage that is asked to stop may take for its checkpoint
+SETTLE_SECONDS = 2.0  # what the other ranks of a failed one may take to say what they saw
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class JobFailed(BraidError):
+    """A rank or the engine failed."""
+
+    def __init__(self, stage: str, failure: Failure) -> None:
+        tail = [f"    | {line}" for line in failure.tail]
+        lines = [f"stage {stage} failed: {failure.cause}", f"  log: {shown(failure.log)}", *tail]
+        super().__init__("\n".join(lines))
+        self.cause = failure.cause
+
+
+class Stopped(BraidError):
+    """A signal asked the launcher to stop."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.exit_code = 128 + number
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The command lines of a stage's rank and of the engine, each from the path of its job."""
+
+    stage: Callable[[Path], list[str]] = lambda job: python_module("stages.main", job)
+    engine: Callable[[Path], list[str]] = lambda job: python_module("parallel.rollout.server", job)
+
+
+class Launcher:
+    """Context in which jobs run; on leaving it nothing it started is left running."""
+
+    def __init__(
+        self, run: RunDirectory, settings: RunSettings, programs: Programs | None = None
+    ) -> None:
+        self._run = run
+        self._settings = settings
+        self._programs = programs or Programs()
+        self._engine: Child | None = None
+        self._signal: int | None = None
+        self._handlers: dict[int, object] = {}
+
+    def __enter__(self) -> Launcher:
+        for number in STOP_SIGNALS:
+            self._handlers[number] = signal.signal(number, self._note_signal)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._engine:
+            stop([self._engine], grace_seconds=5.0)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def execute(self, job: StageJob, on_poll: Callable[[], None] = lambda: None) -> None:
+        """Run a job to its end; `on_poll` is called several times a second meanwhile.
+
+        Raises:
+            JobFailed: a rank or the engine ended badly; nothing of the job runs any more.
+            Stopped: a signal asked for it; the ranks had time to save.
+        """
+        self._check_signal()
+        path = write_stage_job(job)
+        if job.engine_address and self._engine is None:
+            self._start_engine()
+        ranks = self._start_ranks(path)
+        grace = 0.0
+        try:
+            while not self._finished(job.stage, ranks):
+                on_poll()
+                self._check_signal()
+                time.sleep(POLL_SECONDS)
+        except Stopped:
+            grace = SAVE_SECONDS
+            raise
+        finally:
+            stop(ranks, grace)
+
+    def _start_engine(self) -> None:
+        engine_address(self._run).unlink(missing_ok=True)
+        command = self._programs.engine(write_engine_job(self._run, self._settings))
+        self._engine = Child("the engine", command, self._run.engine / "engine.log", {})
+
+    def _start_ranks(self, job: Path) -> list[Child]:
+        world = self._settings.layout.ranks
+        common = {
+            "WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+            "OMP_NUM_THREADS": "1",
+        }
+        ranks: list[Child] = []
+        try:
+            for rank in range(world):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                log = job.parent / f"rank_{rank}.log"
+                command = self._programs.stage(job)
+                ranks.append(Child(f"rank {rank}", command, log, {**common, **own}))
+        except OSError:
+            stop(ranks)
+            raise
+        return ranks
+
+    def _finished(self, stage: str, ranks: list[Child]) -> bool:
+        """Whether every rank ended well.
+
+        Raises:
+            JobFailed: the engine or a rank ended otherwise.
+        """
+        self._check_engine(stage)
+        if any(rank.status() for rank in ranks):
+            wait_for_all(ranks, SETTLE_SECONDS)
+            self._check_engine(stage)
+            raise JobFailed(stage, _first_cause([rank for rank in ranks if rank.status()]))
+        return all(rank.status() == 0 for rank in ranks)
+
+    def _check_engine(self, stage: str) -> None:
+        if self._engine and self._engine.status() is not None:
+            raise JobFailed(stage, self._engine.failure())
+
+    def _check_signal(self) -> None:
+        if self._signal is not None:
+            raise Stopped(self._signal)
+
+    def _note_signal(self, number: int, frame: FrameType | None) -> None:
+        # Only noted: an exception from here could fall between starting a process and
+        # remembering it.
+        self._signal = number
+
+
+def _first_cause(failed: list[Child]) -> Failure:
+    """The failure that explains the others.
+
+    A rank that gives its reason knows best; then one that was killed, since the ranks that lose
+    their connection to it fail too.
+    """
+    stated = [rank for rank in failed if rank.failure().stated]
+    killed = [rank for rank in failed if (rank.status() or 0) < 0]
+    return [*stated, *killed, *failed][0].failure()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,95 @@
+"""The append-only history of a run: one JSON line for every change of state of every stage."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from pipeline.run_directory import naming
+
+State = Literal["pending", "running", "done", "failed", "stale"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """A stage entered a state.
+
+    `seconds` is the wall time of the attempt that ended with this event, and absent from events
+    that end none.
+    """
+
+    time: str
+    stage: str
+    state: State
+    cause: str
+    attempt: int
+    seconds: float | None = None
+
+    @property
+    def timestamp(self) -> float:
+        """The time as seconds since the epoch."""
+        return datetime.fromisoformat(self.time).timestamp()
+
+
+class Ledger:
+    """The file `ledger.jsonl` of a run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(
+        self, stage: str, state: State, cause: str, attempt: int, seconds: float | None = None
+    ) -> None:
+        """Write one line, durably and in a single write, so that writers never mix their lines."""
+        event = Event(_now(), stage, state, cause, attempt, seconds)
+        fields = {name: value for name, value in asdict(event).items() if value is not None}
+        line = json.dumps(fields) + "\n"
+        if self._ends_in_half_a_line():
+            line = "\n" + line
+        with naming(self.path), self.path.open("ab", buffering=0) as file:
+            if file.write(line.encode()) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(file.fileno())
+
+    def events(self) -> list[Event]:
+        """Every whole line. A line cut short by a crash says nothing that can be relied on."""
+        if not self.path.exists():
+            return []
+        events = []
+        for line in self.path.read_text(encoding="utf-8", errors="replace").split("\n"):
+            try:
+                events.append(Event(**json.loads(line)))
+            except (ValueError, TypeError):
+                continue
+        return events
+
+    def _ends_in_half_a_line(self) -> bool:
+        if not self.path.exists() or not self.path.stat().st_size:
+            return False
+        with self.path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read() != b"\n"
+
+
+def latest(events: Iterable[Event]) -> dict[str, Event]:
+    """Each stage's newest event. Staleness is left out: it is found anew from the lineage."""
+    return {event.stage: event for event in events if event.state != "stale"}
+
+
+def minutes(events: Iterable[Event]) -> dict[str, float]:
+    """Each stage's wall time over all of its attempts."""
+    total: dict[str, float] = {}
+    for event in events:
+        if event.seconds is not None:
+            total[event.stage] = total.get(event.stage, 0.0) + event.seconds / 60
+    return {stage: round(value, 3) for stage, value in total.items()}
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,111 @@
+"""Jobs beside the graph, on the finished stages of a run: one more evaluation, one more export."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from pipeline.errors import BraidError
+from pipeline.graph import compile_graph
+from pipeline.jobs import checkpoint_path, engine_address
+from pipeline.launcher import Launcher, Programs
+from pipeline.progress import Display
+from pipeline.report import Models
+from pipeline.run_directory import RunDirectory, StageDirectory
+from pipeline.states import derive
+from pipeline.violations import hint, shown
+from stages.settings import RunSettings, StageJob
+
+
+def evaluate(
+    run: RunDirectory,
+    settings: RunSettings,
+    display: Display,
+    stage: str | None = None,
+    problems: int | None = None,
+    programs: Programs | None = None,
+) -> Models:
+    """Evaluate one finished stage, or all of them, on so many problems a domain.
+
+    Raises:
+        BraidError: the stage is not finished, or the evaluation failed.
+    """
+    models = {name: checkpoint_path(run, name) for name in finished_training(run, settings, stage)}
+    if problems is not None:
+        evaluation = settings.evaluation.model_copy(update={"problems": problems})
+        settings = settings.model_copy(update={"evaluation": evaluation})
+    directory = _new_directory(run, "evaluations")
+    job = StageJob(
+        stage="evaluate",
+        kind="evaluate",
+        directory=directory.path.absolute(),
+        attempt=1,
+        models=models,
+        engine_address=engine_address(run),
+        settings=settings,
+    )
+    _execute(run, job, display, programs)
+    found: Models = json.loads(directory.results.read_text())["models"]
+    return found
+
+
+def export(
+    run: RunDirectory,
+    settings: RunSettings,
+    display: Display,
+    stage: str,
+    to: Path,
+    programs: Programs | None = None,
+) -> None:
+    """Write a finished stage's model as a Hugging Face checkpoint.
+
+    Raises:
+        BraidError: `to` holds something already, the stage is not finished, or the export failed.
+    """
+    if to.exists() and not (to.is_dir() and not any(to.iterdir())):
+        raise BraidError(f"{shown(to)} holds something already; choose another --to")
+    finished_training(run, settings, stage)
+    job = StageJob(
+        stage="export",
+        kind="export",
+        directory=_new_directory(run, "exports").path.absolute(),
+        attempt=1,
+        parent=checkpoint_path(run, stage),
+        output=to.absolute(),
+        settings=settings,
+    )
+    _execute(run, job, display, programs)
+
+
+def finished_training(
+    run: RunDirectory, settings: RunSettings, stage: str | None = None
+) -> list[str]:
+    """The stages with a finished model, or just the one asked for.
+
+    Raises:
+        BraidError: there is no such finished stage.
+    """
+    stages = compile_graph(settings)
+    states = derive(run, settings, stages)
+    known = [each.name for each in stages if each.trains]
+    done = [name for name in known if states[name].state == "done"]
+    if stage is None and done:
+        return done
+    if stage in done:
+        return [stage]
+    if stage is not None and stage not in known:
+        raise BraidError(f"no stage {stage} leaves a model; {hint(stage, known)}")
+    what = f"stage {stage} is {states[stage].state}" if stage else "no stage is done yet"
+    raise BraidError(f"{shown(run.path)}: {what}; finish it with: braid resume {run.name}")
+
+
+def _new_directory(run: RunDirectory, folder: str) -> StageDirectory:
+    return StageDirectory(run.path / folder / time.strftime("%Y%m%d-%H%M%S"))
+
+
+def _execute(run: RunDirectory, job: StageJob, display: Display, programs: Programs | None) -> None:
+    display.stage(job.stage, 1, 1, None)
+    metrics = StageDirectory(job.directory).metrics
+    with Launcher(run, job.settings, programs) as launcher, display.watching(metrics):
+        launcher.execute(job, display.poll)

@@ -1,0 +1,133 @@
+"""Child processes that never outlive their parent, and that take their own children with them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+POLL_SECONDS = 0.05
+ERROR_MARK = "braid-error: "
+TAIL_LINES = 8
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a process ended badly, for a person.
+
+    `stated` means that the process gave the cause itself; else `tail` is the end of its log.
+    """
+
+    cause: str
+    log: Path
+    stated: bool = False
+    tail: tuple[str, ...] = ()
+
+
+class Child:
+    """A process in a session of its own, with its output in a log file.
+
+    A session of its own keeps the terminal's Ctrl-C from it: the launcher decides how it ends.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]
+    ) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self.name = name
+        self.log = log
+        self._log_start = log.stat().st_size if log.exists() else 0
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+                start_new_session=True,
+                preexec_fn=_die_with_parent(os.getpid()),
+            )
+
+    def status(self) -> int | None:
+        """None while it runs; then its exit status, or minus the signal that killed it."""
+        if self._process.returncode is not None:
+            return self._process.returncode
+        # The ended process is left unreaped, so that nobody else can get its group's number
+        # before `reap` has signalled the group.
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        ended = os.waitid(os.P_PID, self._process.pid, options)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal the process and everything it started."""
+        if self._process.returncode is None:
+            os.killpg(self._process.pid, number)
+
+    def reap(self) -> None:
+        """Kill what is left of the process and of everything it started, and wait for it."""
+        self.send(signal.SIGKILL)
+        self._process.wait()
+
+    def failure(self) -> Failure:
+        """Why the ended process failed: its own last word, if it had one."""
+        with self.log.open("rb") as file:
+            file.seek(self._log_start)
+            lines = file.read().decode(errors="replace").rstrip().splitlines()
+        for line in reversed(lines):
+            if line.startswith(ERROR_MARK):
+                return Failure(line.removeprefix(ERROR_MARK), self.log, stated=True)
+        tail = tuple(lines[-TAIL_LINES:])
+        return Failure(f"{self.name} {self._ending()}", self.log, tail=tail)
+
+    def _ending(self) -> str:
+        status = self.status() or 0
+        if status >= 0:
+            return f"ended with exit status {status}"
+        hint = "; was the memory used up?" if -status == signal.SIGKILL else ""
+        return f"was killed by {signal.Signals(-status).name}{hint}"
+
+
+def stop(children: Sequence[Child], grace_seconds: float = 0.0) -> None:
+    """End all children: ask, wait for as long as `grace_seconds`, then kill."""
+    if grace_seconds:
+        for child in children:
+            child.send(signal.SIGTERM)
+        wait_for_all(children, grace_seconds)
+    for child in children:
+        child.send(signal.SIGKILL)
+    for child in children:
+        child.reap()
+
+
+def wait_for_all(children: Sequence[Child], seconds: float) -> None:
+    """Return when every child has ended, or after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(child.status() is None for child in children):
+        time.sleep(POLL_SECONDS)
+
+
+def python_module(module: str, argument: Path) -> list[str]:
+    """The command that runs a module of this installation with one argument."""
+    return [sys.executable, "-m", module, str(argument)]
+
+
+def _die_with_parent(parent: int) -> Callable[[], None]:
+    """Run between fork and exec, so that the kernel kills the child when the launcher ends."""
+
+    def arm() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return arm

@@ -1,0 +1,118 @@
+"""What a run shows: its plan, its state, its table of results."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.graph import Stage
+from pipeline.ledger import Ledger, minutes
+from pipeline.progress import clock
+from pipeline.run_directory import RunDirectory, write_atomically
+from pipeline.states import StageState
+from stages.settings import RunSettings
+
+STYLES = {"done": "green", "running": "cyan", "failed": "red", "stale": "yellow", "pending": "dim"}
+OWN_DOMAIN = "◆"
+
+Models = dict[str, dict[str, dict[str, Any]]]
+
+
+def plan_table(
+    settings: RunSettings, stages: tuple[Stage, ...], states: dict[str, StageState]
+) -> Table:
+    """The stages in order: what each does, from what, for how long, and whether it is done."""
+    layout = settings.layout
+    table = _table(
+        f"{settings.name}: seed {settings.seed}, {layout.ranks} ranks, "
+        f"experts over {layout.expert} of them"
+    )
+    for heading in ("stage", "kind", "from", "steps", "engine", "state"):
+        table.add_column(heading)
+    for stage in stages:
+        state = states[stage.name]
+        table.add_row(
+            f"{'  ' * _depth(stage)}{stage.name}",
+            stage.kind,
+            ", ".join(stage.inputs) or "a random start",
+            str(stage.steps or ""),
+            "yes" if stage.needs_engine else "",
+            _state_text(state),
+        )
+    return table
+
+
+def status_table(
+    run: RunDirectory, stages: tuple[Stage, ...], states: dict[str, StageState]
+) -> Table:
+    """Where every stage stands, how far it came, how long it took, and why it stands there."""
+    table = _table(f"{run.path}{' (running)' if run.is_running() else ''}")
+    spent = minutes(Ledger(run.ledger).events())
+    for heading in ("stage", "state", "step", "attempts", "time", "cause"):
+        table.add_column(heading)
+    for stage in stages:
+        state = states[stage.name]
+        steps = f"{state.step or 0}/{stage.steps}" if stage.steps else ""
+        taken = clock(60 * spent[stage.name]) if stage.name in spent else ""
+        attempts = str(state.attempts or "")
+        table.add_row(stage.name, _state_text(state), steps, attempts, taken, state.cause)
+    return table
+
+
+def summary(states: dict[str, StageState]) -> str:
+    """How many stages stand where, such as `3 done, 1 failed, 3 pending`."""
+    counts = Counter(state.state for state in states.values())
+    return ", ".join(f"{number} {state}" for state, number in counts.items())
+
+
+def write_results(run: RunDirectory) -> Models:
+    """Compose results.json from the evaluation and the ledger.
+
+    Returns:
+        {model: {domain: {"accuracy", "low", "high", "n"}}}
+    """
+    models: Models = json.loads(run.stage("evaluate").results.read_text())["models"]
+    results = {"models": models, "minutes": minutes(Ledger(run.ledger).events())}
+    write_atomically(run.results, json.dumps(results, indent=2) + "\n")
+    return models
+
+
+def results_table(models: Models) -> Table:
+    """Models by domains: accuracy and the half-width of its 95 % interval, in percent."""
+    table = _table(f"accuracy in %, with 95 % intervals; {OWN_DOMAIN} marks an expert's own domain")
+    table.add_column("model")
+    domains = list(dict.fromkeys(domain for scores in models.values() for domain in scores))
+    for domain in domains:
+        table.add_column(domain, justify="right")
+    for model, scores in models.items():
+        cells = [_score_text(scores[domain], model == f"experts.{domain}") for domain in domains]
+        table.add_row(model, *cells)
+    return table
+
+
+def exported_model(run: RunDirectory) -> Path:
+    """Where the merged model lies for transformers and vLLM."""
+    return run.stage("export").exported
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False)
+
+
+def _depth(stage: Stage) -> int:
+    return {"sft": 0, "grpo": 1, "distill": 2}.get(stage.kind, 3)
+
+
+def _state_text(state: StageState) -> Text:
+    return Text(state.state, style=STYLES[state.state])
+
+
+def _score_text(score: dict[str, Any], own: bool) -> Text:
+    half = (score["high"] - score["low"]) / 2
+    text = f"{100 * score['accuracy']:.1f} ± {100 * half:.1f}"
+    return Text(f"{OWN_DOMAIN} {text}", style="bold") if own else Text(text)

@@ -1,0 +1,172 @@
+"""Where everything of a run lies on disk, and how a file there is replaced whole."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.errors import BraidError
+
+LOCK_PATIENCE_SECONDS = 0.5
+
+
+class RunLocked(BraidError):
+    """Another launcher works on the run."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint: `step_N` exists only once everything in it was written."""
+
+    path: Path
+    step: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class StageDirectory:
+    """One stage's folder."""
+
+    path: Path
+
+    @property
+    def manifest(self) -> Path:
+        return self.path / "manifest.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def results(self) -> Path:
+        """What an evaluation found."""
+        return self.path / "results.json"
+
+    @property
+    def exported(self) -> Path:
+        """The Hugging Face checkpoint of an export."""
+        return self.path / "huggingface"
+
+    def attempt(self, number: int) -> Path:
+        return self.path / f"attempt_{number}"
+
+    def attempts(self) -> int:
+        """How many times the stage was tried."""
+        numbers = [int(path.name.removeprefix("attempt_")) for path in self.path.glob("attempt_*")]
+        return max(numbers, default=0)
+
+    def newest_checkpoint(self) -> Checkpoint | None:
+        """The whole checkpoint with the highest step."""
+        found = [_whole(path) for path in self.path.glob("checkpoints/step_*")]
+        return max(filter(None, found), key=lambda checkpoint: checkpoint.step, default=None)
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """`runs/NAME`."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def settings(self) -> Path:
+        return self.path / "run.yaml"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.jsonl"
+
+    @property
+    def results(self) -> Path:
+        return self.path / "results.json"
+
+    @property
+    def engine(self) -> Path:
+        return self.path / "engine"
+
+    def stage(self, name: str) -> StageDirectory:
+        return StageDirectory(self.path / "stages" / name)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the run for this process alone; the kernel lets go when the process ends.
+
+        Raises:
+            RunLocked: another launcher holds it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / "run.lock").open("a+") as file:
+            deadline = time.monotonic() + LOCK_PATIENCE_SECONDS
+            while not _try_lock(file.fileno(), fcntl.LOCK_EX):
+                # `is_running` holds the lock for an instant when it looks.
+                if time.monotonic() > deadline:
+                    file.seek(0)
+                    raise RunLocked(f"{self.path} is being run by {file.read().strip()}")
+                time.sleep(0.05)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+            yield
+
+    def is_running(self) -> bool:
+        """Whether a launcher works on the run now."""
+        try:
+            with (self.path / "run.lock").open("r") as file:
+                return not _try_lock(file.fileno(), fcntl.LOCK_SH)
+        except FileNotFoundError:
+            return False
+
+
+def _whole(path: Path) -> Checkpoint | None:
+    try:
+        digest = json.loads((path / "checksums.json").read_text())["digest"]
+        return Checkpoint(path, int(path.name.removeprefix("step_")), digest)
+    except (FileNotFoundError, ValueError, KeyError):
+        return None
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace the file in one step: whenever we are killed, a reader sees the old text or the new.
+
+    Raises:
+        OSError: such as a full disk; the old file then still stands.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with naming(path), temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add the path to an OSError that lacks it, as that of a write to a full disk does."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def _try_lock(descriptor: int, mode: int) -> bool:
+    try:
+        fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

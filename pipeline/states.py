@@ -1,0 +1,71 @@
+"""The state of every stage, derived from the ledger, the manifests and the checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.graph import Stage
+from pipeline.ledger import Event, Ledger, State, latest
+from pipeline.lineage import changes, lineage_now, read_manifest
+from pipeline.run_directory import RunDirectory, StageDirectory
+from stages.settings import RunSettings
+
+
+@dataclass(frozen=True)
+class StageState:
+    """Where a stage stands. `step` is that of its newest whole checkpoint."""
+
+    state: State
+    cause: str = ""
+    attempts: int = 0
+    step: int | None = None
+
+
+def derive(
+    run: RunDirectory, settings: RunSettings, stages: tuple[Stage, ...]
+) -> dict[str, StageState]:
+    """Every stage's state, in the order of the graph."""
+    events = latest(Ledger(run.ledger).events())
+    running = run.is_running()
+    states: dict[str, StageState] = {}
+    for stage in stages:
+        states[stage.name] = _state(run, settings, stage, events.get(stage.name), running, states)
+    return states
+
+
+def _state(
+    run: RunDirectory,
+    settings: RunSettings,
+    stage: Stage,
+    event: Event | None,
+    running: bool,
+    earlier: dict[str, StageState],
+) -> StageState:
+    directory = run.stage(stage.name)
+    recorded = read_manifest(directory)
+    if recorded is None or event is None:
+        return StageState("pending", attempts=directory.attempts())
+    checkpoint = directory.newest_checkpoint()
+    attempts, step = directory.attempts(), checkpoint.step if checkpoint else None
+    if event.state == "done" or checkpoint is not None:
+        reasons = list(changes(recorded, lineage_now(stage, settings, run)))
+        reasons += [
+            f"its input {name} is {earlier[name].state}"
+            for name in stage.inputs
+            if earlier[name].state != "done"
+        ]
+        if event.state == "done" and not _has_result(stage, directory):
+            reasons.append("its result is gone")
+        if reasons:
+            return StageState("stale", "; ".join(reasons), attempts, step)
+    if event.state == "running" and not running:
+        return StageState("failed", "its launcher was killed", attempts, step)
+    return StageState(event.state, event.cause, attempts, step)
+
+
+def _has_result(stage: Stage, directory: StageDirectory) -> bool:
+    if stage.kind == "evaluate":
+        return directory.results.exists()
+    if stage.kind == "export":
+        return directory.exported.exists()
+    return directory.newest_checkpoint() is not None

@@ -1,0 +1,72 @@
+"""One rank of a stage: `python -m stages.main JOB.json`, started by a launcher, torchrun or srun.
+
+Exits 0 when the stage is done, 143 when it was told to stop and saved, and 1 with one last line
+`braid-error: ...` when the user has something to mend; anything else leaves its traceback.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import warnings
+from pathlib import Path
+
+from stages.settings import StageJob
+
+MODULES = {
+    "sft": "stages.sft",
+    "grpo": "stages.grpo",
+    "distill": "stages.distill",
+    "evaluate": "stages.evaluate",
+    "export": "stages.export",
+}
+
+
+def main() -> None:
+    """Run the job named by argv[1] on this rank."""
+    job = StageJob.model_validate_json(Path(sys.argv[1]).read_text())
+    warnings.filterwarnings("ignore", module=r"megatron|mbridge|torch")
+    import torch
+
+    from parallel.distributed import process_groups
+
+    torch.use_deterministic_algorithms(job.settings.deterministic)
+    with process_groups(job.settings.layout, job.settings.seed):
+        try:
+            importlib.import_module(MODULES[job.kind]).run(job)
+        except Exception as error:
+            _leave(error)
+
+
+def _leave(error: Exception) -> None:
+    """End this rank at once: another may hang in a collective that will never be joined."""
+    from parallel.checkpoints import CheckpointError
+    from parallel.rollout.client import EngineError
+    from stages.domains.problem import DomainError
+    from stages.domains.rewards import RewardError
+    from stages.loop import NotFiniteError, StageStopped
+    from stages.rollout import MismatchError
+
+    expected = (
+        CheckpointError,
+        DomainError,
+        EngineError,
+        MismatchError,
+        NotFiniteError,
+        OSError,
+        RewardError,
+    )
+    if isinstance(error, StageStopped):
+        print(error, flush=True)
+        os._exit(143)
+    if isinstance(error, expected):
+        print(f"braid-error: {error}", flush=True)
+    else:
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.stderr.flush()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Cold start: supervised fine-tuning on every domain's demonstrations at once."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+
+from parallel import batch, vocabulary
+from parallel.batch import MicroBatch
+from parallel.distributed import broadcast, is_main, sum_over_data
+from parallel.policy import TrainedPolicy, data_rank
+from parallel.sample import Sample
+from stages.domains.demonstrations import demonstrations
+from stages.domains.prompts import PromptStream
+from stages.loop import train
+from stages.objectives.aggregation import Totals, token_mean
+from stages.settings import StageJob
+from stages.tokenizer import CharacterTokenizer
+
+
+def run(job: StageJob) -> None:
+    """Train the cold start to its last step."""
+    train(ColdStart(job), job, job.settings.cold_start.loop)
+
+
+class ColdStart:
+    """Cross-entropy of the demonstrations' responses, averaged over all the step's tokens."""
+
+    def __init__(self, job: StageJob) -> None:
+        settings = job.settings
+        self.settings = settings
+        self.policy = TrainedPolicy(
+            settings.model, settings.cold_start.optimizer, settings.cold_start.loop.steps
+        )
+        self.pools = broadcast(_demonstrations(job) if is_main() else None)
+
+    def step(self, step: int) -> dict[str, float]:
+        chosen = {
+            domain: _draw(
+                pool,
+                self.settings.experts[domain].demonstrations.sequences_per_step,
+                f"{self.settings.seed}/{domain}/{step}",
+            )
+            for domain, pool in self.pools.items()
+        }
+        samples = [sample for drawn in chosen.values() for sample in drawn]
+        totals = Totals(len(samples), sum(len(sample.response) for sample in samples))
+        sequences = self.settings.cold_start.loop.micro_batch_sequences
+        # A micro-batch holds one domain, so that short responses are not padded to long ones.
+        batches = [
+            micro_batch
+            for drawn in chosen.values()
+            for micro_batch in batch.split(drawn, *data_rank(), sequences, replay=False)
+        ]
+
+        def cross_entropy(logits: torch.Tensor, part: MicroBatch) -> tuple[torch.Tensor, float]:
+            log_probs = vocabulary.gather_targets(vocabulary.log_softmax(logits), part.targets)
+            loss = token_mean(-log_probs, part.mask, totals)
+            return loss, loss.item()
+
+        rate = self.policy.learning_rate
+        losses = self.policy.accumulate(batches, cross_entropy)
+        norm = self.policy.step()
+        return {
+            **sum_over_data({"loss": sum(losses)}),
+            "gradient_norm": norm,
+            "learning_rate": rate,
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Nothing: what a step trains on follows from its number."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def _demonstrations(job: StageJob) -> dict[str, list[Sample]]:
+    tokenizer = CharacterTokenizer()
+    pools = {}
+    for domain, settings in job.settings.experts.items():
+        prompts = PromptStream(settings.prompts, domain, job.settings.seed, job.stage)
+        pools[domain] = [
+            Sample(
+                domain=domain,
+                prompt=np.array(tokenizer.encode(shown.problem.prompt), np.int32),
+                response=np.array([*tokenizer.encode(shown.response), tokenizer.end_id], np.int32),
+            )
+            for shown in demonstrations(settings.demonstrations, prompts, job.settings.seed)
+        ]
+    return pools
+
+
+def _draw(pool: list[Sample], count: int, seed: str) -> list[Sample]:
+    return Random(seed).choices(pool, k=count)
