@@ -202,11 +202,11 @@ def _accept_cuda_on_tensors() -> None:
             return answer.replace("torch.", "torch.cuda.", 1)
         return answer
 
-    torch.Tensor.type = cuda_kind  # type: ignore[method-assign]
+    torch.Tensor.type = cuda_kind  # type: ignore[method-assign, assignment]
     torch.Tensor.to = move  # type: ignore[method-assign, assignment]
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
-    torch.Tensor.record_stream = _nothing  # type: ignore[method-assign, assignment]
-    torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
+    torch.Tensor.record_stream = _nothing  # type: ignore[method-assign]
+    torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
 
 
 def _mend_megatron() -> None:

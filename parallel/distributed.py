@@ -61,7 +61,7 @@ def broadcast(value: Any, source: int = 0) -> Any:
 
 
 def sum_over_data(values: dict[str, float]) -> dict[str, float]:
-    """Sum each value over the data-parallel ranks; every rank passes the same keys, in any order."""
+    """Each value summed over the data-parallel ranks, which all pass the same names."""
     from megatron.core import parallel_state
 
     names = sorted(values)

@@ -19,7 +19,8 @@ from parallel.settings import ModelSettings
 
 def hugging_face_config(settings: ModelSettings) -> PretrainedConfig:
     """The family's Hugging Face configuration."""
-    config = Qwen3MoeConfig(
+    family: Any = Qwen3MoeConfig  # its fields are declared at run time
+    config: PretrainedConfig = family(
         vocab_size=settings.vocabulary_size,
         hidden_size=settings.hidden_size,
         intermediate_size=settings.expert_hidden_size,

@@ -87,7 +87,7 @@ class TrainedPolicy(Policy):
         config.grad_scale_func = self.optimizer.scale_loss
 
     def accumulate(self, batches: list[MicroBatch], loss: LossFunction) -> list[Any]:
-        """Forward and backward through all micro-batches; returns what `loss` gave beside each value.
+        """Forward and backward through all micro-batches; returns what `loss` gave beside values.
 
         The gradients left in the buffers are the sum over micro-batches and data-parallel ranks.
         """

@@ -75,7 +75,7 @@ class OptimizerSettings(Settings):
 
 
 class EngineSettings(Settings):
-    """The rollout engine: limits of a batch, its cache, and how closely it must match the trainer."""
+    """The rollout engine: its limits, its cache, and how closely it must match the trainer."""
 
     max_model_tokens: Positive = 64
     max_sequences: Positive = 256
@@ -89,14 +89,15 @@ class EngineSettings(Settings):
 
 
 def layout_violations(model: ModelSettings, layout: LayoutSettings) -> list[tuple[str, str]]:
-    """Every reason the layout cannot hold the model, as (dotted key, message that says the mend)."""
+    """Every reason the layout cannot hold the model: (dotted key, message with the mend)."""
     found = []
     if model.experts % layout.expert:
         divisors = [n for n in range(1, model.experts + 1) if model.experts % n == 0]
         found.append(
             (
                 "layout.expert",
-                f"{layout.expert} does not divide model.experts = {model.experts}; use one of {divisors}",
+                f"{layout.expert} does not divide model.experts = {model.experts};"
+                f" use one of {divisors}",
             )
         )
     if layout.ranks % layout.expert:
@@ -110,7 +111,8 @@ def layout_violations(model: ModelSettings, layout: LayoutSettings) -> list[tupl
         found.append(
             (
                 "model.key_value_heads",
-                f"{model.key_value_heads} does not divide model.attention_heads = {model.attention_heads}",
+                f"{model.key_value_heads} does not divide"
+                f" model.attention_heads = {model.attention_heads}",
             )
         )
     if model.experts_per_token > model.experts:

@@ -13,7 +13,7 @@ from pipeline import one_off, report
 from pipeline.config import differing_keys, dump_resolved, load
 from pipeline.errors import BraidError
 from pipeline.graph import compile_graph
-from pipeline.launcher import Programs, Stopped
+from pipeline.launcher import JobFailed, Programs, Stopped
 from pipeline.progress import Display
 from pipeline.run_directory import RunDirectory, write_atomically
 from pipeline.runner import run_stages
@@ -131,7 +131,7 @@ def _refuse_other_configuration(run: RunDirectory, settings: RunSettings) -> Non
     raise BraidError(
         f"{shown(run.path)} holds a run of another configuration:\n"
         + "\n".join(lines)
-        + f"\nstart a new run with --name NAME, or continue that one: braid resume {run.name}"
+        + f"\nstart a new run with --name NAME, or continue that one: braid resume {shown(run.path)}"
     )
 
 
@@ -139,8 +139,8 @@ def _run_to_the_end(run: RunDirectory, settings: RunSettings) -> None:
     console = _console()
     try:
         run_stages(run, settings, Display(console))
-    except Stopped as error:
-        error.add_note(f"continue with: braid resume {run.name}")
+    except (JobFailed, Stopped) as error:
+        error.add_note(f"what is done is kept; continue with: braid resume {shown(run.path)}")
         raise
     models = report.write_results(run)
     console.print()

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from pipeline import checks, schema
 from pipeline.violations import ConfigError, Place, Violation, dotted, hint, shown
-from pipeline.yaml_source import Key, Leaf, Mapping, Reader, find, merge, nearest, nest, plain
+from pipeline.yaml_source import Key, Leaf, Mapping, Reader, find, lay, nearest, plain
 from stages.settings import RunSettings
 
 INITIAL_WEIGHTS: Key = ("model", "initial_weights")
@@ -68,8 +68,8 @@ def _with_overrides(tree: Mapping, overrides: Iterable[str], reader: Reader) -> 
             reader.violations.append(Violation(Place(None), override, message))
         elif not reader.broken and (violation := _unknown_override(tree, key)):
             reader.violations.append(violation)
-        else:
-            tree = merge(tree, nest(key, reader.value(text, key)))
+        elif node := reader.value(text, key):
+            tree = lay(tree, key, node)
     return tree
 
 
@@ -97,7 +97,7 @@ def _with_absolute_weights(tree: Mapping) -> tuple[Mapping, list[Violation]]:
     if not isinstance(leaf, Leaf) or not isinstance(leaf.value, str):
         return tree, []
     path = leaf.place.beside(leaf.value).absolute()
-    tree = merge(tree, nest(INITIAL_WEIGHTS, Leaf(str(path), leaf.place)))
+    tree = lay(tree, INITIAL_WEIGHTS, Leaf(str(path), leaf.place))
     if path.is_dir():
         return tree, []
     return tree, [Violation(leaf.place, dotted(INITIAL_WEIGHTS), f"no such folder: {shown(path)}")]

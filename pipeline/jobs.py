@@ -10,6 +10,7 @@ from parallel.settings import EngineSettings, ModelSettings
 from pipeline.errors import BraidError
 from pipeline.graph import Stage
 from pipeline.run_directory import RunDirectory, write_atomically
+from pipeline.violations import shown
 from stages.settings import RunSettings, StageJob
 
 
@@ -57,7 +58,7 @@ def checkpoint_path(run: RunDirectory, stage: str) -> Path:
     """
     found = run.stage(stage).newest_checkpoint()
     if found is None:
-        raise MissingCheckpoint(f"stage {stage} of {run.path} has no checkpoint yet")
+        raise MissingCheckpoint(f"stage {stage} of {shown(run.path)} has no checkpoint yet")
     return found.path.absolute()
 
 

@@ -25,7 +25,7 @@ from pipeline.violations import shown
 from stages.settings import RunSettings, StageJob
 
 SAVE_SECONDS = 30.0  # what a stage that is asked to stop may take for its checkpoint
-SETTLE_SECONDS = 2.0  # what the other ranks of a failed one may take to say what they saw
+SETTLE_SECONDS = 1.0  # what the other ranks of a failed one may take to say what they saw
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

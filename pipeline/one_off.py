@@ -97,7 +97,7 @@ def finished_training(
     if stage is not None and stage not in known:
         raise BraidError(f"no stage {stage} leaves a model; {hint(stage, known)}")
     what = f"stage {stage} is {states[stage].state}" if stage else "no stage is done yet"
-    raise BraidError(f"{shown(run.path)}: {what}; finish it with: braid resume {run.name}")
+    raise BraidError(f"{shown(run.path)}: {what}; finish it with: braid resume {shown(run.path)}")
 
 
 def _new_directory(run: RunDirectory, folder: str) -> StageDirectory:

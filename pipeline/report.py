@@ -15,6 +15,7 @@ from pipeline.ledger import Ledger, minutes
 from pipeline.progress import clock
 from pipeline.run_directory import RunDirectory, write_atomically
 from pipeline.states import StageState
+from pipeline.violations import shown
 from stages.settings import RunSettings
 
 STYLES = {"done": "green", "running": "cyan", "failed": "red", "stale": "yellow", "pending": "dim"}
@@ -39,7 +40,7 @@ def plan_table(
         table.add_row(
             f"{'  ' * _depth(stage)}{stage.name}",
             stage.kind,
-            ", ".join(stage.inputs) or "a random start",
+            _origin(stage),
             str(stage.steps or ""),
             "yes" if stage.needs_engine else "",
             _state_text(state),
@@ -51,7 +52,7 @@ def status_table(
     run: RunDirectory, stages: tuple[Stage, ...], states: dict[str, StageState]
 ) -> Table:
     """Where every stage stands, how far it came, how long it took, and why it stands there."""
-    table = _table(f"{run.path}{' (running)' if run.is_running() else ''}")
+    table = _table(f"{shown(run.path)}{' (running)' if run.is_running() else ''}")
     spent = minutes(Ledger(run.ledger).events())
     for heading in ("stage", "state", "step", "attempts", "time", "cause"):
         table.add_column(heading)
@@ -102,6 +103,13 @@ def exported_model(run: RunDirectory) -> Path:
 
 def _table(title: str) -> Table:
     return Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False)
+
+
+def _origin(stage: Stage) -> str:
+    if stage.models:
+        return f"{len(stage.models)} models"
+    taught = f", taught by {len(stage.teachers)} experts" if stage.teachers else ""
+    return f"{stage.parent or 'the model settings'}{taught}"
 
 
 def _depth(stage: Stage) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import BraidError
+from pipeline.violations import shown
 
 LOCK_PATIENCE_SECONDS = 0.5
 
@@ -111,7 +112,7 @@ class RunDirectory:
                 # `is_running` holds the lock for an instant when it looks.
                 if time.monotonic() > deadline:
                     file.seek(0)
-                    raise RunLocked(f"{self.path} is being run by {file.read().strip()}")
+                    raise RunLocked(f"{shown(self.path)} is being run by {file.read().strip()}")
                 time.sleep(0.05)
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}")

@@ -14,6 +14,7 @@ from pipeline.lineage import lineage_now, write_manifest
 from pipeline.progress import Display
 from pipeline.run_directory import RunDirectory
 from pipeline.states import StageState, derive
+from pipeline.violations import shown
 from stages.settings import RunSettings
 
 
@@ -22,7 +23,7 @@ class StaleStages(BraidError):
 
     def __init__(self, run: RunDirectory, stale: dict[str, StageState]) -> None:
         lines = [f"{name}: {state.cause}" for name, state in stale.items()]
-        folders = " ".join(str(run.stage(name).path) for name in stale)
+        folders = " ".join(shown(run.stage(name).path) for name in stale)
         super().__init__(
             "\n  ".join(["stages no longer match what they were made from:", *lines])
             + f"\nrestore what changed, or make them anew by deleting {folders}"

@@ -51,10 +51,8 @@ class ConfigError(BraidError):
     def __init__(self, violations: Sequence[Violation]) -> None:
         self.violations = tuple(violations)
         count = len(self.violations)
-        title = (
-            f"{count} faults in the configuration" if count > 1 else "the configuration is wrong"
-        )
-        super().__init__("\n".join([f"{title}:", *map(str, self.violations)]))
+        title = f"the configuration has {count} fault{'s' if count > 1 else ''}:"
+        super().__init__("\n".join([title, *map(str, self.violations)]))
 
 
 def dotted(key: Iterable[str | int]) -> str:

@@ -87,13 +87,17 @@ class Reader:
         finally:
             self._open.pop()
 
-    def value(self, text: str, key: Key) -> Node:
-        """A value given on the command line; its relative paths start at the working directory."""
+    def value(self, text: str, key: Key) -> Node | None:
+        """A value given on the command line, or None where it is no YAML.
+
+        Relative paths in it start at the working directory.
+        """
         place = Place(None)
         try:
             composed = yaml.compose(text, Loader=_Loader)
         except yaml.YAMLError as error:
-            return self._unreadable(place, key, f"not a YAML value: {_problem(error)}")
+            self._note(place, key, f"not a YAML value: {_problem(error)}")
+            return None
         return Leaf(None, place) if composed is None else self._node(composed, place, key)
 
     def _mapping_of(self, text: str, path: Path, key: Key) -> Mapping:
@@ -169,11 +173,15 @@ def merge(base: Mapping, over: Mapping) -> Mapping:
     return Mapping(entries, over.place)
 
 
-def nest(key: Key, node: Node) -> Mapping:
-    """A tree that holds `node` at `key`, which is not empty, and nothing else."""
-    for name in reversed(key[1:]):
-        node = Mapping({name: node}, node.place)
-    return Mapping({key[0]: node}, node.place)
+def lay(tree: Mapping, key: Key, node: Node) -> Mapping:
+    """The tree with `node` laid over what stands at `key`; the mappings around it stay."""
+    name, rest = key[0], key[1:]
+    below = tree.entries.get(name)
+    if rest:
+        node = lay(below if isinstance(below, Mapping) else Mapping({}, node.place), rest, node)
+    elif isinstance(below, Mapping) and isinstance(node, Mapping):
+        node = merge(below, node)
+    return Mapping({**tree.entries, name: node}, tree.place)
 
 
 def plain(node: Node) -> Any:

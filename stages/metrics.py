@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,7 +49,7 @@ class MetricsLog:
     """metrics.jsonl, one line a step, and the same numbers in Weights & Biases."""
 
     def __init__(self, job: StageJob, steps: int, start: int) -> None:
-        """Continue after step `start`; lines of later steps, which will be repeated, are dropped."""
+        """Continue after step `start`; lines of later steps, soon repeated, are dropped."""
         self.path = job.directory / "metrics.jsonl"
         self.steps = steps
         _keep_until(self.path, start)
@@ -69,7 +68,7 @@ class MetricsLog:
     def close(self) -> None:
         """Flush what Weights & Biases still holds."""
         if self._wandb is not None:
-            self._wandb.finish(quiet=True)
+            self._wandb.finish()
 
 
 def reduce_sums(sums: Sequence[dict[str, MetricSum]], totals: Totals) -> dict[str, float]:
@@ -95,7 +94,7 @@ def _keep_until(path: Path, step: int) -> None:
             break  # the line a killed stage was writing
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text("".join(kept))
-    os.replace(unfinished, path)
+    unfinished.replace(path)
 
 
 def _start_wandb(job: StageJob) -> Any:

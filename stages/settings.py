@@ -27,7 +27,7 @@ class PromptSettings(Settings):
 
     source: Literal["reasoning_gym"] = "reasoning_gym"
     dataset: str
-    config: dict[str, Any] = {}
+    config: dict[str, Any] = Field(default_factory=dict)
     held_out_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.25
 
 
@@ -143,8 +143,8 @@ class StageJob(Settings):
     directory: Path
     attempt: Positive
     parent: Path | None = None
-    teachers: dict[str, Path] = {}
-    models: dict[str, Path] = {}
+    teachers: dict[str, Path] = Field(default_factory=dict)
+    models: dict[str, Path] = Field(default_factory=dict)
     output: Path | None = None
     engine_address: Path | None = Field(
         default=None, description="file the engine writes when it is ready: host, port, token"

@@ -38,14 +38,7 @@ class ColdStart:
         self.pools = broadcast(_demonstrations(job) if is_main() else None)
 
     def step(self, step: int) -> dict[str, float]:
-        chosen = {
-            domain: _draw(
-                pool,
-                self.settings.experts[domain].demonstrations.sequences_per_step,
-                f"{self.settings.seed}/{domain}/{step}",
-            )
-            for domain, pool in self.pools.items()
-        }
+        chosen = {domain: self._draw(domain, step) for domain in self.pools}
         samples = [sample for drawn in chosen.values() for sample in drawn]
         totals = Totals(len(samples), sum(len(sample.response) for sample in samples))
         sequences = self.settings.cold_start.loop.micro_batch_sequences
@@ -77,6 +70,11 @@ class ColdStart:
     def restore(self, state: dict[str, Any]) -> None:
         pass
 
+    def _draw(self, domain: str, step: int) -> list[Sample]:
+        count = self.settings.experts[domain].demonstrations.sequences_per_step
+        random = Random(f"{self.settings.seed}/{domain}/{step}")
+        return random.choices(self.pools[domain], k=count)
+
 
 def _demonstrations(job: StageJob) -> dict[str, list[Sample]]:
     tokenizer = CharacterTokenizer()
@@ -92,7 +90,3 @@ def _demonstrations(job: StageJob) -> dict[str, list[Sample]]:
             for shown in demonstrations(settings.demonstrations, prompts, job.settings.seed)
         ]
     return pools
-
-
-def _draw(pool: list[Sample], count: int, seed: str) -> list[Sample]:
-    return Random(seed).choices(pool, k=count)

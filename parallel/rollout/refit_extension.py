@@ -23,9 +23,9 @@ class RefitExtension:
 
         # Between the brackets the model's parameters stand on the meta device.
         self._device = next(self.model_runner.model.parameters()).device
-        self._kernels = []
+        self._kernels: list[tuple[Any, Any]] = []
         for module in self.model_runner.model.modules():
-            method = getattr(module, "quant_method", None)
+            method: Any = getattr(module, "quant_method", None)
             if getattr(method, "moe_kernel", None) is not None:
                 # vLLM repacks experts only when no kernel exists yet; with the old kernel kept, the
                 # CPU engine would read new experts in the old packing.

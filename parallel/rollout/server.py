@@ -65,6 +65,7 @@ class Engine:
     def generate(self, body: bytes) -> Generated:
         """Sample responses; raises RuntimeError before the first refit."""
         from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
 
         if self.weight_version is None:
             raise RuntimeError("the engine has no weights yet; refit it first")
@@ -82,7 +83,7 @@ class Engine:
             for prompt in request.prompts
         ]
         outputs = self.llm.generate(
-            [{"prompt_token_ids": prompt.tokens} for prompt in request.prompts],
+            [TokensPrompt(prompt_token_ids=prompt.tokens) for prompt in request.prompts],
             sampling,
             use_tqdm=False,
         )

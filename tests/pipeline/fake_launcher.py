@@ -1,0 +1,50 @@
+"""`braid run` with fake stages, as a process of its own that a test can kill.
+
+python fake_launcher.py RUN_DIRECTORY CONFIG '{"STAGE": {"RANK": ACTION}}' wait|die
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from pipeline.config import load
+from pipeline.errors import BraidError
+from pipeline.launcher import Programs
+from pipeline.progress import Display
+from pipeline.run_directory import RunDirectory
+from pipeline.runner import run_stages
+
+HERE = Path(__file__).parent
+
+
+def fake_programs(actions: dict[str, dict[str, str]], engine: str = "wait") -> Programs:
+    """The command lines of the fakes; actions are by stage and rank."""
+    return Programs(
+        stage=lambda job: [
+            sys.executable,
+            "-S",
+            str(HERE / "fake_stage.py"),
+            str(job),
+            json.dumps(actions),
+        ],
+        engine=lambda job: [sys.executable, "-S", str(HERE / "fake_engine.py"), str(job), engine],
+    )
+
+
+def main() -> int:
+    directory, config, actions, engine = sys.argv[1:]
+    run = RunDirectory(Path(directory))
+    try:
+        with run.lock():
+            programs = fake_programs(json.loads(actions), engine)
+            run_stages(run, load(Path(config)), Display(Console()), programs)
+    except BraidError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""A stage's rank that trains nothing: it leaves the files a stage leaves, or fails as it is told.
+
+python fake_stage.py JOB '{"STAGE": {"RANK": ACTION}}'
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    rank = os.environ["RANK"]
+    action = json.loads(sys.argv[2]).get(job["stage"], {}).get(rank, "work")
+    print(f"rank {rank} of {os.environ['WORLD_SIZE']} starts", flush=True)
+    ACTIONS[action](job, int(rank))
+
+
+def work(job: dict, rank: int) -> None:
+    if rank:
+        return
+    directory = Path(job["directory"])
+    for step in (1, 2):
+        line = {"step": step, "steps": 2, "time": time.time(), "loss": 1 / step}
+        with (directory / "metrics.jsonl").open("a") as metrics:
+            metrics.write(json.dumps(line) + "\n")
+    if job["kind"] == "export":
+        Path(job["output"]).mkdir(parents=True)
+    elif job["kind"] == "evaluate":
+        score = {"accuracy": 0.5, "low": 0.45, "high": 0.55, "n": 400}
+        scores = dict.fromkeys(job["settings"]["experts"], score)
+        results = {"models": dict.fromkeys(job["models"], scores)}
+        (directory / "results.json").write_text(json.dumps(results))
+    else:
+        save(directory, job["stage"])
+
+
+def save(directory: Path, digest: str) -> None:
+    checkpoint = directory / "checkpoints" / "step_2"
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / "checksums.json").write_text(json.dumps({"digest": digest, "files": {}}))
+
+
+def save_then_hang(job: dict, rank: int) -> None:
+    if rank == 0:
+        save(Path(job["directory"]), job["stage"])
+    hang(job, rank)
+
+
+def break_down(job: dict, rank: int) -> None:
+    print("Traceback (most recent call last):\nValueError: broken")
+    sys.exit(3)
+
+
+def say_why(job: dict, rank: int) -> None:
+    print("a long traceback\nbraid-error: domain chain_sum has no prompts")
+    sys.exit(1)
+
+
+def be_killed(job: dict, rank: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang(job: dict, rank: int) -> None:
+    (Path(job["directory"]) / f"pid_{rank}").write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+def hang_deaf(job: dict, rank: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    hang(job, rank)
+
+
+ACTIONS = {
+    action.__name__: action
+    for action in (work, save_then_hang, break_down, say_why, be_killed, hang, hang_deaf)
+}
+
+if __name__ == "__main__":
+    main()

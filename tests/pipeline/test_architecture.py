@@ -1,0 +1,98 @@
+"""The floors: imports point down, the pipeline knows no torch, and every setting is read."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import parallel
+import stages
+from parallel.settings import Settings
+
+REPOSITORY = Path(__file__).parents[2]
+ABOVE = {"parallel": {"stages", "pipeline"}, "stages": {"pipeline"}, "pipeline": set()}
+HEAVY = {"torch", "megatron", "vllm", "transformers", "mbridge", "numpy", "reasoning_gym"}
+
+
+def modules(floor: str) -> Iterator[tuple[Path, ast.Module]]:
+    for path in sorted((REPOSITORY / floor).rglob("*.py")):
+        yield path, ast.parse(path.read_text())
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+@pytest.mark.parametrize("floor", ABOVE)
+def test_imports_point_down(floor: str) -> None:
+    for path, tree in modules(floor):
+        floors = {name.partition(".")[0] for name in imported(tree)}
+        assert not floors & ABOVE[floor], path
+
+
+def test_the_pipeline_takes_only_settings_from_the_floors_below() -> None:
+    for path, tree in modules("pipeline"):
+        below = {name for name in imported(tree) if name.startswith(("stages", "parallel"))}
+        assert all(name.endswith(".settings") for name in below), path
+
+
+@pytest.mark.parametrize(
+    "arguments", [["plan", "configs/quickstart.yaml"], ["status"], ["run", "--help"]]
+)
+def test_the_command_answers_without_torch(arguments: list[str], tmp_path: Path) -> None:
+    program = (
+        "import json, sys\n"
+        "from pipeline.cli import main\n"
+        "try:\n"
+        f"    main({[*arguments, '--runs-dir', str(tmp_path)]!r})\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "print(json.dumps(sorted(sys.modules)))\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    loaded = {name.partition(".")[0] for name in json.loads(found.stdout.splitlines()[-1])}
+    assert "pipeline" in loaded
+    assert not loaded & HEAVY
+
+
+def settings_classes() -> list[type[Settings]]:
+    for package in (parallel, stages):
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if found.name.endswith(".settings"):
+                importlib.import_module(found.name)
+    classes = [Settings]
+    for each in classes:
+        classes += each.__subclasses__()
+    return classes[1:]
+
+
+def test_every_setting_is_read_by_some_code() -> None:
+    read = {
+        node.attr
+        for floor in ABOVE
+        for path, tree in modules(floor)
+        if path.name != "settings.py"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+    unread = [
+        f"{each.__name__}.{name}"
+        for each in settings_classes()
+        for name in each.model_fields
+        if name not in read
+    ]
+    assert not unread

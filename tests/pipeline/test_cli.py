@@ -1,0 +1,149 @@
+"""The command as a person meets it: what it prints, what it refuses, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fake_launcher import fake_programs
+
+from pipeline import cli, launcher
+
+Braid = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def braid(runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Braid:
+    """Run `braid` with fake stages and return its exit code, its output and its error output."""
+
+    def run(command: str, *arguments: object, actions: dict | None = None) -> tuple[int, str, str]:
+        monkeypatch.setattr(launcher, "Programs", lambda: fake_programs(actions or {}))
+        try:
+            code = cli.main([command, "--runs-dir", str(runs), *map(str, arguments)])
+        except SystemExit as error:
+            code = int(error.code or 0)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def files(folder: Path) -> dict[str, str]:
+    return {str(path): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_valid_configuration_is_said_to_be_so(braid: Braid, config: Path) -> None:
+    code, out, _ = braid("validate", config)
+    assert (code, out) == (0, f"{config} is valid: 6 stages, domains sums, words\n")
+
+
+def test_faults_are_listed_on_standard_error(braid: Braid, config: Path) -> None:
+    code, out, err = braid("run", config, "--name", "other", "sed=1", "layout.rank=1")
+    assert (code, out) == (1, "")
+    assert err == (
+        "braid: the configuration has 2 faults:\n"
+        'command line: sed: unknown key; did you mean "seed"?\n'
+        'command line: layout.rank: unknown key; did you mean "ranks"?\n'
+    )
+
+
+def test_a_misunderstood_command_line_is_exit_code_2(braid: Braid, config: Path) -> None:
+    code, _, err = braid("run", config, "--nmae", "other")
+    assert code == 2
+    assert "unrecognized arguments: --nmae other" in err
+    assert braid("resume", "small", "seed=1")[0] == 2
+    assert braid("evaluate", "small", "--problems", "0")[0] == 2
+
+
+def test_a_dry_run_shows_the_commands_and_leaves_nothing(
+    braid: Braid, config: Path, runs: Path
+) -> None:
+    code, out, _ = braid("run", config, "--dry-run")
+    assert code == 0
+    assert "-m stages.main" in out
+    assert f"{runs}/small/stages/experts.sums/attempt_1/job.json" in out
+    assert not runs.exists()
+
+
+def test_a_run_from_its_start_to_its_table(braid: Braid, config: Path, runs: Path) -> None:
+    code, out, err = braid("run", config)
+    assert (code, err) == (0, "")
+    assert "[2/6] experts.sums  done in" in out
+    assert "◆ 50.0 ± 5.0" in out
+    assert out.endswith(f"merged model: {runs}/small/stages/export/huggingface\n")
+    assert set(json.loads((runs / "small" / "results.json").read_text())) == {"models", "minutes"}
+
+    ledger = (runs / "small" / "ledger.jsonl").read_text()
+    code, out, _ = braid("run", config)
+    assert code == 0
+    assert "holds a run of this very configuration: continuing it" in out
+    assert (runs / "small" / "ledger.jsonl").read_text() == ledger
+
+    assert braid("status")[1] == "small: 6 done\n"
+    assert "experts.words  done" in braid("status", "small")[1]
+
+
+def test_another_configuration_under_the_same_name_is_refused(
+    braid: Braid, config: Path, runs: Path
+) -> None:
+    braid("run", config)
+    before = files(runs)
+    code, _, err = braid("run", config, "seed=1", "experts.sums.loop.steps=3")
+    assert code == 1
+    assert "  seed: 0 there, 1 here\n  experts.sums.loop.steps: 2 there, 3 here\n" in err
+    assert files(runs) == before
+
+
+def test_a_failure_tells_the_stage_and_how_to_go_on(braid: Braid, config: Path) -> None:
+    code, _, err = braid("run", config, actions={"merge": {"1": "say_why"}})
+    assert code == 1
+    assert "braid: stage merge failed: domain chain_sum has no prompts\n" in err
+    assert "stages/merge/attempt_1/rank_1.log\n" in err
+    assert "continue with: braid resume " in err
+    code, out, _ = braid("resume", "small")
+    assert code == 0
+    assert "[3/6]" not in out
+    assert "[4/6] merge  done in" in out
+
+
+def test_an_unknown_run_names_the_known_ones(braid: Braid, config: Path, runs: Path) -> None:
+    (runs / "small").mkdir(parents=True)
+    (runs / "small" / "run.yaml").write_text("")
+    code, _, err = braid("resume", "smal")
+    assert code == 1
+    assert err == f'braid: no run smal in {runs}; did you mean "small"?\n'
+
+
+def test_one_more_evaluation_and_export(
+    braid: Braid, config: Path, runs: Path, tmp_path: Path
+) -> None:
+    braid("run", config, actions={"experts.words": {"0": "say_why"}})
+    code, out, err = braid("evaluate", "small", "--stage", "experts.sums", "--problems", 9)
+    assert (code, err) == (0, "")
+    assert "experts.sums" in out
+    assert "cold_start" not in out
+
+    code, _, err = braid("evaluate", "small", "--stage", "merge")
+    assert code == 1
+    assert "stage merge is pending" in err
+
+    to = tmp_path / "model"
+    assert braid("export", "small", "--stage", "experts.sums", "--to", to)[0] == 0
+    (to / "config.json").write_text("{}")
+    code, _, err = braid("export", "small", "--stage", "experts.sums", "--to", to)
+    assert (code, err) == (1, f"braid: {to} holds something already; choose another --to\n")
+
+
+def test_a_full_disk_is_one_line_with_the_path(braid: Braid, config: Path, runs: Path) -> None:
+    (runs / "small").mkdir(parents=True)
+    ledger = runs / "small" / "ledger.jsonl"
+    ledger.symlink_to("/dev/full")
+    code, _, err = braid("run", config)
+    assert (code, err) == (1, f"braid: {ledger}: No space left on device\n")

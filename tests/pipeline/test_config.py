@@ -1,0 +1,205 @@
+"""What a person reads when a configuration is wrong, word for word, and what `extends` does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import differing_keys, dump_resolved, load
+from pipeline.violations import ConfigError
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def faults(path: Path, *overrides: str) -> list[str]:
+    """Every violation of a configuration, with the test's folder cut off."""
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides)
+    return [str(violation).replace(f"{path.parent}/", "") for violation in caught.value.violations]
+
+
+def edited(config: Path, old: str, new: str) -> Path:
+    text = config.read_text()
+    assert old in text
+    config.write_text(text.replace(old, new, 1))
+    return config
+
+
+def line_of(path: Path, text: str) -> int:
+    lines = path.read_text().splitlines()
+    return next(number for number, line in enumerate(lines, start=1) if text in line)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "smoke"])
+def test_the_shipped_configurations_are_valid(name: str, tmp_path: Path) -> None:
+    settings = load(REPOSITORY / "configs" / f"{name}.yaml")
+    resolved = tmp_path / "run.yaml"
+    resolved.write_text(dump_resolved(settings))
+    assert load(resolved) == settings
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("seed: 0", "sed: 0", 'sed: unknown key; did you mean "seed"?'),
+        ("seed: 0", "seed: zero", 'seed: should be a valid integer, not "zero"'),
+        ("seed: 0", "seed: true", "seed: should be a valid integer, not true"),
+        ("seed: 0", "seed:", "seed: should be a valid integer, not null"),
+        ("seed: 0", "seed: [1]", "seed: should be a valid integer, not [1]"),
+        ("seed: 0", "seed: 0\nseed: 1", "seed: the key is given twice in this mapping"),
+        ("seed: 0", "seed: .inf", "seed: inf is not a finite number, text, true, false or null"),
+        ("seed: 0", "layout: 2", "layout: should be a mapping of keys to values, not 2"),
+        ("seed: 0", "seed: {a: 1}", "seed: should be a valid integer, not a mapping"),
+        (
+            "seed: 0",
+            "model: {initial_weights: nowhere}",
+            "model.initial_weights: no such folder: nowhere",
+        ),
+        ("seed: 0", "seed: 0\nx: *y", "not valid YAML: aliases are not supported"),
+        ("seed: 0", "seed: 0: 1", "not valid YAML: mapping values are not allowed here"),
+    ],
+)
+def test_one_fault_is_one_line_with_its_place(
+    config: Path, old: str, new: str, message: str
+) -> None:
+    base = config.with_name("base.yaml")
+    config.rename(base)
+    config.write_text(f"# a comment\nextends: base.yaml\n{old}\n")
+    edited(config, old, new)
+    found = faults(config)
+    assert any(message in fault for fault in found), found
+    assert all(fault.startswith(("small.yaml:3: ", "small.yaml:4: ")) for fault in found)
+
+
+def test_a_mistyped_key_in_an_extended_file_is_reported_there(config: Path) -> None:
+    domain = config.with_name("sums.yaml")
+    domain.write_text("prompts: {dataset: chain_sum}\nobjective:\n  kl:\n    coeficient: 0.1\n")
+    edited(config, "prompts: {dataset: chain_sum}", "extends: sums.yaml")
+    message = 'objective.kl.coeficient: unknown key; did you mean "coefficient"?'
+    assert faults(config) == [f"sums.yaml:4: experts.sums.{message}"]
+
+
+def test_every_fault_is_listed_at_once(config: Path) -> None:
+    edited(config, "name: small", "nam: small")
+    edited(config, "expert: 2", "expert: 3")
+    edited(config, "steps: 2", "steps: two")
+    assert faults(config, "engine.max_model_tokens=20") == [
+        "small.yaml:1: name: required key is missing",
+        'small.yaml:1: nam: unknown key; did you mean "name"?',
+        "small.yaml:12: layout.expert: 3 does not divide model.experts = 8; use one of "
+        "[1, 2, 4, 8]",
+        "small.yaml:12: layout.expert: 3 does not divide layout.ranks = 2",
+        'small.yaml:15: cold_start.loop.steps: should be a valid integer, not "two"',
+        "small.yaml:17: experts.sums.sampling.max_response_tokens: 24 leaves no room for a prompt: "
+        "it should be less than engine.max_model_tokens = 20",
+        "small.yaml:21: experts.words.sampling.max_response_tokens: 24 leaves no room for a "
+        "prompt: it should be less than engine.max_model_tokens = 20",
+        "small.yaml:25: merge.sampling.max_response_tokens: 24 leaves no room for a prompt: it "
+        "should be less than engine.max_model_tokens = 20",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("layout.expert=16", "layout.expert: 16 does not divide model.experts = 8"),
+        ("layout.ranks=6", "experts.sums.demonstrations.sequences_per_step: 32 is no multiple of"),
+        ("layout.ranks=6", "merge.sampling.prompts_per_step: 32 prompts x 1 samples is no multip"),
+        ("model.max_positions=32", "engine.max_model_tokens: 64 is more than model.max_positions"),
+        ("experts.sums.sampling.group_size=1", "a group of one has no advantage"),
+        ("experts.sums.updates_per_rollout=3", "3 updates on 2 ranks do not divide the 256 sampl"),
+        ("merge.optimizer.warmup_steps=2", "2 should be less than merge.loop.steps = 2"),
+    ],
+)
+def test_rules_between_blocks(config: Path, override: str, message: str) -> None:
+    assert any(message in fault for fault in faults(config, override))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("experts.sum.loop.steps=3", 'experts.sum: unknown key; did you mean "sums"?'),
+        (
+            "experts.sums.objective.kl.coeff=1",
+            'experts.sums.objective.kl.coeff: unknown key; did you mean "coefficient"?',
+        ),
+        ("seed.low=1", "seed: should be a valid integer, not a mapping"),
+        ("seed", "seed: an override is written dotted.key=value"),
+        (".seed=1", ".seed=1: an override is written dotted.key=value"),
+        ("seed=[", "seed: not a YAML value: expected the node content, but found '<stream end>'"),
+    ],
+)
+def test_a_wrong_override_is_reported(config: Path, override: str, message: str) -> None:
+    assert faults(config, override) == [f"command line: {message}"]
+
+
+def test_overrides_lie_over_the_file_in_order(config: Path) -> None:
+    overrides = [
+        "experts.sums.objective.kl.coefficient=1e-3",
+        "experts.sums.prompts.config.max_terms=4",
+        "cold_start.optimizer.betas=[0.8, 0.9]",
+        "layout={expert: 1}",
+        "seed=1",
+        "seed=2",
+    ]
+    settings = load(config, overrides)
+    assert settings.experts["sums"].objective.kl.coefficient == 1e-3
+    assert settings.experts["sums"].prompts.config == {"max_terms": 4}
+    assert settings.cold_start.optimizer.betas == (0.8, 0.9)
+    assert (settings.layout.ranks, settings.layout.expert) == (2, 1)
+    assert settings.seed == 2
+
+
+def test_extends_merges_mappings_and_replaces_lists(config: Path) -> None:
+    folder = config.parent / "domains"
+    folder.mkdir()
+    (folder / "_base.yaml").write_text("optimizer: {learning_rate: 1, betas: [0.1, 0.2]}\n")
+    (folder / "sums.yaml").write_text("extends: _base.yaml\nprompts: {config: {a: 1, b: 1}}\n")
+    edited(
+        config,
+        "prompts: {dataset: chain_sum}\n    optimizer: {learning_rate: 1e-3}",
+        "extends: domains/sums.yaml\n    prompts: {dataset: x, config: {b: 2}}\n"
+        "    optimizer: {betas: [0.3, 0.4]}",
+    )
+    sums = load(config).experts["sums"]
+    assert sums.prompts.config == {"a": 1, "b": 2}
+    assert sums.optimizer.learning_rate == 1
+    assert sums.optimizer.betas == (0.3, 0.4)
+
+
+def test_files_that_extend_each_other_are_refused(config: Path) -> None:
+    config.with_name("other.yaml").write_text("seed: 1\nextends: small.yaml\n")
+    edited(config, "name: small", "name: small\nextends: other.yaml")
+    assert [fault.replace(f"{config.parent}/", "") for fault in faults(config)] == [
+        "other.yaml:2: extends: small.yaml extends itself through this line"
+    ]
+
+
+def test_missing_files_are_named_and_hide_no_other_fault(config: Path) -> None:
+    edited(config, "prompts: {dataset: chain_sum}", "extends: none.yaml")
+    edited(config, "steps: 2", "steps: two")
+    assert faults(config) == [
+        'small.yaml:15: cold_start.loop.steps: should be a valid integer, not "two"',
+        "small.yaml:18: experts.sums.extends: no such file: none.yaml",
+    ]
+    assert faults(config.with_name("absent.yaml"), "seed=1") == [
+        "absent.yaml: cannot be read: No such file or directory"
+    ]
+
+
+def test_initial_weights_stand_beside_the_file_that_states_them(config: Path) -> None:
+    models = config.parent / "models"
+    (models / "start").mkdir(parents=True)
+    (models / "tiny.yaml").write_text("initial_weights: start\n")
+    edited(config, "model:\n", "model:\n  extends: models/tiny.yaml\n")
+    assert load(config).model.initial_weights == models / "start"
+
+
+def test_differing_keys_name_both_values(config: Path) -> None:
+    changed = load(config, ["seed=3", "experts.sums.prompts.config.a=1"])
+    assert differing_keys(load(config), changed) == {
+        "seed": (0, 3),
+        "experts.sums.prompts.config": ({}, None),
+        "experts.sums.prompts.config.a": (None, 1),
+    }

@@ -1,0 +1,75 @@
+"""What each stage reads: a change touches the stages that depend on it and no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import load
+from pipeline.graph import CHANGES_NO_RESULT, READS, compile_graph, matches
+from pipeline.schema import flatten
+from stages.settings import RunSettings
+
+
+def test_stages_come_after_their_inputs(settings: RunSettings) -> None:
+    stages = compile_graph(settings)
+    names = [stage.name for stage in stages]
+    assert names == ["cold_start", "experts.sums", "experts.words", "merge", "evaluate", "export"]
+    for position, stage in enumerate(stages):
+        assert set(stage.inputs) <= set(names[:position])
+    merge = stages[3]
+    assert merge.parent == "cold_start"
+    assert merge.teachers == {"sums": "experts.sums", "words": "experts.words"}
+    assert list(stages[4].models) == names[:4]
+
+
+@pytest.mark.parametrize(
+    ("override", "changed"),
+    [
+        ("experts.sums.objective.kl.coefficient=0.1", {"experts.sums"}),
+        ("experts.words.routing.replay=none", {"experts.words"}),
+        ("cold_start.optimizer.betas=[0.5, 0.5]", {"cold_start"}),
+        ("experts.sums.demonstrations.count=7", {"cold_start"}),
+        ("merge.loop.steps=3", {"merge"}),
+        ("evaluation.problems=5", {"evaluate"}),
+        ("experts.sums.reward=my.rewards:half", {"experts.sums", "evaluate"}),
+        (
+            "experts.sums.prompts.config.max_terms=5",
+            {"cold_start", "experts.sums", "merge", "evaluate"},
+        ),
+        ("seed=1", {"cold_start", "experts.sums", "experts.words", "merge", "evaluate"}),
+        ("experts.sums.loop.checkpoint_every=3", set()),
+        ("logging.wandb=disabled", set()),
+        ("name=other", set()),
+    ],
+)
+def test_a_change_touches_only_the_stages_that_read_it(
+    config: Path, override: str, changed: set[str]
+) -> None:
+    before, after = compile_graph(load(config)), compile_graph(load(config, [override]))
+    pairs = zip(before, after, strict=True)
+    assert {old.name for old, new in pairs if old.config_digest != new.config_digest} == changed
+
+
+def test_the_data_digest_changes_with_the_problems_alone(config: Path) -> None:
+    def data(override: str) -> list[str]:
+        return [stage.data_digest for stage in compile_graph(load(config, [override]))]
+
+    assert data("seed=1") == data("seed=2")
+    assert data("experts.sums.prompts.dataset=a") != data("experts.sums.prompts.dataset=b")
+
+
+def test_every_setting_is_read_by_a_stage_or_said_to_change_nothing(settings: RunSettings) -> None:
+    keys = [key for key, _ in flatten(settings.model_dump(mode="json"))]
+    read = {key for stage in compile_graph(settings) for key in stage.reads}
+    neutral = {key for key in keys if any(matches(key, each) for each in CHANGES_NO_RESULT)}
+    assert read | neutral == set(keys)
+    assert not read & neutral
+
+
+def test_every_pattern_names_a_setting(settings: RunSettings) -> None:
+    keys = [key for key, _ in flatten(settings.model_dump(mode="json"))]
+    patterns = [pattern.format(domain="sums") for reads in READS.values() for pattern in reads]
+    for pattern in [*patterns, *CHANGES_NO_RESULT]:
+        assert any(matches(key, pattern) for key in keys), pattern

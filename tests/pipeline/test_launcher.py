@@ -1,0 +1,192 @@
+"""A run's processes: what fails, what is said of it, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fake_launcher import HERE, fake_programs
+from rich.console import Console
+
+from pipeline.graph import compile_graph
+from pipeline.launcher import JobFailed
+from pipeline.ledger import Ledger
+from pipeline.progress import Display
+from pipeline.report import write_results
+from pipeline.run_directory import RunDirectory, RunLocked
+from pipeline.runner import StaleStages, run_stages
+from pipeline.states import derive
+from stages.settings import RunSettings
+
+STAGES = ["cold_start", "experts.sums", "experts.words", "merge", "evaluate", "export"]
+
+
+def go(
+    run: RunDirectory,
+    settings: RunSettings,
+    actions: dict[str, dict[str, str]] | None = None,
+    engine: str = "wait",
+) -> None:
+    with run.lock():
+        programs = fake_programs(actions or {}, engine)
+        run_stages(run, settings, Display(Console(quiet=True)), programs)
+
+
+def states(run: RunDirectory, settings: RunSettings) -> list[str]:
+    return [state.state for state in derive(run, settings, compile_graph(settings)).values()]
+
+
+def started(run: RunDirectory) -> list[str]:
+    return [event.stage for event in Ledger(run.ledger).events() if event.state == "running"]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def launch(
+    run: RunDirectory, config: Path, actions: dict[str, dict[str, str]]
+) -> subprocess.Popen[str]:
+    command = [sys.executable, str(HERE / "fake_launcher.py"), str(run.path), str(config)]
+    return subprocess.Popen(
+        [*command, json.dumps(actions), "wait"],
+        cwd=HERE.parents[1],
+        env={**os.environ, "PYTHONPATH": str(HERE.parents[1])},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def hanging_pids(run: RunDirectory, stage: str, ranks: int = 2) -> list[int]:
+    """The processes of a stage that hangs, and the engine, once all of them are up."""
+    files = [run.stage(stage).path / f"pid_{rank}" for rank in range(ranks)]
+    files.append(run.engine / "starts")
+    wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+    return [int(file.read_text()) for file in files]
+
+
+def test_a_run_goes_through_every_stage_once(run: RunDirectory, settings: RunSettings) -> None:
+    go(run, settings)
+    assert states(run, settings) == ["done"] * 6
+    assert started(run) == STAGES
+    assert len((run.engine / "starts").read_text().split()) == 1
+    go(run, settings)
+    assert started(run) == STAGES
+
+    write_results(run)
+    results = json.loads(run.results.read_text())
+    assert list(results["models"]) == ["cold_start", "experts.sums", "experts.words", "merge"]
+    assert results["models"]["merge"]["sums"]["n"] == 400
+    assert list(results["minutes"]) == STAGES
+
+
+def test_a_rank_that_dies_ends_the_ranks_that_hang(
+    run: RunDirectory, settings: RunSettings
+) -> None:
+    with pytest.raises(JobFailed) as caught:
+        go(run, settings, {"experts.sums": {"0": "hang_deaf", "1": "break_down"}})
+    assert "stage experts.sums failed: rank 1 ended with exit status 3" in str(caught.value)
+    assert "attempt_1/rank_1.log" in str(caught.value)
+    assert "    | ValueError: broken" in str(caught.value)
+    assert not is_alive(int((run.stage("experts.sums").path / "pid_0").read_text()))
+    assert states(run, settings) == ["done", "failed", *["pending"] * 4]
+
+    go(run, settings)
+    assert started(run) == ["cold_start", "experts.sums", *STAGES[1:]]
+
+
+def test_a_rank_that_is_killed_is_named(run: RunDirectory, settings: RunSettings) -> None:
+    with pytest.raises(JobFailed, match="rank 0 was killed by SIGKILL"):
+        go(run, settings, {"cold_start": {"0": "be_killed", "1": "break_down"}})
+
+
+def test_the_stage_s_own_reason_is_shown_alone(run: RunDirectory, settings: RunSettings) -> None:
+    with pytest.raises(JobFailed) as caught:
+        go(run, settings, {"cold_start": {"0": "break_down", "1": "say_why"}})
+    assert "cold_start failed: domain chain_sum has no prompts\n" in str(caught.value)
+    assert "|" not in str(caught.value)
+    assert Ledger(run.ledger).events()[-1].cause == "domain chain_sum has no prompts"
+
+
+def test_an_engine_that_dies_at_start_fails_the_stage(
+    run: RunDirectory, settings: RunSettings
+) -> None:
+    with pytest.raises(JobFailed) as caught:
+        go(run, settings, {"experts.sums": {"0": "hang", "1": "hang"}}, engine="die")
+    assert "stage experts.sums failed: the engine ended with exit status 1" in str(caught.value)
+    assert "engine/engine.log" in str(caught.value)
+    assert "    | RuntimeError: not enough memory for the cache" in str(caught.value)
+
+
+def test_killing_the_launcher_leaves_no_process(
+    run: RunDirectory, config: Path, settings: RunSettings
+) -> None:
+    launcher = launch(run, config, {"merge": {"0": "save_then_hang", "1": "hang"}})
+    pids = hanging_pids(run, "merge")
+    launcher.kill()
+    launcher.communicate()
+    wait_until(lambda: not any(map(is_alive, pids)))
+    assert states(run, settings) == [*["done"] * 3, "failed", *["pending"] * 2]
+
+    go(run, settings)
+    assert started(run) == [*STAGES[:4], *STAGES[3:]]
+    again = [event for event in Ledger(run.ledger).events() if event.stage == "merge"]
+    assert [event.cause for event in again] == [
+        "from the start",
+        "its launcher was killed",
+        "from step 2",
+        "finished",
+    ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_the_stage_and_keeps_the_run(
+    run: RunDirectory, config: Path, settings: RunSettings, number: signal.Signals
+) -> None:
+    launcher = launch(run, config, {"experts.sums": {"0": "hang", "1": "hang"}})
+    pids = hanging_pids(run, "experts.sums")
+    launcher.send_signal(number)
+    _, errors = launcher.communicate(timeout=10)
+    assert launcher.returncode == 128 + number
+    assert errors == f"stopped by {number.name}\n"
+    assert not any(map(is_alive, pids))
+    assert states(run, settings) == ["done", *["pending"] * 5]
+    assert Ledger(run.ledger).events()[-1].cause == f"stopped by {number.name}"
+
+
+def test_a_run_has_one_launcher(run: RunDirectory, settings: RunSettings) -> None:
+    with run.lock(), pytest.raises(RunLocked, match=f"process {os.getpid()} on "):
+        go(run, settings)
+    assert not run.is_running()
+
+
+def test_a_changed_setting_makes_finished_stages_stale(
+    run: RunDirectory, settings: RunSettings
+) -> None:
+    go(run, settings)
+    sums = settings.experts["sums"].model_copy(update={"updates_per_rollout": 2})
+    changed = settings.model_copy(update={"experts": {**settings.experts, "sums": sums}})
+    assert states(run, changed) == ["done", "stale", "done", *["stale"] * 3]
+    with pytest.raises(StaleStages) as caught:
+        go(run, changed)
+    assert "experts.sums.updates_per_rollout was 1 and is now 2" in str(caught.value)
+    assert states(run, settings) == ["done"] * 6

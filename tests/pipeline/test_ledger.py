@@ -1,0 +1,48 @@
+"""The ledger survives whatever a crash leaves, and adds up an attempt's time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.ledger import Ledger, latest, minutes
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    return Ledger(tmp_path / "ledger.jsonl")
+
+
+def test_an_absent_ledger_has_no_events(ledger: Ledger) -> None:
+    assert ledger.events() == []
+
+
+def test_half_a_line_is_no_event_and_spoils_no_other(ledger: Ledger) -> None:
+    ledger.append("cold_start", "running", "from the start", 1)
+    ledger.append("cold_start", "done", "finished", 1, seconds=90.0)
+    text = ledger.path.read_text()
+    ledger.path.write_text(text[:-20])
+    assert [event.state for event in ledger.events()] == ["running"]
+
+    ledger.append("cold_start", "running", "from step 20", 2)
+    assert [event.cause for event in ledger.events()] == ["from the start", "from step 20"]
+
+
+def test_staleness_hides_no_earlier_state(ledger: Ledger) -> None:
+    ledger.append("merge", "done", "finished", 1, seconds=1.0)
+    ledger.append("merge", "stale", "seed was 0 and is now 1", 1)
+    assert latest(ledger.events())["merge"].state == "done"
+
+
+def test_minutes_are_summed_over_attempts(ledger: Ledger) -> None:
+    ledger.append("merge", "running", "from the start", 1)
+    ledger.append("merge", "failed", "rank 0 was killed by SIGKILL", 1, seconds=30.0)
+    ledger.append("merge", "running", "from step 20", 2)
+    ledger.append("merge", "done", "finished", 2, seconds=60.0)
+    assert minutes(ledger.events()) == {"merge": 1.5}
+
+
+def test_a_full_disk_names_the_ledger() -> None:
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        Ledger(Path("/dev/full")).append("merge", "done", "finished", 1)
