@@ -38,7 +38,7 @@ setup(
             "pytest>=9",  # the tests
             "ruff==0.17.*",  # lint and format, part of the tests
             "mypy>=1.18",  # types, part of the tests
-            "types-PyYAML",  # types of pyyaml for mypy
+            "types-PyYAML>=6",  # types of pyyaml for mypy
         ],
     },
     entry_points={"console_scripts": ["braid=pipeline.cli:main"]},

@@ -1,0 +1,41 @@
+# Everything a person types. `make help` lists it.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help install quickstart test lint lock clean
+
+help:  ## list these targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+install: $(INSTALLED)  ## build .venv with every pinned dependency
+
+# requirements/cpu.txt is complete, so nothing is resolved here; torch comes first because its CPU
+# build may stand where only pip's own configuration looks.
+$(INSTALLED): requirements/cpu.txt setup.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check --quiet --progress-bar off torch==2.13.0
+	$(BIN)/pip install --disable-pip-version-check --quiet --progress-bar off --no-deps -r requirements/cpu.txt
+	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+quickstart: $(INSTALLED)  ## cold start, three experts, merge, evaluation and export, on this machine
+	$(BIN)/braid run configs/quickstart.yaml
+
+test: $(INSTALLED) lint  ## all tests, the short end-to-end run among them
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)  ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+lock: $(INSTALLED)  ## resolve setup.py's ranges anew into requirements/cpu.txt
+	$(BIN)/pip install --quiet uv
+	$(BIN)/uv pip install --quiet --upgrade --python $(BIN)/python \
+	  --override requirements/overrides.txt --editable '.[cpu,dev]'
+	$(BIN)/pip freeze --exclude-editable --exclude torch --exclude uv --exclude braid > requirements/cpu.txt
+
+clean:  ## remove .venv and caches; runs/ stays
+	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache
