@@ -11,13 +11,15 @@ help:  ## list these targets
 
 install: $(INSTALLED)  ## build .venv with every pinned dependency
 
-# requirements/cpu.txt is complete, so nothing is resolved here; torch comes first because its CPU
-# build may stand where only pip's own configuration looks.
+# requirements/cpu.txt is complete, so nothing is resolved here. torch comes first and through pip,
+# whose own configuration may be where its CPU build stands; uv is fast, and pip stands in for it
+# where a registry is configured for pip alone.
 $(INSTALLED): requirements/cpu.txt setup.py
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --disable-pip-version-check --quiet --progress-bar off torch==2.13.0
-	$(BIN)/pip install --disable-pip-version-check --quiet --progress-bar off --no-deps -r requirements/cpu.txt
-	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
+	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0 uv==0.13.9
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -r requirements/cpu.txt \
+	  || $(BIN)/pip install --quiet --no-deps -r requirements/cpu.txt
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 quickstart: $(INSTALLED)  ## cold start, three experts, merge, evaluation and export, on this machine
@@ -32,7 +34,6 @@ lint: $(INSTALLED)  ## style and types
 	$(BIN)/mypy
 
 lock: $(INSTALLED)  ## resolve setup.py's ranges anew into requirements/cpu.txt
-	$(BIN)/pip install --quiet uv
 	$(BIN)/uv pip install --quiet --upgrade --python $(BIN)/python \
 	  --override requirements/overrides.txt --editable '.[cpu,dev]'
 	$(BIN)/pip freeze --exclude-editable --exclude torch --exclude uv --exclude braid > requirements/cpu.txt

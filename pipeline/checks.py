@@ -21,6 +21,7 @@ from parallel.settings import (
     Settings,
     layout_violations,
 )
+from pipeline.rewards import reward_fault
 from stages.settings import (
     ColdStartSettings,
     DomainSettings,
@@ -93,6 +94,8 @@ def _domain_rules(
             f"{key}.sampling.group_size",
             "a group of one has no advantage, since it is its own mean; use 2 or more",
         )
+    if fault := reward_fault(domain.reward):
+        yield f"{key}.reward", fault
     if layout:
         yield from _share_rules(key, domain, layout.ranks)
 

@@ -14,14 +14,14 @@ from pipeline.config import differing_keys, dump_resolved, load
 from pipeline.errors import BraidError
 from pipeline.graph import compile_graph
 from pipeline.launcher import JobFailed, Programs, Stopped
-from pipeline.progress import Display
 from pipeline.run_directory import RunDirectory, write_atomically
 from pipeline.runner import run_stages
 from pipeline.states import derive
 from pipeline.violations import hint, shown
 from stages.settings import RunSettings
 
-PLAIN_WIDTH = 160
+PROGRAMS = Programs()
+PLAIN_WIDTH = 160  # where there is no terminal to ask
 
 
 def validate(arguments: Namespace) -> None:
@@ -86,7 +86,7 @@ def evaluate(arguments: Namespace) -> None:
     console = _console()
     with run.lock():
         models = one_off.evaluate(
-            run, settings, Display(console), arguments.stage, arguments.problems
+            run, settings, console, PROGRAMS, arguments.stage, arguments.problems
         )
     console.print(report.results_table(models))
 
@@ -95,7 +95,7 @@ def export(arguments: Namespace) -> None:
     """Write a finished stage's model for transformers and vLLM."""
     run, settings = _existing(arguments)
     with run.lock():
-        one_off.export(run, settings, Display(_console()), arguments.stage, arguments.to)
+        one_off.export(run, settings, _console(), PROGRAMS, arguments.stage, arguments.to)
     print(f"exported {arguments.stage} to {shown(arguments.to)}")
 
 
@@ -131,14 +131,15 @@ def _refuse_other_configuration(run: RunDirectory, settings: RunSettings) -> Non
     raise BraidError(
         f"{shown(run.path)} holds a run of another configuration:\n"
         + "\n".join(lines)
-        + f"\nstart a new run with --name NAME, or continue that one: braid resume {shown(run.path)}"
+        + "\nstart a new run with --name NAME, or continue that one: "
+        + f"braid resume {shown(run.path)}"
     )
 
 
 def _run_to_the_end(run: RunDirectory, settings: RunSettings) -> None:
     console = _console()
     try:
-        run_stages(run, settings, Display(console))
+        run_stages(run, settings, console, PROGRAMS)
     except (JobFailed, Stopped) as error:
         error.add_note(f"what is done is kept; continue with: braid resume {shown(run.path)}")
         raise
@@ -155,13 +156,12 @@ def _show_plan(run: RunDirectory, settings: RunSettings) -> None:
 
 
 def _show_commands(run: RunDirectory, settings: RunSettings) -> None:
-    programs = Programs()
-    print(f"\nthe engine: {shlex.join(programs.engine(run.engine / 'engine.json'))}")
+    print(f"\nthe engine: {shlex.join(PROGRAMS.engine(run.engine / 'engine.json'))}")
     print(f"every stage, as ranks 0 to {settings.layout.ranks - 1}:")
     for stage in compile_graph(settings):
         directory = run.stage(stage.name)
-        job = directory.attempt(directory.attempts() + 1) / "job.json"
-        print(f"  {shlex.join(programs.stage(job))}")
+        job = directory.job(directory.attempts() + 1)
+        print(f"  {shlex.join(PROGRAMS.stage(job))}")
 
 
 def _console() -> Console:

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from parallel.settings import EngineSettings, ModelSettings
 from pipeline.errors import BraidError
 from pipeline.graph import Stage
-from pipeline.run_directory import RunDirectory, write_atomically
+from pipeline.run_directory import RunDirectory, StageDirectory, write_atomically
 from pipeline.violations import shown
 from stages.settings import RunSettings, StageJob
 
@@ -64,7 +64,7 @@ def checkpoint_path(run: RunDirectory, stage: str) -> Path:
 
 def write_stage_job(job: StageJob) -> Path:
     """Write the job into its attempt's folder."""
-    path = job.directory / f"attempt_{job.attempt}" / "job.json"
+    path = StageDirectory(job.directory).job(job.attempt)
     write_atomically(path, job.model_dump_json(indent=2) + "\n")
     return path
 

@@ -16,16 +16,19 @@ from pipeline.processes import (
     POLL_SECONDS,
     Child,
     Failure,
+    ask_to_stop,
+    kill,
     python_module,
-    stop,
     wait_for_all,
 )
+from pipeline.progress import StageView
 from pipeline.run_directory import RunDirectory
 from pipeline.violations import shown
 from stages.settings import RunSettings, StageJob
 
 SAVE_SECONDS = 30.0  # what a stage that is asked to stop may take for its checkpoint
 SETTLE_SECONDS = 1.0  # what the other ranks of a failed one may take to say what they saw
+SIGN_SECONDS = 1.0  # how often the job's file is touched, to tell later how long a killed run ran
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -58,14 +61,13 @@ class Programs:
 class Launcher:
     """Context in which jobs run; on leaving it nothing it started is left running."""
 
-    def __init__(
-        self, run: RunDirectory, settings: RunSettings, programs: Programs | None = None
-    ) -> None:
+    def __init__(self, run: RunDirectory, settings: RunSettings, programs: Programs) -> None:
         self._run = run
         self._settings = settings
-        self._programs = programs or Programs()
+        self._programs = programs
         self._engine: Child | None = None
-        self._signal: int | None = None
+        self._received: list[int] = []
+        self._next_sign = 0.0
         self._handlers: dict[int, object] = {}
 
     def __enter__(self) -> Launcher:
@@ -80,15 +82,15 @@ class Launcher:
         trace: TracebackType | None,
     ) -> None:
         if self._engine:
-            stop([self._engine], grace_seconds=5.0)
+            kill([self._engine])
         for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
-    def execute(self, job: StageJob, on_poll: Callable[[], None] = lambda: None) -> None:
-        """Run a job to its end; `on_poll` is called several times a second meanwhile.
+    def execute(self, job: StageJob, view: StageView) -> None:
+        """Run a job to its end; nothing of it runs any more when this returns or raises.
 
         Raises:
-            JobFailed: a rank or the engine ended badly; nothing of the job runs any more.
+            JobFailed: a rank or the engine ended badly.
             Stopped: a signal asked for it; the ranks had time to save.
         """
         self._check_signal()
@@ -96,17 +98,18 @@ class Launcher:
         if job.engine_address and self._engine is None:
             self._start_engine()
         ranks = self._start_ranks(path)
-        grace = 0.0
         try:
             while not self._finished(job.stage, ranks):
-                on_poll()
+                view.poll()
+                self._show_life(path)
                 self._check_signal()
                 time.sleep(POLL_SECONDS)
         except Stopped:
-            grace = SAVE_SECONDS
+            view.say("stopping when the stage has saved; the same signal again stops at once")
+            self._let_save(ranks)
             raise
         finally:
-            stop(ranks, grace)
+            kill(ranks)
 
     def _start_engine(self) -> None:
         engine_address(self._run).unlink(missing_ok=True)
@@ -129,7 +132,7 @@ class Launcher:
                 command = self._programs.stage(job)
                 ranks.append(Child(f"rank {rank}", command, log, {**common, **own}))
         except OSError:
-            stop(ranks)
+            kill(ranks)
             raise
         return ranks
 
@@ -146,18 +149,28 @@ class Launcher:
             raise JobFailed(stage, _first_cause([rank for rank in ranks if rank.status()]))
         return all(rank.status() == 0 for rank in ranks)
 
+    def _let_save(self, ranks: list[Child]) -> None:
+        received = len(self._received)
+        ask_to_stop(ranks)
+        wait_for_all(ranks, SAVE_SECONDS, cut_short=lambda: len(self._received) > received)
+
     def _check_engine(self, stage: str) -> None:
         if self._engine and self._engine.status() is not None:
             raise JobFailed(stage, self._engine.failure())
 
+    def _show_life(self, job: Path) -> None:
+        if time.monotonic() >= self._next_sign:
+            job.touch()
+            self._next_sign = time.monotonic() + SIGN_SECONDS
+
     def _check_signal(self) -> None:
-        if self._signal is not None:
-            raise Stopped(self._signal)
+        if self._received:
+            raise Stopped(self._received[0])
 
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
         # Only noted: an exception from here could fall between starting a process and
         # remembering it.
-        self._signal = number
+        self._received.append(number)
 
 
 def _first_cause(failed: list[Child]) -> Failure:

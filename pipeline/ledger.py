@@ -47,7 +47,8 @@ class Ledger:
         self, stage: str, state: State, cause: str, attempt: int, seconds: float | None = None
     ) -> None:
         """Write one line, durably and in a single write, so that writers never mix their lines."""
-        event = Event(_now(), stage, state, cause, attempt, seconds)
+        rounded = None if seconds is None else round(seconds, 3)
+        event = Event(_now(), stage, state, cause, attempt, rounded)
         fields = {name: value for name, value in asdict(event).items() if value is not None}
         line = json.dumps(fields) + "\n"
         if self._ends_in_half_a_line():

@@ -6,11 +6,13 @@ import json
 import time
 from pathlib import Path
 
+from rich.console import Console
+
 from pipeline.errors import BraidError
 from pipeline.graph import compile_graph
 from pipeline.jobs import checkpoint_path, engine_address
 from pipeline.launcher import Launcher, Programs
-from pipeline.progress import Display
+from pipeline.progress import watching
 from pipeline.report import Models
 from pipeline.run_directory import RunDirectory, StageDirectory
 from pipeline.states import derive
@@ -21,10 +23,10 @@ from stages.settings import RunSettings, StageJob
 def evaluate(
     run: RunDirectory,
     settings: RunSettings,
-    display: Display,
+    console: Console,
+    programs: Programs,
     stage: str | None = None,
     problems: int | None = None,
-    programs: Programs | None = None,
 ) -> Models:
     """Evaluate one finished stage, or all of them, on so many problems a domain.
 
@@ -45,7 +47,7 @@ def evaluate(
         engine_address=engine_address(run),
         settings=settings,
     )
-    _execute(run, job, display, programs)
+    _execute(run, job, console, programs)
     found: Models = json.loads(directory.results.read_text())["models"]
     return found
 
@@ -53,10 +55,10 @@ def evaluate(
 def export(
     run: RunDirectory,
     settings: RunSettings,
-    display: Display,
+    console: Console,
+    programs: Programs,
     stage: str,
     to: Path,
-    programs: Programs | None = None,
 ) -> None:
     """Write a finished stage's model as a Hugging Face checkpoint.
 
@@ -75,7 +77,7 @@ def export(
         output=to.absolute(),
         settings=settings,
     )
-    _execute(run, job, display, programs)
+    _execute(run, job, console, programs)
 
 
 def finished_training(
@@ -104,8 +106,10 @@ def _new_directory(run: RunDirectory, folder: str) -> StageDirectory:
     return StageDirectory(run.path / folder / time.strftime("%Y%m%d-%H%M%S"))
 
 
-def _execute(run: RunDirectory, job: StageJob, display: Display, programs: Programs | None) -> None:
-    display.stage(job.stage, 1, 1, None)
+def _execute(run: RunDirectory, job: StageJob, console: Console, programs: Programs) -> None:
     metrics = StageDirectory(job.directory).metrics
-    with Launcher(run, job.settings, programs) as launcher, display.watching(metrics):
-        launcher.execute(job, display.poll)
+    with (
+        Launcher(run, job.settings, programs) as launcher,
+        watching(console, job.stage, None, metrics) as view,
+    ):
+        launcher.execute(job, view)

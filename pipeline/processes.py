@@ -98,22 +98,28 @@ class Child:
         return f"was killed by {signal.Signals(-status).name}{hint}"
 
 
-def stop(children: Sequence[Child], grace_seconds: float = 0.0) -> None:
-    """End all children: ask, wait for as long as `grace_seconds`, then kill."""
-    if grace_seconds:
-        for child in children:
-            child.send(signal.SIGTERM)
-        wait_for_all(children, grace_seconds)
+def ask_to_stop(children: Sequence[Child]) -> None:
+    """Send SIGTERM to all; a stage then saves what it has."""
+    for child in children:
+        child.send(signal.SIGTERM)
+
+
+def kill(children: Sequence[Child]) -> None:
+    """End all at once, with everything they started."""
     for child in children:
         child.send(signal.SIGKILL)
     for child in children:
         child.reap()
 
 
-def wait_for_all(children: Sequence[Child], seconds: float) -> None:
-    """Return when every child has ended, or after so many seconds."""
+def wait_for_all(
+    children: Sequence[Child], seconds: float, cut_short: Callable[[], bool] = lambda: False
+) -> None:
+    """Return when every child has ended, after so many seconds, or when `cut_short` says so."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and any(child.status() is None for child in children):
+    while any(child.status() is None for child in children):
+        if time.monotonic() > deadline or cut_short():
+            return
         time.sleep(POLL_SECONDS)
 
 

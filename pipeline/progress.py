@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 LIVE_SECONDS = 0.25
 PLAIN_SECONDS = 10.0
-SHOWN_METRICS = ("reward", "loss")
+SHOWN_LABELS = ("model", "domain")
+SHOWN_METRICS = ("reward", "loss", "accuracy")
 
 
 class MetricsTail:
@@ -52,9 +54,8 @@ class Progress:
     last: dict[str, Any] | None = None
 
     def add(self, line: dict[str, Any]) -> None:
-        """Take in one line of metrics; evaluation starts over with every model."""
-        same = self.first is not None and line.get("model") == self.first.get("model")
-        self.first = self.first if same else line
+        """Take in one line of metrics."""
+        self.first = self.first or line
         self.last = line
         self.steps = line.get("steps", self.steps)
 
@@ -74,54 +75,30 @@ class Progress:
         """The step, the time left and the newest values, in words."""
         if self.last is None:
             return f"starting ({time.monotonic() - self.started:.0f} s)"
-        parts = [f"step {self.step}/{self.steps}"]
-        if "model" in self.last:
-            parts.insert(0, str(self.last["model"]))
+        labels = [self.last[name] for name in SHOWN_LABELS if name in self.last]
+        parts = [f"step {self.step}/{self.steps}", *labels]
         if self.seconds_left is not None:
             parts.append(f"{clock(self.seconds_left)} left")
         parts += [f"{name} {self.last[name]:.4g}" for name in SHOWN_METRICS if name in self.last]
         return "  ".join(parts)
 
 
-class Display:
-    """Shows the stages of a run as they go by."""
+class StageView:
+    """One stage as it goes by; `live` is the line it redraws on a terminal."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(
+        self, console: Console, title: str, steps: int | None, metrics: Path, live: Live | None
+    ) -> None:
         self._console = console
-        self._title = ""
-        self._steps: int | None = None
-        self._tail: MetricsTail | None = None
-        self._progress = Progress(0.0, None)
-        self._live: Live | None = None
-        self._next = 0.0
-
-    def stage(self, name: str, number: int, total: int, steps: int | None) -> None:
-        """Announce the stage that `watching` will follow."""
-        self._title = f"[{number}/{total}] {name}"
-        self._steps = steps
-
-    @contextmanager
-    def watching(self, metrics: Path) -> Iterator[None]:
-        """Follow a stage's metrics; on leaving, say how long it took."""
+        self._title = title
         self._tail = MetricsTail(metrics)
-        self._progress = Progress(time.monotonic(), self._steps)
+        self._progress = Progress(time.monotonic(), steps)
+        self._live = live
         self._next = 0.0
-        if self._console.is_terminal:
-            # No refresh thread: children may be started only from a process with one thread.
-            self._live = Live(console=self._console, auto_refresh=False, transient=True)
-            self._live.start()
-        try:
-            yield
-            self.poll()
-            self._say(f"done in {clock(time.monotonic() - self._progress.started)}")
-        finally:
-            if self._live:
-                self._live.stop()
-                self._live = None
 
     def poll(self) -> None:
         """Take in what the stage wrote, and show it if it is time to."""
-        for line in self._tail.read() if self._tail else ():
+        for line in self._tail.read():
             self._progress.add(line)
         if time.monotonic() < self._next:
             return
@@ -130,16 +107,32 @@ class Display:
             self._live.update(self._line(), refresh=True)
         else:
             self._next = time.monotonic() + PLAIN_SECONDS
-            self._say(self._progress.describe())
+            self.say(self._progress.describe())
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Print a line about the stage that stays."""
         self._console.print(f"{self._title}  {text}", markup=False, highlight=False)
+
+    def say_done(self) -> None:
+        """Print how long the stage took."""
+        self.say(f"done in {clock(time.monotonic() - self._progress.started)}")
 
     def _line(self) -> Table:
         line = Table.grid(padding=(0, 1))
         bar = ProgressBar(total=self._progress.steps or 1, completed=self._progress.step, width=24)
-        line.add_row(self._title.replace("[", r"\["), bar, self._progress.describe())
+        line.add_row(escape(self._title), bar, self._progress.describe())
         return line
+
+
+@contextmanager
+def watching(console: Console, title: str, steps: int | None, metrics: Path) -> Iterator[StageView]:
+    """Show a stage while it runs, and how long it took if it ends well."""
+    # No refresh thread: children may be started only from a process with one thread.
+    live = Live(console=console, auto_refresh=False, transient=True)
+    with live if console.is_terminal else nullcontext() as shown:
+        view = StageView(console, title, steps, metrics, shown)
+        yield view
+        view.say_done()
 
 
 def clock(seconds: float) -> str:

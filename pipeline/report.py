@@ -43,7 +43,7 @@ def plan_table(
             _origin(stage),
             str(stage.steps or ""),
             "yes" if stage.needs_engine else "",
-            _state_text(state),
+            _state_text(state, f": {state.cause}" if state.state == "stale" else ""),
         )
     return table
 
@@ -116,8 +116,8 @@ def _depth(stage: Stage) -> int:
     return {"sft": 0, "grpo": 1, "distill": 2}.get(stage.kind, 3)
 
 
-def _state_text(state: StageState) -> Text:
-    return Text(state.state, style=STYLES[state.state])
+def _state_text(state: StageState, more: str = "") -> Text:
+    return Text(f"{state.state}{more}", style=STYLES[state.state])
 
 
 def _score_text(score: dict[str, Any], own: bool) -> Text:

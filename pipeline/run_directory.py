@@ -51,12 +51,18 @@ class StageDirectory:
         return self.path / "results.json"
 
     @property
+    def measured(self) -> Path:
+        """What an unfinished evaluation has found so far, a file a model."""
+        return self.path / "models"
+
+    @property
     def exported(self) -> Path:
         """The Hugging Face checkpoint of an export."""
         return self.path / "huggingface"
 
-    def attempt(self, number: int) -> Path:
-        return self.path / f"attempt_{number}"
+    def job(self, attempt: int) -> Path:
+        """What the processes of an attempt read; their logs lie beside it."""
+        return self.path / f"attempt_{attempt}" / "job.json"
 
     def attempts(self) -> int:
         """How many times the stage was tried."""

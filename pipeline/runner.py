@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
 
 from pipeline.errors import BraidError
 from pipeline.graph import Stage, compile_graph
@@ -11,7 +14,7 @@ from pipeline.jobs import stage_job
 from pipeline.launcher import JobFailed, Launcher, Programs, Stopped
 from pipeline.ledger import Ledger, latest
 from pipeline.lineage import lineage_now, write_manifest
-from pipeline.progress import Display
+from pipeline.progress import watching
 from pipeline.run_directory import RunDirectory
 from pipeline.states import StageState, derive
 from pipeline.violations import shown
@@ -31,7 +34,7 @@ class StaleStages(BraidError):
 
 
 def run_stages(
-    run: RunDirectory, settings: RunSettings, display: Display, programs: Programs | None = None
+    run: RunDirectory, settings: RunSettings, console: Console, programs: Programs
 ) -> None:
     """Run every stage that is not done, in order. The caller holds the run's lock.
 
@@ -47,38 +50,38 @@ def run_stages(
     _refuse_stale(run, ledger, states)
     with Launcher(run, settings, programs) as launcher:
         for number, stage in enumerate(stages, start=1):
-            if states[stage.name].state != "done":
-                display.stage(stage.name, number, len(stages), stage.steps)
-                _run_stage(run, settings, stage, launcher, ledger, display)
+            if states[stage.name].state == "done":
+                continue
+            title = f"[{number}/{len(stages)}] {stage.name}"
+            with (
+                _recorded(run, settings, stage, ledger) as attempt,
+                watching(console, title, stage.steps, run.stage(stage.name).metrics) as view,
+            ):
+                launcher.execute(stage_job(stage, settings, run, attempt), view)
 
 
-def _run_stage(
-    run: RunDirectory,
-    settings: RunSettings,
-    stage: Stage,
-    launcher: Launcher,
-    ledger: Ledger,
-    display: Display,
-) -> None:
+@contextmanager
+def _recorded(
+    run: RunDirectory, settings: RunSettings, stage: Stage, ledger: Ledger
+) -> Iterator[int]:
+    """Write the lineage of a new attempt, and its beginning and its end into the ledger."""
     directory = run.stage(stage.name)
     attempt = directory.attempts() + 1
-    job = stage_job(stage, settings, run, attempt)
     write_manifest(directory, lineage_now(stage, settings, run))
     checkpoint = directory.newest_checkpoint()
     cause = f"from step {checkpoint.step}" if checkpoint else "from the start"
     ledger.append(stage.name, "running", cause, attempt)
     started = time.monotonic()
-    with display.watching(directory.metrics):
-        try:
-            launcher.execute(job, display.poll)
-        except JobFailed as error:
-            seconds = time.monotonic() - started
-            ledger.append(stage.name, "failed", error.cause, attempt, seconds)
-            raise
-        except Stopped as error:
-            seconds = time.monotonic() - started
-            ledger.append(stage.name, "pending", str(error), attempt, seconds)
-            raise
+    try:
+        yield attempt
+    except JobFailed as error:
+        seconds = time.monotonic() - started
+        ledger.append(stage.name, "failed", error.cause, attempt, seconds)
+        raise
+    except Stopped as error:
+        seconds = time.monotonic() - started
+        ledger.append(stage.name, "pending", str(error), attempt, seconds)
+        raise
     ledger.append(stage.name, "done", "finished", attempt, time.monotonic() - started)
 
 
@@ -86,9 +89,8 @@ def _close_abandoned(run: RunDirectory, ledger: Ledger) -> None:
     """A launcher that was killed wrote no end of its attempt: count it to its last sign of life."""
     for event in latest(ledger.events()).values():
         if event.state == "running":
-            directory = run.stage(event.stage)
-            signs = [*directory.attempt(event.attempt).glob("*.log"), directory.metrics]
-            seen = max((_modified(path) for path in signs), default=0.0)
+            job = run.stage(event.stage).job(event.attempt)
+            seen = job.stat().st_mtime if job.exists() else event.timestamp
             seconds = max(0.0, seen - event.timestamp)
             ledger.append(event.stage, "failed", "its launcher was killed", event.attempt, seconds)
 
@@ -99,7 +101,3 @@ def _refuse_stale(run: RunDirectory, ledger: Ledger, states: dict[str, StageStat
         ledger.append(name, "stale", state.cause, state.attempts)
     if stale:
         raise StaleStages(run, stale)
-
-
-def _modified(path: Path) -> float:
-    return path.stat().st_mtime if path.exists() else 0.0

@@ -47,7 +47,7 @@ def _state(
         return StageState("pending", attempts=directory.attempts())
     checkpoint = directory.newest_checkpoint()
     attempts, step = directory.attempts(), checkpoint.step if checkpoint else None
-    if event.state == "done" or checkpoint is not None:
+    if event.state == "done" or _holds_work(stage, directory):
         reasons = list(changes(recorded, lineage_now(stage, settings, run)))
         reasons += [
             f"its input {name} is {earlier[name].state}"
@@ -61,6 +61,13 @@ def _state(
     if event.state == "running" and not running:
         return StageState("failed", "its launcher was killed", attempts, step)
     return StageState(event.state, event.cause, attempts, step)
+
+
+def _holds_work(stage: Stage, directory: StageDirectory) -> bool:
+    """Whether a next attempt would build on what an earlier one left."""
+    if stage.kind == "evaluate":
+        return directory.measured.exists()
+    return directory.newest_checkpoint() is not None
 
 
 def _has_result(stage: Stage, directory: StageDirectory) -> bool:

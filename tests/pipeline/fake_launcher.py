@@ -12,7 +12,6 @@ from rich.console import Console
 from pipeline.config import load
 from pipeline.errors import BraidError
 from pipeline.launcher import Programs
-from pipeline.progress import Display
 from pipeline.run_directory import RunDirectory
 from pipeline.runner import run_stages
 
@@ -39,7 +38,7 @@ def main() -> int:
     try:
         with run.lock():
             programs = fake_programs(json.loads(actions), engine)
-            run_stages(run, load(Path(config)), Display(Console()), programs)
+            run_stages(run, load(Path(config)), Console(), programs)
     except BraidError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from fake_launcher import fake_programs
 
-from pipeline import cli, launcher
+from pipeline import cli, commands
 
 Braid = Callable[..., tuple[int, str, str]]
 
@@ -24,7 +27,7 @@ def braid(runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     """Run `braid` with fake stages and return its exit code, its output and its error output."""
 
     def run(command: str, *arguments: object, actions: dict | None = None) -> tuple[int, str, str]:
-        monkeypatch.setattr(launcher, "Programs", lambda: fake_programs(actions or {}))
+        monkeypatch.setattr(commands, "PROGRAMS", fake_programs(actions or {}))
         try:
             code = cli.main([command, "--runs-dir", str(runs), *map(str, arguments)])
         except SystemExit as error:
@@ -67,7 +70,7 @@ def test_a_dry_run_shows_the_commands_and_leaves_nothing(
 ) -> None:
     code, out, _ = braid("run", config, "--dry-run")
     assert code == 0
-    assert "-m stages.main" in out
+    assert f"the engine: {sys.executable} " in out
     assert f"{runs}/small/stages/experts.sums/attempt_1/job.json" in out
     assert not runs.exists()
 
@@ -141,9 +144,13 @@ def test_one_more_evaluation_and_export(
     assert (code, err) == (1, f"braid: {to} holds something already; choose another --to\n")
 
 
-def test_a_full_disk_is_one_line_with_the_path(braid: Braid, config: Path, runs: Path) -> None:
-    (runs / "small").mkdir(parents=True)
-    ledger = runs / "small" / "ledger.jsonl"
-    ledger.symlink_to("/dev/full")
+def test_a_full_disk_is_one_line_with_the_path(
+    braid: Braid, config: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("pipeline.run_directory.os.fsync", full)
     code, _, err = braid("run", config)
-    assert (code, err) == (1, f"braid: {ledger}: No space left on device\n")
+    assert (code, err) == (1, f"braid: {runs}/small/run.yaml: No space left on device\n")
+    assert [path.name for path in (runs / "small").iterdir()] == ["run.lock"]

@@ -109,6 +109,8 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
         ("model.max_positions=32", "engine.max_model_tokens: 64 is more than model.max_positions"),
         ("experts.sums.sampling.group_size=1", "a group of one has no advantage"),
         ("experts.sums.updates_per_rollout=3", "3 updates on 2 ranks do not divide the 256 sampl"),
+        ("experts.sums.reward=stages.domains.reward:exact", "no module stages.domains.reward in"),
+        ("experts.sums.reward=stages.domains.rewards:exakt", "rewards.py defines no exakt"),
         ("merge.optimizer.warmup_steps=2", "2 should be less than merge.loop.steps = 2"),
     ],
 )
@@ -194,6 +196,23 @@ def test_initial_weights_stand_beside_the_file_that_states_them(config: Path) ->
     (models / "tiny.yaml").write_text("initial_weights: start\n")
     edited(config, "model:\n", "model:\n  extends: models/tiny.yaml\n")
     assert load(config).model.initial_weights == models / "start"
+
+
+def test_a_reward_of_one_s_own_is_found_in_the_working_directory(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(config.parent)
+    rewards = config.with_name("my_rewards.py")
+    rewards.write_text("def half(problem, response):\n    return 0.5\n")
+    load(config, ["experts.sums.reward=my_rewards:half"])
+    rewards.write_text("def half(problem, response)\n")
+    assert faults(config, "experts.sums.reward=my_rewards:half") == [
+        "command line: experts.sums.reward: my_rewards.py:1 is not valid Python: expected ':'"
+    ]
+    assert faults(config, "experts.sums.reward=.my:half") == [
+        "command line: experts.sums.reward: no module .my in the working directory or among "
+        "Python's packages"
+    ]
 
 
 def test_differing_keys_name_both_values(config: Path) -> None:

@@ -33,7 +33,7 @@ def test_stages_come_after_their_inputs(settings: RunSettings) -> None:
         ("experts.sums.demonstrations.count=7", {"cold_start"}),
         ("merge.loop.steps=3", {"merge"}),
         ("evaluation.problems=5", {"evaluate"}),
-        ("experts.sums.reward=my.rewards:half", {"experts.sums", "evaluate"}),
+        ("experts.sums.reward=stages.domains.rewards:grade", {"experts.sums", "evaluate"}),
         (
             "experts.sums.prompts.config.max_terms=5",
             {"cold_start", "experts.sums", "merge", "evaluate"},

@@ -18,7 +18,6 @@ from rich.console import Console
 from pipeline.graph import compile_graph
 from pipeline.launcher import JobFailed
 from pipeline.ledger import Ledger
-from pipeline.progress import Display
 from pipeline.report import write_results
 from pipeline.run_directory import RunDirectory, RunLocked
 from pipeline.runner import StaleStages, run_stages
@@ -36,7 +35,7 @@ def go(
 ) -> None:
     with run.lock():
         programs = fake_programs(actions or {}, engine)
-        run_stages(run, settings, Display(Console(quiet=True)), programs)
+        run_stages(run, settings, Console(quiet=True), programs)
 
 
 def states(run: RunDirectory, settings: RunSettings) -> list[str]:
