@@ -7,7 +7,6 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from pipeline.errors import BraidError
 
@@ -173,7 +172,7 @@ def _add_run_commands(command: Callable[[str, str, str], ArgumentParser]) -> Non
     export.add_argument("--to", required=True, type=Path, help="a folder that is new or empty")
 
 
-def _positive(text: str) -> Any:
+def _positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise ArgumentTypeError(f"{text} is no positive number")
     return int(text)

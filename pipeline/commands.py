@@ -131,8 +131,8 @@ def _refuse_other_configuration(run: RunDirectory, settings: RunSettings) -> Non
     raise BraidError(
         f"{shown(run.path)} holds a run of another configuration:\n"
         + "\n".join(lines)
-        + "\nstart a new run with --name NAME, or continue that one: "
-        + f"braid resume {shown(run.path)}"
+        + "\nname this one otherwise with --name NAME, continue that one with "
+        + f"`braid resume {shown(run.path)}`, or remove its folder"
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -182,5 +183,5 @@ def digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _selected(flat: dict[str, Any], patterns: Any) -> list[str]:
+def _selected(flat: dict[str, Any], patterns: Sequence[str]) -> list[str]:
     return [key for key in flat if any(matches(key, pattern) for pattern in patterns)]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
 from pipeline.errors import BraidError
 from pipeline.jobs import engine_address, write_engine_job, write_stage_job
@@ -68,7 +69,7 @@ class Launcher:
         self._engine: Child | None = None
         self._received: list[int] = []
         self._next_sign = 0.0
-        self._handlers: dict[int, object] = {}
+        self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Launcher:
         for number in STOP_SIGNALS:
@@ -84,7 +85,7 @@ class Launcher:
         if self._engine:
             kill([self._engine])
         for number, handler in self._handlers.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler)
 
     def execute(self, job: StageJob, view: StageView) -> None:
         """Run a job to its end; nothing of it runs any more when this returns or raises.

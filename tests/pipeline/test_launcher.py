@@ -172,6 +172,19 @@ def test_a_signal_stops_the_stage_and_keeps_the_run(
     assert Ledger(run.ledger).events()[-1].cause == f"stopped by {number.name}"
 
 
+def test_a_second_signal_does_not_wait_for_the_stage_to_save(
+    run: RunDirectory, config: Path
+) -> None:
+    launcher = launch(run, config, {"cold_start": {"0": "hang_deaf", "1": "hang_deaf"}})
+    wait_until(lambda: (run.stage("cold_start").path / "pid_1").exists())
+    launcher.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        launcher.communicate(timeout=0.5)
+    launcher.send_signal(signal.SIGINT)
+    launcher.communicate(timeout=5)
+    assert launcher.returncode == 130
+
+
 def test_a_run_has_one_launcher(run: RunDirectory, settings: RunSettings) -> None:
     with run.lock(), pytest.raises(RunLocked, match=f"process {os.getpid()} on "):
         go(run, settings)

@@ -1,0 +1,71 @@
+"""What a person is told while a stage runs."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from pipeline.progress import MetricsTail, Progress, clock, watching
+
+
+def line(step: int, **values: object) -> str:
+    return json.dumps({"step": step, "steps": 10, "time": 100.0 + 3 * step, **values}) + "\n"
+
+
+def test_the_tail_gives_whole_new_lines_only(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(line(1))
+    tail = MetricsTail(path)
+    assert tail.read() == []
+    with path.open("a") as file:
+        file.write(line(2) + line(3)[:10])
+    assert [found["step"] for found in tail.read()] == [2]
+    with path.open("a") as file:
+        file.write(line(3)[10:])
+    assert [found["step"] for found in tail.read()] == [3]
+    path.write_text(line(1))
+    assert tail.read() == []
+    with path.open("a") as file:
+        file.write("not json\n" + line(2))
+    assert [found["step"] for found in tail.read()] == [2]
+
+
+def test_progress_says_the_step_the_time_left_and_the_reward() -> None:
+    progress = Progress(0.0, 10)
+    assert progress.describe().startswith("starting (")
+    progress.add(json.loads(line(1, reward=0.25)))
+    progress.add(json.loads(line(4, reward=0.5, loss=1.5)))
+    assert progress.describe() == "step 4/10  18 s left  reward 0.5  loss 1.5"
+
+
+def test_a_log_gets_few_plain_lines(tmp_path: Path) -> None:
+    output = io.StringIO()
+    metrics = tmp_path / "metrics.jsonl"
+    with watching(Console(file=output), "[1/7] cold_start", 10, metrics) as view:
+        for step in range(1, 11):
+            with metrics.open("a") as file:
+                file.write(line(step))
+            view.poll()
+    assert output.getvalue() == "[1/7] cold_start  step 1/10\n[1/7] cold_start  done in 0 s\n"
+
+
+def test_a_terminal_gets_a_line_that_is_redrawn(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    with watching(console, "[1/7] cold_start", 10, tmp_path / "metrics.jsonl") as view:
+        view.poll()
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "[1/7] cold_start" in shown
+    assert "starting (0 s)" in shown
+    assert "done in 0 s" in shown
+
+
+def test_durations_read_as_a_person_says_them() -> None:
+    assert [clock(seconds) for seconds in (0, 59.4, 185, 7800)] == [
+        "0 s",
+        "59 s",
+        "3 min 05 s",
+        "2 h 10 min",
+    ]

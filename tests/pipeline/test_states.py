@@ -1,0 +1,125 @@
+"""The state of a stage follows from its files, whatever a crash or a person did to them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.graph import Stage, compile_graph
+from pipeline.ledger import Ledger
+from pipeline.lineage import lineage_now, read_manifest, write_manifest
+from pipeline.run_directory import RunDirectory
+from pipeline.states import derive
+from stages.settings import RunSettings
+
+
+def add_checkpoint(run: RunDirectory, stage: str, step: int, digest: str) -> Path:
+    path = run.stage(stage).path / "checkpoints" / f"step_{step}"
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "checksums.json").write_text(json.dumps({"digest": digest}))
+    return path
+
+
+def record(run: RunDirectory, settings: RunSettings, stage: Stage, state: str) -> None:
+    """Leave what a stage that came to `state` leaves."""
+    write_manifest(run.stage(stage.name), lineage_now(stage, settings, run))
+    Ledger(run.ledger).append(stage.name, state, "", 1)
+    if state == "done" and stage.trains:
+        add_checkpoint(run, stage.name, 2, stage.name)
+
+
+@pytest.fixture
+def trained(run: RunDirectory, settings: RunSettings) -> dict[str, Stage]:
+    """A run whose training stages are done."""
+    stages = compile_graph(settings)
+    for stage in stages:
+        if stage.trains:
+            record(run, settings, stage, "done")
+    return {stage.name: stage for stage in stages}
+
+
+def states(run: RunDirectory, settings: RunSettings) -> dict[str, str]:
+    found = derive(run, settings, compile_graph(settings))
+    return {name: state.state for name, state in found.items() if state.state != "pending"}
+
+
+def test_nothing_is_done_before_a_run(run: RunDirectory, settings: RunSettings) -> None:
+    assert states(run, settings) == {}
+
+
+def test_only_whole_checkpoints_count(run: RunDirectory) -> None:
+    add_checkpoint(run, "merge", 20, "a")
+    add_checkpoint(run, "merge", 9, "b")
+    torn = add_checkpoint(run, "merge", 40, "c")
+    (torn / "checksums.json").write_text('{"dig')
+    whole = add_checkpoint(run, "merge", 60, "d")
+    whole.rename(whole.with_name("tmp_step_60"))
+    newest = run.stage("merge").newest_checkpoint()
+    assert newest is not None
+    assert (newest.step, newest.digest) == (20, "a")
+
+
+def test_the_manifest_tells_what_a_stage_was_made_from(
+    run: RunDirectory, settings: RunSettings, trained: dict[str, Stage]
+) -> None:
+    manifest = read_manifest(run.stage("merge"))
+    assert manifest is not None
+    assert manifest.parents == {
+        name: name for name in ("cold_start", "experts.sums", "experts.words")
+    }
+    assert manifest.config == trained["merge"].config_digest
+    assert manifest.data == trained["merge"].data_digest
+    assert manifest.layout == {"ranks": 2, "expert": 2}
+    assert manifest.routing == "r3"
+    assert manifest.versions["numpy"]
+
+
+def test_a_stage_left_running_by_a_killed_launcher_has_failed(
+    run: RunDirectory, settings: RunSettings
+) -> None:
+    record(run, settings, compile_graph(settings)[0], "running")
+    with run.lock():
+        assert states(run, settings) == {"cold_start": "running"}
+    assert states(run, settings) == {"cold_start": "failed"}
+
+
+def test_another_checkpoint_of_a_parent_makes_its_children_stale(
+    run: RunDirectory, settings: RunSettings, trained: dict[str, Stage]
+) -> None:
+    add_checkpoint(run, "experts.sums", 2, "another")
+    found = derive(run, settings, tuple(trained.values()))
+    assert found["experts.sums"].state == "done"
+    assert found["merge"].state == "stale"
+    assert found["merge"].cause == "it was made from another checkpoint of experts.sums"
+
+
+def test_a_removed_checkpoint_makes_a_finished_stage_stale(
+    run: RunDirectory, settings: RunSettings, trained: dict[str, Stage]
+) -> None:
+    whole = run.stage("experts.words").path / "checkpoints" / "step_2" / "checksums.json"
+    whole.unlink()
+    found = derive(run, settings, tuple(trained.values()))
+    assert found["experts.words"].cause == "its result is gone"
+    assert found["merge"].cause == "its input experts.words is stale"
+
+
+def test_what_half_an_evaluation_measured_is_not_mixed_with_other_models(
+    run: RunDirectory, settings: RunSettings, trained: dict[str, Stage]
+) -> None:
+    record(run, settings, trained["evaluate"], "failed")
+    run.stage("evaluate").measured.mkdir()
+    assert states(run, settings)["evaluate"] == "failed"
+    add_checkpoint(run, "merge", 2, "another")
+    assert states(run, settings)["evaluate"] == "stale"
+
+
+def test_a_stage_that_left_no_checkpoint_may_start_with_other_settings(
+    run: RunDirectory, settings: RunSettings
+) -> None:
+    record(run, settings, compile_graph(settings)[0], "failed")
+    changed = settings.model_copy(update={"seed": 7})
+    assert states(run, changed) == {"cold_start": "failed"}
+    add_checkpoint(run, "cold_start", 1, "half")
+    assert states(run, changed) == {"cold_start": "stale"}
