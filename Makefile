@@ -17,7 +17,7 @@ install: $(INSTALLED)  ## build .venv with every pinned dependency
 $(INSTALLED): requirements/cpu.txt setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0 uv==0.13.9
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -r requirements/cpu.txt \
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --no-deps -r requirements/cpu.txt \
 	  || $(BIN)/pip install --quiet --no-deps -r requirements/cpu.txt
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
