@@ -1,4 +1,4 @@
-"""Causal core attention in plain torch, for machines without TransformerEngine."""
+"""Core attention over packed rows in plain torch, for machines without TransformerEngine."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from megatron.core.transformer.module import MegatronModule
 from torch.nn import functional
 
 
-class CausalAttention(MegatronModule):
+class PackedAttention(MegatronModule):
     """torch's scaled_dot_product_attention in the place of Megatron's core attention.
 
-    Padding stands on the right of every sequence, so the causal mask alone keeps a real token from
-    seeing it, and no mask tensor is needed. Megatron's local DotProductAttention would build a
-    [batch, heads, length, length] score tensor instead.
+    Megatron's local DotProductAttention refuses packed sequences and builds the whole
+    [batch, heads, length, length] score tensor. Rotary positions count through a row, which is the
+    same as counting through each sequence: only their differences reach the scores.
     """
 
     def __init__(self, config: Any, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
@@ -26,18 +26,20 @@ class CausalAttention(MegatronModule):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        attention: torch.Tensor,
         *_: Any,
         **__: Any,
     ) -> torch.Tensor:
-        """query [length, batch, heads, head_dim], key and value with the key-value heads.
+        """query [length, rows, heads, head_dim], key and value with the key-value heads.
 
-        Returns [length, batch, heads * head_dim].
+        `attention` is bool [rows, 1, length, length], true where a token may look.
+        Returns [length, rows, heads * head_dim].
         """
         mixed = functional.scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),
             key.permute(1, 2, 0, 3),
             value.permute(1, 2, 0, 3),
-            is_causal=True,
+            attn_mask=attention,
             scale=self.softmax_scale,
             enable_gqa=True,
         )

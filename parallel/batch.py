@@ -1,7 +1,8 @@
-"""Samples become padded micro-batches, the same number on every data-parallel rank."""
+"""Samples become packed micro-batches, the same number on every data-parallel rank."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,25 +12,31 @@ import torch
 from parallel.device import device
 from parallel.sample import Sample
 
+ROW_TOKENS = 64  # rows at least this wide waste little; wider ones cost more attention
+
 
 @dataclass
 class MicroBatch:
-    """B right-padded sequences of T tokens; entry [b, t] of `targets` follows `tokens` [b, t].
+    """B samples, packed into R rows of W tokens for the model and unpacked for the objectives.
 
-    tokens, targets, positions: int64 [B, T]. mask: bool [B, T], true where the target is a response
-    token. engine_logprobs: fp32 [B, T], mu of the target, 0 outside the mask. advantages: fp32 [B].
-    routes: int64 [layers, T * B, experts_per_token] in Megatron's token order, or None.
-    old_logprobs and reference_logprobs: fp32 [B, T], added before the batch is trained on.
+    What the model reads: tokens int64 [R, W]; attention bool [R, 1, W, W], true where a token may
+    look; routes int64 [layers, W * R, experts_per_token] in Megatron's token order, or None.
+
+    What the objectives read, one row a response of at most T tokens: targets int64 [B, T]; mask
+    bool [B, T]; position int64 [B, T], the place of the logits that predict each target in the
+    flattened rows; engine_logprobs fp32 [B, T], mu, 0 outside the mask; advantages fp32 [B];
+    old_logprobs and reference_logprobs fp32 [B, T], added before the batch is trained on.
     """
 
     samples: list[Sample]
     tokens: torch.Tensor
+    attention: torch.Tensor
+    routes: torch.Tensor | None
     targets: torch.Tensor
-    positions: torch.Tensor
     mask: torch.Tensor
+    position: torch.Tensor
     engine_logprobs: torch.Tensor
     advantages: torch.Tensor
-    routes: torch.Tensor | None
     old_logprobs: torch.Tensor | None = None
     reference_logprobs: torch.Tensor | None = None
 
@@ -39,60 +46,107 @@ class MicroBatch:
 
 
 def split(
-    samples: Sequence[Sample], rank: int, ranks: int, sequences: int, replay: bool
+    samples: Sequence[Sample], rank: int, ranks: int, token_budget: int, replay: bool
 ) -> list[MicroBatch]:
-    """This data-parallel rank's micro-batches of at most `sequences` samples.
+    """This data-parallel rank's micro-batches of about `token_budget` tokens at most.
 
-    Samples are dealt out by length, so that every rank gets as many, of like lengths, and a
-    micro-batch holds little padding. Expert parallelism needs every rank to run the same number of
-    forward passes.
+    Samples are dealt out by length, so that ranks and micro-batches get alike many tokens. Expert
+    parallelism needs every rank to run the same number of forward passes, so the fullest rank
+    decides how many there are.
 
-    Raises ValueError when the ranks cannot get the same number of samples.
+    Raises ValueError when there are fewer samples than ranks and micro-batches need.
     """
-    if len(samples) % ranks:
-        raise ValueError(f"{len(samples)} samples cannot be dealt evenly to {ranks} ranks")
-    by_length = sorted(range(len(samples)), key=lambda i: (-samples[i].length, i))
-    mine = [samples[i] for i in by_length[rank::ranks]]
-    return [collate(mine[i : i + sequences], replay) for i in range(0, len(mine), sequences)]
+    shares = _deal(samples, ranks)
+    fullest = max(sum(sample.length for sample in share) for share in shares)
+    count = -(-fullest // token_budget)
+    if min(map(len, shares)) < count:
+        raise ValueError(
+            f"{len(samples)} samples are too few for {ranks} ranks and {count} micro-batches"
+        )
+    return [collate(part, replay) for part in _deal(shares[rank], count)]
 
 
 def collate(samples: list[Sample], replay: bool) -> MicroBatch:
-    """Pad samples on the right to the longest and move them to this rank's device."""
-    shape = (len(samples), max(sample.length for sample in samples))
-    tokens = np.zeros(shape, np.int64)
-    targets = np.zeros(shape, np.int64)
-    mask = np.zeros(shape, bool)
-    engine_logprobs = np.zeros(shape, np.float32)
-    for row, sample in enumerate(samples):
-        sequence = np.concatenate([sample.prompt, sample.response])
-        response = slice(len(sample.prompt) - 1, sample.length)
-        tokens[row, : sample.length] = sequence[:-1]
-        targets[row, : sample.length] = sequence[1:]
-        mask[row, response] = True
+    """Pack samples into rows and move them to this rank's device."""
+    width = max(ROW_TOKENS, *(sample.length for sample in samples))
+    places = _pack([sample.length for sample in samples], width)
+    rows = 1 + max(row for row, _ in places)
+    tokens = np.zeros((rows, width), np.int64)
+    segment = np.full((rows, width), -1)
+    responses = (len(samples), max(len(sample.response) for sample in samples))
+    targets = np.zeros(responses, np.int64)
+    mask = np.zeros(responses, bool)
+    position = np.zeros(responses, np.int64)
+    engine_logprobs = np.zeros(responses, np.float32)
+    for index, (sample, (row, start)) in enumerate(zip(samples, places, strict=True)):
+        read = np.concatenate([sample.prompt, sample.response])[:-1]
+        tokens[row, start : start + sample.length] = read
+        segment[row, start : start + sample.length] = index
+        count = len(sample.response)
+        first = row * width + start + len(sample.prompt) - 1
+        targets[index, :count] = sample.response
+        mask[index, :count] = True
+        position[index, :count] = np.arange(first, first + count)
         if sample.logprobs is not None:
-            engine_logprobs[row, response] = sample.logprobs
+            engine_logprobs[index, :count] = sample.logprobs
     place = device()
     return MicroBatch(
         samples=samples,
         tokens=torch.from_numpy(tokens).to(place),
+        attention=_attention(torch.from_numpy(segment).to(place)),
+        routes=_routes(samples, places, rows, width).to(place) if replay else None,
         targets=torch.from_numpy(targets).to(place),
-        positions=torch.arange(shape[1], device=place).expand(shape),
         mask=torch.from_numpy(mask).to(place),
+        position=torch.from_numpy(position).to(place),
         engine_logprobs=torch.from_numpy(engine_logprobs).to(place),
         advantages=torch.tensor([sample.advantage for sample in samples], device=place),
-        routes=_collate_routes(samples, shape[1]).to(place) if replay else None,
     )
 
 
-def _collate_routes(samples: list[Sample], width: int) -> torch.Tensor:
-    """[layers, width * B, experts_per_token]; padding is sent to the first experts."""
-    first = samples[0].routes
-    if first is None:
+def _deal(samples: Sequence[Sample], hands: int) -> list[list[Sample]]:
+    """Give each sample, longest first, to the hand with the fewest tokens so far."""
+    loads = [(0, hand) for hand in range(hands)]
+    dealt: list[list[Sample]] = [[] for _ in range(hands)]
+    for sample in sorted(samples, key=lambda sample: -sample.length):
+        load, hand = loads[0]
+        dealt[hand].append(sample)
+        heapq.heapreplace(loads, (load + sample.length, hand))
+    return dealt
+
+
+def _pack(lengths: list[int], width: int) -> list[tuple[int, int]]:
+    """A (row, start) for every sequence, longest first into the first row with room."""
+    filled: list[int] = []
+    places = [(0, 0)] * len(lengths)
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        room = (row for row, used in enumerate(filled) if used + lengths[index] <= width)
+        row = next(room, len(filled))
+        if row == len(filled):
+            filled.append(0)
+        places[index] = (row, filled[row])
+        filled[row] += lengths[index]
+    return places
+
+
+def _attention(segment: torch.Tensor) -> torch.Tensor:
+    """[R, 1, W, W]: a token sees itself and what stands before it in its own sequence.
+
+    Padding sees padding, since a softmax over nothing would be NaN.
+    """
+    same = segment[:, :, None] == segment[:, None, :]
+    return same.tril().unsqueeze(1)
+
+
+def _routes(
+    samples: list[Sample], places: list[tuple[int, int]], rows: int, width: int
+) -> torch.Tensor:
+    """[layers, width * rows, experts_per_token]; padding is sent to the first experts."""
+    if samples[0].routes is None:
         raise ValueError("routing replay needs samples with routes")
-    layers, experts = first.shape[1:]
-    routes = np.empty((layers, width, len(samples), experts), np.int64)
+    layers, experts = samples[0].routes.shape[1:]
+    routes = np.empty((layers, width, rows, experts), np.int64)
     routes[:] = np.arange(experts)
-    for row, sample in enumerate(samples):
+    for sample, (row, start) in zip(samples, places, strict=True):
         assert sample.routes is not None
-        routes[:, : sample.length, row] = sample.routes.transpose(1, 0, 2)
-    return torch.from_numpy(routes.reshape(layers, width * len(samples), experts))
+        routes[:, start : start + sample.length, row] = sample.routes.transpose(1, 0, 2)
+    return torch.from_numpy(routes.reshape(layers, width * rows, experts))

@@ -18,7 +18,11 @@ from parallel.settings import ModelSettings
 
 
 def hugging_face_config(settings: ModelSettings) -> PretrainedConfig:
-    """The family's Hugging Face configuration."""
+    """The model's Hugging Face configuration."""
+    return FAMILIES[settings.family](settings)
+
+
+def _qwen3_moe(settings: ModelSettings) -> PretrainedConfig:
     family: Any = Qwen3MoeConfig  # its fields are declared at run time
     config: PretrainedConfig = family(
         vocab_size=settings.vocabulary_size,
@@ -43,11 +47,15 @@ def hugging_face_config(settings: ModelSettings) -> PretrainedConfig:
         eos_token_id=settings.end_token,
         bos_token_id=None,
         architectures=["Qwen3MoeForCausalLM"],
-        dtype="float32",
+        dtype=DTYPES[settings.precision],
     )
     # transformers 5 keeps the base inside rope_parameters, where mbridge does not look.
     config.rope_theta = settings.rope_base
     return config
+
+
+FAMILIES = {"qwen3_moe": _qwen3_moe}
+DTYPES = {"fp32": torch.float32}
 
 
 class _NamedAsTransformerEngine(torch.nn.Module):

@@ -14,9 +14,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch.nn import functional
 
-from parallel import device
-from parallel.attention import CausalAttention
-from parallel.hugging_face import hugging_face_config
+from parallel import device, hugging_face
+from parallel.attention import PackedAttention
 from parallel.settings import ModelSettings
 
 
@@ -45,7 +44,9 @@ def build_bridge(settings: ModelSettings) -> Any:
     Its fusions assume TransformerEngine or CUDA; they are turned off, which leaves the plain
     operations that both devices share.
     """
-    bridge = AutoBridge.from_config(hugging_face_config(settings), dtype=torch.float32)
+    bridge = AutoBridge.from_config(
+        hugging_face.hugging_face_config(settings), dtype=hugging_face.DTYPES[settings.precision]
+    )
     bridge.set_extra_args(
         moe_grouped_gemm=False,
         moe_enable_routing_replay=True,
@@ -81,7 +82,7 @@ def build_model(settings: ModelSettings, bridge: Any) -> GPTModel:
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
     attention.q_layernorm = attention.k_layernorm = RMSNorm
-    attention.core_attention = CausalAttention
+    attention.core_attention = PackedAttention
     parts.sharded_state_dict_keys_map = {}  # the norms are not fused into the linear layers
     model = GPTModel(
         config=config,

@@ -43,9 +43,14 @@ class Policy:
             initialize(self.model, self.settings, seed)
 
     def logits(self, batch: MicroBatch, module: torch.nn.Module | None = None) -> torch.Tensor:
-        """[B, T, vocabulary / TP], replaying the batch's routes where it carries some."""
+        """The logits that predict every response token, [B, T, vocabulary / TP].
+
+        The batch's routes are replayed where it carries some.
+        """
         routing.replay(self.routers, batch.routes)
-        return (module or self.model)(batch.tokens, batch.positions, None)
+        # Positions are counted inside the model; this argument is for learned embeddings.
+        packed = (module or self.model)(batch.tokens, None, batch.attention)
+        return packed.flatten(0, 1)[batch.position]
 
     @torch.no_grad()
     def target_logprobs(self, batches: list[MicroBatch], temperature: float) -> list[torch.Tensor]:

@@ -115,6 +115,8 @@ def layout_violations(model: ModelSettings, layout: LayoutSettings) -> list[tupl
                 f" model.attention_heads = {model.attention_heads}",
             )
         )
+    if model.head_dim % 2:
+        found.append(("model.head_dim", f"{model.head_dim} is odd; rotary positions turn pairs"))
     if model.experts_per_token > model.experts:
         found.append(
             (

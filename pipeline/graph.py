@@ -83,7 +83,7 @@ CHANGES_NO_RESULT = (
     *(
         f"{stage}.loop.{key}"
         for stage in ("cold_start", "experts.*", "merge")
-        for key in ("micro_batch_sequences", "checkpoint_every", "keep_last")
+        for key in ("micro_batch_tokens", "checkpoint_every", "keep_last")
     ),
 )
 

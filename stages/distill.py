@@ -19,6 +19,8 @@ from stages.objectives.reverse_kl import reverse_kl
 from stages.rollout import Rollouts, add_old_logprobs, stopwatch
 from stages.settings import StageJob
 
+DIVERGENCES = {"full_vocab_reverse_kl": reverse_kl}
+
 
 def run(job: StageJob) -> None:
     """Train the merge to its last step."""
@@ -104,7 +106,7 @@ class Merge:
             for part in batch.split(
                 samples,
                 *data_rank(),
-                settings.loop.micro_batch_sequences,
+                settings.loop.micro_batch_tokens,
                 replay=settings.routing.replay == "r3",
             )
         ]
@@ -119,7 +121,7 @@ class Merge:
         def loss(logits: torch.Tensor, part: MicroBatch) -> tuple[torch.Tensor, float]:
             student = vocabulary.log_softmax(logits)
             teacher = self._teacher_log_probs(part)
-            divergence = reverse_kl(student, teacher, vocabulary.sum_vocabulary)
+            divergence = DIVERGENCES[settings.method](student, teacher, vocabulary.sum_vocabulary)
             value = token_mean(divergence, part.mask, totals)
             return value, value.item()
 

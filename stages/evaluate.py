@@ -20,7 +20,7 @@ from stages.settings import SamplingSettings, StageJob
 from stages.statistics import wilson
 
 PROBLEMS_A_CALL = 500  # small enough for progress, large enough to fill the engine
-CHECKED_SAMPLES = 64
+CHECKED_SAMPLES, CHECKED_TOKENS = 64, 4096
 
 
 def run(job: StageJob) -> None:
@@ -50,7 +50,8 @@ class Evaluation:
         total = self.settings.problems * len(job.settings.experts) * len(job.models)
         if is_main():
             self.log = MetricsLog(job, total, start=total)
-            self.solved = 0
+            measured = sum(self.result_file(name).exists() for name in job.models)
+            self.answered = measured * self.settings.problems * len(job.settings.experts)
             for domain, settings in job.settings.experts.items():
                 # One stream for all seeds and stages: every run is measured on the same problems.
                 prompts = PromptStream(settings.prompts, domain, 0, "evaluate", "held_out")
@@ -78,9 +79,7 @@ class Evaluation:
             first = {domain: problems[:CHECKED_SAMPLES]}
             samples = self.rollouts.sample(first, self._sampling(domain, 1.0), "check")
         samples = broadcast(samples)
-        rank, ranks = data_rank()
-        samples = samples[: len(samples) // ranks * ranks]
-        batches = batch.split(samples, rank, ranks, CHECKED_SAMPLES, replay=True)
+        batches = batch.split(samples, *data_rank(), CHECKED_TOKENS, replay=True)
         add_old_logprobs(self.policy, batches, 1.0, self.job.settings.engine.max_logprob_difference)
 
     def _accuracy(self, name: str, domain: str) -> dict[str, Any]:
@@ -94,9 +93,9 @@ class Evaluation:
             samples = self.rollouts.sample({domain: asked}, sampling, purpose)
             self.rollouts.grade(samples, asked, self.rewards[domain])
             correct += sum(sample.reward == 1.0 for sample in samples)
-            self.solved += len(asked)
+            self.answered += len(asked)
             accuracy = correct / (start + len(asked))
-            self.log.write(self.solved, {"accuracy": accuracy}, model=name, domain=domain)
+            self.log.write(self.answered, {"accuracy": accuracy}, model=name, domain=domain)
         return asdict(wilson(correct, len(problems)))
 
     def _sampling(self, domain: str, temperature: float) -> SamplingSettings:

@@ -105,7 +105,7 @@ class Expert:
             batch.split(
                 share,
                 *data_rank(),
-                settings.loop.micro_batch_sequences,
+                settings.loop.micro_batch_tokens,
                 replay=settings.routing.replay == "r3",
             )
             for share in shares

@@ -58,7 +58,7 @@ class LoopSettings(Settings):
     """How long a stage runs, how much a rank computes at once, and how often it saves."""
 
     steps: Positive
-    micro_batch_sequences: Positive = 128
+    micro_batch_tokens: Positive = 4096
     checkpoint_every: Positive = 20
     keep_last: Positive = 2
 

@@ -38,16 +38,10 @@ class ColdStart:
         self.pools = broadcast(_demonstrations(job) if is_main() else None)
 
     def step(self, step: int) -> dict[str, float]:
-        chosen = {domain: self._draw(domain, step) for domain in self.pools}
-        samples = [sample for drawn in chosen.values() for sample in drawn]
+        samples = [sample for domain in self.pools for sample in self._draw(domain, step)]
         totals = Totals(len(samples), sum(len(sample.response) for sample in samples))
-        sequences = self.settings.cold_start.loop.micro_batch_sequences
-        # A micro-batch holds one domain, so that short responses are not padded to long ones.
-        batches = [
-            micro_batch
-            for drawn in chosen.values()
-            for micro_batch in batch.split(drawn, *data_rank(), sequences, replay=False)
-        ]
+        budget = self.settings.cold_start.loop.micro_batch_tokens
+        batches = batch.split(samples, *data_rank(), budget, replay=False)
 
         def cross_entropy(logits: torch.Tensor, part: MicroBatch) -> tuple[torch.Tensor, float]:
             log_probs = vocabulary.gather_targets(vocabulary.log_softmax(logits), part.targets)

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -32,6 +32,8 @@ PROCESS_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",
 }
+
+ENGINE_DTYPES: dict[str, Literal["float32"]] = {"fp32": "float32"}
 
 
 class Engine:
@@ -50,7 +52,7 @@ class Engine:
                 model=directory,
                 load_format="dummy",  # the first refit brings the weights
                 skip_tokenizer_init=True,
-                dtype="float32",
+                dtype=ENGINE_DTYPES[model.precision],
                 enforce_eager=True,
                 max_model_len=engine.max_model_tokens,
                 max_num_seqs=engine.max_sequences,

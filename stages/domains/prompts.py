@@ -11,6 +11,7 @@ from stages.settings import PromptSettings
 
 Split = Literal["train", "held_out"]
 
+SOURCES = {"reasoning_gym": ReasoningGymSource}
 PATIENCE = 20_000  # candidates without a usable one before a stream is called dry
 STREAM_SPACING_BITS = 32
 
@@ -39,7 +40,9 @@ class PromptStream:
         self.split: Split = split
         self.cursor = cursor
         self._held_out_fraction = settings.held_out_fraction
-        self._source = ReasoningGymSource(settings, domain, _stream_seed(seed, domain, purpose))
+        self._source = SOURCES[settings.source](
+            settings, domain, _stream_seed(seed, domain, purpose)
+        )
 
     def take(self, count: int) -> list[Problem]:
         """The next `count` problems. Raises DomainError when the split yields no more."""
