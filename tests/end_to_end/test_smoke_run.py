@@ -1,0 +1,174 @@
+"""Every stage for real, in the fewest steps: once in peace, and once killed again and again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import CONFIG, STAGES, TRAINING, braid, finish, kill, metrics, processes, wait_for
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytestmark = pytest.mark.slow
+
+ARGUMENTS = ("deterministic=true", "evaluation.problems=20")
+MODELS = [*TRAINING]
+DOMAINS = ["chain_sum", "spell_backward", "number_sorting"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run and what its last command printed."""
+
+    path: Path
+    output: str
+
+    @property
+    def results(self) -> dict[str, Any]:
+        return json.loads((self.path / "results.json").read_text())
+
+    @property
+    def exported(self) -> Path:
+        return self.path / "stages" / "export" / "huggingface"
+
+
+@pytest.fixture(scope="module")
+def peaceful(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    directory = tmp_path_factory.mktemp("peaceful")
+    return Run(directory / "smoke", finish(braid(directory, "run", CONFIG, *ARGUMENTS)))
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Killed as a rank, as the engine and as the launcher, each in another stage."""
+    directory = tmp_path_factory.mktemp("killed")
+    run = directory / "smoke"
+
+    launched = braid(directory, "run", CONFIG, *ARGUMENTS)
+    wait_for(lambda: (run / "stages/cold_start/checkpoints/step_2").exists(), launched)
+    kill(processes(run, "stages.main")[-1])
+    _fails(launched, "cold_start")
+
+    launched = braid(directory, "resume", "smoke")
+    wait_for(lambda: len(metrics(run, "experts.spell_backward")) == 1, launched)
+    kill(processes(run, "parallel.rollout.server")[0])
+    _fails(launched, "experts.spell_backward")
+
+    launched = braid(directory, "resume", "smoke")
+    wait_for(lambda: len(metrics(run, "merge")) == 1, launched)
+    kill(launched.pid)
+    launched.wait()
+    children = processes(run, "stages.main") + processes(run, "parallel.rollout.server")
+    assert not [pid for pid in children if _is_alive(pid)]
+
+    return Run(run, finish(braid(directory, "resume", "smoke")))
+
+
+def _fails(launched: subprocess.Popen[str], stage: str) -> None:
+    output, _ = launched.communicate(timeout=60)
+    assert launched.returncode == 1
+    assert f"stage {stage} failed" in output
+    assert "braid resume" in output
+    assert "Traceback (most recent call last)" not in output.split("| ")[0]
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.parametrize("name", ["peaceful", "killed"])
+def test_a_run_ends_with_the_table(name: str, request: pytest.FixtureRequest) -> None:
+    run: Run = request.getfixturevalue(name)
+    assert list(run.results["models"]) == MODELS
+    for scores in run.results["models"].values():
+        assert list(scores) == DOMAINS
+        for score in scores.values():
+            assert set(score) == {"accuracy", "low", "high", "n"}
+            assert 0 <= score["low"] <= score["accuracy"] <= score["high"] <= 1
+            assert score["n"] == 20
+    assert set(run.results["minutes"]) == set(STAGES)
+    for model in MODELS:
+        assert model in run.output
+    assert "stages/export/huggingface" in run.output
+
+
+def test_no_finished_stage_is_repeated(killed: Run) -> None:
+    events = [json.loads(line) for line in (killed.path / "ledger.jsonl").read_text().splitlines()]
+    done = Counter(event["stage"] for event in events if event["state"] == "done")
+    assert done == Counter(STAGES)
+    started = Counter(event["stage"] for event in events if event["state"] == "running")
+    again = {"cold_start", "experts.spell_backward", "merge"}
+    assert started == Counter(STAGES) + Counter(again)
+
+
+def test_a_stage_continues_from_its_newest_checkpoint(killed: Run) -> None:
+    events = [json.loads(line) for line in (killed.path / "ledger.jsonl").read_text().splitlines()]
+    resumed = [e for e in events if e["state"] == "running" and e["stage"] == "cold_start"][1]
+    assert "step 2" in resumed["cause"]
+    for stage in TRAINING:
+        steps = [line["step"] for line in metrics(killed.path, stage)]
+        assert steps == list(range(1, len(steps) + 1))
+
+
+def test_a_killed_run_ends_with_the_same_weights_and_results(peaceful: Run, killed: Run) -> None:
+    expected, found = (load_file(run.exported / "model.safetensors") for run in (peaceful, killed))
+    assert expected.keys() == found.keys()
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    assert killed.results["models"] == peaceful.results["models"]
+
+
+def test_engine_and_trainer_agree_after_every_refit(peaceful: Run) -> None:
+    for stage in TRAINING[1:]:
+        lines = metrics(peaceful.path, stage)
+        assert len(lines) == 2
+        assert all(line["mismatch_max"] <= 1e-4 for line in lines)
+
+
+def test_each_domain_has_its_own_kl(peaceful: Run) -> None:
+    logged = {domain: metrics(peaceful.path, f"experts.{domain}")[-1] for domain in DOMAINS}
+    assert "kl" not in logged["chain_sum"]
+    assert logged["spell_backward"]["kl"] >= 0
+    assert "kl" in logged["number_sorting"]
+
+
+def test_metrics_go_to_weights_and_biases_offline(peaceful: Run) -> None:
+    for stage in TRAINING:
+        assert list((peaceful.path / "stages" / stage / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_transformers_and_vllm_load_the_exported_model(peaceful: Run) -> None:
+    model = AutoModelForCausalLM.from_pretrained(peaceful.exported, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(peaceful.exported)
+    prompt = tokenizer("4-1-7+7=", return_tensors="pt").input_ids
+    expected = model.generate(prompt, max_new_tokens=6, do_sample=False)[0, prompt.shape[1] :]
+    program = (
+        "import sys\n"
+        "from vllm import LLM, SamplingParams\n"
+        "if __name__ == '__main__':\n"
+        "    llm = LLM(sys.argv[1], dtype='float32', enforce_eager=True, max_model_len=64,\n"
+        "              kv_cache_memory_bytes=64 << 20)\n"
+        "    greedy = SamplingParams(temperature=0, max_tokens=6)\n"
+        "    print(list(llm.generate('4-1-7+7=', greedy)[0].outputs[0].token_ids))\n"
+    )
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
+    found = subprocess.run(
+        [sys.executable, "-c", program, str(peaceful.exported)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+    assert found.returncode == 0, found.stderr[-3000:]
+    assert json.loads(found.stdout.splitlines()[-1]) == expected.tolist()
