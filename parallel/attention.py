@@ -1,4 +1,4 @@
-"""Core attention over packed rows in plain torch, for machines without TransformerEngine."""
+"""Attention over packed rows in plain torch, for machines without TransformerEngine."""
 
 from __future__ import annotations
 
@@ -9,12 +9,28 @@ from megatron.core.transformer.module import MegatronModule
 from torch.nn import functional
 
 
+class PackedPositions:
+    """Rotary angles that count from 0 in every sequence of a row.
+
+    Megatron's count through the row. Only differences of positions reach the scores, but angles
+    that are rounded elsewhere than the engine's cost a digit of agreement with it.
+    """
+
+    def __init__(self, rotary: torch.nn.Module) -> None:
+        self.positions: torch.Tensor | None = None
+        rotary.register_forward_hook(self._select)
+
+    def _select(self, _module: object, _arguments: object, angles: torch.Tensor) -> torch.Tensor:
+        """[W, 1, 1, dimension] of a row's positions give [W, rows, 1, dimension]."""
+        assert self.positions is not None
+        return angles[:, 0][self.positions.T]
+
+
 class PackedAttention(MegatronModule):
     """torch's scaled_dot_product_attention in the place of Megatron's core attention.
 
     Megatron's local DotProductAttention refuses packed sequences and builds the whole
-    [batch, heads, length, length] score tensor. Rotary positions count through a row, which is the
-    same as counting through each sequence: only their differences reach the scores.
+    [batch, heads, length, length] score tensor.
     """
 
     def __init__(self, config: Any, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:

@@ -19,8 +19,9 @@ ROW_TOKENS = 64  # rows at least this wide waste little; wider ones cost more at
 class MicroBatch:
     """B samples, packed into R rows of W tokens for the model and unpacked for the objectives.
 
-    What the model reads: tokens int64 [R, W]; attention bool [R, 1, W, W], true where a token may
-    look; routes int64 [layers, W * R, experts_per_token] in Megatron's token order, or None.
+    What the model reads: tokens and positions int64 [R, W]; attention bool [R, 1, W, W], true where
+    a token may look; routes int64 [layers, W * R, experts_per_token] in Megatron's token order, or
+    None.
 
     What the objectives read, one row a response of at most T tokens: targets int64 [B, T]; mask
     bool [B, T]; position int64 [B, T], the place of the logits that predict each target in the
@@ -30,6 +31,7 @@ class MicroBatch:
 
     samples: list[Sample]
     tokens: torch.Tensor
+    positions: torch.Tensor
     attention: torch.Tensor
     routes: torch.Tensor | None
     targets: torch.Tensor
@@ -72,6 +74,7 @@ def collate(samples: list[Sample], replay: bool) -> MicroBatch:
     places = _pack([sample.length for sample in samples], width)
     rows = 1 + max(row for row, _ in places)
     tokens = np.zeros((rows, width), np.int64)
+    positions = np.zeros((rows, width), np.int64)
     segment = np.full((rows, width), -1)
     responses = (len(samples), max(len(sample.response) for sample in samples))
     targets = np.zeros(responses, np.int64)
@@ -81,6 +84,7 @@ def collate(samples: list[Sample], replay: bool) -> MicroBatch:
     for index, (sample, (row, start)) in enumerate(zip(samples, places, strict=True)):
         read = np.concatenate([sample.prompt, sample.response])[:-1]
         tokens[row, start : start + sample.length] = read
+        positions[row, start : start + sample.length] = np.arange(sample.length)
         segment[row, start : start + sample.length] = index
         count = len(sample.response)
         first = row * width + start + len(sample.prompt) - 1
@@ -93,6 +97,7 @@ def collate(samples: list[Sample], replay: bool) -> MicroBatch:
     return MicroBatch(
         samples=samples,
         tokens=torch.from_numpy(tokens).to(place),
+        positions=torch.from_numpy(positions).to(place),
         attention=_attention(torch.from_numpy(segment).to(place)),
         routes=_routes(samples, places, rows, width).to(place) if replay else None,
         targets=torch.from_numpy(targets).to(place),

@@ -17,6 +17,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from parallel import hugging_face, routing, vocabulary
+from parallel.attention import PackedPositions
 from parallel.batch import MicroBatch
 from parallel.model import build_bridge, build_model, initialize
 from parallel.settings import ModelSettings, OptimizerSettings
@@ -32,6 +33,7 @@ class Policy:
     def __init__(self, settings: ModelSettings) -> None:
         self.bridge = build_bridge(settings)
         self.model = build_model(settings, self.bridge)
+        self.positions = PackedPositions(self.model.rotary_pos_emb)
         self.routers = routing.adopt_routers(self.model)
         self.settings = settings
 
@@ -48,8 +50,8 @@ class Policy:
         The batch's routes are replayed where it carries some.
         """
         routing.replay(self.routers, batch.routes)
-        # Positions are counted inside the model; this argument is for learned embeddings.
-        packed = (module or self.model)(batch.tokens, None, batch.attention)
+        self.positions.positions = batch.positions
+        packed = (module or self.model)(batch.tokens, batch.positions, batch.attention)
         return packed.flatten(0, 1)[batch.position]
 
     @torch.no_grad()

@@ -57,8 +57,8 @@ class MetricsLog:
 
     def write(self, step: int, metrics: dict[str, float], **labels: str) -> None:
         """Append one line. Raises KeyError for a metric that is not declared above."""
-        for name in metrics:
-            METRICS[name]
+        if undeclared := sorted(metrics.keys() - METRICS.keys()):
+            raise KeyError(f"undeclared metrics: {undeclared}")
         line = {"step": step, "steps": self.steps, "time": time.time(), **labels, **metrics}
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")

@@ -1,0 +1,54 @@
+"""Metrics are declared, documented, and cut back to the checkpoint on resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from stages.metrics import METRICS, MetricsLog, reduce_sums
+from stages.objectives.aggregation import Totals
+from stages.objectives.policy_loss import MetricSum
+from stages.settings import LoggingSettings, RunSettings, StageJob
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def job(directory: Path) -> StageJob:
+    settings = RunSettings.model_construct(name="a", logging=LoggingSettings(wandb="disabled"))
+    return StageJob.model_construct(
+        stage="cold_start", directory=directory, attempt=1, settings=settings
+    )
+
+
+def test_the_page_documents_exactly_the_declared_metrics() -> None:
+    rows = [line.split("|") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    documented = {row[1].strip().strip("`"): row[2].strip() for row in rows}
+    assert documented == {name: metric.denominator for name, metric in METRICS.items()}
+
+
+def test_an_undeclared_metric_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(KeyError, match="rewrad"):
+        MetricsLog(job(tmp_path), steps=3, start=0).write(1, {"rewrad": 1.0})
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_resuming_drops_later_steps_and_a_half_written_line(tmp_path: Path) -> None:
+    log = MetricsLog(job(tmp_path), steps=9, start=0)
+    for step in (1, 2, 3):
+        log.write(step, {"loss": float(step)})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    MetricsLog(job(tmp_path), steps=9, start=2).write(3, {"loss": 30.0})
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in lines] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+def test_sums_are_divided_by_their_own_global_count() -> None:
+    part = {
+        "ratio": MetricSum(torch.tensor(3.0), "sequences"),
+        "entropy": MetricSum(torch.tensor(10.0), "tokens"),
+    }
+    assert reduce_sums([part, part], Totals(4, 40)) == {"ratio": 1.5, "entropy": 0.5}
