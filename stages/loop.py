@@ -29,7 +29,7 @@ class TrainingStage(Protocol):
 
 
 class NotFiniteError(RuntimeError):
-    """A loss or gradient became NaN or infinite; the message says where its samples are."""
+    """A loss or gradient became NaN or infinite; the message says on which samples."""
 
 
 class StageStopped(Exception):
@@ -47,10 +47,7 @@ def train(stage: TrainingStage, job: StageJob, loop: LoopSettings) -> None:
         if log is not None:
             log.write(step, metrics)
         if not all(math.isfinite(value) for value in metrics.values()):
-            raise NotFiniteError(
-                f"step {step} of {job.stage} is not finite: {metrics}; its samples are in"
-                f" {job.directory / 'rollouts'}, and the last good checkpoint in {directory}"
-            )
+            raise NotFiniteError(_not_finite(job, step, metrics))
         stopping = stop.requested()
         if stopping or step % loop.checkpoint_every == 0 or step == loop.steps:
             checkpoints.save(stage.policy, directory, step, stage.state(), loop.keep_last)
@@ -71,6 +68,13 @@ def _load(stage: TrainingStage, job: StageJob) -> int:
     else:
         stage.policy.start_fresh(job.settings.seed)
     return 0
+
+
+def _not_finite(job: StageJob, step: int, metrics: dict[str, float]) -> str:
+    values = {name: value for name, value in metrics.items() if not math.isfinite(value)}
+    rollouts = job.directory / "rollouts" / f"step_{step:06d}.jsonl"
+    samples = f" on the samples in {rollouts}" if rollouts.exists() else ""
+    return f"step {step} of {job.stage} is not finite{samples}: {values}; nothing of it was saved"
 
 
 class _StopSignal:
