@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from torch.distributed.checkpoint.api import CheckpointException
 
 from parallel.distributed import broadcast, is_main
 from parallel.policy import Policy, TrainedPolicy
@@ -26,7 +27,7 @@ METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is damaged or cannot be read; the message names it and the file."""
+    """A checkpoint cannot be written, or is damaged; the message names it and the reason."""
 
 
 def save(
@@ -34,8 +35,8 @@ def save(
 ) -> Path:
     """Write `directory`/step_N, then drop all but the newest `keep_last`. Collective.
 
-    `state` is the loop's own state, JSON. Raises OSError (a full disk, a read-only directory) with
-    nothing of an earlier checkpoint touched.
+    `state` is the loop's own state, JSON. Raises CheckpointError or OSError (a full disk, a
+    read-only directory) with nothing of an earlier checkpoint touched.
     """
     final = directory / f"step_{step}"
     unfinished = directory / f"tmp_step_{step}"
@@ -43,13 +44,7 @@ def save(
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
     dist.barrier()
-    sharded = get_default_save_sharded_strategy("torch_dist")
-    dist_checkpointing.save(
-        _sharded_state(policy),
-        str(unfinished),
-        sharded,
-        content_metadata=METADATA,
-    )
+    _write_shards(policy, unfinished)
     dist.barrier()
     if is_main():
         (unfinished / "state.json").write_text(json.dumps({**state, "step": step}))
@@ -86,6 +81,18 @@ def load_weights(policy: Policy, checkpoint: Path) -> None:
         {"model": policy.model.sharded_state_dict(metadata=METADATA)}, str(checkpoint)
     )
     policy.model.load_state_dict(loaded["model"], strict=True)
+
+
+def _write_shards(policy: TrainedPolicy, directory: Path) -> None:
+    strategy = get_default_save_sharded_strategy("torch_dist")
+    try:
+        dist_checkpointing.save(
+            _sharded_state(policy), str(directory), strategy, content_metadata=METADATA
+        )
+    except CheckpointException as error:
+        # torch derives it from BaseException, and only the first rank is told the reasons.
+        reasons = sorted({str(reason) for reason, _ in error.failures.values()})
+        raise CheckpointError(f"cannot write {directory}: {'; '.join(reasons)}") from error
 
 
 def _sharded_state(policy: TrainedPolicy) -> dict[str, Any]:

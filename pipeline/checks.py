@@ -23,6 +23,7 @@ from parallel.settings import (
 )
 from pipeline.rewards import reward_fault
 from stages.settings import (
+    TOKENIZER_SIZE,
     ColdStartSettings,
     DomainSettings,
     LoopSettings,
@@ -43,6 +44,11 @@ def violations(run: dict[str, Any]) -> Found:
     merge = _block(MergeSettings, run.get("merge"))
     experts = run.get("experts")
 
+    if model and model.vocabulary_size < TOKENIZER_SIZE:
+        yield (
+            "model.vocabulary_size",
+            f"{model.vocabulary_size} is less than the {TOKENIZER_SIZE} ids of the tokenizer",
+        )
     if model and layout:
         yield from layout_violations(model, layout)
     if model and engine:

@@ -12,7 +12,7 @@ from parallel.distributed import broadcast, is_main
 from parallel.policy import Policy, data_rank
 from parallel.sample import Sample
 from stages.domains.problem import Problem
-from stages.domains.prompts import PromptStream
+from stages.domains.prompts import held_out_problems
 from stages.domains.rewards import Reward, load_reward
 from stages.metrics import MetricsLog
 from stages.rollout import Rollouts, add_old_logprobs
@@ -53,9 +53,9 @@ class Evaluation:
             measured = sum(self.result_file(name).exists() for name in job.models)
             self.answered = measured * self.settings.problems * len(job.settings.experts)
             for domain, settings in job.settings.experts.items():
-                # One stream for all seeds and stages: every run is measured on the same problems.
-                prompts = PromptStream(settings.prompts, domain, 0, "evaluate", "held_out")
-                self.problems[domain] = prompts.take_distinct(self.settings.problems)
+                self.problems[domain] = held_out_problems(
+                    settings.prompts, domain, self.settings.problems
+                )
                 self.rewards[domain] = load_reward(domain, settings.reward)
 
     def result_file(self, name: str) -> Path:

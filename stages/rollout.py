@@ -14,7 +14,7 @@ from parallel.policy import Policy
 from parallel.rollout.client import EngineClient, prompts_of
 from parallel.rollout.wire import Generate
 from parallel.sample import Sample
-from stages.domains.problem import Problem
+from stages.domains.problem import DomainError, Problem
 from stages.domains.rewards import Reward, grade
 from stages.settings import SamplingSettings, StageJob
 from stages.tokenizer import CharacterTokenizer
@@ -52,24 +52,36 @@ class Rollouts:
     def sample(
         self, problems: dict[str, list[Problem]], sampling: SamplingSettings, purpose: str
     ) -> list[Sample]:
-        """`group_size` responses to every problem, domain by domain. Main rank only."""
-        return [
-            sample
-            for domain, asked in problems.items()
-            for sample in self.client.generate(
-                domain,
-                Generate(
-                    prompts=prompts_of(
-                        [self.tokenizer.encode(problem.prompt) for problem in asked],
-                        sampling.group_size,
-                        _seed(self.job.settings.seed, self.job.stage, domain, purpose),
-                    ),
-                    temperature=sampling.temperature,
-                    max_tokens=sampling.max_response_tokens,
-                    end_token=self.tokenizer.end_id,
+        """`group_size` responses to every problem, domain by domain. Main rank only.
+
+        Raises DomainError when a prompt leaves no room for a response.
+        """
+        samples = []
+        for domain, asked in problems.items():
+            request = Generate(
+                prompts=prompts_of(
+                    [self._encode(problem, sampling) for problem in asked],
+                    sampling.group_size,
+                    _seed(self.job.settings.seed, self.job.stage, domain, purpose),
                 ),
+                temperature=sampling.temperature,
+                max_tokens=sampling.max_response_tokens,
+                end_token=self.tokenizer.end_id,
             )
-        ]
+            samples += self.client.generate(domain, request)
+        return samples
+
+    def _encode(self, problem: Problem, sampling: SamplingSettings) -> list[int]:
+        tokens = self.tokenizer.encode(problem.prompt)
+        limit = self.job.settings.engine.max_model_tokens
+        if len(tokens) + sampling.max_response_tokens > limit:
+            raise DomainError(
+                problem.domain,
+                "sampling.max_response_tokens",
+                f"{sampling.max_response_tokens} and the {len(tokens)} tokens of the prompt"
+                f" {problem.prompt!r} exceed engine.max_model_tokens = {limit}",
+            )
+        return tokens
 
     def grade(self, samples: list[Sample], problems: list[Problem], reward: Reward) -> None:
         """Add each sample's reward; `problems` holds one problem for every group of samples."""

@@ -22,6 +22,9 @@ from parallel.settings import (
 from stages.objectives.settings import ObjectiveSettings
 
 
+TOKENIZER_SIZE = 80  # ids of `stages.tokenizer`
+
+
 class PromptSettings(Settings):
     """Where a domain's problems come from, and which share of them training never sees."""
 

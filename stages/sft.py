@@ -14,7 +14,7 @@ from parallel.distributed import broadcast, is_main, sum_over_data
 from parallel.policy import TrainedPolicy, data_rank
 from parallel.sample import Sample
 from stages.domains.demonstrations import demonstrations
-from stages.domains.prompts import PromptStream
+from stages.domains.prompts import PromptStream, held_out_problems
 from stages.loop import train
 from stages.objectives.aggregation import Totals, token_mean
 from stages.settings import StageJob
@@ -74,6 +74,8 @@ def _demonstrations(job: StageJob) -> dict[str, list[Sample]]:
     tokenizer = CharacterTokenizer()
     pools = {}
     for domain, settings in job.settings.experts.items():
+        # Before hours of training rather than after: is there enough to evaluate on?
+        held_out_problems(settings.prompts, domain, job.settings.evaluation.problems)
         prompts = PromptStream(settings.prompts, domain, job.settings.seed, job.stage)
         pools[domain] = [
             Sample(

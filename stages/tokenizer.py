@@ -10,11 +10,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stages.settings import TOKENIZER_SIZE
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ +-*/=<>,.:?"
-VOCABULARY_SIZE = 80
 # Named with brackets, which are no characters of the vocabulary: no text can spell a special token.
 PAD, END = "[PAD]", "[END]"
 
@@ -24,11 +25,11 @@ class CharacterTokenizer:
 
     pad_id = 0
     end_id = 1
-    vocabulary_size = VOCABULARY_SIZE
+    vocabulary_size = TOKENIZER_SIZE
 
     def __init__(self) -> None:
         named = [PAD, END, *CHARACTERS]
-        self._reserved = [f"[RESERVED_{i}]" for i in range(len(named), VOCABULARY_SIZE)]
+        self._reserved = [f"[RESERVED_{i}]" for i in range(len(named), TOKENIZER_SIZE)]
         self._tokens = named + self._reserved
         self._ids = {token: i for i, token in enumerate(self._tokens)}
 

@@ -76,6 +76,14 @@ class PromptStream:
         return is_held_out(problem, self._held_out_fraction) == (self.split == "held_out")
 
 
+def held_out_problems(settings: PromptSettings, domain: str, count: int) -> list[Problem]:
+    """The problems a domain is evaluated on: `count` distinct ones, the same in every run.
+
+    Raises DomainError when the held-out split does not hold so many.
+    """
+    return PromptStream(settings, domain, 0, "evaluate", "held_out").take_distinct(count)
+
+
 def is_held_out(problem: Problem, fraction: float) -> bool:
     """Whether the prompt's hash, read as a number in [0, 1), falls below `fraction`."""
     return int(problem.key, base=16) < fraction * 2**256

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -231,3 +233,47 @@ def replayed_routing() -> dict[str, float]:
         "restored": (free_again - free)[replay[0].mask].abs().max().item(),
         "router_gradient": min(router.main_grad.norm().item() for router in routers),
     }
+
+
+class Toy:
+    """The smallest stage: cross-entropy on random samples, with what a test wants to go wrong."""
+
+    def __init__(self, poison_at: int | None = None, stop_at: int | None = None) -> None:
+        self.policy = build()
+        self.poison_at = poison_at
+        self.stop_at = stop_at
+
+    def step(self, step: int) -> dict[str, float]:
+        from parallel.distributed import is_main, sum_over_data
+
+        if step == self.stop_at and is_main():
+            os.kill(os.getpid(), signal.SIGTERM)
+        [(loss, norm)] = train(self.policy, range(step, step + 1))
+        loss = float("nan") if step == self.poison_at else loss
+        return {**sum_over_data({"loss": loss}), "gradient_norm": norm}
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        assert state["step"] > 0
+
+
+def loop(directory: str, poison_at: int | None, stop_at: int | None) -> tuple[str, list[str]]:
+    """How the loop ends, and the whole checkpoints that it leaves."""
+    from parallel import checkpoints
+    from stages.loop import train as run_loop
+    from stages.settings import LoggingSettings, LoopSettings, RunSettings, StageJob
+
+    settings = RunSettings.model_construct(
+        name="toy", seed=0, logging=LoggingSettings(wandb="disabled")
+    )
+    job = StageJob.model_construct(
+        stage="toy", directory=Path(directory), attempt=1, parent=None, settings=settings
+    )
+    ending = "done"
+    try:
+        run_loop(Toy(poison_at, stop_at), job, LoopSettings(steps=5, checkpoint_every=2))
+    except Exception as error:
+        ending = f"{type(error).__name__}: {error}"
+    return ending, [path.name for path in checkpoints.whole(Path(directory) / "checkpoints")]
