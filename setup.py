@@ -18,7 +18,6 @@ STAGES = [
     "numpy>=2,<3",  # token ids, log-probabilities and routes of a sample
     "reasoning-gym==0.1.25",  # problems with verified answers
     "wandb>=0.26",  # metrics, offline unless told otherwise
-    "nvidia-modelopt>=0.47",  # quantised export and pruning on the GPU path
 ]
 
 setup(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -121,8 +122,9 @@ def machine() -> str:
         ),
         platform.processor(),
     )
-    cores = Path("/proc/cpuinfo").read_text().count("processor\t")
-    return f"{cores} cores of {cpu}, {platform.system()} {platform.machine()}"
+    return (
+        f"{len(os.sched_getaffinity(0))} cores of {cpu}, {platform.system()} {platform.machine()}"
+    )
 
 
 if __name__ == "__main__":

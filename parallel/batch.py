@@ -54,17 +54,15 @@ def split(
 
     Samples are dealt out by length, so that ranks and micro-batches get alike many tokens. Expert
     parallelism needs every rank to run the same number of forward passes, so the fullest rank
-    decides how many there are.
+    decides how many there are; none is smaller than one sample.
 
-    Raises ValueError when there are fewer samples than ranks and micro-batches need.
+    Raises ValueError when there are fewer samples than ranks.
     """
     shares = _deal(samples, ranks)
     fullest = max(sum(sample.length for sample in share) for share in shares)
-    count = -(-fullest // token_budget)
-    if min(map(len, shares)) < count:
-        raise ValueError(
-            f"{len(samples)} samples are too few for {ranks} ranks and {count} micro-batches"
-        )
+    if not all(shares):
+        raise ValueError(f"{len(samples)} samples are too few for {ranks} ranks")
+    count = min(-(-fullest // token_budget), *map(len, shares))
     return [collate(part, replay) for part in _deal(shares[rank], count)]
 
 

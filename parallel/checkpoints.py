@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from torch.distributed.checkpoint.api import CheckpointException
 
-from parallel.distributed import broadcast, is_main
+from parallel.distributed import barrier, broadcast, is_main
+from parallel.files import write_atomically
 from parallel.policy import Policy, TrainedPolicy
 
 # Lets the optimizer's state be loaded under another layout.
@@ -43,31 +43,35 @@ def save(
     if is_main():
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-    dist.barrier()
+    barrier()
     _write_shards(policy, unfinished)
-    dist.barrier()
+    barrier()
     if is_main():
-        (unfinished / "state.json").write_text(json.dumps({**state, "step": step}))
+        write_atomically(unfinished / "state.json", json.dumps({**state, "step": step}))
         _write_checksums(unfinished)
         shutil.rmtree(final, ignore_errors=True)
         unfinished.rename(final)
         _sync(directory)
         for old in whole(directory)[:-keep_last]:
             shutil.rmtree(old)
-    dist.barrier()
+    barrier()
     return final
 
 
 def whole(directory: Path) -> list[Path]:
     """The complete checkpoints in `directory`, oldest first."""
-    found = [path for path in directory.glob("step_*") if (path / "checksums.json").exists()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+    found = {
+        int(path.name.removeprefix("step_")): path
+        for path in directory.glob("step_*")
+        if path.name.removeprefix("step_").isdecimal() and (path / "checksums.json").exists()
+    }
+    return [found[step] for step in sorted(found)]
 
 
 def load_training(policy: TrainedPolicy, checkpoint: Path) -> dict[str, Any]:
     """Continue from `checkpoint`: weights, optimizer, schedule. Returns the loop's own state."""
     _verify(checkpoint)
-    loaded = dist_checkpointing.load(_sharded_state(policy), str(checkpoint))
+    loaded = _read_shards(_sharded_state(policy), checkpoint)
     policy.model.load_state_dict(loaded["model"], strict=True)
     policy.optimizer.load_state_dict(loaded["optimizer"])
     policy.schedule.load_state_dict(loaded["schedule"])
@@ -77,9 +81,7 @@ def load_training(policy: TrainedPolicy, checkpoint: Path) -> dict[str, Any]:
 def load_weights(policy: Policy, checkpoint: Path) -> None:
     """Take only the weights of `checkpoint`, as a child stage, a reference or a teacher does."""
     _verify(checkpoint)
-    loaded = dist_checkpointing.load(
-        {"model": policy.model.sharded_state_dict(metadata=METADATA)}, str(checkpoint)
-    )
+    loaded = _read_shards({"model": policy.model.sharded_state_dict(metadata=METADATA)}, checkpoint)
     policy.model.load_state_dict(loaded["model"], strict=True)
 
 
@@ -89,10 +91,27 @@ def _write_shards(policy: TrainedPolicy, directory: Path) -> None:
         dist_checkpointing.save(
             _sharded_state(policy), str(directory), strategy, content_metadata=METADATA
         )
+    # torch wraps what a shard's writer raised into a BaseException of its own, which tells only the
+    # first rank why, and turns a failed write of the common part into a RuntimeError.
+    except (CheckpointException, OSError, RuntimeError) as error:
+        free = shutil.disk_usage(directory).free >> 20
+        raise CheckpointError(
+            f"cannot write {directory} ({free} MiB are free there): {_reason(error)}"
+        ) from error
+
+
+def _read_shards(state: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    try:
+        return dist_checkpointing.load(state, str(checkpoint))
     except CheckpointException as error:
-        # torch derives it from BaseException, and only the first rank is told the reasons.
-        reasons = sorted({str(reason) for reason, _ in error.failures.values()})
-        raise CheckpointError(f"cannot write {directory}: {'; '.join(reasons)}") from error
+        raise CheckpointError(f"cannot read {checkpoint}: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    if not isinstance(error, CheckpointException):
+        return str(error)
+    reasons = sorted({str(reason) for reason, _ in error.failures.values()})
+    return "; ".join(reasons) or "the reason is in the log of rank 0"
 
 
 def _sharded_state(policy: TrainedPolicy) -> dict[str, Any]:
@@ -129,9 +148,8 @@ def _write_checksums(directory: Path) -> None:
         if path.is_file()
     }
     digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
-    target = directory / "checksums.json"
-    target.write_text(json.dumps({"digest": digest, "files": files}, indent=1))
-    _sync(target)
+    content = json.dumps({"digest": digest, "files": files}, indent=1)
+    write_atomically(directory / "checksums.json", content)
     _sync(directory)
 
 

@@ -7,9 +7,9 @@ Hugging Face, vLLM and everything else in the process are untouched. (Patching t
 real module silently zeroes rotary frequencies loaded by transformers: `torch.device` contexts
 cache the factories they first saw.)
 
-Four methods of Tensor and one of Module are the only global changes. Three of them only accept
-calls that could do nothing but raise on a build without CUDA, and Tensor.type answers differently
-to Megatron alone.
+Four methods of Tensor and one of Module are the only global changes. All but Tensor.type only
+accept calls that could do nothing but raise on a build without CUDA, and Tensor.type answers
+differently to Megatron alone.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ def activate() -> None:
     if torch.cuda.is_available():
         for name in ENTRY_POINTS:
             importlib.import_module(name)
+        _write_checkpoints_here()
         return
     # torch.compile on a CPU costs more start-up time than its fusions save; it must be off before
     # Megatron's modules are decorated with it.
@@ -91,6 +92,7 @@ def activate() -> None:
         if name.split(".")[0] in SCOPED_PACKAGES and getattr(module, "torch", None) is torch:
             vars(module)["torch"] = proxy
     _mend_megatron()
+    _write_checkpoints_here()
 
 
 class _Stream:
@@ -176,7 +178,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 def _names_cuda(place: object) -> bool:
     if isinstance(place, torch.device):
         return place.type == "cuda"
-    return str(place).startswith("cuda") or (isinstance(place, int) and place is not False)
+    return str(place).startswith("cuda") or (isinstance(place, int) and not isinstance(place, bool))
 
 
 def _accept_cuda_on_tensors() -> None:
@@ -224,12 +226,36 @@ def _mend_megatron() -> None:
     # Returns a tensor unchanged when it is not on CUDA, though callers need lists for splits.
     moe_utils.maybe_move_tensor_to_cpu = dispatcher.maybe_move_tensor_to_cpu = _as_splits
 
-    writer: Any = importlib.import_module(
+
+def _write_checkpoints_here() -> None:
+    """Let megatron-core write a synchronous checkpoint in the process that saves it.
+
+    It would fork a process for every file and wait for each without a limit, so that one that is
+    killed hangs its rank, and collect their answers in a manager process that takes seconds to
+    start and outlives a killed rank.
+    """
+    module: Any = importlib.import_module(
         "megatron.core.dist_checkpointing.strategies.filesystem_async"
     )
-    # The default is a queue in a manager process, which takes seconds to start and outlives a
-    # killed rank. Saving in this process needs no more than a queue in this process.
-    writer._results_queue = queue.Queue()
+    writer = module.FileSystemWriterAsync
+
+    def write(
+        transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], answers: queue.Queue
+    ) -> None:
+        answer: Any = {}
+        for index, bucket in enumerate(buckets):
+            written: queue.Queue = queue.Queue()
+            pending: queue.Queue = queue.Queue()
+            pending.put(index)
+            writer.write_preloaded_data(transforms, index, bucket, written, pending, True)
+            _, answer[index] = written.get()
+            if isinstance(answer[index], Exception):
+                answer = answer[index]
+                break
+        answers.put(answer)
+
+    writer.write_preloaded_data_multiproc = staticmethod(write)
+    module._results_queue = queue.Queue()
 
 
 def _as_splits(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

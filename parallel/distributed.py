@@ -60,6 +60,11 @@ def broadcast(value: Any, source: int = 0) -> Any:
     return box[0]
 
 
+def barrier() -> None:
+    """Wait for every rank."""
+    dist.barrier()
+
+
 def sum_over_data(values: dict[str, float]) -> dict[str, float]:
     """Each value summed over the data-parallel ranks, which all pass the same names."""
     from megatron.core import parallel_state

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, Qwen3MoeConfig
 
-from parallel.settings import ModelSettings
+from parallel.settings import END_TOKEN, PAD_TOKEN, ModelSettings
 
 
 def hugging_face_config(settings: ModelSettings) -> PretrainedConfig:
@@ -43,8 +43,8 @@ def _qwen3_moe(settings: ModelSettings) -> PretrainedConfig:
         max_position_embeddings=settings.max_positions,
         tie_word_embeddings=False,
         router_aux_loss_coef=0.0,
-        pad_token_id=settings.pad_token,
-        eos_token_id=settings.end_token,
+        pad_token_id=PAD_TOKEN,
+        eos_token_id=END_TOKEN,
         bos_token_id=None,
         architectures=["Qwen3MoeForCausalLM"],
         dtype=DTYPES[settings.precision],

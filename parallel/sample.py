@@ -13,7 +13,7 @@ class Sample:
 
     A demonstration has neither log-probabilities nor routes. `reward` and `advantage` are added by
     the stage. Tokens are int32; `logprobs` is mu, fp32 in nats, [response]; `routes` holds the
-    experts of every token but the last, which no forward pass reads: uint8 or int16
+    experts of every token but the last, which no forward pass reads: uint16
     [prompt + response - 1, layers, experts_per_token].
     """
 

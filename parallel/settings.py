@@ -21,6 +21,10 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+# What every tokenizer here agrees on; `stages.tokenizer` holds the only one so far.
+PAD_TOKEN, END_TOKEN, TOKENIZER_SIZE = 0, 1, 80
+
+
 class InitializationSettings(Settings):
     """Standard deviations of a random start; linear layers use hidden_size ** -0.5."""
 
@@ -44,8 +48,6 @@ class ModelSettings(Settings):
     max_positions: Positive = 256
     rope_base: Annotated[float, Field(gt=0)] = 10000.0
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
-    pad_token: Annotated[int, Field(ge=0)] = 0
-    end_token: Annotated[int, Field(ge=0)] = 1
     precision: Literal["fp32"] = "fp32"
     initialization: InitializationSettings = InitializationSettings()
     initial_weights: Path | None = Field(

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from parallel.settings import (
+    TOKENIZER_SIZE,
     EngineSettings,
     LayoutSettings,
     ModelSettings,
@@ -22,10 +24,11 @@ from parallel.settings import (
     layout_violations,
 )
 from pipeline.rewards import reward_fault
+from pipeline.violations import shown
 from stages.settings import (
-    TOKENIZER_SIZE,
     ColdStartSettings,
     DomainSettings,
+    EvaluationSettings,
     LoopSettings,
     MergeSettings,
     SamplingSettings,
@@ -36,18 +39,20 @@ Block = TypeVar("Block", bound=Settings)
 
 
 def violations(run: dict[str, Any]) -> Found:
-    """Every broken rule as (dotted key, message that says the mend)."""
+    """Every broken rule as (dotted key, message)."""
     model = _block(ModelSettings, run.get("model"))
     layout = _block(LayoutSettings, run.get("layout", {}))
     engine = _block(EngineSettings, run.get("engine", {}))
     cold_start = _block(ColdStartSettings, run.get("cold_start"))
     merge = _block(MergeSettings, run.get("merge"))
-    experts = run.get("experts")
+    evaluation = _block(EvaluationSettings, run.get("evaluation", {}))
+    domains = _domains(run)
 
-    if model and model.vocabulary_size < TOKENIZER_SIZE:
+    if model and model.vocabulary_size != TOKENIZER_SIZE:
         yield (
             "model.vocabulary_size",
-            f"{model.vocabulary_size} is less than the {TOKENIZER_SIZE} ids of the tokenizer",
+            f"{model.vocabulary_size} should be {TOKENIZER_SIZE}, the number of ids of the "
+            "tokenizer",
         )
     if model and layout:
         yield from layout_violations(model, layout)
@@ -55,13 +60,32 @@ def violations(run: dict[str, Any]) -> Found:
         yield from _engine_rules(model, engine)
     if cold_start:
         yield from _schedule_rules("cold_start", cold_start.optimizer, cold_start.loop)
-    for name, given in experts.items() if isinstance(experts, dict) else ():
+    for name, domain in domains.items():
         yield from _name_rules(name)
-        if domain := _block(DomainSettings, given):
+        if domain:
             yield from _domain_rules(f"experts.{name}", domain, layout, engine)
+    yield from _common_rules({name: domain for name, domain in domains.items() if domain})
+    if layout and all(domains.values()):
+        yield from _demonstration_rules([domain for domain in domains.values() if domain], layout)
     if merge:
         yield from _schedule_rules("merge", merge.optimizer, merge.loop)
         yield from _sampling_rules("merge.sampling", merge.sampling, layout, engine)
+    if evaluation and layout and evaluation.problems < layout.ranks:
+        yield "evaluation.problems", f"{evaluation.problems} is {_too_few(layout)}"
+
+
+def surroundings(run: dict[str, Any]) -> Found:
+    """What the stages need and do not find, as (dotted key, message).
+
+    Such things may be gone, or not seen from here, when a run that they began is looked at.
+    """
+    model = run.get("model")
+    weights = model.get("initial_weights") if isinstance(model, dict) else None
+    if isinstance(weights, str) and not Path(weights).is_dir():
+        yield "model.initial_weights", f"no such folder: {shown(Path(weights))}"
+    for name, domain in _domains(run).items():
+        if domain and (fault := reward_fault(domain.reward)):
+            yield f"experts.{name}.reward", fault
 
 
 def _block(settings: type[Block], given: Any) -> Block | None:
@@ -69,6 +93,17 @@ def _block(settings: type[Block], given: Any) -> Block | None:
         return settings.model_validate_json(json.dumps(given, default=str), strict=True)
     except ValidationError:
         return None
+
+
+def _domains(run: dict[str, Any]) -> dict[str, DomainSettings | None]:
+    experts = run.get("experts")
+    if not isinstance(experts, dict):
+        return {}
+    return {name: _block(DomainSettings, given) for name, given in experts.items()}
+
+
+def _too_few(layout: LayoutSettings) -> str:
+    return f"less than layout.ranks = {layout.ranks}, and every rank needs one"
 
 
 def _engine_rules(model: ModelSettings, engine: EngineSettings) -> Found:
@@ -93,32 +128,44 @@ def _domain_rules(
     layout: LayoutSettings | None,
     engine: EngineSettings | None,
 ) -> Found:
-    yield from _schedule_rules(key, domain.optimizer, domain.loop)
-    yield from _sampling_rules(f"{key}.sampling", domain.sampling, layout, engine)
+    updates = domain.updates_per_rollout
+    yield from _schedule_rules(key, domain.optimizer, domain.loop, updates)
+    yield from _sampling_rules(f"{key}.sampling", domain.sampling, layout, engine, updates)
     if domain.sampling.group_size < 2:
         yield (
             f"{key}.sampling.group_size",
             "a group of one has no advantage, since it is its own mean; use 2 or more",
         )
-    if fault := reward_fault(domain.reward):
-        yield f"{key}.reward", fault
-    if layout:
-        yield from _share_rules(key, domain, layout.ranks)
-
-
-def _share_rules(key: str, domain: DomainSettings, ranks: int) -> Found:
-    """Every rank takes the same share of an update."""
-    if domain.demonstrations.sequences_per_step % ranks:
-        yield (
-            f"{key}.demonstrations.sequences_per_step",
-            f"{domain.demonstrations.sequences_per_step} is no multiple of layout.ranks = {ranks}",
-        )
-    samples = domain.sampling.prompts_per_step * domain.sampling.group_size
-    if domain.updates_per_rollout > 1 and samples % (domain.updates_per_rollout * ranks):
+    if domain.sampling.prompts_per_step % updates:
         yield (
             f"{key}.updates_per_rollout",
-            f"{domain.updates_per_rollout} updates on {ranks} ranks do not divide the {samples} "
-            "samples of a rollout",
+            f"{updates} does not divide {key}.sampling.prompts_per_step = "
+            f"{domain.sampling.prompts_per_step}, and every update takes as many whole groups",
+        )
+
+
+def _common_rules(domains: dict[str, DomainSettings]) -> Found:
+    """Prompts are split by their text: with one fraction, two domains that share some agree."""
+    if not domains:
+        return
+    first, *others = domains
+    shared = domains[first].prompts.held_out_fraction
+    for name in others:
+        if (own := domains[name].prompts.held_out_fraction) != shared:
+            yield (
+                f"experts.{name}.prompts.held_out_fraction",
+                f"{own} should be {shared}, as that of experts.{first}, or one domain could train "
+                "on what another is evaluated on",
+            )
+
+
+def _demonstration_rules(domains: list[DomainSettings], layout: LayoutSettings) -> Found:
+    shown_a_step = sum(domain.demonstrations.sequences_per_step for domain in domains)
+    if shown_a_step < layout.ranks:
+        yield (
+            "experts",
+            f"all domains' demonstrations.sequences_per_step together, {shown_a_step}, are "
+            + _too_few(layout),
         )
 
 
@@ -127,6 +174,7 @@ def _sampling_rules(
     sampling: SamplingSettings,
     layout: LayoutSettings | None,
     engine: EngineSettings | None,
+    updates: int = 1,
 ) -> Found:
     if engine and sampling.max_response_tokens >= engine.max_model_tokens:
         yield (
@@ -134,19 +182,22 @@ def _sampling_rules(
             f"{sampling.max_response_tokens} leaves no room for a prompt: it should be less than "
             f"engine.max_model_tokens = {engine.max_model_tokens}",
         )
-    samples = sampling.prompts_per_step * sampling.group_size
-    if layout and samples % layout.ranks:
+    samples = sampling.prompts_per_step * sampling.group_size // updates
+    if layout and samples < layout.ranks:
         yield (
             f"{key}.prompts_per_step",
-            f"{sampling.prompts_per_step} prompts x {sampling.group_size} samples is no multiple "
-            f"of layout.ranks = {layout.ranks}",
+            f"{sampling.prompts_per_step} prompts x {sampling.group_size} samples in {updates} "
+            f"updates make {samples} an update, {_too_few(layout)}",
         )
 
 
-def _schedule_rules(key: str, optimizer: OptimizerSettings, loop: LoopSettings) -> Found:
-    if optimizer.warmup_steps >= loop.steps:
+def _schedule_rules(
+    key: str, optimizer: OptimizerSettings, loop: LoopSettings, updates_per_step: int = 1
+) -> Found:
+    updates = loop.steps * updates_per_step
+    if optimizer.warmup_steps >= updates:
         yield (
             f"{key}.optimizer.warmup_steps",
-            f"{optimizer.warmup_steps} should be less than {key}.loop.steps = {loop.steps}, or the "
-            "learning rate never arrives",
+            f"{optimizer.warmup_steps} should be less than the {updates} updates of "
+            f"{key}.loop.steps = {loop.steps}, or the learning rate never arrives",
         )

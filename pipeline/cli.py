@@ -8,7 +8,8 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pipeline.errors import BraidError
+from pipeline.errors import BraidError, reason
+from pipeline.neutral import MAY_CHANGE
 
 EXIT_CODES = """\
 exit codes:
@@ -48,13 +49,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BraidError as error:
-        print("\n".join([f"braid: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
+        _report(error)
         return error.exit_code
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        print(f"braid: {where}{error.strerror or error}", file=sys.stderr)
+        _report(error)
         return 1
     return 0
+
+
+def _report(error: Exception) -> None:
+    notes: list[str] = getattr(error, "__notes__", [])
+    print("\n".join([f"braid: {reason(error)}", *notes]), file=sys.stderr)
 
 
 def _command(name: str) -> Callable[[Namespace], None]:
@@ -126,7 +131,8 @@ def _add_config_commands(command: Callable[[str, str, str], ArgumentParser]) -> 
         + "  braid run configs/quickstart.yaml --name no-kl "
         + "experts.spell_backward.objective.kl.coefficient=0\n\n"
         + "Everything of the run lies in runs/NAME. Run again, the same configuration continues,\n"
-        + "and nothing that is done is done twice; another one under the same name is refused.",
+        + "and nothing that is done is done twice; another one under the same name is refused,\n"
+        + "unless it differs only in what `braid resume --help` names.",
     )
     run.add_argument(
         "--dry-run", action="store_true", help="show the plan and the commands, and run nothing"
@@ -143,7 +149,10 @@ def _add_run_commands(command: Callable[[str, str, str], ArgumentParser]) -> Non
     resume = command(
         "resume",
         "continue a run from the newest whole checkpoint of each unfinished stage",
-        "  braid resume quickstart\n  braid resume /scratch/runs/quickstart",
+        "  braid resume quickstart\n"
+        "  braid resume /scratch/runs/quickstart\n\n"
+        "To continue with other settings, `braid run` the configuration with them under the same\n"
+        f"name. These may change, since they decide no result:\n{MAY_CHANGE}",
     )
     status = command(
         "status",

@@ -9,13 +9,15 @@ from pathlib import Path
 
 from rich.console import Console
 
+from parallel.files import write_atomically
 from pipeline import one_off, report
 from pipeline.config import differing_keys, dump_resolved, load
-from pipeline.errors import BraidError
-from pipeline.graph import compile_graph
+from pipeline.errors import BraidError, reason
+from pipeline.graph import compile_graph, matches
 from pipeline.launcher import JobFailed, Programs, Stopped
-from pipeline.run_directory import RunDirectory, write_atomically
-from pipeline.runner import run_stages
+from pipeline.neutral import CHANGES_NO_RESULT, MAY_CHANGE
+from pipeline.run_directory import RunDirectory
+from pipeline.runner import refuse_stale, run_stages
 from pipeline.states import derive
 from pipeline.violations import hint, shown
 from stages.settings import RunSettings
@@ -53,14 +55,13 @@ def run(arguments: Namespace) -> None:
     with run.lock():
         if run.settings.exists():
             _refuse_other_configuration(run, settings)
-        else:
-            write_atomically(run.settings, dump_resolved(settings))
+        write_atomically(run.settings, dump_resolved(settings))
         _run_to_the_end(run, settings)
 
 
 def resume(arguments: Namespace) -> None:
     """Continue a run from where it stands."""
-    run, settings = _existing(arguments)
+    run, settings = _existing(arguments, to_start=True)
     with run.lock():
         _run_to_the_end(run, settings)
 
@@ -74,10 +75,7 @@ def status(arguments: Namespace) -> None:
         _console().print(report.status_table(run, stages, states))
         return
     for path in _runs(arguments.runs_dir):
-        run = RunDirectory(path)
-        settings = load(run.settings)
-        states = derive(run, settings, compile_graph(settings))
-        print(f"{run.name}: {report.summary(states)}")
+        print(f"{path.name}: {_summary(RunDirectory(path))}")
 
 
 def evaluate(arguments: Namespace) -> None:
@@ -104,12 +102,12 @@ def _load(arguments: Namespace) -> RunSettings:
     return load(arguments.config, [*arguments.overrides, *name])
 
 
-def _existing(arguments: Namespace) -> tuple[RunDirectory, RunSettings]:
+def _existing(arguments: Namespace, to_start: bool = False) -> tuple[RunDirectory, RunSettings]:
     """The run that a person named, by its name or by its folder."""
     for path in (arguments.runs_dir / arguments.run, Path(arguments.run)):
         run = RunDirectory(path)
         if run.settings.exists():
-            return run, load(run.settings)
+            return run, load(run.settings, to_start=to_start)
     known = [path.name for path in _runs(arguments.runs_dir)]
     where = shown(arguments.runs_dir)
     raise BraidError(f"no run {arguments.run} in {where}; {hint(arguments.run, known)}")
@@ -119,8 +117,17 @@ def _runs(runs_dir: Path) -> list[Path]:
     return sorted(settings.parent for settings in runs_dir.glob("*/run.yaml"))
 
 
+def _summary(run: RunDirectory) -> str:
+    try:
+        settings = load(run.settings, to_start=False)
+        return report.summary(derive(run, settings, compile_graph(settings)))
+    except (BraidError, OSError) as error:
+        return reason(error).replace("\n", "\n  ")
+
+
 def _refuse_other_configuration(run: RunDirectory, settings: RunSettings) -> None:
-    differing = differing_keys(load(run.settings), settings)
+    """Raise BraidError where the run has settings with which it would have another result."""
+    differing = differing_keys(load(run.settings, to_start=False), settings)
     if not differing:
         print(f"{shown(run.path)} holds a run of this very configuration: continuing it")
         return
@@ -128,11 +135,16 @@ def _refuse_other_configuration(run: RunDirectory, settings: RunSettings) -> Non
         f"  {key}: {json.dumps(there)} there, {json.dumps(here)} here"
         for key, (there, here) in differing.items()
     ]
+    allowed = [key for key in CHANGES_NO_RESULT if key != "name"]
+    if all(any(matches(key, pattern) for pattern in allowed) for key in differing):
+        refuse_stale(run, settings)
+        print("\n".join([f"continuing {shown(run.path)} with other settings:", *lines]))
+        return
     raise BraidError(
-        f"{shown(run.path)} holds a run of another configuration:\n"
-        + "\n".join(lines)
+        "\n".join([f"{shown(run.path)} holds a run of another configuration:", *lines])
         + "\nname this one otherwise with --name NAME, continue that one with "
-        + f"`braid resume {shown(run.path)}`, or remove its folder"
+        + f"`braid resume {shown(run.path)}`, or remove its folder;\n"
+        + f"in a run that has begun, only these settings may change:\n{MAY_CHANGE}"
     )
 
 

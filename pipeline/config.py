@@ -12,19 +12,20 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from pipeline import checks, schema
-from pipeline.violations import ConfigError, Place, Violation, dotted, hint, shown
+from pipeline.violations import ConfigError, Place, Violation, dotted, hint
 from pipeline.yaml_source import Key, Leaf, Mapping, Reader, find, lay, nearest, plain
 from stages.settings import RunSettings
 
 INITIAL_WEIGHTS: Key = ("model", "initial_weights")
 
 
-def load(path: Path, overrides: Sequence[str] = ()) -> RunSettings:
+def load(path: Path, overrides: Sequence[str] = (), *, to_start: bool = True) -> RunSettings:
     """Read a run's settings.
 
     Args:
         path: the YAML file; what it `extends` is read with it.
         overrides: `dotted.key=value`, each laid over the file; values are YAML.
+        to_start: also look for what the stages will need around them, such as a reward's module.
 
     Raises:
         ConfigError: with every violation in the files and the overrides.
@@ -32,13 +33,14 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunSettings:
     reader = Reader()
     tree = reader.file(path)
     tree = _with_overrides(tree, overrides, reader)
-    tree, weights = _with_absolute_weights(tree)
+    tree = _with_absolute_weights(tree)
     settings, invalid = _validated(tree, complete=not reader.broken)
+    run = plain(tree)
+    broken = [*checks.violations(run), *(checks.surroundings(run) if to_start else ())]
     crossed = [
-        Violation(nearest(tree, tuple(key.split("."))), key, message)
-        for key, message in checks.violations(plain(tree))
+        Violation(nearest(tree, tuple(key.split("."))), key, message) for key, message in broken
     ]
-    found = [*reader.violations, *weights, *invalid, *crossed]
+    found = [*reader.violations, *invalid, *crossed]
     if found or settings is None:
         raise ConfigError(sorted(found, key=_reading_order))
     return settings
@@ -77,9 +79,9 @@ def _unknown_override(tree: Mapping, key: Key) -> Violation | None:
     """An override may name any field of the schema, but in a mapping only the names it has."""
     for depth, name in enumerate(key):
         parent = schema.type_at(RunSettings, key[:depth])
-        if schema.is_settings(parent):
-            known = list(parent.model_fields)
-        elif schema.is_settings(schema.type_at(RunSettings, key[: depth + 1])):
+        if fields := schema.fields(parent):
+            known = list(fields)
+        elif schema.fields(schema.type_at(RunSettings, key[: depth + 1])):
             entries = find(tree, key[:depth])
             known = list(entries.entries) if isinstance(entries, Mapping) else []
         else:
@@ -91,16 +93,13 @@ def _unknown_override(tree: Mapping, key: Key) -> Violation | None:
     return None
 
 
-def _with_absolute_weights(tree: Mapping) -> tuple[Mapping, list[Violation]]:
-    """`initial_weights` is written relative to the file that states it, and must be there."""
+def _with_absolute_weights(tree: Mapping) -> Mapping:
+    """`initial_weights` is written relative to the file that states it."""
     leaf = find(tree, INITIAL_WEIGHTS)
     if not isinstance(leaf, Leaf) or not isinstance(leaf.value, str):
-        return tree, []
+        return tree
     path = leaf.place.beside(leaf.value).absolute()
-    tree = lay(tree, INITIAL_WEIGHTS, Leaf(str(path), leaf.place))
-    if path.is_dir():
-        return tree, []
-    return tree, [Violation(leaf.place, dotted(INITIAL_WEIGHTS), f"no such folder: {shown(path)}")]
+    return lay(tree, INITIAL_WEIGHTS, Leaf(str(path), leaf.place))
 
 
 def _validated(tree: Mapping, *, complete: bool) -> tuple[RunSettings | None, list[Violation]]:
@@ -112,19 +111,29 @@ def _validated(tree: Mapping, *, complete: bool) -> tuple[RunSettings | None, li
         return RunSettings.model_validate_json(text, strict=True), []
     except ValidationError as error:
         return None, [
-            Violation(nearest(tree, details["loc"]), dotted(details["loc"]), _message(details))
+            _violation(tree, details)
             for details in error.errors()
             if complete or details["type"] != "missing"
         ]
 
 
+def _violation(tree: Mapping, error: ErrorDetails) -> Violation:
+    key = schema.without_arms(RunSettings, error["loc"])
+    if error["type"] == "union_tag_invalid":
+        key = (*key, schema.ARM)
+    return Violation(nearest(tree, key), dotted(key), _message(error))
+
+
 def _message(error: ErrorDetails) -> str:
-    key = error["loc"]
+    *parent, name = error["loc"]
     if error["type"] == "missing":
         return "required key is missing"
     if error["type"] == "extra_forbidden":
-        parent = schema.type_at(RunSettings, key[:-1])
-        return f"unknown key; {hint(str(key[-1]), parent.model_fields)}"
+        known = schema.fields(schema.type_at(RunSettings, tuple(parent)))
+        return f"unknown key; {hint(str(name), known)}"
+    if error["type"] == "union_tag_invalid":
+        known_arms = " or ".join(error["ctx"]["expected_tags"].rsplit(", ", 1))
+        return f"should be {known_arms}, not {json.dumps(error['input'][schema.ARM])}"
     given = "a mapping" if isinstance(error["input"], dict) else json.dumps(error["input"])
     reason = error["msg"].removeprefix("Input ").replace("an object", "a mapping of keys to values")
     return f"{reason[0].lower()}{reason[1:]}, not {given}"

@@ -69,24 +69,6 @@ READS: dict[Kind, tuple[str, ...]] = {
     "export": ("model",),
 }
 
-# What decides how a stage runs and not what comes out, beyond rounding. The layout is a line of its
-# own in a stage's lineage.
-CHANGES_NO_RESULT = (
-    "name",
-    "layout",
-    "logging",
-    "engine.max_sequences",
-    "engine.kv_cache_mebibytes",
-    "engine.start_timeout_seconds",
-    "engine.request_timeout_seconds",
-    "engine.max_logprob_difference",
-    *(
-        f"{stage}.loop.{key}"
-        for stage in ("cold_start", "experts.*", "merge")
-        for key in ("micro_batch_tokens", "checkpoint_every", "keep_last")
-    ),
-)
-
 TRAINING: tuple[Kind, ...] = ("sft", "grpo", "distill")
 SAMPLING: tuple[Kind, ...] = ("grpo", "distill", "evaluate")
 DATA_KEYS = ("experts.*.prompts", "experts.*.demonstrations")

@@ -6,10 +6,11 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from parallel.files import write_atomically
 from parallel.settings import EngineSettings, ModelSettings
 from pipeline.errors import BraidError
 from pipeline.graph import Stage
-from pipeline.run_directory import RunDirectory, StageDirectory, write_atomically
+from pipeline.run_directory import RunDirectory, StageDirectory
 from pipeline.violations import shown
 from stages.settings import RunSettings, StageJob
 

@@ -30,6 +30,7 @@ from stages.settings import RunSettings, StageJob
 SAVE_SECONDS = 30.0  # what a stage that is asked to stop may take for its checkpoint
 SETTLE_SECONDS = 1.0  # what the other ranks of a failed one may take to say what they saw
 SIGN_SECONDS = 1.0  # how often the job's file is touched, to tell later how long a killed run ran
+LOST_PEER = "by peer"  # gloo: "Connection closed by peer", or "reset by peer"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -144,10 +145,10 @@ class Launcher:
             JobFailed: the engine or a rank ended otherwise.
         """
         self._check_engine(stage)
-        if any(rank.status() for rank in ranks):
+        if first := _failed(ranks):
             wait_for_all(ranks, SETTLE_SECONDS)
             self._check_engine(stage)
-            raise JobFailed(stage, _first_cause([rank for rank in ranks if rank.status()]))
+            raise JobFailed(stage, first_cause(_failed(ranks), first))
         return all(rank.status() == 0 for rank in ranks)
 
     def _let_save(self, ranks: list[Child]) -> None:
@@ -174,15 +175,24 @@ class Launcher:
         self._received.append(number)
 
 
-def _first_cause(failed: list[Child]) -> Failure:
-    """The failure that explains the others.
+def first_cause(failed: list[Child], first: list[Child]) -> Failure:
+    """The failure that explains the others; `first` holds the ranks that failed before the rest.
 
-    A rank that gives its reason knows best; then one that was killed, since the ranks that lose
-    their connection to it fail too.
+    A rank that gives its reason knows best. One that only lost its connection to another is the
+    last to ask; a killed rank had no time to say anything, and pulled down others that had.
     """
-    stated = [rank for rank in failed if rank.failure().stated]
-    killed = [rank for rank in failed if (rank.status() or 0) < 0]
-    return [*stated, *killed, *failed][0].failure()
+
+    def doubt(rank: Child) -> tuple[bool, bool, bool, bool]:
+        failure = rank.failure()
+        lost_another = any(LOST_PEER in line for line in failure.tail)
+        survived = (rank.status() or 0) >= 0
+        return (not failure.stated, lost_another, survived, rank not in first)
+
+    return min(failed, key=doubt).failure()
+
+
+def _failed(ranks: list[Child]) -> list[Child]:
+    return [rank for rank in ranks if rank.status()]
 
 
 def _free_port() -> int:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from pipeline.run_directory import naming
+from parallel.files import naming
 
 State = Literal["pending", "running", "done", "failed", "stale"]
 

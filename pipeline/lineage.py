@@ -12,8 +12,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from parallel.files import write_atomically
 from pipeline.graph import Stage
-from pipeline.run_directory import RunDirectory, StageDirectory, write_atomically
+from pipeline.run_directory import RunDirectory, StageDirectory
 from stages.settings import RunSettings
 
 PACKAGES = (

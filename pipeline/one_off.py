@@ -31,10 +31,13 @@ def evaluate(
     """Evaluate one finished stage, or all of them, on so many problems a domain.
 
     Raises:
-        BraidError: the stage is not finished, or the evaluation failed.
+        BraidError: the stage is not finished, the problems are too few, or the evaluation failed.
     """
     models = {name: checkpoint_path(run, name) for name in finished_training(run, settings, stage)}
     if problems is not None:
+        if problems < settings.layout.ranks:
+            ranks = settings.layout.ranks
+            raise BraidError(f"--problems {problems} is less than layout.ranks = {ranks}")
         evaluation = settings.evaluation.model_copy(update={"problems": problems})
         settings = settings.model_copy(update={"evaluation": evaluation})
     directory = _new_directory(run, "evaluations")

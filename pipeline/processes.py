@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from stages.settings import ERROR_MARK
+
 POLL_SECONDS = 0.05
-ERROR_MARK = "braid-error: "
 TAIL_LINES = 8
 
 _PR_SET_PDEATHSIG = 1

@@ -10,10 +10,11 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from parallel.files import write_atomically
 from pipeline.graph import Stage
 from pipeline.ledger import Ledger, minutes
 from pipeline.progress import clock
-from pipeline.run_directory import RunDirectory, write_atomically
+from pipeline.run_directory import RunDirectory
 from pipeline.states import StageState
 from pipeline.violations import shown
 from stages.settings import RunSettings

@@ -26,10 +26,11 @@ def reward_fault(reference: str) -> str | None:
     if spec.origin is None or not spec.origin.endswith(".py"):
         return None
     try:
-        names = _names(ast.parse(Path(spec.origin).read_bytes()))
+        names = _TopLevel(ast.parse(Path(spec.origin).read_bytes())).names
     except SyntaxError as error:
         return f"{shown(Path(spec.origin))}:{error.lineno} is not valid Python: {error.msg}"
-    return None if function in names else f"{shown(Path(spec.origin))} defines no {function}"
+    known = function in names or "*" in names
+    return None if known else f"{shown(Path(spec.origin))} defines no {function}"
 
 
 def _find(module: str) -> ModuleSpec | None:
@@ -48,14 +49,25 @@ def _find(module: str) -> ModuleSpec | None:
     return spec
 
 
-def _names(tree: ast.Module) -> set[str]:
-    """Every name that the module's top level binds."""
-    names: set[str] = set()
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names.update((alias.asname or alias.name) for alias in node.names)
-        elif isinstance(node, ast.Assign):
-            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
-    return names
+class _TopLevel(ast.NodeVisitor):
+    """Every name that a module binds outside its functions and classes, below `try` and `if` too.
+
+    `*` stands for whatever a star import brings.
+    """
+
+    def __init__(self, module: ast.Module) -> None:
+        self.names: set[str] = set()
+        self.visit(module)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self.names.add(node.name)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self.names.add(node.name)
+
+    def visit_alias(self, node: ast.alias) -> None:
+        self.names.add(node.asname or node.name)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if isinstance(node.ctx, ast.Store):
+            self.names.add(node.id)

@@ -1,4 +1,4 @@
-"""Where everything of a run lies on disk, and how a file there is replaced whole."""
+"""Where everything of a run lies on disk."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class StageDirectory:
 
     def attempts(self) -> int:
         """How many times the stage was tried."""
-        numbers = [int(path.name.removeprefix("attempt_")) for path in self.path.glob("attempt_*")]
-        return max(numbers, default=0)
+        found = [_number(path, "attempt_") for path in self.path.glob("attempt_*")]
+        return max(filter(None, found), default=0)
 
     def newest_checkpoint(self) -> Checkpoint | None:
         """The whole checkpoint with the highest step."""
@@ -135,40 +135,19 @@ class RunDirectory:
 
 
 def _whole(path: Path) -> Checkpoint | None:
+    step = _number(path, "step_")
+    if step is None:
+        return None
     try:
-        digest = json.loads((path / "checksums.json").read_text())["digest"]
-        return Checkpoint(path, int(path.name.removeprefix("step_")), digest)
+        return Checkpoint(path, step, json.loads((path / "checksums.json").read_text())["digest"])
     except (FileNotFoundError, ValueError, KeyError):
         return None
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace the file in one step: whenever we are killed, a reader sees the old text or the new.
-
-    Raises:
-        OSError: such as a full disk; the old file then still stands.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with naming(path), temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Add the path to an OSError that lacks it, as that of a write to a full disk does."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
+def _number(path: Path, prefix: str) -> int | None:
+    """The number in a folder's name, or None for one that a person put aside: `attempt_1.old`."""
+    digits = path.name.removeprefix(prefix)
+    return int(digits) if digits.isdecimal() else None
 
 
 def _try_lock(descriptor: int, mode: int) -> bool:

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
-from pipeline.errors import BraidError
+from pipeline.errors import BraidError, reason
 from pipeline.graph import Stage, compile_graph
 from pipeline.jobs import stage_job
 from pipeline.launcher import JobFailed, Launcher, Programs, Stopped
-from pipeline.ledger import Ledger, latest
+from pipeline.ledger import Ledger, State, latest
 from pipeline.lineage import lineage_now, write_manifest
 from pipeline.progress import watching
 from pipeline.run_directory import RunDirectory
@@ -46,18 +46,32 @@ def run_stages(
     stages = compile_graph(settings)
     ledger = Ledger(run.ledger)
     _close_abandoned(run, ledger)
-    states = derive(run, settings, stages)
-    _refuse_stale(run, ledger, states)
+    states = refuse_stale(run, settings)
     with Launcher(run, settings, programs) as launcher:
         for number, stage in enumerate(stages, start=1):
             if states[stage.name].state == "done":
                 continue
             title = f"[{number}/{len(stages)}] {stage.name}"
             with (
-                _recorded(run, settings, stage, ledger) as attempt,
                 watching(console, title, stage.steps, run.stage(stage.name).metrics) as view,
+                _recorded(run, settings, stage, ledger) as attempt,
             ):
                 launcher.execute(stage_job(stage, settings, run, attempt), view)
+
+
+def refuse_stale(run: RunDirectory, settings: RunSettings) -> dict[str, StageState]:
+    """The state of every stage.
+
+    Raises:
+        StaleStages: finished or half-finished work was made from other settings or inputs.
+    """
+    states = derive(run, settings, compile_graph(settings))
+    stale = {name: state for name, state in states.items() if state.state == "stale"}
+    for name, state in stale.items():
+        Ledger(run.ledger).append(name, "stale", state.cause, state.attempts)
+    if stale:
+        raise StaleStages(run, stale)
+    return states
 
 
 @contextmanager
@@ -74,13 +88,13 @@ def _recorded(
     started = time.monotonic()
     try:
         yield attempt
-    except JobFailed as error:
-        seconds = time.monotonic() - started
-        ledger.append(stage.name, "failed", error.cause, attempt, seconds)
-        raise
-    except Stopped as error:
-        seconds = time.monotonic() - started
-        ledger.append(stage.name, "pending", str(error), attempt, seconds)
+    except Exception as error:
+        state: State = "pending" if isinstance(error, Stopped) else "failed"
+        why = error.cause if isinstance(error, JobFailed) else reason(error)
+        try:
+            ledger.append(stage.name, state, why, attempt, time.monotonic() - started)
+        except OSError as unwritten:
+            error.add_note(f"the ledger does not tell so: {reason(unwritten)}")
         raise
     ledger.append(stage.name, "done", "finished", attempt, time.monotonic() - started)
 
@@ -93,11 +107,3 @@ def _close_abandoned(run: RunDirectory, ledger: Ledger) -> None:
             seen = job.stat().st_mtime if job.exists() else event.timestamp
             seconds = max(0.0, seen - event.timestamp)
             ledger.append(event.stage, "failed", "its launcher was killed", event.attempt, seconds)
-
-
-def _refuse_stale(run: RunDirectory, ledger: Ledger, states: dict[str, StageState]) -> None:
-    stale = {name: state for name, state in states.items() if state.state == "stale"}
-    for name, state in stale.items():
-        ledger.append(name, "stale", state.cause, state.attempts)
-    if stale:
-        raise StaleStages(run, stale)

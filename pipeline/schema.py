@@ -8,25 +8,44 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
+Key = tuple[str | int, ...]
 
-def type_at(root: type[BaseModel], key: tuple[str | int, ...]) -> Any:
-    """The annotation at `key`, or None where the key is unknown. A free mapping takes any name."""
+ARM = "name"  # the key whose value says which settings class of a union is meant
+
+
+def type_at(root: type[BaseModel], key: Key) -> Any:
+    """The annotation at `key`, or None where the key is unknown. A free mapping takes any name.
+
+    Of a union of settings classes any key is known, unless `key` names the class that is meant, as
+    the locations of pydantic's errors do.
+    """
     annotation: Any = root
     for part in key:
-        annotation = _bare(annotation)
-        if is_settings(annotation):
-            field = annotation.model_fields.get(part)
-            annotation = None if field is None else field.annotation
+        if part in (arms := _arms(annotation)):
+            annotation = arms[part]
+        elif known := fields(annotation):
+            annotation = _bare(known.get(part))
         elif get_origin(annotation) is dict:
-            annotation = get_args(annotation)[1]
+            annotation = _bare(get_args(annotation)[1])
         elif annotation is not Any:
             return None
-    return _bare(annotation)
+    return annotation
 
 
-def is_settings(annotation: Any) -> bool:
-    """Whether the annotation is a settings class, whose keys are its fields."""
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+def fields(annotation: Any) -> dict[Any, Any]:
+    """The keys of a settings class, or of all classes of a union, with their annotations."""
+    own = [annotation] if _is_settings(annotation) else []
+    classes = [*own, *_arms(annotation).values()]
+    return {name: field.annotation for each in classes for name, field in each.model_fields.items()}
+
+
+def without_arms(root: type[BaseModel], location: Key) -> Key:
+    """The key that a person wrote: pydantic's locations also name the class of a union."""
+    return tuple(
+        part
+        for depth, part in enumerate(location)
+        if part not in _arms(type_at(root, location[:depth]))
+    )
 
 
 def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -38,10 +57,23 @@ def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield from flatten(child, f"{prefix}.{name}" if prefix else name)
 
 
+def _is_settings(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _arms(annotation: Any) -> dict[Any, type[BaseModel]]:
+    """The settings classes of a union, each by its `name`; nothing for other annotations."""
+    if get_origin(annotation) not in (Union, types.UnionType):
+        return {}
+    classes = filter(_is_settings, map(_bare, get_args(annotation)))
+    return {each.model_fields[ARM].default: each for each in classes}
+
+
 def _bare(annotation: Any) -> Any:
     """The annotation without `Annotated` and `| None`."""
     if get_origin(annotation) is Annotated:
         return _bare(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
-        return _bare(next(arm for arm in get_args(annotation) if arm is not type(None)))
+        arms = [arm for arm in get_args(annotation) if arm is not type(None)]
+        return _bare(arms[0]) if len(arms) == 1 else annotation
     return annotation

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from parallel import batch, checkpoints, vocabulary
+from parallel import checkpoints, vocabulary
 from parallel.batch import MicroBatch
-from parallel.distributed import broadcast, is_main, sum_over_data
-from parallel.policy import Policy, TrainedPolicy, data_rank
+from parallel.distributed import is_main, sum_over_data
+from parallel.policy import Policy, TrainedPolicy
 from parallel.sample import Sample
 from stages.domains.prompts import PromptStream
 from stages.domains.rewards import Reward, load_reward
 from stages.loop import train
 from stages.objectives.aggregation import Totals, token_mean
 from stages.objectives.reverse_kl import reverse_kl
-from stages.rollout import Rollouts, add_old_logprobs, stopwatch
+from stages.on_policy import OnPolicyStage, Rollout, rollout_metrics
 from stages.settings import StageJob
 
 DIVERGENCES = {"full_vocab_reverse_kl": reverse_kl}
@@ -24,25 +22,27 @@ DIVERGENCES = {"full_vocab_reverse_kl": reverse_kl}
 
 def run(job: StageJob) -> None:
     """Train the merge to its last step."""
-    train(Merge(job), job, job.settings.merge.loop)
+    stage = Merge(job)
+    train(stage, job, stage.loop)
 
 
-class Merge:
-    """Full-vocabulary reverse KL on student trajectories (section 7; DeepSeek-V4, Eq. 29)."""
+class Merge(OnPolicyStage):
+    """Full-vocabulary reverse KL on student trajectories (section 7; DeepSeek-V4, Eq. 29).
+
+    Student and teacher are compared at temperature 1, whatever the student samples with. Domains
+    weigh by their tokens.
+    """
 
     def __init__(self, job: StageJob) -> None:
-        self.job = job
-        self.settings = job.settings.merge
+        settings = job.settings.merge
+        policy = TrainedPolicy(job.settings.model, settings.optimizer, settings.loop.steps)
+        super().__init__(job, policy, settings.sampling, settings.routing, settings.loop)
+        self.divergence = DIVERGENCES[settings.method]
         self.domains = job.settings.experts
-        self.policy = TrainedPolicy(
-            job.settings.model, self.settings.optimizer, self.settings.loop.steps
-        )
         self.teachers = {}
         for domain, checkpoint in job.teachers.items():
             self.teachers[domain] = Policy(job.settings.model)
             checkpoints.load_weights(self.teachers[domain], checkpoint)
-        self.rollouts = Rollouts(job)
-        self.cursors = dict.fromkeys(self.domains, 0)
         self.rewards: dict[str, Reward] = {}
         if is_main():
             self.rewards = {
@@ -50,30 +50,9 @@ class Merge:
                 for domain, settings in self.domains.items()
             }
 
-    def step(self, step: int) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        with stopwatch(metrics, "seconds_refit"):
-            self.rollouts.refit(self.policy, version=step)
-        with stopwatch(metrics, "seconds_rollout"):
-            samples, self.cursors, measured = broadcast(self._rollout(step) if is_main() else None)
-        with stopwatch(metrics, "seconds_train"):
-            trained = self._train(samples)
-        return {**measured, **trained, **broadcast(metrics)}
-
-    def state(self) -> dict[str, Any]:
-        return {"cursors": self.cursors}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.cursors = state["cursors"]
-
-    def _rollout(
-        self, step: int
-    ) -> tuple[dict[str, list[Sample]], dict[str, int], dict[str, float]]:
-        """Main rank only: each domain's samples, the new cursors, and metrics.
-
-        The reward is only watched: the teacher's distribution is what the student learns from.
-        """
-        drawn: dict[str, list[Sample]] = {}
+    def roll_out(self, purpose: str) -> Rollout:
+        """Every domain's samples; their reward is only watched, the teachers are learned from."""
+        samples: list[Sample] = []
         cursors = {}
         for domain, settings in self.domains.items():
             prompts = PromptStream(
@@ -81,61 +60,38 @@ class Merge:
                 domain,
                 self.job.settings.seed,
                 self.job.stage,
-                cursor=self.cursors[domain],
+                cursor=self.cursors.get(domain, 0),
             )
-            problems = prompts.take(self.settings.sampling.prompts_per_step)
+            problems = prompts.take(self.sampling.prompts_per_step)
+            drawn = self.rollouts.sample(domain, problems, self.sampling, purpose)
+            self.rollouts.grade(drawn, problems, self.rewards[domain])
             cursors[domain] = prompts.cursor
-            sampling = self.settings.sampling
-            drawn[domain] = self.rollouts.sample({domain: problems}, sampling, f"step {step}")
-            self.rollouts.grade(drawn[domain], problems, self.rewards[domain])
-        samples = [sample for part in drawn.values() for sample in part]
-        self.rollouts.record(samples, step)
-        measured = {
-            "reward": sum(sample.reward or 0.0 for sample in samples) / len(samples),
-            "unfinished": sum(not sample.finished for sample in samples) / len(samples),
-            "response_tokens": sum(len(sample.response) for sample in samples) / len(samples),
-        }
-        return drawn, cursors, measured
+            samples += drawn
+        return Rollout([samples], cursors, rollout_metrics(samples))
 
-    def _train(self, drawn: dict[str, list[Sample]]) -> dict[str, float]:
-        settings = self.settings
-        # A micro-batch holds one domain, and so has one teacher.
-        batches = [
-            part
-            for samples in drawn.values()
-            for part in batch.split(
-                samples,
-                *data_rank(),
-                settings.loop.micro_batch_tokens,
-                replay=settings.routing.replay == "r3",
-            )
-        ]
-        temperature = settings.sampling.temperature
-        mismatch = add_old_logprobs(
-            self.policy, batches, temperature, self.job.settings.engine.max_logprob_difference
-        )
-        sequences = sum(map(len, drawn.values()))
-        tokens = sum(len(sample.response) for part in drawn.values() for sample in part)
-        totals = Totals(sequences, tokens)
+    def split(self, samples: list[Sample]) -> list[MicroBatch]:
+        """A micro-batch holds one domain, and so has one teacher."""
+        parts: list[MicroBatch] = []
+        for domain in self.domains:
+            parts += super().split([sample for sample in samples if sample.domain == domain])
+        return parts
+
+    def update(self, samples: list[Sample], batches: list[MicroBatch]) -> dict[str, float]:
+        """One step towards each domain's own teacher, averaged over all tokens."""
+        totals = Totals(len(samples), sum(len(sample.response) for sample in samples))
 
         def loss(logits: torch.Tensor, part: MicroBatch) -> tuple[torch.Tensor, float]:
             student = vocabulary.log_softmax(logits)
-            teacher = self._teacher_log_probs(part)
-            divergence = DIVERGENCES[settings.method](student, teacher, vocabulary.sum_vocabulary)
+            divergence = self.divergence(
+                student, self._teacher_log_probs(part), vocabulary.sum_vocabulary
+            )
             value = token_mean(divergence, part.mask, totals)
             return value, value.item()
 
-        rate = self.policy.learning_rate
         values = self.policy.accumulate(batches, loss)
         norm = self.policy.step()
         summed = sum_over_data({"loss": sum(values)})
-        return {
-            **mismatch,
-            **summed,
-            "teacher_kl": summed["loss"],
-            "gradient_norm": norm,
-            "learning_rate": rate,
-        }
+        return {**summed, "teacher_kl": summed["loss"], "gradient_norm": norm}
 
     def _teacher_log_probs(self, part: MicroBatch) -> torch.Tensor:
         """The batch's own teacher, [B, T, vocabulary / TP]; it routes by itself."""

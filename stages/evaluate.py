@@ -9,32 +9,29 @@ from typing import Any
 
 from parallel import batch, checkpoints
 from parallel.distributed import broadcast, is_main
+from parallel.files import write_atomically
 from parallel.policy import Policy, data_rank
 from parallel.sample import Sample
-from stages.domains.problem import Problem
+from stages.agreement import MismatchError, measure_mismatch
 from stages.domains.prompts import held_out_problems
-from stages.domains.rewards import Reward, load_reward
+from stages.domains.rewards import load_reward
 from stages.metrics import MetricsLog
-from stages.rollout import Rollouts, add_old_logprobs
+from stages.rollout import Rollouts
 from stages.settings import SamplingSettings, StageJob
 from stages.statistics import wilson
 
 PROBLEMS_A_CALL = 500  # small enough for progress, large enough to fill the engine
-CHECKED_SAMPLES, CHECKED_TOKENS = 64, 4096
+CHECKED, CHECKED_TOKENS = 64, 4096  # samples whose log-probabilities are compared
 
 
 def run(job: StageJob) -> None:
     """Evaluate every model of the job that has no result yet, then write results.json."""
     evaluation = Evaluation(job)
     for version, (name, checkpoint) in enumerate(job.models.items(), start=1):
-        if not evaluation.result_file(name).exists():
-            evaluation.evaluate(name, checkpoint, version)
-        broadcast(None)
-    if is_main():
-        results = {
-            name: json.loads(evaluation.result_file(name).read_text()) for name in job.models
-        }
-        _write(job.directory / "results.json", {"models": results})
+        if broadcast(evaluation.has(name)):
+            continue
+        evaluation.evaluate(name, checkpoint, version)
+    evaluation.finish()
 
 
 class Evaluation:
@@ -43,70 +40,86 @@ class Evaluation:
     def __init__(self, job: StageJob) -> None:
         self.job = job
         self.settings = job.settings.evaluation
+        self.domains = job.settings.experts
         self.policy = Policy(job.settings.model)
         self.rollouts = Rollouts(job)
-        self.problems: dict[str, list[Problem]] = {}
-        self.rewards: dict[str, Reward] = {}
-        total = self.settings.problems * len(job.settings.experts) * len(job.models)
         if is_main():
-            self.log = MetricsLog(job, total, start=total)
-            measured = sum(self.result_file(name).exists() for name in job.models)
-            self.answered = measured * self.settings.problems * len(job.settings.experts)
-            for domain, settings in job.settings.experts.items():
-                self.problems[domain] = held_out_problems(
-                    settings.prompts, domain, self.settings.problems
-                )
-                self.rewards[domain] = load_reward(domain, settings.reward)
+            a_model = self.settings.problems * len(self.domains)
+            self.answered = a_model * sum(self.has(name) for name in job.models)
+            self.log = MetricsLog(job, a_model * len(job.models), start=self.answered)
+            self.problems = {
+                domain: held_out_problems(settings.prompts, domain, self.settings.problems)
+                for domain, settings in self.domains.items()
+            }
+            self.rewards = {
+                domain: load_reward(domain, settings.reward)
+                for domain, settings in self.domains.items()
+            }
 
-    def result_file(self, name: str) -> Path:
-        """Where a model's accuracies stand once all of them are measured."""
-        return self.job.directory / "models" / f"{name}.json"
+    def has(self, name: str) -> bool:
+        """Whether a model is measured on every domain."""
+        return self._result_file(name).exists()
 
     def evaluate(self, name: str, checkpoint: Path, version: int) -> None:
         """Measure one checkpoint on every domain. Collective."""
         checkpoints.load_weights(self.policy, checkpoint)
         self.rollouts.refit(self.policy, version)
         self._check_engine()
+        scores = {domain: self._accuracy(name, domain) for domain in self.domains}
         if is_main():
-            result = {domain: self._accuracy(name, domain) for domain in self.problems}
-            _write(self.result_file(name), result)
+            write_atomically(self._result_file(name), json.dumps(scores, indent=2))
+
+    def finish(self) -> None:
+        """Gather the models' results into results.json."""
+        if is_main():
+            files = {name: self._result_file(name) for name in self.job.models}
+            models = {name: json.loads(file.read_text()) for name, file in files.items()}
+            write_atomically(
+                self.job.directory / "results.json", json.dumps({"models": models}, indent=2)
+            )
+            self.log.close()
 
     def _check_engine(self) -> None:
         """Hold the engine to the checkpoint's own log-probabilities on a first batch."""
         samples: list[Sample] = []
         if is_main():
             domain, problems = next(iter(self.problems.items()))
-            first = {domain: problems[:CHECKED_SAMPLES]}
-            samples = self.rollouts.sample(first, self._sampling(domain, 1.0), "check")
-        samples = broadcast(samples)
-        batches = batch.split(samples, *data_rank(), CHECKED_TOKENS, replay=True)
-        add_old_logprobs(self.policy, batches, 1.0, self.job.settings.engine.max_logprob_difference)
+            sampling = self._sampling(domain, temperature=1.0)
+            samples = self.rollouts.sample(domain, problems[:CHECKED], sampling, "check")
+        batches = batch.split(broadcast(samples), *data_rank(), CHECKED_TOKENS, replay=True)
+        largest = measure_mismatch(self.policy, batches, temperature=1.0)["mismatch_max"]
+        bound = self.job.settings.engine.max_logprob_difference
+        if largest > bound:
+            raise MismatchError(largest, bound)
 
     def _accuracy(self, name: str, domain: str) -> dict[str, Any]:
-        """Main rank only: one sample a problem, the same seeds for every model."""
-        problems = self.problems[domain]
+        """One sample a problem, with the same seeds for every model. Collective."""
+        correct, count = 0, self.settings.problems
+        for start in range(0, count, PROBLEMS_A_CALL):
+            # A call at a time, so that no other rank waits longer than a collective may take.
+            correct += broadcast(self._solved(domain, start) if is_main() else None)
+            if is_main():
+                asked = min(PROBLEMS_A_CALL, count - start)
+                self.answered += asked
+                accuracy = {"accuracy": correct / (start + asked)}
+                self.log.write(self.answered, accuracy, model=name, domain=domain)
+        return asdict(wilson(correct, count))
+
+    def _solved(self, domain: str, start: int) -> int:
+        """How many of the problems from `start` on earn the full reward of 1. Main rank only."""
+        problems = self.problems[domain][start : start + PROBLEMS_A_CALL]
         sampling = self._sampling(domain, self.settings.temperature)
-        correct = 0
-        for start in range(0, len(problems), PROBLEMS_A_CALL):
-            asked = problems[start : start + PROBLEMS_A_CALL]
-            purpose = f"{self.settings.sampling_seed}/{start}"
-            samples = self.rollouts.sample({domain: asked}, sampling, purpose)
-            self.rollouts.grade(samples, asked, self.rewards[domain])
-            correct += sum(sample.reward == 1.0 for sample in samples)
-            self.answered += len(asked)
-            accuracy = correct / (start + len(asked))
-            self.log.write(self.answered, {"accuracy": accuracy}, model=name, domain=domain)
-        return asdict(wilson(correct, len(problems)))
+        purpose = f"{self.settings.sampling_seed}/{start}"
+        samples = self.rollouts.sample(domain, problems, sampling, purpose)
+        self.rollouts.grade(samples, problems, self.rewards[domain])
+        return sum(sample.reward == 1.0 for sample in samples)
 
     def _sampling(self, domain: str, temperature: float) -> SamplingSettings:
-        limit = self.job.settings.experts[domain].sampling.max_response_tokens
+        """One sample a problem; unlike training, evaluation may be greedy (temperature 0)."""
+        limit = self.domains[domain].sampling.max_response_tokens
         return SamplingSettings.model_construct(
             group_size=1, temperature=temperature, max_response_tokens=limit
         )
 
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    path.parent.mkdir(exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(content, indent=2))
-    unfinished.rename(path)
+    def _result_file(self, name: str) -> Path:
+        return self.job.directory / "models" / f"{name}.json"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
+from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from parallel import checkpoints
@@ -22,13 +25,20 @@ def run(job: StageJob) -> None:
     assert job.parent is not None and job.output is not None
     policy = Policy(job.settings.model)
     checkpoints.load_weights(policy, job.parent)
-    weights = {name: tensor.cpu() for name, tensor in policy.weights()}
+    # Every rank takes part in the gathering; only the main one keeps what it yields.
+    weights = {name: tensor.cpu() for name, tensor in policy.weights() if is_main()}
     if is_main():
-        unfinished = job.output.with_name(f"{job.output.name}.tmp")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        save_file(weights, unfinished / "model.safetensors", metadata={"format": "pt"})
-        hugging_face_config(job.settings.model).save_pretrained(unfinished)
-        CharacterTokenizer().save(unfinished)
-        shutil.rmtree(job.output, ignore_errors=True)
-        unfinished.rename(job.output)
+        job.output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(
+            dir=job.output.parent, prefix=f".{job.output.name}."
+        ) as scratch:
+            unfinished = Path(scratch) / job.output.name
+            unfinished.mkdir()
+            try:
+                save_file(weights, unfinished / "model.safetensors", metadata={"format": "pt"})
+            except SafetensorError as error:  # what safetensors makes of a full disk
+                raise OSError(f"cannot write {job.output}: {error}") from error
+            hugging_face_config(job.settings.model).save_pretrained(unfinished)
+            CharacterTokenizer().save(unfinished)
+            shutil.rmtree(job.output, ignore_errors=True)
+            unfinished.rename(job.output)

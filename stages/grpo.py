@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from parallel import batch, checkpoints, vocabulary
+from parallel import checkpoints, vocabulary
 from parallel.batch import MicroBatch
-from parallel.distributed import broadcast, is_main, sum_over_data
-from parallel.policy import Policy, TrainedPolicy, data_rank
+from parallel.distributed import is_main, sum_over_data
+from parallel.policy import Policy, TrainedPolicy
 from parallel.sample import Sample
 from stages.domains.prompts import PromptStream
 from stages.domains.rewards import load_reward
@@ -18,117 +16,66 @@ from stages.metrics import reduce_sums
 from stages.objectives.advantages import group_advantages, zero_variance
 from stages.objectives.aggregation import Totals
 from stages.objectives.policy_loss import MetricSum, policy_loss
-from stages.rollout import Rollouts, add_old_logprobs, stopwatch
+from stages.on_policy import OnPolicyStage, Rollout, rollout_metrics
 from stages.settings import StageJob
 
 
 def run(job: StageJob) -> None:
     """Train the expert of `job.domain` to its last step."""
-    assert job.domain is not None
-    train(Expert(job), job, job.settings.experts[job.domain].loop)
+    stage = Expert(job)
+    train(stage, job, stage.loop)
 
 
-class Expert:
+class Expert(OnPolicyStage):
     """prompts -> rollout -> rewards -> advantages -> micro-batches -> policy step -> refit."""
 
     def __init__(self, job: StageJob) -> None:
         assert job.domain is not None and job.parent is not None
-        self.job = job
         self.domain = job.domain
-        self.settings = job.settings.experts[job.domain]
-        self.policy = TrainedPolicy(
-            job.settings.model, self.settings.optimizer, self._updates(self.settings.loop.steps)
-        )
-        self.rollouts = Rollouts(job)
-        self.reference: Policy | None = None
-        if self.settings.objective.kl.coefficient > 0:
-            self.reference = Policy(job.settings.model)
-            checkpoints.load_weights(self.reference, job.parent)
-        self.cursor = 0
+        self.settings = settings = job.settings.experts[job.domain]
+        updates = settings.loop.steps * settings.updates_per_rollout
+        policy = TrainedPolicy(job.settings.model, settings.optimizer, updates)
+        super().__init__(job, policy, settings.sampling, settings.routing, settings.loop)
+        self.references: dict[str, Policy] = {}
+        if settings.objective.kl.coefficient > 0:
+            self.references = {"parent": Policy(job.settings.model)}
+            checkpoints.load_weights(self.references["parent"], job.parent)
         if is_main():
-            self.reward = load_reward(self.domain, self.settings.reward)
+            self.reward = load_reward(self.domain, settings.reward)
 
-    def step(self, step: int) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        with stopwatch(metrics, "seconds_refit"):
-            self.rollouts.refit(self.policy, version=step)
-        with stopwatch(metrics, "seconds_rollout"):
-            samples, self.cursor, measured = broadcast(self._rollout(step) if is_main() else None)
-        with stopwatch(metrics, "seconds_train"):
-            trained = self._train(samples)
-        return {**measured, **trained, **broadcast(metrics)}
-
-    def state(self) -> dict[str, Any]:
-        return {"cursor": self.cursor}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.cursor = state["cursor"]
-
-    def _updates(self, steps: int) -> int:
-        return steps * self.settings.updates_per_rollout
-
-    def _rollout(self, step: int) -> tuple[list[Sample], int, dict[str, float]]:
-        """Main rank only: graded samples with advantages, the new cursor, and metrics."""
-        settings = self.settings
+    def roll_out(self, purpose: str) -> Rollout:
+        """`updates_per_rollout` shares of the prompts, each with all samples of its groups."""
         prompts = PromptStream(
-            settings.prompts,
+            self.settings.prompts,
             self.domain,
             self.job.settings.seed,
             self.job.stage,
-            cursor=self.cursor,
+            cursor=self.cursors.get(self.domain, 0),
         )
-        problems = prompts.take(settings.sampling.prompts_per_step)
-        samples = self.rollouts.sample({self.domain: problems}, settings.sampling, f"step {step}")
+        problems = prompts.take(self.sampling.prompts_per_step)
+        samples = self.rollouts.sample(self.domain, problems, self.sampling, purpose)
         self.rollouts.grade(samples, problems, self.reward)
         rewards = torch.tensor([sample.reward for sample in samples]).view(len(problems), -1)
-        advantages = group_advantages(rewards, settings.objective.advantage).flatten().tolist()
-        for sample, advantage in zip(samples, advantages, strict=True):
+        advantages = group_advantages(rewards, self.settings.objective.advantage).flatten()
+        for sample, advantage in zip(samples, advantages.tolist(), strict=True):
             sample.advantage = advantage
-        self.rollouts.record(samples, step)
-        measured = {
-            "reward": rewards.mean().item(),
-            "zero_variance": zero_variance(rewards).float().mean().item(),
-            "unfinished": sum(not sample.finished for sample in samples) / len(samples),
-            "response_tokens": sum(len(sample.response) for sample in samples) / len(samples),
-        }
-        return samples, prompts.cursor, measured
-
-    def _train(self, samples: list[Sample]) -> dict[str, float]:
-        """`updates_per_rollout` optimizer steps, each on its own share of the prompts."""
-        settings = self.settings
-        group, updates = settings.sampling.group_size, settings.updates_per_rollout
-        shares = [
-            [sample for i, sample in enumerate(samples) if (i // group) % updates == update]
-            for update in range(updates)
-        ]
-        batches = [
-            batch.split(
-                share,
-                *data_rank(),
-                settings.loop.micro_batch_tokens,
-                replay=settings.routing.replay == "r3",
-            )
-            for share in shares
-        ]
-        everything = [part for share in batches for part in share]
-        temperature = settings.sampling.temperature
-        mismatch = add_old_logprobs(
-            self.policy, everything, temperature, self.job.settings.engine.max_logprob_difference
+        updates, group = self.settings.updates_per_rollout, self.sampling.group_size
+        return Rollout(
+            updates=[
+                [sample for i, sample in enumerate(samples) if (i // group) % updates == update]
+                for update in range(updates)
+            ],
+            cursors={self.domain: prompts.cursor},
+            metrics={
+                **rollout_metrics(samples),
+                "zero_variance": zero_variance(rewards).float().mean().item(),
+            },
         )
-        if self.reference is not None:
-            logprobs = self.reference.target_logprobs(
-                [part.without_routes() for part in everything], temperature
-            )
-            for part, reference in zip(everything, logprobs, strict=True):
-                part.reference_logprobs = reference
-        rate = self.policy.learning_rate
-        measured = [self._update(share, part) for share, part in zip(shares, batches, strict=True)]
-        mean = {name: sum(update[name] for update in measured) / updates for name in measured[0]}
-        return {**mismatch, **mean, "learning_rate": rate}
 
-    def _update(self, samples: list[Sample], batches: list[MicroBatch]) -> dict[str, float]:
-        objective = self.settings.objective
-        temperature = self.settings.sampling.temperature
+    def update(self, samples: list[Sample], batches: list[MicroBatch]) -> dict[str, float]:
+        """One step on the objective of the domain."""
+        if self.settings.objective.kl.coefficient > 0:
+            self._add_reference_logprobs(batches)
         totals = Totals(len(samples), sum(len(sample.response) for sample in samples))
 
         def loss(
@@ -136,7 +83,7 @@ class Expert:
         ) -> tuple[torch.Tensor, tuple[float, dict[str, MetricSum]]]:
             assert part.old_logprobs is not None
             log_probs = vocabulary.gather_targets(
-                vocabulary.log_softmax(logits, temperature), part.targets
+                vocabulary.log_softmax(logits, self.sampling.temperature), part.targets
             )
             result = policy_loss(
                 log_probs,
@@ -144,7 +91,7 @@ class Expert:
                 part.advantages,
                 part.mask,
                 totals,
-                objective,
+                self.settings.objective,
                 part.reference_logprobs,
             )
             return result.loss, (result.loss.item(), result.metrics)
@@ -154,3 +101,11 @@ class Expert:
         shares = reduce_sums([metrics for _, metrics in parts], totals)
         shares["loss"] = sum(value for value, _ in parts)
         return {**sum_over_data(shares), "gradient_norm": norm}
+
+    def _add_reference_logprobs(self, batches: list[MicroBatch]) -> None:
+        """The reference routes by itself: it is another model than the one that sampled."""
+        reference = self.references[self.settings.objective.kl.reference]
+        own_routing = [part.without_routes() for part in batches]
+        logprobs = reference.target_logprobs(own_routing, self.sampling.temperature)
+        for part, values in zip(batches, logprobs, strict=True):
+            part.reference_logprobs = values

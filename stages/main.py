@@ -12,7 +12,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from stages.settings import StageJob
+from stages.settings import ERROR_MARK, StageJob
 
 MODULES = {
     "sft": "stages.sft",
@@ -43,12 +43,12 @@ def _leave(error: Exception) -> None:
     """End this rank at once: another may hang in a collective that will never be joined."""
     from parallel.checkpoints import CheckpointError
     from parallel.rollout.client import EngineError
+    from stages.agreement import MismatchError
     from stages.domains.problem import DomainError
     from stages.domains.rewards import RewardError
     from stages.loop import NotFiniteError, StageStopped
-    from stages.rollout import MismatchError
 
-    expected = (
+    told = (
         CheckpointError,
         DomainError,
         EngineError,
@@ -57,15 +57,17 @@ def _leave(error: Exception) -> None:
         OSError,
         RewardError,
     )
-    if isinstance(error, StageStopped):
-        print(error, flush=True)
-        os._exit(143)
-    if isinstance(error, expected):
-        print(f"braid-error: {error}", flush=True)
-    else:
-        sys.excepthook(type(error), error, error.__traceback__)
-        sys.stderr.flush()
-    os._exit(1)
+    status = 143 if isinstance(error, StageStopped) else 1
+    try:
+        if isinstance(error, StageStopped):
+            print(error, flush=True)
+        elif isinstance(error, told):
+            print(ERROR_MARK + " ".join(str(error).split()), flush=True)
+        else:
+            sys.excepthook(type(error), error, error.__traceback__)
+            sys.stderr.flush()
+    finally:  # the log's disk may be full
+        os._exit(status)
 
 
 if __name__ == "__main__":

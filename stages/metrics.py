@@ -1,47 +1,39 @@
-"""Every metric a stage may log, with its denominator; docs/metrics.md says what healthy is."""
+"""Every metric a stage may log, with its denominator; docs/metrics.md says what they mean."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from parallel.files import naming, write_atomically
 from stages.objectives.aggregation import Totals
 from stages.objectives.policy_loss import MetricSum
 from stages.settings import StageJob
 
-
-@dataclass(frozen=True)
-class Metric:
-    """What one value of a metric was divided by, and what it says."""
-
-    denominator: str
-    meaning: str
-
-
+# What each metric is divided by. A name that does not stand here is refused.
 METRICS = {
-    "loss": Metric("step", "the objective, normalised by the step's global count"),
-    "gradient_norm": Metric("step", "norm of the whole gradient before clipping"),
-    "learning_rate": Metric("step", "rate this step used"),
-    "reward": Metric("sequences", "mean reward of the step's rollouts"),
-    "zero_variance": Metric("groups", "share of prompts whose samples all earned the same"),
-    "unfinished": Metric("sequences", "share of responses cut off before their end token"),
-    "response_tokens": Metric("sequences", "mean response length in tokens, end token included"),
-    "ratio": Metric("sequences", "mean policy ratio"),
-    "clip_fraction": Metric("sequences", "mean share of a response that clipping took part in"),
-    "entropy": Metric("tokens", "mean of -log pi of the sampled tokens, in nats"),
-    "kl": Metric("tokens", "mean of the chosen estimator of KL to the reference, in nats"),
-    "teacher_kl": Metric("tokens", "mean full-vocabulary KL(student || its teacher), in nats"),
-    "mismatch_max": Metric("step", "largest |log mu - log pi| after the refit, in nats"),
-    "mismatch_mean": Metric("tokens", "mean |log mu - log pi| after the refit, in nats"),
-    "high_ratio": Metric("tokens", "share of tokens with pi / mu or mu / pi above 2"),
-    "seconds_refit": Metric("step", "time to bring the weights to the engine"),
-    "seconds_rollout": Metric("step", "time to sample and grade"),
-    "seconds_train": Metric("step", "time of all forward, backward and optimizer work"),
-    "accuracy": Metric("problems", "share of the problems so far that were solved"),
+    "loss": "step",
+    "gradient_norm": "step",
+    "learning_rate": "step",
+    "reward": "sequences",
+    "zero_variance": "groups",
+    "unfinished": "sequences",
+    "response_tokens": "sequences",
+    "ratio": "sequences",
+    "clip_fraction": "sequences",
+    "entropy": "tokens",
+    "kl": "tokens",
+    "teacher_kl": "tokens",
+    "mismatch_max": "step",
+    "mismatch_mean": "tokens",
+    "high_ratio": "tokens",
+    "seconds_refit": "step",
+    "seconds_rollout": "step",
+    "seconds_train": "step",
+    "accuracy": "problems",
 }
 
 
@@ -60,7 +52,7 @@ class MetricsLog:
         if undeclared := sorted(metrics.keys() - METRICS.keys()):
             raise KeyError(f"undeclared metrics: {undeclared}")
         line = {"step": step, "steps": self.steps, "time": time.time(), **labels, **metrics}
-        with self.path.open("a") as file:
+        with naming(self.path), self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         if self._wandb is not None:
             self._wandb.log({**labels, **metrics}, step=step)
@@ -92,9 +84,7 @@ def _keep_until(path: Path, step: int) -> None:
                 kept.append(line + "\n")
         except json.JSONDecodeError:
             break  # the line a killed stage was writing
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text("".join(kept))
-    unfinished.replace(path)
+    write_atomically(path, "".join(kept))
 
 
 def _start_wandb(job: StageJob) -> Any:

@@ -1,4 +1,4 @@
-"""Rollouts of a stage: refit the engine, sample, and hold both to the same log-probabilities."""
+"""A stage's rollouts: bring the weights to the engine, sample, grade, and keep what was drawn."""
 
 from __future__ import annotations
 
@@ -8,24 +8,21 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from parallel.batch import MicroBatch
-from parallel.distributed import broadcast, is_main, max_over_ranks, sum_over_data
+from parallel.distributed import barrier, is_main
+from parallel.files import write_atomically
 from parallel.policy import Policy
 from parallel.rollout.client import EngineClient, prompts_of
 from parallel.rollout.wire import Generate
 from parallel.sample import Sample
+from parallel.settings import END_TOKEN
 from stages.domains.problem import DomainError, Problem
 from stages.domains.rewards import Reward, grade
 from stages.settings import SamplingSettings, StageJob
 from stages.tokenizer import CharacterTokenizer
 
 
-class MismatchError(RuntimeError):
-    """The engine and the trainer disagree about the same tokens under the same weights."""
-
-
 class Rollouts:
-    """The stage's link to the engine. The main rank holds it; the methods are collective."""
+    """The stage's link to the engine, held by the main rank; only `refit` is collective."""
 
     def __init__(self, job: StageJob) -> None:
         self.job = job
@@ -41,47 +38,29 @@ class Rollouts:
         return self._client
 
     def refit(self, policy: Policy, version: int) -> None:
-        """Bring the policy's weights to the engine."""
+        """Bring the policy's weights to the engine. Collective."""
         if is_main():
             self.client.refit(policy.weights(), version)
         else:
             for _ in policy.weights():  # every rank takes part in the gathering
                 pass
-        broadcast(None)
+        barrier()
 
     def sample(
-        self, problems: dict[str, list[Problem]], sampling: SamplingSettings, purpose: str
+        self, domain: str, problems: list[Problem], sampling: SamplingSettings, purpose: str
     ) -> list[Sample]:
-        """`group_size` responses to every problem, domain by domain. Main rank only.
+        """`group_size` responses to every problem, in order, drawn with seeds of `purpose`.
 
         Raises DomainError when a prompt leaves no room for a response.
         """
-        samples = []
-        for domain, asked in problems.items():
-            request = Generate(
-                prompts=prompts_of(
-                    [self._encode(problem, sampling) for problem in asked],
-                    sampling.group_size,
-                    _seed(self.job.settings.seed, self.job.stage, domain, purpose),
-                ),
-                temperature=sampling.temperature,
-                max_tokens=sampling.max_response_tokens,
-                end_token=self.tokenizer.end_id,
-            )
-            samples += self.client.generate(domain, request)
-        return samples
-
-    def _encode(self, problem: Problem, sampling: SamplingSettings) -> list[int]:
-        tokens = self.tokenizer.encode(problem.prompt)
-        limit = self.job.settings.engine.max_model_tokens
-        if len(tokens) + sampling.max_response_tokens > limit:
-            raise DomainError(
-                problem.domain,
-                "sampling.max_response_tokens",
-                f"{sampling.max_response_tokens} and the {len(tokens)} tokens of the prompt"
-                f" {problem.prompt!r} exceed engine.max_model_tokens = {limit}",
-            )
-        return tokens
+        prompts = prompts_of(
+            [self._encode(problem, sampling) for problem in problems],
+            sampling.group_size,
+            _seed(self.job.settings.seed, self.job.stage, domain, purpose),
+        )
+        limit = sampling.max_response_tokens
+        request = Generate(prompts, sampling.temperature, limit, END_TOKEN)
+        return self.client.generate(domain, request)
 
     def grade(self, samples: list[Sample], problems: list[Problem], reward: Reward) -> None:
         """Add each sample's reward; `problems` holds one problem for every group of samples."""
@@ -91,63 +70,46 @@ class Rollouts:
             sample.reward = grade(reward, problems[index // group], text, sample.finished)
 
     def record(self, samples: list[Sample], step: int) -> None:
-        """Write the step's rollouts as JSON lines. Main rank only."""
-        path = self.job.directory / "rollouts" / f"step_{step:06d}.jsonl"
-        path.parent.mkdir(exist_ok=True)
+        """Write the step's samples as JSON lines: tokens to replay them, and text to read."""
         decode = self.tokenizer.decode
-        with path.open("w") as file:
-            for sample in samples:
-                line = {
-                    "domain": sample.domain,
-                    "prompt": decode(sample.prompt),
-                    "response": decode(sample.response),
-                    "reward": sample.reward,
-                    "advantage": sample.advantage,
-                    "finished": sample.finished,
-                    "weight_version": sample.weight_version,
-                }
-                file.write(json.dumps(line) + "\n")
+        lines = [
+            {
+                "domain": sample.domain,
+                "prompt": decode(sample.prompt),
+                "response": decode(sample.response),
+                "reward": sample.reward,
+                "advantage": sample.advantage,
+                "finished": sample.finished,
+                "weight_version": sample.weight_version,
+                "prompt_tokens": sample.prompt.tolist(),
+                "response_tokens": sample.response.tolist(),
+                "logprobs": [] if sample.logprobs is None else sample.logprobs.tolist(),
+            }
+            for sample in samples
+        ]
+        path = self.job.directory / "rollouts" / f"step_{step:06d}.jsonl"
+        write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
 
-
-def add_old_logprobs(
-    policy: Policy, batches: list[MicroBatch], temperature: float, bound: float
-) -> dict[str, float]:
-    """Recompute log pi_old for every batch and hold it against the engine's mu. Collective.
-
-    Returns the mismatch metrics (section 4 of the algorithms).
-    Raises MismatchError when any token differs by more than `bound` nats.
-    """
-    largest = total = high = tokens = 0.0
-    for batch, logprobs in zip(batches, policy.target_logprobs(batches, temperature), strict=True):
-        batch.old_logprobs = logprobs
-        difference = (batch.engine_logprobs - logprobs).masked_fill(~batch.mask, 0.0).abs()
-        largest = max(largest, difference.max().item())
-        total += difference.sum().item()
-        high += (difference > LOG_TWO).sum().item()
-        tokens += batch.mask.sum().item()
-    largest = max_over_ranks(largest)
-    sums = sum_over_data({"total": total, "high": high, "tokens": tokens})
-    if not largest <= bound:
-        raise MismatchError(
-            f"after a refit the engine's log-probabilities differ from the trainer's by up to "
-            f"{largest:.3g} nats; engine.max_logprob_difference allows {bound:g}"
-        )
-    return {
-        "mismatch_max": largest,
-        "mismatch_mean": sums["total"] / sums["tokens"],
-        "high_ratio": sums["high"] / sums["tokens"],
-    }
-
-
-LOG_TWO = 0.6931471805599453
+    def _encode(self, problem: Problem, sampling: SamplingSettings) -> list[int]:
+        tokens = self.tokenizer.encode(problem.prompt)
+        limit = self.job.settings.engine.max_model_tokens
+        if len(tokens) + sampling.max_response_tokens > limit:
+            raise DomainError(
+                problem.domain,
+                "prompts.config",
+                f"the {len(tokens)} tokens of {problem.prompt!r} leave no room for"
+                f" {sampling.max_response_tokens} tokens of response within"
+                f" engine.max_model_tokens = {limit}",
+            )
+        return tokens
 
 
 @contextmanager
-def stopwatch(metrics: dict[str, float], name: str) -> Iterator[None]:
-    """Add the seconds a block took to `metrics`."""
+def stopwatch(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Add the time a block took to `seconds`."""
     start = time.perf_counter()
     yield
-    metrics[name] = metrics.get(name, 0.0) + time.perf_counter() - start
+    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
 
 
 def _seed(*parts: object) -> int:

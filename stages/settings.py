@@ -21,8 +21,7 @@ from parallel.settings import (
 )
 from stages.objectives.settings import ObjectiveSettings
 
-
-TOKENIZER_SIZE = 80  # ids of `stages.tokenizer`
+ERROR_MARK = "braid-error: "  # begins the line in which a stage tells a person why it failed
 
 
 class PromptSettings(Settings):
@@ -49,6 +48,12 @@ class SamplingSettings(Settings):
     group_size: Positive = 8
     temperature: Annotated[float, Field(gt=0)] = 1.0
     max_response_tokens: Positive = 24
+
+
+class MergeSamplingSettings(SamplingSettings):
+    """One step's rollouts of each domain; a teacher grades a sample without comparing it."""
+
+    group_size: Positive = 1
 
 
 class RoutingSettings(Settings):
@@ -95,7 +100,7 @@ class MergeSettings(Settings):
     """Multi-teacher on-policy distillation: students sample, each domain's own expert grades."""
 
     method: Literal["full_vocab_reverse_kl"] = "full_vocab_reverse_kl"
-    sampling: SamplingSettings = SamplingSettings(group_size=1)
+    sampling: MergeSamplingSettings = MergeSamplingSettings()
     routing: RoutingSettings = RoutingSettings()
     optimizer: OptimizerSettings
     loop: LoopSettings
@@ -106,7 +111,7 @@ class EvaluationSettings(Settings):
 
     problems: Positive = 2000
     temperature: Annotated[float, Field(ge=0)] = 1.0
-    sampling_seed: int = 20_000
+    sampling_seed: Annotated[int, Field(ge=0)] = 20_000
 
 
 class LoggingSettings(Settings):
@@ -120,7 +125,7 @@ class RunSettings(Settings):
     """A whole run: `experts` maps each domain's name to its settings."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     deterministic: bool = False
     model: ModelSettings
     layout: LayoutSettings = LayoutSettings()

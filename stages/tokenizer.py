@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stages.settings import TOKENIZER_SIZE
+from parallel.settings import END_TOKEN, PAD_TOKEN, TOKENIZER_SIZE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -23,8 +23,8 @@ PAD, END = "[PAD]", "[END]"
 class CharacterTokenizer:
     """80 ids: pad 0, end 1, then `CHARACTERS` in order, then reserved ones."""
 
-    pad_id = 0
-    end_id = 1
+    pad_id = PAD_TOKEN
+    end_id = END_TOKEN
     vocabulary_size = TOKENIZER_SIZE
 
     def __init__(self) -> None:

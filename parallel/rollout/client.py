@@ -77,6 +77,11 @@ class EngineClient:
             connection.request("POST", f"/{name}", body, headers)
             response = connection.getresponse()
             data = response.read()
+        except TimeoutError as error:
+            raise EngineError(
+                f"the engine did not answer {name} within {self.timeout} s"
+                " (engine.request_timeout_seconds)"
+            ) from error
         except (OSError, http.client.HTTPException) as error:
             raise EngineError(f"the engine did not answer {name}: {error!r}") from error
         finally:

@@ -18,9 +18,12 @@ class RefitExtension:
     model_config: Any
 
     def begin_refit(self) -> None:
-        """Turn every layer back to the form its loaders expect."""
+        """Turn every layer back to the form its loaders expect, after closing a failed refit."""
         from vllm.model_executor.model_loader.reload.layerwise import initialize_layerwise_reload
 
+        if getattr(self, "_open", False):
+            self.finish_refit()
+        self._open = True
         # Between the brackets the model's parameters stand on the meta device.
         self._device = next(self.model_runner.model.parameters()).device
         self._kernels: list[tuple[Any, Any]] = []
@@ -48,3 +51,4 @@ class RefitExtension:
         for method, kernel in self._kernels:
             if method.moe_kernel is None:
                 method.moe_kernel = kernel
+        self._open = False

@@ -33,6 +33,7 @@ PROCESS_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 
+IDLE_SECONDS = 30  # how long a client that says nothing may hold the only connection
 ENGINE_DTYPES: dict[str, Literal["float32"]] = {"fp32": "float32"}
 
 
@@ -140,8 +141,9 @@ def _handler(engine: Engine, token: str) -> type[BaseHTTPRequestHandler]:
     }
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = IDLE_SECONDS
+
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
             shown = self.headers.get("Authorization", "")
             if not hmac.compare_digest(shown.encode(), f"Bearer {token}".encode()):
                 self._answer(403, Failure("wrong token"))
@@ -149,6 +151,7 @@ def _handler(engine: Engine, token: str) -> type[BaseHTTPRequestHandler]:
                 self._answer(404, Failure(f"no such call: {self.path}"))
             else:
                 try:
+                    body = self.rfile.read(int(self.headers["Content-Length"]))
                     self._answer(200, calls[self.path](body))
                 except BrokenPipeError:
                     pass  # the client died while it waited

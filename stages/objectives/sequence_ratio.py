@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stages.objectives.settings import RatioSettings
+from stages.objectives.settings import SequenceRatioSettings
 from stages.objectives.surrogate import Surrogate, bounded_exp, clipped_surrogate
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def sequence_ratio(
-    log_ratio: Tensor, advantages: Tensor, mask: Tensor, settings: RatioSettings
+    log_ratio: Tensor, advantages: Tensor, mask: Tensor, settings: SequenceRatioSettings
 ) -> Surrogate:
     """The surrogate of s_i = exp(mean_t log-ratio), repeated at each token of its response.
 
@@ -23,4 +23,4 @@ def sequence_ratio(
     lengths = mask.sum(-1).clamp(min=1)
     mean_log_ratio = log_ratio.masked_fill(~mask, 0.0).sum(-1) / lengths
     ratio = bounded_exp(mean_log_ratio).unsqueeze(-1).expand_as(log_ratio)
-    return clipped_surrogate(ratio, advantages.unsqueeze(-1), settings)
+    return clipped_surrogate(ratio, advantages.unsqueeze(-1), settings.clip_low, settings.clip_high)

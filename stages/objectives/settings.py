@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from parallel.settings import Settings
 
@@ -16,12 +16,33 @@ class AdvantageSettings(Settings):
     std: Literal["population", "sample"] = "sample"
 
 
-class RatioSettings(Settings):
-    """Section 2: the policy ratio and its clip."""
+class SequenceRatioSettings(Settings):
+    """Section 2: one ratio a response, and its clip (GSPO's)."""
 
-    name: Literal["sequence", "token"] = "sequence"
+    name: Literal["sequence"] = "sequence"
     clip_low: Annotated[float, Field(gt=0)] = 3e-4
     clip_high: Annotated[float, Field(gt=0)] = 4e-4
+
+
+class TokenRatioSettings(Settings):
+    """Section 2: one ratio a token, and its clip (DAPO's)."""
+
+    name: Literal["token"] = "token"
+    clip_low: Annotated[float, Field(gt=0)] = 0.2
+    clip_high: Annotated[float, Field(gt=0)] = 0.28
+
+
+def _ratio_name(given: Any) -> str:
+    """Which settings are meant: a ratio that states no `name` is a sequence's."""
+    if isinstance(given, dict):
+        return str(given.get("name", "sequence"))
+    return str(getattr(given, "name", "sequence"))
+
+
+RatioSettings = Annotated[
+    Annotated[SequenceRatioSettings, Tag("sequence")] | Annotated[TokenRatioSettings, Tag("token")],
+    Discriminator(_ratio_name),
+]
 
 
 class KLSettings(Settings):
@@ -36,6 +57,6 @@ class ObjectiveSettings(Settings):
     """What an expert optimises."""
 
     advantage: AdvantageSettings = AdvantageSettings()
-    ratio: RatioSettings = RatioSettings()
+    ratio: RatioSettings = SequenceRatioSettings()
     aggregation: Literal["sequence_mean", "token_mean"] = "sequence_mean"
     kl: KLSettings = KLSettings()

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stages.objectives.settings import RatioSettings
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -30,8 +28,8 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, settings: RatioSettings) -> Surrogate:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), elementwise over equal shapes."""
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Surrogate:
+    """-min(r A, clip(r, 1 - low, 1 + high) A), elementwise over equal shapes."""
     free = ratio * advantages
-    bound = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantages
+    bound = ratio.clamp(1 - low, 1 + high) * advantages
     return Surrogate(loss=-free.minimum(bound), ratio=ratio, clipped=bound < free)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stages.objectives.settings import RatioSettings
+from stages.objectives.settings import TokenRatioSettings
 from stages.objectives.surrogate import Surrogate, bounded_exp, clipped_surrogate
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def token_ratio(
-    log_ratio: Tensor, advantages: Tensor, mask: Tensor, settings: RatioSettings
+    log_ratio: Tensor, advantages: Tensor, mask: Tensor, settings: TokenRatioSettings
 ) -> Surrogate:
     """The surrogate of r_t = exp(log pi_theta - log pi_old).
 
@@ -20,4 +20,4 @@ def token_ratio(
     [B, T] bool.
     """
     ratio = bounded_exp(log_ratio.masked_fill(~mask, 0.0))
-    return clipped_surrogate(ratio, advantages.unsqueeze(-1), settings)
+    return clipped_surrogate(ratio, advantages.unsqueeze(-1), settings.clip_low, settings.clip_high)

@@ -49,7 +49,7 @@ def peaceful(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Killed as a rank, as the engine and as the launcher, each in another stage."""
+    """Killed as a rank, as the engine, as the launcher and as a rank again, stage by stage."""
     directory = tmp_path_factory.mktemp("killed")
     run = directory / "smoke"
 
@@ -71,6 +71,11 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     while _left_behind(run):
         assert time.monotonic() < deadline, _left_behind(run)
         time.sleep(0.1)
+
+    launched = braid(directory, "resume", "smoke")
+    wait_for((run / "stages/evaluate/models/experts.chain_sum.json").exists, launched)
+    kill(processes(run, "stages.main")[0])
+    _fails(launched, "evaluate")
 
     return Run(run, finish(braid(directory, "resume", "smoke")))
 
@@ -109,14 +114,14 @@ def test_no_finished_stage_is_repeated(killed: Run) -> None:
     done = Counter(event["stage"] for event in events if event["state"] == "done")
     assert done == Counter(STAGES)
     started = Counter(event["stage"] for event in events if event["state"] == "running")
-    again = {"cold_start", "experts.spell_backward", "merge"}
+    again = {"cold_start", "experts.spell_backward", "merge", "evaluate"}
     assert started == Counter(STAGES) + Counter(again)
 
 
 def test_a_stage_continues_from_its_newest_checkpoint(killed: Run) -> None:
     events = [json.loads(line) for line in (killed.path / "ledger.jsonl").read_text().splitlines()]
     resumed = [e for e in events if e["state"] == "running" and e["stage"] == "cold_start"][1]
-    assert "step 2" in resumed["cause"]
+    assert resumed["cause"] in ("from step 2", "from step 3")
     for stage in TRAINING:
         steps = [line["step"] for line in metrics(killed.path, stage)]
         assert steps == list(range(1, len(steps) + 1))

@@ -143,6 +143,12 @@ def test_a_failed_refit_leaves_an_engine_that_says_so_and_can_be_refitted(
         client.refit([("no.such.weight", torch.zeros(2))], 24)
     with pytest.raises(EngineError, match="no weights yet"):
         sample(client)
+    torn = [item for item in unfused(model(0)) if "experts.1" not in item[0]]
+    with pytest.raises(EngineError, match="load_chunk"):
+        client.refit([*torn, ("no.such.weight", torch.zeros(2))], 25)
+    source = model(1)
+    refit(client, source, 26)
+    assert mismatch(source, sample(client)) < 1e-4
 
 
 def test_strangers_are_refused(client: EngineClient, engine_address: Path) -> None:

@@ -11,7 +11,7 @@ from ranks import Ranks
 @pytest.fixture(scope="session")
 def one_rank() -> Iterator[Ranks]:
     """A single process."""
-    ranks = Ranks(1)
+    ranks = Ranks(1, expert=1)
     yield ranks
     ranks.close()
 
@@ -19,6 +19,14 @@ def one_rank() -> Iterator[Ranks]:
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[Ranks]:
     """Two ranks with the experts split between them."""
-    ranks = Ranks(2)
+    ranks = Ranks(2, expert=2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def two_replicas() -> Iterator[Ranks]:
+    """Two ranks that each hold the whole model."""
+    ranks = Ranks(2, expert=1)
     yield ranks
     ranks.close()

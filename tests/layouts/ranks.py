@@ -14,7 +14,7 @@ from typing import Any
 class Ranks:
     """`ranks(function, *arguments)` runs a function of `cases` on every rank."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, expert: int) -> None:
         context = multiprocessing.get_context("spawn")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -23,7 +23,7 @@ class Ranks:
         self.processes = []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, world, port))
+            process = context.Process(target=_serve, args=(theirs, rank, world, expert, port))
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
@@ -45,14 +45,14 @@ class Ranks:
             process.kill()
 
 
-def _serve(pipe: Connection, rank: int, world: int, port: int) -> None:
+def _serve(pipe: Connection, rank: int, world: int, expert: int, port: int) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     from parallel.distributed import process_groups
     from parallel.settings import LayoutSettings
 
-    with process_groups(LayoutSettings(ranks=world, expert=world), seed=0):
+    with process_groups(LayoutSettings(ranks=world, expert=expert), seed=0):
         while True:
             function, arguments = pipe.recv()
             try:

@@ -13,14 +13,15 @@ WHOLE, PIECES = 4096, 64  # token budgets: one micro-batch, or several
 @pytest.mark.parametrize("replay", [False, True], ids=["routed", "replayed"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_loss_and_gradients_do_not_know_the_layout(
-    loss: str, replay: bool, one_rank: Ranks, two_ranks: Ranks
+    loss: str, replay: bool, one_rank: Ranks, two_ranks: Ranks, two_replicas: Ranks
 ) -> None:
     [whole] = one_rank(gradients, loss, WHOLE, replay)
     [pieces] = one_rank(gradients, loss, PIECES, replay)
     spread = two_ranks(gradients, loss, PIECES, replay)
+    copies = two_replicas(gradients, loss, PIECES, replay)
     assert whole["micro_batches"] == 1
     assert pieces["micro_batches"] > spread[0]["micro_batches"] > 1
-    for other in (pieces, *spread):
+    for other in (pieces, *spread, *copies):
         assert other["loss"] == pytest.approx(whole["loss"], rel=1e-6, abs=1e-6)
         for name, found in other["gradients"].items():
             expected = whole["gradients"][name]

@@ -18,7 +18,7 @@ def main() -> None:
         print("RuntimeError: not enough memory for the cache")
         sys.exit(1)
     Path(json.loads(job.read_text())["address"]).write_text("{}")
-    time.sleep(60)
+    time.sleep(600)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pipeline.errors import BraidError
 from pipeline.launcher import Programs
 from pipeline.run_directory import RunDirectory
 from pipeline.runner import run_stages
+from stages.settings import ERROR_MARK
 
 HERE = Path(__file__).parent
 
@@ -27,6 +28,7 @@ def fake_programs(actions: dict[str, dict[str, str]], engine: str = "wait") -> P
             str(HERE / "fake_stage.py"),
             str(job),
             json.dumps(actions),
+            ERROR_MARK,
         ],
         engine=lambda job: [sys.executable, "-S", str(HERE / "fake_engine.py"), str(job), engine],
     )

@@ -1,6 +1,6 @@
 """A stage's rank that trains nothing: it leaves the files a stage leaves, or fails as it is told.
 
-python fake_stage.py JOB '{"STAGE": {"RANK": ACTION}}'
+python fake_stage.py JOB '{"STAGE": {"RANK": ACTION}}' ERROR_MARK
 """
 
 import json
@@ -56,7 +56,17 @@ def break_down(job: dict, rank: int) -> None:
 
 
 def say_why(job: dict, rank: int) -> None:
-    print("a long traceback\nbraid-error: domain chain_sum has no prompts")
+    print(f"a long traceback\n{sys.argv[3]}domain chain_sum has no prompts")
+    sys.exit(1)
+
+
+def lose_the_other(job: dict, rank: int) -> None:
+    """Fail as a rank of gloo does a moment after the other one ended."""
+    other = Path(sys.argv[1]).with_name(f"rank_{1 - rank}.log")
+    while "broken" not in (other.read_text() if other.exists() else ""):
+        time.sleep(0.02)
+    time.sleep(0.2)
+    print("Traceback (most recent call last):\nRuntimeError: Connection closed by peer [::1]:1234")
     sys.exit(1)
 
 
@@ -66,7 +76,7 @@ def be_killed(job: dict, rank: int) -> None:
 
 def hang(job: dict, rank: int) -> None:
     (Path(job["directory"]) / f"pid_{rank}").write_text(str(os.getpid()))
-    time.sleep(60)
+    time.sleep(600)
 
 
 def hang_deaf(job: dict, rank: int) -> None:
@@ -76,7 +86,16 @@ def hang_deaf(job: dict, rank: int) -> None:
 
 ACTIONS = {
     action.__name__: action
-    for action in (work, save_then_hang, break_down, say_why, be_killed, hang, hang_deaf)
+    for action in (
+        work,
+        save_then_hang,
+        break_down,
+        say_why,
+        lose_the_other,
+        be_killed,
+        hang,
+        hang_deaf,
+    )
 }
 
 if __name__ == "__main__":

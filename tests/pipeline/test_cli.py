@@ -150,7 +150,7 @@ def test_a_full_disk_is_one_line_with_the_path(
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("pipeline.run_directory.os.fsync", full)
+    monkeypatch.setattr("parallel.files.os.fsync", full)
     code, _, err = braid("run", config)
     assert (code, err) == (1, f"braid: {runs}/small/run.yaml: No space left on device\n")
     assert [path.name for path in (runs / "small").iterdir()] == ["run.lock"]

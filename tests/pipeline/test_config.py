@@ -8,6 +8,7 @@ import pytest
 
 from pipeline.config import differing_keys, dump_resolved, load
 from pipeline.violations import ConfigError
+from stages.objectives.settings import SequenceRatioSettings, TokenRatioSettings
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -104,18 +105,33 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
     ("override", "message"),
     [
         ("layout.expert=16", "layout.expert: 16 does not divide model.experts = 8"),
-        ("layout.ranks=6", "experts.sums.demonstrations.sequences_per_step: 32 is no multiple of"),
-        ("layout.ranks=6", "merge.sampling.prompts_per_step: 32 prompts x 1 samples is no multip"),
+        ("layout.ranks=66", "experts: all domains' demonstrations.sequences_per_step together, 64"),
+        ("layout.ranks=34", "merge.sampling.prompts_per_step: 32 prompts x 1 samples in 1 updates"),
+        ("evaluation.problems=1", "evaluation.problems: 1 is less than layout.ranks = 2, and eve"),
         ("model.max_positions=32", "engine.max_model_tokens: 64 is more than model.max_positions"),
+        ("model.vocabulary_size=96", "model.vocabulary_size: 96 should be 80, the number of ids"),
         ("experts.sums.sampling.group_size=1", "a group of one has no advantage"),
-        ("experts.sums.updates_per_rollout=3", "3 updates on 2 ranks do not divide the 256 sampl"),
+        ("experts.sums.updates_per_rollout=3", "3 does not divide experts.sums.sampling.prompts_p"),
+        ("experts.words.prompts.held_out_fraction=0.5", "0.5 should be 0.25, as that of experts.s"),
         ("experts.sums.reward=stages.domains.reward:exact", "no module stages.domains.reward in"),
         ("experts.sums.reward=stages.domains.rewards:exakt", "rewards.py defines no exakt"),
-        ("merge.optimizer.warmup_steps=2", "2 should be less than merge.loop.steps = 2"),
+        ("merge.optimizer.warmup_steps=2", "2 should be less than the 2 updates of merge.loop.ste"),
+        ("experts.sums.optimizer.warmup_steps=2", "2 should be less than the 2 updates of exper"),
     ],
 )
 def test_rules_between_blocks(config: Path, override: str, message: str) -> None:
     assert any(message in fault for fault in faults(config, override))
+
+
+def test_what_every_rank_and_every_update_needs(config: Path) -> None:
+    sampling = "experts.sums.sampling={prompts_per_step: 2, group_size: 2}"
+    several = [sampling, "experts.sums.updates_per_rollout=2"]
+    load(config, [*several, "experts.sums.optimizer.warmup_steps=3"])
+    assert faults(config, *several, "layout.ranks=4") == [
+        "command line: experts.sums.sampling.prompts_per_step: 2 prompts x 2 samples in 2 updates "
+        "make 2 an update, less than layout.ranks = 4, and every rank needs one"
+    ]
+    load(config, ["layout={ranks: 6, expert: 2}"])
 
 
 @pytest.mark.parametrize(
@@ -126,6 +142,23 @@ def test_rules_between_blocks(config: Path, override: str, message: str) -> None
             "experts.sums.objective.kl.coeff=1",
             'experts.sums.objective.kl.coeff: unknown key; did you mean "coefficient"?',
         ),
+        (
+            "experts.sums.objective.ratio.clip=1",
+            'experts.sums.objective.ratio.clip: unknown key; did you mean "clip_low"?',
+        ),
+        (
+            "experts.sums.objective.ratio.name=tokens",
+            "experts.sums.objective.ratio.name: should be 'sequence' or 'token', not \"tokens\"",
+        ),
+        (
+            "experts.sums.objective.ratio.clip_low=-1",
+            "experts.sums.objective.ratio.clip_low: should be greater than 0, not -1",
+        ),
+        (
+            "experts.sums.objective.ratio=token",
+            'experts.sums.objective.ratio: should be a mapping of keys to values, not "token"',
+        ),
+        ("seed=-1", "seed: should be greater than or equal to 0, not -1"),
         ("seed.low=1", "seed: should be a valid integer, not a mapping"),
         ("seed", "seed: an override is written dotted.key=value"),
         (".seed=1", ".seed=1: an override is written dotted.key=value"),
@@ -134,6 +167,32 @@ def test_rules_between_blocks(config: Path, override: str, message: str) -> None
 )
 def test_a_wrong_override_is_reported(config: Path, override: str, message: str) -> None:
     assert faults(config, override) == [f"command line: {message}"]
+
+
+def test_a_mistyped_key_of_one_ratio_is_reported_where_it_stands(config: Path) -> None:
+    old = "prompts: {dataset: chain_sum}"
+    edited(config, old, f"{old}\n    objective: {{ratio: {{name: token, clip_hi: 1}}}}")
+    message = 'ratio.clip_hi: unknown key; did you mean "clip_high"?'
+    assert faults(config) == [f"small.yaml:19: experts.sums.objective.{message}"]
+
+
+@pytest.mark.parametrize(
+    ("override", "ratio"),
+    [
+        ("experts.sums.objective.ratio.name=token", TokenRatioSettings(clip_low=0.2)),
+        ("experts.sums.objective.ratio.clip_low=1e-3", SequenceRatioSettings(clip_low=1e-3)),
+        ("experts.sums.objective.ratio={}", SequenceRatioSettings(clip_high=4e-4)),
+    ],
+)
+def test_each_ratio_has_clips_of_its_own(config: Path, override: str, ratio: object) -> None:
+    settings = load(config, [override])
+    assert settings.experts["sums"].objective.ratio == ratio
+    config.write_text(dump_resolved(settings))
+    assert load(config) == settings
+
+
+def test_the_merge_takes_one_sample_a_prompt(config: Path) -> None:
+    assert load(config, ["merge.sampling.prompts_per_step=16"]).merge.sampling.group_size == 1
 
 
 def test_overrides_lie_over_the_file_in_order(config: Path) -> None:
@@ -205,6 +264,14 @@ def test_a_reward_of_one_s_own_is_found_in_the_working_directory(
     rewards = config.with_name("my_rewards.py")
     rewards.write_text("def half(problem, response):\n    return 0.5\n")
     load(config, ["experts.sums.reward=my_rewards:half"])
+    rewards.write_text("try:\n    from none import half\nexcept ImportError:\n    half = None\n")
+    load(config, ["experts.sums.reward=my_rewards:half"])
+    rewards.write_text("half: object = print\n")
+    load(config, ["experts.sums.reward=my_rewards:half"])
+    rewards.write_text("def whole(problem, response):\n    half = 0.5\n    return half\n")
+    assert (
+        "my_rewards.py defines no half" in faults(config, "experts.sums.reward=my_rewards:half")[0]
+    )
     rewards.write_text("def half(problem, response)\n")
     assert faults(config, "experts.sums.reward=my_rewards:half") == [
         "command line: experts.sums.reward: my_rewards.py:1 is not valid Python: expected ':'"

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import load
-from pipeline.graph import CHANGES_NO_RESULT, READS, compile_graph, matches
+from pipeline.graph import READS, compile_graph, matches
+from pipeline.neutral import CHANGES_NO_RESULT
 from pipeline.schema import flatten
 from stages.settings import RunSettings
 

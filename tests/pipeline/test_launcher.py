@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -10,19 +11,21 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 from fake_launcher import HERE, fake_programs
 from rich.console import Console
 
 from pipeline.graph import compile_graph
-from pipeline.launcher import JobFailed
-from pipeline.ledger import Ledger
+from pipeline.launcher import JobFailed, first_cause
+from pipeline.ledger import Ledger, State
+from pipeline.processes import Child, wait_for_all
 from pipeline.report import write_results
 from pipeline.run_directory import RunDirectory, RunLocked
 from pipeline.runner import StaleStages, run_stages
 from pipeline.states import derive
-from stages.settings import RunSettings
+from stages.settings import ERROR_MARK, RunSettings
 
 STAGES = ["cold_start", "experts.sums", "experts.words", "merge", "evaluate", "export"]
 
@@ -46,7 +49,7 @@ def started(run: RunDirectory) -> list[str]:
     return [event.stage for event in Ledger(run.ledger).events() if event.state == "running"]
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it never happened"
@@ -113,6 +116,33 @@ def test_a_rank_that_dies_ends_the_ranks_that_hang(
     assert started(run) == ["cold_start", "experts.sums", *STAGES[1:]]
 
 
+def test_a_rank_that_lost_the_other_is_not_blamed(run: RunDirectory, settings: RunSettings) -> None:
+    with pytest.raises(JobFailed, match="rank 1 ended with exit status 3"):
+        go(run, settings, {"cold_start": {"0": "lose_the_other", "1": "break_down"}})
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later", "explained_by"),
+    [
+        ("exit(3)", "exit(4)", "earlier"),
+        ("exit(3)", f"exit({ERROR_MARK + 'a mended key'!r})", "later"),
+        ("exit(3)", "import os; os.kill(os.getpid(), 9)", "later"),
+        ("exit('RuntimeError: Connection closed by peer')", "exit(4)", "later"),
+        ("exit('RuntimeError: Connection reset by peer')", "import os; os.abort()", "later"),
+    ],
+)
+def test_one_failure_explains_the_others(
+    tmp_path: Path, earlier: str, later: str, explained_by: str
+) -> None:
+    ranks = {
+        name: Child(name, [sys.executable, "-S", "-c", program], tmp_path / f"{name}.log", {})
+        for name, program in {"later": later, "earlier": earlier}.items()
+    }
+    failed = list(ranks.values())
+    wait_for_all(failed, seconds=60)
+    assert first_cause(failed, first=[ranks["earlier"]]) == ranks[explained_by].failure()
+
+
 def test_a_rank_that_is_killed_is_named(run: RunDirectory, settings: RunSettings) -> None:
     with pytest.raises(JobFailed, match="rank 0 was killed by SIGKILL"):
         go(run, settings, {"cold_start": {"0": "be_killed", "1": "break_down"}})
@@ -124,6 +154,38 @@ def test_the_stage_s_own_reason_is_shown_alone(run: RunDirectory, settings: RunS
     assert "cold_start failed: domain chain_sum has no prompts\n" in str(caught.value)
     assert "|" not in str(caught.value)
     assert Ledger(run.ledger).events()[-1].cause == "domain chain_sum has no prompts"
+
+
+def full_disk(*_: object) -> NoReturn:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/runs/full")
+
+
+def test_what_keeps_a_stage_from_starting_is_its_cause(
+    run: RunDirectory, settings: RunSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.launcher.write_stage_job", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        go(run, settings)
+    event = Ledger(run.ledger).events()[-1]
+    assert (event.state, event.cause) == ("failed", "/runs/full: No space left on device")
+
+
+def test_a_ledger_that_cannot_be_written_hides_no_failure(
+    run: RunDirectory, settings: RunSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = Ledger.append
+
+    def fail_at_the_end(ledger: Ledger, stage: str, state: State, *rest: Any) -> None:
+        if state == "failed":
+            full_disk()
+        append(ledger, stage, state, *rest)
+
+    monkeypatch.setattr(Ledger, "append", fail_at_the_end)
+    with pytest.raises(JobFailed, match="rank 1 ended with exit status 3") as caught:
+        go(run, settings, {"cold_start": {"1": "break_down"}})
+    assert caught.value.__notes__ == [
+        "the ledger does not tell so: /runs/full: No space left on device"
+    ]
 
 
 def test_an_engine_that_dies_at_start_fails_the_stage(
@@ -164,7 +226,7 @@ def test_a_signal_stops_the_stage_and_keeps_the_run(
     launcher = launch(run, config, {"experts.sums": {"0": "hang", "1": "hang"}})
     pids = hanging_pids(run, "experts.sums")
     launcher.send_signal(number)
-    _, errors = launcher.communicate(timeout=10)
+    _, errors = launcher.communicate(timeout=60)
     assert launcher.returncode == 128 + number
     assert errors == f"stopped by {number.name}\n"
     assert not any(map(is_alive, pids))
@@ -181,7 +243,7 @@ def test_a_second_signal_does_not_wait_for_the_stage_to_save(
     with pytest.raises(subprocess.TimeoutExpired):
         launcher.communicate(timeout=0.5)
     launcher.send_signal(signal.SIGINT)
-    launcher.communicate(timeout=5)
+    launcher.communicate(timeout=25)
     assert launcher.returncode == 130
 
 

@@ -49,7 +49,10 @@ def test_a_log_gets_few_plain_lines(tmp_path: Path) -> None:
             with metrics.open("a") as file:
                 file.write(line(step))
             view.poll()
-    assert output.getvalue() == "[1/7] cold_start  step 1/10\n[1/7] cold_start  done in 0 s\n"
+    first, *_, last = output.getvalue().splitlines()
+    assert first == "[1/7] cold_start  step 1/10"
+    assert last.startswith("[1/7] cold_start  done in ")
+    assert len(output.getvalue().splitlines()) < 10
 
 
 def test_a_terminal_gets_a_line_that_is_redrawn(tmp_path: Path) -> None:
@@ -58,8 +61,8 @@ def test_a_terminal_gets_a_line_that_is_redrawn(tmp_path: Path) -> None:
         view.poll()
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "[1/7] cold_start" in shown
-    assert "starting (0 s)" in shown
-    assert "done in 0 s" in shown
+    assert "starting (" in shown
+    assert "done in " in shown
 
 
 def test_durations_read_as_a_person_says_them() -> None:

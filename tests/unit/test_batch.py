@@ -77,6 +77,11 @@ def test_ranks_share_the_samples_and_run_alike_many_passes(ranks: int, budget: i
     assert max(loads) - min(loads) <= 60
 
 
+def test_a_budget_below_one_sample_gives_one_sample_a_pass() -> None:
+    parts = split(samples(6, 3), 0, 1, token_budget=1, replay=False)
+    assert [len(part.samples) for part in parts] == [1] * 6
+
+
 def test_too_few_samples_are_said_to_be_too_few() -> None:
     with pytest.raises(ValueError, match="2 samples are too few for 3 ranks"):
         split(samples(2, 0), 0, 3, 100, replay=False)

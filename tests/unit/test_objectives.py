@@ -18,10 +18,12 @@ from stages.objectives.settings import (
     KLSettings,
     ObjectiveSettings,
     RatioSettings,
+    SequenceRatioSettings,
+    TokenRatioSettings,
 )
 
-GSPO = RatioSettings(name="sequence", clip_low=3e-4, clip_high=4e-4)
-DAPO = RatioSettings(name="token", clip_low=0.2, clip_high=0.28)
+GSPO = SequenceRatioSettings(clip_low=3e-4, clip_high=4e-4)
+DAPO = TokenRatioSettings(clip_low=0.2, clip_high=0.28)
 
 
 def real(values: object) -> Tensor:

@@ -1,0 +1,28 @@
+"""The settings that decide how a stage runs and not what comes out, beyond rounding.
+
+Imports nothing: the command's help names them.
+"""
+
+ENGINE_KEYS = (
+    "max_sequences",
+    "kv_cache_mebibytes",
+    "start_timeout_seconds",
+    "request_timeout_seconds",
+    "max_logprob_difference",
+)
+LOOP_KEYS = ("micro_batch_tokens", "checkpoint_every", "keep_last")
+
+# The layout is a line of its own in a stage's lineage.
+CHANGES_NO_RESULT = (
+    "name",
+    "layout",
+    "logging",
+    *(f"engine.{key}" for key in ENGINE_KEYS),
+    *(f"{stage}.loop.{key}" for stage in ("cold_start", "experts.*", "merge") for key in LOOP_KEYS),
+)
+
+MAY_CHANGE = f"""\
+  logging
+  layout, as long as no checkpoint was made with another
+  engine: {", ".join(ENGINE_KEYS)}
+  every loop: {", ".join(LOOP_KEYS)}"""
