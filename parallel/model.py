@@ -94,7 +94,7 @@ def build_model(settings: ModelSettings, bridge: Any) -> GPTModel:
         parallel_output=True,
         share_embeddings_and_output_weights=False,
         position_embedding_type="rope",
-        rotary_base=settings.rope_base,,
+        rotary_base=settings.rope_base,
     )
     for name, parameter in model.named_parameters():
         if ".experts." in name:

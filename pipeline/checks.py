@@ -64,9 +64,11 @@ def violations(run: dict[str, Any]) -> Found:
         yield from _name_rules(name)
         if domain:
             yield from _domain_rules(f"experts.{name}", domain, layout, engine)
-    yield from _common_rules({name: domain for name, domain in domains.items() if domain})
-    if layout and all(domains.values()):
-        yield from _demonstration_rules([domain for domain in domains.values() if domain], layout)
+    valid = {name: domain for name, domain in domains.items() if domain}
+    if valid:
+        yield from _split_rules(valid)
+    if layout and valid and len(valid) == len(domains):
+        yield from _demonstration_rules(valid, layout)
     if merge:
         yield from _schedule_rules("merge", merge.optimizer, merge.loop)
         yield from _sampling_rules("merge.sampling", merge.sampling, layout, engine)
@@ -144,10 +146,8 @@ def _domain_rules(
         )
 
 
-def _common_rules(domains: dict[str, DomainSettings]) -> Found:
+def _split_rules(domains: dict[str, DomainSettings]) -> Found:
     """Prompts are split by their text: with one fraction, two domains that share some agree."""
-    if not domains:
-        return
     first, *others = domains
     shared = domains[first].prompts.held_out_fraction
     for name in others:
@@ -159,13 +159,12 @@ def _common_rules(domains: dict[str, DomainSettings]) -> Found:
             )
 
 
-def _demonstration_rules(domains: list[DomainSettings], layout: LayoutSettings) -> Found:
-    shown_a_step = sum(domain.demonstrations.sequences_per_step for domain in domains)
-    if shown_a_step < layout.ranks:
+def _demonstration_rules(domains: dict[str, DomainSettings], layout: LayoutSettings) -> Found:
+    total = sum(domain.demonstrations.sequences_per_step for domain in domains.values())
+    if total < layout.ranks:
         yield (
             "experts",
-            f"all domains' demonstrations.sequences_per_step together, {shown_a_step}, are "
-            + _too_few(layout),
+            f"all demonstrations.sequences_per_step together are {total}, {_too_few(layout)}",
         )
 
 

@@ -13,6 +13,7 @@ import pytest
 from fake_launcher import fake_programs
 
 from pipeline import cli, commands
+from pipeline.neutral import CHANGES_NO_RESULT
 
 Braid = Callable[..., tuple[int, str, str]]
 
@@ -104,6 +105,37 @@ def test_another_configuration_under_the_same_name_is_refused(
     assert files(runs) == before
 
 
+def test_what_changes_no_result_may_change_in_a_run(braid: Braid, config: Path, runs: Path) -> None:
+    braid("run", config, actions={"merge": {"1": "say_why"}})
+    settings = runs / "small" / "run.yaml"
+    neutral = ["engine.kv_cache_mebibytes=32", "experts.sums.loop.keep_last=1"]
+    before = settings.read_text()
+    code, _, err = braid("run", config, *neutral, "seed=1")
+    assert code == 1
+    assert "only these settings may change:\n  logging\n  layout, as long as" in err
+    assert settings.read_text() == before
+
+    code, out, err = braid("run", config, *neutral)
+    assert (code, err) == (0, "")
+    assert "engine.kv_cache_mebibytes: 64 there, 32 here\n" in out
+    assert "experts.sums.loop.keep_last: 2 there, 1 here\n" in out
+    assert "[3/6]" not in out
+    assert "kv_cache_mebibytes: 32" in settings.read_text()
+
+    kept = settings.read_text()
+    code, _, err = braid("run", config, *neutral, "layout.expert=1")
+    assert code == 1
+    assert "cold_start: layout was" in err
+    assert settings.read_text() == kept
+
+
+def test_the_help_of_resume_names_what_may_change(braid: Braid) -> None:
+    code, out, _ = braid("resume", "--help")
+    assert code == 0
+    for pattern in CHANGES_NO_RESULT[1:]:
+        assert pattern.rpartition(".")[2] in out
+
+
 def test_a_failure_tells_the_stage_and_how_to_go_on(braid: Braid, config: Path) -> None:
     code, _, err = braid("run", config, actions={"merge": {"1": "say_why"}})
     assert code == 1
@@ -114,6 +146,35 @@ def test_a_failure_tells_the_stage_and_how_to_go_on(braid: Braid, config: Path) 
     assert code == 0
     assert "[3/6]" not in out
     assert "[4/6] merge  done in" in out
+
+
+def test_a_run_that_cannot_be_read_hides_no_other(braid: Braid, config: Path, runs: Path) -> None:
+    braid("run", config, actions={"experts.sums": {"0": "say_why"}})
+    (runs / "small" / "stages" / "cold_start" / "attempt_1.old").mkdir()
+    (runs / "small" / "stages" / "cold_start" / "checkpoints" / "step_20.bak").mkdir()
+    (runs / "old").mkdir()
+    (runs / "old" / "run.yaml").write_text("nam: old\n")
+    code, out, err = braid("status")
+    assert (code, err) == (0, "")
+    assert out.startswith("old: the configuration has ")
+    assert 'run.yaml:1: nam: unknown key; did you mean "name"?\n' in out
+    assert out.endswith("\nsmall: 1 done, 1 failed, 4 pending\n")
+
+
+def test_a_run_is_read_from_another_working_directory(
+    braid: Braid, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_rewards.py").write_text("def score(problem, response):\n    return 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    braid("run", config, "experts.sums.reward=my_rewards:score")
+    monkeypatch.chdir("/")
+    assert braid("status")[1] == "small: 6 done\n"
+    assert braid("status", "small")[0] == 0
+    assert braid("evaluate", "small", "--stage", "merge")[0] == 0
+    assert braid("export", "small", "--stage", "merge", "--to", tmp_path / "model")[0] == 0
+    code, _, err = braid("resume", "small")
+    assert code == 1
+    assert "experts.sums.reward: no module my_rewards in the working directory" in err
 
 
 def test_an_unknown_run_names_the_known_ones(braid: Braid, config: Path, runs: Path) -> None:
@@ -132,6 +193,9 @@ def test_one_more_evaluation_and_export(
     assert (code, err) == (0, "")
     assert "experts.sums" in out
     assert "cold_start" not in out
+
+    code, _, err = braid("evaluate", "small", "--problems", 1)
+    assert (code, err) == (1, "braid: --problems 1 is less than layout.ranks = 2\n")
 
     code, _, err = braid("evaluate", "small", "--stage", "merge")
     assert code == 1
