@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.serialization import get_default_save_shar
 from torch.distributed.checkpoint.api import CheckpointException
 
 from parallel.distributed import barrier, broadcast, is_main
-from parallel.files import write_atomically
+from parallel.files import CHECKSUMS, read_checkpoint, whole_checkpoints, write_atomically
 from parallel.policy import Policy, TrainedPolicy
 
 # Lets the optimizer's state be loaded under another layout.
@@ -52,20 +52,10 @@ def save(
         shutil.rmtree(final, ignore_errors=True)
         unfinished.rename(final)
         _sync(directory)
-        for old in whole(directory)[:-keep_last]:
-            shutil.rmtree(old)
+        for old in whole_checkpoints(directory)[:-keep_last]:
+            shutil.rmtree(old.path)
     barrier()
     return final
-
-
-def whole(directory: Path) -> list[Path]:
-    """The complete checkpoints in `directory`, oldest first."""
-    found = {
-        int(path.name.removeprefix("step_")): path
-        for path in directory.glob("step_*")
-        if path.name.removeprefix("step_").isdecimal() and (path / "checksums.json").exists()
-    }
-    return [found[step] for step in sorted(found)]
 
 
 def load_training(policy: TrainedPolicy, checkpoint: Path) -> dict[str, Any]:
@@ -95,6 +85,7 @@ def _write_shards(policy: TrainedPolicy, directory: Path) -> None:
     # first rank why, and turns a failed write of the common part into a RuntimeError.
     except (CheckpointException, OSError, RuntimeError) as error:
         free = shutil.disk_usage(directory).free >> 20
+        shutil.rmtree(directory, ignore_errors=True)  # or what was written would keep the disk full
         raise CheckpointError(
             f"cannot write {directory} ({free} MiB are free there): {_reason(error)}"
         ) from error
@@ -149,27 +140,27 @@ def _write_checksums(directory: Path) -> None:
     }
     digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
     content = json.dumps({"digest": digest, "files": files}, indent=1)
-    write_atomically(directory / "checksums.json", content)
+    write_atomically(directory / CHECKSUMS, content)
     _sync(directory)
 
 
-def _verify(checkpoint: Path) -> None:
+def _verify(path: Path) -> None:
     """Raise CheckpointError on every rank when a file of the checkpoint is missing or changed."""
-    fault = None
-    if is_main():
-        for name, expected in json.loads((checkpoint / "checksums.json").read_text())[
-            "files"
-        ].items():
-            path = checkpoint / name
-            if not path.exists():
-                fault = f"{path} is missing"
-            elif _sha256(path) != expected:
-                fault = f"{path} does not match its checksum"
-    fault = broadcast(fault)
+    fault = broadcast(_fault(path) if is_main() else None)
     if fault is not None:
-        raise CheckpointError(
-            f"damaged checkpoint: {fault}; remove {checkpoint} to use an older one"
-        )
+        raise CheckpointError(f"damaged checkpoint: {fault}; remove {path} to use an older one")
+
+
+def _fault(path: Path) -> str | None:
+    checkpoint = read_checkpoint(path)
+    if checkpoint is None:
+        return f"{path / CHECKSUMS} is missing or not readable"
+    for name, expected in checkpoint.files.items():
+        if not (path / name).exists():
+            return f"{path / name} is missing"
+        if _sha256(path / name) != expected:
+            return f"{path / name} does not match its checksum"
+    return None
 
 
 def _sha256(path: Path) -> str:

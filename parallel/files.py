@@ -1,11 +1,25 @@
-"""Files that are replaced whole; never imports torch."""
+"""Files that are replaced whole, and which checkpoints are whole; never imports torch."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+
+CHECKSUMS = "checksums.json"  # written last of all into a checkpoint
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint: `files` holds the SHA-256 of each, `digest` that of them all."""
+
+    path: Path
+    step: int
+    digest: str
+    files: dict[str, str]
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -35,3 +49,21 @@ def naming(path: Path) -> Iterator[None]:
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
+
+
+def whole_checkpoints(directory: Path) -> list[Checkpoint]:
+    """The complete checkpoints `step_N` in `directory`, oldest first."""
+    found = [whole for path in directory.glob("step_*") if (whole := read_checkpoint(path))]
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def read_checkpoint(path: Path) -> Checkpoint | None:
+    """The checkpoint at `path`, or None where that is none, or not a whole one."""
+    number = path.name.removeprefix("step_")
+    if not number.isdecimal():  # put aside by a person: `step_20.bak`
+        return None
+    try:
+        sums = json.loads((path / CHECKSUMS).read_text())
+        return Checkpoint(path, int(number), str(sums["digest"]), dict(sums["files"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

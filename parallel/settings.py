@@ -21,6 +21,11 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+# How a process tells the launcher why it failed: this mark and one line, on the descriptor that the
+# variable names. The log may lie on a disk that is full.
+ERROR_MARK = "braid-error: "
+LAST_WORD = "BRAID_LAST_WORD_DESCRIPTOR"
+
 # What every tokenizer here agrees on; `stages.tokenizer` holds the only one so far.
 PAD_TOKEN, END_TOKEN, TOKENIZER_SIZE = 0, 1, 80
 
@@ -81,7 +86,7 @@ class EngineSettings(Settings):
 
     max_model_tokens: Positive = 64
     max_sequences: Positive = 256
-    kv_cache_mebibytes: Positive = 64
+    kv_cache_mebibytes: Annotated[int, Field(gt=0, le=1 << 20)] = 64
     start_timeout_seconds: Positive = 300
     request_timeout_seconds: Positive = 600
     max_logprob_difference: Annotated[float, Field(gt=0)] = Field(

@@ -125,6 +125,8 @@ def _violation(tree: Mapping, error: ErrorDetails) -> Violation:
 
 
 def _message(error: ErrorDetails) -> str:
+    if not error["loc"]:
+        return str(error["msg"])
     *parent, name = error["loc"]
     if error["type"] == "missing":
         return "required key is missing"

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from parallel.files import naming
 
@@ -65,9 +65,11 @@ class Ledger:
         events = []
         for line in self.path.read_text(encoding="utf-8", errors="replace").split("\n"):
             try:
-                events.append(Event(**json.loads(line)))
+                event = Event(**json.loads(line))
             except (ValueError, TypeError):
                 continue
+            if event.state in get_args(State):
+                events.append(event)
         return events
 
     def _ends_in_half_a_line(self) -> bool:

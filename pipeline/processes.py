@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stages.settings import ERROR_MARK
+from parallel.settings import ERROR_MARK, LAST_WORD
 
 POLL_SECONDS = 0.05
 TAIL_LINES = 8
@@ -47,16 +48,28 @@ class Child:
         self.name = name
         self.log = log
         self._log_start = log.stat().st_size if log.exists() else 0
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
-                start_new_session=True,
-                preexec_fn=_die_with_parent(os.getpid()),
-            )
+        self._said = ""
+        self._last_word, theirs = os.pipe()
+        try:
+            with log.open("ab") as output:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={
+                        **os.environ,
+                        "PYTHONUNBUFFERED": "1",
+                        LAST_WORD: str(theirs),
+                        **environment,
+                    },
+                    pass_fds=(theirs,),
+                    start_new_session=True,
+                    preexec_fn=_die_with_parent(os.getpid()),
+                )
+        finally:
+            os.close(theirs)
+        os.set_blocking(self._last_word, False)
 
     def status(self) -> int | None:
         """None while it runs; then its exit status, or minus the signal that killed it."""
@@ -79,17 +92,25 @@ class Child:
         """Kill what is left of the process and of everything it started, and wait for it."""
         self.send(signal.SIGKILL)
         self._process.wait()
+        self._listen()
+        os.close(self._last_word)
 
     def failure(self) -> Failure:
         """Why the ended process failed: its own last word, if it had one."""
         with self.log.open("rb") as file:
             file.seek(self._log_start)
             lines = file.read().decode(errors="replace").rstrip().splitlines()
-        for line in reversed(lines):
+        self._listen()
+        for line in [self._said, *reversed(lines)]:
             if line.startswith(ERROR_MARK):
                 return Failure(line.removeprefix(ERROR_MARK), self.log, stated=True)
         tail = tuple(lines[-TAIL_LINES:])
         return Failure(f"{self.name} {self._ending()}", self.log, tail=tail)
+
+    def _listen(self) -> None:
+        """Take in the last word, which reaches us even where the log could not be written."""
+        with contextlib.suppress(OSError):  # nothing was said, or it was taken in already
+            self._said = self._said or os.read(self._last_word, 1 << 16).decode().strip()
 
     def _ending(self) -> str:
         status = self.status() or 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import socket
 import time
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from parallel.files import Checkpoint, whole_checkpoints
 from pipeline.errors import BraidError
 from pipeline.violations import shown
 
@@ -20,15 +20,6 @@ LOCK_PATIENCE_SECONDS = 0.5
 
 class RunLocked(BraidError):
     """Another launcher works on the run."""
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A whole checkpoint: `step_N` exists only once everything in it was written."""
-
-    path: Path
-    step: int
-    digest: str
 
 
 @dataclass(frozen=True)
@@ -71,8 +62,8 @@ class StageDirectory:
 
     def newest_checkpoint(self) -> Checkpoint | None:
         """The whole checkpoint with the highest step."""
-        found = [_whole(path) for path in self.path.glob("checkpoints/step_*")]
-        return max(filter(None, found), key=lambda checkpoint: checkpoint.step, default=None)
+        found = whole_checkpoints(self.path / "checkpoints")
+        return found[-1] if found else None
 
 
 @dataclass(frozen=True)
@@ -132,16 +123,6 @@ class RunDirectory:
                 return not _try_lock(file.fileno(), fcntl.LOCK_SH)
         except FileNotFoundError:
             return False
-
-
-def _whole(path: Path) -> Checkpoint | None:
-    step = _number(path, "step_")
-    if step is None:
-        return None
-    try:
-        return Checkpoint(path, step, json.loads((path / "checksums.json").read_text())["digest"])
-    except (FileNotFoundError, ValueError, KeyError):
-        return None
 
 
 def _number(path: Path, prefix: str) -> int | None:

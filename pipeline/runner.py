@@ -16,7 +16,7 @@ from pipeline.ledger import Ledger, State, latest
 from pipeline.lineage import lineage_now, write_manifest
 from pipeline.progress import watching
 from pipeline.run_directory import RunDirectory
-from pipeline.states import StageState, derive
+from pipeline.states import StageState, derive, lacks
 from pipeline.violations import shown
 from stages.settings import RunSettings
 
@@ -88,6 +88,8 @@ def _recorded(
     started = time.monotonic()
     try:
         yield attempt
+        if lack := lacks(stage, directory):
+            raise BraidError(f"stage {stage.name} ended as if it were done, but {lack}")
     except Exception as error:
         state: State = "pending" if isinstance(error, Stopped) else "failed"
         why = error.cause if isinstance(error, JobFailed) else reason(error)

@@ -54,10 +54,13 @@ def _state(
             for name in stage.inputs
             if earlier[name].state != "done"
         ]
-        if event.state == "done" and not _has_result(stage, directory):
-            reasons.append("its result is gone")
+        lack = lacks(stage, directory) if event.state == "done" else None
+        if lack and step is None:
+            reasons.append(lack)
         if reasons:
             return StageState("stale", "; ".join(reasons), attempts, step)
+        if lack:  # a damaged last checkpoint was removed, and an older one is still there
+            return StageState("pending", lack, attempts, step)
     if event.state == "running" and not running:
         return StageState("failed", "its launcher was killed", attempts, step)
     return StageState(event.state, event.cause, attempts, step)
@@ -70,9 +73,15 @@ def _holds_work(stage: Stage, directory: StageDirectory) -> bool:
     return directory.newest_checkpoint() is not None
 
 
-def _has_result(stage: Stage, directory: StageDirectory) -> bool:
+def lacks(stage: Stage, directory: StageDirectory) -> str | None:
+    """What a finished stage should have left and did not, or None."""
     if stage.kind == "evaluate":
-        return directory.results.exists()
+        return None if directory.results.exists() else "its results.json is gone"
     if stage.kind == "export":
-        return directory.exported.exists()
-    return directory.newest_checkpoint() is not None
+        return None if directory.exported.exists() else "its exported model is gone"
+    checkpoint = directory.newest_checkpoint()
+    if checkpoint is None:
+        return "it has no checkpoint"
+    if checkpoint.step != stage.steps:
+        return f"its newest checkpoint is of step {checkpoint.step} of {stage.steps}"
+    return None

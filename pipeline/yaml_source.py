@@ -104,6 +104,8 @@ class Reader:
         place = Place(path)
         try:
             composed = yaml.compose(text, Loader=_Loader)
+        except RecursionError:
+            return self._unreadable(place, key, "nested too deeply")
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             where = Place(path, mark.line + 1) if mark else place
@@ -122,6 +124,9 @@ class Reader:
             value = _plain(node)
         except (yaml.YAMLError, ValueError) as error:
             self._note(place, key, f"not a value: {_problem(error)}")
+            return Leaf(None, place)
+        if isinstance(value, int) and abs(value) >= 2**63:
+            self._note(place, key, "too large a number")
             return Leaf(None, place)
         if not _is_json(value):
             self._note(place, key, f"{value} is not a finite number, text, true, false or null")
@@ -146,10 +151,14 @@ class Reader:
         if not isinstance(node, yaml.ScalarNode) or not node.value:
             return self._unreadable(place, (*key, "extends"), "should be the path of one file")
         path = place.beside(node.value)
-        if path.resolve() in self._open:
+        try:
+            resolved, exists = path.resolve(), path.is_file()
+        except (OSError, RuntimeError, ValueError) as error:  # no path at all, or a loop of links
+            return self._unreadable(place, (*key, "extends"), f"cannot be followed: {error}")
+        if resolved in self._open:
             message = f"{Place(path)} extends itself through this line"
             return self._unreadable(place, (*key, "extends"), message)
-        if not path.is_file():
+        if not exists:
             return self._unreadable(place, (*key, "extends"), f"no such file: {Place(path)}")
         return self.file(path, key)
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from parallel import checkpoints
 from parallel.distributed import is_main, max_over_ranks
+from parallel.files import whole_checkpoints
 from parallel.policy import TrainedPolicy
 from stages.metrics import MetricsLog
 from stages.settings import LoopSettings, StageJob
@@ -58,9 +59,9 @@ def train(stage: TrainingStage, job: StageJob, loop: LoopSettings) -> None:
 
 
 def _load(stage: TrainingStage, job: StageJob) -> int:
-    saved = checkpoints.whole(job.directory / "checkpoints")
+    saved = whole_checkpoints(job.directory / "checkpoints")
     if saved:
-        state = checkpoints.load_training(stage.policy, saved[-1])
+        state = checkpoints.load_training(stage.policy, saved[-1].path)
         stage.restore(state)
         return state["step"]
     if job.parent is not None:

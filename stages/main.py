@@ -12,7 +12,8 @@ import sys
 import warnings
 from pathlib import Path
 
-from stages.settings import ERROR_MARK, StageJob
+from parallel.last_word import say_last_word
+from stages.settings import StageJob
 
 MODULES = {
     "sft": "stages.sft",
@@ -35,11 +36,11 @@ def main() -> None:
     with process_groups(job.settings.layout, job.settings.seed):
         try:
             importlib.import_module(MODULES[job.kind]).run(job)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             _leave(error)
 
 
-def _leave(error: Exception) -> None:
+def _leave(error: BaseException) -> None:
     """End this rank at once: another may hang in a collective that will never be joined."""
     from parallel.checkpoints import CheckpointError
     from parallel.rollout.client import EngineError
@@ -62,7 +63,7 @@ def _leave(error: Exception) -> None:
         if isinstance(error, StageStopped):
             print(error, flush=True)
         elif isinstance(error, told):
-            print(ERROR_MARK + " ".join(str(error).split()), flush=True)
+            say_last_word(str(error))
         else:
             sys.excepthook(type(error), error, error.__traceback__)
             sys.stderr.flush()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +54,21 @@ class MetricsLog:
         line = {"step": step, "steps": self.steps, "time": time.time(), **labels, **metrics}
         with naming(self.path), self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        if self._wandb is not None:
-            self._wandb.log({**labels, **metrics}, step=step)
+        self._to_wandb(lambda run: run.log({**labels, **metrics}, step=step))
 
     def close(self) -> None:
         """Flush what Weights & Biases still holds."""
-        if self._wandb is not None:
-            self._wandb.finish()
+        self._to_wandb(lambda run: run.finish())
+
+    def _to_wandb(self, send: Callable[[Any], None]) -> None:
+        """Training does not depend on it: when its service dies, metrics.jsonl goes on alone."""
+        if self._wandb is None:
+            return
+        try:
+            send(self._wandb)
+        except Exception as error:
+            print(f"Weights & Biases stopped ({error!r}); {self.path} goes on", flush=True)
+            self._wandb = None
 
 
 def reduce_sums(sums: Sequence[dict[str, MetricSum]], totals: Totals) -> dict[str, float]:

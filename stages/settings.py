@@ -21,8 +21,6 @@ from parallel.settings import (
 )
 from stages.objectives.settings import ObjectiveSettings
 
-ERROR_MARK = "braid-error: "  # begins the line in which a stage tells a person why it failed
-
 
 class PromptSettings(Settings):
     """Where a domain's problems come from, and which share of them training never sees."""
@@ -124,7 +122,7 @@ class LoggingSettings(Settings):
 class RunSettings(Settings):
     """A whole run: `experts` maps each domain's name to its settings."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     deterministic: bool = False
     model: ModelSettings

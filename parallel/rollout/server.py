@@ -21,6 +21,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from parallel.last_word import say_last_word
 from parallel.rollout.wire import Address, Failure, Generate, Generated, Generation
 from parallel.settings import EngineSettings, ModelSettings
 
@@ -174,11 +175,12 @@ def _handler(engine: Engine, token: str) -> type[BaseHTTPRequestHandler]:
 def main() -> None:
     """Start the engine named by the file in argv[1] and serve until killed."""
     job = json.loads(Path(sys.argv[1]).read_text())
-    engine = Engine(
-        ModelSettings.model_validate(job["model"]),
-        EngineSettings.model_validate(job["engine"]),
-        job["seed"],
-    )
+    settings = EngineSettings.model_validate(job["engine"])
+    try:
+        engine = Engine(ModelSettings.model_validate(job["model"]), settings, job["seed"])
+    except Exception as error:
+        say_last_word(f"the engine did not start with engine: {settings!r}: {error!r}")
+        raise
     token = secrets.token_urlsafe(32)
     server = HTTPServer(("127.0.0.1", 0), _handler(engine, token))
     _publish(Path(job["address"]), Address("127.0.0.1", server.server_port, token))

@@ -41,7 +41,7 @@ def grade(reward: Reward, problem: Problem, response: str, finished: bool) -> fl
         return 0.0
     try:
         value = reward(problem, response)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a reward may not end the stage quietly either
         raise _failure(problem, response, f"raised {error!r}") from error
     if not isinstance(value, Real) or not isfinite(value):
         raise _failure(problem, response, f"returned {value!r}, not a finite number")

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from parallel.files import whole_checkpoints
 from parallel.sample import Sample
 from parallel.settings import ModelSettings, OptimizerSettings
 
@@ -162,7 +163,7 @@ def save(directory: str, steps: list[int], keep_last: int) -> list[str]:
     policy = build()
     for step in steps:
         checkpoints.save(policy, Path(directory), step, {}, keep_last)
-    return [path.name for path in checkpoints.whole(Path(directory))]
+    return [checkpoint.path.name for checkpoint in whole_checkpoints(Path(directory))]
 
 
 def load(checkpoint: str) -> str:
@@ -260,7 +261,6 @@ class Toy:
 
 def loop(directory: str, poison_at: int | None, stop_at: int | None) -> tuple[str, list[str]]:
     """How the loop ends, and the whole checkpoints that it leaves."""
-    from parallel import checkpoints
     from stages.loop import train as run_loop
     from stages.settings import LoggingSettings, LoopSettings, RunSettings, StageJob
 
@@ -275,4 +275,5 @@ def loop(directory: str, poison_at: int | None, stop_at: int | None) -> tuple[st
         run_loop(Toy(poison_at, stop_at), job, LoopSettings(steps=5, checkpoint_every=2))
     except Exception as error:
         ending = f"{type(error).__name__}: {error}"
-    return ending, [path.name for path in checkpoints.whole(Path(directory) / "checkpoints")]
+    left = whole_checkpoints(Path(directory) / "checkpoints")
+    return ending, [checkpoint.path.name for checkpoint in left]

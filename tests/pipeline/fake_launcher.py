@@ -9,12 +9,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from parallel.settings import ERROR_MARK
 from pipeline.config import load
 from pipeline.errors import BraidError
 from pipeline.launcher import Programs
 from pipeline.run_directory import RunDirectory
 from pipeline.runner import run_stages
-from stages.settings import ERROR_MARK
 
 HERE = Path(__file__).parent
 

@@ -55,6 +55,16 @@ def break_down(job: dict, rank: int) -> None:
     sys.exit(3)
 
 
+def leave_early(job: dict, rank: int) -> None:
+    sys.exit(0)
+
+
+def speak_without_a_log(job: dict, rank: int) -> None:
+    descriptor = int(os.environ["BRAID_LAST_WORD_DESCRIPTOR"])
+    os.write(descriptor, f"{sys.argv[3]}the disk is full\n".encode())
+    sys.exit(1)
+
+
 def say_why(job: dict, rank: int) -> None:
     print(f"a long traceback\n{sys.argv[3]}domain chain_sum has no prompts")
     sys.exit(1)
@@ -91,6 +101,8 @@ ACTIONS = {
         save_then_hang,
         break_down,
         say_why,
+        leave_early,
+        speak_without_a_log,
         lose_the_other,
         be_killed,
         hang,

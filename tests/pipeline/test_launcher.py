@@ -17,6 +17,8 @@ import pytest
 from fake_launcher import HERE, fake_programs
 from rich.console import Console
 
+from parallel.settings import ERROR_MARK
+from pipeline.errors import BraidError
 from pipeline.graph import compile_graph
 from pipeline.launcher import JobFailed, first_cause
 from pipeline.ledger import Ledger, State
@@ -25,7 +27,7 @@ from pipeline.report import write_results
 from pipeline.run_directory import RunDirectory, RunLocked
 from pipeline.runner import StaleStages, run_stages
 from pipeline.states import derive
-from stages.settings import ERROR_MARK, RunSettings
+from stages.settings import RunSettings
 
 STAGES = ["cold_start", "experts.sums", "experts.words", "merge", "evaluate", "export"]
 
@@ -266,3 +268,19 @@ def test_a_changed_setting_makes_finished_stages_stale(
         go(run, changed)
     assert "experts.sums.updates_per_rollout was 1 and is now 2" in str(caught.value)
     assert states(run, settings) == ["done"] * 6
+
+
+def test_a_stage_that_leaves_nothing_is_not_done(run: RunDirectory, settings: RunSettings) -> None:
+    early = {"experts.sums": {"0": "leave_early", "1": "leave_early"}}
+    with pytest.raises(BraidError, match="ended as if it were done, but it has no checkpoint"):
+        go(run, settings, early)
+    assert states(run, settings)[:2] == ["done", "failed"]
+    go(run, settings)
+    assert states(run, settings) == ["done"] * 6
+
+
+def test_a_last_word_is_heard_where_no_log_can_be_written(
+    run: RunDirectory, settings: RunSettings
+) -> None:
+    with pytest.raises(JobFailed, match="stage cold_start failed: the disk is full"):
+        go(run, settings, {"cold_start": {"1": "speak_without_a_log"}})

@@ -18,7 +18,7 @@ from stages.settings import RunSettings
 def add_checkpoint(run: RunDirectory, stage: str, step: int, digest: str) -> Path:
     path = run.stage(stage).path / "checkpoints" / f"step_{step}"
     path.mkdir(parents=True, exist_ok=True)
-    (path / "checksums.json").write_text(json.dumps({"digest": digest}))
+    (path / "checksums.json").write_text(json.dumps({"digest": digest, "files": {}}))
     return path
 
 
@@ -101,8 +101,28 @@ def test_a_removed_checkpoint_makes_a_finished_stage_stale(
     whole = run.stage("experts.words").path / "checkpoints" / "step_2" / "checksums.json"
     whole.unlink()
     found = derive(run, settings, tuple(trained.values()))
-    assert found["experts.words"].cause == "its result is gone"
+    assert found["experts.words"].cause == "it has no checkpoint"
     assert found["merge"].cause == "its input experts.words is stale"
+
+
+def test_a_finished_stage_whose_last_checkpoint_is_gone_trains_on(
+    run: RunDirectory, settings: RunSettings, trained: dict[str, Stage]
+) -> None:
+    checkpoints = run.stage("experts.words").path / "checkpoints"
+    (checkpoints / "step_2").rename(checkpoints / "step_1")
+    found = derive(run, settings, tuple(trained.values()))
+    assert found["experts.words"].state == "pending"
+    assert found["experts.words"].cause == "its newest checkpoint is of step 1 of 2"
+    assert found["merge"].state == "stale"
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"digest": 1}', '"text"'])
+def test_a_checkpoint_with_unreadable_checksums_is_not_whole(
+    content: str, run: RunDirectory, settings: RunSettings, trained: dict[str, Stage]
+) -> None:
+    path = run.stage("experts.words").path / "checkpoints" / "step_2" / "checksums.json"
+    path.write_text(content)
+    assert run.stage("experts.words").newest_checkpoint() is None
 
 
 def test_what_half_an_evaluation_measured_is_not_mixed_with_other_models(
