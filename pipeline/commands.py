@@ -74,6 +74,8 @@ def status(arguments: Namespace) -> None:
         states = derive(run, settings, stages)
         _console().print(report.status_table(run, stages, states))
         return
+    if not _runs(arguments.runs_dir):
+        print(f"no runs in {shown(arguments.runs_dir)}")
     for path in _runs(arguments.runs_dir):
         print(f"{path.name}: {_summary(RunDirectory(path))}")
 

@@ -18,6 +18,7 @@ from rich.table import Table
 
 LIVE_SECONDS = 0.25
 PLAIN_SECONDS = 10.0
+LATEST_BYTES = 1 << 15
 SHOWN_LABELS = ("model", "domain")
 SHOWN_METRICS = ("reward", "loss", "accuracy")
 
@@ -133,6 +134,18 @@ def watching(console: Console, title: str, steps: int | None, metrics: Path) -> 
         view = StageView(console, title, steps, metrics, shown)
         yield view
         view.say_done()
+
+
+def latest(metrics: Path) -> str:
+    """Where a running stage stands, from the last lines of its metrics, however many there are."""
+    progress = Progress(time.monotonic(), None)
+    if metrics.exists():
+        with metrics.open("rb") as file:
+            file.seek(max(0, metrics.stat().st_size - LATEST_BYTES))
+            for line in file.read().split(b"\n"):
+                if (parsed := _parse(line)) is not None:
+                    progress.add(parsed)
+    return progress.describe() if progress.last else "starting"
 
 
 def clock(seconds: float) -> str:

@@ -13,7 +13,7 @@ from rich.text import Text
 from parallel.files import write_atomically
 from pipeline.graph import Stage
 from pipeline.ledger import Ledger, minutes
-from pipeline.progress import clock
+from pipeline.progress import clock, latest
 from pipeline.run_directory import RunDirectory
 from pipeline.states import StageState
 from pipeline.violations import shown
@@ -52,17 +52,19 @@ def plan_table(
 def status_table(
     run: RunDirectory, stages: tuple[Stage, ...], states: dict[str, StageState]
 ) -> Table:
-    """Where every stage stands, how far it came, how long it took, and why it stands there."""
+    """Where every stage stands, what it saved, how long its ended attempts took, and a note."""
     table = _table(f"{shown(run.path)}{' (running)' if run.is_running() else ''}")
     spent = minutes(Ledger(run.ledger).events())
-    for heading in ("stage", "state", "step", "attempts", "time", "cause"):
+    for heading in ("stage", "state", "saved step", "attempts", "time", "note"):
         table.add_column(heading)
     for stage in stages:
         state = states[stage.name]
         steps = f"{state.step or 0}/{stage.steps}" if stage.steps else ""
         taken = clock(60 * spent[stage.name]) if stage.name in spent else ""
         attempts = str(state.attempts or "")
-        table.add_row(stage.name, _state_text(state), steps, attempts, taken, state.cause)
+        running = state.state == "running"
+        note = latest(run.stage(stage.name).metrics) if running else state.cause
+        table.add_row(stage.name, _state_text(state), steps, attempts, taken, note)
     return table
 
 

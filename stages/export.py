@@ -36,6 +36,7 @@ def run(job: StageJob) -> None:
             unfinished.mkdir()
             try:
                 save_file(weights, unfinished / "model.safetensors", metadata={"format": "pt"})
+                (unfinished / "model.safetensors").chmod(0o644)  # safetensors makes it private
             except SafetensorError as error:  # what safetensors makes of a full disk
                 raise OSError(f"cannot write {job.output}: {error}") from error
             hugging_face_config(job.settings.model).save_pretrained(unfinished)

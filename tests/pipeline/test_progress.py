@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pipeline.progress import MetricsTail, Progress, clock, watching
+from pipeline.progress import MetricsTail, Progress, clock, latest, watching
 
 
 def line(step: int, **values: object) -> str:
@@ -72,3 +72,14 @@ def test_durations_read_as_a_person_says_them() -> None:
         "3 min 05 s",
         "2 h 10 min",
     ]
+
+
+def test_where_a_running_stage_stands_is_read_from_the_end_of_its_metrics(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    assert latest(metrics) == "starting"
+    with metrics.open("w") as file:
+        for step in range(1, 20_001):
+            line = {"step": step, "steps": 40_000, "time": float(step), "reward": 0.5}
+            file.write(json.dumps(line) + "\n")
+        file.write('{"step": 20001, "st')
+    assert latest(metrics) == "step 20000/40000  5 h 33 min left  reward 0.5"
