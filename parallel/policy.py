@@ -33,7 +33,7 @@ class Policy:
     def __init__(self, settings: ModelSettings) -> None:
         self.bridge = build_bridge(settings)
         self.model = build_model(settings, self.bridge)
-        self.positions = PackedPositions(self.model.rotary_pos_emb)
+        self.rotary = PackedPositions(self.model.rotary_pos_emb)
         self.routers = routing.adopt_routers(self.model)
         self.settings = settings
 
@@ -50,7 +50,7 @@ class Policy:
         The batch's routes are replayed where it carries some.
         """
         routing.replay(self.routers, batch.routes)
-        self.positions.positions = batch.positions
+        self.rotary.positions = batch.positions
         packed = (module or self.model)(batch.tokens, batch.positions, batch.attention)
         return packed.flatten(0, 1)[batch.position]
 
