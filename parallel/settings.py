@@ -40,7 +40,7 @@ class InitializationSettings(Settings):
 class ModelSettings(Settings):
     """A mixture-of-experts decoder of one family, in Hugging Face's terms."""
 
-    family: Literal["qwen3_moe"] = "qwen3_moe"
+    family: Literal["qwen3_moe", "mixtral"] = "qwen3_moe"
     vocabulary_size: Positive
     hidden_size: Positive
     layers: Positive
@@ -53,7 +53,10 @@ class ModelSettings(Settings):
     max_positions: Positive = 256
     rope_base: Annotated[float, Field(gt=0)] = 10000.0
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
-    precision: Literal["fp32"] = "fp32"
+    precision: Literal["fp32", "bf16"] = Field(
+        default="fp32",
+        description="of weights and activations; optimizer, gradients and routing stay fp32",
+    )
     initialization: InitializationSettings = InitializationSettings()
     initial_weights: Path | None = Field(
         default=None, description="Hugging Face checkpoint to start from; null starts at random"
@@ -61,10 +64,33 @@ class ModelSettings(Settings):
 
 
 class LayoutSettings(Settings):
-    """How the ranks share the policy. What is left over after `expert` is data parallel."""
+    """How the ranks share the policy, in Megatron's terms. What is left over is data parallel.
+
+    Dense layers are split over tensor x context x pipeline ranks, and experts over expert_tensor x
+    expert x pipeline ranks; both must divide `ranks`. Sequence parallelism follows `tensor`, since
+    Megatron demands it of mixture-of-experts models.
+    """
 
     ranks: Positive = 1
+    tensor: Positive = 1
+    pipeline: Positive = 1
+    virtual_pipeline: Positive = Field(
+        default=1, description="parts of the model a pipeline rank holds; more shrink the bubble"
+    )
+    context: Positive = 1
     expert: Positive = 1
+    expert_tensor: Positive = 1
+    distributed_optimizer: bool = Field(
+        default=True, description="split the optimizer's state over the data-parallel ranks"
+    )
+    recompute: Literal["none", "attention", "full"] = Field(
+        default="none", description="which activations are computed again instead of kept"
+    )
+
+    @property
+    def data(self) -> int:
+        """Data-parallel ranks: each trains on its own share of the samples."""
+        return self.ranks // (self.tensor * self.pipeline * self.context)
 
 
 class OptimizerSettings(Settings):
@@ -98,30 +124,41 @@ class EngineSettings(Settings):
 def layout_violations(model: ModelSettings, layout: LayoutSettings) -> list[tuple[str, str]]:
     """Every reason the layout cannot hold the model: (dotted key, message with the mend)."""
     found = []
-    if model.experts % layout.expert:
-        divisors = [n for n in range(1, model.experts + 1) if model.experts % n == 0]
-        found.append(
-            (
-                "layout.expert",
-                f"{layout.expert} does not divide model.experts = {model.experts};"
-                f" use one of {divisors}",
+
+    def divides(key: str, size: int, whole: str, count: int) -> None:
+        if count % size:
+            fitting = [n for n in range(1, count + 1) if count % n == 0]
+            found.append((key, f"{size} does not divide {whole} = {count}; use one of {fitting}"))
+
+    divides("layout.expert", layout.expert, "model.experts", model.experts)
+    divides("layout.tensor", layout.tensor, "model.key_value_heads", model.key_value_heads)
+    divides("layout.tensor", layout.tensor, "model.vocabulary_size", model.vocabulary_size)
+    divides(
+        "layout.expert_tensor",
+        layout.expert_tensor,
+        "model.expert_hidden_size",
+        model.expert_hidden_size,
+    )
+    divides(
+        "model.key_value_heads",
+        model.key_value_heads,
+        "model.attention_heads",
+        model.attention_heads,
+    )
+    if layout.virtual_pipeline > 1 and layout.pipeline == 1:
+        found.append(("layout.virtual_pipeline", "needs layout.pipeline of 2 or more"))
+    else:
+        parts = layout.pipeline * layout.virtual_pipeline
+        divides("layout.pipeline", parts, "model.layers", model.layers)
+    for names in (("tensor", "pipeline", "context"), ("expert_tensor", "expert", "pipeline")):
+        sizes = [getattr(layout, name) for name in names]
+        product = sizes[0] * sizes[1] * sizes[2]
+        if layout.ranks % product:
+            asked = [(n, size) for n, size in zip(names, sizes, strict=True) if size > 1]
+            shown = " x ".join(f"{name} {size}" for name, size in asked)
+            found.append(
+                (f"layout.{asked[-1][0]}", f"{shown} does not divide layout.ranks = {layout.ranks}")
             )
-        )
-    if layout.ranks % layout.expert:
-        found.append(
-            (
-                "layout.expert",
-                f"{layout.expert} does not divide layout.ranks = {layout.ranks}",
-            )
-        )
-    if model.attention_heads % model.key_value_heads:
-        found.append(
-            (
-                "model.key_value_heads",
-                f"{model.key_value_heads} does not divide"
-                f" model.attention_heads = {model.attention_heads}",
-            )
-        )
     if model.head_dim % 2:
         found.append(("model.head_dim", f"{model.head_dim} is odd; rotary positions turn pairs"))
     if model.experts_per_token > model.experts:

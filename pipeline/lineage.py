@@ -40,7 +40,7 @@ class Lineage(BaseModel):
     config: str
     data: str
     settings: dict[str, Any]
-    layout: dict[str, int]
+    layout: dict[str, Any]
     routing: str | None
 
 

@@ -14,8 +14,9 @@ import torch
 
 from parallel.files import whole_checkpoints
 from parallel.sample import Sample
-from parallel.settings import ModelSettings, OptimizerSettings
+from parallel.settings import LayoutSettings, ModelSettings, OptimizerSettings
 
+SPREAD = LayoutSettings(ranks=2, expert=2)  # the experts split between two ranks
 MODEL = ModelSettings(
     vocabulary_size=80,
     hidden_size=32,

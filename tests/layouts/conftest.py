@@ -1,32 +1,28 @@
-"""One set of ranks of each size serves the whole session."""
+"""One set of ranks of each size serves the whole session, under one layout after another."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from ranks import Ranks
 
+from parallel.settings import LayoutSettings
 
-@pytest.fixture(scope="session")
-def one_rank() -> Iterator[Ranks]:
-    """A single process."""
-    ranks = Ranks(1, expert=1)
-    yield ranks
-    ranks.close()
+On = Callable[..., list[Any]]
 
 
 @pytest.fixture(scope="session")
-def two_ranks() -> Iterator[Ranks]:
-    """Two ranks with the experts split between them."""
-    ranks = Ranks(2, expert=2)
-    yield ranks
-    ranks.close()
+def on() -> Iterator[On]:
+    """`on(layout, function, *arguments)`: what the function returns on each of its ranks."""
+    started: dict[int, Ranks] = {}
 
+    def run(layout: LayoutSettings, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        if layout.ranks not in started:
+            started[layout.ranks] = Ranks(layout.ranks)
+        return started[layout.ranks](layout, function, *arguments)
 
-@pytest.fixture(scope="session")
-def two_replicas() -> Iterator[Ranks]:
-    """Two ranks that each hold the whole model."""
-    ranks = Ranks(2, expert=1)
-    yield ranks
-    ranks.close()
+    yield run
+    for ranks in started.values():
+        ranks.close()

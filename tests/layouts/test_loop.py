@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from cases import loop
-from ranks import Ranks
+from cases import SPREAD, loop
+from conftest import On
 
 
 def steps(directory: Path) -> list[int]:
@@ -14,27 +14,25 @@ def steps(directory: Path) -> list[int]:
     return [json.loads(line)["step"] for line in lines]
 
 
-def test_it_saves_at_its_cadence_and_at_the_end(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_it_saves_at_its_cadence_and_at_the_end(on: On, tmp_path: Path) -> None:
     expected = ("done", ["step_4", "step_5"])
-    assert two_ranks(loop, str(tmp_path), None, None) == [expected] * 2
+    assert on(SPREAD, loop, str(tmp_path), None, None) == [expected] * 2
     assert steps(tmp_path) == [1, 2, 3, 4, 5]
     # A finished stage that is started again does nothing.
-    assert two_ranks(loop, str(tmp_path), 5, None) == [expected] * 2
+    assert on(SPREAD, loop, str(tmp_path), 5, None) == [expected] * 2
     assert steps(tmp_path) == [1, 2, 3, 4, 5]
 
 
-def test_a_nan_stops_it_before_anything_of_it_is_saved(two_ranks: Ranks, tmp_path: Path) -> None:
-    for ending, left in two_ranks(loop, str(tmp_path), 4, None):
+def test_a_nan_stops_it_before_anything_of_it_is_saved(on: On, tmp_path: Path) -> None:
+    for ending, left in on(SPREAD, loop, str(tmp_path), 4, None):
         assert ending.startswith("NotFiniteError: step 4 of toy is not finite")
         assert "'loss': nan" in ending
         assert left == ["step_2"]
 
 
-def test_a_signal_to_one_rank_saves_all_of_them_and_it_resumes(
-    two_ranks: Ranks, tmp_path: Path
-) -> None:
-    for ending, left in two_ranks(loop, str(tmp_path), None, 3):
+def test_a_signal_to_one_rank_saves_all_of_them_and_it_resumes(on: On, tmp_path: Path) -> None:
+    for ending, left in on(SPREAD, loop, str(tmp_path), None, 3):
         assert ending == "StageStopped: toy saved step 3 and stopped"
         assert left == ["step_2", "step_3"]
-    assert [ending for ending, _ in two_ranks(loop, str(tmp_path), None, None)] == ["done"] * 2
+    assert [ending for ending, _ in on(SPREAD, loop, str(tmp_path), None, None)] == ["done"] * 2
     assert steps(tmp_path) == [1, 2, 3, 4, 5]
