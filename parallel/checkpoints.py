@@ -62,7 +62,7 @@ def load_training(policy: TrainedPolicy, checkpoint: Path) -> dict[str, Any]:
     """Continue from `checkpoint`: weights, optimizer, schedule. Returns the loop's own state."""
     _verify(checkpoint)
     loaded = _read_shards(_sharded_state(policy), checkpoint)
-    policy.model.load_state_dict(loaded["model"], strict=True)
+    policy.chunks[0].load_state_dict(loaded["model"], strict=True)
     policy.optimizer.load_state_dict(loaded["optimizer"])
     policy.schedule.load_state_dict(loaded["schedule"])
     return json.loads((checkpoint / "state.json").read_text())
@@ -71,8 +71,9 @@ def load_training(policy: TrainedPolicy, checkpoint: Path) -> dict[str, Any]:
 def load_weights(policy: Policy, checkpoint: Path) -> None:
     """Take only the weights of `checkpoint`, as a child stage, a reference or a teacher does."""
     _verify(checkpoint)
-    loaded = _read_shards({"model": policy.model.sharded_state_dict(metadata=METADATA)}, checkpoint)
-    policy.model.load_state_dict(loaded["model"], strict=True)
+    model = policy.chunks[0].sharded_state_dict(metadata=METADATA)
+    loaded = _read_shards({"model": model}, checkpoint)
+    policy.chunks[0].load_state_dict(loaded["model"], strict=True)
 
 
 def _write_shards(policy: TrainedPolicy, directory: Path) -> None:
@@ -106,7 +107,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _sharded_state(policy: TrainedPolicy) -> dict[str, Any]:
-    model = policy.model.sharded_state_dict(metadata=METADATA)
+    model = policy.chunks[0].sharded_state_dict(metadata=METADATA)
     for part in policy.optimizer.chained_optimizers:
         _materialise(part.optimizer)
     return {

@@ -93,6 +93,13 @@ class LayoutSettings(Settings):
         return self.ranks // (self.tensor * self.pipeline * self.context)
 
 
+class RoutingLossSettings(Settings):
+    """What keeps the routers stable (section 6 of the algorithms); 0 leaves a loss out."""
+
+    load_balance: Annotated[float, Field(ge=0)] = 0.0
+    z_loss: Annotated[float, Field(ge=0)] = 0.0
+
+
 class OptimizerSettings(Settings):
     """One optimizer step: gradient clipping, update rule, learning-rate schedule."""
 

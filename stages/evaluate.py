@@ -41,7 +41,7 @@ class Evaluation:
         self.job = job
         self.settings = job.settings.evaluation
         self.domains = job.settings.experts
-        self.policy = Policy(job.settings.model)
+        self.policy = Policy(job.settings.model, job.settings.layout)
         self.rollouts = Rollouts(job)
         if is_main():
             a_model = self.settings.problems * len(self.domains)

@@ -12,6 +12,7 @@ from parallel.distributed import broadcast, is_main
 from parallel.policy import TrainedPolicy, data_rank
 from parallel.sample import Sample
 from stages.agreement import MismatchError, measure_mismatch
+from stages.metrics import token_efficiency
 from stages.rollout import Rollouts, stopwatch
 from stages.settings import LoopSettings, RoutingSettings, SamplingSettings, StageJob
 
@@ -93,7 +94,8 @@ class OnPolicyStage(ABC):
         if is_main():
             samples = [sample for drawn in rollout.updates for sample in drawn]
             self.rollouts.record(samples, step)
-        return {**rollout.metrics, **mismatch, **trained, **broadcast(seconds)}
+        efficiency = token_efficiency([part for batches in updates for part in batches])
+        return {**rollout.metrics, **mismatch, **trained, **efficiency, **broadcast(seconds)}
 
     def state(self) -> dict[str, Any]:
         """Where every domain's prompts continue."""
