@@ -112,7 +112,7 @@ def test_what_changes_no_result_may_change_in_a_run(braid: Braid, config: Path, 
     before = settings.read_text()
     code, _, err = braid("run", config, *neutral, "seed=1")
     assert code == 1
-    assert "only these settings may change:\n  logging\n  layout, as long as" in err
+    assert "only these settings may change:\n  logging\n  layout\n  engine: " in err
     assert settings.read_text() == before
 
     code, out, err = braid("run", config, *neutral)
@@ -122,11 +122,18 @@ def test_what_changes_no_result_may_change_in_a_run(braid: Braid, config: Path, 
     assert "[3/6]" not in out
     assert "kv_cache_mebibytes: 32" in settings.read_text()
 
-    kept = settings.read_text()
-    code, _, err = braid("run", config, *neutral, "layout.expert=1")
-    assert code == 1
-    assert "cold_start: layout was" in err
-    assert settings.read_text() == kept
+
+def test_a_run_goes_on_under_another_layout(braid: Braid, config: Path, runs: Path) -> None:
+    braid("run", config, actions={"merge": {"1": "say_why"}})
+    code, out, err = braid("run", config, "layout={ranks: 4, tensor: 2}")
+    assert (code, err) == (0, "")
+    assert "layout.ranks: 2 there, 4 here\n" in out
+    assert "[3/6]" not in out
+    ran_on = {
+        path.parent.name: json.loads(path.read_text())["layout"]["ranks"]
+        for path in runs.glob("small/stages/*/manifest.json")
+    }
+    assert (ran_on["cold_start"], ran_on["merge"]) == (2, 4)
 
 
 def test_the_help_of_resume_names_what_may_change(braid: Braid) -> None:

@@ -91,7 +91,7 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
         'small.yaml:1: nam: unknown key; did you mean "name"?',
         "small.yaml:12: layout.expert: 3 does not divide model.experts = 8; use one of "
         "[1, 2, 4, 8]",
-        "small.yaml:12: layout.expert: 3 does not divide layout.ranks = 2",
+        "small.yaml:12: layout.expert: expert 3 does not divide layout.ranks = 2",
         'small.yaml:15: cold_start.loop.steps: should be a valid integer, not "two"',
         "small.yaml:17: experts.sums.sampling.max_response_tokens: 24 leaves no room for a prompt: "
         "it should be less than engine.max_model_tokens = 20",
