@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from parallel.files import write_atomically
+from parallel.settings import LayoutSettings
 from pipeline.graph import Stage
 from pipeline.ledger import Ledger, minutes
 from pipeline.progress import clock, latest
@@ -21,6 +22,9 @@ from stages.settings import RunSettings
 
 STYLES = {"done": "green", "running": "cyan", "failed": "red", "stale": "yellow", "pending": "dim"}
 OWN_DOMAIN = "◆"
+# Experts are spread over the ranks on their own, so that both lines of a layout fill all ranks.
+OF_DENSE_LAYERS = ("data", "tensor", "pipeline", "virtual_pipeline", "context")
+OF_EXPERTS = ("expert", "expert_tensor")
 
 Models = dict[str, dict[str, dict[str, Any]]]
 
@@ -29,11 +33,7 @@ def plan_table(
     settings: RunSettings, stages: tuple[Stage, ...], states: dict[str, StageState]
 ) -> Table:
     """The stages in order: what each does, from what, for how long, and whether it is done."""
-    layout = settings.layout
-    table = _table(
-        f"{settings.name}: seed {settings.seed}, {layout.ranks} ranks, "
-        f"experts over {layout.expert} of them"
-    )
+    table = _table(f"{settings.name}: seed {settings.seed}, {layout_text(settings.layout)}")
     for heading in ("stage", "kind", "from", "steps", "engine", "state"):
         table.add_column(heading)
     for stage in stages:
@@ -97,6 +97,16 @@ def results_table(models: Models) -> Table:
         cells = [_score_text(scores[domain], model == f"experts.{domain}") for domain in domains]
         table.add_row(model, *cells)
     return table
+
+
+def layout_text(layout: LayoutSettings) -> str:
+    """The ranks and every parallelism above 1: `4 ranks: data 2, tensor 2; experts: expert 4`."""
+    text = f"{layout.ranks} rank{'s' if layout.ranks > 1 else ''}"
+    for before, names in ((": ", OF_DENSE_LAYERS), ("; experts: ", OF_EXPERTS)):
+        sizes = [(name, getattr(layout, name)) for name in names]
+        if shared := ", ".join(f"{name} {size}" for name, size in sizes if size > 1):
+            text += before + shared
+    return text
 
 
 def exported_model(run: RunDirectory) -> Path:
