@@ -121,7 +121,14 @@ def _add_config_commands(command: Callable[[str, str, str], ArgumentParser]) -> 
     plan = command(
         "plan",
         "show the stages of a configuration and which of them are done",
-        CONFIG_HELP + "  braid plan configs/quickstart.yaml seed=1 --name second",
+        CONFIG_HELP
+        + "  braid plan configs/quickstart.yaml seed=1 --name second\n\n"
+        + "Does it fit? Bytes a rank and the engine hold, before anything is started:\n"
+        + "  braid plan configs/quickstart.yaml --memory\n"
+        + "  braid plan configs/quickstart.yaml --memory layout.recompute=full",
+    )
+    plan.add_argument(
+        "--memory", action="store_true", help="show the memory that every stage needs instead"
     )
     run = command(
         "run",

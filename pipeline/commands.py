@@ -15,6 +15,7 @@ from pipeline.config import differing_keys, dump_resolved, load
 from pipeline.errors import BraidError, reason
 from pipeline.graph import compile_graph, matches
 from pipeline.launcher import JobFailed, Programs, Stopped
+from pipeline.memory import memory_report
 from pipeline.neutral import CHANGES_NO_RESULT, MAY_CHANGE
 from pipeline.run_directory import RunDirectory
 from pipeline.runner import refuse_stale, run_stages
@@ -38,8 +39,13 @@ def validate(arguments: Namespace) -> None:
 
 
 def plan(arguments: Namespace) -> None:
-    """Show what would run, and what of it is done."""
+    """Show what would run, and what of it is done; or what memory it takes."""
     settings = _load(arguments)
+    if arguments.memory:
+        console = _console()
+        for part in memory_report(settings):
+            console.print(part)
+        return
     run = RunDirectory(arguments.runs_dir / settings.name)
     _show_plan(run, settings)
 
