@@ -56,7 +56,7 @@ def fullest(ranks: list[RankMemory]) -> RankMemory:
 
 
 def human(count: int) -> str:
-    """Bytes in the largest unit that keeps them above 1, to three digits: `1.04 MiB`."""
+    """Bytes to three digits, as in `1.04 MiB`."""
     size, unit = float(count), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size < 1000 or unit == "TiB":
