@@ -59,7 +59,7 @@ def violations(run: dict[str, Any]) -> Found:
     if model and engine:
         yield from _engine_rules(model, engine)
     if cold_start:
-        yield from _schedule_rules("cold_start", cold_start.optimizer, cold_start.loop)
+        yield from _optimizer_rules("cold_start", cold_start.optimizer, cold_start.loop, layout)
     for name, domain in domains.items():
         yield from _name_rules(name)
         if domain:
@@ -70,9 +70,9 @@ def violations(run: dict[str, Any]) -> Found:
     if layout and valid and len(valid) == len(domains):
         yield from _demonstration_rules(valid, layout)
     if merge:
-        yield from _schedule_rules("merge", merge.optimizer, merge.loop)
+        yield from _optimizer_rules("merge", merge.optimizer, merge.loop, layout)
         yield from _sampling_rules("merge.sampling", merge.sampling, layout, engine)
-    if evaluation and layout and evaluation.problems < layout.ranks:
+    if evaluation and layout and evaluation.problems < layout.data:
         yield "evaluation.problems", f"{evaluation.problems} is {_too_few(layout)}"
 
 
@@ -105,7 +105,7 @@ def _domains(run: dict[str, Any]) -> dict[str, DomainSettings | None]:
 
 
 def _too_few(layout: LayoutSettings) -> str:
-    return f"less than layout.ranks = {layout.ranks}, and every rank needs one"
+    return f"less than the {layout.data} data-parallel ranks of layout, and each needs one"
 
 
 def _engine_rules(model: ModelSettings, engine: EngineSettings) -> Found:
@@ -131,7 +131,7 @@ def _domain_rules(
     engine: EngineSettings | None,
 ) -> Found:
     updates = domain.updates_per_rollout
-    yield from _schedule_rules(key, domain.optimizer, domain.loop, updates)
+    yield from _optimizer_rules(key, domain.optimizer, domain.loop, layout, updates)
     yield from _sampling_rules(f"{key}.sampling", domain.sampling, layout, engine, updates)
     if domain.sampling.group_size < 2:
         yield (
@@ -161,7 +161,7 @@ def _split_rules(domains: dict[str, DomainSettings]) -> Found:
 
 def _demonstration_rules(domains: dict[str, DomainSettings], layout: LayoutSettings) -> Found:
     total = sum(domain.demonstrations.sequences_per_step for domain in domains.values())
-    if total < layout.ranks:
+    if total < layout.data:
         yield (
             "experts",
             f"all demonstrations.sequences_per_step together are {total}, {_too_few(layout)}",
@@ -182,7 +182,7 @@ def _sampling_rules(
             f"engine.max_model_tokens = {engine.max_model_tokens}",
         )
     samples = sampling.prompts_per_step * sampling.group_size // updates
-    if layout and samples < layout.ranks:
+    if layout and samples < layout.data:
         yield (
             f"{key}.prompts_per_step",
             f"{sampling.prompts_per_step} prompts x {sampling.group_size} samples in {updates} "
@@ -190,9 +190,19 @@ def _sampling_rules(
         )
 
 
-def _schedule_rules(
-    key: str, optimizer: OptimizerSettings, loop: LoopSettings, updates_per_step: int = 1
+def _optimizer_rules(
+    key: str,
+    optimizer: OptimizerSettings,
+    loop: LoopSettings,
+    layout: LayoutSettings | None,
+    updates_per_step: int = 1,
 ) -> Found:
+    if layout and layout.distributed_optimizer and optimizer.algorithm != "adam":
+        yield (
+            f"{key}.optimizer.algorithm",
+            f"{optimizer.algorithm} cannot be split over ranks: megatron-core's distributed "
+            "optimizer has only Adam; set layout.distributed_optimizer to false",
+        )
     updates = loop.steps * updates_per_step
     if optimizer.warmup_steps >= updates:
         yield (

@@ -12,7 +12,6 @@ ENGINE_KEYS = (
 )
 LOOP_KEYS = ("micro_batch_tokens", "checkpoint_every", "keep_last")
 
-# The layout is a line of its own in a stage's lineage.
 CHANGES_NO_RESULT = (
     "name",
     "layout",
@@ -23,6 +22,6 @@ CHANGES_NO_RESULT = (
 
 MAY_CHANGE = f"""\
   logging
-  layout, as long as no checkpoint was made with another
+  layout
   engine: {", ".join(ENGINE_KEYS)}
   every loop: {", ".join(LOOP_KEYS)}"""
