@@ -226,7 +226,7 @@ def _sum_gradients(model: list[Any], _tokens: torch.Tensor | None, **keywords: A
 
 
 def _distributed(settings: OptimizerSettings, layout: LayoutSettings) -> bool:
-    """megatron-core's distributed optimizer has only Adam."""
+    """Whether the state is split; megatron-core's distributed optimizer has only Adam."""
     return layout.distributed_optimizer and settings.algorithm == "adam"
 
 

@@ -81,7 +81,7 @@ class LayoutSettings(Settings):
     expert: Positive = 1
     expert_tensor: Positive = 1
     distributed_optimizer: bool = Field(
-        default=True, description="split the optimizer's state over the data-parallel ranks"
+        default=True, description="split Adam's state over the data-parallel ranks"
     )
     recompute: Literal["none", "attention", "full"] = Field(
         default="none", description="which activations are computed again instead of kept"
