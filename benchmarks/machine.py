@@ -9,7 +9,8 @@ from pathlib import Path
 
 def machine() -> str:
     """Cores, processor and system."""
-    return f"{os.cpu_count()} cores of {processor()}, {platform.system()} {platform.machine()}"
+    cores = len(os.sched_getaffinity(0))
+    return f"{cores} cores of {processor()}, {platform.system()} {platform.machine()}"
 
 
 def processor() -> str:

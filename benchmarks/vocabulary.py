@@ -3,8 +3,7 @@
     python benchmarks/vocabulary.py --rows 1024
 
 One rank, one core, forward and backward from bf16 logits. Each way runs in a process of its own,
-so that what one leaves behind does not count for the other. Errors are against fp64. Prints the
-numbers and writes them as JSON beside this file.
+so that what one leaves behind does not count for the other. Errors are against fp64.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
 import resource
 import time
 from collections.abc import Callable
@@ -23,6 +21,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from machine import machine
 from torch import Tensor
 
 from parallel import vocabulary
@@ -41,15 +40,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1024)
     parser.add_argument("--runs", type=int, default=3)
     arguments = parser.parse_args()
-    report = json.dumps(measure(arguments.rows, arguments.runs), indent=1)
-    (HERE / "vocabulary.json").write_text(report + "\n")
-    print(report)
+    print(json.dumps(measure(arguments.rows, arguments.runs), indent=1))
 
 
 def measure(rows: int = 1024, runs: int = 3) -> dict[str, Any]:
     """Of both ways the median seconds, peak MiB beyond the logits and errors; and the ratios."""
-    machine = f"one core, {platform.system()} {platform.machine()}"
-    found: dict[str, Any] = {"machine": machine, "rows": rows, "vocabulary": VOCABULARY}
+    found: dict[str, Any] = {"machine": machine(), "rows": rows, "vocabulary": VOCABULARY}
     for name in WAYS:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
             found[name] = process.submit(run, name, rows, runs).result()

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -202,14 +201,6 @@ class TrainedPolicy(Policy):
         self.losses.start_counting()
         self._run(batches, lambda _: (torch.zeros(()), None))
         self.losses.finish_counting()
-
-
-def data_rank() -> tuple[int, int]:
-    """This rank's place among the data-parallel ranks, and their number."""
-    return (
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_data_parallel_world_size(),
-    )
 
 
 def _routed_layers(config: Any) -> list[int]:

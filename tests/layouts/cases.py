@@ -76,15 +76,13 @@ def build(
 
 def batches(drawn: list[Sample], count: int = 1, replay: bool = False, padded: bool = False) -> Any:
     """This rank's micro-batches, `count` or a few more of them."""
-    from megatron.core import parallel_state
-
     from parallel.batch import split
-    from parallel.policy import data_rank
+    from parallel.packing import Place
 
-    context = parallel_state.get_context_parallel_world_size()
-    computed = sum(sample.length for sample in drawn)
-    budget = 4096 if count == 1 else computed // (data_rank()[1] * context * count)
-    return split(drawn, *data_rank(), budget, replay, padded)
+    here = Place.here()
+    read = sum(sample.length for sample in drawn)
+    budget = 4096 if count == 1 else read // (here.data * here.context * count)
+    return split(drawn, here, budget, replay, padded)
 
 
 def cross_entropy(totals: Any, responses: Any) -> tuple[torch.Tensor, float]:

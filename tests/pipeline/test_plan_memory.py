@@ -34,6 +34,7 @@ def test_bytes_are_read_at_a_glance(count: int, shown: str) -> None:
 
 def test_a_stage_holds_the_models_it_compares_with(config: Path) -> None:
     overrides = [
+        "layout.distributed_optimizer=false",
         "experts.words.objective.kl.coefficient=0",
         "experts.sums.objective.kl.coefficient=0.1",
         "experts.sums.optimizer.algorithm=sgd",
