@@ -74,6 +74,7 @@ def load_weights(policy: Policy, checkpoint: Path) -> None:
     model = policy.chunks[0].sharded_state_dict(metadata=METADATA)
     loaded = _read_shards({"model": model}, checkpoint)
     policy.chunks[0].load_state_dict(loaded["model"], strict=True)
+    policy.weights_changed()
 
 
 def _write_shards(policy: TrainedPolicy, directory: Path) -> None:

@@ -344,6 +344,38 @@ def gradient_of_routing_losses(
     return {"gradient": difference.item(), "tokens": abs(len(hidden) - read)}
 
 
+def low_precision(layout: LayoutSettings) -> dict[str, Any]:
+    """What of a bf16 policy is kept in which precision, and how it learns beside an fp32 one."""
+    low = build(layout, model=MODEL.model_copy(update={"precision": "bf16"}))
+    full = build(layout)
+    router_dtypes = set()
+    for router in low.routers:
+        router.register_forward_hook(lambda _m, _g, output: router_dtypes.add(output[0].dtype))
+    losses = {"low": [], "full": []}
+    for name, policy in (("low", low), ("full", full)):
+        losses[name] = [loss for loss, _ in train(policy, range(1, 6))]
+    parameters = [p for chunk in low.chunks for p in chunk.parameters()]
+    states = [
+        state
+        for part in low.optimizer.chained_optimizers
+        for state in part.optimizer.state.values()
+    ]
+    masters = [
+        parameter
+        for part in low.optimizer.chained_optimizers
+        for group in part.optimizer.param_groups
+        for parameter in group["params"]
+    ]
+    return {
+        "losses": losses,
+        "weights": {p.dtype for p in parameters},
+        "gradients": {p.main_grad.dtype for p in parameters},
+        "masters": {p.dtype for p in masters},
+        "moments": {state["exp_avg"].dtype for state in states},
+        "routing": router_dtypes,
+    }
+
+
 class Toy:
     """The smallest stage: cross-entropy on random samples, with what a test wants to go wrong."""
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from cases import (
     SPREAD,
     differences,
     gradient_of_routing_losses,
     held_experts,
+    low_precision,
     reference,
     replayed_routing,
 )
@@ -85,3 +87,18 @@ def test_routing_losses_have_the_gradient_of_their_definition(on: On) -> None:
     layout = LayoutSettings()
     [errors] = on(layout, gradient_of_routing_losses, layout, LOSSES)
     assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("name", ["1 rank", "TP2", "VPP2"])
+def test_low_precision_keeps_what_must_be_exact(name: str, distributed: bool, on: On) -> None:
+    layout = LayoutSettings(**MATRIX[name], distributed_optimizer=distributed)
+    low, full = 0.0, 0.0
+    for found in on(layout, low_precision, layout):
+        assert found["weights"] == {torch.bfloat16}
+        for kept in ("gradients", "masters", "moments", "routing"):
+            assert found[kept] == {torch.float32}, kept
+        low += sum(found["losses"]["low"])
+        full += sum(found["losses"]["full"])
+    assert low == pytest.approx(full, rel=0.01)
+    assert low != full
