@@ -23,6 +23,23 @@ from parallel.settings import (
 )
 
 SPREAD = LayoutSettings(ranks=2, expert=2)  # the experts split between two ranks
+MATRIX = {
+    "1 rank": LayoutSettings(),
+    "DP2": LayoutSettings(ranks=2),
+    "TP2": LayoutSettings(ranks=2, tensor=2),
+    "PP2": LayoutSettings(ranks=2, pipeline=2),
+    "VPP2": LayoutSettings(ranks=2, pipeline=2, virtual_pipeline=2),
+    "EP2": LayoutSettings(ranks=2, expert=2),
+    "CP2": LayoutSettings(ranks=2, context=2),
+    "ETP2": LayoutSettings(ranks=2, expert_tensor=2),
+    "TP2 recomputed": LayoutSettings(ranks=2, tensor=2, recompute="full"),
+    "VPP2 recomputed": LayoutSettings(ranks=2, pipeline=2, virtual_pipeline=2, recompute="full"),
+    "CP2 attention recomputed": LayoutSettings(ranks=2, context=2, recompute="attention"),
+    "TP2 EP2 PP2": LayoutSettings(ranks=4, tensor=2, expert=2, pipeline=2),
+    "TP2 CP2 EP2 ETP2": LayoutSettings(ranks=4, tensor=2, context=2, expert=2, expert_tensor=2),
+    "CP2 EP2 VPP2": LayoutSettings(ranks=4, context=2, expert=2, pipeline=2, virtual_pipeline=2),
+    "DP2 TP2 EP2 PP2": LayoutSettings(ranks=8, tensor=2, expert=2, pipeline=2),
+}
 MODEL = ModelSettings(
     vocabulary_size=80,
     hidden_size=32,
