@@ -33,6 +33,7 @@ class Policy:
     def __init__(self, settings: ModelSettings) -> None:
         self.bridge = build_bridge(settings)
         self.model = build_model(settings, self.bridge)
+        self.chunks = [self.model]
         self.rotary = PackedPositions(self.model.rotary_pos_emb)
         self.routers = routing.adopt_routers(self.model)
         self.settings = settings
@@ -80,15 +81,29 @@ class Policy:
 class TrainedPolicy(Policy):
     """A policy with gradients, summed over micro-batches and ranks and never rescaled."""
 
-    def __init__(self, settings: ModelSettings, optimizer: OptimizerSettings, steps: int) -> None:
+    def __init__(
+        self,
+        settings: ModelSettings,
+        optimizer: OptimizerSettings,
+        steps: int,
+        distributed_optimizer: bool = False,
+    ) -> None:
         super().__init__(settings)
         config = self.bridge.config
+        # megatron-core's distributed optimizer knows only Adam.
+        distributed = distributed_optimizer and optimizer.algorithm == "adam"
         self.ddp = DistributedDataParallel(
             config,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False),
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=False,
+                use_distributed_optimizer=distributed,
+            ),
             self.model,
         )
-        self.optimizer = get_megatron_optimizer(_optimizer_config(optimizer), [self.ddp])
+        self.optimizer = get_megatron_optimizer(
+            _optimizer_config(optimizer, distributed), [self.ddp]
+        )
         self.schedule = _schedule(self.optimizer, optimizer, steps)
         config.finalize_model_grads_func = _sum_gradients
         config.grad_scale_func = self.optimizer.scale_loss
@@ -146,8 +161,9 @@ def _sum_gradients(model: list[Any], _tokens: torch.Tensor | None, **keywords: A
     finalize_model_grads(model, None, **keywords)
 
 
-def _optimizer_config(settings: OptimizerSettings) -> OptimizerConfig:
+def _optimizer_config(settings: OptimizerSettings, distributed: bool) -> OptimizerConfig:
     return OptimizerConfig(
+        use_distributed_optimizer=distributed,
         optimizer=settings.algorithm,
         lr=settings.learning_rate,
         min_lr=settings.learning_rate * settings.final_ratio,

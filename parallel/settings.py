@@ -21,9 +21,10 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-# How a process tells the launcher why it failed: this mark and one line, on the descriptor that the
-# variable names. The log may lie on a disk that is full.
+# How a process tells the launcher why it failed, or what a person should know while it goes on: a
+# mark and one line, on the descriptor that the variable names. The log's disk may be full.
 ERROR_MARK = "braid-error: "
+NOTICE_MARK = "braid-notice: "
 LAST_WORD = "BRAID_LAST_WORD_DESCRIPTOR"
 
 # What every tokenizer here agrees on; `stages.tokenizer` holds the only one so far.

@@ -93,6 +93,10 @@ class Merge(OnPolicyStage):
         summed = sum_over_data({"loss": sum(values)})
         return {**summed, "teacher_kl": summed["loss"], "gradient_norm": norm}
 
+    def score(self, metrics: dict[str, float]) -> float:
+        """Being close to the teachers is good."""
+        return -metrics["teacher_kl"]
+
     def _teacher_log_probs(self, part: MicroBatch) -> torch.Tensor:
         """The batch's own teacher, [B, T, vocabulary / TP]; it routes by itself."""
         teacher = self.teachers[part.samples[0].domain]

@@ -53,10 +53,10 @@ def samples(count: int, seed: int = 0, routes: bool = False) -> list[Sample]:
     return found
 
 
-def build(optimizer: OptimizerSettings = ADAM, seed: int = 0) -> Any:
+def build(optimizer: OptimizerSettings = ADAM, seed: int = 0, distributed: bool = False) -> Any:
     from parallel.policy import TrainedPolicy
 
-    policy = TrainedPolicy(MODEL, optimizer, steps=10)
+    policy = TrainedPolicy(MODEL, optimizer, steps=10, distributed_optimizer=distributed)
     policy.start_fresh(seed)
     return policy
 
@@ -141,43 +141,6 @@ def train(policy: Any, steps: range) -> Iterator[tuple[float, float]]:
         yield sum(values), policy.step()
 
 
-def resume(directory: str, optimizer: OptimizerSettings) -> bool:
-    """Whether training continues bit for bit from a checkpoint."""
-    from parallel import checkpoints
-
-    policy = build(optimizer)
-    list(train(policy, range(3)))
-    saved = checkpoints.save(policy, Path(directory), 3, {"cursor": 7}, keep_last=1)
-    expected = list(train(policy, range(3, 6)))
-    resumed = build(optimizer, seed=1)
-    state = checkpoints.load_training(resumed, saved)
-    same_state = state == {"cursor": 7, "step": 3}
-    same_steps = list(train(resumed, range(3, 6))) == expected
-    pairs = zip(policy.model.parameters(), resumed.model.parameters(), strict=True)
-    return same_state and same_steps and all(torch.equal(a, b) for a, b in pairs)
-
-
-def save(directory: str, steps: list[int], keep_last: int) -> list[str]:
-    """Names of the whole checkpoints after saving at each of `steps`."""
-    from parallel import checkpoints
-
-    policy = build()
-    for step in steps:
-        checkpoints.save(policy, Path(directory), step, {}, keep_last)
-    return [checkpoint.path.name for checkpoint in whole_checkpoints(Path(directory))]
-
-
-def load(checkpoint: str) -> str:
-    """The error that loading a checkpoint gives, or nothing."""
-    from parallel import checkpoints
-
-    try:
-        checkpoints.load_training(build(), Path(checkpoint))
-    except checkpoints.CheckpointError as error:
-        return str(error)
-    return ""
-
-
 def export_and_load(directory: str) -> dict[str, float]:
     """Differences to transformers after an export, and to ourselves after loading it again."""
     from safetensors.torch import save_file
@@ -252,6 +215,9 @@ class Toy:
         [(loss, norm)] = train(self.policy, range(step, step + 1))
         loss = float("nan") if step == self.poison_at else loss
         return {**sum_over_data({"loss": loss}), "gradient_norm": norm}
+
+    def score(self, metrics: dict[str, float]) -> float:
+        return -metrics["loss"]
 
     def state(self) -> dict[str, Any]:
         return {}
