@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.serialization import get_default_save_shar
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
+from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from parallel import checkpoint_state, retention
@@ -33,6 +34,7 @@ from parallel.checkpoints import CheckpointError, reason, sha256
 from parallel.distributed import gather, layout_sizes, on_main
 from parallel.files import CHECKSUMS, digest_of, whole_checkpoints, write_atomically
 from parallel.policy import TrainedPolicy
+from parallel.settings import LOST_PEER
 
 
 class Saver:
@@ -47,12 +49,13 @@ class Saver:
         self._keep_best = keep_best
         self._asynchronous = asynchronous
         self._begun: _Writing | None = None
+        self._removal = threading.Thread()
         on_main(self._remove_leftovers)
 
     @property
     def writing(self) -> bool:
-        """Whether this rank still writes; when none does, it is time to `finish`."""
-        return self._begun is not None and self._begun.alive
+        """Whether this rank still writes or removes; when none does, it is time to `finish`."""
+        return self._removal.is_alive() or (self._begun is not None and self._begun.alive)
 
     def begin(
         self, policy: TrainedPolicy, step: int, state: dict[str, Any], score: float | None = None
@@ -64,8 +67,8 @@ class Saver:
         """
         self.finish()
         folder = self._directory / f"tmp_step_{step}"
+        document = json.dumps({**state, "step": step, "score": score})
         on_main(lambda: folder.mkdir(parents=True))
-        document = {**state, "step": step, "score": score}
         self._begun = _Writing(policy, folder, document, copy=self._asynchronous)
         if self._asynchronous:
             self._begun.start()
@@ -74,14 +77,17 @@ class Saver:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for what was begun, if anything was, and give it its name."""
+        """Wait for what was begun, if anything was, and give it its name.
+
+        What is no longer kept is removed meanwhile; the process does not end before that is done.
+        """
         begun, self._begun = self._begun, None
         if begun is not None:
             files = begun.finish()
             on_main(lambda: self._name(begun, files))
 
     def _name(self, begun: _Writing, files: dict[str, str]) -> None:
-        write_atomically(begun.folder / "state.json", json.dumps(begun.document))
+        write_atomically(begun.folder / "state.json", begun.document)
         for path in begun.folder.rglob("*"):
             name = str(path.relative_to(begun.folder))
             if path.is_file() and name not in files:
@@ -96,26 +102,25 @@ class Saver:
         self._retain()
 
     def _retain(self) -> None:
-        whole = {
-            checkpoint.step: checkpoint.path for checkpoint in whole_checkpoints(self._directory)
-        }
-        scores = {step: _score(path) for step, path in whole.items()}
-        for step in scores.keys() - retention.kept(scores, self._keep_last, self._keep_best):
-            # Renamed first: a kill must leave nothing half removed under the name of a whole one.
-            shutil.rmtree(whole[step].rename(self._directory / f"tmp_dropped_{step}"))
+        paths = {whole.step: whole.path for whole in whole_checkpoints(self._directory)}
+        scores = {step: _score(path) for step, path in paths.items()}
+        dropped = scores.keys() - retention.kept(scores, self._keep_last, self._keep_best)
+        # Renamed first: a kill must leave nothing half removed under the name of a whole one.
+        useless = [paths[s].rename(self._directory / f"tmp_dropped_{s}") for s in dropped]
+        self._removal = threading.Thread(target=_remove, args=(useless,))
+        self._removal.start()
+        if not self._asynchronous:
+            self._removal.join()
 
     def _remove_leftovers(self) -> None:
         """A killed stage's unfinished checkpoints."""
-        for path in self._directory.glob("tmp_*"):
-            shutil.rmtree(path)
+        _remove(list(self._directory.glob("tmp_*")))
 
 
 class _Writing:
     """One checkpoint on its way to the disk."""
 
-    def __init__(
-        self, policy: TrainedPolicy, folder: Path, document: dict[str, Any], copy: bool
-    ) -> None:
+    def __init__(self, policy: TrainedPolicy, folder: Path, document: str, copy: bool) -> None:
         """Plan who writes what; with `copy`, training may change the policy from now on."""
         self.folder = folder
         self.document = document
@@ -214,13 +219,20 @@ def _as_checkpoint_error(folder: Path) -> Iterator[None]:
     try:
         yield
     except (CheckpointException, OSError, RuntimeError) as error:
+        if isinstance(error, dist.DistError) or LOST_PEER in str(error):
+            raise  # it is for the launcher to tell which rank died
         raise _failure(folder, reason(error)) from error
 
 
 def _failure(folder: Path, why: str) -> CheckpointError:
-    free = shutil.disk_usage(folder).free >> 20
+    free = shutil.disk_usage(folder.parent).free >> 20
     shutil.rmtree(folder, ignore_errors=True)  # or what was written would keep the disk full
     return CheckpointError(f"cannot write {folder} ({free} MiB are free there): {why}")
+
+
+def _remove(folders: list[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _score(checkpoint: Path) -> float | None:

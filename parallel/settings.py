@@ -26,6 +26,9 @@ class Settings(BaseModel):
 ERROR_MARK = "braid-error: "
 NOTICE_MARK = "braid-notice: "
 LAST_WORD = "BRAID_LAST_WORD_DESCRIPTOR"
+# In what a rank says that lost its connection to another, which knows better what happened; gloo:
+# "Connection closed by peer", or "reset by peer".
+LOST_PEER = "by peer"
 
 # What every tokenizer here agrees on; `stages.tokenizer` holds the only one so far.
 PAD_TOKEN, END_TOKEN, TOKENIZER_SIZE = 0, 1, 80

@@ -155,12 +155,15 @@ def held_back(writing: Any) -> Iterator[threading.Event]:
 def retain(directory: str, scores: dict[int, float], keep_last: int, keep_best: int) -> list[str]:
     """Names of the whole checkpoints after one is saved for each of `scores`."""
     from parallel.checkpoint_saver import Saver
+    from parallel.distributed import any_rank
 
     policy = build()
     saver = Saver(Path(directory), keep_last, keep_best)
     for step, score in scores.items():
         saver.begin(policy, step, {}, score)
     saver.finish()
+    while any_rank(saver.writing)[0]:
+        pass
     return [checkpoint.path.name for checkpoint in whole_checkpoints(Path(directory))]
 
 
@@ -183,8 +186,7 @@ def save_on_a_full_disk(directory: str, full: int) -> tuple[str, bool]:
             saver.finish()
         except CheckpointError as error:
             message = str(error)
-    saver.begin(policy, 3, {})  # the disk has room again
-    saver.finish()
+    save(policy, Path(directory), 3, {})  # the disk has room again
     return message, (Path(directory) / "tmp_step_2").exists()
 
 
