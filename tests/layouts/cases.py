@@ -226,7 +226,9 @@ class Toy:
         assert state["step"] > 0
 
 
-def loop(directory: str, poison_at: int | None, stop_at: int | None) -> tuple[str, list[str]]:
+def loop(
+    directory: str, poison_at: int | None, stop_at: int | None, asynchronous: bool = True
+) -> tuple[str, list[str]]:
     """How the loop ends, and the whole checkpoints that it leaves."""
     from stages.loop import train as run_loop
     from stages.settings import LoggingSettings, LoopSettings, RunSettings, StageJob
@@ -238,8 +240,9 @@ def loop(directory: str, poison_at: int | None, stop_at: int | None) -> tuple[st
         stage="toy", directory=Path(directory), attempt=1, parent=None, settings=settings
     )
     ending = "done"
+    steps = LoopSettings(steps=5, checkpoint_every=2, async_checkpoints=asynchronous)
     try:
-        run_loop(Toy(poison_at, stop_at), job, LoopSettings(steps=5, checkpoint_every=2))
+        run_loop(Toy(poison_at, stop_at), job, steps)
     except Exception as error:
         ending = f"{type(error).__name__}: {error}"
     left = whole_checkpoints(Path(directory) / "checkpoints")

@@ -48,15 +48,28 @@ def begin(kind: str, directory: str) -> None:
     save(policy, Path(directory), STEPS, {"cursor": 7})
 
 
-def go_on(kind: str, directory: str) -> dict[str, Any]:
-    """What a few steps more bring, from a checkpoint."""
+def go_on(kind: str, directory: str, again: str) -> dict[str, Any]:
+    """What a few steps more bring, from a checkpoint, which is first saved again as it was read."""
     from parallel import checkpoints
 
     policy = KINDS[kind].build(seed=1)
     found, faults = checkpoints.newest_whole(Path(directory))
     state = checkpoints.load_training(policy, found)
     assert (faults, state) == ([], {"cursor": 7, "step": STEPS, "score": None})
+    save(policy, Path(again), STEPS, {})
     return {"rate": policy.learning_rate, **trained(policy, range(STEPS, 2 * STEPS))}
+
+
+def hold_the_same(directories: list[str]) -> bool:
+    """Whether checkpoints hold the same tensors under the same names, bit for bit."""
+    from megatron.core import dist_checkpointing
+
+    found = []
+    for directory in directories:
+        values = dist_checkpointing.load_plain_tensors(f"{directory}/step_{STEPS}")
+        found.append({name: value for name, value in values.items() if torch.is_tensor(value)})
+    one, other = found
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def never_stop(kind: str) -> dict[str, Any]:
@@ -70,7 +83,7 @@ def trained(policy: Any, steps: range) -> dict[str, Any]:
     from parallel.distributed import sum_over_data
 
     losses = [sum_over_data({"loss": loss})["loss"] for loss, _ in train(policy, steps)]
-    return {"losses": losses, "weights": {n: t.numpy().copy() for n, t in policy.weights()}}
+    return {"losses": losses, "weights": {n: t.float().numpy().copy() for n, t in policy.weights()}}
 
 
 def save(policy: Any, directory: Path, step: int, state: dict[str, Any], **saver: Any) -> None:
@@ -81,7 +94,7 @@ def save(policy: Any, directory: Path, step: int, state: dict[str, Any], **saver
 
 
 def resumes_bit_for_bit(kind: str, directory: str) -> bool:
-    """Whether training continues from a checkpoint as if it had not stopped, dropout included."""
+    """Whether training continues from a checkpoint as if it had not stopped, random numbers too."""
     from parallel import checkpoints
 
     torch.use_deterministic_algorithms(True)

@@ -41,16 +41,20 @@ def test_training_goes_on_under_another_layout(
     pair: str, kind: str, expected: dict[str, Any], on: On, tmp_path: Path
 ) -> None:
     saved, resumed = PAIRS[pair]
-    on(saved, cases.begin, kind, str(tmp_path))
-    check(on(resumed, cases.go_on, kind, str(tmp_path)), expected[kind])
+    directories = [str(tmp_path / name) for name in ("saved", "again")]
+    on(saved, cases.begin, kind, directories[0])
+    check(on(resumed, cases.go_on, kind, *directories), expected[kind])
+    assert on(ONE, cases.hold_the_same, directories) == [True]
 
 
 @pytest.mark.parametrize(("saved", "resumed"), OTHER_KINDS)
 def test_training_goes_on_with_the_optimizer_split_or_whole(
     saved: str, resumed: str, expected: dict[str, Any], on: On, tmp_path: Path
 ) -> None:
-    on(EXPERTS, cases.begin, saved, str(tmp_path))
-    check(on(DATA, cases.go_on, resumed, str(tmp_path)), expected[resumed])
+    directories = [str(tmp_path / name) for name in ("saved", "again")]
+    on(EXPERTS, cases.begin, saved, directories[0])
+    check(on(DATA, cases.go_on, resumed, *directories), expected[resumed])
+    assert on(ONE, cases.hold_the_same, directories) == [True]
 
 
 def check(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
@@ -131,7 +135,6 @@ def test_a_stage_goes_on_from_the_checkpoint_before_a_damaged_one(
 ) -> None:
     on(SPREAD, cases.loop_and_listen, str(tmp_path))
     checkpoints = tmp_path / "checkpoints"
-    newest = (checkpoints / "step_5" / "checksums.json").read_text()
     victim = damage(checkpoints / "step_5", how)
     main, other = on(SPREAD, cases.loop_and_listen, str(tmp_path))
     assert main[:2] == other[:2] == ("done", ["step_4", "step_5"])
@@ -139,7 +142,6 @@ def test_a_stage_goes_on_from_the_checkpoint_before_a_damaged_one(
     assert "put aside as damaged_step_5; toy goes on from step_4\n" in main[2]
     assert other[2] == ""
     assert (checkpoints / "damaged_step_5").is_dir()
-    assert newest  # it was there
 
 
 def test_a_stage_with_no_whole_checkpoint_starts_again(on: On, tmp_path: Path) -> None:
