@@ -7,6 +7,7 @@ LOGIN_NODE = [
     "pydantic>=2.12",  # frozen, strict settings with errors that name the key
     "pyyaml>=6",  # the configuration files, with line numbers from its nodes
     "rich>=13",  # progress and tables on the terminal
+    "packaging>=23",  # installed versions held to the ranges that stand here
 ]
 STAGES = [
     "torch==2.13.*",  # tensors and torch.distributed

@@ -1,36 +1,27 @@
-"""Attention over packed rows in plain torch, for machines without TransformerEngine."""
+"""Attention over a packed row in plain torch, for machines without TransformerEngine."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from torch.nn import functional
 
+from parallel.packing import PackedRow, Place, own_places
 
-class PackedPositions:
-    """Rotary angles that count from 0 in every sequence of a row.
-
-    Megatron's count through the row. Only differences of positions reach the scores, but angles
-    that are rounded elsewhere than the engine's cost a digit of agreement with it.
-    """
-
-    def __init__(self, rotary: torch.nn.Module) -> None:
-        self.positions: torch.Tensor | None = None
-        rotary.register_forward_hook(self._select)
-
-    def _select(self, _module: object, _arguments: object, angles: torch.Tensor) -> torch.Tensor:
-        """[W, 1, 1, dimension] of a row's positions give [W, rows, 1, dimension]."""
-        assert self.positions is not None
-        return angles[:, 0][self.positions.T]
+SMALLEST_GRID = 64  # sequences up to this long share one call; longer ones wait for their like
 
 
 class PackedAttention(MegatronModule):
     """torch's scaled_dot_product_attention in the place of Megatron's core attention.
 
-    Megatron's local DotProductAttention refuses packed sequences and builds the whole
-    [batch, heads, length, length] score tensor.
+    Megatron's local DotProductAttention refuses packed rows and context parallelism, and builds the
+    whole [batch, heads, length, length] score tensor.
     """
 
     def __init__(self, config: Any, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
@@ -42,21 +33,93 @@ class PackedAttention(MegatronModule):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention: torch.Tensor,
+        attention_mask: None,
         *_: Any,
+        packed_seq_params: PackedRow,
         **__: Any,
     ) -> torch.Tensor:
-        """query [length, rows, heads, head_dim], key and value with the key-value heads.
+        """query [T / C, heads, head_dim], key and value with the key-value heads.
 
-        `attention` is bool [rows, 1, length, length], true where a token may look.
-        Returns [length, rows, heads * head_dim].
+        Causal within every sequence. Returns [T / C, heads * value head_dim].
         """
-        mixed = functional.scaled_dot_product_attention(
-            query.permute(1, 2, 0, 3),
-            key.permute(1, 2, 0, 3),
-            value.permute(1, 2, 0, 3),
-            attn_mask=attention,
-            scale=self.softmax_scale,
-            enable_gqa=True,
+        row = packed_seq_params
+        if row.views is None:
+            row.views = _grids(row, Place.here(), query.device)
+        grids, back = row.views
+        if parallel_state.get_context_parallel_world_size() > 1:
+            group = parallel_state.get_context_parallel_group()
+            key, value = (
+                gather_from_sequence_parallel_region(part.contiguous(), group=group)
+                for part in (key, value)
+            )
+        mixed = [
+            functional.scaled_dot_product_attention(
+                query[grid.queries].transpose(1, 2),
+                key[grid.keys].transpose(1, 2),
+                value[grid.keys].transpose(1, 2),
+                attn_mask=grid.sees,
+                is_causal=grid.sees is None,
+                scale=self.softmax_scale,
+                enable_gqa=True,
+            )
+            for grid in grids
+        ]
+        flat = torch.cat([part.transpose(1, 2).flatten(0, 1) for part in mixed])
+        return flat[back].flatten(1)
+
+
+@dataclass
+class _Grid:
+    """Sequences of like length side by side, their ends filled up with the row's first token.
+
+    keys int64 [S, L] into the gathered row; queries int64 [S, L / C] into this rank's; sees bool
+    [S, 1, L / C, L], or None where that is simply causal.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    sees: torch.Tensor | None
+
+
+def _grids(row: PackedRow, here: Place, device: torch.device) -> tuple[list[_Grid], torch.Tensor]:
+    """The grids of a row, and where in their flattened outputs each of this rank's tokens is."""
+    starts, slots = row.starts[:-1], np.diff(row.starts)
+    # Where a place of the row is after the gathering, which puts one rank's tokens after another's.
+    gathered = np.argsort(
+        np.concatenate(
+            [own_places(row.starts, replace(here, context_rank=r)) for r in range(here.context)]
         )
-        return mixed.permute(2, 0, 1, 3).flatten(2)
+    )
+    own_starts = starts // here.context
+    back = np.zeros(len(row.own), np.int64)
+    grids, offset = [], 0
+    widths = np.maximum(SMALLEST_GRID, 2 ** np.ceil(np.log2(slots)).astype(int))
+    for width in np.unique(widths):
+        chosen = np.flatnonzero(widths == width)
+        length = int(slots[chosen].max())
+        keys = _fill(starts[chosen], slots[chosen], length)
+        own_slots, own_length = slots[chosen] // here.context, length // here.context
+        queries = _fill(own_starts[chosen], own_slots, own_length)
+        for line, index in enumerate(chosen):
+            begin, count = own_starts[index], own_slots[line]
+            back[begin : begin + count] = offset + line * own_length + np.arange(count)
+        sees = None
+        if here.context > 1:
+            # What fills a line up sees the first token, since a softmax over nothing is NaN.
+            position = np.maximum(row.own[queries] - starts[chosen][:, None], 0)
+            sees = torch.from_numpy(np.arange(length) <= position[..., None])[:, None].to(device)
+        grids.append(
+            _Grid(
+                torch.from_numpy(queries).to(device),
+                torch.from_numpy(gathered[keys]).to(device),
+                sees,
+            )
+        )
+        offset += queries.size
+    return grids, torch.from_numpy(back).to(device)
+
+
+def _fill(starts: np.ndarray, counts: np.ndarray, width: int) -> np.ndarray:
+    """[S, width]: `starts`, counted on to `counts` tokens, and 0 beyond."""
+    step = np.arange(width)
+    return np.where(step < counts[:, None], starts[:, None] + step, 0)

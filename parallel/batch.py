@@ -8,102 +8,139 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 
 from parallel.device import device
+from parallel.packing import PackedRow, Place, lay_out
 from parallel.sample import Sample
-
-ROW_TOKENS = 64  # rows at least this wide waste little; wider ones cost more attention
+from parallel.vocabulary import HeadLogits
 
 
 @dataclass
 class MicroBatch:
-    """B samples, packed into R rows of W tokens for the model and unpacked for the objectives.
+    """B samples: packed into one row for the model, one row a response for the objectives.
 
-    What the model reads: tokens and positions int64 [R, W]; attention bool [R, 1, W, W], true where
-    a token may look; routes int64 [layers, W * R, experts_per_token] in Megatron's token order, or
-    None.
+    What the model reads, this context-parallel rank's share of T tokens: tokens int64 [1, T / C],
+    positions int64 [1, T / C] counting from 0 in every sequence, and the row's description.
 
-    What the objectives read, one row a response of at most T tokens: targets int64 [B, T]; mask
-    bool [B, T]; position int64 [B, T], the place of the logits that predict each target in the
-    flattened rows; engine_logprobs fp32 [B, T], mu, 0 outside the mask; advantages fp32 [B];
-    old_logprobs and reference_logprobs fp32 [B, T], added before the batch is trained on.
+    What joins the two: of the n response tokens that this rank predicts, `predicts` int64 [n] says
+    which of its tokens does it, and `place` int64 [n] where the prediction belongs in [B * R].
+
+    What the objectives read, whole on every rank, one row a response of at most R tokens: targets
+    int64 [B, R]; mask bool [B, R]; engine_logprobs fp32 [B, R], mu, 0 outside the mask; advantages
+    fp32 [B]. Added on the last pipeline stage before the batch is trained on: old_logprobs and
+    reference_logprobs fp32 [B, R], and the logits [n, vocabulary / TP] of the teacher of `domain`.
     """
 
     samples: list[Sample]
     tokens: torch.Tensor
     positions: torch.Tensor
-    attention: torch.Tensor
-    routes: torch.Tensor | None
+    row: PackedRow
+    predicts: torch.Tensor
+    place: torch.Tensor
     targets: torch.Tensor
     mask: torch.Tensor
-    position: torch.Tensor
     engine_logprobs: torch.Tensor
     advantages: torch.Tensor
     old_logprobs: torch.Tensor | None = None
     reference_logprobs: torch.Tensor | None = None
+    teacher: HeadLogits | None = None
+    domain: str = ""
+
+    @property
+    def own_targets(self) -> torch.Tensor:
+        """The targets int64 [n] that this rank predicts."""
+        return self.targets.flatten()[self.place]
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """What every context-parallel rank has of its own n tokens, as [B, R] on all of them.
+
+        Differentiable. Each rank computes the same loss from the whole; its gradient reaches only
+        the rank's own tokens, so that summed over ranks every token counts once.
+        """
+        whole = values.new_zeros(self.mask.numel()).index_put((self.place,), values)
+        if parallel_state.get_context_parallel_world_size() > 1:
+            group = parallel_state.get_context_parallel_group()
+            whole = reduce_from_tensor_model_parallel_region(whole, group=group)
+        return whole.view(self.mask.shape)
 
     def without_routes(self) -> MicroBatch:
         """The same batch for another model, which routes by itself."""
-        return replace(self, routes=None)
+        return replace(self, row=replace(self.row, routes=None))
 
 
 def split(
-    samples: Sequence[Sample], rank: int, ranks: int, token_budget: int, replay: bool
+    samples: Sequence[Sample],
+    here: Place,
+    token_budget: int,
+    replay: bool,
+    padded: bool = False,
 ) -> list[MicroBatch]:
-    """This data-parallel rank's micro-batches of about `token_budget` tokens at most.
+    """This data-parallel rank's micro-batches of about `token_budget` tokens a device at most.
 
     Samples are dealt out by length, so that ranks and micro-batches get alike many tokens. Expert
     parallelism needs every rank to run the same number of forward passes, so the fullest rank
-    decides how many there are; none is smaller than one sample.
-
-    Raises ValueError when there are fewer samples than ranks.
+    decides how many there are; none is smaller than one sample, unless there are too few to go
+    round. An interleaved pipeline takes whole rounds of micro-batches. `padded` gives every sample
+    of a micro-batch the room of its longest, which is what packing is measured against.
     """
-    shares = _deal(samples, ranks)
+    shares = _deal(samples, here.data)
     fullest = max(sum(sample.length for sample in share) for share in shares)
-    if not all(shares):
-        raise ValueError(f"{len(samples)} samples are too few for {ranks} ranks")
-    count = min(-(-fullest // token_budget), *map(len, shares))
-    return [collate(part, replay) for part in _deal(shares[rank], count)]
+    wanted = max(1, min(-(-fullest // (token_budget * here.context)), *map(len, shares)))
+    count = -(-wanted // here.round) * here.round
+    own = _deal(shares[here.data_rank], count)
+    return [collate(part, here, replay, padded) for part in own]
 
 
-def collate(samples: list[Sample], replay: bool) -> MicroBatch:
-    """Pack samples into rows and move them to this rank's device."""
-    width = max(ROW_TOKENS, *(sample.length for sample in samples))
-    places = _pack([sample.length for sample in samples], width)
-    rows = 1 + max(row for row, _ in places)
-    tokens = np.zeros((rows, width), np.int64)
-    positions = np.zeros((rows, width), np.int64)
-    segment = np.full((rows, width), -1)
-    responses = (len(samples), max(len(sample.response) for sample in samples))
+def collate(samples: list[Sample], here: Place, replay: bool, padded: bool = False) -> MicroBatch:
+    """Pack samples into a row, take this rank's share, and move it to its device."""
+    lengths = [sample.length for sample in samples]
+    row = lay_out(lengths, here, max(lengths, default=1) if padded else None)
+    tokens, positions = (np.zeros(row.tokens, np.int64) for _ in range(2))
+    place = np.full(row.tokens, -1)  # of the response token that a token predicts, or none
+    responses = (len(samples), max((len(sample.response) for sample in samples), default=1))
     targets = np.zeros(responses, np.int64)
     mask = np.zeros(responses, bool)
-    position = np.zeros(responses, np.int64)
     engine_logprobs = np.zeros(responses, np.float32)
-    for index, (sample, (row, start)) in enumerate(zip(samples, places, strict=True)):
-        read = np.concatenate([sample.prompt, sample.response])[:-1]
-        tokens[row, start : start + sample.length] = read
-        positions[row, start : start + sample.length] = np.arange(sample.length)
-        segment[row, start : start + sample.length] = index
+    for index, (sample, start) in enumerate(zip(samples, row.starts, strict=False)):
+        tokens[start : start + sample.length] = [*sample.prompt, *sample.response[:-1]]
+        positions[start : start + sample.length] = np.arange(sample.length)
         count = len(sample.response)
-        first = row * width + start + len(sample.prompt) - 1
+        first = start + len(sample.prompt) - 1
+        place[first : first + count] = index * responses[1] + np.arange(count)
         targets[index, :count] = sample.response
         mask[index, :count] = True
-        position[index, :count] = np.arange(first, first + count)
         if sample.logprobs is not None:
             engine_logprobs[index, :count] = sample.logprobs
-    place = device()
+    if replay and samples:
+        row.routes = torch.from_numpy(_routes(samples, row)).to(device())
+    own_place = place[row.own]
+    predicts = np.flatnonzero(own_place >= 0)
     return MicroBatch(
         samples=samples,
-        tokens=torch.from_numpy(tokens).to(place),
-        positions=torch.from_numpy(positions).to(place),
-        attention=_attention(torch.from_numpy(segment).to(place)),
-        routes=_routes(samples, places, rows, width).to(place) if replay else None,
-        targets=torch.from_numpy(targets).to(place),
-        mask=torch.from_numpy(mask).to(place),
-        position=torch.from_numpy(position).to(place),
-        engine_logprobs=torch.from_numpy(engine_logprobs).to(place),
-        advantages=torch.tensor([sample.advantage for sample in samples], device=place),
+        tokens=_moved(tokens[row.own])[None],
+        positions=_moved(positions[row.own])[None],
+        row=row,
+        predicts=_moved(predicts),
+        place=_moved(own_place[predicts]),
+        targets=_moved(targets),
+        mask=_moved(mask),
+        engine_logprobs=_moved(engine_logprobs),
+        advantages=_moved(np.array([sample.advantage for sample in samples], np.float32)),
     )
+
+
+def token_counts(batches: Sequence[MicroBatch]) -> dict[str, float]:
+    """Tokens of samples, and tokens that are computed for them, of this data-parallel rank."""
+    return {
+        "real": float(sum(sample.length for batch in batches for sample in batch.samples)),
+        "computed": float(sum(batch.row.tokens for batch in batches)),
+    }
+
+
+def _moved(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(values).to(device())
 
 
 def _deal(samples: Sequence[Sample], hands: int) -> list[list[Sample]]:
@@ -117,39 +154,14 @@ def _deal(samples: Sequence[Sample], hands: int) -> list[list[Sample]]:
     return dealt
 
 
-def _pack(lengths: list[int], width: int) -> list[tuple[int, int]]:
-    """A (row, start) for every sequence, longest first into the first row with room."""
-    filled: list[int] = []
-    places = [(0, 0)] * len(lengths)
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        room = (row for row, used in enumerate(filled) if used + lengths[index] <= width)
-        row = next(room, len(filled))
-        if row == len(filled):
-            filled.append(0)
-        places[index] = (row, filled[row])
-        filled[row] += lengths[index]
-    return places
-
-
-def _attention(segment: torch.Tensor) -> torch.Tensor:
-    """[R, 1, W, W]: a token sees itself and what stands before it in its own sequence.
-
-    Padding sees padding, since a softmax over nothing would be NaN.
-    """
-    same = segment[:, :, None] == segment[:, None, :]
-    return same.tril().unsqueeze(1)
-
-
-def _routes(
-    samples: list[Sample], places: list[tuple[int, int]], rows: int, width: int
-) -> torch.Tensor:
-    """[layers, width * rows, experts_per_token]; padding is sent to the first experts."""
+def _routes(samples: list[Sample], row: PackedRow) -> np.ndarray:
+    """[routed layers, T / C, experts_per_token]; padding is sent to the first experts."""
     if samples[0].routes is None:
         raise ValueError("routing replay needs samples with routes")
     layers, experts = samples[0].routes.shape[1:]
-    routes = np.empty((layers, width, rows, experts), np.int64)
+    routes = np.empty((row.tokens, layers, experts), np.int64)
     routes[:] = np.arange(experts)
-    for sample, (row, start) in zip(samples, places, strict=True):
+    for sample, start in zip(samples, row.starts, strict=False):
         assert sample.routes is not None
-        routes[:, start : start + sample.length, row] = sample.routes.transpose(1, 0, 2)
-    return torch.from_numpy(routes.reshape(layers, width * rows, experts))
+        routes[start : start + sample.length] = sample.routes
+    return np.ascontiguousarray(routes[row.own].transpose(1, 0, 2))

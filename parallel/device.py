@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from parallel.adam import GroupStepAdam
 
@@ -221,6 +222,14 @@ def _mend_megatron() -> None:
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
+    # gloo gathers and scatters equal shares only; Megatron's dispatcher of tokens has unequal ones
+    # where expert-tensor-parallel ranks hold unlike many.
+    mappings: Any = importlib.import_module("megatron.core.tensor_parallel.mappings")
+    mappings._gather_along_first_dim = _gather_unequal(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = _scatter_unequal(
+        mappings._reduce_scatter_along_first_dim
+    )
+
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     # Used without a guard, but only defined where TransformerEngine is installed.
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -279,6 +288,32 @@ def _write_checkpoints_here() -> None:
 
     writer.write_preloaded_data_multiproc = staticmethod(write)
     module._get_write_results_queue = queue.Queue  # one for each checkpoint
+
+
+def _gather_unequal(equal: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def gather(part: Any, group: Any, output_split_sizes: Any = None, *rest: Any) -> torch.Tensor:
+        sizes = output_split_sizes
+        if sizes is None or group.size() == 1:
+            return equal(part, group, sizes, *rest)
+        parts = [part.new_empty(size, *part.shape[1:]) for size in sizes]
+        parts[group.rank()] = part.contiguous()
+        for rank, whole in enumerate(parts):
+            dist.broadcast(whole, group=group, group_src=rank)
+        return torch.cat(parts)
+
+    return gather
+
+
+def _scatter_unequal(equal: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def scatter(whole: Any, group: Any, input_split_sizes: Any = None, *rest: Any) -> torch.Tensor:
+        sizes = input_split_sizes
+        if sizes is None or group.size() == 1:
+            return equal(whole, group, sizes, *rest)
+        total = whole.clone()
+        dist.all_reduce(total, group=group)
+        return total.split(list(sizes))[group.rank()].contiguous()
+
+    return scatter
 
 
 def _as_splits(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

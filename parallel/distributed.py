@@ -127,13 +127,26 @@ def layout_sizes() -> dict[str, int]:
 
 
 def sum_over_data(values: dict[str, float]) -> dict[str, float]:
-    """Each value summed over the data-parallel ranks, which all pass the same names."""
+    """Each value summed over the data-parallel ranks of the last pipeline stage, on every rank.
+
+    Only there do losses exist; its ranks all pass the same names, and what others pass is not read.
+    """
     from megatron.core import parallel_state
 
-    names = sorted(values)
-    total = torch.tensor([values[name] for name in names], dtype=torch.float64)
-    dist.all_reduce(total, group=parallel_state.get_data_parallel_group_gloo())
-    return dict(zip(names, total.tolist(), strict=True))
+    if parallel_state.is_pipeline_last_stage():
+        names = sorted(values)
+        total = torch.tensor([values[name] for name in names], dtype=torch.float64)
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group_gloo())
+        values = dict(zip(names, total.tolist(), strict=True))
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        box = [values]
+        dist.broadcast_object_list(
+            box,
+            src=parallel_state.get_pipeline_model_parallel_last_rank(),
+            group=parallel_state.get_pipeline_model_parallel_group(),
+        )
+        [values] = box
+    return values
 
 
 def max_over_ranks(value: float) -> float:

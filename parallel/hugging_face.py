@@ -7,7 +7,7 @@ below shows it our local modules under the names it expects, over the very same 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def _qwen3_moe(settings: ModelSettings) -> PretrainedConfig:
 
 
 FAMILIES = {"qwen3_moe": _qwen3_moe}
-DTYPES = {"fp32": torch.float32}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class _NamedAsTransformerEngine(torch.nn.Module):
@@ -85,13 +85,15 @@ def _transformer_engine_name(name: str) -> str:
 
 
 @torch.no_grad()
-def stream_weights(bridge: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def stream_weights(
+    bridge: Any, chunks: Sequence[torch.nn.Module]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Every Hugging Face tensor of the model, whole, on every rank; a collective over all ranks."""
-    for name, tensor in bridge.export_weights([_NamedAsTransformerEngine(model)]):
+    for name, tensor in bridge.export_weights(list(map(_NamedAsTransformerEngine, chunks))):
         yield name, tensor.detach().contiguous()
 
 
 @torch.no_grad()
-def load_weights(bridge: Any, model: torch.nn.Module, directory: Path) -> None:
+def load_weights(bridge: Any, chunks: Sequence[torch.nn.Module], directory: Path) -> None:
     """Fill this rank's shard from a Hugging Face checkpoint; a collective over all ranks."""
-    bridge.load_weights([_NamedAsTransformerEngine(model)], str(directory))
+    bridge.load_weights(list(map(_NamedAsTransformerEngine, chunks)), str(directory))

@@ -1,22 +1,34 @@
-"""The policy's model: megatron-core's GPTModel with mixture-of-experts layers of local specs."""
+"""The policy's model: this rank's parts of megatron-core's GPTModel, with experts."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import re
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from mbridge import AutoBridge
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch.nn import functional
 
 from parallel import device, hugging_face
 from parallel.attention import PackedAttention
-from parallel.settings import ModelSettings
+from parallel.routing import Router
+from parallel.settings import LayoutSettings, ModelSettings
+
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "attention": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
 
 
 class RMSNorm(torch.nn.Module):
@@ -38,7 +50,13 @@ class RMSNorm(torch.nn.Module):
         ).to(hidden.dtype)
 
 
-def build_bridge(settings: ModelSettings) -> Any:
+def layer_specs_here() -> Literal["transformer_engine", "local"]:
+    """Which implementation of a layer this machine runs: TransformerEngine's needs CUDA."""
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    return "transformer_engine" if installed and torch.cuda.is_available() else "local"
+
+
+def build_bridge(settings: ModelSettings, layout: LayoutSettings) -> Any:
     """mbridge's description of the family under the current process groups.
 
     Its fusions assume TransformerEngine or CUDA; they are turned off, which leaves the plain
@@ -48,11 +66,15 @@ def build_bridge(settings: ModelSettings) -> Any:
         hugging_face.hugging_face_config(settings), dtype=hugging_face.DTYPES[settings.precision]
     )
     bridge.set_extra_args(
-        moe_grouped_gemm=False,
+        moe_grouped_gemm=layer_specs_here() == "transformer_engine",
         moe_enable_routing_replay=True,
         moe_router_dtype="fp32",
         moe_router_bias_update_rate=0.0,
+        # The routers' losses are our own (parallel/routing.py), normalised over the whole step.
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
         moe_permute_fusion=False,
+        moe_shared_expert_overlap=False,
         persist_layer_norm=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
@@ -65,38 +87,38 @@ def build_bridge(settings: ModelSettings) -> Any:
         perform_initialization=False,  # `initialize` does it, alike under every layout
         # Losses arrive divided by their global denominator, so Megatron must only sum them.
         calculate_per_token_loss=True,
+        **RECOMPUTE[layout.recompute],
     )
     return bridge
 
 
-def build_model(settings: ModelSettings, bridge: Any) -> GPTModel:
-    """This rank's shard of a GPTModel, on its device. The weights are not initialised."""
-    config = bridge.config
-    layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=False,
-        qk_layernorm=config.qk_layernorm,
-        normalization="RMSNorm",
-    )
-    parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    attention = parts.self_attention.submodules
-    attention.q_layernorm = attention.k_layernorm = RMSNorm
-    attention.core_attention = PackedAttention
-    parts.sharded_state_dict_keys_map = {}  # the norms are not fused into the linear layers
+def build_chunks(bridge: Any) -> list[GPTModel]:
+    """This rank's parts of the model, on its device: one, or with a virtual pipeline several.
+
+    The weights are not initialised.
+    """
+    parts = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    stages: list[int | None] = [None] if parts is None else list(range(parts))
+    return [_build_chunk(bridge, stage) for stage in stages]
+
+
+def _build_chunk(bridge: Any, virtual_stage: int | None) -> GPTModel:
+    where = {"ignore_virtual": False, "vp_stage": virtual_stage}
     model = GPTModel(
-        config=config,
-        transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[layer] * config.num_layers, layer_norm=RMSNorm
-        ),
-        vocab_size=settings.vocabulary_size,
-        max_sequence_length=settings.max_positions,
+        config=bridge.config,
+        transformer_layer_spec=_block_spec(bridge.config, virtual_stage),
+        pre_process=parallel_state.is_pipeline_first_stage(**where),
+        post_process=parallel_state.is_pipeline_last_stage(**where),
         parallel_output=True,
         share_embeddings_and_output_weights=False,
-        position_embedding_type="rope",
-        rotary_base=settings.rope_base,
+        vp_stage=virtual_stage,
+        **bridge._get_gptmodel_args(),
     )
     for name, parameter in model.named_parameters():
+        dimension = split_dimension(name)
+        if dimension is not None and not hasattr(parameter, "tensor_model_parallel"):
+            # Megatron marks its own linear layers only while it initialises them.
+            set_tensor_model_parallel_attributes(parameter, True, dimension, 1)
         if ".experts." in name:
             # Megatron marks experts apart from the dense weights only when they are sharded; marked
             # always, the optimizer has the same structure under every layout.
@@ -104,13 +126,40 @@ def build_model(settings: ModelSettings, bridge: Any) -> GPTModel:
     return model.to(device.device())
 
 
+def _block_spec(config: Any, virtual_stage: int | None) -> Any:
+    """The layers of one part of the model."""
+    local = layer_specs_here() == "local"
+    block = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=not local,
+        normalization="RMSNorm",
+        vp_stage=virtual_stage,
+    )
+    for layer in block.layer_specs:
+        parts = layer.submodules
+        if hasattr(parts.mlp.submodules, "router"):
+            parts.mlp.submodules.router = Router
+        if local:
+            parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+            attention = parts.self_attention.submodules
+            attention.core_attention = PackedAttention
+            for norm in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+                if config.qk_layernorm and hasattr(attention, norm):
+                    setattr(attention, norm, RMSNorm)
+            parts.sharded_state_dict_keys_map = {}  # the norms are not fused into the linear layers
+    if local:
+        block.layer_norm = RMSNorm
+    return block
+
+
 @torch.no_grad()
 def initialize(model: GPTModel, settings: ModelSettings, seed: int) -> None:
     """Draw a random start that is the same under every layout.
 
-    Every tensor has a generator of its own, seeded by the run's seed and the tensor's global name.
-    Linear layers have standard deviation hidden_size ** -0.5, and the two that write to the
-    residual stream are scaled by (2 * layers) ** -0.5 more; norms start at one.
+    Every whole tensor has a generator of its own, seeded by the run's seed and the tensor's global
+    name, of which this rank keeps its shard. Linear layers have standard deviation
+    hidden_size ** -0.5, and the two that write to the residual stream are scaled by
+    (2 * layers) ** -0.5 more; norms start at one.
     """
     residual_scale = (2 * settings.layers) ** -0.5
     for name, parameter in model.named_parameters():
@@ -126,11 +175,51 @@ def initialize(model: GPTModel, settings: ModelSettings, seed: int) -> None:
             std *= residual_scale
         digest = hashlib.sha256(f"{seed}/{global_name(model, name)}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-        parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+        size, rank = tensor_split(name)
+        shape = list(parameter.shape)
+        dimension = split_dimension(name)
+        if dimension is not None:
+            shape[dimension] *= size
+        whole = torch.randn(shape, generator=generator) * std
+        parameter.copy_(shard(name, whole, size, rank))
+
+
+def split_dimension(name: str) -> int | None:
+    """Which dimension of a weight the (expert-)tensor-parallel ranks split, None for replicas."""
+    if "linear_proj" in name or "linear_fc2" in name:
+        return 1
+    split = ("word_embeddings", "output_layer", "linear_qkv.weight", "linear_fc1")
+    return 0 if any(part in name for part in split) else None
+
+
+def tensor_split(name: str) -> tuple[int, int]:
+    """Over how many ranks a weight's tensor-parallel dimension is split, and this rank's place."""
+    if ".experts." in name:
+        return (
+            parallel_state.get_expert_tensor_parallel_world_size(),
+            parallel_state.get_expert_tensor_parallel_rank(),
+        )
+    return (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+
+
+def shard(name: str, whole: torch.Tensor, size: int, rank: int) -> torch.Tensor:
+    """One rank's part of a whole weight; gate and up projection are split each by itself."""
+    dimension = split_dimension(name)
+    if dimension is None or size == 1:
+        return whole
+    halves = whole.chunk(2) if "linear_fc1" in name else [whole]
+    return torch.cat([half.chunk(size, dimension)[rank] for half in halves])
 
 
 def global_name(model: GPTModel, name: str) -> str:
-    """A parameter's name with its expert numbered over all expert-parallel ranks."""
-    local = model.config.num_moe_experts // model.config.expert_model_parallel_size
-    first = parallel_state.get_expert_model_parallel_rank() * local
-    return re.sub(r"local_experts\.(\d+)\.", lambda m: f"local_experts.{int(m[1]) + first}.", name)
+    """A parameter's name with its layer and its expert numbered over all ranks."""
+    experts = model.config.num_moe_experts // model.config.expert_model_parallel_size
+    first_expert = parallel_state.get_expert_model_parallel_rank() * experts
+    first_layer = model.decoder.layers[0].layer_number - 1
+    name = re.sub(r"layers\.(\d+)\.", lambda m: f"layers.{int(m[1]) + first_layer}.", name)
+    return re.sub(
+        r"local_experts\.(\d+)\.", lambda m: f"local_experts.{int(m[1]) + first_expert}.", name
+    )

@@ -6,76 +6,135 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import Float16Module
 
-from parallel import hugging_face, routing, vocabulary
-from parallel.attention import PackedPositions
+from parallel import hugging_face, routing
 from parallel.batch import MicroBatch
-from parallel.model import build_bridge, build_model, initialize
-from parallel.settings import ModelSettings, OptimizerSettings
+from parallel.model import build_bridge, build_chunks, initialize
+from parallel.responses import Responses
+from parallel.settings import (
+    LayoutSettings,
+    ModelSettings,
+    OptimizerSettings,
+    RoutingLossSettings,
+)
+from parallel.vocabulary import HeadLogits
 
-# (logits [B, T, vocabulary / TP], micro-batch) -> (loss already divided by its global denominator,
-# what the caller wants back, detached)
-LossFunction = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, Any]]
+# responses -> (loss already divided by its global denominator, what the caller wants back)
+LossFunction = Callable[[Responses], tuple[torch.Tensor, Any]]
 
 
 class Policy:
     """A model that is only read: a reference, a teacher, or the base of a trained policy."""
 
-    def __init__(self, settings: ModelSettings) -> None:
-        self.bridge = build_bridge(settings)
-        self.model = build_model(settings, self.bridge)
-        self.chunks = [self.model]
-        self.rotary = PackedPositions(self.model.rotary_pos_emb)
-        self.routers = routing.adopt_routers(self.model)
+    def __init__(self, settings: ModelSettings, layout: LayoutSettings) -> None:
+        self.bridge = build_bridge(settings, layout)
+        self.chunks: list[GPTModel] = build_chunks(self.bridge)
         self.settings = settings
+        self.routed_layers = _routed_layers(self.bridge.config)
+        self.routers = routing.connect(self.chunks, self.routed_layers)
+        low_precision = self.bridge.config.bf16
+        self.modules: list[Any] = [
+            Float16Module(self.bridge.config, chunk) if low_precision else chunk
+            for chunk in self.chunks
+        ]
+        self._batch: MicroBatch | None = None
+        self._hidden: torch.Tensor | None = None
+        self._training = False
+        if self.chunks[-1].post_process:
+            head = self.chunks[-1].output_layer
+            head.sequence_parallel = False  # `_select_responses` gathers before it selects
+            head.register_forward_pre_hook(self._select_responses)
 
     def start_fresh(self, seed: int) -> None:
         """Take the weights a run starts from: a Hugging Face checkpoint's, or random ones."""
         if self.settings.initial_weights is not None:
-            hugging_face.load_weights(self.bridge, self.model, self.settings.initial_weights)
-        else:
-            initialize(self.model, self.settings, seed)
-
-    def logits(self, batch: MicroBatch, module: torch.nn.Module | None = None) -> torch.Tensor:
-        """The logits that predict every response token, [B, T, vocabulary / TP].
-
-        The batch's routes are replayed where it carries some.
-        """
-        routing.replay(self.routers, batch.routes)
-        self.rotary.positions = batch.positions
-        packed = (module or self.model)(batch.tokens, batch.positions, batch.attention)
-        return packed.flatten(0, 1)[batch.position]
-
-    @torch.no_grad()
-    def target_logprobs(self, batches: list[MicroBatch], temperature: float) -> list[torch.Tensor]:
-        """log pi of every target, fp32 [B, T] a micro-batch, meaningful under its mask."""
-        return self.evaluate(
-            batches,
-            lambda logits, batch: vocabulary.gather_targets(
-                vocabulary.log_softmax(logits, temperature), batch.targets
-            ),
-        )
+            hugging_face.load_weights(self.bridge, self.chunks, self.settings.initial_weights)
+            return
+        for chunk in self.chunks:
+            initialize(chunk, self.settings, seed)
 
     @torch.no_grad()
     def evaluate(
-        self, batches: list[MicroBatch], function: Callable[[torch.Tensor, MicroBatch], Any]
+        self, batches: list[MicroBatch], function: Callable[[Responses], Any]
     ) -> list[Any]:
-        """`function(logits, batch)` of every micro-batch, without gradients."""
-        self.model.eval()
-        return [function(self.logits(batch), batch) for batch in batches]
+        """`function` of every micro-batch's responses, without gradients, their logits computed
+        only as they are asked for. Collective; the list is empty except on the last pipeline stage.
+        """
+        for chunk in self.chunks:
+            chunk.eval()
+        self._training = False
+        return self._run(batches, lambda responses: (torch.zeros(()), function(responses)))
+
+    def target_logprobs(self, batches: list[MicroBatch], temperature: float) -> list[torch.Tensor]:
+        """log pi of every target, fp32 [B, R] a micro-batch; as `evaluate`."""
+        return self.evaluate(batches, lambda responses: responses.log_probs(temperature))
+
+    def response_logits(self, batches: list[MicroBatch]) -> list[HeadLogits]:
+        """Every micro-batch's last hidden states with the head that makes logits of them; as
+        `evaluate`."""
+        return self.evaluate(batches, lambda responses: responses.logits)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor under its Hugging Face name, whole; a collective over all ranks."""
-        return hugging_face.stream_weights(self.bridge, self.model)
+        return hugging_face.stream_weights(self.bridge, self.chunks)
+
+    def _run(
+        self, batches: list[MicroBatch], loss: LossFunction, forward_only: bool = True
+    ) -> list[Any]:
+        """Megatron's schedule over all micro-batches and pipeline stages."""
+
+        def forward(iterator: Iterator[MicroBatch], module: torch.nn.Module) -> tuple:
+            self._batch = batch = next(iterator)
+            options = {"fp32_output": False} if self.bridge.config.bf16 else {}
+            output = module(
+                batch.tokens, batch.positions, None, packed_seq_params=batch.row, **options
+            )
+
+            def reduce(logits: torch.Tensor) -> tuple:
+                value, kept = loss(Responses(self._logits(logits), batch))
+                return value, torch.tensor(1, dtype=torch.int), kept
+
+            return output, reduce
+
+        several = len(self.modules) > 1
+        return get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[iter(batches) for _ in self.modules] if several else iter(batches),
+            model=self.modules if several else self.modules[0],
+            num_microbatches=len(batches),
+            seq_length=batches[0].row.tokens,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _select_responses(self, _head: torch.nn.Module, arguments: tuple) -> tuple:
+        """Give the head only what predicts a response token, and nothing where none trains: then
+        the logits are made chunk by chunk, from what is kept here."""
+        assert self._batch is not None
+        (hidden,) = arguments
+        if self.bridge.config.sequence_parallel:
+            # The head sums its input's gradient over the ranks itself.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        hidden = hidden[self._batch.predicts]
+        self._hidden = hidden.squeeze(1)
+        return (hidden if self._training else hidden[:0],)
+
+    def _logits(self, computed: torch.Tensor) -> torch.Tensor | HeadLogits:
+        assert self._hidden is not None
+        if self._training:
+            return computed.squeeze(0)
+        return HeadLogits(self._hidden, self.chunks[-1].output_layer.weight)
 
 
 class TrainedPolicy(Policy):
@@ -84,57 +143,42 @@ class TrainedPolicy(Policy):
     def __init__(
         self,
         settings: ModelSettings,
+        layout: LayoutSettings,
         optimizer: OptimizerSettings,
         steps: int,
-        distributed_optimizer: bool = False,
+        losses: RoutingLossSettings,
     ) -> None:
-        super().__init__(settings)
+        super().__init__(settings, layout)
         config = self.bridge.config
-        # megatron-core's distributed optimizer knows only Adam.
-        distributed = distributed_optimizer and optimizer.algorithm == "adam"
-        self.ddp = DistributedDataParallel(
-            config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                overlap_grad_reduce=False,
-                use_distributed_optimizer=distributed,
-            ),
-            self.model,
+        self.losses = routing.RoutingLosses(losses, self.routers)
+        buckets = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=False,
+            use_distributed_optimizer=_distributed(optimizer, layout),
         )
+        self.modules = [DistributedDataParallel(config, buckets, module) for module in self.modules]
         self.optimizer = get_megatron_optimizer(
-            _optimizer_config(optimizer, distributed), [self.ddp]
+            _optimizer_config(optimizer, layout, config), self.modules
         )
         self.schedule = _schedule(self.optimizer, optimizer, steps)
         config.finalize_model_grads_func = _sum_gradients
         config.grad_scale_func = self.optimizer.scale_loss
 
-    def accumulate(self, batches: list[MicroBatch], loss: LossFunction) -> list[Any]:
-        """Forward and backward through all micro-batches; returns what `loss` gave beside values.
+    def accumulate(self, batches: list[MicroBatch], loss: LossFunction, tokens: float) -> list[Any]:
+        """Forward and backward through all micro-batches, of `tokens` real tokens on all ranks.
 
-        The gradients left in the buffers are the sum over micro-batches and data-parallel ranks.
+        The gradients left in the buffers are the sum over micro-batches and ranks. Returns what
+        `loss` gave beside values, on the last pipeline stage; elsewhere the list is empty.
         """
-        self.model.train()
-        self.ddp.zero_grad_buffer()
+        for module, chunk in zip(self.modules, self.chunks, strict=True):
+            module.zero_grad_buffer()
+            chunk.train()
         self.optimizer.zero_grad()
-
-        def forward(iterator: Iterator[MicroBatch], module: torch.nn.Module) -> tuple:
-            batch = next(iterator)
-
-            def reduce(logits: torch.Tensor) -> tuple:
-                value, metrics = loss(logits, batch)
-                return value, torch.tensor(1, dtype=torch.int), metrics
-
-            return self.logits(batch, module), reduce
-
-        return get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=iter(batches),
-            model=self.ddp,
-            num_microbatches=len(batches),
-            seq_length=batches[0].tokens.shape[1],
-            micro_batch_size=batches[0].tokens.shape[0],
-            forward_only=False,
-        )
+        self.losses.start(tokens)
+        if self.losses.counts:
+            self._count(batches)
+        self._training = True
+        return self._run(batches, loss, forward_only=False)
 
     def step(self) -> float:
         """Clip, update, advance the schedule. Returns the gradient's norm before clipping."""
@@ -142,18 +186,29 @@ class TrainedPolicy(Policy):
         self.schedule.step(1)
         return float(norm)
 
+    def routing_metrics(self) -> dict[str, float]:
+        """What the routing losses of the last step were; a collective over all ranks."""
+        return self.losses.metrics(len(self.routed_layers))
+
     @property
     def learning_rate(self) -> float:
         """The rate the next step will use."""
         return self.optimizer.param_groups[0]["lr"]
 
+    @torch.no_grad()
+    def _count(self, batches: list[MicroBatch]) -> None:
+        self._training = False
+        self.losses.start_counting()
+        self._run(batches, lambda _: (torch.zeros(()), None))
+        self.losses.finish_counting()
 
-def data_rank() -> tuple[int, int]:
-    """This rank's place among the data-parallel ranks, and their number."""
-    return (
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_data_parallel_world_size(),
-    )
+
+def _routed_layers(config: Any) -> list[int]:
+    """The numbers, counted from 1, of the layers that have experts."""
+    pattern = config.moe_layer_freq
+    if isinstance(pattern, int):
+        pattern = [int(layer % pattern == 0) for layer in range(config.num_layers)]
+    return [number for number, routed in enumerate(pattern, start=1) if routed]
 
 
 def _sum_gradients(model: list[Any], _tokens: torch.Tensor | None, **keywords: Any) -> None:
@@ -161,9 +216,15 @@ def _sum_gradients(model: list[Any], _tokens: torch.Tensor | None, **keywords: A
     finalize_model_grads(model, None, **keywords)
 
 
-def _optimizer_config(settings: OptimizerSettings, distributed: bool) -> OptimizerConfig:
+def _distributed(settings: OptimizerSettings, layout: LayoutSettings) -> bool:
+    """Whether the state is split; megatron-core's distributed optimizer has only Adam."""
+    return layout.distributed_optimizer and settings.algorithm == "adam"
+
+
+def _optimizer_config(
+    settings: OptimizerSettings, layout: LayoutSettings, model: Any
+) -> OptimizerConfig:
     return OptimizerConfig(
-        use_distributed_optimizer=distributed,
         optimizer=settings.algorithm,
         lr=settings.learning_rate,
         min_lr=settings.learning_rate * settings.final_ratio,
@@ -172,6 +233,9 @@ def _optimizer_config(settings: OptimizerSettings, distributed: bool) -> Optimiz
         sgd_momentum=settings.momentum,
         weight_decay=settings.weight_decay,
         clip_grad=settings.clip_norm,
+        bf16=model.bf16,
+        params_dtype=model.params_dtype,
+        use_distributed_optimizer=_distributed(settings, layout),
     )
 
 

@@ -85,7 +85,7 @@ class LayoutSettings(Settings):
     expert: Positive = 1
     expert_tensor: Positive = 1
     distributed_optimizer: bool = Field(
-        default=True, description="split the optimizer's state over the data-parallel ranks"
+        default=True, description="split Adam's state over the data-parallel ranks"
     )
     recompute: Literal["none", "attention", "full"] = Field(
         default="none", description="which activations are computed again instead of kept"
@@ -95,6 +95,13 @@ class LayoutSettings(Settings):
     def data(self) -> int:
         """Data-parallel ranks: each trains on its own share of the samples."""
         return self.ranks // (self.tensor * self.pipeline * self.context)
+
+
+class RoutingLossSettings(Settings):
+    """What keeps the routers stable (section 6 of the algorithms); 0 leaves a loss out."""
+
+    load_balance: Annotated[float, Field(ge=0)] = 0.0
+    z_loss: Annotated[float, Field(ge=0)] = 0.0
 
 
 class OptimizerSettings(Settings):

@@ -1,38 +1,376 @@
-"""Log-probabilities from logits whose vocabulary is split over the tensor-parallel ranks."""
+"""Log-probabilities, entropy, KL and top-k of logits split over the tensor-parallel ranks.
+
+Logits are [n, vocabulary / TP] of any float dtype. Rank r of the tensor-parallel group holds ids
+r * vocabulary / TP and on, and every rank has the same rows, targets and kept sets. Results are
+fp32 (fp64 where the logits are) and the same on every rank. They are differentiable, given the
+same upstream gradient on every rank: each rank then fills the gradient of its own part.
+
+A full-precision copy of the logits would be the largest tensor of a training step. So no function
+makes one: each works through the rows in chunks, keeps a few sums a row, and computes the chunk
+again in its backward. Ranks exchange only those sums, in one all-gather for all chunks together.
+
+In the code x = logits / temperature, y the same of a second set, e = exp(x - max x). All that is
+derived from x is taken relative to the row's maximum, so that logits of any size keep every digit.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Of one chunk in fp32; up to three such buffers are alive at once. glibc keeps freed blocks up to
+# this size and hands larger ones back to the system, which then clears every page again. Much less
+# would leave a GPU waiting for the next of too many kernels.
+CHUNK_BYTES = 32 << 20
+
+# Stands for -inf: its exponential is 0 too, but its differences and products are numbers.
+LOWEST = -1e30
 
 
-def log_softmax(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """Normalise over the whole vocabulary.
+@dataclass(frozen=True)
+class HeadLogits:
+    """Logits that are computed chunk by chunk where they are needed, and never exist whole.
 
-    logits [..., vocabulary / TP]; returns log-probabilities of the same shape in fp32, each rank
-    holding those of its own part of the vocabulary.
+    hidden [n, H] and the output head's weight [vocabulary / TP, H] of one dtype, in which their
+    product is rounded as a model's own logits are. Takes no gradient.
     """
-    scaled = logits.float() / temperature
-    largest = scaled.detach().amax(-1, keepdim=True)
+
+    hidden: Tensor
+    weight: Tensor
+
+
+Logits = Tensor | HeadLogits
+
+
+def log_probs(
+    logits: Logits,
+    targets: Tensor,
+    temperature: float = 1.0,
+    kept: Tensor | None = None,
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Tensor:
+    """log softmax(logits / temperature) at the targets, int64 [n] or [n, K]; of their shape.
+
+    kept, int64 [n, S] padded with -1, holds the ids that each row is renormalised on, those that
+    top-p or top-k sampling left (the keep mask of DeepSeek-V3.2, arXiv 2512.02556); None, and a row
+    of nothing but -1, keep every id. All of a row's targets count as kept, whether or not they are:
+    an engine and a trainer that differ by a rounding give a finite number and a gradient, and not
+    the -inf that would end the run.
+    """
+    columns = targets.unsqueeze(1) if targets.dim() == 1 else targets
+    if kept is not None:
+        has_set = (kept >= 0).any(1, keepdim=True)
+        kept = torch.cat([kept, columns.where(has_set, -1)], 1)
+    result = _LogProbs.apply(*_parts(logits), columns, _How(temperature, kept, chunk_bytes))
+    return result.reshape(targets.shape)
+
+
+def entropy(
+    logits: Logits,
+    temperature: float = 1.0,
+    kept: Tensor | None = None,
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Tensor:
+    """Entropy in nats of softmax(logits / temperature) over the `kept` ids (see log_probs), [n]."""
+    return _Entropy.apply(*_parts(logits), _How(temperature, kept, chunk_bytes))
+
+
+def kl(
+    first: Logits,
+    second: Logits,
+    temperature: float = 1.0,
+    kept: Tensor | None = None,
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Tensor:
+    """KL(softmax(first / temperature) || softmax(second / temperature)) in nats, [n].
+
+    Exact over the whole vocabulary, or over the `kept` ids (see log_probs), on which both are
+    renormalised. 0 where the two sets are equal, as are then both gradients. The two may have
+    different dtypes. With the student first this is the reverse KL of DeepSeek-V4's Eq. 29.
+    """
+    return _KL.apply(*_parts(first), *_parts(second), _How(temperature, kept, chunk_bytes))
+
+
+@torch.no_grad()
+def top_k(
+    logits: Logits, k: int, temperature: float = 1.0, *, chunk_bytes: int = CHUNK_BYTES
+) -> tuple[Tensor, Tensor]:
+    """The k likeliest of the whole vocabulary: log-probabilities and ids (int64), both [n, k].
+
+    Best first, and of equals the lower id first. Takes no gradient. Raises ValueError when the
+    vocabulary has fewer than k ids.
+    """
+    tensor, head = _parts(logits)
+    size = _size(tensor, head)
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    if k > size * ranks:
+        raise ValueError(f"the {k} likeliest of a vocabulary of {size * ranks}")
+    partials = _per_row(tensor, 2)
+    largest, total = partials
+    best = tensor.new_empty((len(tensor), min(k, size)), dtype=_wide(tensor))
+    ids = torch.empty_like(best, dtype=torch.int64)
+    for rows, x in _chunks(tensor, head, _How(temperature, None, chunk_bytes)):
+        ids[rows] = _largest_columns(x, best.shape[1])
+        best[rows] = x.gather(1, ids[rows])
+        largest[rows] = _shift(x)
+        total[rows] = x.exp_().sum(1)
+    ids += parallel_state.get_tensor_model_parallel_rank() * size
+    top, _, total = _normaliser(*_across_ranks(partials).unbind(1))
+    best, ids = (torch.cat([*_across_ranks(part)], 1) for part in (best, ids))
+    # Stable, and the ranks stand in the order of their ids: of equals the lower id stays first.
+    best, order = best.sort(dim=1, descending=True, stable=True)
+    best = best[:, :k] - top.unsqueeze(1) - total.log().unsqueeze(1)
+    return best, ids.gather(1, order[:, :k])
+
+
+class _How(NamedTuple):
+    """How the rows are gone through."""
+
+    temperature: float
+    kept: Tensor | None
+    chunk_bytes: int
+
+
+class _LogProbs(torch.autograd.Function):
+    """x[target] - log sum exp x. The gradient to x is g (1[target] - p)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, head: Tensor | None, targets: Tensor, how: _How
+    ) -> Tensor:
+        partials = _per_row(logits, 2 + targets.shape[1])
+        largest, total, chosen = partials[0], partials[1], partials[2:]
+        columns, mine = _own(targets, _size(logits, head))
+        for rows, x in _chunks(logits, head, how):
+            chosen[:, rows] = x.gather(1, columns[rows]).where(mine[rows], 0).T
+            largest[rows] = _shift(x)
+            total[rows] = x.exp_().sum(1)
+        parts = _across_ranks(partials)
+        top, _, total = _normaliser(parts[:, 0], parts[:, 1])
+        chosen = parts[:, 2:].sum(0)
+        ctx.save_for_backward(logits, targets, top, total)
+        ctx.how = how
+        return (chosen - top - total.log()).T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        logits, targets, top, total = ctx.saved_tensors
+        gradient = torch.empty_like(logits)
+        columns, mine = _own(targets, logits.shape[1])
+        upstream = upstream / ctx.how.temperature
+        factor = (-upstream.sum(1) / total).unsqueeze(1)
+        upstream = upstream.where(mine, 0)
+        for rows, x in _chunks(logits, None, ctx.how):
+            _relative(x, top[rows]).exp_().mul_(factor[rows])
+            gradient[rows] = x.scatter_add_(1, columns[rows], upstream[rows])
+        return gradient, None, None, None
+
+
+class _Entropy(torch.autograd.Function):
+    """log sum e - mean, where mean = sum p (x - max x). The gradient is -g p (x - max x - mean)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, head: Tensor | None, how: _How) -> Tensor:
+        partials = _per_row(logits, 3)
+        largest, total, moment = partials
+        for rows, x in _chunks(logits, head, how):
+            largest[rows] = _shift(x)
+            e = x.exp()
+            total[rows], moment[rows] = e.sum(1), x.mul_(e).sum(1)
+        largest, total, moment = _across_ranks(partials).unbind(1)
+        top, moved, whole = _normaliser(largest, total)
+        mean = ((moment + total * moved) * moved.exp()).sum(0) / whole
+        ctx.save_for_backward(logits, top, whole, mean)
+        ctx.how = how
+        return whole.log() - mean
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        logits, top, whole, mean = ctx.saved_tensors
+        gradient = torch.empty_like(logits)
+        factor = (-upstream / ctx.how.temperature / whole).unsqueeze(1)
+        mean = mean.unsqueeze(1)
+        for rows, x in _chunks(logits, None, ctx.how):
+            e = _relative(x, top[rows]).exp()
+            gradient[rows] = x.sub_(mean[rows]).mul_(e).mul_(factor[rows])
+        return gradient, None, None
+
+
+class _KL(torch.autograd.Function):
+    """mean + log(sum e_y / sum e), where mean = sum p d and d = (x - max x) - (y - max y).
+
+    The gradient to x is g p (d - mean), that is g p (log p - log q - KL); to y it is g (q - p).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        first: Tensor,
+        first_head: Tensor | None,
+        second: Tensor,
+        second_head: Tensor | None,
+        how: _How,
+    ) -> Tensor:
+        partials = _per_row(first, 5)
+        largest, total, moment, largest_y, total_y = partials
+        xs, ys = _chunks(first, first_head, how), _chunks(second, second_head, how)
+        for (rows, x), (_, y) in zip(xs, ys, strict=True):
+            largest[rows], largest_y[rows] = _shift(x), _shift(y)
+            e, d, e_y = _compare(x, y)
+            total[rows], total_y[rows], moment[rows] = e.sum(1), e_y.sum(1), d.mul_(e).sum(1)
+        largest, total, moment, largest_y, total_y = _across_ranks(partials).unbind(1)
+        top, moved, whole = _normaliser(largest, total)
+        top_y, moved_y, whole_y = _normaliser(largest_y, total_y)
+        mean = ((moment + total * (moved - moved_y)) * moved.exp()).sum(0) / whole
+        sums = (top, top_y, whole, whole_y, mean)
+        ctx.save_for_backward(first, first_head, second, second_head, *sums)
+        ctx.how = how
+        return mean + (whole_y / whole).log()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        first, first_head, second, second_head, *sums = ctx.saved_tensors
+        top, top_y, whole, whole_y, mean = sums
+        how: _How = ctx.how
+        gradient = torch.empty_like(first) if ctx.needs_input_grad[0] else None
+        gradient_y = torch.empty_like(second) if ctx.needs_input_grad[2] else None
+        factor = (upstream / how.temperature / whole).unsqueeze(1)
+        factor_y = (upstream / how.temperature / whole_y).unsqueeze(1)
+        mean = mean.unsqueeze(1)
+        xs, ys = _chunks(first, first_head, how), _chunks(second, second_head, how)
+        for (rows, x), (_, y) in zip(xs, ys, strict=True):
+            e, d, e_y = _compare(_relative(x, top[rows]), _relative(y, top_y[rows]))
+            e_scaled = e.mul_(factor[rows])
+            if gradient is not None:
+                gradient[rows] = d.sub_(mean[rows]).mul_(e_scaled)
+            if gradient_y is not None:
+                gradient_y[rows] = e_y.mul_(factor_y[rows]).sub_(e_scaled)
+        return gradient, None, gradient_y, None, None
+
+
+def _parts(logits: Logits) -> tuple[Tensor, Tensor | None]:
+    """Logits and no head, or hidden states and the head that turns them into logits."""
+    if isinstance(logits, HeadLogits):
+        return logits.hidden.detach(), logits.weight.detach()
+    return logits, None
+
+
+def _size(logits: Tensor, head: Tensor | None) -> int:
+    """How many ids of the vocabulary this rank holds."""
+    return logits.shape[1] if head is None else head.shape[0]
+
+
+def _chunks(logits: Tensor, head: Tensor | None, how: _How) -> Iterator[tuple[slice, Tensor]]:
+    """Some rows and their x, LOWEST outside the kept sets, until all rows were given.
+
+    The caller may overwrite x, as the next chunk does.
+    """
+    size = _size(logits, head)
+    step = max(1, how.chunk_bytes // (4 * size))
+    buffer = logits.new_empty((min(step, len(logits)), size), dtype=_wide(logits))
+    for start in range(0, len(logits), step):
+        rows = slice(start, min(start + step, len(logits)))
+        x = buffer[: rows.stop - start]
+        x.copy_(logits[rows] if head is None else logits[rows] @ head.T)
+        if how.temperature != 1.0:
+            x.div_(how.temperature)
+        if how.kept is not None:
+            _drop_others(x, how.kept[rows])
+        yield rows, x
+
+
+def _drop_others(x: Tensor, kept: Tensor) -> None:
+    """Write LOWEST to what is not in its row's kept set, if the row has one."""
+    size = x.shape[1]
+    columns, mine = _own(kept, size)
+    # The column too many takes the kept ids of other ranks and the padding.
+    dropped = torch.ones((len(x), size + 1), dtype=torch.bool, device=x.device)
+    dropped.scatter_(1, columns.where(mine, size), False)
+    dropped &= (kept >= 0).any(1, keepdim=True)
+    x.masked_fill_(dropped[:, :size], LOWEST)
+
+
+def _own(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Columns of the ids in this rank's part, some column for the others; and which are here."""
+    columns = ids - parallel_state.get_tensor_model_parallel_rank() * size
+    return columns.clamp(0, size - 1), (columns >= 0) & (columns < size)
+
+
+def _shift(x: Tensor) -> Tensor:
+    """Take each row's maximum, which is returned, [rows], from the row in place."""
+    largest = x.amax(1).clamp_(min=LOWEST)
+    _relative(x, largest)
+    return largest
+
+
+def _relative(x: Tensor, top: Tensor) -> Tensor:
+    """x - top in place; logits of -inf become LOWEST."""
+    return x.sub_(top.unsqueeze(1)).clamp_(min=LOWEST)
+
+
+def _compare(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """exp x, x - y and exp y of shifted rows; the last two take the place of x and y."""
+    e = x.exp()
+    return e, x.sub_(y), y.exp_()
+
+
+def _largest_columns(x: Tensor, k: int) -> Tensor:
+    """Columns of each row's k largest, best first and of equals the lower first, int64 [rows, k].
+
+    torch.topk takes any of several equals, and logits in bf16 are full of those.
+    """
+    last = x.topk(k).values[:, -1:]
+    # What is above the last value is in. Of what equals it, the lowest columns fill the places
+    # left. fp32 counts exactly up to 16.7 million columns.
+    lower_first = torch.arange(0, -x.shape[1], -1, dtype=x.dtype, device=x.device)
+    priority = torch.where(x > last, 1.0, lower_first.where(x == last, -torch.inf))
+    columns = priority.topk(k).indices.sort(1).values
+    order = x.gather(1, columns).sort(dim=1, descending=True, stable=True).indices
+    return columns.gather(1, order)
+
+
+def _wide(logits: Tensor) -> torch.dtype:
+    """What is computed in, and the dtype of results: fp64 for fp64, which tests use, else fp32."""
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def _per_row(logits: Tensor, count: int) -> Tensor:
+    """Room for `count` numbers a row, [count, n]."""
+    return logits.new_empty((count, len(logits)), dtype=_wide(logits))
+
+
+def _across_ranks(part: Tensor) -> Tensor:
+    """What each of the tensor-parallel ranks has, [TP, ...].
+
+    Sums over ranks are then taken here, in their order. An all-reduce adds the ranks in another
+    order for other elements, by which KL of equal logits would miss 0.
+    """
     group = parallel_state.get_tensor_model_parallel_group()
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    shifted = scaled - largest
-    total = reduce_from_tensor_model_parallel_region(shifted.exp().sum(-1, keepdim=True))
-    return shifted - total.log()
+    if group.size() == 1:
+        return part.unsqueeze(0)
+    gathered = part.new_empty((group.size(), *part.shape))
+    dist.all_gather([*gathered], part, group=group)
+    return gathered
 
 
-def gather_targets(log_probabilities: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Pick the targets' entries: [..., vocabulary / TP] and int64 [...] give fp32 [...]."""
-    size = log_probabilities.shape[-1]
-    first = parallel_state.get_tensor_model_parallel_rank() * size
-    mine = (targets >= first) & (targets < first + size)
-    index = (targets - first).clamp(0, size - 1)
-    picked = log_probabilities.gather(-1, index.unsqueeze(-1)).squeeze(-1)
-    return reduce_from_tensor_model_parallel_region(picked * mine)
+def _normaliser(largest: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of maxima and sums of e on each rank, [TP, n]: those of the whole vocabulary, [n] each.
 
-
-def sum_vocabulary(values: torch.Tensor) -> torch.Tensor:
-    """Sum [..., vocabulary / TP] over the whole vocabulary, giving [...]."""
-    return reduce_from_tensor_model_parallel_region(values.sum(-1))
+    Between them stands how far each rank's maximum lies below, [TP, n].
+    """
+    top = largest.amax(0)
+    moved = largest - top
+    return top, moved, (total * moved.exp()).sum(0)

@@ -72,7 +72,7 @@ def violations(run: dict[str, Any]) -> Found:
     if merge:
         yield from _schedule_rules("merge", merge.optimizer, merge.loop)
         yield from _sampling_rules("merge.sampling", merge.sampling, layout, engine)
-    if evaluation and layout and evaluation.problems < layout.ranks:
+    if evaluation and layout and evaluation.problems < layout.data:
         yield "evaluation.problems", f"{evaluation.problems} is {_too_few(layout)}"
 
 
@@ -105,7 +105,7 @@ def _domains(run: dict[str, Any]) -> dict[str, DomainSettings | None]:
 
 
 def _too_few(layout: LayoutSettings) -> str:
-    return f"less than layout.ranks = {layout.ranks}, and every rank needs one"
+    return f"less than the {layout.data} data-parallel ranks of layout, and each needs one"
 
 
 def _engine_rules(model: ModelSettings, engine: EngineSettings) -> Found:
@@ -161,7 +161,7 @@ def _split_rules(domains: dict[str, DomainSettings]) -> Found:
 
 def _demonstration_rules(domains: dict[str, DomainSettings], layout: LayoutSettings) -> Found:
     total = sum(domain.demonstrations.sequences_per_step for domain in domains.values())
-    if total < layout.ranks:
+    if total < layout.data:
         yield (
             "experts",
             f"all demonstrations.sequences_per_step together are {total}, {_too_few(layout)}",
@@ -182,7 +182,7 @@ def _sampling_rules(
             f"engine.max_model_tokens = {engine.max_model_tokens}",
         )
     samples = sampling.prompts_per_step * sampling.group_size // updates
-    if layout and samples < layout.ranks:
+    if layout and samples < layout.data:
         yield (
             f"{key}.prompts_per_step",
             f"{sampling.prompts_per_step} prompts x {sampling.group_size} samples in {updates} "

@@ -24,6 +24,7 @@ Post-train a mixture-of-experts model: one cold start, one expert a domain grown
 model braided back out of the experts.
 
 a first run, from its settings to its results:
+  braid doctor                               can this machine run it?
   braid validate configs/quickstart.yaml     is the configuration right?
   braid plan configs/quickstart.yaml         what will run, and from what?
   braid run configs/quickstart.yaml          run it here, with progress and a table at the end
@@ -121,7 +122,14 @@ def _add_config_commands(command: Callable[[str, str, str], ArgumentParser]) -> 
     plan = command(
         "plan",
         "show the stages of a configuration and which of them are done",
-        CONFIG_HELP + "  braid plan configs/quickstart.yaml seed=1 --name second",
+        CONFIG_HELP
+        + "  braid plan configs/quickstart.yaml seed=1 --name second\n\n"
+        + "Does it fit? Bytes a rank and the engine hold, before anything is started:\n"
+        + "  braid plan configs/quickstart.yaml --memory\n"
+        + "  braid plan configs/quickstart.yaml --memory layout.recompute=full",
+    )
+    plan.add_argument(
+        "--memory", action="store_true", help="show the memory that every stage needs instead"
     )
     run = command(
         "run",
@@ -146,6 +154,15 @@ def _add_config_commands(command: Callable[[str, str, str], ArgumentParser]) -> 
 
 
 def _add_run_commands(command: Callable[[str, str, str], ArgumentParser]) -> None:
+    command(
+        "doctor",
+        "show what is installed here, what is used of it, and what to mend",
+        "  braid doctor\n"
+        "  srun --gres=gpu:1 braid doctor             on the nodes that will run the stages\n\n"
+        "✓ is right, · is worth knowing, ✗ keeps stages from running and makes the exit code 1:\n"
+        "a login node without torch has one too, and still validates, plans and shows.\n"
+        "`make install` builds an environment for the CPU in which everything fits.",
+    )
     resume = command(
         "resume",
         "continue a run from the newest whole checkpoint of each unfinished stage",

@@ -12,10 +12,13 @@ from rich.console import Console
 from parallel.files import write_atomically
 from pipeline import one_off, report
 from pipeline.config import differing_keys, dump_resolved, load
+from pipeline.doctor import sections, table
 from pipeline.errors import BraidError, reason
 from pipeline.graph import compile_graph, matches
 from pipeline.launcher import JobFailed, Programs, Stopped
+from pipeline.memory import memory_report
 from pipeline.neutral import CHANGES_NO_RESULT, MAY_CHANGE
+from pipeline.probe import probe
 from pipeline.run_directory import RunDirectory
 from pipeline.runner import refuse_stale, run_stages
 from pipeline.states import derive
@@ -38,10 +41,29 @@ def validate(arguments: Namespace) -> None:
 
 
 def plan(arguments: Namespace) -> None:
-    """Show what would run, and what of it is done."""
+    """Show what would run, and what of it is done; or what memory it takes."""
     settings = _load(arguments)
+    if arguments.memory:
+        console = _console()
+        for part in memory_report(settings):
+            console.print(part)
+        return
     run = RunDirectory(arguments.runs_dir / settings.name)
     _show_plan(run, settings)
+
+
+def doctor(arguments: Namespace) -> None:
+    """Show what is installed, what is used of it here, and how to mend what is missing."""
+    console = _console()
+    findings = probe(console)
+    faults = 0
+    for heading, rows in sections(findings, arguments.runs_dir):
+        console.print(table(heading, rows))
+        console.print()
+        faults += sum(row.verdict == "fault" for row in rows)
+    if faults:
+        raise BraidError(f"{faults} of these (✗) keep stages from running here")
+    print("everything that is needed to run here works")
 
 
 def run(arguments: Namespace) -> None:

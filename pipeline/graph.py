@@ -26,6 +26,7 @@ READS: dict[Kind, tuple[str, ...]] = {
         "seed",
         "deterministic",
         "model",
+        "cold_start.routing",
         "cold_start.optimizer",
         "cold_start.loop.steps",
         "experts.*.prompts",

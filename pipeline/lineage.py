@@ -31,7 +31,10 @@ PACKAGES = (
 
 
 class Lineage(BaseModel):
-    """What decides a stage's result; when any of it changes, the result is stale."""
+    """What decides a stage's result; when any of it changes, the result is stale.
+
+    Except `layout`: it tells on which ranks the stage last ran, and a checkpoint serves any layout.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -96,8 +99,6 @@ def changes(recorded: Lineage, now: Lineage) -> Iterator[str]:
             old, new = recorded.settings.get(key), now.settings.get(key)
             if old != new:
                 yield f"{key} was {json.dumps(old)} and is now {json.dumps(new)}"
-    if recorded.layout != now.layout:
-        yield f"layout was {json.dumps(recorded.layout)} and is now {json.dumps(now.layout)}"
 
 
 @cache

@@ -18,7 +18,6 @@ LOOP_KEYS = (
     "async_checkpoints",
 )
 
-# The layout is a line of its own in a stage's lineage.
 CHANGES_NO_RESULT = (
     "name",
     "layout",
@@ -29,6 +28,6 @@ CHANGES_NO_RESULT = (
 
 MAY_CHANGE = f"""\
   logging
-  layout, as long as no checkpoint was made with another
+  layout
   engine: {", ".join(ENGINE_KEYS)}
   every loop: {", ".join(LOOP_KEYS)}"""

@@ -35,9 +35,11 @@ def evaluate(
     """
     models = {name: checkpoint_path(run, name) for name in finished_training(run, settings, stage)}
     if problems is not None:
-        if problems < settings.layout.ranks:
-            ranks = settings.layout.ranks
-            raise BraidError(f"--problems {problems} is less than layout.ranks = {ranks}")
+        if problems < (ranks := settings.layout.data):
+            raise BraidError(
+                f"--problems {problems} is less than the {ranks} data-parallel ranks of layout, "
+                "and each needs one"
+            )
         evaluation = settings.evaluation.model_copy(update={"problems": problems})
         settings = settings.model_copy(update={"evaluation": evaluation})
     directory = _new_directory(run, "evaluations")

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from parallel.files import write_atomically
+from parallel.settings import LayoutSettings
 from pipeline.graph import Stage
 from pipeline.ledger import Ledger, minutes
 from pipeline.progress import clock, latest
@@ -21,6 +22,9 @@ from stages.settings import RunSettings
 
 STYLES = {"done": "green", "running": "cyan", "failed": "red", "stale": "yellow", "pending": "dim"}
 OWN_DOMAIN = "◆"
+# Experts are spread over the ranks on their own, so that both lines of a layout fill all ranks.
+OF_DENSE_LAYERS = ("data", "tensor", "pipeline", "virtual_pipeline", "context")
+OF_EXPERTS = ("expert", "expert_tensor")
 
 Models = dict[str, dict[str, dict[str, Any]]]
 
@@ -29,17 +33,13 @@ def plan_table(
     settings: RunSettings, stages: tuple[Stage, ...], states: dict[str, StageState]
 ) -> Table:
     """The stages in order: what each does, from what, for how long, and whether it is done."""
-    layout = settings.layout
-    table = _table(
-        f"{settings.name}: seed {settings.seed}, {layout.ranks} ranks, "
-        f"experts over {layout.expert} of them"
-    )
+    table = plain_table(f"{settings.name}: seed {settings.seed}, {layout_text(settings.layout)}")
     for heading in ("stage", "kind", "from", "steps", "engine", "state"):
         table.add_column(heading)
     for stage in stages:
         state = states[stage.name]
         table.add_row(
-            f"{'  ' * _depth(stage)}{stage.name}",
+            f"{'  ' * depth(stage)}{stage.name}",
             stage.kind,
             _origin(stage),
             str(stage.steps or ""),
@@ -53,7 +53,7 @@ def status_table(
     run: RunDirectory, stages: tuple[Stage, ...], states: dict[str, StageState]
 ) -> Table:
     """Where every stage stands, what it saved, how long its ended attempts took, and a note."""
-    table = _table(f"{shown(run.path)}{' (running)' if run.is_running() else ''}")
+    table = plain_table(f"{shown(run.path)}{' (running)' if run.is_running() else ''}")
     spent = minutes(Ledger(run.ledger).events())
     for heading in ("stage", "state", "saved step", "attempts", "time", "note"):
         table.add_column(heading)
@@ -88,7 +88,9 @@ def write_results(run: RunDirectory) -> Models:
 
 def results_table(models: Models) -> Table:
     """Models by domains: accuracy and the half-width of its 95 % interval, in percent."""
-    table = _table(f"accuracy in %, with 95 % intervals; {OWN_DOMAIN} marks an expert's own domain")
+    table = plain_table(
+        f"accuracy in %, with 95 % intervals; {OWN_DOMAIN} marks an expert's own domain"
+    )
     table.add_column("model")
     domains = list(dict.fromkeys(domain for scores in models.values() for domain in scores))
     for domain in domains:
@@ -99,13 +101,29 @@ def results_table(models: Models) -> Table:
     return table
 
 
+def layout_text(layout: LayoutSettings) -> str:
+    """The ranks and every parallelism above 1: `4 ranks: data 2, tensor 2; experts: expert 4`."""
+    text = f"{layout.ranks} rank{'s' if layout.ranks > 1 else ''}"
+    for before, names in ((": ", OF_DENSE_LAYERS), ("; experts: ", OF_EXPERTS)):
+        sizes = [(name, getattr(layout, name)) for name in names]
+        if shared := ", ".join(f"{name} {size}" for name, size in sizes if size > 1):
+            text += before + shared
+    return text
+
+
+def plain_table(title: str) -> Table:
+    """A table without lines, its title at the left: as every command prints them."""
+    return Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False)
+
+
+def depth(stage: Stage) -> int:
+    """How many stages deep a stage grows out of the cold start, to indent its name."""
+    return {"sft": 0, "grpo": 1, "distill": 2}.get(stage.kind, 3)
+
+
 def exported_model(run: RunDirectory) -> Path:
     """Where the merged model lies for transformers and vLLM."""
     return run.stage("export").exported
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False)
 
 
 def _origin(stage: Stage) -> str:
@@ -113,10 +131,6 @@ def _origin(stage: Stage) -> str:
         return f"{len(stage.models)} models"
     taught = f", taught by {len(stage.teachers)} experts" if stage.teachers else ""
     return f"{stage.parent or 'the model settings'}{taught}"
-
-
-def _depth(stage: Stage) -> int:
-    return {"sft": 0, "grpo": 1, "distill": 2}.get(stage.kind, 3)
 
 
 def _state_text(state: StageState, more: str = "") -> Text:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from parallel import checkpoints, vocabulary
+from parallel import checkpoints
 from parallel.batch import MicroBatch
 from parallel.distributed import is_main, sum_over_data
 from parallel.policy import Policy, TrainedPolicy
+from parallel.responses import Responses
 from parallel.sample import Sample
 from stages.domains.prompts import PromptStream
 from stages.domains.rewards import Reward, load_reward
 from stages.loop import train
 from stages.objectives.aggregation import Totals, token_mean
-from stages.objectives.reverse_kl import reverse_kl
 from stages.on_policy import OnPolicyStage, Rollout, rollout_metrics
 from stages.settings import StageJob
 
-DIVERGENCES = {"full_vocab_reverse_kl": reverse_kl}
+# KL(student || teacher), each over the whole vocabulary.
+DIVERGENCES = {"full_vocab_reverse_kl": Responses.kl}
 
 
 def run(job: StageJob) -> None:
@@ -35,13 +38,19 @@ class Merge(OnPolicyStage):
 
     def __init__(self, job: StageJob) -> None:
         settings = job.settings.merge
-        policy = TrainedPolicy(job.settings.model, settings.optimizer, settings.loop.steps)
+        policy = TrainedPolicy(
+            job.settings.model,
+            job.settings.layout,
+            settings.optimizer,
+            settings.loop.steps,
+            settings.routing,
+        )
         super().__init__(job, policy, settings.sampling, settings.routing, settings.loop)
         self.divergence = DIVERGENCES[settings.method]
         self.domains = job.settings.experts
         self.teachers = {}
         for domain, checkpoint in job.teachers.items():
-            self.teachers[domain] = Policy(job.settings.model)
+            self.teachers[domain] = Policy(job.settings.model, job.settings.layout)
             checkpoints.load_weights(self.teachers[domain], checkpoint)
         self.rewards: dict[str, Reward] = {}
         if is_main():
@@ -73,34 +82,41 @@ class Merge(OnPolicyStage):
         """A micro-batch holds one domain, and so has one teacher."""
         parts: list[MicroBatch] = []
         for domain in self.domains:
-            parts += super().split([sample for sample in samples if sample.domain == domain])
+            own = super().split([sample for sample in samples if sample.domain == domain])
+            parts += [replace(part, domain=domain) for part in own]
         return parts
 
     def update(self, samples: list[Sample], batches: list[MicroBatch]) -> dict[str, float]:
         """One step towards each domain's own teacher, averaged over all tokens."""
+        self._add_teachers(batches)
         totals = Totals(len(samples), sum(len(sample.response) for sample in samples))
 
-        def loss(logits: torch.Tensor, part: MicroBatch) -> tuple[torch.Tensor, float]:
-            student = vocabulary.log_softmax(logits)
-            divergence = self.divergence(
-                student, self._teacher_log_probs(part), vocabulary.sum_vocabulary
-            )
-            value = token_mean(divergence, part.mask, totals)
+        def loss(responses: Responses) -> tuple[torch.Tensor, float]:
+            part = responses.batch
+            assert part.teacher is not None
+            value = token_mean(self.divergence(responses, part.teacher), part.mask, totals)
             return value, value.item()
 
-        values = self.policy.accumulate(batches, loss)
+        read = sum(sample.length for sample in samples)
+        values = self.policy.accumulate(batches, loss, read)
         norm = self.policy.step()
         summed = sum_over_data({"loss": sum(values)})
-        return {**summed, "teacher_kl": summed["loss"], "gradient_norm": norm}
+        return {
+            **summed,
+            **self.policy.routing_metrics(),
+            "teacher_kl": summed["loss"],
+            "gradient_norm": norm,
+        }
 
     def score(self, metrics: dict[str, float]) -> float:
         """Being close to the teachers is good."""
         return -metrics["teacher_kl"]
 
-    def _teacher_log_probs(self, part: MicroBatch) -> torch.Tensor:
-        """The batch's own teacher, [B, T, vocabulary / TP]; it routes by itself."""
-        teacher = self.teachers[part.samples[0].domain]
-        [log_probs] = teacher.evaluate(
-            [part.without_routes()], lambda logits, _: vocabulary.log_softmax(logits)
-        )
-        return log_probs
+    def _add_teachers(self, batches: list[MicroBatch]) -> None:
+        """What each batch's own teacher says of it, as hidden states and a head; the teacher routes
+        by itself."""
+        for domain, teacher in self.teachers.items():
+            parts = [part for part in batches if part.domain == domain]
+            logits = teacher.response_logits([part.without_routes() for part in parts])
+            for part, theirs in zip(parts, logits, strict=False):  # none but on the last stage
+                part.teacher = theirs

@@ -23,7 +23,7 @@ def run(job: StageJob) -> None:
     Raises OSError when the output cannot be written.
     """
     assert job.parent is not None and job.output is not None
-    policy = Policy(job.settings.model)
+    policy = Policy(job.settings.model, job.settings.layout)
     checkpoints.load_weights(policy, job.parent)
     # Every rank takes part in the gathering; only the main one keeps what it yields.
     weights = {name: tensor.cpu() for name, tensor in policy.weights() if is_main()}

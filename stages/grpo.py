@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from parallel import checkpoints, vocabulary
+from parallel import checkpoints
 from parallel.batch import MicroBatch
 from parallel.distributed import is_main, sum_over_data
 from parallel.policy import Policy, TrainedPolicy
+from parallel.responses import Responses
 from parallel.sample import Sample
 from stages.domains.prompts import PromptStream
 from stages.domains.rewards import load_reward
@@ -34,11 +35,13 @@ class Expert(OnPolicyStage):
         self.domain = job.domain
         self.settings = settings = job.settings.experts[job.domain]
         updates = settings.loop.steps * settings.updates_per_rollout
-        policy = TrainedPolicy(job.settings.model, settings.optimizer, updates)
+        policy = TrainedPolicy(
+            job.settings.model, job.settings.layout, settings.optimizer, updates, settings.routing
+        )
         super().__init__(job, policy, settings.sampling, settings.routing, settings.loop)
         self.references: dict[str, Policy] = {}
         if settings.objective.kl.coefficient > 0:
-            self.references = {"parent": Policy(job.settings.model)}
+            self.references = {"parent": Policy(job.settings.model, job.settings.layout)}
             checkpoints.load_weights(self.references["parent"], job.parent)
         if is_main():
             self.reward = load_reward(self.domain, settings.reward)
@@ -79,14 +82,12 @@ class Expert(OnPolicyStage):
         totals = Totals(len(samples), sum(len(sample.response) for sample in samples))
 
         def loss(
-            logits: torch.Tensor, part: MicroBatch
+            responses: Responses,
         ) -> tuple[torch.Tensor, tuple[float, dict[str, MetricSum]]]:
+            part = responses.batch
             assert part.old_logprobs is not None
-            log_probs = vocabulary.gather_targets(
-                vocabulary.log_softmax(logits, self.sampling.temperature), part.targets
-            )
             result = policy_loss(
-                log_probs,
+                responses.log_probs(self.sampling.temperature),
                 part.old_logprobs,
                 part.advantages,
                 part.mask,
@@ -96,11 +97,16 @@ class Expert(OnPolicyStage):
             )
             return result.loss, (result.loss.item(), result.metrics)
 
-        parts = self.policy.accumulate(batches, loss)
+        read = sum(sample.length for sample in samples)
+        parts = self.policy.accumulate(batches, loss, read)
         norm = self.policy.step()
         shares = reduce_sums([metrics for _, metrics in parts], totals)
         shares["loss"] = sum(value for value, _ in parts)
-        return {**sum_over_data(shares), "gradient_norm": norm}
+        return {
+            **sum_over_data(shares),
+            **self.policy.routing_metrics(),
+            "gradient_norm": norm,
+        }
 
     def score(self, metrics: dict[str, float]) -> float:
         """A high reward is good."""
@@ -111,5 +117,5 @@ class Expert(OnPolicyStage):
         reference = self.references[self.settings.objective.kl.reference]
         own_routing = [part.without_routes() for part in batches]
         logprobs = reference.target_logprobs(own_routing, self.sampling.temperature)
-        for part, values in zip(batches, logprobs, strict=True):
+        for part, values in zip(batches, logprobs, strict=False):  # none but on the last stage
             part.reference_logprobs = values

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from parallel.batch import MicroBatch, token_counts
+from parallel.distributed import sum_over_data
 from parallel.files import naming, write_atomically
 from stages.objectives.aggregation import Totals
 from stages.objectives.policy_loss import MetricSum
@@ -18,6 +20,9 @@ METRICS = {
     "loss": "step",
     "gradient_norm": "step",
     "learning_rate": "step",
+    "load_balance": "layers",
+    "z_loss": "layers",
+    "token_efficiency": "computed tokens",
     "reward": "sequences",
     "zero_variance": "groups",
     "unfinished": "sequences",
@@ -80,6 +85,12 @@ def reduce_sums(sums: Sequence[dict[str, MetricSum]], totals: Totals) -> dict[st
             share = part.total.item() / max(counts[part.denominator], 1)
             reduced[name] = reduced.get(name, 0.0) + share
     return reduced
+
+
+def token_efficiency(batches: Sequence[MicroBatch]) -> dict[str, float]:
+    """The share of the tokens that the ranks computed which are not padding. Collective."""
+    sums = sum_over_data(token_counts(batches))
+    return {"token_efficiency": sums["real"] / sums["computed"]}
 
 
 def _keep_until(path: Path, step: int) -> None:

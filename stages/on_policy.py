@@ -9,9 +9,11 @@ from typing import Any
 from parallel import batch
 from parallel.batch import MicroBatch
 from parallel.distributed import broadcast, is_main
-from parallel.policy import TrainedPolicy, data_rank
+from parallel.packing import Place
+from parallel.policy import TrainedPolicy
 from parallel.sample import Sample
 from stages.agreement import MismatchError, measure_mismatch
+from stages.metrics import token_efficiency
 from stages.rollout import Rollouts, stopwatch
 from stages.settings import LoopSettings, RoutingSettings, SamplingSettings, StageJob
 
@@ -63,7 +65,7 @@ class OnPolicyStage(ABC):
     def split(self, samples: list[Sample]) -> list[MicroBatch]:
         """This rank's micro-batches of one update."""
         budget = self.loop.micro_batch_tokens
-        return batch.split(samples, *data_rank(), budget, self.replay)
+        return batch.split(samples, Place.here(), budget, self.replay)
 
     def step(self, step: int) -> dict[str, float]:
         """Refit, roll out, hold engine and trainer to the same log-probabilities, and train.
@@ -97,7 +99,8 @@ class OnPolicyStage(ABC):
         if is_main():
             samples = [sample for drawn in rollout.updates for sample in drawn]
             self.rollouts.record(samples, step)
-        return {**rollout.metrics, **mismatch, **trained, **broadcast(seconds)}
+        efficiency = token_efficiency([part for batches in updates for part in batches])
+        return {**rollout.metrics, **mismatch, **trained, **efficiency, **broadcast(seconds)}
 
     def state(self) -> dict[str, Any]:
         """Where every domain's prompts continue."""

@@ -17,6 +17,7 @@ from parallel.settings import (
     ModelSettings,
     OptimizerSettings,
     Positive,
+    RoutingLossSettings,
     Settings,
 )
 from stages.objectives.settings import ObjectiveSettings
@@ -54,7 +55,13 @@ class MergeSamplingSettings(SamplingSettings):
     group_size: Positive = 1
 
 
-class RoutingSettings(Settings):
+class ColdStartRoutingSettings(RoutingLossSettings):
+    """A cold start keeps its experts in use."""
+
+    load_balance: Annotated[float, Field(ge=0)] = 1e-3
+
+
+class RoutingSettings(RoutingLossSettings):
     """R3 makes the trainer use the experts the engine chose for every token (arXiv 2510.11370)."""
 
     replay: Literal["none", "r3"] = "r3"
@@ -96,6 +103,7 @@ class DomainSettings(Settings):
 class ColdStartSettings(Settings):
     """Supervised fine-tuning on all domains' demonstrations at once."""
 
+    routing: ColdStartRoutingSettings = ColdStartRoutingSettings()
     optimizer: OptimizerSettings
     loop: LoopSettings
 

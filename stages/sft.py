@@ -8,14 +8,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from parallel import batch, vocabulary
-from parallel.batch import MicroBatch
+from parallel import batch
 from parallel.distributed import broadcast, is_main, sum_over_data
-from parallel.policy import TrainedPolicy, data_rank
+from parallel.packing import Place
+from parallel.policy import TrainedPolicy
+from parallel.responses import Responses
 from parallel.sample import Sample
 from stages.domains.demonstrations import demonstrations
 from stages.domains.prompts import PromptStream, held_out_problems
 from stages.loop import train
+from stages.metrics import token_efficiency
 from stages.objectives.aggregation import Totals, token_mean
 from stages.settings import StageJob
 from stages.tokenizer import CharacterTokenizer
@@ -33,7 +35,11 @@ class ColdStart:
         settings = job.settings
         self.settings = settings
         self.policy = TrainedPolicy(
-            settings.model, settings.cold_start.optimizer, settings.cold_start.loop.steps
+            settings.model,
+            settings.layout,
+            settings.cold_start.optimizer,
+            settings.cold_start.loop.steps,
+            settings.cold_start.routing,
         )
         self.pools = broadcast(_demonstrations(job) if is_main() else None)
 
@@ -41,18 +47,20 @@ class ColdStart:
         samples = [sample for domain in self.pools for sample in self._draw(domain, step)]
         totals = Totals(len(samples), sum(len(sample.response) for sample in samples))
         budget = self.settings.cold_start.loop.micro_batch_tokens
-        batches = batch.split(samples, *data_rank(), budget, replay=False)
+        batches = batch.split(samples, Place.here(), budget, replay=False)
 
-        def cross_entropy(logits: torch.Tensor, part: MicroBatch) -> tuple[torch.Tensor, float]:
-            log_probs = vocabulary.gather_targets(vocabulary.log_softmax(logits), part.targets)
-            loss = token_mean(-log_probs, part.mask, totals)
+        def cross_entropy(responses: Responses) -> tuple[torch.Tensor, float]:
+            loss = token_mean(-responses.log_probs(), responses.batch.mask, totals)
             return loss, loss.item()
 
         rate = self.policy.learning_rate
-        losses = self.policy.accumulate(batches, cross_entropy)
+        read = sum(sample.length for sample in samples)
+        losses = self.policy.accumulate(batches, cross_entropy, read)
         norm = self.policy.step()
         return {
             **sum_over_data({"loss": sum(losses)}),
+            **self.policy.routing_metrics(),
+            **token_efficiency(batches),
             "gradient_norm": norm,
             "learning_rate": rate,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Iterator
@@ -14,13 +15,18 @@ import torch
 
 from parallel.files import whole_checkpoints
 from parallel.sample import Sample
-from parallel.settings import LayoutSettings, ModelSettings, OptimizerSettings
+from parallel.settings import (
+    LayoutSettings,
+    ModelSettings,
+    OptimizerSettings,
+    RoutingLossSettings,
+)
 
 SPREAD = LayoutSettings(ranks=2, expert=2)  # the experts split between two ranks
 MODEL = ModelSettings(
     vocabulary_size=80,
     hidden_size=32,
-    layers=2,
+    layers=4,
     attention_heads=4,
     key_value_heads=2,
     head_dim=8,
@@ -29,6 +35,7 @@ MODEL = ModelSettings(
     expert_hidden_size=16,
 )
 ADAM = OptimizerSettings(learning_rate=1e-2, warmup_steps=2, decay="cosine")
+NO_LOSSES = RoutingLossSettings()
 SGD = OptimizerSettings(algorithm="sgd", learning_rate=1.0, clip_norm=0.01)
 
 
@@ -53,53 +60,61 @@ def samples(count: int, seed: int = 0, routes: bool = False) -> list[Sample]:
     return found
 
 
-def build(optimizer: OptimizerSettings = ADAM, seed: int = 0, distributed: bool = False) -> Any:
+def build(
+    layout: LayoutSettings,
+    optimizer: OptimizerSettings = ADAM,
+    seed: int = 0,
+    losses: RoutingLossSettings = NO_LOSSES,
+    model: ModelSettings = MODEL,
+) -> Any:
     from parallel.policy import TrainedPolicy
 
-    policy = TrainedPolicy(MODEL, optimizer, steps=10, distributed_optimizer=distributed)
+    policy = TrainedPolicy(model, layout, optimizer, steps=10, losses=losses)
     policy.start_fresh(seed)
     return policy
 
 
-def batches(drawn: list[Sample], budget: int, replay: bool = False) -> list[Any]:
+def batches(drawn: list[Sample], count: int = 1, replay: bool = False, padded: bool = False) -> Any:
+    """This rank's micro-batches, `count` or a few more of them."""
     from parallel.batch import split
-    from parallel.policy import data_rank
+    from parallel.packing import Place
 
-    return split(drawn, *data_rank(), budget, replay)
+    here = Place.here()
+    read = sum(sample.length for sample in drawn)
+    budget = 4096 if count == 1 else read // (here.data * here.context * count)
+    return split(drawn, here, budget, replay, padded)
 
 
-def cross_entropy(totals: Any, logits: torch.Tensor, batch: Any) -> tuple[torch.Tensor, float]:
-    from parallel import vocabulary
+def cross_entropy(totals: Any, responses: Any) -> tuple[torch.Tensor, float]:
     from stages.objectives.aggregation import token_mean
 
-    chosen = vocabulary.gather_targets(vocabulary.log_softmax(logits), batch.targets)
-    loss = token_mean(-chosen, batch.mask, totals)
+    loss = token_mean(-responses.log_probs(), responses.batch.mask, totals)
     return loss, loss.item()
 
 
-def sequence_policy(totals: Any, logits: torch.Tensor, batch: Any) -> tuple[torch.Tensor, float]:
-    from parallel import vocabulary
+def sequence_policy(totals: Any, responses: Any) -> tuple[torch.Tensor, float]:
     from stages.objectives.policy_loss import policy_loss
     from stages.objectives.settings import KLSettings, ObjectiveSettings
 
     settings = ObjectiveSettings(kl=KLSettings(coefficient=0.1, estimator="unbiased_k3"))
-    chosen = vocabulary.gather_targets(vocabulary.log_softmax(logits), batch.targets)
-    old = chosen.detach() + 1e-4
+    chosen, batch = responses.log_probs(), responses.batch
     result = policy_loss(
-        chosen, old, batch.advantages, batch.mask, totals, settings, batch.engine_logprobs
+        chosen,
+        chosen.detach() + 1e-4,
+        batch.advantages,
+        batch.mask,
+        totals,
+        settings,
+        batch.engine_logprobs,
     )
     return result.loss, result.loss.item()
 
 
-def distillation(totals: Any, logits: torch.Tensor, batch: Any) -> tuple[torch.Tensor, float]:
-    from parallel import vocabulary
+def distillation(totals: Any, responses: Any) -> tuple[torch.Tensor, float]:
     from stages.objectives.aggregation import token_mean
-    from stages.objectives.reverse_kl import reverse_kl
 
-    student = vocabulary.log_softmax(logits)
-    teacher = vocabulary.log_softmax(logits.detach().flip(-1))
-    divergence = reverse_kl(student, teacher, vocabulary.sum_vocabulary)
-    loss = token_mean(divergence, batch.mask, totals)
+    batch = responses.batch
+    loss = token_mean(responses.kl(batch.teacher), batch.mask, totals)
     return loss, loss.item()
 
 
@@ -110,24 +125,80 @@ LOSSES = {
 }
 
 
-def gradients(loss: str, budget: int, replay: bool) -> dict[str, Any]:
-    """The loss over 24 samples and every gradient of this rank, under global names."""
+def prepared(loss: str, drawn: list[Sample], teacher: Any, **how: Any) -> list[Any]:
+    """Micro-batches, with what the loss needs of another model."""
+    parts = batches(drawn, **how)
+    if loss == "distillation":
+        logits = teacher.response_logits([part.without_routes() for part in parts])
+        for part, theirs in zip(parts, logits, strict=False):
+            part.teacher = theirs
+    return parts
+
+
+def accumulate(policy: Any, loss: str, drawn: list[Sample], parts: list[Any]) -> dict[str, float]:
+    """Gradients of one loss into the policy; the loss and the routing losses."""
     from parallel.distributed import sum_over_data
-    from parallel.model import global_name
     from stages.objectives.aggregation import Totals
 
-    policy = build()
-    drawn = samples(24, routes=replay)
     totals = Totals(len(drawn), sum(len(sample.response) for sample in drawn))
-    values = policy.accumulate(batches(drawn, budget, replay), partial(LOSSES[loss], totals))
-    return {
-        "loss": sum_over_data({"loss": sum(values)})["loss"],
-        "micro_batches": len(values),
-        "gradients": {
-            global_name(policy.model, name): parameter.main_grad.clone().numpy()
-            for name, parameter in policy.model.named_parameters()
-        },
-    }
+    read = sum(sample.length for sample in drawn)
+    values = policy.accumulate(parts, partial(LOSSES[loss], totals), tokens=read)
+    return {**sum_over_data({"loss": sum(values)}), **policy.routing_metrics()}
+
+
+def reference(directory: str, losses: RoutingLossSettings) -> None:
+    """Loss and gradients of one process and one micro-batch, for `differences`."""
+    alone = LayoutSettings(distributed_optimizer=False)
+    policy, teacher = build(alone, SGD, losses=losses), build(alone, SGD, seed=1)
+    for loss in LOSSES:
+        for replay in (False, True):
+            drawn = samples(24, routes=replay)
+            parts = prepared(loss, drawn, teacher, replay=replay)
+            values = accumulate(policy, loss, drawn, parts)
+            gradients = {
+                name: parameter.main_grad.clone()
+                for name, parameter in policy.chunks[0].named_parameters()
+            }
+            torch.save((values, gradients), Path(directory) / f"{loss}{replay}.pt")
+
+
+def differences(
+    layout: LayoutSettings, directory: str, losses: RoutingLossSettings
+) -> list[dict[str, Any]]:
+    """How far this layout is from the reference, for every loss, packing and cut."""
+    from parallel.model import global_name, shard, tensor_split
+
+    layout = layout.model_copy(update={"distributed_optimizer": False})  # it scatters gradients
+    policy, teacher = build(layout, SGD, losses=losses), build(layout, SGD, seed=1)
+    found = []
+    for loss, count, padded, replay in itertools.product(
+        LOSSES, (1, 4), (False, True), (False, True)
+    ):
+        if replay and padded:
+            continue
+        drawn = samples(24, routes=replay)
+        parts = prepared(loss, drawn, teacher, count=count, padded=padded, replay=replay)
+        values = accumulate(policy, loss, drawn, parts)
+        expected, gradients = torch.load(Path(directory) / f"{loss}{replay}.pt")
+        worst = (0.0, "")
+        for chunk in policy.chunks:
+            for name, parameter in chunk.named_parameters():
+                whole = gradients[global_name(chunk, name)]
+                ours = shard(name, whole, *tensor_split(name))
+                error = (parameter.main_grad - ours).norm() / max(ours.norm(), 1e-6)
+                worst = max(worst, (error.item(), name))
+        found.append(
+            {
+                "case": f"{loss} count={count} padded={padded} replay={replay}",
+                "micro_batches": len(parts),
+                "loss": max(
+                    abs(values[name] - expected[name]) / max(1.0, abs(expected[name]))
+                    for name in expected
+                ),
+                "gradient": worst,
+            }
+        )
+    return found
 
 
 def train(policy: Any, steps: range) -> Iterator[tuple[float, float]]:
@@ -137,11 +208,12 @@ def train(policy: Any, steps: range) -> Iterator[tuple[float, float]]:
     for step in steps:
         drawn = samples(16, seed=step)
         totals = Totals(len(drawn), sum(len(sample.response) for sample in drawn))
-        values = policy.accumulate(batches(drawn, 4096), partial(cross_entropy, totals))
+        read = sum(sample.length for sample in drawn)
+        values = policy.accumulate(batches(drawn), partial(cross_entropy, totals), tokens=read)
         yield sum(values), policy.step()
 
 
-def export_and_load(directory: str) -> dict[str, float]:
+def export_and_load(layout: LayoutSettings, directory: str) -> dict[str, float]:
     """Differences to transformers after an export, and to ourselves after loading it again."""
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
@@ -150,19 +222,19 @@ def export_and_load(directory: str) -> dict[str, float]:
     from parallel.hugging_face import hugging_face_config
     from parallel.policy import Policy
 
-    policy = build(seed=5)
+    policy = build(layout, seed=5)
     weights = dict(policy.weights())
     if is_main():
         save_file(weights, Path(directory) / "model.safetensors", metadata={"format": "pt"})
         hugging_face_config(MODEL).save_pretrained(directory)
     broadcast(None)
-    again = Policy(MODEL.model_copy(update={"initial_weights": Path(directory)}))
+    again = Policy(MODEL.model_copy(update={"initial_weights": Path(directory)}), layout)
     again.start_fresh(seed=99)
     reloaded = dict(again.weights())
     theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     drawn = samples(6)
     largest = 0.0
-    for batch in batches(drawn, 4096):
+    for batch in batches(drawn):
         [logprobs] = policy.target_logprobs([batch], 1.0)
         for row, sample in enumerate(batch.samples):
             tokens = torch.tensor(np.concatenate([sample.prompt, sample.response]))[None]
@@ -181,17 +253,26 @@ def export_and_load(directory: str) -> dict[str, float]:
     }
 
 
-def replayed_routing() -> dict[str, float]:
+def held_experts(layout: LayoutSettings) -> set[str]:
+    """The global names of the experts' weights that this rank holds."""
+    from parallel.model import global_name
+
+    [chunk] = build(layout).chunks
+    names = (global_name(chunk, name) for name, _ in chunk.named_parameters())
+    return {name for name in names if "experts" in name}
+
+
+def replayed_routing(layout: LayoutSettings) -> dict[str, float]:
     """What replay does to the log-probabilities and to the router's gradient."""
     from stages.objectives.aggregation import Totals
 
-    policy = build()
+    policy = build(layout)
     drawn = samples(16, routes=True)
-    replay, own = batches(drawn, 4096, replay=True), batches(drawn, 4096)
+    replay, own = batches(drawn, replay=True), batches(drawn)
     [forced], [free] = policy.target_logprobs(replay, 1.0), policy.target_logprobs(own, 1.0)
     [free_again] = policy.target_logprobs([replay[0].without_routes()], 1.0)
-    policy.accumulate(replay, partial(cross_entropy, Totals(16, 100)))
-    routers = [p for n, p in policy.model.named_parameters() if "router" in n]
+    policy.accumulate(replay, partial(cross_entropy, Totals(16, 100)), tokens=1.0)
+    routers = [p for n, p in policy.chunks[0].named_parameters() if "router" in n]
     return {
         "changed": (forced - free)[replay[0].mask].abs().max().item(),
         "restored": (free_again - free)[replay[0].mask].abs().max().item(),
@@ -199,11 +280,38 @@ def replayed_routing() -> dict[str, float]:
     }
 
 
+def gradient_of_routing_losses(
+    layout: LayoutSettings, losses: RoutingLossSettings
+) -> dict[str, float]:
+    """Relative errors of the last router's losses and gradient, when nothing else is trained on."""
+    policy = build(layout, losses=losses)
+    seen: dict[str, torch.Tensor] = {}
+    router = policy.routers[-1]
+    router.register_forward_hook(lambda _m, given, _o: seen.update(hidden=given[0].detach()))
+    drawn = samples(12)
+    parts = batches(drawn, padded=True)
+    read = sum(sample.length for sample in drawn)
+    policy.accumulate(parts, lambda r: (0.0 * r.log_probs().sum(), None), tokens=read)
+    hidden = seen["hidden"].flatten(0, 1)[parts[0].row.real].double()
+    weight = router.weight.detach().double().requires_grad_()
+    logits = hidden @ weight.T
+    chosen = logits.topk(MODEL.experts_per_token, -1).indices
+    slots = torch.zeros(MODEL.experts, dtype=torch.float64)
+    slots.scatter_add_(0, chosen.flatten(), torch.ones(chosen.numel(), dtype=torch.float64))
+    share = slots / chosen.numel()
+    balance = MODEL.experts * (share * logits.softmax(-1).mean(0)).sum()
+    square = logits.exp().sum(-1).log().square().mean()
+    (losses.load_balance * balance + losses.z_loss * square).backward()
+    assert weight.grad is not None
+    difference = (router.weight.main_grad - weight.grad).norm() / weight.grad.norm()
+    return {"gradient": difference.item(), "tokens": abs(len(hidden) - read)}
+
+
 class Toy:
     """The smallest stage: cross-entropy on random samples, with what a test wants to go wrong."""
 
     def __init__(self, poison_at: int | None = None, stop_at: int | None = None) -> None:
-        self.policy = build()
+        self.policy = build(SPREAD)
         self.poison_at = poison_at
         self.stop_at = stop_at
 

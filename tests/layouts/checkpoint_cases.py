@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases import ADAM, SGD, build, loop, train
+from cases import ADAM, SGD, SPREAD, build, loop, train
 
 from parallel.files import whole_checkpoints
-from parallel.settings import LAST_WORD, OptimizerSettings
+from parallel.settings import LAST_WORD, LayoutSettings, OptimizerSettings
 
 STEPS = 3  # before a checkpoint, and again after it
 
@@ -30,8 +30,9 @@ class Kind:
     settings: OptimizerSettings
     distributed: bool = False
 
-    def build(self, seed: int = 0) -> Any:
-        return build(self.settings, seed, self.distributed)
+    def build(self, layout: LayoutSettings, seed: int = 0) -> Any:
+        layout = layout.model_copy(update={"distributed_optimizer": self.distributed})
+        return build(layout, self.settings, seed)
 
 
 KINDS = {
@@ -41,18 +42,18 @@ KINDS = {
 }
 
 
-def begin(kind: str, directory: str) -> None:
+def begin(layout: LayoutSettings, kind: str, directory: str) -> None:
     """Train a few steps and save."""
-    policy = KINDS[kind].build()
+    policy = KINDS[kind].build(layout)
     list(train(policy, range(STEPS)))
     save(policy, Path(directory), STEPS, {"cursor": 7})
 
 
-def go_on(kind: str, directory: str, again: str) -> dict[str, Any]:
+def go_on(layout: LayoutSettings, kind: str, directory: str, again: str) -> dict[str, Any]:
     """What a few steps more bring, from a checkpoint, which is first saved again as it was read."""
     from parallel import checkpoints
 
-    policy = KINDS[kind].build(seed=1)
+    policy = KINDS[kind].build(layout, seed=1)
     found, faults = checkpoints.newest_whole(Path(directory))
     state = checkpoints.load_training(policy, found)
     assert (faults, state) == ([], {"cursor": 7, "step": STEPS, "score": None})
@@ -74,7 +75,7 @@ def hold_the_same(directories: list[str]) -> bool:
 
 def never_stop(kind: str) -> dict[str, Any]:
     """What it should have brought."""
-    policy = KINDS[kind].build()
+    policy = KINDS[kind].build(LayoutSettings())
     list(train(policy, range(STEPS)))
     return {"rate": policy.learning_rate, **trained(policy, range(STEPS, 2 * STEPS))}
 
@@ -93,16 +94,16 @@ def save(policy: Any, directory: Path, step: int, state: dict[str, Any], **saver
     saver.begin(policy, step, state)
 
 
-def resumes_bit_for_bit(kind: str, directory: str) -> bool:
+def resumes_bit_for_bit(layout: LayoutSettings, kind: str, directory: str) -> bool:
     """Whether training continues from a checkpoint as if it had not stopped, random numbers too."""
     from parallel import checkpoints
 
     torch.use_deterministic_algorithms(True)
-    policy = KINDS[kind].build()
+    policy = KINDS[kind].build(layout)
     list(train(policy, range(STEPS)))
     save(policy, Path(directory), STEPS, {})
     expected = [*train(policy, range(STEPS, 2 * STEPS)), torch.rand(1).item()]
-    resumed = KINDS[kind].build(seed=1)
+    resumed = KINDS[kind].build(layout, seed=1)
     checkpoints.load_training(resumed, Path(directory) / f"step_{STEPS}")
     found = [*train(resumed, range(STEPS, 2 * STEPS)), torch.rand(1).item()]
     torch.use_deterministic_algorithms(False)
@@ -125,11 +126,11 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-def training_does_not_leak(kind: str, directory: str) -> dict[str, bool]:
+def training_does_not_leak(layout: LayoutSettings, kind: str, directory: str) -> dict[str, bool]:
     """Save once asynchronously, while training goes on before anything is written, and once not."""
     from parallel import checkpoint_saver, checkpoints
 
-    policy = KINDS[kind].build()
+    policy = KINDS[kind].build(layout)
     list(train(policy, range(STEPS)))
     before = snapshot(policy)
     save(policy, Path(directory) / "at_once", STEPS, {})
@@ -142,7 +143,7 @@ def training_does_not_leak(kind: str, directory: str) -> dict[str, bool]:
         saver.finish()
     loaded = {}
     for name in ("at_once", "beside"):
-        other = KINDS[kind].build(seed=1)
+        other = KINDS[kind].build(layout, seed=1)
         checkpoints.load_training(other, Path(directory) / name / f"step_{STEPS}")
         loaded[name] = same(snapshot(other), before)
     trained_on = not same(snapshot(policy), before)
@@ -170,7 +171,7 @@ def retain(directory: str, scores: dict[int, float], keep_last: int, keep_best: 
     from parallel.checkpoint_saver import Saver
     from parallel.distributed import any_rank
 
-    policy = build()
+    policy = build(SPREAD)
     saver = Saver(Path(directory), keep_last, keep_best)
     for step, score in scores.items():
         saver.begin(policy, step, {}, score)
@@ -186,7 +187,7 @@ def save_on_a_full_disk(directory: str, full: int) -> tuple[str, bool]:
     from parallel.checkpoints import CheckpointError
     from parallel.distributed import any_rank
 
-    policy = build()
+    policy = build(SPREAD)
     saver = Saver(Path(directory))
     saver.begin(policy, 1, {})
     saver.finish()
@@ -219,7 +220,7 @@ def die_while_writing(directory: str, victim: int) -> None:
     from parallel.checkpoint_saver import Saver, _Writing
 
     saver = Saver(Path(directory), keep_last=2)
-    policy = build()
+    policy = build(SPREAD)
     saver.begin(policy, 1, {})
     saver.finish()
     with held_back(_Writing) as go:
@@ -235,7 +236,7 @@ def load_weights(checkpoint: str) -> str:
     from parallel import checkpoints
 
     try:
-        checkpoints.load_weights(build(), Path(checkpoint))
+        checkpoints.load_weights(build(SPREAD), Path(checkpoint))
     except checkpoints.CheckpointError as error:
         return str(error)
     return ""

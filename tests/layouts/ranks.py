@@ -30,7 +30,7 @@ class Ranks:
         self.processes = []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, world, port))
+            process = context.Process(target=_serve, args=(theirs, rank, world, port), daemon=True)
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)

@@ -16,15 +16,37 @@ from parallel.settings import NOTICE_MARK, LayoutSettings
 
 ONE = LayoutSettings()
 DATA = LayoutSettings(ranks=2)
+TENSOR = LayoutSettings(ranks=2, tensor=2)
+PIPELINE = LayoutSettings(ranks=2, pipeline=2)
+VIRTUAL = LayoutSettings(ranks=2, pipeline=2, virtual_pipeline=2)
+CONTEXT = LayoutSettings(ranks=2, context=2)
 EXPERTS = SPREAD
+SPLIT_EXPERTS = LayoutSettings(ranks=2, expert_tensor=2)
+TENSOR_EXPERTS = LayoutSettings(ranks=2, tensor=2, expert=2)
+EXPERTS_PIPELINE = LayoutSettings(ranks=4, expert=2, pipeline=2)
 
-# What saves and what goes on. Every layout of a row must be one that the policy can train under.
+# What saves and what goes on.
 PAIRS = {
     "DP2_to_DP1": (DATA, ONE),
     "DP1_to_DP2": (ONE, DATA),
     "EP2_to_EP1": (EXPERTS, ONE),
     "EP1_to_EP2": (ONE, EXPERTS),
     "EP2_to_DP2": (EXPERTS, DATA),
+    "TP2_to_TP1": (TENSOR, ONE),
+    "TP1_to_TP2": (ONE, TENSOR),
+    "PP2_to_PP1": (PIPELINE, ONE),
+    "PP1_to_PP2": (ONE, PIPELINE),
+    "PP2_to_VPP2": (PIPELINE, VIRTUAL),
+    "VPP2_to_TP2": (VIRTUAL, TENSOR),
+    "CP2_to_PP2": (CONTEXT, PIPELINE),
+    "ETP2_to_EP2": (SPLIT_EXPERTS, EXPERTS),
+    "TP2EP2_to_EP2PP2": (TENSOR_EXPERTS, EXPERTS_PIPELINE),
+}
+SAME = {
+    "DP2": DATA,
+    "EP2": EXPERTS,
+    "VPP2": VIRTUAL,
+    "TP2EP2": TENSOR_EXPERTS,
 }
 OTHER_KINDS = [("adam", "adam_distributed"), ("adam_distributed", "adam")]
 
@@ -42,8 +64,8 @@ def test_training_goes_on_under_another_layout(
 ) -> None:
     saved, resumed = PAIRS[pair]
     directories = [str(tmp_path / name) for name in ("saved", "again")]
-    on(saved, cases.begin, kind, directories[0])
-    check(on(resumed, cases.go_on, kind, *directories), expected[kind])
+    on(saved, cases.begin, saved, kind, directories[0])
+    check(on(resumed, cases.go_on, resumed, kind, *directories), expected[kind])
     assert on(ONE, cases.hold_the_same, directories) == [True]
 
 
@@ -52,8 +74,8 @@ def test_training_goes_on_with_the_optimizer_split_or_whole(
     saved: str, resumed: str, expected: dict[str, Any], on: On, tmp_path: Path
 ) -> None:
     directories = [str(tmp_path / name) for name in ("saved", "again")]
-    on(EXPERTS, cases.begin, saved, directories[0])
-    check(on(DATA, cases.go_on, resumed, *directories), expected[resumed])
+    on(EXPERTS, cases.begin, EXPERTS, saved, directories[0])
+    check(on(DATA, cases.go_on, DATA, resumed, *directories), expected[resumed])
     assert on(ONE, cases.hold_the_same, directories) == [True]
 
 
@@ -65,11 +87,11 @@ def check(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", cases.KINDS)
-@pytest.mark.parametrize("layout", [DATA, EXPERTS], ids=["DP2", "EP2"])
+@pytest.mark.parametrize("layout", SAME.values(), ids=SAME)
 def test_training_resumes_bit_for_bit(
     layout: LayoutSettings, kind: str, on: On, tmp_path: Path
 ) -> None:
-    assert on(layout, cases.resumes_bit_for_bit, kind, str(tmp_path)) == [True, True]
+    assert on(layout, cases.resumes_bit_for_bit, layout, kind, str(tmp_path)) == [True, True]
 
 
 @pytest.mark.parametrize("kind", cases.KINDS)
@@ -77,7 +99,7 @@ def test_training_resumes_bit_for_bit(
 def test_what_is_saved_is_what_was_there_when_it_began(
     layout: LayoutSettings, kind: str, on: On, tmp_path: Path
 ) -> None:
-    for found in on(layout, cases.training_does_not_leak, kind, str(tmp_path)):
+    for found in on(layout, cases.training_does_not_leak, layout, kind, str(tmp_path)):
         assert found == dict.fromkeys(found, True)
 
 
@@ -156,7 +178,7 @@ def test_a_stage_with_no_whole_checkpoint_starts_again(on: On, tmp_path: Path) -
 
 @pytest.mark.parametrize("how", DAMAGES)
 def test_another_stages_damaged_checkpoint_is_an_error(how: str, on: On, tmp_path: Path) -> None:
-    on(SPREAD, cases.begin, "sgd", str(tmp_path))
+    on(SPREAD, cases.begin, SPREAD, "sgd", str(tmp_path))
     victim = damage(tmp_path / "step_3", how)
     for message in on(SPREAD, cases.load_weights, str(tmp_path / "step_3")):
         assert message.startswith(f"damaged checkpoint: {victim} ")
@@ -164,7 +186,7 @@ def test_another_stages_damaged_checkpoint_is_an_error(how: str, on: On, tmp_pat
 
 
 def test_hugging_face_and_back(on: On, tmp_path: Path) -> None:
-    for found in on(SPREAD, export_and_load, str(tmp_path)):
+    for found in on(SPREAD, export_and_load, SPREAD, str(tmp_path)):
         assert found["logprobs"] < 1e-5
         assert found["reloaded"] == 0.0
         assert found["unknown_names"] == 0

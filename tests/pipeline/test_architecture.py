@@ -25,6 +25,7 @@ from stages.settings import RunSettings
 
 REPOSITORY = Path(__file__).parents[2]
 ABOVE = {"parallel": {"stages", "pipeline"}, "stages": {"pipeline"}, "pipeline": set()}
+WITHOUT_TORCH = {"parallel.files", "parallel.memory"}
 HEAVY = {"torch", "megatron", "vllm", "transformers", "mbridge", "numpy", "reasoning_gym"}
 
 
@@ -51,12 +52,18 @@ def test_imports_point_down(floor: str) -> None:
 def test_the_pipeline_takes_only_what_needs_no_torch_from_the_floors_below() -> None:
     for path, tree in modules("pipeline"):
         below = {name for name in imported(tree) if name.startswith(("stages", "parallel"))}
-        assert all(name.endswith(".settings") for name in below - {"parallel.files"}), path
+        assert all(name.endswith(".settings") for name in below - WITHOUT_TORCH), path
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [["plan", "configs/quickstart.yaml"], ["status"], ["status", "small"], ["run", "--help"]],
+    [
+        ["plan", "configs/quickstart.yaml"],
+        ["plan", "configs/quickstart.yaml", "--memory"],
+        ["status"],
+        ["status", "small"],
+        ["run", "--help"],
+    ],
 )
 def test_the_command_answers_without_torch(
     arguments: list[str], run: RunDirectory, settings: RunSettings

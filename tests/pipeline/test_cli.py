@@ -76,6 +76,20 @@ def test_a_dry_run_shows_the_commands_and_leaves_nothing(
     assert not runs.exists()
 
 
+def test_a_plan_names_every_parallelism(braid: Braid, config: Path) -> None:
+    def title(*overrides: str) -> str:
+        # A title that is wider than its table goes on in the next line.
+        return " ".join(braid("plan", config, *overrides)[1].partition("stage ")[0].split())
+
+    assert title() == "small: seed 0, 2 ranks: data 2; experts: expert 2"
+    assert title("layout={ranks: 1, expert: 1}") == "small: seed 0, 1 rank"
+    dense = "layout={ranks: 16, tensor: 2, pipeline: 2, virtual_pipeline: 2, context: 2}"
+    assert title(dense, "layout.expert_tensor=4") == (
+        "small: seed 0, 16 ranks: data 2, tensor 2, pipeline 2, virtual_pipeline 2, context 2; "
+        "experts: expert 2, expert_tensor 4"
+    )
+
+
 def test_a_run_from_its_start_to_its_table(braid: Braid, config: Path, runs: Path) -> None:
     code, out, err = braid("run", config)
     assert (code, err) == (0, "")
@@ -112,7 +126,7 @@ def test_what_changes_no_result_may_change_in_a_run(braid: Braid, config: Path, 
     before = settings.read_text()
     code, _, err = braid("run", config, *neutral, "seed=1")
     assert code == 1
-    assert "only these settings may change:\n  logging\n  layout, as long as" in err
+    assert "only these settings may change:\n  logging\n  layout\n  engine: " in err
     assert settings.read_text() == before
 
     code, out, err = braid("run", config, *neutral)
@@ -122,11 +136,18 @@ def test_what_changes_no_result_may_change_in_a_run(braid: Braid, config: Path, 
     assert "[3/6]" not in out
     assert "kv_cache_mebibytes: 32" in settings.read_text()
 
-    kept = settings.read_text()
-    code, _, err = braid("run", config, *neutral, "layout.expert=1")
-    assert code == 1
-    assert "cold_start: layout was" in err
-    assert settings.read_text() == kept
+
+def test_a_run_goes_on_under_another_layout(braid: Braid, config: Path, runs: Path) -> None:
+    braid("run", config, actions={"merge": {"1": "say_why"}})
+    code, out, err = braid("run", config, "layout={ranks: 4, tensor: 2}")
+    assert (code, err) == (0, "")
+    assert "layout.ranks: 2 there, 4 here\n" in out
+    assert "[3/6]" not in out
+    ran_on = {
+        path.parent.name: json.loads(path.read_text())["layout"]["ranks"]
+        for path in runs.glob("small/stages/*/manifest.json")
+    }
+    assert (ran_on["cold_start"], ran_on["merge"]) == (2, 4)
 
 
 def test_the_help_of_resume_names_what_may_change(braid: Braid) -> None:
@@ -195,7 +216,8 @@ def test_one_more_evaluation_and_export(
     assert "cold_start" not in out
 
     code, _, err = braid("evaluate", "small", "--problems", 1)
-    assert (code, err) == (1, "braid: --problems 1 is less than layout.ranks = 2\n")
+    assert code == 1
+    assert "--problems 1 is less than the 2 data-parallel ranks of layout" in err
 
     code, _, err = braid("evaluate", "small", "--stage", "merge")
     assert code == 1

@@ -91,7 +91,7 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
         'small.yaml:1: nam: unknown key; did you mean "name"?',
         "small.yaml:12: layout.expert: 3 does not divide model.experts = 8; use one of "
         "[1, 2, 4, 8]",
-        "small.yaml:12: layout.expert: 3 does not divide layout.ranks = 2",
+        "small.yaml:12: layout.expert: expert 3 does not divide layout.ranks = 2",
         'small.yaml:15: cold_start.loop.steps: should be a valid integer, not "two"',
         "small.yaml:17: experts.sums.sampling.max_response_tokens: 24 leaves no room for a prompt: "
         "it should be less than engine.max_model_tokens = 20",
@@ -108,7 +108,7 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
         ("layout.expert=16", "layout.expert: 16 does not divide model.experts = 8"),
         ("layout.ranks=66", "experts: all demonstrations.sequences_per_step together are 64, less"),
         ("layout.ranks=34", "merge.sampling.prompts_per_step: 32 prompts x 1 samples in 1 updates"),
-        ("evaluation.problems=1", "evaluation.problems: 1 is less than layout.ranks = 2, and eve"),
+        ("evaluation.problems=1", "evaluation.problems: 1 is less than the 2 data-parallel ranks"),
         ("model.max_positions=32", "engine.max_model_tokens: 64 is more than model.max_positions"),
         ("model.vocabulary_size=96", "model.vocabulary_size: 96 should be 80, the number of ids"),
         ("experts.sums.sampling.group_size=1", "a group of one has no advantage"),
@@ -130,9 +130,10 @@ def test_what_every_rank_and_every_update_needs(config: Path) -> None:
     load(config, [*several, "experts.sums.optimizer.warmup_steps=3"])
     assert faults(config, *several, "layout.ranks=4") == [
         "command line: experts.sums.sampling.prompts_per_step: 2 prompts x 2 samples in 2 updates "
-        "make 2 an update, less than layout.ranks = 4, and every rank needs one"
+        "make 2 an update, less than the 4 data-parallel ranks of layout, and each needs one"
     ]
     load(config, ["layout={ranks: 6, expert: 2}"])
+    load(config, [*several, "layout={ranks: 8, tensor: 2, pipeline: 2}"])
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_the_manifest_tells_what_a_stage_was_made_from(
     }
     assert manifest.config == trained["merge"].config_digest
     assert manifest.data == trained["merge"].data_digest
-    assert manifest.layout == {"ranks": 2, "expert": 2}
+    assert manifest.layout == settings.layout.model_dump()
     assert manifest.routing == "r3"
     assert manifest.versions["numpy"]
 
@@ -114,6 +114,16 @@ def test_a_finished_stage_whose_last_checkpoint_is_gone_trains_on(
     assert found["experts.words"].state == "pending"
     assert found["experts.words"].cause == "its newest checkpoint is of step 1 of 2"
     assert found["merge"].state == "stale"
+
+
+def test_another_layout_makes_nothing_stale(
+    run: RunDirectory, settings: RunSettings, trained: dict[str, Stage]
+) -> None:
+    layout = settings.layout.model_copy(update={"ranks": 4, "tensor": 2})
+    elsewhere = settings.model_copy(update={"layout": layout})
+    assert states(run, elsewhere) == dict.fromkeys(
+        ["cold_start", "experts.sums", "experts.words", "merge"], "done"
+    )
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"digest": 1}', '"text"'])

@@ -1,0 +1,237 @@
+"""How many bytes a rank holds, from the settings alone. Never imports torch.
+
+Parameters, gradients and optimizer state are counted as megatron-core lays them out, padding
+included. Activations are an estimate: see `_layer_activations`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
+
+BYTES = {"fp32": 4, "bf16": 2}
+FP32 = BYTES["fp32"]
+OPTIMIZER_STATES = {"adam": 2, "sgd": 1}  # fp32 numbers a parameter: two moments, or a momentum
+
+# megatron-core's distributed optimizer starts every tensor of its buffers at a multiple of the
+# first and ends every buffer at one of the second (param_and_grad_buffer.py).
+TENSOR_ALIGNMENT, BUFFER_ALIGNMENT = 64, 128
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes one rank holds while a stage runs; `frozen` are models that are only read."""
+
+    parameters: int
+    gradients: int = 0
+    optimizer: int = 0
+    frozen: int = 0
+    activations: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them together."""
+        return self.parameters + self.gradients + self.optimizer + self.frozen + self.activations
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """A rank's share of some weights, as {elements of a tensor: how many such tensors}.
+
+    Experts have buffers of their own, since they are copied over other ranks than dense weights.
+    """
+
+    dense: dict[int, int]
+    experts: dict[int, int]
+
+    @property
+    def elements(self) -> int:
+        """All elements, without padding."""
+        both = (*self.dense.items(), *self.experts.items())
+        return sum(size * count for size, count in both)
+
+
+def training_memory(
+    model: ModelSettings,
+    layout: LayoutSettings,
+    algorithm: Literal["adam", "sgd"],
+    micro_batch_tokens: int,
+    frozen_models: int = 0,
+) -> list[RankMemory]:
+    """What a rank of every pipeline rank holds while it trains, the first pipeline rank first.
+
+    Args:
+        model: together with `layout`, free of `layout_violations`.
+        layout: how the ranks share the model.
+        algorithm: the optimizer's.
+        micro_batch_tokens: tokens of a micro-batch, before context parallelism splits it.
+        frozen_models: references and teachers held beside the policy.
+    """
+    if algorithm != "adam":  # megatron-core's distributed optimizer has only Adam
+        layout = layout.model_copy(update={"distributed_optimizer": False})
+    precision = BYTES[model.precision]
+    states = OPTIMIZER_STATES[algorithm] + (model.precision == "bf16")  # bf16 keeps an fp32 copy
+    found = []
+    for rank in range(layout.pipeline):
+        chunks = _chunks(model, layout, rank)
+        buffers = sum(_buffered(chunk, layout) for chunk in chunks)
+        updated = sum(_updated(chunk, layout) for chunk in chunks)
+        weights = precision * sum(chunk.elements for chunk in chunks)
+        found.append(
+            RankMemory(
+                parameters=precision * buffers,
+                gradients=FP32 * buffers,
+                optimizer=FP32 * states * updated,
+                frozen=weights * frozen_models,
+                activations=_activations(model, layout, rank, micro_batch_tokens),
+            )
+        )
+    return found
+
+
+def reading_memory(model: ModelSettings, layout: LayoutSettings) -> list[RankMemory]:
+    """What a rank of every pipeline rank holds of a model that is only read."""
+    precision = BYTES[model.precision]
+    return [
+        RankMemory(precision * sum(chunk.elements for chunk in _chunks(model, layout, rank)))
+        for rank in range(layout.pipeline)
+    ]
+
+
+def parameter_count(model: ModelSettings) -> tuple[int, int]:
+    """The model's parameters, and how many of them a token passes through."""
+    [whole] = _chunks(model, LayoutSettings(), 0)
+    expert = 3 * model.expert_hidden_size * model.hidden_size
+    unused = model.layers * (model.experts - model.experts_per_token) * expert
+    return whole.elements, whole.elements - unused
+
+
+def engine_weights(model: ModelSettings) -> int:
+    """Bytes of the engine's own copy of the whole model."""
+    return BYTES[model.precision] * parameter_count(model)[0]
+
+
+def cached_tokens(model: ModelSettings, engine: EngineSettings) -> int:
+    """Tokens whose keys and values fit into the engine's cache."""
+    numbers = 2 * model.layers * model.key_value_heads * model.head_dim
+    return (engine.kv_cache_mebibytes << 20) // (numbers * BYTES[model.precision])
+
+
+def _chunks(model: ModelSettings, layout: LayoutSettings, rank: int) -> list[Tensors]:
+    """The parts of the model that a pipeline rank holds: one, or `virtual_pipeline` of them."""
+    last = layout.pipeline - 1, layout.virtual_pipeline - 1
+    return [
+        _chunk(model, layout, first=(rank, part) == (0, 0), last=(rank, part) == last)
+        for part in range(layout.virtual_pipeline)
+    ]
+
+
+def _chunk(model: ModelSettings, layout: LayoutSettings, first: bool, last: bool) -> Tensors:
+    """Some layers, with the embedding before the first and the output layer behind the last."""
+    layers = model.layers // (layout.pipeline * layout.virtual_pipeline)
+    hidden, tensor = model.hidden_size, layout.tensor
+    queries = model.attention_heads * model.head_dim
+    keys = model.key_value_heads * model.head_dim
+    vocabulary = model.vocabulary_size * hidden // tensor
+    dense = [
+        ((queries + 2 * keys) * hidden // tensor, layers),
+        (queries * hidden // tensor, layers),
+        (model.experts * hidden, layers),  # the router, whole on every tensor rank
+        (hidden, 2 * layers + last),  # norms
+        (model.head_dim, 2 * layers if model.family == "qwen3_moe" else 0),  # of query and key
+        (vocabulary, first + last),
+    ]
+    held = layers * model.experts // layout.expert
+    part = model.expert_hidden_size * hidden // layout.expert_tensor
+    return Tensors(_counted(dense), _counted([(2 * part, held), (part, held)]))
+
+
+def _counted(tensors: list[tuple[int, int]]) -> dict[int, int]:
+    counts: dict[int, int] = {}
+    for size, count in tensors:
+        counts[size] = counts.get(size, 0) + count
+    return counts
+
+
+def _copies(layout: LayoutSettings) -> tuple[int, int]:
+    """On how many ranks each dense weight and each expert is held."""
+    dense = layout.ranks // (layout.tensor * layout.pipeline)
+    experts = layout.ranks // (layout.expert_tensor * layout.expert * layout.pipeline)
+    return dense, experts
+
+
+def _buffered(chunk: Tensors, layout: LayoutSettings) -> int:
+    """Elements of a chunk's buffers of gradients (and of weights, with the distributed optimizer).
+
+    Each chunk has one buffer of dense weights and one of experts: without overlapped reduction
+    megatron-core does not cut them into buckets.
+    """
+    if not layout.distributed_optimizer:
+        return chunk.elements
+    both = zip((chunk.dense, chunk.experts), _copies(layout), strict=True)
+    return sum(_padded(tensors, copies) for tensors, copies in both)
+
+
+def _updated(chunk: Tensors, layout: LayoutSettings) -> int:
+    """Elements whose optimizer state the rank holds; with the distributed optimizer its share."""
+    if not layout.distributed_optimizer:
+        return chunk.elements
+    both = zip((chunk.dense, chunk.experts), _copies(layout), strict=True)
+    return sum(_padded(tensors, copies) // copies for tensors, copies in both)
+
+
+def _padded(tensors: dict[int, int], copies: int) -> int:
+    aligned = sum(count * _up(size, TENSOR_ALIGNMENT) for size, count in tensors.items())
+    return _up(aligned, math.lcm(copies, BUFFER_ALIGNMENT))
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _activations(model: ModelSettings, layout: LayoutSettings, rank: int, tokens: int) -> int:
+    """Bytes that forward passes keep for their backward passes on one pipeline rank."""
+    layers = model.layers // (layout.pipeline * layout.virtual_pipeline)
+    in_flight = _chunks_in_flight(layout, rank) * layers
+    share = tokens / (layout.context * layout.tensor)
+    layer = share * _layer_activations(model, layout)
+    if layout.recompute == "full":  # every layer keeps its input, and one at a time is recomputed
+        kept = in_flight * share * model.hidden_size * BYTES[model.precision] + layer
+    else:
+        kept = in_flight * layer
+    if rank == layout.pipeline - 1:
+        # The logits, and in fp32 their exponentials, log-probabilities and gradient.
+        kept += share * model.vocabulary_size * (BYTES[model.precision] + 3 * FP32)
+    return round(kept)
+
+
+def _chunks_in_flight(layout: LayoutSettings, rank: int) -> int:
+    """Chunks run forward whose backward is still to come, at most (1F1B, a full pipeline)."""
+    behind = layout.pipeline - 1 - rank
+    if layout.virtual_pipeline == 1:
+        return behind + 1
+    return 2 * behind + (layout.virtual_pipeline - 1) * layout.pipeline + 1
+
+
+def _layer_activations(model: ModelSettings, layout: LayoutSettings) -> float:
+    """Bytes a layer keeps of a token, times `tensor`, over which all of them are split.
+
+    As plain torch keeps them; fused kernels keep up to a third less. Assumed are tokens spread
+    evenly over the experts, and an attention that keeps no scores, only their normaliser.
+
+    Of the hidden size: both norms' input, normalised input and output. Of attention: the joint
+    projection; queries and keys each raw (queries only), normalised and rotated; the output. Of
+    each of a token's experts: its input, and of its hidden size the joint projection and four
+    steps of the gated activation.
+    """
+    queries = model.attention_heads * model.head_dim
+    keys = model.key_value_heads * model.head_dim
+    numbers = 6 * model.hidden_size + 5 * queries + 4 * keys
+    routed = layout.expert_tensor * model.hidden_size + 6 * model.expert_hidden_size
+    numbers += model.experts_per_token * routed
+    router = model.experts * (FP32 + 1)  # a weight, and whether it was chosen
+    normaliser = 0 if layout.recompute == "attention" else FP32 * model.attention_heads
+    return numbers * BYTES[model.precision] + router + normaliser

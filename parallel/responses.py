@@ -1,0 +1,36 @@
+"""What a model says about the response tokens of one micro-batch, whatever the layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from parallel import vocabulary
+from parallel.batch import MicroBatch
+from parallel.vocabulary import HeadLogits
+
+
+@dataclass
+class Responses:
+    """Logits [n, vocabulary / TP] of the n response tokens that this rank predicts.
+
+    Every method returns fp32 [B, R], whole and alike on all tensor- and context-parallel ranks,
+    meaningful under the batch's mask, and differentiable where the logits are.
+    """
+
+    logits: torch.Tensor | HeadLogits
+    batch: MicroBatch
+
+    def log_probs(self, temperature: float = 1.0) -> torch.Tensor:
+        """log pi of every target, in nats."""
+        values = vocabulary.log_probs(self.logits, self.batch.own_targets, temperature)
+        return self.batch.spread(values)
+
+    def entropy(self, temperature: float = 1.0) -> torch.Tensor:
+        """Of the distribution that every target was drawn from, in nats."""
+        return self.batch.spread(vocabulary.entropy(self.logits, temperature))
+
+    def kl(self, other: torch.Tensor | HeadLogits, temperature: float = 1.0) -> torch.Tensor:
+        """KL(this || other) over the whole vocabulary at every response token, in nats."""
+        return self.batch.spread(vocabulary.kl(self.logits, other, temperature))

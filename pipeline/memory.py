@@ -1,0 +1,147 @@
+"""`braid plan --memory`: the bytes of a rank, by stage and by pipeline rank, and of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from parallel.memory import (
+    RankMemory,
+    cached_tokens,
+    engine_weights,
+    parameter_count,
+    reading_memory,
+    training_memory,
+)
+from parallel.settings import OptimizerSettings
+from pipeline.graph import Stage, compile_graph
+from pipeline.report import depth, layout_text, plain_table
+from stages.settings import LoopSettings, RunSettings
+
+HEADINGS = ("parameters", "gradients", "optimizer", "frozen models", "activations", "total")
+
+
+def memory_report(settings: RunSettings) -> Iterator[RenderableType]:
+    """Tables and lines for the terminal; nothing of the run needs to exist."""
+    stages = [(stage, stage_memory(stage, settings)) for stage in compile_graph(settings)]
+    largest, ranks = max(stages, key=lambda each: fullest(each[1]).total)
+    yield _stage_table(settings, stages)
+    yield ""
+    if settings.layout.pipeline > 1:
+        yield _pipeline_table(settings, largest.name, ranks)
+        yield ""
+    yield from map(Text, _notes(settings, ranks))
+
+
+def stage_memory(stage: Stage, settings: RunSettings) -> list[RankMemory]:
+    """What a rank of every pipeline rank holds while the stage runs."""
+    if not stage.trains:
+        return reading_memory(settings.model, settings.layout)
+    optimizer, loop = _trained_by(stage, settings)
+    return training_memory(
+        settings.model,
+        settings.layout,
+        optimizer.algorithm,
+        loop.micro_batch_tokens,
+        frozen_models=_frozen_models(stage, settings),
+    )
+
+
+def fullest(ranks: list[RankMemory]) -> RankMemory:
+    """The rank that needs most, and so decides what fits."""
+    return max(ranks, key=lambda rank: rank.total)
+
+
+def human(count: int) -> str:
+    """Bytes to three digits, as in `1.04 MiB`."""
+    size, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1000 or unit == "TiB":
+            break
+        size /= 1024
+    digits = max(0, 3 - len(str(int(size)))) if unit != "B" else 0
+    return f"{size:,.{digits}f} {unit}"
+
+
+def _trained_by(stage: Stage, settings: RunSettings) -> tuple[OptimizerSettings, LoopSettings]:
+    if stage.domain is not None:
+        expert = settings.experts[stage.domain]
+        return expert.optimizer, expert.loop
+    block = settings.cold_start if stage.kind == "sft" else settings.merge
+    return block.optimizer, block.loop
+
+
+def _frozen_models(stage: Stage, settings: RunSettings) -> int:
+    """A teacher for every domain, or the reference that a KL penalty is measured against."""
+    if stage.domain is not None:
+        return int(settings.experts[stage.domain].objective.kl.coefficient > 0)
+    return len(stage.teachers)
+
+
+def _stage_table(settings: RunSettings, stages: list[tuple[Stage, list[RankMemory]]]) -> Table:
+    where = "the fullest rank" if settings.layout.ranks > 1 else "the rank"
+    table = plain_table(f"{settings.name}: memory of {where}, by stage")
+    table.add_column("stage")
+    _add_headings(table)
+    for stage, ranks in stages:
+        table.add_row(f"{'  ' * depth(stage)}{stage.name}", *_cells(fullest(ranks)))
+    return table
+
+
+def _pipeline_table(settings: RunSettings, stage: str, ranks: list[RankMemory]) -> Table:
+    table = plain_table(f"{stage}, by pipeline rank")
+    for heading in ("pipeline rank", "layers", "also holds"):
+        table.add_column(heading)
+    _add_headings(table)
+    layers = settings.model.layers // settings.layout.pipeline
+    also = {0: "embedding", len(ranks) - 1: "output layer"}
+    for number, rank in enumerate(ranks):
+        table.add_row(str(number), str(layers), also.get(number, ""), *_cells(rank))
+    return table
+
+
+def _add_headings(table: Table) -> None:
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right")
+
+
+def _cells(rank: RankMemory) -> list[Text]:
+    parts = (rank.parameters, rank.gradients, rank.optimizer, rank.frozen, rank.activations)
+    return [Text(human(part) if part else "") for part in parts] + [
+        Text(human(rank.total), style="bold")
+    ]
+
+
+def _notes(settings: RunSettings, ranks: list[RankMemory]) -> Iterator[str]:
+    model, engine, layout = settings.model, settings.engine, settings.layout
+    whole, active = parameter_count(model)
+    everywhere = sum(rank.total for rank in ranks) * (layout.ranks // layout.pipeline)
+    cache, weights = engine.kv_cache_mebibytes << 20, engine_weights(model)
+    fitting = cached_tokens(model, engine)
+    asked = engine.max_sequences * engine.max_model_tokens
+    verdict = "enough" if fitting >= asked else "the rest waits"
+    yield (
+        f"model: {_count(whole)} parameters, {_count(active)} of them used by a token, "
+        f"{model.precision}, on {layout_text(layout)}"
+    )
+    yield f"all ranks of the largest stage: {human(everywhere)}"
+    yield (
+        f"engine, a process of its own: {human(weights + cache)} = weights {human(weights)} + KV "
+        f"cache {human(cache)},\n  which holds {fitting:,} tokens; {engine.max_sequences} "
+        f"sequences of {engine.max_model_tokens} are {asked:,}: {verdict}"
+    )
+    yield (
+        "activations are an estimate of what forward passes keep for backward ones; what kernels\n"
+        "  and communication take for a moment comes on top"
+    )
+
+
+def _count(number: int) -> str:
+    """A number of parameters as a person says it: `30.5 B`, `1.05 M`."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)

@@ -1,0 +1,65 @@
+"""What a rank really holds, in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from cases import batches, build, cross_entropy, samples, train
+
+from parallel.memory import RankMemory
+from parallel.settings import OptimizerSettings
+
+
+def held(optimizer: OptimizerSettings) -> tuple[int, RankMemory]:
+    """This rank's pipeline rank, and the bytes it holds after its first optimizer step."""
+    from megatron.core import parallel_state
+
+    policy = build(optimizer)
+    list(train(policy, range(1)))
+    parameters = list(policy.model.parameters())
+    buffers = policy.ddp.buffers + policy.ddp.expert_parallel_buffers
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    return rank, RankMemory(
+        parameters=_bytes(parameters),
+        gradients=_bytes(buffer.grad_data for buffer in buffers),
+        optimizer=_bytes(_optimizer_state(policy), besides=parameters),
+    )
+
+
+def kept_for_backward(tokens: int) -> tuple[int, int]:
+    """Tokens of a micro-batch of at most `tokens`, and the bytes its forward pass keeps."""
+    from stages.objectives.aggregation import Totals
+
+    policy = build()
+    policy.model.train()
+    batch = batches(samples(tokens // 32), tokens)[0]
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        cross_entropy(Totals(1, 1), policy.logits(batch), batch)
+    return batch.tokens.numel(), _bytes(kept, besides=policy.model.parameters())
+
+
+def _optimizer_state(policy: Any) -> Iterable[torch.Tensor]:
+    """Moments or momentum of every parameter, and the fp32 copies that are updated instead."""
+    for part in policy.optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            yield from group["params"]
+        for state in part.optimizer.state.values():
+            # Adam's counter of steps, a scalar, is not worth a line in a plan.
+            yield from (tensor for tensor in state.values() if tensor.dim() > 0)
+
+
+def _bytes(tensors: Iterable[torch.Tensor], besides: Iterable[torch.Tensor] = ()) -> int:
+    """Memory behind the tensors, each storage counted once; that of `besides` is not counted."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    for tensor in besides:
+        sizes.pop(tensor.untyped_storage().data_ptr(), None)
+    return sum(sizes.values())

