@@ -58,6 +58,10 @@ class OnPolicyStage(ABC):
     def update(self, samples: list[Sample], batches: list[MicroBatch]) -> dict[str, float]:
         """One optimizer step on `batches`, this rank's share of `samples`."""
 
+    @abstractmethod
+    def score(self, metrics: dict[str, float]) -> float:
+        """How good the policy of a step is, by the step's metrics; the higher, the better."""
+
     def split(self, samples: list[Sample]) -> list[MicroBatch]:
         """This rank's micro-batches of one update."""
         budget = self.loop.micro_batch_tokens

@@ -65,6 +65,10 @@ class ColdStart:
             "learning_rate": rate,
         }
 
+    def score(self, metrics: dict[str, float]) -> float:
+        """A low loss is good."""
+        return -metrics["loss"]
+
     def state(self) -> dict[str, Any]:
         """Nothing: what a step trains on follows from its number."""
         return {}

@@ -230,43 +230,6 @@ def train(policy: Any, steps: range) -> Iterator[tuple[float, float]]:
         yield sum(values), policy.step()
 
 
-def resume(layout: LayoutSettings, directory: str, optimizer: OptimizerSettings) -> bool:
-    """Whether training continues bit for bit from a checkpoint."""
-    from parallel import checkpoints
-
-    policy = build(layout, optimizer)
-    list(train(policy, range(3)))
-    saved = checkpoints.save(policy, Path(directory), 3, {"cursor": 7}, keep_last=1)
-    expected = list(train(policy, range(3, 6)))
-    resumed = build(layout, optimizer, seed=1)
-    state = checkpoints.load_training(resumed, saved)
-    same_state = state == {"cursor": 7, "step": 3}
-    same_steps = list(train(resumed, range(3, 6))) == expected
-    pairs = zip(policy.chunks[0].parameters(), resumed.chunks[0].parameters(), strict=True)
-    return same_state and same_steps and all(torch.equal(a, b) for a, b in pairs)
-
-
-def save(layout: LayoutSettings, directory: str, steps: list[int], keep_last: int) -> list[str]:
-    """Names of the whole checkpoints after saving at each of `steps`."""
-    from parallel import checkpoints
-
-    policy = build(layout)
-    for step in steps:
-        checkpoints.save(policy, Path(directory), step, {}, keep_last)
-    return [checkpoint.path.name for checkpoint in whole_checkpoints(Path(directory))]
-
-
-def load(layout: LayoutSettings, checkpoint: str) -> str:
-    """The error that loading a checkpoint gives, or nothing."""
-    from parallel import checkpoints
-
-    try:
-        checkpoints.load_training(build(layout), Path(checkpoint))
-    except checkpoints.CheckpointError as error:
-        return str(error)
-    return ""
-
-
 def export_and_load(layout: LayoutSettings, directory: str) -> dict[str, float]:
     """Differences to transformers after an export, and to ourselves after loading it again."""
     from safetensors.torch import save_file
@@ -410,6 +373,9 @@ class Toy:
         loss = float("nan") if step == self.poison_at else loss
         return {**sum_over_data({"loss": loss}), "gradient_norm": norm}
 
+    def score(self, metrics: dict[str, float]) -> float:
+        return -metrics["loss"]
+
     def state(self) -> dict[str, Any]:
         return {}
 
@@ -417,7 +383,9 @@ class Toy:
         assert state["step"] > 0
 
 
-def loop(directory: str, poison_at: int | None, stop_at: int | None) -> tuple[str, list[str]]:
+def loop(
+    directory: str, poison_at: int | None, stop_at: int | None, asynchronous: bool = True
+) -> tuple[str, list[str]]:
     """How the loop ends, and the whole checkpoints that it leaves."""
     from stages.loop import train as run_loop
     from stages.settings import LoggingSettings, LoopSettings, RunSettings, StageJob
@@ -429,8 +397,9 @@ def loop(directory: str, poison_at: int | None, stop_at: int | None) -> tuple[st
         stage="toy", directory=Path(directory), attempt=1, parent=None, settings=settings
     )
     ending = "done"
+    steps = LoopSettings(steps=5, checkpoint_every=2, async_checkpoints=asynchronous)
     try:
-        run_loop(Toy(poison_at, stop_at), job, LoopSettings(steps=5, checkpoint_every=2))
+        run_loop(Toy(poison_at, stop_at), job, steps)
     except Exception as error:
         ending = f"{type(error).__name__}: {error}"
     left = whole_checkpoints(Path(directory) / "checkpoints")
