@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -69,6 +70,8 @@ def build_bridge(settings: ModelSettings, layout: LayoutSettings) -> Any:
         moe_grouped_gemm=layer_specs_here() == "transformer_engine",
         moe_enable_routing_replay=True,
         moe_router_dtype="fp32",
+        # The chosen experts' gates add up to 1, in transformers' Mixtral too, if not in mbridge's.
+        moe_router_pre_softmax=False,
         moe_router_bias_update_rate=0.0,
         # The routers' losses are our own (parallel/routing.py), normalised over the whole step.
         moe_router_load_balancing_type="none",
@@ -188,7 +191,7 @@ def split_dimension(name: str) -> int | None:
     """Which dimension of a weight the (expert-)tensor-parallel ranks split, None for replicas."""
     if "linear_proj" in name or "linear_fc2" in name:
         return 1
-    split = ("word_embeddings", "output_layer", "linear_qkv.weight", "linear_fc1")
+    split = ("word_embeddings", "output_layer", "linear_qkv.weight", "linear_fc1.weight")
     return 0 if any(part in name for part in split) else None
 
 
@@ -214,12 +217,25 @@ def shard(name: str, whole: torch.Tensor, size: int, rank: int) -> torch.Tensor:
     return torch.cat([half.chunk(size, dimension)[rank] for half in halves])
 
 
+def unshard(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The whole weight of which each rank has a part."""
+    dimension = split_dimension(name)
+    if dimension is None or len(parts) == 1:
+        return parts[0]
+    if "linear_fc1" in name:
+        parts = [part.chunk(2)[half] for half in (0, 1) for part in parts]
+    return torch.cat(list(parts), dimension)
+
+
 def global_name(model: GPTModel, name: str) -> str:
     """A parameter's name with its layer and its expert numbered over all ranks."""
     experts = model.config.num_moe_experts // model.config.expert_model_parallel_size
     first_expert = parallel_state.get_expert_model_parallel_rank() * experts
     first_layer = model.decoder.layers[0].layer_number - 1
     name = re.sub(r"layers\.(\d+)\.", lambda m: f"layers.{int(m[1]) + first_layer}.", name)
+    # Where experts are one module, as with TransformerEngine, their weights carry the number.
     return re.sub(
-        r"local_experts\.(\d+)\.", lambda m: f"local_experts.{int(m[1]) + first_expert}.", name
+        r"(local_experts\.|experts\.linear_fc[12]\.weight)(\d+)",
+        lambda m: f"{m[1]}{int(m[2]) + first_expert}",
+        name,
     )

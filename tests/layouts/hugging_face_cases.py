@@ -1,0 +1,89 @@
+"""What the ranks run around Hugging Face checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from cases import MODEL, batches, samples
+
+from parallel.settings import LayoutSettings, ModelSettings
+
+FAMILIES = {
+    "qwen3_moe": MODEL,
+    "mixtral": MODEL.model_copy(update={"family": "mixtral"}),
+}
+SEED = 5
+SMALL_SHARDS = 20_000  # bytes: five files or more
+
+
+def export(layout: LayoutSettings, family: str, output: str) -> None:
+    """A random model, the same one under every layout."""
+    from stages import export
+
+    export.export(_random(layout, family), Path(output), SMALL_SHARDS)
+
+
+def import_and_compare(layout: LayoutSettings, family: str, directory: str) -> dict[str, float]:
+    """A model that is read from a checkpoint, against the checkpoint and transformers."""
+    from transformers import AutoModelForCausalLM
+
+    policy = _read(layout, FAMILIES[family], directory)
+    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    return {
+        "tensors": tensors(policy.weights()) == stored(directory),
+        "logprobs": difference(policy, theirs),
+        # Without scoping, the device layer once silently zeroed what transformers computes.
+        "rotary": theirs.model.rotary_emb.inv_freq.abs().min().item(),
+    }
+
+
+def difference(policy: Any, theirs: Any) -> float:
+    """The largest difference of log-probabilities; 0 where there is no last pipeline stage."""
+    largest = 0.0
+    parts = batches(samples(6))
+    for batch, logprobs in zip(parts, policy.target_logprobs(parts, 1.0), strict=False):
+        for row, sample in enumerate(batch.samples):
+            tokens = torch.tensor(np.concatenate([sample.prompt, sample.response]))[None]
+            with torch.no_grad():
+                expected = theirs(tokens).logits[0, len(sample.prompt) - 1 : -1].log_softmax(-1)
+            chosen = expected.gather(-1, tokens[0, len(sample.prompt) :, None])[:, 0]
+            found = logprobs[row, : len(sample.response)]
+            largest = max(largest, (found - chosen).abs().max().item())
+    return largest
+
+
+def tensors(stream: Any) -> dict[str, str]:
+    """Shape and SHA-256 of every tensor."""
+    return {
+        name: f"{tuple(tensor.shape)} {hashlib.sha256(tensor.cpu().numpy()).hexdigest()}"
+        for name, tensor in stream
+    }
+
+
+def stored(directory: str) -> dict[str, str]:
+    """`tensors` of a checkpoint."""
+    from parallel.hugging_face_files import WeightFiles
+
+    files = WeightFiles(Path(directory))
+    assert not files.faults
+    return tensors((name, files.read(name)) for name in files.stored)
+
+
+def _random(layout: LayoutSettings, family: str) -> Any:
+    from parallel.policy import Policy
+
+    policy = Policy(FAMILIES[family], layout)
+    policy.start_fresh(SEED)
+    return policy
+
+
+def _read(layout: LayoutSettings, model: ModelSettings, directory: str) -> Any:
+    from parallel.policy import Policy
+
+    policy = Policy(model.model_copy(update={"initial_weights": Path(directory)}), layout)
+    policy.start_fresh(seed=99)
+    return policy
