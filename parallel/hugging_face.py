@@ -37,8 +37,10 @@ def hugging_face_config(settings: ModelSettings) -> PretrainedConfig:
         dtype=DTYPES[settings.precision],
     )
     config.architectures = [_model_class(config).__name__]
-    # transformers 5 keeps the base inside rope_parameters, where mbridge does not look.
-    config.rope_theta = settings.rope_base
+    # transformers 5 keeps these inside rope_parameters, where mbridge does not look.
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if key in decisive:
+            setattr(config, key, decisive[key])
     return config
 
 

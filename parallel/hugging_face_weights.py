@@ -111,15 +111,20 @@ def _faults(settings: ModelSettings, directory: Path) -> list[str]:
 def _tensors(chunk: GPTModel) -> Iterator[tuple[str, torch.Tensor]]:
     """A chunk's tensors under the names mbridge knows them by, layers and experts numbered over
     all ranks."""
-    for name, parameter in chunk.named_parameters():
-        yield _transformer_engine_name(global_name(chunk, name)), parameter.detach()
+    latent = chunk.config.multi_latent_attention
+    biases = [each for each in chunk.named_buffers() if each[0].endswith(".expert_bias")]
+    for name, tensor in [*chunk.named_parameters(), *biases]:
+        yield _transformer_engine_name(global_name(chunk, name), latent), tensor.detach()
 
 
-def _transformer_engine_name(name: str) -> str:
-    """What TransformerEngine's modules call the weight of one of ours."""
+def _transformer_engine_name(name: str, latent: bool) -> str:
+    """What TransformerEngine's modules call a tensor of ours; they have norms fused into what
+    reads them, of which multi-latent attention has other ones."""
     name = re.sub(
         r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight", r"experts.\2.weight\1", name
     )
+    if latent:
+        return re.sub(r"\.(q|kv)_layernorm\.weight", r".linear_\1_up_proj.layer_norm_weight", name)
     return name.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
 
 

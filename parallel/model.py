@@ -10,16 +10,24 @@ from typing import Any, Literal
 
 import torch
 from mbridge import AutoBridge
+from mbridge.models import DeepseekV3Bridge
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch.nn import functional
 
 from parallel import device, hugging_face
 from parallel.attention import PackedAttention
+from parallel.families import configuration
 from parallel.routing import Router
 from parallel.settings import LayoutSettings, ModelSettings
+
+FIRST_DIMENSION_SPLIT = (
+    r"word_embeddings|output_layer|linear_qkv\.(weight|bias)|linear_fc1\.weight"
+    r"|linear_(q|q_up|kv_up)_proj\.weight"
+)
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -51,6 +59,13 @@ class RMSNorm(torch.nn.Module):
         ).to(hidden.dtype)
 
 
+class _DeepseekV3(DeepseekV3Bridge):
+    def _build_base_config(self, *arguments: Any, **keywords: Any) -> Any:
+        """mbridge 0.15.1 calls a key as megatron-core did before 0.16."""
+        keywords["original_max_position_embeddings"] = keywords.pop("max_position_embeddings")
+        return super()._build_base_config(*arguments, **keywords)
+
+
 def layer_specs_here() -> Literal["transformer_engine", "local"]:
     """Which implementation of a layer this machine runs: TransformerEngine's needs CUDA."""
     installed = importlib.util.find_spec("transformer_engine") is not None
@@ -63,15 +78,17 @@ def build_bridge(settings: ModelSettings, layout: LayoutSettings) -> Any:
     Its fusions assume TransformerEngine or CUDA; they are turned off, which leaves the plain
     operations that both devices share.
     """
-    bridge = AutoBridge.from_config(
-        hugging_face.hugging_face_config(settings), dtype=hugging_face.DTYPES[settings.precision]
-    )
+    config = hugging_face.hugging_face_config(settings)
+    kind = _DeepseekV3 if settings.family == "deepseek_v3" else AutoBridge.from_config
+    bridge = kind(config, dtype=hugging_face.DTYPES[settings.precision])
     bridge.set_extra_args(
+        attention_backend="auto",
         moe_grouped_gemm=layer_specs_here() == "transformer_engine",
         moe_enable_routing_replay=True,
         moe_router_dtype="fp32",
         # The chosen experts' gates add up to 1, in transformers' Mixtral too, if not in mbridge's.
         moe_router_pre_softmax=False,
+        **_further_arguments(settings),
         moe_router_bias_update_rate=0.0,
         # The routers' losses are our own (parallel/routing.py), normalised over the whole step.
         moe_router_load_balancing_type="none",
@@ -93,6 +110,21 @@ def build_bridge(settings: ModelSettings, layout: LayoutSettings) -> Any:
         **RECOMPUTE[layout.recompute],
     )
     return bridge
+
+
+def _further_arguments(settings: ModelSettings) -> dict[str, Any]:
+    """What mbridge leaves out of a family, or has otherwise than transformers."""
+    if settings.family not in ("deepseek_v3", "glm4_moe"):
+        return {}
+    chosen = configuration(settings)
+    shared = chosen["n_shared_experts"] * settings.expert_hidden_size
+    return {
+        "moe_shared_expert_intermediate_size": shared or None,
+        "moe_router_num_groups": chosen["n_group"],
+        "moe_router_group_topk": chosen["topk_group"],
+        "add_qkv_bias": chosen["attention_bias"],
+        "mtp_num_layers": None,
+    }
 
 
 def build_chunks(bridge: Any) -> list[GPTModel]:
@@ -146,6 +178,10 @@ def _block_spec(config: Any, virtual_stage: int | None) -> Any:
             parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
             attention = parts.self_attention.submodules
             attention.core_attention = PackedAttention
+            if config.multi_latent_attention:
+                # Whole on every rank, as TransformerEngine's: split, megatron-core 0.16.1 would
+                # leave parts of the key's gradient unsummed.
+                attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
             for norm in ("q_layernorm", "k_layernorm", "kv_layernorm"):
                 if config.qk_layernorm and hasattr(attention, norm):
                     setattr(attention, norm, RMSNorm)
@@ -162,12 +198,12 @@ def initialize(model: GPTModel, settings: ModelSettings, seed: int) -> None:
     Every whole tensor has a generator of its own, seeded by the run's seed and the tensor's global
     name, of which this rank keeps its shard. Linear layers have standard deviation
     hidden_size ** -0.5, and the two that write to the residual stream are scaled by
-    (2 * layers) ** -0.5 more; norms start at one.
+    (2 * layers) ** -0.5 more; norms start at one and biases at zero.
     """
     residual_scale = (2 * settings.layers) ** -0.5
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
-            parameter.fill_(1.0)
+            parameter.fill_(0.0 if name.endswith(".bias") else 1.0)
             continue
         std = settings.hidden_size**-0.5
         if "word_embeddings" in name:
@@ -191,8 +227,7 @@ def split_dimension(name: str) -> int | None:
     """Which dimension of a weight the (expert-)tensor-parallel ranks split, None for replicas."""
     if "linear_proj" in name or "linear_fc2" in name:
         return 1
-    split = ("word_embeddings", "output_layer", "linear_qkv.weight", "linear_fc1.weight")
-    return 0 if any(part in name for part in split) else None
+    return 0 if re.search(FIRST_DIMENSION_SPLIT, name) else None
 
 
 def tensor_split(name: str) -> tuple[int, int]:

@@ -12,9 +12,36 @@ from cases import MODEL, batches, samples
 
 from parallel.settings import LayoutSettings, ModelSettings
 
+DENSE_AND_SHARED = {
+    "first_k_dense_replace": 1,
+    "intermediate_size": 48,
+    "n_shared_experts": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+}
 FAMILIES = {
     "qwen3_moe": MODEL,
     "mixtral": MODEL.model_copy(update={"family": "mixtral"}),
+    "glm4_moe": MODEL.model_copy(
+        update={
+            "family": "glm4_moe",
+            "architecture": {**DENSE_AND_SHARED, "attention_bias": True, "use_qk_norm": True},
+        }
+    ),
+    "deepseek_v3": MODEL.model_copy(
+        update={
+            "family": "deepseek_v3",
+            "key_value_heads": MODEL.attention_heads,
+            "architecture": {
+                **DENSE_AND_SHARED,
+                "q_lora_rank": 24,
+                "kv_lora_rank": 16,
+                "qk_nope_head_dim": 12,
+                "v_head_dim": 20,
+            },
+        }
+    ),
 }
 SEED = 5
 SMALL_SHARDS = 20_000  # bytes: five files or more
@@ -74,10 +101,20 @@ def stored(directory: str) -> dict[str, str]:
 
 
 def _random(layout: LayoutSettings, family: str) -> Any:
+    """With norms and biases that differ, so that none can be taken for another."""
+    from parallel.model import global_name, shard, split_dimension, tensor_split
     from parallel.policy import Policy
 
     policy = Policy(FAMILIES[family], layout)
     policy.start_fresh(SEED)
+    for chunk in policy.chunks:
+        for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
+            if tensor.dim() == 1 and tensor.is_floating_point():
+                size, rank = tensor_split(name)
+                whole = len(tensor) * (1 if split_dimension(name) is None else size)
+                seed = int(hashlib.sha256(global_name(chunk, name).encode()).hexdigest()[:8], 16)
+                noise = torch.randn(whole, generator=torch.Generator().manual_seed(seed)) / 4
+                tensor.data += shard(name, noise, size, rank)
     return policy
 
 
