@@ -24,7 +24,6 @@ class TensorSpec(NamedTuple):
 def hugging_face_config(settings: ModelSettings) -> PretrainedConfig:
     """The model's Hugging Face configuration."""
     decisive = configuration(settings)
-    del decisive["rope_type"]
     config = AutoConfig.for_model(
         settings.family,
         # Of dense layers; a family without any wants a number all the same.
@@ -36,6 +35,8 @@ def hugging_face_config(settings: ModelSettings) -> PretrainedConfig:
         bos_token_id=None,
         dtype=DTYPES[settings.precision],
     )
+    if hasattr(config, "num_mtp_layers"):
+        config.num_mtp_layers = 0  # layers of multi-token prediction are neither read nor written
     config.architectures = [_model_class(config).__name__]
     # transformers 5 keeps these inside rope_parameters, where mbridge does not look.
     for key in ("rope_theta", "partial_rotary_factor"):
@@ -48,15 +49,18 @@ def contradictions(settings: ModelSettings, given: dict[str, Any]) -> list[str]:
     """Where a config.json says something else than the settings."""
     if (kind := given.get("model_type")) != settings.family:
         return [f"config.json: model_type is {kind}, but model.family is {settings.family}"]
+    config = hugging_face_config(settings)
+    theirs, ours = (
+        {**vars(each), **each.rope_parameters} for each in (type(config).from_dict(given), config)
+    )
     names = FAMILIES[settings.family].names
-    theirs = type(hugging_face_config(settings)).from_dict(given)
-    rope = theirs.rope_parameters
+    decisive = [key for key in configuration(settings) if key != "rope_scaling"]
     faults = []
-    for key, ours in configuration(settings).items():
-        found = rope[key] if key in rope else getattr(theirs, key)
-        if found != ours:
-            here = f"model.{names[key]} is" if key in names else "this software runs only"
-            faults.append(f"config.json: {key} is {found}, but {here} {ours}")
+    for key in dict.fromkeys([*decisive, *config.rope_parameters]):
+        key_here = config.attribute_map.get(key, key)
+        if (found := theirs.get(key_here)) != ours[key_here]:
+            setting = f"model.{names[key]} is" if key in names else "the run's model has"
+            faults.append(f"config.json: {key} is {found}, but {setting} {ours[key_here]}")
     return faults
 
 
@@ -72,8 +76,10 @@ def expected_tensors(config: PretrainedConfig) -> dict[str, TensorSpec]:
 
 
 def ignored_tensors(config: PretrainedConfig) -> list[str]:
-    """Patterns of names that a checkpoint may have and transformers does not load."""
-    return list(_model_class(config)._keys_to_ignore_on_load_unexpected or ())
+    """Patterns of names that a checkpoint may have and that are not loaded: what transformers lists,
+    and the layers of multi-token prediction, which are numbered on."""
+    beyond = rf"^model\.layers\.{config.num_hidden_layers}\."
+    return [beyond, *(_model_class(config)._keys_to_ignore_on_load_unexpected or ())]
 
 
 def _model_class(config: PretrainedConfig) -> Any:

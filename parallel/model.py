@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from parallel import device, hugging_face
 from parallel.attention import PackedAttention
-from parallel.families import configuration
+from parallel.families import Glm4MoeArchitecture, NothingFurther, architecture
 from parallel.routing import Router
 from parallel.settings import LayoutSettings, ModelSettings
 
@@ -114,17 +114,31 @@ def build_bridge(settings: ModelSettings, layout: LayoutSettings) -> Any:
 
 def _further_arguments(settings: ModelSettings) -> dict[str, Any]:
     """What mbridge leaves out of a family, or has otherwise than transformers."""
-    if settings.family not in ("deepseek_v3", "glm4_moe"):
+    further = architecture(settings)
+    if isinstance(further, NothingFurther):
         return {}
-    chosen = configuration(settings)
-    shared = chosen["n_shared_experts"] * settings.expert_hidden_size
-    return {
-        "moe_shared_expert_intermediate_size": shared or None,
-        "moe_router_num_groups": chosen["n_group"],
-        "moe_router_group_topk": chosen["topk_group"],
-        "add_qkv_bias": chosen["attention_bias"],
+    arguments = {
+        "moe_shared_expert_intermediate_size": (
+            further.n_shared_experts * settings.expert_hidden_size
+        ),
+        "moe_router_num_groups": further.n_group,
+        "moe_router_group_topk": further.topk_group,
         "mtp_num_layers": None,
     }
+    if isinstance(further, Glm4MoeArchitecture):
+        arguments["add_qkv_bias"] = further.attention_bias
+    elif further.rope_scaling is not None:
+        scaling = further.rope_scaling
+        arguments |= {
+            "rope_type": scaling.type,
+            "rotary_scaling_factor": scaling.factor,
+            "original_max_position_embeddings": scaling.original_max_position_embeddings,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "mscale": scaling.mscale,
+            "mscale_all_dim": scaling.mscale_all_dim,
+        }
+    return arguments
 
 
 def build_chunks(bridge: Any) -> list[GPTModel]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases import MODEL, batches, samples
+from cases import MODEL, SGD, accumulate, batches, build, samples
 
 from parallel.settings import LayoutSettings, ModelSettings
 
@@ -124,3 +124,27 @@ def _read(layout: LayoutSettings, model: ModelSettings, directory: str) -> Any:
     policy = Policy(model.model_copy(update={"initial_weights": Path(directory)}), layout)
     policy.start_fresh(seed=99)
     return policy
+
+
+def gradient_error(layout: LayoutSettings, family: str, directory: str) -> tuple[float, str]:
+    """The largest relative difference to the gradients of one rank, which writes them."""
+    from parallel.model import global_name, shard, tensor_split
+
+    alone = layout.model_copy(update={"distributed_optimizer": False})  # it scatters gradients
+    policy = build(alone, SGD, model=FAMILIES[family])
+    drawn = samples(12)
+    accumulate(policy, "cross_entropy", drawn, batches(drawn))
+    found = [
+        (global_name(chunk, name), parameter.main_grad)
+        for chunk in policy.chunks
+        for name, parameter in chunk.named_parameters()
+    ]
+    file = Path(directory) / "gradients.pt"
+    if layout.ranks == 1:
+        torch.save({name: gradient.clone() for name, gradient in found}, file)
+    expected = torch.load(file)
+    errors = []
+    for name, gradient in found:
+        ours = shard(name, expected[name], *tensor_split(name))
+        errors.append(((gradient - ours).norm().item() / max(ours.norm().item(), 1e-6), name))
+    return max(errors)

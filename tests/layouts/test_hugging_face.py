@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from conftest import On
-from hugging_face_cases import FAMILIES, export, import_and_compare, stored
+from hugging_face_cases import FAMILIES, export, gradient_error, import_and_compare, stored
 
 from parallel.settings import LayoutSettings
 
@@ -47,3 +47,11 @@ def test_checkpoints_do_not_know_the_layout(
         assert found["tensors"]
         assert found["logprobs"] < 1e-5, found
         assert found["rotary"] > 0.0
+
+
+@pytest.mark.parametrize("family", ["mixtral", "glm4_moe", "deepseek_v3"])
+def test_every_family_trains_alike_under_every_layout(family: str, on: On, tmp_path: Path) -> None:
+    for name in ("1 rank", "TP2", "CP2", "TP2 EP2 PP2", "TP2 EP2 ETP2"):
+        layout = LayoutSettings(**MATRIX[name])
+        for found in on(layout, gradient_error, layout, family, str(tmp_path)):
+            assert found < (1e-5, ""), (name, found)
