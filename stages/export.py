@@ -57,7 +57,9 @@ def export(policy: Policy, output: Path, shard_bytes: int = SHARD_BYTES) -> None
         fill_weights(policy.bridge, policy.chunks, WeightFiles(unfinished))
         pairs = zip(before, probe(policy), strict=True)
         if max_over_ranks(not all(torch.equal(old, new) for old, new in pairs)):
-            raise WeightsError(f"{output} was not written right", ["other logits than the policy"])
+            raise WeightsError(
+                f"{output} was not written right", ["other logits than the policy's"]
+            )
         if is_main():
             hugging_face_config(policy.settings).save_pretrained(unfinished)
             CharacterTokenizer().save(unfinished)

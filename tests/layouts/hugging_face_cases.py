@@ -44,7 +44,7 @@ FAMILIES = {
     ),
 }
 SEED = 5
-SMALL_SHARDS = 20_000  # bytes: five files or more
+SMALL_SHARDS = 20_000  # bytes: several files
 
 
 def export(layout: LayoutSettings, family: str, output: str) -> None:
@@ -148,3 +148,38 @@ def gradient_error(layout: LayoutSettings, family: str, directory: str) -> tuple
         ours = shard(name, expected[name], *tensor_split(name))
         errors.append(((gradient - ours).norm().item() / max(ours.norm().item(), 1e-6), name))
     return max(errors)
+
+
+def export_other_weights(layout: LayoutSettings, output: str) -> str:
+    """The error of an export whose files are not the policy's, though they are whole."""
+    from parallel.hugging_face_files import WeightsError
+    from stages import export
+
+    policy = _random(layout, "qwen3_moe")
+    stream = policy.weights
+
+    def changed() -> Any:
+        for name, tensor in stream():
+            yield name, tensor * 1.01 if name == "model.norm.weight" else tensor
+
+    policy.weights = changed
+    try:
+        export.export(policy, Path(output))
+    except WeightsError as error:
+        return str(error)
+    return ""
+
+
+def start_from(layout: LayoutSettings, directory: str) -> tuple[str, bool]:
+    """The error of a start from a checkpoint, and whether it left the weights alone."""
+    from parallel.hugging_face_files import WeightsError
+
+    policy = _random(layout, "qwen3_moe")
+    before = tensors(policy.weights())
+    policy.settings = policy.settings.model_copy(update={"initial_weights": Path(directory)})
+    message = ""
+    try:
+        policy.start_fresh(seed=0)
+    except WeightsError as error:
+        message = str(error)
+    return message, tensors(policy.weights()) == before
