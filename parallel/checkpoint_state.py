@@ -8,6 +8,7 @@ that an optimizer holds (rates, decays, betas) is the configuration's and is not
 from __future__ import annotations
 
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,12 +25,15 @@ from torch import distributed as dist
 
 from parallel.policy import Policy, TrainedPolicy
 
-# Ask megatron-core for the form of its state that any other layout can load.
-METADATA = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "chained_optim_avoid_prefix": True,
-    "singleton_local_shards": False,
-}
+# Asks megatron-core for the form of its state that any other layout can load. It is given copies,
+# since it writes its process groups into them.
+METADATA = MappingProxyType(
+    {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+    }
+)
 
 State = dict[Any, Any]
 
@@ -37,7 +41,7 @@ State = dict[Any, Any]
 def weights(policy: Policy) -> State:
     """This rank's shards of the model."""
     return {
-        number: chunk.sharded_state_dict(metadata=METADATA)
+        number: chunk.sharded_state_dict(metadata=dict(METADATA))
         for number, chunk in enumerate(policy.chunks)
     }
 
@@ -58,7 +62,7 @@ def optimizer(policy: TrainedPolicy, loading: bool) -> State:
     # call megatron-core's own materialisation, which knows no SGD.
     spare = loading and isinstance(parts[0], DistributedOptimizer)
     model = weights(policy)
-    state = policy.optimizer.sharded_state_dict(model, is_loading=spare, metadata=METADATA)
+    state = policy.optimizer.sharded_state_dict(model, is_loading=spare, metadata=dict(METADATA))
     _name_masters(state, model, loading)
     return dict_list_map_inplace(_only_shards, state)
 
