@@ -131,7 +131,11 @@ class _Writing:
         in_use = {_memory(tensor) for tensor in _tensors(state)}
         with _as_checkpoint_error(folder):
             self._request = dist_checkpointing.save(
-                state, str(folder), _strategy(), async_sharded_save=True, content_metadata=METADATA
+                state,
+                str(folder),
+                _strategy(),
+                async_sharded_save=True,
+                content_metadata=dict(METADATA),
             )
             self._buckets = self._request.preload_fn() if self._request.preload_fn else []
         if copy:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.dict_utils import (
     dict_list_map_inplace,
@@ -37,7 +38,7 @@ State = dict[Any, Any]
 def weights(policy: Policy) -> State:
     """This rank's shards of the model."""
     return {
-        number: chunk.sharded_state_dict(metadata=METADATA)
+        number: chunk.sharded_state_dict(metadata=_metadata())
         for number, chunk in enumerate(policy.chunks)
     }
 
@@ -59,7 +60,7 @@ def optimizer(policy: TrainedPolicy, loading: bool) -> State:
     # call megatron-core's own materialisation, which knows no SGD.
     spare = loading and isinstance(parts[0], DistributedOptimizer)
     model = weights(policy)
-    state = policy.optimizer.sharded_state_dict(model, is_loading=spare, metadata=METADATA)
+    state = policy.optimizer.sharded_state_dict(model, is_loading=spare, metadata=_metadata())
     _name_masters(state, model, loading)
     return dict_list_map_inplace(_only_shards, state)
 
@@ -88,6 +89,12 @@ def restore_random_numbers(states: State) -> None:
     get_cuda_rng_tracker().set_states(states["megatron"])
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
+
+
+def _metadata() -> dict[str, Any]:
+    """METADATA with the ranks that hold the same; megatron-core would write them into our dict."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return {**METADATA, "dp_cp_group": group}
 
 
 def _materialise(optimizer: torch.optim.Optimizer) -> None:
