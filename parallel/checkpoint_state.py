@@ -47,8 +47,7 @@ def restore_weights(policy: Policy, loaded: State) -> None:
     """Take loaded weights, also into the optimizer's own copies of them."""
     for number, chunk in enumerate(policy.chunks):
         chunk.load_state_dict(loaded[number], strict=True)
-    if isinstance(policy, TrainedPolicy):
-        policy.optimizer.reload_model_params()
+    policy.weights_changed()
 
 
 def optimizer(policy: TrainedPolicy, loading: bool) -> State:

@@ -21,7 +21,7 @@ import queue
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -75,6 +75,18 @@ def backend() -> str:
 def device() -> torch.device:
     """Where this rank's tensors live."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
+
+
+@functools.cache
+def layer_specs() -> Literal["transformer_engine", "local"]:
+    """What the policy's layers are made of here; TransformerEngine's need CUDA."""
+    if not torch.cuda.is_available():
+        return "local"
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception:  # not installed, or whatever a build for another CUDA or torch raises
+        return "local"
+    return "transformer_engine"
 
 
 @functools.cache

@@ -60,9 +60,13 @@ class Policy:
         """Take the weights a run starts from: a Hugging Face checkpoint's, or random ones."""
         if self.settings.initial_weights is not None:
             hugging_face.load_weights(self.bridge, self.chunks, self.settings.initial_weights)
-            return
-        for chunk in self.chunks:
-            initialize(chunk, self.settings, seed)
+        else:
+            for chunk in self.chunks:
+                initialize(chunk, self.settings, seed)
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """To be called when the weights were written by other means than a step."""
 
     @torch.no_grad()
     def evaluate(
@@ -163,6 +167,10 @@ class TrainedPolicy(Policy):
         self.schedule = _schedule(self.optimizer, optimizer, steps)
         config.finalize_model_grads_func = _sum_gradients
         config.grad_scale_func = self.optimizer.scale_loss
+
+    def weights_changed(self) -> None:
+        """Take them over into the fp32 copies that the optimizer keeps of low-precision weights."""
+        self.optimizer.reload_model_params()
 
     def accumulate(self, batches: list[MicroBatch], loss: LossFunction, tokens: float) -> list[Any]:
         """Forward and backward through all micro-batches, of `tokens` real tokens on all ranks.

@@ -23,6 +23,23 @@ from parallel.settings import (
 )
 
 SPREAD = LayoutSettings(ranks=2, expert=2)  # the experts split between two ranks
+MATRIX = {
+    "1 rank": LayoutSettings(),
+    "DP2": LayoutSettings(ranks=2),
+    "TP2": LayoutSettings(ranks=2, tensor=2),
+    "PP2": LayoutSettings(ranks=2, pipeline=2),
+    "VPP2": LayoutSettings(ranks=2, pipeline=2, virtual_pipeline=2),
+    "EP2": LayoutSettings(ranks=2, expert=2),
+    "CP2": LayoutSettings(ranks=2, context=2),
+    "ETP2": LayoutSettings(ranks=2, expert_tensor=2),
+    "TP2 recomputed": LayoutSettings(ranks=2, tensor=2, recompute="full"),
+    "VPP2 recomputed": LayoutSettings(ranks=2, pipeline=2, virtual_pipeline=2, recompute="full"),
+    "CP2 attention recomputed": LayoutSettings(ranks=2, context=2, recompute="attention"),
+    "TP2 EP2 PP2": LayoutSettings(ranks=4, tensor=2, expert=2, pipeline=2),
+    "TP2 CP2 EP2 ETP2": LayoutSettings(ranks=4, tensor=2, context=2, expert=2, expert_tensor=2),
+    "CP2 EP2 VPP2": LayoutSettings(ranks=4, context=2, expert=2, pipeline=2, virtual_pipeline=2),
+    "DP2 TP2 EP2 PP2": LayoutSettings(ranks=8, tensor=2, expert=2, pipeline=2),
+}
 MODEL = ModelSettings(
     vocabulary_size=80,
     hidden_size=32,
@@ -305,6 +322,38 @@ def gradient_of_routing_losses(
     assert weight.grad is not None
     difference = (router.weight.main_grad - weight.grad).norm() / weight.grad.norm()
     return {"gradient": difference.item(), "tokens": abs(len(hidden) - read)}
+
+
+def low_precision(layout: LayoutSettings) -> dict[str, Any]:
+    """What of a bf16 policy is kept in which precision, and how it learns beside an fp32 one."""
+    low = build(layout, model=MODEL.model_copy(update={"precision": "bf16"}))
+    full = build(layout)
+    router_dtypes = set()
+    for router in low.routers:
+        router.register_forward_hook(lambda _m, _g, output: router_dtypes.add(output[0].dtype))
+    losses = {"low": [], "full": []}
+    for name, policy in (("low", low), ("full", full)):
+        losses[name] = [loss for loss, _ in train(policy, range(1, 6))]
+    parameters = [p for chunk in low.chunks for p in chunk.parameters()]
+    states = [
+        state
+        for part in low.optimizer.chained_optimizers
+        for state in part.optimizer.state.values()
+    ]
+    masters = [
+        parameter
+        for part in low.optimizer.chained_optimizers
+        for group in part.optimizer.param_groups
+        for parameter in group["params"]
+    ]
+    return {
+        "losses": losses,
+        "weights": {p.dtype for p in parameters},
+        "gradients": {p.main_grad.dtype for p in parameters},
+        "masters": {p.dtype for p in masters},
+        "moments": {state["exp_avg"].dtype for state in states},
+        "routing": router_dtypes,
+    }
 
 
 class Toy:

@@ -15,7 +15,9 @@ VALUE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 3e-6}
 GRADIENT = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 4e-3}
 
 
-@pytest.fixture(params=[1, 2, 4], ids=lambda ranks: f"TP{ranks}")
+@pytest.fixture(
+    params=[pytest.param(1, marks=pytest.mark.one_device), 2, 4], ids=lambda ranks: f"TP{ranks}"
+)
 def split(request: pytest.FixtureRequest) -> LayoutSettings:
     """The vocabulary over 1, 2 and 4 ranks."""
     return LayoutSettings(ranks=request.param, tensor=request.param)
