@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install quickstart test lint lock clean
+.PHONY: help install quickstart test lint bench gpu-check lock clean
 
 help:  ## list these targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
 install: $(INSTALLED)  ## build .venv with every pinned dependency
 
@@ -27,6 +27,13 @@ quickstart: $(INSTALLED)  ## cold start, three experts, merge, evaluation and ex
 
 test: $(INSTALLED) lint  ## all tests, the short end-to-end run among them
 	$(BIN)/python -m pytest
+
+bench: $(INSTALLED)  ## speed and memory of the parts, into benchmarks/results.json (some minutes)
+	$(BIN)/python benchmarks/all.py
+
+gpu-check: $(INSTALLED)  ## on a CUDA device: the tests that need one rank, on that device
+	@$(BIN)/python -c "import sys, torch; torch.cuda.is_available() or sys.exit('no CUDA device here: nothing was checked')"
+	$(BIN)/python -m pytest -m one_device
 
 lint: $(INSTALLED)  ## style and types
 	$(BIN)/ruff check .

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
 from statistics import mean
 from typing import Any
+
+from machine import machine
 
 from stages.statistics import Accuracy, difference
 
@@ -110,21 +110,6 @@ def tables(runs: dict[int, dict[str, Any]]) -> str:
 def row(cells: list[str]) -> str:
     """One row of a Markdown table."""
     return f"| {' | '.join(cells)} |"
-
-
-def machine() -> str:
-    """What the numbers were measured on."""
-    cpu = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.processor(),
-    )
-    return (
-        f"{len(os.sched_getaffinity(0))} cores of {cpu}, {platform.system()} {platform.machine()}"
-    )
 
 
 if __name__ == "__main__":

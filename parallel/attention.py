@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.module import MegatronModule
 from torch.nn import functional
 
-from parallel.packing import Alignment, PackedRow, own_places
+from parallel.packing import PackedRow, Place, own_places
 
 SMALLEST_GRID = 64  # sequences up to this long share one call; longer ones wait for their like
 
@@ -44,7 +44,7 @@ class PackedAttention(MegatronModule):
         """
         row = packed_seq_params
         if row.views is None:
-            row.views = _grids(row, Alignment.here(), query.device)
+            row.views = _grids(row, Place.here(), query.device)
         grids, back = row.views
         if parallel_state.get_context_parallel_world_size() > 1:
             group = parallel_state.get_context_parallel_group()
@@ -81,18 +81,16 @@ class _Grid:
     sees: torch.Tensor | None
 
 
-def _grids(
-    row: PackedRow, alignment: Alignment, device: torch.device
-) -> tuple[list[_Grid], torch.Tensor]:
+def _grids(row: PackedRow, here: Place, device: torch.device) -> tuple[list[_Grid], torch.Tensor]:
     """The grids of a row, and where in their flattened outputs each of this rank's tokens is."""
     starts, slots = row.starts[:-1], np.diff(row.starts)
     # Where a place of the row is after the gathering, which puts one rank's tokens after another's.
     gathered = np.argsort(
         np.concatenate(
-            [own_places(row.starts, replace(alignment, rank=r)) for r in range(alignment.context)]
+            [own_places(row.starts, replace(here, context_rank=r)) for r in range(here.context)]
         )
     )
-    own_starts = starts // alignment.context
+    own_starts = starts // here.context
     back = np.zeros(len(row.own), np.int64)
     grids, offset = [], 0
     widths = np.maximum(SMALLEST_GRID, 2 ** np.ceil(np.log2(slots)).astype(int))
@@ -100,13 +98,13 @@ def _grids(
         chosen = np.flatnonzero(widths == width)
         length = int(slots[chosen].max())
         keys = _fill(starts[chosen], slots[chosen], length)
-        own_slots, own_length = slots[chosen] // alignment.context, length // alignment.context
+        own_slots, own_length = slots[chosen] // here.context, length // here.context
         queries = _fill(own_starts[chosen], own_slots, own_length)
         for line, index in enumerate(chosen):
             begin, count = own_starts[index], own_slots[line]
             back[begin : begin + count] = offset + line * own_length + np.arange(count)
         sees = None
-        if alignment.context > 1:
+        if here.context > 1:
             # What fills a line up sees the first token, since a softmax over nothing is NaN.
             position = np.maximum(row.own[queries] - starts[chosen][:, None], 0)
             sees = torch.from_numpy(np.arange(length) <= position[..., None])[:, None].to(device)

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 
 from parallel.device import device
-from parallel.packing import Alignment, PackedRow, lay_out
+from parallel.packing import PackedRow, Place, lay_out
 from parallel.sample import Sample
 from parallel.vocabulary import HeadLogits
 
@@ -72,8 +72,7 @@ class MicroBatch:
 
 def split(
     samples: Sequence[Sample],
-    rank: int,
-    ranks: int,
+    here: Place,
     token_budget: int,
     replay: bool,
     padded: bool = False,
@@ -86,20 +85,18 @@ def split(
     round. An interleaved pipeline takes whole rounds of micro-batches. `padded` gives every sample
     of a micro-batch the room of its longest, which is what packing is measured against.
     """
-    shares = _deal(samples, ranks)
+    shares = _deal(samples, here.data)
     fullest = max(sum(sample.length for sample in share) for share in shares)
-    budget = token_budget * parallel_state.get_context_parallel_world_size()
-    count = max(1, min(-(-fullest // budget), *map(len, shares)))
-    if parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None:
-        stages = parallel_state.get_pipeline_model_parallel_world_size()
-        count = -(-count // stages) * stages
-    return [collate(part, replay, padded) for part in _deal(shares[rank], count)]
+    wanted = max(1, min(-(-fullest // (token_budget * here.context)), *map(len, shares)))
+    count = -(-wanted // here.round) * here.round
+    own = _deal(shares[here.data_rank], count)
+    return [collate(part, here, replay, padded) for part in own]
 
 
-def collate(samples: list[Sample], replay: bool, padded: bool = False) -> MicroBatch:
+def collate(samples: list[Sample], here: Place, replay: bool, padded: bool = False) -> MicroBatch:
     """Pack samples into a row, take this rank's share, and move it to its device."""
     lengths = [sample.length for sample in samples]
-    row = lay_out(lengths, Alignment.here(), max(lengths, default=1) if padded else None)
+    row = lay_out(lengths, here, max(lengths, default=1) if padded else None)
     tokens, positions = (np.zeros(row.tokens, np.int64) for _ in range(2))
     place = np.full(row.tokens, -1)  # of the response token that a token predicts, or none
     responses = (len(samples), max((len(sample.response) for sample in samples), default=1))

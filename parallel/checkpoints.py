@@ -1,177 +1,145 @@
-"""Checkpoints: written beside, made whole, renamed; what has the name is complete.
+"""Checkpoints: found, held to their checksums, and loaded under any layout.
 
-`step_N/` holds megatron-core's sharded model and optimizer, `state.json` with the loop's own state,
-and `checksums.json` with the SHA-256 of every file and the digest of the whole.
+`step_N/` holds megatron-core's sharded weights and optimizer, `state.json` with the loop's own
+state, and `checksums.json` with the SHA-256 of every file and the digest of the whole. What has the
+name was whole when it got it (`parallel.checkpoint_saver`); what a disk has done to it since is
+found here.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+)
+from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from parallel.distributed import barrier, broadcast, is_main
-from parallel.files import CHECKSUMS, read_checkpoint, whole_checkpoints, write_atomically
+from parallel import checkpoint_state
+from parallel.distributed import gather, layout_sizes, on_main
+from parallel.files import CHECKSUMS, checkpoint_folders, digest_of, read_checkpoint
 from parallel.policy import Policy, TrainedPolicy
-
-# Lets the optimizer's state be loaded under another layout.
-METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written, or is damaged; the message names it and the reason."""
 
 
-def save(
-    policy: TrainedPolicy, directory: Path, step: int, state: dict[str, Any], keep_last: int
-) -> Path:
-    """Write `directory`/step_N, then drop all but the newest `keep_last`. Collective.
+def newest_whole(directory: Path) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint in `directory`, and what is wrong with each newer one.
 
-    `state` is the loop's own state, JSON. Raises CheckpointError or OSError (a full disk, a
-    read-only directory) with nothing of an earlier checkpoint touched.
+    A damaged one is put aside as `damaged_step_N` for a person to look at. Collective.
     """
-    final = directory / f"step_{step}"
-    unfinished = directory / f"tmp_step_{step}"
-    if is_main():
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-    barrier()
-    _write_shards(policy, unfinished)
-    barrier()
-    if is_main():
-        write_atomically(unfinished / "state.json", json.dumps({**state, "step": step}))
-        _write_checksums(unfinished)
-        shutil.rmtree(final, ignore_errors=True)
-        unfinished.rename(final)
-        _sync(directory)
-        for old in whole_checkpoints(directory)[:-keep_last]:
-            shutil.rmtree(old.path)
-    barrier()
-    return final
+    faults = []
+    while (path := on_main(lambda: _newest(directory))) is not None:
+        if (fault := _fault(path)) is None:
+            break
+        aside = on_main(partial(_put_aside, path))
+        faults.append(f"damaged checkpoint: {fault}; it is put aside as {aside.name}")
+    return path, faults
 
 
 def load_training(policy: TrainedPolicy, checkpoint: Path) -> dict[str, Any]:
-    """Continue from `checkpoint`: weights, optimizer, schedule. Returns the loop's own state."""
-    _verify(checkpoint)
-    loaded = _read_shards(_sharded_state(policy), checkpoint)
-    policy.chunks[0].load_state_dict(loaded["model"], strict=True)
-    policy.optimizer.load_state_dict(loaded["optimizer"])
-    policy.schedule.load_state_dict(loaded["schedule"])
+    """Continue from what `newest_whole` found: weights, optimizer, schedule, random numbers.
+
+    Returns the loop's own state. The layout may be another than the one that saved; only the random
+    numbers then go on afresh. Raises CheckpointError when the checkpoint is of another model or
+    another kind of optimizer. Collective.
+    """
+    common = dist_checkpointing.load_common_state_dict(str(checkpoint))
+    loaded = _read({"weights": checkpoint_state.weights(policy)}, checkpoint)
+    checkpoint_state.restore_weights(policy, loaded["weights"])
+    # Apart from the weights, since an fp32 weight is read once more, as its own master.
+    state: dict[str, Any] = {"optimizer": checkpoint_state.optimizer(policy, loading=True)}
+    same_layout = common["layout"] == layout_sizes()
+    if same_layout:
+        state["random_numbers"] = checkpoint_state.random_numbers()
+    loaded = _read(state, checkpoint)
+    checkpoint_state.restore_optimizer(policy, loaded["optimizer"], common["updates"])
+    if same_layout:
+        checkpoint_state.restore_random_numbers(loaded["random_numbers"])
     return json.loads((checkpoint / "state.json").read_text())
 
 
 def load_weights(policy: Policy, checkpoint: Path) -> None:
-    """Take only the weights of `checkpoint`, as a child stage, a reference or a teacher does."""
-    _verify(checkpoint)
-    model = policy.chunks[0].sharded_state_dict(metadata=METADATA)
-    loaded = _read_shards({"model": model}, checkpoint)
-    policy.chunks[0].load_state_dict(loaded["model"], strict=True)
+    """Take only the weights of `checkpoint`, as a child stage, a reference or a teacher does.
 
-
-def _write_shards(policy: TrainedPolicy, directory: Path) -> None:
-    strategy = get_default_save_sharded_strategy("torch_dist")
-    try:
-        dist_checkpointing.save(
-            _sharded_state(policy), str(directory), strategy, content_metadata=METADATA
-        )
-    # torch wraps what a shard's writer raised into a BaseException of its own, which tells only the
-    # first rank why, and turns a failed write of the common part into a RuntimeError.
-    except (CheckpointException, OSError, RuntimeError) as error:
-        free = shutil.disk_usage(directory).free >> 20
-        shutil.rmtree(directory, ignore_errors=True)  # or what was written would keep the disk full
+    Raises CheckpointError when it is damaged: another stage's result has no substitute. Collective.
+    """
+    if fault := _fault(checkpoint):
         raise CheckpointError(
-            f"cannot write {directory} ({free} MiB are free there): {_reason(error)}"
-        ) from error
+            f"damaged checkpoint: {fault}; remove {checkpoint} and resume the run: its stage goes "
+            "on from the checkpoint before"
+        )
+    loaded = _read({"weights": checkpoint_state.weights(policy)}, checkpoint)
+    checkpoint_state.restore_weights(policy, loaded["weights"])
 
 
-def _read_shards(state: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    try:
-        return dist_checkpointing.load(state, str(checkpoint))
-    except CheckpointException as error:
-        raise CheckpointError(f"cannot read {checkpoint}: {_reason(error)}") from error
-
-
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
+    """What went wrong, without torch's wrapping."""
     if not isinstance(error, CheckpointException):
         return str(error)
     reasons = sorted({str(reason) for reason, _ in error.failures.values()})
     return "; ".join(reasons) or "the reason is in the log of rank 0"
 
 
-def _sharded_state(policy: TrainedPolicy) -> dict[str, Any]:
-    model = policy.chunks[0].sharded_state_dict(metadata=METADATA)
-    for part in policy.optimizer.chained_optimizers:
-        _materialise(part.optimizer)
-    return {
-        "model": model,
-        "optimizer": policy.optimizer.sharded_state_dict(model, metadata=METADATA),
-        "schedule": policy.schedule.state_dict(),
-    }
-
-
-def _materialise(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter its optimizer state, as its first step would.
-
-    megatron-core reads and fills that state by its structure, and cannot create momentum buffers.
-    """
-    names = ("exp_avg", "exp_avg_sq") if "betas" in optimizer.defaults else ("momentum_buffer",)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state[parameter]
-            for name in names:
-                if state.get(name) is None:
-                    state[name] = torch.zeros_like(parameter)
-            if "betas" in optimizer.defaults:
-                state.setdefault("step", torch.tensor(0.0))
-
-
-def _write_checksums(directory: Path) -> None:
-    files = {
-        str(path.relative_to(directory)): _sha256(path)
-        for path in sorted(directory.rglob("*"))
-        if path.is_file()
-    }
-    digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
-    content = json.dumps({"digest": digest, "files": files}, indent=1)
-    write_atomically(directory / CHECKSUMS, content)
-    _sync(directory)
-
-
-def _verify(path: Path) -> None:
-    """Raise CheckpointError on every rank when a file of the checkpoint is missing or changed."""
-    fault = broadcast(_fault(path) if is_main() else None)
-    if fault is not None:
-        raise CheckpointError(f"damaged checkpoint: {fault}; remove {path} to use an older one")
-
-
-def _fault(path: Path) -> str | None:
-    checkpoint = read_checkpoint(path)
-    if checkpoint is None:
-        return f"{path / CHECKSUMS} is missing or not readable"
-    for name, expected in checkpoint.files.items():
-        if not (path / name).exists():
-            return f"{path / name} is missing"
-        if _sha256(path / name) != expected:
-            return f"{path / name} does not match its checksum"
-    return None
-
-
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """The checksum of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def _read(state: checkpoint_state.State, checkpoint: Path) -> dict[str, Any]:
+    strategy = FullyParallelLoadStrategyWrapper(
+        get_default_load_sharded_strategy(str(checkpoint)),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        return dist_checkpointing.load(state, str(checkpoint), strategy)
+    # torch wraps what a reader raised into a BaseException of its own.
+    except CheckpointException as error:
+        raise CheckpointError(f"cannot read {checkpoint}: {reason(error)}") from error
+
+
+def _newest(directory: Path) -> Path | None:
+    folders = checkpoint_folders(directory)
+    return folders[-1] if folders else None
+
+
+def _put_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint; never onto one that was put aside before."""
+    aside, number = path.with_name(f"damaged_{path.name}"), 1
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"damaged_{path.name}.{number}")
+    return path.rename(aside)
+
+
+def _fault(path: Path) -> str | None:
+    """What is wrong with a checkpoint, the same on every rank. Each rank reads its own share."""
+    checkpoint = read_checkpoint(path)
+    if checkpoint is None or checkpoint.digest != digest_of(checkpoint.files):
+        faults = [f"{path / CHECKSUMS} is missing or not readable"]
+    else:
+        mine = sorted(checkpoint.files)[dist.get_rank() :: dist.get_world_size()]
+        faults = [
+            fault for name in mine if (fault := _file_fault(path / name, checkpoint.files[name]))
+        ]
+    found = sorted({fault for faults in gather(faults) for fault in faults})
+    return "; ".join(found) or None
+
+
+def _file_fault(path: Path, expected: str) -> str | None:
+    try:
+        return None if sha256(path) == expected else f"{path} does not match its checksum"
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror})"

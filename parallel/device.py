@@ -21,10 +21,12 @@ import queue
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+
+from parallel.adam import GroupStepAdam
 
 CPU = torch.device("cpu")
 SCOPED_PACKAGES = ("megatron", "mbridge")
@@ -40,6 +42,7 @@ ENTRY_POINTS = (
     "megatron.core.tensor_parallel.random",
     "megatron.core.transformer.moe.router_replay",
     "megatron.core.dist_checkpointing",
+    "megatron.core.dist_checkpointing.strategies.fully_parallel",
     "megatron.core.dist_checkpointing.strategies.torch",
     "mbridge",
 )
@@ -75,12 +78,24 @@ def device() -> torch.device:
 
 
 @functools.cache
+def layer_specs() -> Literal["transformer_engine", "local"]:
+    """What the policy's layers are made of here; TransformerEngine's need CUDA."""
+    if not torch.cuda.is_available():
+        return "local"
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception:  # not installed, or whatever a build for another CUDA or torch raises
+        return "local"
+    return "transformer_engine"
+
+
+@functools.cache
 def activate() -> None:
     """Make megatron-core and mbridge importable and runnable here. Inert where CUDA is there."""
     if torch.cuda.is_available():
         for name in ENTRY_POINTS:
             importlib.import_module(name)
-        _write_checkpoints_here()
+        _mend_checkpoints()
         return
     # torch.compile on a CPU costs more start-up time than its fusions save; it must be off before
     # Megatron's modules are decorated with it.
@@ -93,7 +108,7 @@ def activate() -> None:
         if name.split(".")[0] in SCOPED_PACKAGES and getattr(module, "torch", None) is torch:
             vars(module)["torch"] = proxy
     _mend_megatron()
-    _write_checkpoints_here()
+    _mend_checkpoints()
 
 
 class _Stream:
@@ -239,8 +254,29 @@ def _mend_megatron() -> None:
     moe_utils.maybe_move_tensor_to_cpu = dispatcher.maybe_move_tensor_to_cpu = _as_splits
 
 
+def _mend_checkpoints() -> None:
+    """Replace what megatron-core 0.16.1 cannot checkpoint, or writes in a way that may hang."""
+    _count_adams_steps_by_group()
+    _write_checkpoints_here()
+
+
+def _count_adams_steps_by_group() -> None:
+    """Use our AdamW where neither TransformerEngine nor apex is installed.
+
+    megatron-core would take torch's, which counts steps once a parameter. Its fully reshardable
+    format drops those counts when it saves and then demands them when it loads (KeyError: 'step'),
+    and a rank that owns nothing of a group has none to give. Counts in the group have neither flaw.
+    """
+    optimizer: Any = importlib.import_module("megatron.core.optimizer")
+    if not optimizer.USING_PYTORCH_OPTIMIZER:
+        return
+    distributed: Any = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = GroupStepAdam, False
+    distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
+
+
 def _write_checkpoints_here() -> None:
-    """Let megatron-core write a synchronous checkpoint in the process that saves it.
+    """Let megatron-core write a checkpoint's files in the thread that asks for it.
 
     It would fork a process for every file and wait for each without a limit, so that one that is
     killed hangs its rank, and collect their answers in a manager process that takes seconds to
@@ -254,7 +290,7 @@ def _write_checkpoints_here() -> None:
     def write(
         transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], answers: queue.Queue
     ) -> None:
-        answer: Any = {}
+        answer: dict[int, Any] = {}
         for index, bucket in enumerate(buckets):
             written: queue.Queue = queue.Queue()
             pending: queue.Queue = queue.Queue()
@@ -262,12 +298,11 @@ def _write_checkpoints_here() -> None:
             writer.write_preloaded_data(transforms, index, bucket, written, pending, True)
             _, answer[index] = written.get()
             if isinstance(answer[index], Exception):
-                answer = answer[index]
-                break
+                raise answer[index]
         answers.put(answer)
 
     writer.write_preloaded_data_multiproc = staticmethod(write)
-    module._results_queue = queue.Queue()
+    module._get_write_results_queue = queue.Queue  # one for each checkpoint
 
 
 def _gather_unequal(equal: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

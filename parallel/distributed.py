@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -87,6 +87,45 @@ def barrier() -> None:
     dist.barrier()
 
 
+def gather(value: Any) -> list[Any]:
+    """Every rank's `value`, by rank, on every rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def on_main(function: Callable[[], Any]) -> Any:
+    """What the function returns on the main rank, on every rank. Where it fails, all fail.
+
+    Raises whatever the function does, of what can be pickled.
+    """
+    answer, error = None, None
+    if is_main():
+        try:
+            answer = function()
+        except Exception as raised:
+            error = raised
+    answer, error = broadcast((answer, error))
+    if error is not None:
+        raise error
+    return answer
+
+
+def layout_sizes() -> dict[str, int]:
+    """What of the present layout decides which rank holds what."""
+    from megatron.core import parallel_state as groups
+
+    return {
+        "ranks": dist.get_world_size(),
+        "tensor": groups.get_tensor_model_parallel_world_size(),
+        "pipeline": groups.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline": groups.get_virtual_pipeline_model_parallel_world_size() or 1,
+        "context": groups.get_context_parallel_world_size(),
+        "expert": groups.get_expert_model_parallel_world_size(),
+        "expert_tensor": groups.get_expert_tensor_parallel_world_size(),
+    }
+
+
 def sum_over_data(values: dict[str, float]) -> dict[str, float]:
     """Each value summed over the data-parallel ranks of the last pipeline stage, on every rank.
 
@@ -115,6 +154,13 @@ def max_over_ranks(value: float) -> float:
     largest = torch.tensor(value, dtype=torch.float64, device=device.device())
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return largest.item()
+
+
+def any_rank(*flags: bool) -> list[bool]:
+    """For each flag, whether it is set on any rank; one small reduction for all of them."""
+    raised = torch.tensor(flags, dtype=torch.int32, device=device.device())
+    dist.all_reduce(raised, op=dist.ReduceOp.MAX)
+    return [bool(flag) for flag in raised.tolist()]
 
 
 def is_main() -> bool:

@@ -35,19 +35,6 @@ def main() -> None:
             return
 
 
-def layer_specs() -> str:
-    """What the policy's layers are made of here: "transformer_engine" or "local" (plain torch)."""
-    import torch
-
-    if not torch.cuda.is_available() or util.find_spec("transformer_engine") is None:
-        return "local"
-    try:
-        importlib.import_module("transformer_engine.pytorch")
-    except Exception:  # whatever a build for another CUDA or torch raises
-        return "local"
-    return "transformer_engine"
-
-
 def _tried(name: str, probe: Callable[[], Found]) -> Found:
     if util.find_spec(name) is None:
         return {"missing": True}
@@ -98,7 +85,7 @@ def _megatron() -> Found:
     optimizers: Any = importlib.import_module("megatron.core.optimizer")
     return {
         "process_groups": device.backend(),
-        "layer_specs": layer_specs(),
+        "layer_specs": device.layer_specs(),
         "optimizer": optimizers.Adam.__module__.partition(".")[0],
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -51,19 +52,35 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
+def checkpoint_folders(directory: Path) -> list[Path]:
+    """Every `step_N` in `directory`, whole or not, oldest first."""
+    # Not what a person has put aside: `step_20.bak`.
+    found = [path for path in directory.glob("step_*") if _number(path) is not None]
+    return sorted(found, key=lambda path: (_number(path), path))
+
+
 def whole_checkpoints(directory: Path) -> list[Checkpoint]:
     """The complete checkpoints `step_N` in `directory`, oldest first."""
-    found = [whole for path in directory.glob("step_*") if (whole := read_checkpoint(path))]
-    return sorted(found, key=lambda checkpoint: checkpoint.step)
+    return [whole for path in checkpoint_folders(directory) if (whole := read_checkpoint(path))]
 
 
 def read_checkpoint(path: Path) -> Checkpoint | None:
     """The checkpoint at `path`, or None where that is none, or not a whole one."""
-    number = path.name.removeprefix("step_")
-    if not number.isdecimal():  # put aside by a person: `step_20.bak`
+    step = _number(path)
+    if step is None:
         return None
     try:
         sums = json.loads((path / CHECKSUMS).read_text())
-        return Checkpoint(path, int(number), str(sums["digest"]), dict(sums["files"]))
+        return Checkpoint(path, step, str(sums["digest"]), dict(sums["files"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def digest_of(files: dict[str, str]) -> str:
+    """The digest of a checkpoint whose files have these checksums."""
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def _number(path: Path) -> int | None:
+    digits = path.name.removeprefix("step_")
+    return int(digits) if digits.isdecimal() else None

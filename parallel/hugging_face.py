@@ -79,8 +79,8 @@ def expected_tensors(config: PretrainedConfig) -> dict[str, TensorSpec]:
 
 
 def ignored_tensors(config: PretrainedConfig) -> list[str]:
-    """Patterns of names that a checkpoint may have and that are not loaded: what transformers lists,
-    and the layers of multi-token prediction, which are numbered on."""
+    """Patterns of names that a checkpoint may have and that are not loaded: what transformers
+    lists, and the layers of multi-token prediction, which are numbered on."""
     beyond = rf"^model\.layers\.{config.num_hidden_layers}\."
     return [beyond, *(_model_class(config)._keys_to_ignore_on_load_unexpected or ())]
 

@@ -1,18 +1,31 @@
-"""A process's last word to the launcher: why it failed, in one line. Never imports torch."""
+"""What a process tells the launcher: what to know meanwhile, and why it failed; each in one line.
+
+Never imports torch.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 
-from parallel.settings import ERROR_MARK, LAST_WORD
+from parallel.settings import ERROR_MARK, LAST_WORD, NOTICE_MARK
 
 LONGEST = 4000  # bytes; a pipe takes as many at once
+OUTPUT, ERRORS = 1, 2
 
 
 def say_last_word(reason: str) -> None:
     """Tell the launcher, if one listens, and the log, if it can still be written."""
-    line = (ERROR_MARK + " ".join(reason.split())).encode()[:LONGEST] + b"\n"
-    for descriptor in (int(os.environ.get(LAST_WORD, "1")), 1):
+    _say(ERROR_MARK + reason, OUTPUT)
+
+
+def say_notice(text: str) -> None:
+    """Tell a person what went wrong and was mended, on the terminal and in the log."""
+    _say(NOTICE_MARK + text, ERRORS)
+
+
+def _say(text: str, log: int) -> None:
+    line = " ".join(text.split()).encode()[:LONGEST] + b"\n"
+    for descriptor in {int(os.environ.get(LAST_WORD, log)), log}:
         with contextlib.suppress(OSError):
             os.write(descriptor, line)

@@ -70,6 +70,8 @@ def training_memory(
         micro_batch_tokens: tokens of a micro-batch, before context parallelism splits it.
         frozen_models: references and teachers held beside the policy.
     """
+    if algorithm != "adam":  # megatron-core's distributed optimizer has only Adam
+        layout = layout.model_copy(update={"distributed_optimizer": False})
     precision = BYTES[model.precision]
     states = OPTIMIZER_STATES[algorithm] + (model.precision == "bf16")  # bf16 keeps an fp32 copy
     found = []

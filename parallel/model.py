@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from mbridge import AutoBridge
@@ -66,12 +65,6 @@ class _DeepseekV3(DeepseekV3Bridge):
         return super()._build_base_config(*arguments, **keywords)
 
 
-def layer_specs_here() -> Literal["transformer_engine", "local"]:
-    """Which implementation of a layer this machine runs: TransformerEngine's needs CUDA."""
-    installed = importlib.util.find_spec("transformer_engine") is not None
-    return "transformer_engine" if installed and torch.cuda.is_available() else "local"
-
-
 def build_bridge(settings: ModelSettings, layout: LayoutSettings) -> Any:
     """mbridge's description of the family under the current process groups.
 
@@ -83,7 +76,7 @@ def build_bridge(settings: ModelSettings, layout: LayoutSettings) -> Any:
     bridge = kind(config, dtype=hugging_face.DTYPES[settings.precision])
     bridge.set_extra_args(
         attention_backend="auto",
-        moe_grouped_gemm=layer_specs_here() == "transformer_engine",
+        moe_grouped_gemm=device.layer_specs() == "transformer_engine",
         moe_enable_routing_replay=True,
         moe_router_dtype="fp32",
         # The chosen experts' gates add up to 1, in transformers' Mixtral too, if not in mbridge's.
@@ -177,7 +170,7 @@ def _build_chunk(bridge: Any, virtual_stage: int | None) -> GPTModel:
 
 def _block_spec(config: Any, virtual_stage: int | None) -> Any:
     """The layers of one part of the model."""
-    local = layer_specs_here() == "local"
+    local = device.layer_specs() == "local"
     block = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=not local,

@@ -22,30 +22,37 @@ from parallel.device import device
 
 
 @dataclass(frozen=True)
-class Alignment:
-    """What the layout asks of a packed row; sizes in tokens."""
+class Place:
+    """Where a rank stands among the others, as far as its batches depend on it."""
 
-    context: int
-    rank: int  # among the context-parallel ranks
-    tensor: int
+    data: int = 1  # data-parallel ranks
+    data_rank: int = 0
+    context: int = 1  # context-parallel ranks
+    context_rank: int = 0
+    tensor: int = 1  # tensor-parallel ranks
+    round: int = 1  # an interleaved pipeline takes micro-batches by so many
 
     @classmethod
-    def here(cls) -> Alignment:
+    def here(cls) -> Place:
         """That of the process groups that stand."""
+        interleaved = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
         return cls(
-            parallel_state.get_context_parallel_world_size(),
-            parallel_state.get_context_parallel_rank(),
-            parallel_state.get_tensor_model_parallel_world_size(),
+            data=parallel_state.get_data_parallel_world_size(),
+            data_rank=parallel_state.get_data_parallel_rank(),
+            context=parallel_state.get_context_parallel_world_size(),
+            context_rank=parallel_state.get_context_parallel_rank(),
+            tensor=parallel_state.get_tensor_model_parallel_world_size(),
+            round=parallel_state.get_pipeline_model_parallel_world_size() if interleaved else 1,
         )
 
     @property
     def slot(self) -> int:
-        """Every slot is a multiple of this."""
+        """The tokens of every slot are a multiple of this."""
         return 2 * self.context if self.context > 1 else 1
 
     @property
     def row(self) -> int:
-        """The whole row is a multiple of this: sequence parallelism splits it once more."""
+        """Those of a whole row are a multiple of this: sequence parallelism splits it once more."""
         return lcm(self.slot, self.context * self.tensor)
 
 
@@ -71,17 +78,17 @@ class PackedRow(PackedSeqParams):
         return int(self.starts[-1])
 
 
-def lay_out(lengths: list[int], alignment: Alignment, slot: int | None = None) -> PackedRow:
+def lay_out(lengths: list[int], place: Place, slot: int | None = None) -> PackedRow:
     """A row for sequences of these lengths; `slot` makes all slots that long at least (padding).
 
     No sequence at all gives a row of padding, so that a rank without samples can keep step.
     """
-    slots = [_round_up(max(length, slot or 1), alignment.slot) for length in lengths]
-    filler = -sum(slots) % alignment.row or (0 if slots else alignment.row)
+    slots = [_round_up(max(length, slot or 1), place.slot) for length in lengths]
+    filler = -sum(slots) % place.row or (0 if slots else place.row)
     if filler:
         slots.append(filler)
     starts = np.concatenate([[0], np.cumsum(slots)])
-    own = own_places(starts, alignment)
+    own = own_places(starts, place)
     real = np.zeros(starts[-1], bool)
     for start, length in zip(starts, lengths, strict=False):
         real[start : start + length] = True
@@ -98,11 +105,11 @@ def lay_out(lengths: list[int], alignment: Alignment, slot: int | None = None) -
     )
 
 
-def own_places(starts: np.ndarray, alignment: Alignment) -> np.ndarray:
+def own_places(starts: np.ndarray, place: Place) -> np.ndarray:
     """The places int64 [T / C] of a row that one context-parallel rank holds, in its order."""
-    if alignment.context == 1:
+    if place.context == 1:
         return np.arange(starts[-1])
-    pieces, rank = 2 * alignment.context, alignment.rank
+    pieces, rank = 2 * place.context, place.context_rank
     places = []
     for start, end in pairwise(starts):
         size = (end - start) // pieces

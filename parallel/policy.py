@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -64,9 +63,13 @@ class Policy:
         if self.settings.initial_weights is not None:
             source = self.settings.initial_weights
             hugging_face_weights.load_weights(self.settings, self.bridge, self.chunks, source)
-            return
-        for chunk in self.chunks:
-            initialize(chunk, self.settings, seed)
+        else:
+            for chunk in self.chunks:
+                initialize(chunk, self.settings, seed)
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """To be called when the weights were written by other means than a step."""
 
     @torch.no_grad()
     def evaluate(
@@ -168,6 +171,10 @@ class TrainedPolicy(Policy):
         config.finalize_model_grads_func = _sum_gradients
         config.grad_scale_func = self.optimizer.scale_loss
 
+    def weights_changed(self) -> None:
+        """Take them over into the fp32 copies that the optimizer keeps of low-precision weights."""
+        self.optimizer.reload_model_params()
+
     def accumulate(self, batches: list[MicroBatch], loss: LossFunction, tokens: float) -> list[Any]:
         """Forward and backward through all micro-batches, of `tokens` real tokens on all ranks.
 
@@ -207,14 +214,6 @@ class TrainedPolicy(Policy):
         self.losses.finish_counting()
 
 
-def data_rank() -> tuple[int, int]:
-    """This rank's place among the data-parallel ranks, and their number."""
-    return (
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_data_parallel_world_size(),
-    )
-
-
 def _routed_layers(config: Any) -> list[int]:
     """The numbers, counted from 1, of the layers that have experts."""
     pattern = config.moe_layer_freq
@@ -229,7 +228,7 @@ def _sum_gradients(model: list[Any], _tokens: torch.Tensor | None, **keywords: A
 
 
 def _distributed(settings: OptimizerSettings, layout: LayoutSettings) -> bool:
-    """megatron-core's distributed optimizer has only Adam."""
+    """Whether the state is split; megatron-core's distributed optimizer has only Adam."""
     return layout.distributed_optimizer and settings.algorithm == "adam"
 
 

@@ -21,10 +21,14 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-# How a process tells the launcher why it failed: this mark and one line, on the descriptor that the
-# variable names. The log may lie on a disk that is full.
+# How a process tells the launcher why it failed, or what a person should know while it goes on: a
+# mark and one line, on the descriptor that the variable names. The log's disk may be full.
 ERROR_MARK = "braid-error: "
+NOTICE_MARK = "braid-notice: "
 LAST_WORD = "BRAID_LAST_WORD_DESCRIPTOR"
+# In what a rank says that lost its connection to another, which knows better what happened; gloo:
+# "Connection closed by peer", or "reset by peer".
+LOST_PEER = "by peer"
 
 # What every tokenizer here agrees on; `stages.tokenizer` holds the only one so far.
 PAD_TOKEN, END_TOKEN, TOKENIZER_SIZE = 0, 1, 80
@@ -85,7 +89,7 @@ class LayoutSettings(Settings):
     expert: Positive = 1
     expert_tensor: Positive = 1
     distributed_optimizer: bool = Field(
-        default=True, description="split the optimizer's state over the data-parallel ranks"
+        default=True, description="split Adam's state over the data-parallel ranks"
     )
     recompute: Literal["none", "attention", "full"] = Field(
         default="none", description="which activations are computed again instead of kept"

@@ -61,7 +61,7 @@ def violations(run: dict[str, Any]) -> Found:
     if model and engine:
         yield from _engine_rules(model, engine)
     if cold_start:
-        yield from _optimizer_rules("cold_start", cold_start.optimizer, cold_start.loop, layout)
+        yield from _schedule_rules("cold_start", cold_start.optimizer, cold_start.loop)
     for name, domain in domains.items():
         yield from _name_rules(name)
         if domain:
@@ -72,7 +72,7 @@ def violations(run: dict[str, Any]) -> Found:
     if layout and valid and len(valid) == len(domains):
         yield from _demonstration_rules(valid, layout)
     if merge:
-        yield from _optimizer_rules("merge", merge.optimizer, merge.loop, layout)
+        yield from _schedule_rules("merge", merge.optimizer, merge.loop)
         yield from _sampling_rules("merge.sampling", merge.sampling, layout, engine)
     if evaluation and layout and evaluation.problems < layout.data:
         yield "evaluation.problems", f"{evaluation.problems} is {_too_few(layout)}"
@@ -148,7 +148,7 @@ def _domain_rules(
     engine: EngineSettings | None,
 ) -> Found:
     updates = domain.updates_per_rollout
-    yield from _optimizer_rules(key, domain.optimizer, domain.loop, layout, updates)
+    yield from _schedule_rules(key, domain.optimizer, domain.loop, updates)
     yield from _sampling_rules(f"{key}.sampling", domain.sampling, layout, engine, updates)
     if domain.sampling.group_size < 2:
         yield (
@@ -207,19 +207,9 @@ def _sampling_rules(
         )
 
 
-def _optimizer_rules(
-    key: str,
-    optimizer: OptimizerSettings,
-    loop: LoopSettings,
-    layout: LayoutSettings | None,
-    updates_per_step: int = 1,
+def _schedule_rules(
+    key: str, optimizer: OptimizerSettings, loop: LoopSettings, updates_per_step: int = 1
 ) -> Found:
-    if layout and layout.distributed_optimizer and optimizer.algorithm != "adam":
-        yield (
-            f"{key}.optimizer.algorithm",
-            f"{optimizer.algorithm} cannot be split over ranks: megatron-core's distributed "
-            "optimizer has only Adam; set layout.distributed_optimizer to false",
-        )
     updates = loop.steps * updates_per_step
     if optimizer.warmup_steps >= updates:
         yield (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from parallel.settings import LOST_PEER
 from pipeline.errors import BraidError
 from pipeline.jobs import engine_address, write_engine_job, write_stage_job
 from pipeline.processes import (
@@ -30,7 +32,6 @@ from stages.settings import RunSettings, StageJob
 SAVE_SECONDS = 30.0  # what a stage that is asked to stop may take for its checkpoint
 SETTLE_SECONDS = 1.0  # what the other ranks of a failed one may take to say what they saw
 SIGN_SECONDS = 1.0  # how often the job's file is touched, to tell later how long a killed run ran
-LOST_PEER = "by peer"  # gloo: "Connection closed by peer", or "reset by peer"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -88,8 +89,12 @@ class Launcher:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
-    def execute(self, job: StageJob, view: StageView) -> None:
+    def execute(
+        self, job: StageJob, view: StageView, record: Callable[[str], None] = lambda _: None
+    ) -> None:
         """Run a job to its end; nothing of it runs any more when this returns or raises.
+
+        What a rank wants known meanwhile is shown and handed to `record`.
 
         Raises:
             JobFailed: a rank or the engine ended badly.
@@ -104,6 +109,7 @@ class Launcher:
             while not self._finished(job.stage, ranks):
                 view.poll()
                 self._show_life(path)
+                _pass_on(ranks, view, record)
                 self._check_signal()
                 time.sleep(POLL_SECONDS)
         except Stopped:
@@ -112,6 +118,8 @@ class Launcher:
             raise
         finally:
             kill(ranks)
+            with contextlib.suppress(OSError):  # a full disk is told by what ended the job
+                _pass_on(ranks, view, record)
 
     def _start_engine(self) -> None:
         engine_address(self._run).unlink(missing_ok=True)
@@ -189,6 +197,13 @@ def first_cause(failed: list[Child], first: list[Child]) -> Failure:
         return (not failure.stated, lost_another, survived, rank not in first)
 
     return min(failed, key=doubt).failure()
+
+
+def _pass_on(ranks: list[Child], view: StageView, record: Callable[[str], None]) -> None:
+    for rank in ranks:
+        for notice in rank.notices():
+            view.say(notice)
+            record(notice)
 
 
 def _failed(ranks: list[Child]) -> list[Child]:

@@ -10,7 +10,13 @@ ENGINE_KEYS = (
     "request_timeout_seconds",
     "max_logprob_difference",
 )
-LOOP_KEYS = ("micro_batch_tokens", "checkpoint_every", "keep_last")
+LOOP_KEYS = (
+    "micro_batch_tokens",
+    "checkpoint_every",
+    "keep_last",
+    "keep_best",
+    "async_checkpoints",
+)
 
 CHANGES_NO_RESULT = (
     "name",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel.settings import ERROR_MARK, LAST_WORD
+from parallel.settings import ERROR_MARK, LAST_WORD, NOTICE_MARK
 
 POLL_SECONDS = 0.05
 TAIL_LINES = 8
@@ -48,6 +48,8 @@ class Child:
         self.name = name
         self.log = log
         self._log_start = log.stat().st_size if log.exists() else 0
+        self._unread = b""
+        self._notices: list[str] = []
         self._said = ""
         self._last_word, theirs = os.pipe()
         try:
@@ -94,6 +96,13 @@ class Child:
         self._process.wait()
         self._listen()
         os.close(self._last_word)
+        self._last_word = -1
+
+    def notices(self) -> list[str]:
+        """What it said since the last call that a person should know, though it goes on."""
+        self._listen()
+        heard, self._notices = self._notices, []
+        return heard
 
     def failure(self) -> Failure:
         """Why the ended process failed: its own last word, if it had one."""
@@ -108,9 +117,17 @@ class Child:
         return Failure(f"{self.name} {self._ending()}", self.log, tail=tail)
 
     def _listen(self) -> None:
-        """Take in the last word, which reaches us even where the log could not be written."""
+        """Take in what was said, which reaches us even where the log could not be written."""
         with contextlib.suppress(OSError):  # nothing was said, or it was taken in already
-            self._said = self._said or os.read(self._last_word, 1 << 16).decode().strip()
+            while heard := os.read(self._last_word, 1 << 16):
+                self._unread += heard
+        *lines, self._unread = self._unread.split(b"\n")
+        for line in lines:
+            said = line.decode(errors="replace")
+            if said.startswith(NOTICE_MARK):
+                self._notices.append(said.removeprefix(NOTICE_MARK))
+            else:
+                self._said = self._said or said
 
     def _ending(self) -> str:
         status = self.status() or 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from rich.console import Console
 
@@ -56,7 +57,12 @@ def run_stages(
                 watching(console, title, stage.steps, run.stage(stage.name).metrics) as view,
                 _recorded(run, settings, stage, ledger) as attempt,
             ):
-                launcher.execute(stage_job(stage, settings, run, attempt), view)
+                job = stage_job(stage, settings, run, attempt)
+                launcher.execute(job, view, partial(_note, ledger, stage, attempt))
+
+
+def _note(ledger: Ledger, stage: Stage, attempt: int, notice: str) -> None:
+    ledger.append(stage.name, "running", notice, attempt)
 
 
 def refuse_stale(run: RunDirectory, settings: RunSettings) -> dict[str, StageState]:
@@ -103,9 +109,12 @@ def _recorded(
 
 def _close_abandoned(run: RunDirectory, ledger: Ledger) -> None:
     """A launcher that was killed wrote no end of its attempt: count it to its last sign of life."""
-    for event in latest(ledger.events()).values():
+    events = ledger.events()
+    for event in latest(events).values():
         if event.state == "running":
             job = run.stage(event.stage).job(event.attempt)
-            seen = job.stat().st_mtime if job.exists() else event.timestamp
-            seconds = max(0.0, seen - event.timestamp)
+            # The newest event may be a notice, written when the attempt had run for a while.
+            begun = next(e for e in events if (e.stage, e.attempt) == (event.stage, event.attempt))
+            seen = job.stat().st_mtime if job.exists() else begun.timestamp
+            seconds = max(0.0, seen - begun.timestamp)
             ledger.append(event.stage, "failed", "its launcher was killed", event.attempt, seconds)

@@ -108,6 +108,10 @@ class Merge(OnPolicyStage):
             "gradient_norm": norm,
         }
 
+    def score(self, metrics: dict[str, float]) -> float:
+        """Being close to the teachers is good."""
+        return -metrics["teacher_kl"]
+
     def _add_teachers(self, batches: list[MicroBatch]) -> None:
         """What each batch's own teacher says of it, as hidden states and a head; the teacher routes
         by itself."""

@@ -10,7 +10,8 @@ from typing import Any
 from parallel import batch, checkpoints
 from parallel.distributed import broadcast, is_main
 from parallel.files import write_atomically
-from parallel.policy import Policy, data_rank
+from parallel.packing import Place
+from parallel.policy import Policy
 from parallel.sample import Sample
 from stages.agreement import MismatchError, measure_mismatch
 from stages.domains.prompts import held_out_problems
@@ -86,7 +87,7 @@ class Evaluation:
             domain, problems = next(iter(self.problems.items()))
             sampling = self._sampling(domain, temperature=1.0)
             samples = self.rollouts.sample(domain, problems[:CHECKED], sampling, "check")
-        batches = batch.split(broadcast(samples), *data_rank(), CHECKED_TOKENS, replay=True)
+        batches = batch.split(broadcast(samples), Place.here(), CHECKED_TOKENS, replay=True)
         largest = measure_mismatch(self.policy, batches, temperature=1.0)["mismatch_max"]
         bound = self.job.settings.engine.max_logprob_difference
         if largest > bound:

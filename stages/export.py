@@ -17,7 +17,8 @@ from parallel.distributed import barrier, broadcast, is_main, max_over_ranks
 from parallel.hugging_face import expected_tensors, hugging_face_config
 from parallel.hugging_face_files import SHARD_BYTES, WeightFiles, WeightsError, verify, write
 from parallel.hugging_face_weights import fill_weights, forget_weights
-from parallel.policy import Policy, data_rank
+from parallel.packing import Place
+from parallel.policy import Policy
 from parallel.responses import Responses
 from parallel.sample import Sample
 from parallel.vocabulary import HeadLogits
@@ -70,11 +71,11 @@ def export(policy: Policy, output: Path, shard_bytes: int = SHARD_BYTES) -> None
 def probe(policy: Policy) -> list[torch.Tensor]:
     """This rank's part of the logits of some random tokens; none but on the last pipeline stage."""
     draw = np.random.default_rng(0)
-    rank, ranks = data_rank()
-    shape = (PROBES * ranks, 2, PROBE_TOKENS)
+    here = Place.here()
+    shape = (PROBES * here.data, 2, PROBE_TOKENS)
     tokens = draw.integers(policy.settings.vocabulary_size, size=shape, dtype=np.int32)
     samples = [Sample("probe", prompt, response) for prompt, response in tokens]
-    batches = split(samples, rank, ranks, PROBES * 2 * PROBE_TOKENS, replay=False)
+    batches = split(samples, here, PROBES * 2 * PROBE_TOKENS, replay=False)
     return policy.evaluate(batches, _logits)
 
 

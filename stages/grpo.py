@@ -108,6 +108,10 @@ class Expert(OnPolicyStage):
             "gradient_norm": norm,
         }
 
+    def score(self, metrics: dict[str, float]) -> float:
+        """A high reward is good."""
+        return metrics["reward"]
+
     def _add_reference_logprobs(self, batches: list[MicroBatch]) -> None:
         """The reference routes by itself: it is another model than the one that sampled."""
         reference = self.references[self.settings.objective.kl.reference]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import signal
+from pathlib import Path
 from typing import Any, Protocol
 
 from parallel import checkpoints
-from parallel.distributed import is_main, max_over_ranks
-from parallel.files import whole_checkpoints
+from parallel.checkpoint_saver import Saver
+from parallel.distributed import any_rank, is_main
+from parallel.last_word import say_notice
 from parallel.policy import TrainedPolicy
 from stages.metrics import MetricsLog
 from stages.settings import LoopSettings, StageJob
@@ -21,6 +23,9 @@ class TrainingStage(Protocol):
 
     def step(self, step: int) -> dict[str, float]:
         """Do optimizer step `step`, counted from 1; returns its metrics, alike on every rank."""
+
+    def score(self, metrics: dict[str, float]) -> float:
+        """How good the policy of a step is, by the step's metrics; the higher, the better."""
 
     def state(self) -> dict[str, Any]:
         """What a resumed stage needs beside the policy, as JSON."""
@@ -40,28 +45,37 @@ class StageStopped(Exception):
 def train(stage: TrainingStage, job: StageJob, loop: LoopSettings) -> None:
     """Run the stage from its newest whole checkpoint, or from its parent, to its last step."""
     directory = job.directory / "checkpoints"
-    start = _load(stage, job)
+    start = _load(stage, job, directory)
+    saver = Saver(directory, loop.keep_last, loop.keep_best, loop.async_checkpoints)
     log = MetricsLog(job, loop.steps, start) if is_main() else None
     stop = _StopSignal()
     for step in range(start + 1, loop.steps + 1):
         metrics = stage.step(step)
         if log is not None:
             log.write(step, metrics)
-        if not all(math.isfinite(value) for value in metrics.values()):
+        stopping, writing = any_rank(stop.received, saver.writing)
+        finite = all(math.isfinite(value) for value in metrics.values())
+        if not (writing and finite):
+            saver.finish()
+        if not finite:
             raise NotFiniteError(_not_finite(job, step, metrics))
-        stopping = stop.requested()
         if stopping or step % loop.checkpoint_every == 0 or step == loop.steps:
-            checkpoints.save(stage.policy, directory, step, stage.state(), loop.keep_last)
+            saver.begin(stage.policy, step, stage.state(), stage.score(metrics))
         if stopping and step < loop.steps:
+            saver.finish()
             raise StageStopped(f"{job.stage} saved step {step} and stopped")
+    saver.finish()
     if log is not None:
         log.close()
 
 
-def _load(stage: TrainingStage, job: StageJob) -> int:
-    saved = whole_checkpoints(job.directory / "checkpoints")
+def _load(stage: TrainingStage, job: StageJob, directory: Path) -> int:
+    saved, faults = checkpoints.newest_whole(directory)
+    if faults and is_main():
+        origin = saved.name if saved else job.parent or "the beginning"
+        say_notice(f"{'; '.join(faults)}; {job.stage} goes on from {origin}")
     if saved:
-        state = checkpoints.load_training(stage.policy, saved[-1].path)
+        state = checkpoints.load_training(stage.policy, saved)
         stage.restore(state)
         return state["step"]
     if job.parent is not None:
@@ -82,11 +96,8 @@ class _StopSignal:
     """SIGTERM on any rank stops all of them after the same step."""
 
     def __init__(self) -> None:
-        self._received = False
+        self.received = False
         signal.signal(signal.SIGTERM, self._receive)
 
     def _receive(self, *_: object) -> None:
-        self._received = True
-
-    def requested(self) -> bool:
-        return max_over_ranks(float(self._received)) > 0
+        self.received = True

@@ -9,7 +9,8 @@ from typing import Any
 from parallel import batch
 from parallel.batch import MicroBatch
 from parallel.distributed import broadcast, is_main
-from parallel.policy import TrainedPolicy, data_rank
+from parallel.packing import Place
+from parallel.policy import TrainedPolicy
 from parallel.sample import Sample
 from stages.agreement import MismatchError, measure_mismatch
 from stages.metrics import token_efficiency
@@ -57,10 +58,14 @@ class OnPolicyStage(ABC):
     def update(self, samples: list[Sample], batches: list[MicroBatch]) -> dict[str, float]:
         """One optimizer step on `batches`, this rank's share of `samples`."""
 
+    @abstractmethod
+    def score(self, metrics: dict[str, float]) -> float:
+        """How good the policy of a step is, by the step's metrics; the higher, the better."""
+
     def split(self, samples: list[Sample]) -> list[MicroBatch]:
         """This rank's micro-batches of one update."""
         budget = self.loop.micro_batch_tokens
-        return batch.split(samples, *data_rank(), budget, self.replay)
+        return batch.split(samples, Place.here(), budget, self.replay)
 
     def step(self, step: int) -> dict[str, float]:
         """Refit, roll out, hold engine and trainer to the same log-probabilities, and train.

@@ -74,6 +74,12 @@ class LoopSettings(Settings):
     micro_batch_tokens: Positive = 4096
     checkpoint_every: Positive = 20
     keep_last: Positive = 2
+    keep_best: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="how many of the best checkpoints to keep beside the last"
+    )
+    async_checkpoints: bool = Field(
+        default=True, description="write a checkpoint while the training goes on"
+    )
 
 
 class DomainSettings(Settings):

@@ -10,7 +10,8 @@ import torch
 
 from parallel import batch
 from parallel.distributed import broadcast, is_main, sum_over_data
-from parallel.policy import TrainedPolicy, data_rank
+from parallel.packing import Place
+from parallel.policy import TrainedPolicy
 from parallel.responses import Responses
 from parallel.sample import Sample
 from stages.domains.demonstrations import demonstrations
@@ -46,7 +47,7 @@ class ColdStart:
         samples = [sample for domain in self.pools for sample in self._draw(domain, step)]
         totals = Totals(len(samples), sum(len(sample.response) for sample in samples))
         budget = self.settings.cold_start.loop.micro_batch_tokens
-        batches = batch.split(samples, *data_rank(), budget, replay=False)
+        batches = batch.split(samples, Place.here(), budget, replay=False)
 
         def cross_entropy(responses: Responses) -> tuple[torch.Tensor, float]:
             loss = token_mean(-responses.log_probs(), responses.batch.mask, totals)
@@ -63,6 +64,10 @@ class ColdStart:
             "gradient_norm": norm,
             "learning_rate": rate,
         }
+
+    def score(self, metrics: dict[str, float]) -> float:
+        """A low loss is good."""
+        return -metrics["loss"]
 
     def state(self) -> dict[str, Any]:
         """Nothing: what a step trains on follows from its number."""

@@ -23,6 +23,23 @@ from parallel.settings import (
 )
 
 SPREAD = LayoutSettings(ranks=2, expert=2)  # the experts split between two ranks
+MATRIX = {
+    "1 rank": LayoutSettings(),
+    "DP2": LayoutSettings(ranks=2),
+    "TP2": LayoutSettings(ranks=2, tensor=2),
+    "PP2": LayoutSettings(ranks=2, pipeline=2),
+    "VPP2": LayoutSettings(ranks=2, pipeline=2, virtual_pipeline=2),
+    "EP2": LayoutSettings(ranks=2, expert=2),
+    "CP2": LayoutSettings(ranks=2, context=2),
+    "ETP2": LayoutSettings(ranks=2, expert_tensor=2),
+    "TP2 recomputed": LayoutSettings(ranks=2, tensor=2, recompute="full"),
+    "VPP2 recomputed": LayoutSettings(ranks=2, pipeline=2, virtual_pipeline=2, recompute="full"),
+    "CP2 attention recomputed": LayoutSettings(ranks=2, context=2, recompute="attention"),
+    "TP2 EP2 PP2": LayoutSettings(ranks=4, tensor=2, expert=2, pipeline=2),
+    "TP2 CP2 EP2 ETP2": LayoutSettings(ranks=4, tensor=2, context=2, expert=2, expert_tensor=2),
+    "CP2 EP2 VPP2": LayoutSettings(ranks=4, context=2, expert=2, pipeline=2, virtual_pipeline=2),
+    "DP2 TP2 EP2 PP2": LayoutSettings(ranks=8, tensor=2, expert=2, pipeline=2),
+}
 MODEL = ModelSettings(
     vocabulary_size=80,
     hidden_size=32,
@@ -76,15 +93,13 @@ def build(
 
 def batches(drawn: list[Sample], count: int = 1, replay: bool = False, padded: bool = False) -> Any:
     """This rank's micro-batches, `count` or a few more of them."""
-    from megatron.core import parallel_state
-
     from parallel.batch import split
-    from parallel.policy import data_rank
+    from parallel.packing import Place
 
-    context = parallel_state.get_context_parallel_world_size()
-    computed = sum(sample.length for sample in drawn)
-    budget = 4096 if count == 1 else computed // (data_rank()[1] * context * count)
-    return split(drawn, *data_rank(), budget, replay, padded)
+    here = Place.here()
+    read = sum(sample.length for sample in drawn)
+    budget = 4096 if count == 1 else read // (here.data * here.context * count)
+    return split(drawn, here, budget, replay, padded)
 
 
 def cross_entropy(totals: Any, responses: Any) -> tuple[torch.Tensor, float]:
@@ -215,43 +230,6 @@ def train(policy: Any, steps: range) -> Iterator[tuple[float, float]]:
         yield sum(values), policy.step()
 
 
-def resume(layout: LayoutSettings, directory: str, optimizer: OptimizerSettings) -> bool:
-    """Whether training continues bit for bit from a checkpoint."""
-    from parallel import checkpoints
-
-    policy = build(layout, optimizer)
-    list(train(policy, range(3)))
-    saved = checkpoints.save(policy, Path(directory), 3, {"cursor": 7}, keep_last=1)
-    expected = list(train(policy, range(3, 6)))
-    resumed = build(layout, optimizer, seed=1)
-    state = checkpoints.load_training(resumed, saved)
-    same_state = state == {"cursor": 7, "step": 3}
-    same_steps = list(train(resumed, range(3, 6))) == expected
-    pairs = zip(policy.chunks[0].parameters(), resumed.chunks[0].parameters(), strict=True)
-    return same_state and same_steps and all(torch.equal(a, b) for a, b in pairs)
-
-
-def save(layout: LayoutSettings, directory: str, steps: list[int], keep_last: int) -> list[str]:
-    """Names of the whole checkpoints after saving at each of `steps`."""
-    from parallel import checkpoints
-
-    policy = build(layout)
-    for step in steps:
-        checkpoints.save(policy, Path(directory), step, {}, keep_last)
-    return [checkpoint.path.name for checkpoint in whole_checkpoints(Path(directory))]
-
-
-def load(layout: LayoutSettings, checkpoint: str) -> str:
-    """The error that loading a checkpoint gives, or nothing."""
-    from parallel import checkpoints
-
-    try:
-        checkpoints.load_training(build(layout), Path(checkpoint))
-    except checkpoints.CheckpointError as error:
-        return str(error)
-    return ""
-
-
 def held_experts(layout: LayoutSettings) -> set[str]:
     """The global names of the experts' weights that this rank holds."""
     from parallel.model import global_name
@@ -306,6 +284,38 @@ def gradient_of_routing_losses(
     return {"gradient": difference.item(), "tokens": abs(len(hidden) - read)}
 
 
+def low_precision(layout: LayoutSettings) -> dict[str, Any]:
+    """What of a bf16 policy is kept in which precision, and how it learns beside an fp32 one."""
+    low = build(layout, model=MODEL.model_copy(update={"precision": "bf16"}))
+    full = build(layout)
+    router_dtypes = set()
+    for router in low.routers:
+        router.register_forward_hook(lambda _m, _g, output: router_dtypes.add(output[0].dtype))
+    losses = {"low": [], "full": []}
+    for name, policy in (("low", low), ("full", full)):
+        losses[name] = [loss for loss, _ in train(policy, range(1, 6))]
+    parameters = [p for chunk in low.chunks for p in chunk.parameters()]
+    states = [
+        state
+        for part in low.optimizer.chained_optimizers
+        for state in part.optimizer.state.values()
+    ]
+    masters = [
+        parameter
+        for part in low.optimizer.chained_optimizers
+        for group in part.optimizer.param_groups
+        for parameter in group["params"]
+    ]
+    return {
+        "losses": losses,
+        "weights": {p.dtype for p in parameters},
+        "gradients": {p.main_grad.dtype for p in parameters},
+        "masters": {p.dtype for p in masters},
+        "moments": {state["exp_avg"].dtype for state in states},
+        "routing": router_dtypes,
+    }
+
+
 class Toy:
     """The smallest stage: cross-entropy on random samples, with what a test wants to go wrong."""
 
@@ -323,6 +333,9 @@ class Toy:
         loss = float("nan") if step == self.poison_at else loss
         return {**sum_over_data({"loss": loss}), "gradient_norm": norm}
 
+    def score(self, metrics: dict[str, float]) -> float:
+        return -metrics["loss"]
+
     def state(self) -> dict[str, Any]:
         return {}
 
@@ -330,7 +343,9 @@ class Toy:
         assert state["step"] > 0
 
 
-def loop(directory: str, poison_at: int | None, stop_at: int | None) -> tuple[str, list[str]]:
+def loop(
+    directory: str, poison_at: int | None, stop_at: int | None, asynchronous: bool = True
+) -> tuple[str, list[str]]:
     """How the loop ends, and the whole checkpoints that it leaves."""
     from stages.loop import train as run_loop
     from stages.settings import LoggingSettings, LoopSettings, RunSettings, StageJob
@@ -342,8 +357,9 @@ def loop(directory: str, poison_at: int | None, stop_at: int | None) -> tuple[st
         stage="toy", directory=Path(directory), attempt=1, parent=None, settings=settings
     )
     ending = "done"
+    steps = LoopSettings(steps=5, checkpoint_every=2, async_checkpoints=asynchronous)
     try:
-        run_loop(Toy(poison_at, stop_at), job, LoopSettings(steps=5, checkpoint_every=2))
+        run_loop(Toy(poison_at, stop_at), job, steps)
     except Exception as error:
         ending = f"{type(error).__name__}: {error}"
     left = whole_checkpoints(Path(directory) / "checkpoints")

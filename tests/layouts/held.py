@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from cases import batches, build, cross_entropy, samples, train
 
 from parallel.memory import RankMemory
-from parallel.settings import OptimizerSettings
+from parallel.settings import LayoutSettings, OptimizerSettings
 
 
-def held(optimizer: OptimizerSettings) -> tuple[int, RankMemory]:
+def held(layout: LayoutSettings, optimizer: OptimizerSettings) -> tuple[int, RankMemory]:
     """This rank's pipeline rank, and the bytes it holds after its first optimizer step."""
     from megatron.core import parallel_state
 
-    policy = build(optimizer)
+    policy = build(layout, optimizer)
     list(train(policy, range(1)))
-    parameters = list(policy.model.parameters())
-    buffers = policy.ddp.buffers + policy.ddp.expert_parallel_buffers
+    parameters = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
+    buffers = [
+        buffer
+        for module in policy.modules
+        for buffer in module.buffers + module.expert_parallel_buffers
+    ]
     rank = parallel_state.get_pipeline_model_parallel_rank()
     return rank, RankMemory(
         parameters=_bytes(parameters),
@@ -28,13 +33,12 @@ def held(optimizer: OptimizerSettings) -> tuple[int, RankMemory]:
     )
 
 
-def kept_for_backward(tokens: int) -> tuple[int, int]:
+def kept_for_backward(layout: LayoutSettings, tokens: int) -> tuple[int, int]:
     """Tokens of a micro-batch of at most `tokens`, and the bytes its forward pass keeps."""
     from stages.objectives.aggregation import Totals
 
-    policy = build()
-    policy.model.train()
-    batch = batches(samples(tokens // 32), tokens)[0]
+    policy = build(layout)
+    [batch] = batches(samples(tokens // 16))
     kept: list[torch.Tensor] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -42,8 +46,8 @@ def kept_for_backward(tokens: int) -> tuple[int, int]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        cross_entropy(Totals(1, 1), policy.logits(batch), batch)
-    return batch.tokens.numel(), _bytes(kept, besides=policy.model.parameters())
+        policy.accumulate([batch], partial(cross_entropy, Totals(1, 1)), tokens=1)
+    return batch.tokens.numel(), _bytes(kept, besides=policy.chunks[0].parameters())
 
 
 def _optimizer_state(policy: Any) -> Iterable[torch.Tensor]:

@@ -43,7 +43,7 @@ class Ranks:
             pipe.send((layout, function, arguments))
         answers = []
         for rank, pipe in enumerate(self.pipes):
-            assert pipe.poll(300), f"rank {rank} did not answer"
+            assert pipe.poll(120), f"rank {rank} did not answer"
             worked, answer = pipe.recv()
             assert worked, f"rank {rank}:\n{answer}"
             answers.append(answer)

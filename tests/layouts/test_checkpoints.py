@@ -1,39 +1,185 @@
-"""Checkpoints continue bit for bit, are whole or not there, and are refused when damaged."""
+"""Checkpoints: under any layout, whole or not there, held to their checksums."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import checkpoint_cases as cases
+import numpy as np
 import pytest
-from cases import ADAM, SGD, SPREAD, load, resume, save
+from cases import SPREAD
 from conftest import On
+from ranks import Ranks
 
-from parallel.settings import OptimizerSettings
+from parallel.settings import NOTICE_MARK, LayoutSettings
+
+ONE = LayoutSettings()
+DATA = LayoutSettings(ranks=2)
+TENSOR = LayoutSettings(ranks=2, tensor=2)
+PIPELINE = LayoutSettings(ranks=2, pipeline=2)
+VIRTUAL = LayoutSettings(ranks=2, pipeline=2, virtual_pipeline=2)
+CONTEXT = LayoutSettings(ranks=2, context=2)
+EXPERTS = SPREAD
+SPLIT_EXPERTS = LayoutSettings(ranks=2, expert_tensor=2)
+TENSOR_EXPERTS = LayoutSettings(ranks=2, tensor=2, expert=2)
+EXPERTS_PIPELINE = LayoutSettings(ranks=4, expert=2, pipeline=2)
+
+# What saves and what goes on.
+PAIRS = {
+    "DP2_to_DP1": (DATA, ONE),
+    "DP1_to_DP2": (ONE, DATA),
+    "EP2_to_EP1": (EXPERTS, ONE),
+    "EP1_to_EP2": (ONE, EXPERTS),
+    "EP2_to_DP2": (EXPERTS, DATA),
+    "TP2_to_TP1": (TENSOR, ONE),
+    "TP1_to_TP2": (ONE, TENSOR),
+    "PP2_to_PP1": (PIPELINE, ONE),
+    "PP1_to_PP2": (ONE, PIPELINE),
+    "PP2_to_VPP2": (PIPELINE, VIRTUAL),
+    "VPP2_to_TP2": (VIRTUAL, TENSOR),
+    "CP2_to_PP2": (CONTEXT, PIPELINE),
+    "ETP2_to_EP2": (SPLIT_EXPERTS, EXPERTS),
+    "TP2EP2_to_EP2PP2": (TENSOR_EXPERTS, EXPERTS_PIPELINE),
+}
+SAME = {
+    "DP2": DATA,
+    "EP2": EXPERTS,
+    "VPP2": VIRTUAL,
+    "TP2EP2": TENSOR_EXPERTS,
+}
+OTHER_KINDS = [("adam", "adam_distributed"), ("adam_distributed", "adam")]
 
 
-@pytest.mark.parametrize("optimizer", [ADAM, SGD], ids=["adam", "sgd"])
-def test_training_resumes_bit_for_bit(optimizer: OptimizerSettings, on: On, tmp_path: Path) -> None:
-    assert on(SPREAD, resume, SPREAD, str(tmp_path), optimizer) == [True, True]
+@pytest.fixture(scope="module")
+def expected(on: On) -> dict[str, dict[str, Any]]:
+    """What one rank that never stops arrives at, with each kind of optimizer."""
+    return {kind: on(ONE, cases.never_stop, kind)[0] for kind in cases.KINDS}
 
 
-def test_only_the_newest_are_kept_and_unfinished_ones_are_not_seen(on: On, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", cases.KINDS)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_training_goes_on_under_another_layout(
+    pair: str, kind: str, expected: dict[str, Any], on: On, tmp_path: Path
+) -> None:
+    saved, resumed = PAIRS[pair]
+    directories = [str(tmp_path / name) for name in ("saved", "again")]
+    on(saved, cases.begin, saved, kind, directories[0])
+    check(on(resumed, cases.go_on, resumed, kind, *directories), expected[kind])
+    assert on(ONE, cases.hold_the_same, directories) == [True]
+
+
+@pytest.mark.parametrize(("saved", "resumed"), OTHER_KINDS)
+def test_training_goes_on_with_the_optimizer_split_or_whole(
+    saved: str, resumed: str, expected: dict[str, Any], on: On, tmp_path: Path
+) -> None:
+    directories = [str(tmp_path / name) for name in ("saved", "again")]
+    on(EXPERTS, cases.begin, EXPERTS, saved, directories[0])
+    check(on(DATA, cases.go_on, DATA, resumed, *directories), expected[resumed])
+    assert on(ONE, cases.hold_the_same, directories) == [True]
+
+
+def check(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    for rank in found:
+        assert rank["rate"] == expected["rate"]
+        assert np.abs(np.subtract(rank["losses"], expected["losses"])).max() < 1e-5
+        assert cases.largest_difference(rank["weights"], expected["weights"]) < 1e-5
+
+
+@pytest.mark.parametrize("kind", cases.KINDS)
+@pytest.mark.parametrize("layout", SAME.values(), ids=SAME)
+def test_training_resumes_bit_for_bit(
+    layout: LayoutSettings, kind: str, on: On, tmp_path: Path
+) -> None:
+    assert on(layout, cases.resumes_bit_for_bit, layout, kind, str(tmp_path)) == [True, True]
+
+
+@pytest.mark.parametrize("kind", cases.KINDS)
+@pytest.mark.parametrize("layout", [DATA, EXPERTS], ids=["DP2", "EP2"])
+def test_what_is_saved_is_what_was_there_when_it_began(
+    layout: LayoutSettings, kind: str, on: On, tmp_path: Path
+) -> None:
+    for found in on(layout, cases.training_does_not_leak, layout, kind, str(tmp_path)):
+        assert found == dict.fromkeys(found, True)
+
+
+def test_the_newest_and_the_best_are_kept_and_leftovers_removed(on: On, tmp_path: Path) -> None:
     (tmp_path / "tmp_step_9").mkdir()
     (tmp_path / "step_8").mkdir()  # no checksums: somebody stopped a copy of it
-    names = on(SPREAD, save, SPREAD, str(tmp_path), [2, 4, 10], 2)
-    assert names == [["step_4", "step_10"]] * 2
+    scores = {2: 0.1, 4: 0.9, 6: 0.3, 10: 0.2}
+    assert on(SPREAD, cases.retain, str(tmp_path), scores, 1, 1) == [["step_4", "step_10"]] * 2
+    assert {path.name for path in tmp_path.iterdir()} == {"step_4", "step_8", "step_10"}
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
-def test_a_damaged_checkpoint_is_named(damage: str, on: On, tmp_path: Path) -> None:
-    on(SPREAD, save, SPREAD, str(tmp_path), [1], 1)
-    victim = max((tmp_path / "step_1").glob("*.distcp"), key=lambda path: path.stat().st_size)
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_failed_write_fails_every_rank_and_leaves_nothing(
+    full: int, on: On, tmp_path: Path
+) -> None:
+    found = on(SPREAD, cases.save_on_a_full_disk, str(tmp_path), full)
+    assert found[0] == found[1]
+    message, left = found[0]
+    assert message.startswith(f"cannot write {tmp_path / 'tmp_step_2'} (")
+    assert not left
+    assert [path.name for path in tmp_path.iterdir()] == ["step_3"]
+
+
+def test_a_rank_killed_while_it_writes_leaves_nothing_with_a_name(on: On, tmp_path: Path) -> None:
+    doomed = Ranks(2)
+    with pytest.raises(AssertionError, match="by peer"):
+        doomed(SPREAD, cases.die_while_writing, str(tmp_path), 1)
+    doomed.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "tmp_step_2"]
+    assert on(SPREAD, cases.load_weights, str(tmp_path / "step_1")) == ["", ""]
+
+
+DAMAGES = ["flip", "truncate", "remove", "no_checksums", "half_checksums"]
+
+
+def damage(checkpoint: Path, how: str) -> Path:
+    """Do to a checkpoint what disks and people do; returns the file."""
+    victim = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    if "checksums" in how:
+        victim = checkpoint / "checksums.json"
     content = bytearray(victim.read_bytes())
-    if damage == "flip":
+    if how == "flip":
         content[len(content) // 2] ^= 1
-    if damage == "remove":
+        victim.write_bytes(content)
+    elif how in ("remove", "no_checksums"):
         victim.unlink()
     else:
-        victim.write_bytes(content if damage == "flip" else content[:-1])
-    for message in on(SPREAD, load, SPREAD, str(tmp_path / "step_1")):
-        assert str(victim) in message
-        assert "damaged checkpoint" in message
+        victim.write_bytes(content[: len(content) // 2])
+    return victim
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_stage_goes_on_from_the_checkpoint_before_a_damaged_one(
+    how: str, on: On, tmp_path: Path
+) -> None:
+    on(SPREAD, cases.loop_and_listen, str(tmp_path))
+    checkpoints = tmp_path / "checkpoints"
+    victim = damage(checkpoints / "step_5", how)
+    main, other = on(SPREAD, cases.loop_and_listen, str(tmp_path))
+    assert main[:2] == other[:2] == ("done", ["step_4", "step_5"])
+    assert main[2].startswith(f"{NOTICE_MARK}damaged checkpoint: {victim} ")
+    assert "put aside as damaged_step_5; toy goes on from step_4\n" in main[2]
+    assert other[2] == ""
+    assert (checkpoints / "damaged_step_5").is_dir()
+
+
+def test_a_stage_with_no_whole_checkpoint_starts_again(on: On, tmp_path: Path) -> None:
+    on(SPREAD, cases.loop_and_listen, str(tmp_path))
+    damage(tmp_path / "checkpoints" / "step_5", "flip")
+    damage(tmp_path / "checkpoints" / "step_4", "remove")
+    (ending, left, heard), _ = on(SPREAD, cases.loop_and_listen, str(tmp_path))
+    assert (ending, left) == ("done", ["step_4", "step_5"])
+    assert "damaged_step_5; damaged checkpoint:" in heard
+    assert "goes on from the beginning" in heard
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_another_stages_damaged_checkpoint_is_an_error(how: str, on: On, tmp_path: Path) -> None:
+    on(SPREAD, cases.begin, SPREAD, "sgd", str(tmp_path))
+    victim = damage(tmp_path / "step_3", how)
+    for message in on(SPREAD, cases.load_weights, str(tmp_path / "step_3")):
+        assert message.startswith(f"damaged checkpoint: {victim} ")
+        assert f"remove {tmp_path / 'step_3'} and resume the run" in message

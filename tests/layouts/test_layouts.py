@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from cases import (
+    MATRIX,
     SPREAD,
     differences,
     gradient_of_routing_losses,
     held_experts,
+    low_precision,
     reference,
     replayed_routing,
 )
@@ -18,29 +21,7 @@ from conftest import On
 from parallel.settings import LayoutSettings, RoutingLossSettings
 
 LOSSES = RoutingLossSettings(load_balance=0.1, z_loss=0.01)
-MATRIX = {
-    "1 rank": {},
-    "DP2": {"ranks": 2},
-    "TP2": {"ranks": 2, "tensor": 2},
-    "PP2": {"ranks": 2, "pipeline": 2},
-    "VPP2": {"ranks": 2, "pipeline": 2, "virtual_pipeline": 2},
-    "EP2": {"ranks": 2, "expert": 2},
-    "CP2": {"ranks": 2, "context": 2},
-    "ETP2": {"ranks": 2, "expert_tensor": 2},
-    "TP2 recomputed": {"ranks": 2, "tensor": 2, "recompute": "full"},
-    "VPP2 recomputed": {"ranks": 2, "pipeline": 2, "virtual_pipeline": 2, "recompute": "full"},
-    "CP2 attention recomputed": {"ranks": 2, "context": 2, "recompute": "attention"},
-    "TP2 EP2 PP2": {"ranks": 4, "tensor": 2, "expert": 2, "pipeline": 2},
-    "TP2 CP2 EP2 ETP2": {"ranks": 4, "tensor": 2, "context": 2, "expert": 2, "expert_tensor": 2},
-    "CP2 EP2 VPP2": {
-        "ranks": 4,
-        "context": 2,
-        "expert": 2,
-        "pipeline": 2,
-        "virtual_pipeline": 2,
-    },
-    "DP2 TP2 EP2 PP2": {"ranks": 8, "tensor": 2, "expert": 2, "pipeline": 2},
-}
+ONE_DEVICE = [pytest.param("1 rank", marks=pytest.mark.one_device)]
 
 
 @pytest.fixture(scope="session")
@@ -51,11 +32,11 @@ def one_process(on: On, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("name", MATRIX)
+@pytest.mark.parametrize("name", [*ONE_DEVICE, *list(MATRIX)[1:]])
 def test_loss_and_gradients_do_not_know_the_layout(name: str, on: On, one_process: Path) -> None:
     """SFT, GSPO with KL, and distillation; packed and padded; cut in one and in four or more;
     routed freely and replayed; with the routers' losses."""
-    layout = LayoutSettings(**MATRIX[name])
+    layout = MATRIX[name]
     counts = set()
     for rank in on(layout, differences, layout, str(one_process), LOSSES):
         for found in rank:
@@ -80,8 +61,24 @@ def test_replay_changes_the_experts_and_keeps_the_routers_gradient(on: On) -> No
         assert found["router_gradient"] > 0.0
 
 
+@pytest.mark.one_device
 def test_routing_losses_have_the_gradient_of_their_definition(on: On) -> None:
     """Against the formulas of the specification, written out in float64 for one router."""
     layout = LayoutSettings()
     [errors] = on(layout, gradient_of_routing_losses, layout, LOSSES)
     assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("name", [*ONE_DEVICE, "TP2", "VPP2"])
+def test_low_precision_keeps_what_must_be_exact(name: str, distributed: bool, on: On) -> None:
+    layout = MATRIX[name].model_copy(update={"distributed_optimizer": distributed})
+    low, full = 0.0, 0.0
+    for found in on(layout, low_precision, layout):
+        assert found["weights"] == {torch.bfloat16}
+        for kept in ("gradients", "masters", "moments", "routing"):
+            assert found[kept] == {torch.float32}, kept
+        low += sum(found["losses"]["low"])
+        full += sum(found["losses"]["full"])
+    assert low == pytest.approx(full, rel=0.01)
+    assert low != full

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from cases import SPREAD, loop
 from conftest import On
 
@@ -14,10 +15,14 @@ def steps(directory: Path) -> list[int]:
     return [json.loads(line)["step"] for line in lines]
 
 
-def test_it_saves_at_its_cadence_and_at_the_end(on: On, tmp_path: Path) -> None:
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_it_saves_at_its_cadence_and_at_the_end(asynchronous: bool, on: On, tmp_path: Path) -> None:
     expected = ("done", ["step_4", "step_5"])
-    assert on(SPREAD, loop, str(tmp_path), None, None) == [expected] * 2
+    assert on(SPREAD, loop, str(tmp_path), None, None, asynchronous) == [expected] * 2
     assert steps(tmp_path) == [1, 2, 3, 4, 5]
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    state = json.loads((tmp_path / "checkpoints" / "step_5" / "state.json").read_text())
+    assert state == {"step": 5, "score": -last["loss"]}
     # A finished stage that is started again does nothing.
     assert on(SPREAD, loop, str(tmp_path), 5, None) == [expected] * 2
     assert steps(tmp_path) == [1, 2, 3, 4, 5]

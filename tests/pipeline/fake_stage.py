@@ -65,6 +65,12 @@ def speak_without_a_log(job: dict, rank: int) -> None:
     sys.exit(1)
 
 
+def warn_and_work(job: dict, rank: int) -> None:
+    descriptor = int(os.environ["BRAID_LAST_WORD_DESCRIPTOR"])
+    os.write(descriptor, b"braid-notice: step_5 is damaged\nbraid-notice: it took step_4\n")
+    work(job, rank)
+
+
 def say_why(job: dict, rank: int) -> None:
     print(f"a long traceback\n{sys.argv[3]}domain chain_sum has no prompts")
     sys.exit(1)
@@ -103,6 +109,7 @@ ACTIONS = {
         say_why,
         leave_early,
         speak_without_a_log,
+        warn_and_work,
         lose_the_other,
         be_killed,
         hang,

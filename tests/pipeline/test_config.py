@@ -146,17 +146,6 @@ def test_what_every_rank_and_every_update_needs(config: Path) -> None:
     load(config, [*several, "layout={ranks: 8, tensor: 2, pipeline: 2}"])
 
 
-@pytest.mark.parametrize("stage", ["cold_start", "experts.sums", "merge"])
-def test_only_adam_is_split_over_ranks(config: Path, stage: str) -> None:
-    sgd = f"{stage}.optimizer.algorithm=sgd"
-    assert faults(config, sgd) == [
-        f"command line: {stage}.optimizer.algorithm: sgd cannot be split over ranks: "
-        "megatron-core's distributed optimizer has only Adam; set layout.distributed_optimizer to "
-        "false"
-    ]
-    load(config, [sgd, "layout.distributed_optimizer=false"])
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import signal
@@ -37,10 +38,11 @@ def go(
     settings: RunSettings,
     actions: dict[str, dict[str, str]] | None = None,
     engine: str = "wait",
+    console: Console | None = None,
 ) -> None:
     with run.lock():
         programs = fake_programs(actions or {}, engine)
-        run_stages(run, settings, Console(quiet=True), programs)
+        run_stages(run, settings, console or Console(quiet=True), programs)
 
 
 def states(run: RunDirectory, settings: RunSettings) -> list[str]:
@@ -158,6 +160,22 @@ def test_the_stage_s_own_reason_is_shown_alone(run: RunDirectory, settings: RunS
     assert "cold_start failed: domain chain_sum has no prompts\n" in str(caught.value)
     assert "|" not in str(caught.value)
     assert Ledger(run.ledger).events()[-1].cause == "domain chain_sum has no prompts"
+
+
+def test_what_a_stage_wants_known_is_shown_and_kept(
+    run: RunDirectory, settings: RunSettings
+) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    go(run, settings, {"merge": {"1": "warn_and_work"}}, console=console)
+    said = [line for line in console.file.getvalue().splitlines() if "step_" in line]
+    assert said == ["[4/6] merge  step_5 is damaged", "[4/6] merge  it took step_4"]
+    kept = [event for event in Ledger(run.ledger).events() if event.stage == "merge"]
+    assert [(event.state, event.cause) for event in kept] == [
+        ("running", "from the start"),
+        ("running", "step_5 is damaged"),
+        ("running", "it took step_4"),
+        ("done", "finished"),
+    ]
 
 
 def full_disk(*_: object) -> NoReturn:

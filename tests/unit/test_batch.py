@@ -5,8 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from parallel.batch import ROW_TOKENS, collate, split
+from parallel.attention import _grids
+from parallel.batch import collate, split
+from parallel.device import device
+from parallel.packing import Place
 from parallel.sample import Sample
+
+CONTEXTS = [[Place()], [Place(context=2, context_rank=rank, tensor=2) for rank in range(2)]]
+CONTEXTS.append([Place(context=4, context_rank=rank, tensor=3) for rank in range(4)])
 
 
 def samples(count: int, seed: int, longest: int = 30) -> list[Sample]:
@@ -28,48 +34,74 @@ def samples(count: int, seed: int, longest: int = 30) -> list[Sample]:
     return made
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_micro_batch_holds_every_sequence_whole_and_apart(seed: int) -> None:
-    drawn = samples(40, seed)
-    batch = collate(drawn, replay=True)
-    rows, width = batch.tokens.shape
-    assert width == ROW_TOKENS
-    assert rows * width < 1.3 * sum(sample.length for sample in drawn)
-    assert batch.routes is not None
-    routes = batch.routes.view(3, width, rows, 2)
-    for index, sample in enumerate(drawn):
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("places", CONTEXTS, ids=["whole", "context 2", "context 4"])
+def test_the_ranks_of_a_row_hold_every_sequence_whole_and_apart(
+    places: list[Place], padded: bool
+) -> None:
+    drawn = samples(40, seed=len(places), longest=200)
+    parts = [collate(drawn, place, replay=True, padded=padded) for place in places]
+    row = parts[0].row
+    assert row.tokens % places[0].row == 0
+    tokens, routes = np.full(row.tokens, -1), np.full((row.tokens, 3, 2), -1)
+    positions = np.full(row.tokens, -1)
+    for part in parts:
+        assert len(part.row.own) == row.tokens // len(places)
+        tokens[part.row.own] = part.tokens[0].numpy()
+        positions[part.row.own] = part.positions[0].numpy()
+        assert part.row.routes is not None
+        routes[part.row.own] = part.row.routes.numpy().transpose(1, 0, 2)
+    predicted = np.zeros(parts[0].mask.shape, int)
+    for part in parts:
+        np.add.at(predicted.reshape(-1), part.place.numpy(), 1)
+    assert np.array_equal(predicted, parts[0].mask.numpy().astype(int))  # each by one rank
+    for index, (sample, start) in enumerate(zip(drawn, row.starts, strict=False)):
+        own = slice(start, start + sample.length)
+        whole = [*sample.prompt, *sample.response]
+        assert tokens[own].tolist() == whole[:-1]
+        assert positions[own].tolist() == list(range(sample.length))
+        assert np.array_equal(routes[own], sample.routes)
         count = len(sample.response)
-        row, last = divmod(int(batch.position[index, count - 1]), width)
-        first = last - sample.length + 1
-        whole = np.concatenate([sample.prompt, sample.response])
-        assert batch.tokens[row, first : last + 1].tolist() == whole[:-1].tolist()
-        assert batch.positions[row, first : last + 1].tolist() == list(range(sample.length))
-        seen = batch.attention[row, 0, last].nonzero().flatten().tolist()
-        assert seen == list(range(first, last + 1))
-        assert batch.targets[index, :count].tolist() == sample.response.tolist()
-        assert batch.mask[index].sum() == count
-        assert np.allclose(batch.engine_logprobs[index, :count], sample.logprobs)
-        assert sample.routes is not None
-        found = routes[:, first : last + 1, row].numpy()
-        assert np.array_equal(found, sample.routes.transpose(1, 0, 2))
+        assert parts[0].targets[index, :count].tolist() == sample.response.tolist()
+        assert parts[0].mask[index].sum() == count
+        assert np.allclose(parts[0].engine_logprobs[index, :count], sample.logprobs)
 
 
-def test_a_long_sequence_widens_the_rows() -> None:
-    drawn = samples(3, 0, longest=200)
-    batch = collate(drawn, replay=False)
-    assert batch.tokens.shape[1] == max(ROW_TOKENS, *(sample.length for sample in drawn))
-    assert batch.routes is None
+def test_packing_computes_little_but_the_samples() -> None:
+    drawn = samples(40, 0)
+    real = sum(sample.length for sample in drawn)
+    assert collate(drawn, Place(), replay=False).row.tokens == real
+    assert collate(drawn, Place(context=2, tensor=2), replay=False).row.tokens < 1.15 * real
 
 
-def test_every_token_sees_something() -> None:
-    assert collate(samples(7, 1), replay=False).attention.any(-1).all()
+@pytest.mark.parametrize("places", CONTEXTS, ids=["whole", "context 2", "context 4"])
+def test_every_token_sees_its_own_sequence_up_to_itself(places: list[Place]) -> None:
+    drawn = samples(12, 3, longest=150)
+    gathered = np.concatenate([collate(drawn, place, False).row.own for place in places])
+    for place in places:
+        row = collate(drawn, place, replay=False).row
+        grids, back = _grids(row, place, device())
+        seen: list[list[int]] = []
+        for grid in grids:
+            for line in range(grid.queries.shape[0]):
+                for column in range(grid.queries.shape[1]):
+                    sees = np.arange(grid.keys.shape[1]) <= column
+                    if grid.sees is not None:
+                        sees = grid.sees[line, 0, column].numpy()
+                    seen.append(gathered[grid.keys[line].numpy()[sees]].tolist())
+        for local, index in enumerate(row.own):
+            start = row.starts[np.searchsorted(row.starts, index, side="right") - 1]
+            assert seen[int(back[local])] == list(range(start, index + 1))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("budget", [64, 300, 10_000])
 def test_ranks_share_the_samples_and_run_alike_many_passes(ranks: int, budget: int) -> None:
     drawn = samples(60, 2)
-    parts = [split(drawn, rank, ranks, budget, replay=False) for rank in range(ranks)]
+    parts = [
+        split(drawn, Place(data=ranks, data_rank=rank), budget, replay=False)
+        for rank in range(ranks)
+    ]
     assert len({len(part) for part in parts}) == 1
     held = [sample.domain for part in parts for batch in part for sample in batch.samples]
     assert sorted(held) == sorted(sample.domain for sample in drawn)
@@ -78,10 +110,19 @@ def test_ranks_share_the_samples_and_run_alike_many_passes(ranks: int, budget: i
 
 
 def test_a_budget_below_one_sample_gives_one_sample_a_pass() -> None:
-    parts = split(samples(6, 3), 0, 1, token_budget=1, replay=False)
+    parts = split(samples(6, 3), Place(), token_budget=1, replay=False)
     assert [len(part.samples) for part in parts] == [1] * 6
 
 
-def test_too_few_samples_are_said_to_be_too_few() -> None:
-    with pytest.raises(ValueError, match="2 samples are too few for 3 ranks"):
-        split(samples(2, 0), 0, 3, 100, replay=False)
+def test_an_interleaved_pipeline_gets_whole_rounds() -> None:
+    parts = split(samples(5, 3), Place(round=4), token_budget=1, replay=False)
+    assert sorted(len(part.samples) for part in parts) == [0, 0, 0, 1, 1, 1, 1, 1]
+
+
+def test_a_rank_without_samples_keeps_step_with_padding() -> None:
+    [part] = split(samples(2, 0), Place(data=3, data_rank=2, tensor=2), 100, replay=True)
+    assert part.samples == []
+    assert part.mask.shape == (0, 1)
+    assert part.row.tokens == 2
+    assert not part.row.real.any()
+    assert part.row.routes is None

@@ -1,4 +1,4 @@
-"""Model families in Hugging Face's terms: what a person may set, and what transformers makes of it."""
+"""Model families in Hugging Face's terms: what a person may set, and what comes of it."""
 
 from __future__ import annotations
 

@@ -103,7 +103,9 @@ def test_what_is_not_finite_is_named(poison: float, tmp_path: Path) -> None:
     tensors = drawn()
     tensors["last"][1, 1] = poison
     digests = write(tmp_path, EXPECTED, tensors.items(), SHARD_BYTES)
-    with pytest.raises(WeightsError, match="model-00003-of-00003.safetensors: last has NaN or inf"):
+    with pytest.raises(
+        WeightsError, match=r"model-00003-of-00003\.safetensors: last has NaN or inf"
+    ):
         verify(tmp_path, EXPECTED, digests)
 
 

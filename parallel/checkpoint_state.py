@@ -1,0 +1,138 @@
+"""What a checkpoint holds of a policy, under names and shapes that no layout knows.
+
+Weights stand under the model's own names and the optimizer's tensors under
+`optimizer.state.NAME.WEIGHT`, whole, whether the optimizer is plain or distributed. Everything else
+that an optimizer holds (rates, decays, betas) is the configuration's and is not read back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import (
+    dict_list_map_inplace,
+    nested_items_iter,
+    nested_values,
+)
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch import distributed as dist
+
+from parallel.policy import Policy, TrainedPolicy
+
+# Asks megatron-core for the form of its state that any other layout can load. It is given copies,
+# since it writes its process groups into them.
+METADATA = MappingProxyType(
+    {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+    }
+)
+
+State = dict[Any, Any]
+
+
+def weights(policy: Policy) -> State:
+    """This rank's shards of the model."""
+    return {
+        number: chunk.sharded_state_dict(metadata=dict(METADATA))
+        for number, chunk in enumerate(policy.chunks)
+    }
+
+
+def restore_weights(policy: Policy, loaded: State) -> None:
+    """Take loaded weights, also into the optimizer's own copies of them."""
+    for number, chunk in enumerate(policy.chunks):
+        chunk.load_state_dict(loaded[number], strict=True)
+    policy.weights_changed()
+
+
+def optimizer(policy: TrainedPolicy, loading: bool) -> State:
+    """This rank's shards of the optimizer's tensors; the rest stays as it is here."""
+    parts = policy.optimizer.chained_optimizers
+    for part in parts:
+        _materialise(part.optimizer)
+    # A distributed optimizer that loads does without gathering its state first. A plain one would
+    # call megatron-core's own materialisation, which knows no SGD.
+    spare = loading and isinstance(parts[0], DistributedOptimizer)
+    model = weights(policy)
+    state = policy.optimizer.sharded_state_dict(model, is_loading=spare, metadata=dict(METADATA))
+    _name_masters(state, model, loading)
+    return dict_list_map_inplace(_only_shards, state)
+
+
+def restore_optimizer(policy: TrainedPolicy, loaded: State, updates: int) -> None:
+    """Take loaded tensors and go on after so many updates, at the rates of our own schedule."""
+    policy.optimizer.load_state_dict(loaded)
+    for group in policy.optimizer.param_groups:
+        if "betas" in group:  # Adam counts its updates
+            group["step"] = updates
+    policy.schedule.num_steps = updates
+    policy.schedule.step(0)
+
+
+def random_numbers() -> ShardedObject:
+    """The states of this rank's random generators, which only the same layout can take back."""
+    states = {"torch": torch.get_rng_state(), "megatron": get_cuda_rng_tracker().get_states()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return ShardedObject("random_numbers", states, (dist.get_world_size(),), (dist.get_rank(),))
+
+
+def restore_random_numbers(states: State) -> None:
+    """Take back what `random_numbers` gave to a rank of the same number."""
+    torch.set_rng_state(states["torch"])
+    get_cuda_rng_tracker().set_states(states["megatron"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def _materialise(optimizer: torch.optim.Optimizer) -> None:
+    """Give every parameter its optimizer state, as its first step would.
+
+    megatron-core reads and fills that state by its structure, and cannot create momentum buffers.
+    """
+    names = ("exp_avg", "exp_avg_sq") if "betas" in optimizer.defaults else ("momentum_buffer",)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            for name in names:
+                if state.get(name) is None:
+                    state[name] = torch.zeros_like(parameter)
+
+
+def _name_masters(state: State, model: State, loading: bool) -> None:
+    """Give the distributed optimizer's master weights the names of the plain optimizer's.
+
+    The plain one keeps an fp32 copy of 16-bit weights only; an fp32 weight is its own master. So
+    the distributed one's copy of that is not written, and is read from the weight.
+    """
+    prefix = "optimizer.state.param."
+    kinds = {shard.key: shard.data.dtype for shard in nested_values(model) if _is_weight(shard)}
+    for entry, name, shard in list(nested_items_iter(state)):
+        if name != "param":
+            continue
+        weight = shard.key.removeprefix(prefix)
+        if kinds[weight] != torch.float32:
+            entry[name] = replace(shard, key=f"optimizer.state.fp32_param.{weight}")
+        elif loading:
+            entry[name] = replace(shard, key=weight)
+        else:
+            del entry[name]
+
+
+def _is_weight(shard: Any) -> bool:
+    return isinstance(shard, ShardedBase) and torch.is_tensor(shard.data)
+
+
+def _only_shards(value: Any) -> Any:
+    """Leave out of a checkpoint, and take from here when loading, all that is not a shard."""
+    if isinstance(value, ShardedBase | LocalNonpersistentObject):
+        return value
+    return LocalNonpersistentObject(value)

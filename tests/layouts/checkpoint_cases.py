@@ -1,0 +1,262 @@
+"""What the ranks run to try out checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from cases import SGD, SPREAD, build, loop, train
+
+from parallel.files import whole_checkpoints
+from parallel.settings import LAST_WORD, LayoutSettings, OptimizerSettings
+
+# Adam divides small gradients by their own size: what layouts round differently, it makes larger in
+# proportion to its rate. A lost moment still shows a hundred times above the bound.
+ADAM = OptimizerSettings(learning_rate=2e-3, warmup_steps=2, decay="cosine")
+STEPS = 3  # before a checkpoint, and again after it
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a policy is optimized."""
+
+    settings: OptimizerSettings
+    distributed: bool = False
+
+    def build(self, layout: LayoutSettings, seed: int = 0) -> Any:
+        layout = layout.model_copy(update={"distributed_optimizer": self.distributed})
+        return build(layout, self.settings, seed)
+
+
+KINDS = {
+    "adam_distributed": Kind(ADAM, distributed=True),
+    "adam": Kind(ADAM),
+    "sgd": Kind(SGD),
+}
+
+
+def begin(layout: LayoutSettings, kind: str, directory: str) -> None:
+    """Train a few steps and save."""
+    policy = KINDS[kind].build(layout)
+    list(train(policy, range(STEPS)))
+    save(policy, Path(directory), STEPS, {"cursor": 7})
+
+
+def go_on(layout: LayoutSettings, kind: str, directory: str, again: str) -> dict[str, Any]:
+    """What a few steps more bring, from a checkpoint, which is first saved again as it was read."""
+    from parallel import checkpoints
+
+    policy = KINDS[kind].build(layout, seed=1)
+    found, faults = checkpoints.newest_whole(Path(directory))
+    state = checkpoints.load_training(policy, found)
+    assert (faults, state) == ([], {"cursor": 7, "step": STEPS, "score": None})
+    save(policy, Path(again), STEPS, {})
+    return {"rate": policy.learning_rate, **trained(policy, range(STEPS, 2 * STEPS))}
+
+
+def hold_the_same(directories: list[str]) -> bool:
+    """Whether checkpoints hold the same tensors under the same names, bit for bit."""
+    from megatron.core import dist_checkpointing
+
+    found = []
+    for directory in directories:
+        values = dist_checkpointing.load_plain_tensors(f"{directory}/step_{STEPS}")
+        found.append({name: value for name, value in values.items() if torch.is_tensor(value)})
+    one, other = found
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def never_stop(kind: str) -> dict[str, Any]:
+    """What it should have brought."""
+    policy = KINDS[kind].build(LayoutSettings())
+    list(train(policy, range(STEPS)))
+    return {"rate": policy.learning_rate, **trained(policy, range(STEPS, 2 * STEPS))}
+
+
+def trained(policy: Any, steps: range) -> dict[str, Any]:
+    from parallel.distributed import sum_over_data
+
+    losses = [sum_over_data({"loss": loss})["loss"] for loss, _ in train(policy, steps)]
+    return {"losses": losses, "weights": {n: t.float().numpy().copy() for n, t in policy.weights()}}
+
+
+def save(policy: Any, directory: Path, step: int, state: dict[str, Any], **saver: Any) -> None:
+    from parallel.checkpoint_saver import Saver
+
+    saver = Saver(directory, asynchronous=False, **saver)
+    saver.begin(policy, step, state)
+
+
+def resumes_bit_for_bit(layout: LayoutSettings, kind: str, directory: str) -> bool:
+    """Whether training continues from a checkpoint as if it had not stopped, random numbers too."""
+    from parallel import checkpoints
+
+    torch.use_deterministic_algorithms(True)
+    policy = KINDS[kind].build(layout)
+    list(train(policy, range(STEPS)))
+    save(policy, Path(directory), STEPS, {})
+    expected = [*train(policy, range(STEPS, 2 * STEPS)), torch.rand(1).item()]
+    resumed = KINDS[kind].build(layout, seed=1)
+    checkpoints.load_training(resumed, Path(directory) / f"step_{STEPS}")
+    found = [*train(resumed, range(STEPS, 2 * STEPS)), torch.rand(1).item()]
+    torch.use_deterministic_algorithms(False)
+    return found == expected and same(snapshot(policy), snapshot(resumed))
+
+
+def snapshot(policy: Any) -> list[torch.Tensor]:
+    """A copy of all that training changes in a policy, on this rank."""
+    found = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
+    for part in policy.optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            found.append(torch.tensor([group["lr"], group.get("step", 0)]))
+            for parameter in group["params"]:
+                state = part.optimizer.state[parameter]
+                found += [parameter, *(state[name] for name in sorted(state))]
+    return [tensor.detach().clone() for tensor in found]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def training_does_not_leak(layout: LayoutSettings, kind: str, directory: str) -> dict[str, bool]:
+    """Save once asynchronously, while training goes on before anything is written, and once not."""
+    from parallel import checkpoint_saver, checkpoints
+
+    policy = KINDS[kind].build(layout)
+    list(train(policy, range(STEPS)))
+    before = snapshot(policy)
+    save(policy, Path(directory) / "at_once", STEPS, {})
+    saver = checkpoint_saver.Saver(Path(directory) / "beside")
+    with held_back(checkpoint_saver._Writing) as go:
+        saver.begin(policy, STEPS, {})
+        list(train(policy, range(STEPS, STEPS + 2)))
+        writing = saver.writing
+        go.set()
+        saver.finish()
+    loaded = {}
+    for name in ("at_once", "beside"):
+        other = KINDS[kind].build(layout, seed=1)
+        checkpoints.load_training(other, Path(directory) / name / f"step_{STEPS}")
+        loaded[name] = same(snapshot(other), before)
+    trained_on = not same(snapshot(policy), before)
+    return {**loaded, "trained_on": trained_on, "writing": writing, "done": not saver.writing}
+
+
+@contextlib.contextmanager
+def held_back(writing: Any) -> Iterator[threading.Event]:
+    """Keep what is begun from being written until the event is set."""
+    go, run = threading.Event(), writing.run
+
+    def wait_and_run(self: Any) -> None:
+        go.wait()
+        run(self)
+
+    writing.run = wait_and_run
+    try:
+        yield go
+    finally:
+        writing.run = run
+
+
+def retain(directory: str, scores: dict[int, float], keep_last: int, keep_best: int) -> list[str]:
+    """Names of the whole checkpoints after one is saved for each of `scores`."""
+    from parallel.checkpoint_saver import Saver
+    from parallel.distributed import any_rank
+
+    policy = build(SPREAD)
+    saver = Saver(Path(directory), keep_last, keep_best)
+    for step, score in scores.items():
+        saver.begin(policy, step, {}, score)
+    saver.finish()
+    while any_rank(saver.writing)[0]:
+        pass
+    return [checkpoint.path.name for checkpoint in whole_checkpoints(Path(directory))]
+
+
+def save_on_a_full_disk(directory: str, full: int) -> tuple[str, bool]:
+    """The error when one rank's files may not grow, and whether the other rank saw it end."""
+    from parallel.checkpoint_saver import Saver
+    from parallel.checkpoints import CheckpointError
+    from parallel.distributed import any_rank
+
+    policy = build(SPREAD)
+    saver = Saver(Path(directory))
+    saver.begin(policy, 1, {})
+    saver.finish()
+    message = ""
+    with files_of_at_most(4096 if int(os.environ["RANK"]) == full else None):
+        saver.begin(policy, 2, {})
+        while any_rank(saver.writing)[0]:
+            pass
+        try:
+            saver.finish()
+        except CheckpointError as error:
+            message = str(error)
+    save(policy, Path(directory), 3, {})  # the disk has room again
+    return message, (Path(directory) / "tmp_step_2").exists()
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int | None) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if size is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def die_while_writing(directory: str, victim: int) -> None:
+    """Kill one rank when all have begun to write and none is done."""
+    from parallel.checkpoint_saver import Saver, _Writing
+
+    saver = Saver(Path(directory), keep_last=2)
+    policy = build(SPREAD)
+    saver.begin(policy, 1, {})
+    saver.finish()
+    with held_back(_Writing) as go:
+        saver.begin(policy, 2, {})
+        if int(os.environ["RANK"]) == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        go.set()
+        saver.finish()
+
+
+def load_weights(checkpoint: str) -> str:
+    """The error that loading another stage's result gives, or nothing."""
+    from parallel import checkpoints
+
+    try:
+        checkpoints.load_weights(build(SPREAD), Path(checkpoint))
+    except checkpoints.CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def loop_and_listen(directory: str) -> tuple[str, list[str], str]:
+    """How the loop ends, what it leaves, and what a launcher heard from this rank meanwhile."""
+    with tempfile.TemporaryFile() as heard:
+        os.environ[LAST_WORD] = str(heard.fileno())
+        try:
+            ending, left = loop(directory, None, None)
+        finally:
+            del os.environ[LAST_WORD]
+        heard.seek(0)
+        return ending, left, heard.read().decode()
+
+
+def largest_difference(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
+    assert one.keys() == other.keys()
+    return max(float(np.abs(one[name] - other[name]).max()) for name in one)
