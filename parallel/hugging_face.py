@@ -71,8 +71,11 @@ def expected_tensors(config: PretrainedConfig) -> dict[str, TensorSpec]:
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    tensors = revert_weight_conversion(model, model.state_dict())
-    return {name: TensorSpec(each.dtype, tuple(each.shape)) for name, each in tensors.items()}
+    specs = {}
+    for name, tensor in revert_weight_conversion(model, model.state_dict()).items():
+        precise = any(part in name for part in model._keep_in_fp32_modules_strict)
+        specs[name] = TensorSpec(torch.float32 if precise else tensor.dtype, tuple(tensor.shape))
+    return specs
 
 
 def ignored_tensors(config: PretrainedConfig) -> list[str]:

@@ -178,7 +178,7 @@ def verify(directory: Path, expected: Mapping[str, TensorSpec], digests: Mapping
                 faults.append(f"{stored.file.name}: {name} is {stored.dtype}, not {spec.dtype}")
             elif hashlib.sha256(_bytes(tensor)).hexdigest() != digests[name]:
                 faults.append(f"{stored.file.name}: {name} is not what was written")
-            elif not tensor.isfinite().all():
+            elif not torch.stack(tensor.aminmax()).isfinite().all():  # without a copy of it all
                 faults.append(f"{stored.file.name}: {name} has NaN or infinite elements")
     if faults:
         raise WeightsError(f"{directory} was not written right", faults)

@@ -48,6 +48,8 @@ class Policy:
             Float16Module(self.bridge.config, chunk) if low_precision else chunk
             for chunk in self.chunks
         ]
+        for router in self.routers:
+            router._maintain_float32_expert_bias()  # before it is filled, not at the first pass
         self._batch: MicroBatch | None = None
         self._hidden: torch.Tensor | None = None
         self._training = False

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from cases import MODEL, SGD, accumulate, batches, build, samples
 
-from parallel.settings import LayoutSettings, ModelSettings
+from parallel.settings import LayoutSettings
 
 DENSE_AND_SHARED = {
     "first_k_dense_replace": 1,
@@ -43,22 +43,27 @@ FAMILIES = {
         }
     ),
 }
+MODELS = {
+    **FAMILIES,
+    # The bias of whose router stays in fp32.
+    "bf16": FAMILIES["deepseek_v3"].model_copy(update={"precision": "bf16"}),
+}
 SEED = 5
 SMALL_SHARDS = 20_000  # bytes: several files
 
 
-def export(layout: LayoutSettings, family: str, output: str) -> None:
+def export(layout: LayoutSettings, model: str, output: str) -> None:
     """A random model, the same one under every layout."""
     from stages import export
 
-    export.export(_random(layout, family), Path(output), SMALL_SHARDS)
+    export.export(_random(layout, model), Path(output), SMALL_SHARDS)
 
 
-def import_and_compare(layout: LayoutSettings, family: str, directory: str) -> dict[str, float]:
+def import_and_compare(layout: LayoutSettings, model: str, directory: str) -> dict[str, float]:
     """A model that is read from a checkpoint, against the checkpoint and transformers."""
     from transformers import AutoModelForCausalLM
 
-    policy = _read(layout, FAMILIES[family], directory)
+    policy = _read(layout, model, directory)
     theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     return {
         "tensors": tensors(policy.weights()) == stored(directory),
@@ -84,11 +89,12 @@ def difference(policy: Any, theirs: Any) -> float:
 
 
 def tensors(stream: Any) -> dict[str, str]:
-    """Shape and SHA-256 of every tensor."""
-    return {
-        name: f"{tuple(tensor.shape)} {hashlib.sha256(tensor.cpu().numpy()).hexdigest()}"
-        for name, tensor in stream
-    }
+    """Type, shape and SHA-256 of every tensor."""
+    found = {}
+    for name, tensor in stream:
+        digest = hashlib.sha256(tensor.cpu().view(torch.uint8).numpy()).hexdigest()
+        found[name] = f"{tensor.dtype} {tuple(tensor.shape)} {digest}"
+    return found
 
 
 def stored(directory: str) -> dict[str, str]:
@@ -100,12 +106,12 @@ def stored(directory: str) -> dict[str, str]:
     return tensors((name, files.read(name)) for name in files.stored)
 
 
-def _random(layout: LayoutSettings, family: str) -> Any:
+def _random(layout: LayoutSettings, model: str) -> Any:
     """With norms and biases that differ, so that none can be taken for another."""
     from parallel.model import global_name, shard, split_dimension, tensor_split
     from parallel.policy import Policy
 
-    policy = Policy(FAMILIES[family], layout)
+    policy = Policy(MODELS[model], layout)
     policy.start_fresh(SEED)
     for chunk in policy.chunks:
         for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
@@ -118,20 +124,21 @@ def _random(layout: LayoutSettings, family: str) -> Any:
     return policy
 
 
-def _read(layout: LayoutSettings, model: ModelSettings, directory: str) -> Any:
+def _read(layout: LayoutSettings, model: str, directory: str) -> Any:
     from parallel.policy import Policy
 
-    policy = Policy(model.model_copy(update={"initial_weights": Path(directory)}), layout)
+    start = {"initial_weights": Path(directory)}
+    policy = Policy(MODELS[model].model_copy(update=start), layout)
     policy.start_fresh(seed=99)
     return policy
 
 
-def gradient_error(layout: LayoutSettings, family: str, directory: str) -> tuple[float, str]:
+def gradient_error(layout: LayoutSettings, model: str, directory: str) -> tuple[float, str]:
     """The largest relative difference to the gradients of one rank, which writes them."""
     from parallel.model import global_name, shard, tensor_split
 
     alone = layout.model_copy(update={"distributed_optimizer": False})  # it scatters gradients
-    policy = build(alone, SGD, model=FAMILIES[family])
+    policy = build(alone, SGD, model=MODELS[model])
     drawn = samples(12)
     accumulate(policy, "cross_entropy", drawn, batches(drawn))
     found = [

@@ -12,6 +12,7 @@ from cases import SPREAD
 from conftest import On
 from hugging_face_cases import (
     FAMILIES,
+    MODELS,
     export,
     export_other_weights,
     gradient_error,
@@ -39,10 +40,10 @@ MATRIX = {
 
 @pytest.fixture(scope="session")
 def exported(on: On, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Each family's random model, as one rank writes it."""
-    folders = {family: tmp_path_factory.mktemp("exports") / family for family in FAMILIES}
-    for family, folder in folders.items():
-        on(LayoutSettings(), export, LayoutSettings(), family, str(folder))
+    """Each model with random weights, as one rank writes it."""
+    folders = {model: tmp_path_factory.mktemp("exports") / model for model in MODELS}
+    for model, folder in folders.items():
+        on(LayoutSettings(), export, LayoutSettings(), model, str(folder))
     return folders
 
 
@@ -60,6 +61,18 @@ def test_checkpoints_do_not_know_the_layout(
         assert found["tensors"]
         assert found["logprobs"] < 1e-5, found
         assert found["rotary"] > 0.0
+
+
+@pytest.mark.parametrize("name", ["1 rank", "TP2 EP2 PP2"])
+def test_bf16_is_kept(name: str, on: On, exported: dict[str, Path], tmp_path: Path) -> None:
+    layout = LayoutSettings(**MATRIX[name])
+    on(layout, export, layout, "bf16", str(tmp_path / "out"))
+    kept = stored(str(tmp_path / "out"))
+    assert kept == stored(str(exported["bf16"]))
+    assert {tensor.split()[0] for tensor in kept.values()} == {"torch.bfloat16", "torch.float32"}
+    for found in on(layout, import_and_compare, layout, "bf16", str(exported["bf16"])):
+        assert found["tensors"]
+        assert found["logprobs"] < 0.1, found
 
 
 @pytest.mark.parametrize("family", ["mixtral", "glm4_moe", "deepseek_v3"])
