@@ -123,9 +123,9 @@ def test_a_failed_write_fails_every_rank_and_leaves_nothing(
 
 
 def test_a_rank_killed_while_it_writes_leaves_nothing_with_a_name(on: On, tmp_path: Path) -> None:
-    doomed = Ranks(2)
+    doomed = Ranks(SPREAD)
     with pytest.raises(AssertionError, match="by peer"):
-        doomed(SPREAD, cases.die_while_writing, str(tmp_path), 1)
+        doomed(cases.die_while_writing, str(tmp_path), 1)
     doomed.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "tmp_step_2"]
     assert on(SPREAD, cases.load_weights, str(tmp_path / "step_1")) == ["", ""]
