@@ -15,6 +15,7 @@ from parallel.families import (
     Glm4MoeArchitecture,
     NothingFurther,
     architecture,
+    routed_layers,
 )
 from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
 
@@ -111,7 +112,7 @@ def parameter_count(model: ModelSettings) -> tuple[int, int]:
     """The model's parameters, and how many of them a token passes through."""
     [whole] = _chunks(model, LayoutSettings(), 0)
     expert = 3 * model.expert_hidden_size * model.hidden_size
-    unused = len(_routed(model)) * (model.experts - model.experts_per_token) * expert
+    unused = len(routed_layers(model)) * (model.experts - model.experts_per_token) * expert
     return whole.elements, whole.elements - unused
 
 
@@ -142,7 +143,7 @@ def _chunk(model: ModelSettings, layout: LayoutSettings, number: int) -> Tensors
     parts = layout.pipeline * layout.virtual_pipeline
     count = model.layers // parts
     layers = range(number * count, (number + 1) * count)
-    routed = sum(layer in _routed(model) for layer in layers)
+    routed = sum(layer in routed_layers(model) for layer in layers)
     hidden, tensor = model.hidden_size, layout.tensor
     first, last = number == 0, number == parts - 1
     dense = [(size, count) for size in _attention(model, tensor)]
@@ -157,12 +158,6 @@ def _chunk(model: ModelSettings, layout: LayoutSettings, number: int) -> Tensors
     held = routed * model.experts // layout.expert
     part = model.expert_hidden_size * hidden // layout.expert_tensor
     return Tensors(_counted(dense), _counted([(2 * part, held), (part, held)]))
-
-
-def _routed(model: ModelSettings) -> range:
-    """The layers that have experts, counted from 0."""
-    further = architecture(model)
-    return range(getattr(further, "first_k_dense_replace", 0), model.layers)
 
 
 def _dense_widths(model: ModelSettings, routed: int, layers: int) -> list[tuple[int, int]]:
