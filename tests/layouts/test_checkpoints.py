@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import checkpoint_cases as cases
-import numpy as np
 import pytest
 from cases import SPREAD
 from conftest import On
@@ -65,7 +64,7 @@ def test_training_goes_on_under_another_layout(
     saved, resumed = PAIRS[pair]
     directories = [str(tmp_path / name) for name in ("saved", "again")]
     on(saved, cases.begin, saved, kind, directories[0])
-    check(on(resumed, cases.go_on, resumed, kind, *directories), expected[kind])
+    check(on(resumed, cases.go_on, resumed, kind, *directories, expected[kind]))
     assert on(ONE, cases.hold_the_same, directories) == [True]
 
 
@@ -75,15 +74,15 @@ def test_training_goes_on_with_the_optimizer_split_or_whole(
 ) -> None:
     directories = [str(tmp_path / name) for name in ("saved", "again")]
     on(EXPERTS, cases.begin, EXPERTS, saved, directories[0])
-    check(on(DATA, cases.go_on, DATA, resumed, *directories), expected[resumed])
+    check(on(DATA, cases.go_on, DATA, resumed, *directories, expected[resumed]))
     assert on(ONE, cases.hold_the_same, directories) == [True]
 
 
-def check(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+def check(found: list[dict[str, float]]) -> None:
     for rank in found:
-        assert rank["rate"] == expected["rate"]
-        assert np.abs(np.subtract(rank["losses"], expected["losses"])).max() < 1e-5
-        assert cases.largest_difference(rank["weights"], expected["weights"]) < 1e-5
+        assert rank["rate"] == 0.0
+        assert rank["losses"] < 1e-5
+        assert rank["weights"] < 1e-5
 
 
 @pytest.mark.parametrize("kind", cases.KINDS)
