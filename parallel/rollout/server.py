@@ -120,9 +120,7 @@ class Engine:
         self.weight_version = msgspec.msgpack.decode(body, type=int)
 
 
-def _generation(
-    index: int, completion: Any, end_token: int, first_routed_layer: int
-) -> Generation:
+def _generation(index: int, completion: Any, end_token: int, first_routed_layer: int) -> Generation:
     tokens = np.asarray(completion.token_ids, np.int32)
     logprobs = np.asarray(
         [entry[token].logprob for token, entry in zip(tokens, completion.logprobs, strict=True)],

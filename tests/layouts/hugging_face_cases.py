@@ -47,6 +47,22 @@ MODELS = {
     **FAMILIES,
     # The bias of whose router stays in fp32.
     "bf16": FAMILIES["deepseek_v3"].model_copy(update={"precision": "bf16"}),
+    # With positions stretched to four times as many, and queries that are not compressed.
+    "yarn": MODEL.model_copy(
+        update={
+            "family": "deepseek_v3",
+            "key_value_heads": MODEL.attention_heads,
+            "architecture": {
+                **FAMILIES["deepseek_v3"].architecture,
+                "q_lora_rank": None,
+                "rope_scaling": {
+                    "factor": 4.0,
+                    "original_max_position_embeddings": MODEL.max_positions // 4,
+                    "mscale_all_dim": 0.7,
+                },
+            },
+        }
+    ),
 }
 SEED = 5
 SMALL_SHARDS = 20_000  # bytes: several files

@@ -63,6 +63,12 @@ def test_checkpoints_do_not_know_the_layout(
         assert found["rotary"] > 0.0
 
 
+def test_stretched_positions_are_those_of_transformers(on: On, exported: dict[str, Path]) -> None:
+    layout = LayoutSettings()
+    [found] = on(layout, import_and_compare, layout, "yarn", str(exported["yarn"]))
+    assert found["logprobs"] < 1e-5, found
+
+
 @pytest.mark.parametrize("name", ["1 rank", "TP2 EP2 PP2"])
 def test_bf16_is_kept(name: str, on: On, exported: dict[str, Path], tmp_path: Path) -> None:
     layout = LayoutSettings(**MATRIX[name])
