@@ -127,6 +127,11 @@ def configuration(settings: ModelSettings) -> dict[str, Any]:
     return {**family.fixed, **architecture(settings).model_dump(), **named}
 
 
+def routed_layers(settings: ModelSettings) -> range:
+    """The layers that have experts, counted from 0; dense ones come before."""
+    return range(getattr(architecture(settings), "first_k_dense_replace", 0), settings.layers)
+
+
 def family_violations(settings: ModelSettings, layout: LayoutSettings) -> Iterator[tuple[str, str]]:
     """What the family forbids, as (dotted key, message with the mend); model.architecture parses.
 

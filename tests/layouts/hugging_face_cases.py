@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from cases import MODEL, SGD, accumulate, batches, build, samples
+from checkpoint_cases import save
 
 from parallel.settings import LayoutSettings
 
@@ -47,6 +48,22 @@ MODELS = {
     **FAMILIES,
     # The bias of whose router stays in fp32.
     "bf16": FAMILIES["deepseek_v3"].model_copy(update={"precision": "bf16"}),
+    # With positions stretched to four times as many, and queries that are not compressed.
+    "yarn": MODEL.model_copy(
+        update={
+            "family": "deepseek_v3",
+            "key_value_heads": MODEL.attention_heads,
+            "architecture": {
+                **FAMILIES["deepseek_v3"].architecture,
+                "q_lora_rank": None,
+                "rope_scaling": {
+                    "factor": 4.0,
+                    "original_max_position_embeddings": MODEL.max_positions // 4,
+                    "mscale_all_dim": 0.7,
+                },
+            },
+        }
+    ),
 }
 SEED = 5
 SMALL_SHARDS = 20_000  # bytes: several files
@@ -57,6 +74,25 @@ def export(layout: LayoutSettings, model: str, output: str) -> None:
     from stages import export
 
     export.export(_random(layout, model), Path(output), SMALL_SHARDS)
+
+
+def save_checkpoint(layout: LayoutSettings, model: str, directory: str) -> dict[str, str]:
+    """`tensors` of a policy, which is left in `directory`/step_1."""
+    policy = build(layout, model=MODELS[model])
+    save(policy, Path(directory), 1, {})
+    return tensors(policy.weights())
+
+
+def export_checkpoint(layout: LayoutSettings, model: str, checkpoint: str, output: str) -> None:
+    """The stage, with another layout than the checkpoint was written from."""
+    from stages import export
+    from stages.settings import RunSettings, StageJob
+
+    settings = RunSettings.model_construct(model=MODELS[model], layout=layout)
+    export.run(
+        StageJob.model_construct(parent=Path(checkpoint), output=Path(output), settings=settings)
+    )
+    torch.use_deterministic_algorithms(False)  # the next case runs in this process too
 
 
 def import_and_compare(layout: LayoutSettings, model: str, directory: str) -> dict[str, float]:

@@ -14,9 +14,11 @@ from hugging_face_cases import (
     FAMILIES,
     MODELS,
     export,
+    export_checkpoint,
     export_other_weights,
     gradient_error,
     import_and_compare,
+    save_checkpoint,
     start_from,
     stored,
 )
@@ -61,6 +63,20 @@ def test_checkpoints_do_not_know_the_layout(
         assert found["tensors"]
         assert found["logprobs"] < 1e-5, found
         assert found["rotary"] > 0.0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_stage_exports_a_checkpoint_of_any_layout(family: str, on: On, tmp_path: Path) -> None:
+    layout, another = (LayoutSettings(**MATRIX[name]) for name in ("TP2 EP2 PP2", "TP2"))
+    saved = on(layout, save_checkpoint, layout, family, str(tmp_path))[0]
+    on(another, export_checkpoint, another, family, str(tmp_path / "step_1"), str(tmp_path / "out"))
+    assert stored(str(tmp_path / "out")) == saved
+
+
+def test_stretched_positions_are_those_of_transformers(on: On, exported: dict[str, Path]) -> None:
+    layout = LayoutSettings()
+    [found] = on(layout, import_and_compare, layout, "yarn", str(exported["yarn"]))
+    assert found["logprobs"] < 1e-5, found
 
 
 @pytest.mark.parametrize("name", ["1 rank", "TP2 EP2 PP2"])
