@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from parallel.settings import LayoutSettings, ModelSettings, OptimizerSettings
+from machine import machine
+
+from parallel.distributed import process_groups
+from parallel.settings import LayoutSettings, ModelSettings, OptimizerSettings, RoutingLossSettings
 
 MODEL = ModelSettings(
     vocabulary_size=1024,
@@ -39,11 +39,12 @@ def measure(rounds: int = ROUNDS) -> dict[str, Any]:
 
     `stall`: the loop stands still. `until_named`: the whole of it, while nothing else is computed.
     """
-    found: dict[str, Any] = {}
-    with alone(), tempfile.TemporaryDirectory() as directory:
+    found: dict[str, Any] = {"machine": machine()}
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    with process_groups(LayoutSettings(), seed=0), tempfile.TemporaryDirectory() as directory:
         for distributed in (False, True):
             policy = trainable(distributed)
-            found["parameters"] = sum(p.numel() for p in policy.model.parameters())
+            found["parameters"] = sum(p.numel() for p in policy.chunks[0].parameters())
             kind = "distributed_optimizer" if distributed else "plain_optimizer"
             found[kind] = stalls(policy, Path(directory) / kind, rounds)
     return found
@@ -89,26 +90,14 @@ def trainable(distributed: bool) -> Any:
     """A policy with random weights and all of its optimizer's state."""
     from parallel.policy import TrainedPolicy
 
+    layout = LayoutSettings(distributed_optimizer=distributed)
     settings = OptimizerSettings(learning_rate=1e-4)
-    policy = TrainedPolicy(MODEL, settings, steps=10, distributed_optimizer=distributed)
+    policy = TrainedPolicy(MODEL, layout, settings, steps=10, losses=RoutingLossSettings())
     policy.start_fresh(seed=0)
-    for parameter in policy.model.parameters():
+    for parameter in policy.chunks[0].parameters():
         parameter.main_grad.normal_()
     policy.step()
     return policy
-
-
-@contextmanager
-def alone() -> Iterator[None]:
-    """The process groups of a job of one rank."""
-    from parallel.distributed import process_groups
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    with process_groups(LayoutSettings(), seed=0):
-        yield
 
 
 if __name__ == "__main__":
