@@ -109,12 +109,12 @@ def _faults(settings: ModelSettings, directory: Path) -> list[str]:
 
 
 def _tensors(chunk: GPTModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """A chunk's tensors under the names mbridge knows them by, layers and experts numbered over
-    all ranks."""
+    """A chunk's tensors in order, under the names mbridge knows them by, layers and experts
+    numbered over all ranks."""
     latent = chunk.config.multi_latent_attention
-    biases = [each for each in chunk.named_buffers() if each[0].endswith(".expert_bias")]
-    for name, tensor in [*chunk.named_parameters(), *biases]:
-        yield _transformer_engine_name(global_name(chunk, name), latent), tensor.detach()
+    for name, tensor in chunk.state_dict().items():  # the bias of a router is no parameter
+        if not name.endswith("_extra_state"):  # TransformerEngine's, of fp8
+            yield _transformer_engine_name(global_name(chunk, name), latent), tensor
 
 
 def _transformer_engine_name(name: str, latent: bool) -> str:

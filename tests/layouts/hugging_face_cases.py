@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,12 @@ def import_and_compare(layout: LayoutSettings, model: str, directory: str) -> di
 
     policy = _read(layout, model, directory)
     theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    streamed = tensors(policy.weights())
+    layers = [name.split(".")[2] for name in streamed if ".layers." in name]
     return {
-        "tensors": tensors(policy.weights()) == stored(directory),
+        "tensors": streamed == stored(directory),
+        # The engine takes whole layers, one after another.
+        "in_order": len(list(itertools.groupby(layers))) == len(set(layers)),
         "logprobs": difference(policy, theirs),
         # Without scoping, the device layer once silently zeroed what transformers computes.
         "rotary": theirs.model.rotary_emb.inv_freq.abs().min().item(),

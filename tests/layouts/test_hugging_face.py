@@ -61,6 +61,7 @@ def test_checkpoints_do_not_know_the_layout(
     assert stored(str(tmp_path / "out")) == stored(str(exported[family]))
     for found in on(layout, import_and_compare, layout, family, str(exported[family])):
         assert found["tensors"]
+        assert found["in_order"]
         assert found["logprobs"] < 1e-5, found
         assert found["rotary"] > 0.0
 
