@@ -164,7 +164,16 @@ def layout_violations(model: ModelSettings, layout: LayoutSettings) -> list[tupl
         found.append(("layout.virtual_pipeline", "needs layout.pipeline of 2 or more"))
     else:
         parts = layout.pipeline * layout.virtual_pipeline
-        divides("layout.pipeline", parts, "model.layers", model.layers)
+        if layout.virtual_pipeline == 1:
+            divides("layout.pipeline", parts, "model.layers", model.layers)
+        elif model.layers % parts:
+            found.append(
+                (
+                    "layout.virtual_pipeline",
+                    f"pipeline {layout.pipeline} x virtual_pipeline {layout.virtual_pipeline} does"
+                    f" not divide model.layers = {model.layers}",
+                )
+            )
     for names in (("tensor", "pipeline", "context"), ("expert_tensor", "expert", "pipeline")):
         sizes = [getattr(layout, name) for name in names]
         product = sizes[0] * sizes[1] * sizes[2]
