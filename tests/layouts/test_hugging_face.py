@@ -38,6 +38,7 @@ MATRIX = {
     "TP2 EP2 PP2": {"ranks": 4, "tensor": 2, "expert": 2, "pipeline": 2},
     "TP2 EP2 ETP2": {"ranks": 4, "tensor": 2, "expert": 2, "expert_tensor": 2},
 }
+ONE_DEVICE = [pytest.param("1 rank", marks=pytest.mark.one_device)]
 
 
 @pytest.fixture(scope="session")
@@ -49,8 +50,8 @@ def exported(on: On, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path
     return folders
 
 
-@pytest.mark.parametrize("name", MATRIX)
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", [*ONE_DEVICE, *list(MATRIX)[1:]])  # each layout's ranks once
 def test_checkpoints_do_not_know_the_layout(
     family: str, name: str, on: On, exported: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -74,13 +75,14 @@ def test_the_stage_exports_a_checkpoint_of_any_layout(family: str, on: On, tmp_p
     assert stored(str(tmp_path / "out")) == saved
 
 
+@pytest.mark.one_device
 def test_stretched_positions_are_those_of_transformers(on: On, exported: dict[str, Path]) -> None:
     layout = LayoutSettings()
     [found] = on(layout, import_and_compare, layout, "yarn", str(exported["yarn"]))
     assert found["logprobs"] < 1e-5, found
 
 
-@pytest.mark.parametrize("name", ["1 rank", "TP2 EP2 PP2"])
+@pytest.mark.parametrize("name", [*ONE_DEVICE, "TP2 EP2 PP2"])
 def test_bf16_is_kept(name: str, on: On, exported: dict[str, Path], tmp_path: Path) -> None:
     layout = LayoutSettings(**MATRIX[name])
     on(layout, export, layout, "bf16", str(tmp_path / "out"))
