@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from ranks import Ranks
+from ranks import On, Ranks
 
 from parallel.settings import LayoutSettings
 
-On = Callable[..., list[Any]]
 KEPT = 10  # processes; idle ones still cost memory, and gloo's threads some time
 
 

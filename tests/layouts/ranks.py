@@ -16,6 +16,9 @@ from parallel.settings import LayoutSettings
 IMPORTED_ONCE = ["tests.layouts.preloaded"]  # found from the root of the repository
 
 
+On = Callable[..., list[Any]]  # what the fixture `on` is
+
+
 class Ranks:
     """`ranks(function, *arguments)` runs a function of a test's module on every rank."""
 

@@ -8,8 +8,7 @@ from typing import Any
 import checkpoint_cases as cases
 import pytest
 from cases import SPREAD
-from conftest import On
-from ranks import Ranks
+from ranks import On, Ranks
 
 from parallel.settings import NOTICE_MARK, LayoutSettings
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from cases import SPREAD
-from conftest import On
 from hugging_face_cases import (
     FAMILIES,
     MODELS,
@@ -22,6 +21,7 @@ from hugging_face_cases import (
     start_from,
     stored,
 )
+from ranks import On
 from safetensors.torch import load_file, save_file
 
 from parallel.settings import LayoutSettings

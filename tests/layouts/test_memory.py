@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from cases import ADAM, MATRIX, MODEL, SGD
-from conftest import On
 from held import held, kept_for_backward
 from hugging_face_cases import FAMILIES
+from ranks import On
 
 from parallel.memory import training_memory
 from parallel.settings import LayoutSettings, OptimizerSettings
