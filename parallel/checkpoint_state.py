@@ -8,10 +8,10 @@ that an optimizer holds (rates, decays, betas) is the configuration's and is not
 from __future__ import annotations
 
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.dict_utils import (
     dict_list_map_inplace,
@@ -26,12 +26,15 @@ from torch import distributed as dist
 from parallel import optimizer_boxes
 from parallel.policy import Policy, TrainedPolicy
 
-# Ask megatron-core for the form of its state that any other layout can load.
-METADATA = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "chained_optim_avoid_prefix": True,
-    "singleton_local_shards": False,
-}
+# Asks megatron-core for the form of its state that any other layout can load. It is given copies,
+# since it writes its process groups into them.
+METADATA = MappingProxyType(
+    {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+    }
+)
 
 State = dict[Any, Any]
 
@@ -39,7 +42,7 @@ State = dict[Any, Any]
 def weights(policy: Policy) -> State:
     """This rank's shards of the model."""
     return {
-        number: chunk.sharded_state_dict(metadata=_metadata())
+        number: chunk.sharded_state_dict(metadata=dict(METADATA))
         for number, chunk in enumerate(policy.chunks)
     }
 
@@ -66,7 +69,7 @@ def optimizer_to_load(policy: TrainedPolicy) -> State:
     model = weights(policy)
     # A plain optimizer is not told that it loads: megatron-core's own materialisation knows no SGD.
     state = policy.optimizer.sharded_state_dict(
-        model, is_loading=_distributed(policy), metadata=_metadata()
+        model, is_loading=_distributed(policy), metadata=dict(METADATA)
     )
     _name_masters(state, model)
     return dict_list_map_inplace(_only_shards, state)
@@ -96,12 +99,6 @@ def restore_random_numbers(states: State) -> None:
     get_cuda_rng_tracker().set_states(states["megatron"])
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-
-
-def _metadata() -> dict[str, Any]:
-    """METADATA with the ranks that hold the same; megatron-core would write them into our dict."""
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return {**METADATA, "dp_cp_group": group}
 
 
 def _distributed(policy: TrainedPolicy) -> bool:

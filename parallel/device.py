@@ -246,6 +246,9 @@ def _mend_megatron() -> None:
     # Used without a guard, but only defined where TransformerEngine is installed.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    latent: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    # Says that TransformerEngine is there, though what it imported is a mock.
+    latent.HAVE_TE = isinstance(latent.TELinear, type)
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     # Returns a tensor unchanged when it is not on CUDA, though callers need lists for splits.
     moe_utils.maybe_move_tensor_to_cpu = dispatcher.maybe_move_tensor_to_cpu = _as_splits

@@ -21,41 +21,24 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 def process_groups(layout: LayoutSettings, seed: int) -> Iterator[None]:
     """Join this rank to the job and build Megatron's groups for `layout`; leave them at the end.
 
+    The launcher (ours, torchrun or srun) says who this rank is through RANK, WORLD_SIZE,
+    MASTER_ADDR and MASTER_PORT.
+
     Raises ValueError when the number of ranks started is not `layout.ranks`.
     """
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != layout.ranks:
         raise ValueError(f"layout.ranks is {layout.ranks}, but {started} ranks were started")
-    with meeting(), model_parallel(layout, seed):
-        yield
-
-
-@contextmanager
-def meeting() -> Iterator[None]:
-    """Meet the other ranks of the job.
-
-    The launcher (ours, torchrun or srun) says who this rank is through RANK, WORLD_SIZE,
-    MASTER_ADDR and MASTER_PORT.
-    """
     device.activate()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     else:
         torch.set_num_threads(1)  # the ranks share the cores with each other and the engine
         torch.set_flush_denormal(True)
     dist.init_process_group(device.backend(), timeout=COLLECTIVE_TIMEOUT)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-@contextmanager
-def model_parallel(layout: LayoutSettings, seed: int) -> Iterator[None]:
-    """Megatron's process groups for `layout` over the ranks that have met."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
     try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,
@@ -73,6 +56,7 @@ def model_parallel(layout: LayoutSettings, seed: int) -> Iterator[None]:
         yield
     finally:
         parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
 
 
 def broadcast(value: Any, source: int = 0) -> Any:

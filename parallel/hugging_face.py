@@ -1,99 +1,89 @@
-"""Weights under their Hugging Face names: load, stream, and save, through mbridge.
-
-mbridge knows a family's names and fusions, but it describes TransformerEngine's modules; the view
-below shows it our local modules under the names it expects, over the very same parameters.
-"""
+"""A model as transformers knows it: its configuration, and the tensors that it is made of."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers import PretrainedConfig, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.core_model_loading import revert_weight_conversion
 
+from parallel.families import FAMILIES, configuration
 from parallel.settings import END_TOKEN, PAD_TOKEN, ModelSettings
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class TensorSpec(NamedTuple):
+    """What a checkpoint's file says of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
 def hugging_face_config(settings: ModelSettings) -> PretrainedConfig:
     """The model's Hugging Face configuration."""
-    return FAMILIES[settings.family](settings)
-
-
-def _qwen3_moe(settings: ModelSettings) -> PretrainedConfig:
-    family: Any = Qwen3MoeConfig  # its fields are declared at run time
-    config: PretrainedConfig = family(
-        vocab_size=settings.vocabulary_size,
-        hidden_size=settings.hidden_size,
-        intermediate_size=settings.expert_hidden_size,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=settings.attention_heads,
-        num_key_value_heads=settings.key_value_heads,
-        head_dim=settings.head_dim,
-        num_experts=settings.experts,
-        num_experts_per_tok=settings.experts_per_token,
-        moe_intermediate_size=settings.expert_hidden_size,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        rms_norm_eps=settings.norm_epsilon,
-        rope_theta=settings.rope_base,
+    decisive = configuration(settings)
+    config = AutoConfig.for_model(
+        settings.family,
+        # Of dense layers; a family without any wants a number all the same.
+        **{"intermediate_size": settings.expert_hidden_size, **decisive},
         max_position_embeddings=settings.max_positions,
-        tie_word_embeddings=False,
         router_aux_loss_coef=0.0,
         pad_token_id=PAD_TOKEN,
         eos_token_id=END_TOKEN,
         bos_token_id=None,
-        architectures=["Qwen3MoeForCausalLM"],
         dtype=DTYPES[settings.precision],
     )
-    # transformers 5 keeps the base inside rope_parameters, where mbridge does not look.
-    config.rope_theta = settings.rope_base
+    if hasattr(config, "num_mtp_layers"):
+        config.num_mtp_layers = 0  # layers of multi-token prediction are neither read nor written
+    config.architectures = [_model_class(config).__name__]
+    # transformers 5 keeps these inside rope_parameters, where mbridge does not look.
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if key in decisive:
+            setattr(config, key, decisive[key])
     return config
 
 
-FAMILIES = {"qwen3_moe": _qwen3_moe}
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-class _NamedAsTransformerEngine(torch.nn.Module):
-    """A model's parameters under the names TransformerEngine's modules would give them."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        object.__setattr__(self, "_model", model)
-
-    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        model = object.__getattribute__(self, "_model")
-        for name, parameter in model.named_parameters():
-            yield _transformer_engine_name(name), parameter
-
-    def state_dict(self, *_: Any, **__: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]
-        return dict(self.named_parameters())
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "_model"), name)
-
-
-def _transformer_engine_name(name: str) -> str:
-    name = re.sub(
-        r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight", r"experts.\2.weight\1", name
+def contradictions(settings: ModelSettings, given: dict[str, Any]) -> list[str]:
+    """Where a config.json says something else than the settings."""
+    if (kind := given.get("model_type")) != settings.family:
+        return [f"config.json: model_type is {kind}, but model.family is {settings.family}"]
+    config = hugging_face_config(settings)
+    theirs, ours = (
+        {**vars(each), **each.rope_parameters} for each in (type(config).from_dict(given), config)
     )
-    return name.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
+    names = FAMILIES[settings.family].names
+    decisive = [key for key in configuration(settings) if key != "rope_scaling"]
+    faults = []
+    for key in dict.fromkeys([*decisive, *config.rope_parameters]):
+        key_here = config.attribute_map.get(key, key)
+        if (found := theirs.get(key_here)) != ours[key_here]:
+            setting = f"model.{names[key]} is" if key in names else "the run's model has"
+            faults.append(f"config.json: {key} is {found}, but {setting} {ours[key_here]}")
+    return faults
 
 
-@torch.no_grad()
-def stream_weights(
-    bridge: Any, chunks: Sequence[torch.nn.Module]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every Hugging Face tensor of the model, whole, on every rank; a collective over all ranks."""
-    for name, tensor in bridge.export_weights(list(map(_NamedAsTransformerEngine, chunks))):
-        yield name, tensor.detach().contiguous()
+def expected_tensors(config: PretrainedConfig) -> dict[str, TensorSpec]:
+    """Every tensor of a checkpoint that transformers writes for this configuration, in its order.
+
+    In memory transformers fuses a layer's experts; a checkpoint has them one by one.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    specs = {}
+    for name, tensor in revert_weight_conversion(model, model.state_dict()).items():
+        precise = any(part in name for part in model._keep_in_fp32_modules_strict)
+        specs[name] = TensorSpec(torch.float32 if precise else tensor.dtype, tuple(tensor.shape))
+    return specs
 
 
-@torch.no_grad()
-def load_weights(bridge: Any, chunks: Sequence[torch.nn.Module], directory: Path) -> None:
-    """Fill this rank's shard from a Hugging Face checkpoint; a collective over all ranks."""
-    bridge.load_weights(list(map(_NamedAsTransformerEngine, chunks)), str(directory))
+def ignored_tensors(config: PretrainedConfig) -> list[str]:
+    """Patterns of names that a checkpoint may have and that are not loaded: what transformers
+    lists, and the layers of multi-token prediction, which are numbered on."""
+    beyond = rf"^model\.layers\.{config.num_hidden_layers}\."
+    return [beyond, *(_model_class(config)._keys_to_ignore_on_load_unexpected or ())]
+
+
+def _model_class(config: PretrainedConfig) -> Any:
+    return AutoModelForCausalLM._model_mapping[type(config)]

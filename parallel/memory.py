@@ -10,6 +10,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from parallel.families import (
+    DeepseekV3Architecture,
+    Glm4MoeArchitecture,
+    NothingFurther,
+    architecture,
+    routed_layers,
+)
 from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
 
 BYTES = {"fp32": 4, "bf16": 2}
@@ -105,7 +112,7 @@ def parameter_count(model: ModelSettings) -> tuple[int, int]:
     """The model's parameters, and how many of them a token passes through."""
     [whole] = _chunks(model, LayoutSettings(), 0)
     expert = 3 * model.expert_hidden_size * model.hidden_size
-    unused = model.layers * (model.experts - model.experts_per_token) * expert
+    unused = len(routed_layers(model)) * (model.experts - model.experts_per_token) * expert
     return whole.elements, whole.elements - unused
 
 
@@ -116,37 +123,79 @@ def engine_weights(model: ModelSettings) -> int:
 
 def cached_tokens(model: ModelSettings, engine: EngineSettings) -> int:
     """Tokens whose keys and values fit into the engine's cache."""
-    numbers = 2 * model.layers * model.key_value_heads * model.head_dim
-    return (engine.kv_cache_mebibytes << 20) // (numbers * BYTES[model.precision])
+    further = architecture(model)
+    each = 2 * model.key_value_heads * model.head_dim
+    if isinstance(further, DeepseekV3Architecture):
+        each = further.kv_lora_rank + model.head_dim
+    return (engine.kv_cache_mebibytes << 20) // (model.layers * each * BYTES[model.precision])
 
 
 def _chunks(model: ModelSettings, layout: LayoutSettings, rank: int) -> list[Tensors]:
     """The parts of the model that a pipeline rank holds: one, or `virtual_pipeline` of them."""
-    last = layout.pipeline - 1, layout.virtual_pipeline - 1
     return [
-        _chunk(model, layout, first=(rank, part) == (0, 0), last=(rank, part) == last)
+        _chunk(model, layout, part * layout.pipeline + rank)
         for part in range(layout.virtual_pipeline)
     ]
 
 
-def _chunk(model: ModelSettings, layout: LayoutSettings, first: bool, last: bool) -> Tensors:
+def _chunk(model: ModelSettings, layout: LayoutSettings, number: int) -> Tensors:
     """Some layers, with the embedding before the first and the output layer behind the last."""
-    layers = model.layers // (layout.pipeline * layout.virtual_pipeline)
+    parts = layout.pipeline * layout.virtual_pipeline
+    count = model.layers // parts
+    layers = range(number * count, (number + 1) * count)
+    routed = sum(layer in routed_layers(model) for layer in layers)
     hidden, tensor = model.hidden_size, layout.tensor
-    queries = model.attention_heads * model.head_dim
-    keys = model.key_value_heads * model.head_dim
-    vocabulary = model.vocabulary_size * hidden // tensor
-    dense = [
-        ((queries + 2 * keys) * hidden // tensor, layers),
-        (queries * hidden // tensor, layers),
-        (model.experts * hidden, layers),  # the router, whole on every tensor rank
-        (hidden, 2 * layers + last),  # norms
-        (model.head_dim, 2 * layers if model.family == "qwen3_moe" else 0),  # of query and key
-        (vocabulary, first + last),
+    first, last = number == 0, number == parts - 1
+    dense = [(size, count) for size in _attention(model, tensor)]
+    for width, layers_of_it in _dense_widths(model, routed, count):
+        part = width * hidden // tensor
+        dense += [(2 * part, layers_of_it), (part, layers_of_it)]
+    dense += [
+        (model.experts * hidden, routed),  # the router, whole on every tensor rank
+        (hidden, 2 * count + last),  # norms
+        (model.vocabulary_size * hidden // tensor, first + last),
     ]
-    held = layers * model.experts // layout.expert
+    held = routed * model.experts // layout.expert
     part = model.expert_hidden_size * hidden // layout.expert_tensor
     return Tensors(_counted(dense), _counted([(2 * part, held), (part, held)]))
+
+
+def _dense_widths(model: ModelSettings, routed: int, layers: int) -> list[tuple[int, int]]:
+    """Hidden sizes of feed-forward networks that every token goes through, and how many of so many
+    layers have them: shared experts, and what layers without experts have."""
+    further = architecture(model)
+    if isinstance(further, NothingFurther):
+        return []
+    shared = further.n_shared_experts * model.expert_hidden_size
+    return [(shared, routed), (further.intermediate_size, layers - routed)]
+
+
+def _attention(model: ModelSettings, tensor: int) -> list[int]:
+    """Elements of each tensor of a layer's attention on a tensor-parallel rank."""
+    further = architecture(model)
+    hidden, heads = model.hidden_size, model.attention_heads
+    if isinstance(further, DeepseekV3Architecture):
+        query, latent = further.qk_nope_head_dim + model.head_dim, further.kv_lora_rank
+        reads = further.q_lora_rank or hidden
+        compressed = [reads * hidden, reads] if further.q_lora_rank else []
+        return [
+            *compressed,
+            heads * query * reads // tensor,
+            (latent + model.head_dim) * hidden,
+            latent,
+            heads * (further.qk_nope_head_dim + further.v_head_dim) * latent // tensor,
+            heads * further.v_head_dim * hidden // tensor,
+        ]
+    queries, keys = heads * model.head_dim, model.key_value_heads * model.head_dim
+    glm = isinstance(further, Glm4MoeArchitecture)
+    bias = [(queries + 2 * keys) // tensor] if glm and further.attention_bias else []
+    norms = further.use_qk_norm if glm else model.family == "qwen3_moe"
+    return [
+        (queries + 2 * keys) * hidden // tensor,
+        queries * hidden // tensor,
+        *bias,
+        *([model.head_dim] * 2 if norms else []),
+    ]
 
 
 def _counted(tensors: list[tuple[int, int]]) -> dict[int, int]:
@@ -225,13 +274,24 @@ def _layer_activations(model: ModelSettings, layout: LayoutSettings) -> float:
     Of the hidden size: both norms' input, normalised input and output. Of attention: the joint
     projection; queries and keys each raw (queries only), normalised and rotated; the output. Of
     each of a token's experts: its input, and of its hidden size the joint projection and four
-    steps of the gated activation.
+    steps of the gated activation. Layers without experts are taken for layers with some.
     """
-    queries = model.attention_heads * model.head_dim
-    keys = model.key_value_heads * model.head_dim
-    numbers = 6 * model.hidden_size + 5 * queries + 4 * keys
+    numbers = 6 * model.hidden_size + _attention_activations(model)
     routed = layout.expert_tensor * model.hidden_size + 6 * model.expert_hidden_size
     numbers += model.experts_per_token * routed
+    numbers += sum(6 * width * layers for width, layers in _dense_widths(model, 1, 1))
     router = model.experts * (FP32 + 1)  # a weight, and whether it was chosen
     normaliser = 0 if layout.recompute == "attention" else FP32 * model.attention_heads
     return numbers * BYTES[model.precision] + router + normaliser
+
+
+def _attention_activations(model: ModelSettings) -> int:
+    """Numbers a layer's attention keeps of a token. Multi-latent: what is compressed, raw and
+    normalised; queries raw and rotated; keys and values joint and apart; the output."""
+    further, heads = architecture(model), model.attention_heads
+    if isinstance(further, DeepseekV3Architecture):
+        query = further.qk_nope_head_dim + model.head_dim
+        compressed = 3 * ((further.q_lora_rank or 0) + further.kv_lora_rank) + model.head_dim
+        joint = further.qk_nope_head_dim + further.v_head_dim
+        return compressed + heads * (3 * query + joint + 2 * further.v_head_dim)
+    return (5 * heads + 4 * model.key_value_heads) * model.head_dim

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from mbridge import AutoBridge
+from mbridge.models import DeepseekV3Bridge
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch.nn import functional
 
 from parallel import device, hugging_face
 from parallel.attention import PackedAttention
+from parallel.families import Glm4MoeArchitecture, NothingFurther, architecture
 from parallel.routing import Router
 from parallel.settings import LayoutSettings, ModelSettings
+
+FIRST_DIMENSION_SPLIT = (
+    r"word_embeddings|output_layer|linear_qkv\.(weight|bias)|linear_fc1\.weight"
+    r"|linear_(q|q_up|kv_up)_proj\.weight"
+)
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -49,19 +58,30 @@ class RMSNorm(torch.nn.Module):
         ).to(hidden.dtype)
 
 
+class _DeepseekV3(DeepseekV3Bridge):
+    def _build_base_config(self, *arguments: Any, **keywords: Any) -> Any:
+        """mbridge 0.15.1 calls a key as megatron-core did before 0.16."""
+        keywords["original_max_position_embeddings"] = keywords.pop("max_position_embeddings")
+        return super()._build_base_config(*arguments, **keywords)
+
+
 def build_bridge(settings: ModelSettings, layout: LayoutSettings) -> Any:
     """mbridge's description of the family under the current process groups.
 
     Its fusions assume TransformerEngine or CUDA; they are turned off, which leaves the plain
     operations that both devices share.
     """
-    bridge = AutoBridge.from_config(
-        hugging_face.hugging_face_config(settings), dtype=hugging_face.DTYPES[settings.precision]
-    )
+    config = hugging_face.hugging_face_config(settings)
+    kind = _DeepseekV3 if settings.family == "deepseek_v3" else AutoBridge.from_config
+    bridge = kind(config, dtype=hugging_face.DTYPES[settings.precision])
     bridge.set_extra_args(
+        attention_backend="auto",
         moe_grouped_gemm=device.layer_specs() == "transformer_engine",
         moe_enable_routing_replay=True,
         moe_router_dtype="fp32",
+        # The chosen experts' gates add up to 1, in transformers' Mixtral too, if not in mbridge's.
+        moe_router_pre_softmax=False,
+        **_further_arguments(settings),
         moe_router_bias_update_rate=0.0,
         # The routers' losses are our own (parallel/routing.py), normalised over the whole step.
         moe_router_load_balancing_type="none",
@@ -83,6 +103,35 @@ def build_bridge(settings: ModelSettings, layout: LayoutSettings) -> Any:
         **RECOMPUTE[layout.recompute],
     )
     return bridge
+
+
+def _further_arguments(settings: ModelSettings) -> dict[str, Any]:
+    """What mbridge leaves out of a family, or has otherwise than transformers."""
+    further = architecture(settings)
+    if isinstance(further, NothingFurther):
+        return {}
+    arguments = {
+        "moe_shared_expert_intermediate_size": (
+            further.n_shared_experts * settings.expert_hidden_size
+        ),
+        "moe_router_num_groups": further.n_group,
+        "moe_router_group_topk": further.topk_group,
+        "mtp_num_layers": None,
+    }
+    if isinstance(further, Glm4MoeArchitecture):
+        arguments["add_qkv_bias"] = further.attention_bias
+    elif further.rope_scaling is not None:
+        scaling = further.rope_scaling
+        arguments |= {
+            "rope_type": scaling.type,
+            "rotary_scaling_factor": scaling.factor,
+            "original_max_position_embeddings": scaling.original_max_position_embeddings,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "mscale": scaling.mscale,
+            "mscale_all_dim": scaling.mscale_all_dim,
+        }
+    return arguments
 
 
 def build_chunks(bridge: Any) -> list[GPTModel]:
@@ -136,6 +185,10 @@ def _block_spec(config: Any, virtual_stage: int | None) -> Any:
             parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
             attention = parts.self_attention.submodules
             attention.core_attention = PackedAttention
+            if config.multi_latent_attention:
+                # Whole on every rank, as TransformerEngine's: split, megatron-core 0.16.1 would
+                # leave parts of the key's gradient unsummed.
+                attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
             for norm in ("q_layernorm", "k_layernorm", "kv_layernorm"):
                 if config.qk_layernorm and hasattr(attention, norm):
                     setattr(attention, norm, RMSNorm)
@@ -152,12 +205,12 @@ def initialize(model: GPTModel, settings: ModelSettings, seed: int) -> None:
     Every whole tensor has a generator of its own, seeded by the run's seed and the tensor's global
     name, of which this rank keeps its shard. Linear layers have standard deviation
     hidden_size ** -0.5, and the two that write to the residual stream are scaled by
-    (2 * layers) ** -0.5 more; norms start at one.
+    (2 * layers) ** -0.5 more; norms start at one and biases at zero.
     """
     residual_scale = (2 * settings.layers) ** -0.5
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
-            parameter.fill_(1.0)
+            parameter.fill_(0.0 if name.endswith(".bias") else 1.0)
             continue
         std = settings.hidden_size**-0.5
         if "word_embeddings" in name:
@@ -181,8 +234,7 @@ def split_dimension(name: str) -> int | None:
     """Which dimension of a weight the (expert-)tensor-parallel ranks split, None for replicas."""
     if "linear_proj" in name or "linear_fc2" in name:
         return 1
-    split = ("word_embeddings", "output_layer", "linear_qkv.weight", "linear_fc1")
-    return 0 if any(part in name for part in split) else None
+    return 0 if re.search(FIRST_DIMENSION_SPLIT, name) else None
 
 
 def tensor_split(name: str) -> tuple[int, int]:
@@ -207,12 +259,25 @@ def shard(name: str, whole: torch.Tensor, size: int, rank: int) -> torch.Tensor:
     return torch.cat([half.chunk(size, dimension)[rank] for half in halves])
 
 
+def unshard(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The whole weight of which each rank has a part."""
+    dimension = split_dimension(name)
+    if dimension is None or len(parts) == 1:
+        return parts[0]
+    if "linear_fc1" in name:
+        parts = [part.chunk(2)[half] for half in (0, 1) for part in parts]
+    return torch.cat(list(parts), dimension)
+
+
 def global_name(model: GPTModel, name: str) -> str:
     """A parameter's name with its layer and its expert numbered over all ranks."""
     experts = model.config.num_moe_experts // model.config.expert_model_parallel_size
     first_expert = parallel_state.get_expert_model_parallel_rank() * experts
     first_layer = model.decoder.layers[0].layer_number - 1
     name = re.sub(r"layers\.(\d+)\.", lambda m: f"layers.{int(m[1]) + first_layer}.", name)
+    # Where experts are one module, as with TransformerEngine, their weights carry the number.
     return re.sub(
-        r"local_experts\.(\d+)\.", lambda m: f"local_experts.{int(m[1]) + first_expert}.", name
+        r"(local_experts\.|experts\.linear_fc[12]\.weight)(\d+)",
+        lambda m: f"{m[1]}{int(m[2]) + first_expert}",
+        name,
     )

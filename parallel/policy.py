@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
 
-from parallel import hugging_face, routing
+from parallel import hugging_face_weights, routing
 from parallel.batch import MicroBatch
 from parallel.model import build_bridge, build_chunks, initialize
 from parallel.responses import Responses
@@ -48,6 +48,8 @@ class Policy:
             Float16Module(self.bridge.config, chunk) if low_precision else chunk
             for chunk in self.chunks
         ]
+        for router in self.routers:
+            router._maintain_float32_expert_bias()  # before it is filled, not at the first pass
         self._batch: MicroBatch | None = None
         self._hidden: torch.Tensor | None = None
         self._training = False
@@ -59,7 +61,8 @@ class Policy:
     def start_fresh(self, seed: int) -> None:
         """Take the weights a run starts from: a Hugging Face checkpoint's, or random ones."""
         if self.settings.initial_weights is not None:
-            hugging_face.load_weights(self.bridge, self.chunks, self.settings.initial_weights)
+            source = self.settings.initial_weights
+            hugging_face_weights.load_weights(self.settings, self.bridge, self.chunks, source)
         else:
             for chunk in self.chunks:
                 initialize(chunk, self.settings, seed)
@@ -91,7 +94,7 @@ class Policy:
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor under its Hugging Face name, whole; a collective over all ranks."""
-        return hugging_face.stream_weights(self.bridge, self.chunks)
+        return hugging_face_weights.stream_weights(self.bridge, self.chunks)
 
     def _run(
         self, batches: list[MicroBatch], loss: LossFunction, forward_only: bool = True

@@ -14,7 +14,7 @@ class Sample:
     A demonstration has neither log-probabilities nor routes. `reward` and `advantage` are added by
     the stage. Tokens are int32; `logprobs` is mu, fp32 in nats, [response]; `routes` holds the
     experts of every token but the last, which no forward pass reads: uint16
-    [prompt + response - 1, layers, experts_per_token].
+    [prompt + response - 1, routed layers, experts_per_token].
     """
 
     domain: str

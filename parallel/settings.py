@@ -7,7 +7,7 @@ configuration on a login node that may have no torch at all.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -44,7 +44,7 @@ class InitializationSettings(Settings):
 class ModelSettings(Settings):
     """A mixture-of-experts decoder of one family, in Hugging Face's terms."""
 
-    family: Literal["qwen3_moe", "mixtral"] = "qwen3_moe"
+    family: Literal["qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"] = "qwen3_moe"
     vocabulary_size: Positive
     hidden_size: Positive
     layers: Positive
@@ -60,6 +60,10 @@ class ModelSettings(Settings):
     precision: Literal["fp32", "bf16"] = Field(
         default="fp32",
         description="of weights and activations; optimizer, gradients and routing stay fp32",
+    )
+    architecture: dict[str, Any] = Field(
+        default_factory=dict,
+        description="further keys of the family's config.json, as Hugging Face calls them",
     )
     initialization: InitializationSettings = InitializationSettings()
     initial_weights: Path | None = Field(
@@ -160,7 +164,16 @@ def layout_violations(model: ModelSettings, layout: LayoutSettings) -> list[tupl
         found.append(("layout.virtual_pipeline", "needs layout.pipeline of 2 or more"))
     else:
         parts = layout.pipeline * layout.virtual_pipeline
-        divides("layout.pipeline", parts, "model.layers", model.layers)
+        if layout.virtual_pipeline == 1:
+            divides("layout.pipeline", parts, "model.layers", model.layers)
+        elif model.layers % parts:
+            found.append(
+                (
+                    "layout.virtual_pipeline",
+                    f"pipeline {layout.pipeline} x virtual_pipeline {layout.virtual_pipeline} does"
+                    f" not divide model.layers = {model.layers}",
+                )
+            )
     for names in (("tensor", "pipeline", "context"), ("expert_tensor", "expert", "pipeline")):
         sizes = [getattr(layout, name) for name in names]
         product = sizes[0] * sizes[1] * sizes[2]

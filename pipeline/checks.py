@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from parallel.families import FAMILIES, architecture, family_violations
 from parallel.settings import (
     TOKENIZER_SIZE,
     EngineSettings,
@@ -24,7 +25,7 @@ from parallel.settings import (
     layout_violations,
 )
 from pipeline.rewards import reward_fault
-from pipeline.violations import shown
+from pipeline.violations import hint, shown
 from stages.settings import (
     ColdStartSettings,
     DomainSettings,
@@ -56,6 +57,7 @@ def violations(run: dict[str, Any]) -> Found:
         )
     if model and layout:
         yield from layout_violations(model, layout)
+        yield from _family_rules(model, layout)
     if model and engine:
         yield from _engine_rules(model, engine)
     if cold_start:
@@ -106,6 +108,21 @@ def _domains(run: dict[str, Any]) -> dict[str, DomainSettings | None]:
 
 def _too_few(layout: LayoutSettings) -> str:
     return f"less than the {layout.data} data-parallel ranks of layout, and each needs one"
+
+
+def _family_rules(model: ModelSettings, layout: LayoutSettings) -> Found:
+    try:
+        architecture(model)
+    except ValidationError as error:
+        known = FAMILIES[model.family].further.model_fields
+        for fault in error.errors():
+            key = ".".join(map(str, ("model.architecture", *fault["loc"])))
+            if fault["type"] == "extra_forbidden" and len(fault["loc"]) == 1:
+                yield key, f"unknown key of {model.family}; {hint(str(fault['loc'][0]), known)}"
+            else:
+                yield key, f"{fault['msg']}, not {fault['input']!r}"
+    else:
+        yield from family_violations(model, layout)
 
 
 def _engine_rules(model: ModelSettings, engine: EngineSettings) -> Found:

@@ -1,45 +1,110 @@
-"""A checkpoint as a Hugging Face directory that transformers and vLLM load."""
+"""A checkpoint as a Hugging Face directory that transformers and vLLM load, verified."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+import numpy as np
+import torch
 
 from parallel import checkpoints
-from parallel.distributed import is_main
-from parallel.hugging_face import hugging_face_config
+from parallel.batch import split
+from parallel.distributed import barrier, broadcast, is_main, max_over_ranks
+from parallel.hugging_face import expected_tensors, hugging_face_config
+from parallel.hugging_face_files import SHARD_BYTES, WeightFiles, WeightsError, verify, write
+from parallel.hugging_face_weights import fill_weights, forget_weights
+from parallel.packing import Place
 from parallel.policy import Policy
+from parallel.responses import Responses
+from parallel.sample import Sample
+from parallel.vocabulary import HeadLogits
 from stages.settings import StageJob
 from stages.tokenizer import CharacterTokenizer
 
+PROBES, PROBE_TOKENS = 4, 8  # random prompts and responses a data-parallel rank, and their length
+
 
 def run(job: StageJob) -> None:
-    """Write the parent's weights, configuration and tokenizer to `job.output`, whole or not at all.
+    """Write the parent's weights, configuration and tokenizer to `job.output`.
 
-    Raises OSError when the output cannot be written.
+    Raises as `export`.
     """
     assert job.parent is not None and job.output is not None
+    # Kernels that add in any order would make equal weights give unequal logits on a GPU.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     policy = Policy(job.settings.model, job.settings.layout)
     checkpoints.load_weights(policy, job.parent)
-    # Every rank takes part in the gathering; only the main one keeps what it yields.
-    weights = {name: tensor.cpu() for name, tensor in policy.weights() if is_main()}
-    if is_main():
-        job.output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            dir=job.output.parent, prefix=f".{job.output.name}."
-        ) as scratch:
-            unfinished = Path(scratch) / job.output.name
-            unfinished.mkdir()
-            try:
-                save_file(weights, unfinished / "model.safetensors", metadata={"format": "pt"})
-                (unfinished / "model.safetensors").chmod(0o644)  # safetensors makes it private
-            except SafetensorError as error:  # what safetensors makes of a full disk
-                raise OSError(f"cannot write {job.output}: {error}") from error
-            hugging_face_config(job.settings.model).save_pretrained(unfinished)
+    export(policy, job.output)
+
+
+def export(policy: Policy, output: Path, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write a policy to the folder `output`, whole and verified or not at all. Collective.
+
+    Verified is every tensor on the disk, and that a policy filled from there gives the same logits,
+    bit for bit. The folder must be seen by all ranks.
+
+    Raises:
+        WeightsError: what was written is not what was to be written.
+        OSError: the output cannot be written.
+    """
+    before = probe(policy)
+    with _beside(output) as unfinished:
+        _write(policy, unfinished, shard_bytes)
+        forget_weights(policy.chunks)  # what is not filled again will show
+        fill_weights(policy.bridge, policy.chunks, WeightFiles(unfinished))
+        pairs = zip(before, probe(policy), strict=True)
+        if max_over_ranks(not all(torch.equal(old, new) for old, new in pairs)):
+            raise WeightsError(
+                f"{output} was not written right", ["other logits than the policy's"]
+            )
+        if is_main():
+            hugging_face_config(policy.settings).save_pretrained(unfinished)
             CharacterTokenizer().save(unfinished)
-            shutil.rmtree(job.output, ignore_errors=True)
-            unfinished.rename(job.output)
+            shutil.rmtree(output, ignore_errors=True)
+            unfinished.rename(output)
+
+
+def probe(policy: Policy) -> list[torch.Tensor]:
+    """This rank's part of the logits of some random tokens; none but on the last pipeline stage."""
+    draw = np.random.default_rng(0)
+    here = Place.here()
+    shape = (PROBES * here.data, 2, PROBE_TOKENS)
+    tokens = draw.integers(policy.settings.vocabulary_size, size=shape, dtype=np.int32)
+    samples = [Sample("probe", prompt, response) for prompt, response in tokens]
+    batches = split(samples, here, PROBES * 2 * PROBE_TOKENS, replay=False)
+    return policy.evaluate(batches, _logits)
+
+
+def _logits(responses: Responses) -> torch.Tensor:
+    head = responses.logits
+    assert isinstance(head, HeadLogits)
+    return head.hidden @ head.weight.T
+
+
+def _write(policy: Policy, directory: Path, shard_bytes: int) -> None:
+    """The weights, and a look at what became of them, by the main rank."""
+    if is_main():
+        expected = expected_tensors(hugging_face_config(policy.settings))
+        digests = write(directory, expected, policy.weights(), shard_bytes)
+        verify(directory, expected, digests)
+    else:
+        for _ in policy.weights():  # every rank takes part in the gathering
+            pass
+    barrier()
+
+
+@contextmanager
+def _beside(output: Path) -> Iterator[Path]:
+    """A folder, alike on every rank, that is removed with all that is still in it at the end."""
+    if not is_main():
+        yield broadcast(None)
+        return
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as scratch:
+        unfinished = Path(scratch) / output.name
+        unfinished.mkdir()
+        yield broadcast(unfinished)

@@ -43,6 +43,7 @@ def main() -> None:
 def _leave(error: BaseException) -> None:
     """End this rank at once: another may hang in a collective that will never be joined."""
     from parallel.checkpoints import CheckpointError
+    from parallel.hugging_face_files import WeightsError
     from parallel.rollout.client import EngineError
     from stages.agreement import MismatchError
     from stages.domains.problem import DomainError
@@ -57,6 +58,7 @@ def _leave(error: BaseException) -> None:
         NotFiniteError,
         OSError,
         RewardError,
+        WeightsError,
     )
     status = 143 if isinstance(error, StageStopped) else 1
     try:

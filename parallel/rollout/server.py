@@ -21,6 +21,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from parallel.families import routed_layers
 from parallel.last_word import say_last_word
 from parallel.rollout.wire import Address, Failure, Generate, Generated, Generation
 from parallel.settings import EngineSettings, ModelSettings
@@ -48,6 +49,7 @@ class Engine:
         from parallel.hugging_face import hugging_face_config
 
         self.weight_version: int | None = None
+        self.first_routed_layer = routed_layers(model).start
         with tempfile.TemporaryDirectory(prefix="braid-engine-") as directory:
             hugging_face_config(model).save_pretrained(directory)
             self.llm = LLM(
@@ -93,7 +95,7 @@ class Engine:
         )
         return Generated(
             [
-                _generation(index, completion, request.end_token)
+                _generation(index, completion, request.end_token, self.first_routed_layer)
                 for index, output in enumerate(outputs)
                 for completion in output.outputs
             ],
@@ -118,13 +120,14 @@ class Engine:
         self.weight_version = msgspec.msgpack.decode(body, type=int)
 
 
-def _generation(index: int, completion: Any, end_token: int) -> Generation:
+def _generation(index: int, completion: Any, end_token: int, first_routed_layer: int) -> Generation:
     tokens = np.asarray(completion.token_ids, np.int32)
     logprobs = np.asarray(
         [entry[token].logprob for token, entry in zip(tokens, completion.logprobs, strict=True)],
         np.float32,
     )
-    routes = completion.routed_experts.astype(np.uint16)
+    # vLLM counts all layers, and has nothing to say of the dense ones before.
+    routes = completion.routed_experts[:, first_routed_layer:].astype(np.uint16)
     return Generation(
         prompt=index,
         tokens=tokens.tobytes(),

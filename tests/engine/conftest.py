@@ -1,4 +1,4 @@
-"""One real vLLM engine, and one policy to refit it from, for the whole session."""
+"""Real vLLM engines, the first of which serves the whole session."""
 
 from __future__ import annotations
 
@@ -6,19 +6,28 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from engine_settings import ENGINE, MODEL
 
+from parallel.settings import ModelSettings
+
 
 @pytest.fixture(scope="session")
 def engine_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The address file of a running engine without weights."""
-    directory = tmp_path_factory.mktemp("engine")
+    with running_engine(MODEL, tmp_path_factory.mktemp("engine")) as address:
+        yield address
+
+
+@contextmanager
+def running_engine(model: ModelSettings, directory: Path) -> Iterator[Path]:
+    """The address file of an engine that runs as long as it is needed."""
     address = directory / "address.json"
     job = {
-        "model": MODEL.model_dump(mode="json"),
+        "model": model.model_dump(mode="json"),
         "engine": ENGINE.model_dump(mode="json"),
         "address": str(address),
         "seed": 0,
@@ -30,6 +39,8 @@ def engine_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             stdout=log,
             stderr=subprocess.STDOUT,
         )
-    yield address
-    process.kill()
-    process.wait()
+    try:
+        yield address
+    finally:
+        process.kill()
+        process.wait()

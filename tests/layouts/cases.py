@@ -230,46 +230,6 @@ def train(policy: Any, steps: range) -> Iterator[tuple[float, float]]:
         yield sum(values), policy.step()
 
 
-def export_and_load(layout: LayoutSettings, directory: str) -> dict[str, float]:
-    """Differences to transformers after an export, and to ourselves after loading it again."""
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM
-
-    from parallel.distributed import broadcast, is_main
-    from parallel.hugging_face import hugging_face_config
-    from parallel.policy import Policy
-
-    policy = build(layout, seed=5)
-    weights = dict(policy.weights())
-    if is_main():
-        save_file(weights, Path(directory) / "model.safetensors", metadata={"format": "pt"})
-        hugging_face_config(MODEL).save_pretrained(directory)
-    broadcast(None)
-    again = Policy(MODEL.model_copy(update={"initial_weights": Path(directory)}), layout)
-    again.start_fresh(seed=99)
-    reloaded = dict(again.weights())
-    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    drawn = samples(6)
-    largest = 0.0
-    for batch in batches(drawn):
-        [logprobs] = policy.target_logprobs([batch], 1.0)
-        for row, sample in enumerate(batch.samples):
-            tokens = torch.tensor(np.concatenate([sample.prompt, sample.response]))[None]
-            with torch.no_grad():
-                expected = theirs(tokens).logits[0, len(sample.prompt) - 1 : -1].log_softmax(-1)
-            chosen = expected.gather(-1, tokens[0, len(sample.prompt) :, None])[:, 0]
-            found = logprobs[row, : len(sample.response)]
-            largest = max(largest, (found - chosen).abs().max().item())
-    names = set(weights) ^ set(theirs.state_dict())
-    return {
-        "logprobs": largest,
-        "reloaded": max((weights[n] - reloaded[n]).abs().max().item() for n in weights),
-        "tensors": len(weights),
-        "rotary": theirs.model.rotary_emb.inv_freq.abs().min().item(),
-        "unknown_names": len([name for name in names if "experts" not in name]),
-    }
-
-
 def held_experts(layout: LayoutSettings) -> set[str]:
     """The global names of the experts' weights that this rank holds."""
     from parallel.model import global_name

@@ -1,4 +1,4 @@
-"""One set of ranks of each size serves the whole session, under one layout after another."""
+"""Sets of ranks are kept for the tests that follow under the same layout."""
 
 from __future__ import annotations
 
@@ -6,23 +6,27 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from ranks import Ranks
+from ranks import On, Ranks
 
 from parallel.settings import LayoutSettings
 
-On = Callable[..., list[Any]]
+KEPT = 10  # processes; idle ones still cost memory, and gloo's threads some time
 
 
 @pytest.fixture(scope="session")
 def on() -> Iterator[On]:
     """`on(layout, function, *arguments)`: what the function returns on each of its ranks."""
-    started: dict[int, Ranks] = {}
+    alive: dict[LayoutSettings, Ranks] = {}
 
     def run(layout: LayoutSettings, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        if layout.ranks not in started:
-            started[layout.ranks] = Ranks(layout.ranks)
-        return started[layout.ranks](layout, function, *arguments)
+        # What process groups do not depend on.
+        key = layout.model_copy(update={"distributed_optimizer": True, "recompute": "none"})
+        ranks = alive.pop(key, None)
+        while ranks is None and alive and layout.ranks + sum(k.ranks for k in alive) > KEPT:
+            alive.pop(next(iter(alive))).close()  # unused for longest
+        alive[key] = ranks or Ranks(layout)
+        return alive[key](function, *arguments)
 
     yield run
-    for ranks in started.values():
+    for ranks in alive.values():
         ranks.close()

@@ -7,17 +7,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from cases import batches, build, cross_entropy, samples, train
+from cases import MODEL, batches, build, cross_entropy, samples, train
 
 from parallel.memory import RankMemory
-from parallel.settings import LayoutSettings, OptimizerSettings
+from parallel.settings import LayoutSettings, ModelSettings, OptimizerSettings
 
 
-def held(layout: LayoutSettings, optimizer: OptimizerSettings) -> tuple[int, RankMemory]:
+def held(
+    layout: LayoutSettings, optimizer: OptimizerSettings, model: ModelSettings = MODEL
+) -> tuple[int, RankMemory]:
     """This rank's pipeline rank, and the bytes it holds after its first optimizer step."""
     from megatron.core import parallel_state
 
-    policy = build(layout, optimizer)
+    policy = build(layout, optimizer, model=model)
     list(train(policy, range(1)))
     parameters = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
     buffers = [
@@ -33,11 +35,13 @@ def held(layout: LayoutSettings, optimizer: OptimizerSettings) -> tuple[int, Ran
     )
 
 
-def kept_for_backward(layout: LayoutSettings, tokens: int) -> tuple[int, int]:
+def kept_for_backward(
+    layout: LayoutSettings, tokens: int, model: ModelSettings = MODEL
+) -> tuple[int, int]:
     """Tokens of a micro-batch of at most `tokens`, and the bytes its forward pass keeps."""
     from stages.objectives.aggregation import Totals
 
-    policy = build(layout)
+    policy = build(layout, model=model)
     [batch] = batches(samples(tokens // 16))
     kept: list[torch.Tensor] = []
 

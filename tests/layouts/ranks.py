@@ -1,8 +1,7 @@
-"""Real gloo ranks that stay alive for the whole session and run one function after another."""
+"""Real gloo ranks of one layout, that stay alive and run one function after another."""
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import socket
@@ -14,13 +13,16 @@ from typing import Any
 from parallel.settings import LayoutSettings
 
 # Forked from a process that has imported all this once, eight ranks start as fast as one.
-IMPORTED_ONCE = ["preloaded"]
+IMPORTED_ONCE = ["tests.layouts.preloaded"]  # found from the root of the repository
+
+
+On = Callable[..., list[Any]]  # what the fixture `on` is
 
 
 class Ranks:
-    """`ranks(layout, function, *arguments)` runs a function of a test's module on every rank."""
+    """`ranks(function, *arguments)` runs a function of a test's module on every rank."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, layout: LayoutSettings) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTED_ONCE)
         with socket.socket() as probe:
@@ -28,22 +30,20 @@ class Ranks:
             port = probe.getsockname()[1]
         self.pipes: list[Connection] = []
         self.processes = []
-        for rank in range(world):
+        for rank in range(layout.ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, world, port), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, layout, port), daemon=True)
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
 
-    def __call__(
-        self, layout: LayoutSettings, function: Callable[..., Any], *arguments: Any
-    ) -> list[Any]:
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Every rank's answer. Raises AssertionError with the traceback of one that failed."""
         for pipe in self.pipes:
-            pipe.send((layout, function, arguments))
+            pipe.send((function, arguments))
         answers = []
         for rank, pipe in enumerate(self.pipes):
-            assert pipe.poll(300), f"rank {rank} did not answer"
+            assert pipe.poll(120), f"rank {rank} did not answer"
             worked, answer = pipe.recv()
             assert worked, f"rank {rank}:\n{answer}"
             answers.append(answer)
@@ -54,27 +54,19 @@ class Ranks:
             process.kill()
 
 
-def _serve(pipe: Connection, rank: int, world: int, port: int) -> None:
+def _serve(pipe: Connection, rank: int, layout: LayoutSettings, port: int) -> None:
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        RANK=str(rank),
+        WORLD_SIZE=str(layout.ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
     )
-    from parallel.distributed import meeting, model_parallel
+    from parallel.distributed import process_groups
 
-    current: LayoutSettings | None = None
-    groups = contextlib.ExitStack()
-    with meeting():
+    with process_groups(layout, seed=0):
         while True:
-            layout, function, arguments = pipe.recv()
+            function, arguments = pipe.recv()
             try:
-                if current is None or groups_of(layout) != groups_of(current):
-                    groups.close()
-                    groups.enter_context(model_parallel(layout, seed=0))
-                    current = layout
                 pipe.send((True, function(*arguments)))
             except BaseException:
                 pipe.send((False, traceback.format_exc()))
-
-
-def groups_of(layout: LayoutSettings) -> dict[str, Any]:
-    """What of a layout its process groups depend on."""
-    return layout.model_dump(exclude={"distributed_optimizer", "recompute"})

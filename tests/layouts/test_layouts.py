@@ -16,7 +16,7 @@ from cases import (
     reference,
     replayed_routing,
 )
-from conftest import On
+from ranks import On
 
 from parallel.settings import LayoutSettings, RoutingLossSettings
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cases import SPREAD, loop
-from conftest import On
+from ranks import On
 
 
 def steps(directory: Path) -> list[int]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from cases import ADAM, MATRIX, MODEL, SGD
-from conftest import On
 from held import held, kept_for_backward
+from hugging_face_cases import FAMILIES
+from ranks import On
 
 from parallel.memory import training_memory
 from parallel.settings import LayoutSettings, OptimizerSettings
@@ -32,7 +33,22 @@ def test_planned_bytes_are_held(
         assert found.optimizer == pytest.approx(expected.optimizer, rel=CLOSE)
 
 
-def test_the_estimate_of_activations_is_near(on: On) -> None:
-    [(tokens, kept)] = on(LayoutSettings(), kept_for_backward, LayoutSettings(), TOKENS)
-    [planned] = training_memory(MODEL, LayoutSettings(), "adam", tokens)
+@pytest.mark.parametrize("name", ["1 rank", "TP2 EP2 PP2"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_counted(family: str, name: str, on: On) -> None:
+    model, layout = (
+        FAMILIES[family],
+        MATRIX[name].model_copy(update={"distributed_optimizer": False}),
+    )
+    planned = training_memory(model, layout, "adam", TOKENS)
+    for pipeline_rank, found in on(layout, held, layout, ADAM, model):
+        assert found.parameters == planned[pipeline_rank].parameters
+        assert found.optimizer == planned[pipeline_rank].optimizer
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_estimate_of_activations_is_near(family: str, on: On) -> None:
+    layout, model = LayoutSettings(), FAMILIES[family]
+    [(tokens, kept)] = on(layout, kept_for_backward, layout, TOKENS, model)
+    [planned] = training_memory(model, layout, "adam", tokens)
     assert kept == pytest.approx(planned.activations, rel=0.2)

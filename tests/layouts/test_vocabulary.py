@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import vocabulary_cases as cases
-from conftest import On
+from ranks import On
 
 from parallel.settings import LayoutSettings
 

@@ -110,6 +110,16 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
         ("layout.ranks=34", "merge.sampling.prompts_per_step: 32 prompts x 1 samples in 1 updates"),
         ("evaluation.problems=1", "evaluation.problems: 1 is less than the 2 data-parallel ranks"),
         ("model.max_positions=32", "engine.max_model_tokens: 64 is more than model.max_positions"),
+        ("model.experts_per_token=1", "model.experts_per_token: 1 leaves the router nothing"),
+        ("model.architecture={n_group: 2}", "model.architecture.n_group: unknown key of qwen3_moe"),
+        (
+            "model={family: glm4_moe, architecture: {n_grup: 2}}",
+            'model.architecture.n_grup: unknown key of glm4_moe; did you mean "n_group"?',
+        ),
+        (
+            "model={family: glm4_moe, architecture: {n_group: two}}",
+            "model.architecture.n_group: Input should be a valid integer, not 'two'",
+        ),
         ("model.vocabulary_size=96", "model.vocabulary_size: 96 should be 80, the number of ids"),
         ("experts.sums.sampling.group_size=1", "a group of one has no advantage"),
         ("experts.sums.updates_per_rollout=3", "3 does not divide experts.sums.sampling.prompts_p"),

@@ -1,0 +1,233 @@
+"""What the ranks run around Hugging Face checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from cases import MODEL, SGD, accumulate, batches, build, samples
+from checkpoint_cases import save
+
+from parallel.settings import LayoutSettings
+
+DENSE_AND_SHARED = {
+    "first_k_dense_replace": 1,
+    "intermediate_size": 48,
+    "n_shared_experts": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+}
+FAMILIES = {
+    "qwen3_moe": MODEL,
+    "mixtral": MODEL.model_copy(update={"family": "mixtral"}),
+    "glm4_moe": MODEL.model_copy(
+        update={
+            "family": "glm4_moe",
+            "architecture": {**DENSE_AND_SHARED, "attention_bias": True, "use_qk_norm": True},
+        }
+    ),
+    "deepseek_v3": MODEL.model_copy(
+        update={
+            "family": "deepseek_v3",
+            "key_value_heads": MODEL.attention_heads,
+            "architecture": {
+                **DENSE_AND_SHARED,
+                "q_lora_rank": 24,
+                "kv_lora_rank": 16,
+                "qk_nope_head_dim": 12,
+                "v_head_dim": 20,
+            },
+        }
+    ),
+}
+MODELS = {
+    **FAMILIES,
+    # The bias of whose router stays in fp32.
+    "bf16": FAMILIES["deepseek_v3"].model_copy(update={"precision": "bf16"}),
+    # With positions stretched to four times as many, and queries that are not compressed.
+    "yarn": MODEL.model_copy(
+        update={
+            "family": "deepseek_v3",
+            "key_value_heads": MODEL.attention_heads,
+            "architecture": {
+                **FAMILIES["deepseek_v3"].architecture,
+                "q_lora_rank": None,
+                "rope_scaling": {
+                    "factor": 4.0,
+                    "original_max_position_embeddings": MODEL.max_positions // 4,
+                    "mscale_all_dim": 0.7,
+                },
+            },
+        }
+    ),
+}
+SEED = 5
+SMALL_SHARDS = 20_000  # bytes: several files
+
+
+def export(layout: LayoutSettings, model: str, output: str) -> None:
+    """A random model, the same one under every layout."""
+    from stages import export
+
+    export.export(_random(layout, model), Path(output), SMALL_SHARDS)
+
+
+def save_checkpoint(layout: LayoutSettings, model: str, directory: str) -> dict[str, str]:
+    """`tensors` of a policy, which is left in `directory`/step_1."""
+    policy = build(layout, model=MODELS[model])
+    save(policy, Path(directory), 1, {})
+    return tensors(policy.weights())
+
+
+def export_checkpoint(layout: LayoutSettings, model: str, checkpoint: str, output: str) -> None:
+    """The stage, with another layout than the checkpoint was written from."""
+    from stages import export
+    from stages.settings import RunSettings, StageJob
+
+    settings = RunSettings.model_construct(model=MODELS[model], layout=layout)
+    export.run(
+        StageJob.model_construct(parent=Path(checkpoint), output=Path(output), settings=settings)
+    )
+    torch.use_deterministic_algorithms(False)  # the next case runs in this process too
+
+
+def import_and_compare(layout: LayoutSettings, model: str, directory: str) -> dict[str, float]:
+    """A model that is read from a checkpoint, against the checkpoint and transformers."""
+    from transformers import AutoModelForCausalLM
+
+    policy = _read(layout, model, directory)
+    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    streamed = tensors(policy.weights())
+    layers = [name.split(".")[2] for name in streamed if ".layers." in name]
+    return {
+        "tensors": streamed == stored(directory),
+        # The engine takes whole layers, one after another.
+        "in_order": len(list(itertools.groupby(layers))) == len(set(layers)),
+        "logprobs": difference(policy, theirs),
+        # Without scoping, the device layer once silently zeroed what transformers computes.
+        "rotary": theirs.model.rotary_emb.inv_freq.abs().min().item(),
+    }
+
+
+def difference(policy: Any, theirs: Any) -> float:
+    """The largest difference of log-probabilities; 0 where there is no last pipeline stage."""
+    largest = 0.0
+    parts = batches(samples(6))
+    for batch, logprobs in zip(parts, policy.target_logprobs(parts, 1.0), strict=False):
+        for row, sample in enumerate(batch.samples):
+            tokens = torch.tensor(np.concatenate([sample.prompt, sample.response]))[None]
+            with torch.no_grad():
+                expected = theirs(tokens).logits[0, len(sample.prompt) - 1 : -1].log_softmax(-1)
+            chosen = expected.gather(-1, tokens[0, len(sample.prompt) :, None])[:, 0]
+            found = logprobs[row, : len(sample.response)]
+            largest = max(largest, (found - chosen).abs().max().item())
+    return largest
+
+
+def tensors(stream: Any) -> dict[str, str]:
+    """Type, shape and SHA-256 of every tensor."""
+    found = {}
+    for name, tensor in stream:
+        digest = hashlib.sha256(tensor.cpu().view(torch.uint8).numpy()).hexdigest()
+        found[name] = f"{tensor.dtype} {tuple(tensor.shape)} {digest}"
+    return found
+
+
+def stored(directory: str) -> dict[str, str]:
+    """`tensors` of a checkpoint."""
+    from parallel.hugging_face_files import WeightFiles
+
+    files = WeightFiles(Path(directory))
+    assert not files.faults
+    return tensors((name, files.read(name)) for name in files.stored)
+
+
+def _random(layout: LayoutSettings, model: str) -> Any:
+    """With norms and biases that differ, so that none can be taken for another."""
+    from parallel.model import global_name, shard, split_dimension, tensor_split
+    from parallel.policy import Policy
+
+    policy = Policy(MODELS[model], layout)
+    policy.start_fresh(SEED)
+    for chunk in policy.chunks:
+        for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
+            if tensor.dim() == 1 and tensor.is_floating_point():
+                size, rank = tensor_split(name)
+                whole = len(tensor) * (1 if split_dimension(name) is None else size)
+                seed = int(hashlib.sha256(global_name(chunk, name).encode()).hexdigest()[:8], 16)
+                noise = torch.randn(whole, generator=torch.Generator().manual_seed(seed)) / 4
+                tensor.data += shard(name, noise, size, rank)
+    return policy
+
+
+def _read(layout: LayoutSettings, model: str, directory: str) -> Any:
+    from parallel.policy import Policy
+
+    start = {"initial_weights": Path(directory)}
+    policy = Policy(MODELS[model].model_copy(update=start), layout)
+    policy.start_fresh(seed=99)
+    return policy
+
+
+def gradient_error(layout: LayoutSettings, model: str, directory: str) -> tuple[float, str]:
+    """The largest relative difference to the gradients of one rank, which writes them."""
+    from parallel.model import global_name, shard, tensor_split
+
+    alone = layout.model_copy(update={"distributed_optimizer": False})  # it scatters gradients
+    policy = build(alone, SGD, model=MODELS[model])
+    drawn = samples(12)
+    accumulate(policy, "cross_entropy", drawn, batches(drawn))
+    found = [
+        (global_name(chunk, name), parameter.main_grad)
+        for chunk in policy.chunks
+        for name, parameter in chunk.named_parameters()
+    ]
+    file = Path(directory) / "gradients.pt"
+    if layout.ranks == 1:
+        torch.save({name: gradient.clone() for name, gradient in found}, file)
+    expected = torch.load(file)
+    errors = []
+    for name, gradient in found:
+        ours = shard(name, expected[name], *tensor_split(name))
+        errors.append(((gradient - ours).norm().item() / max(ours.norm().item(), 1e-6), name))
+    return max(errors)
+
+
+def export_other_weights(layout: LayoutSettings, output: str) -> str:
+    """The error of an export whose files are not the policy's, though they are whole."""
+    from parallel.hugging_face_files import WeightsError
+    from stages import export
+
+    policy = _random(layout, "qwen3_moe")
+    stream = policy.weights
+
+    def changed() -> Any:
+        for name, tensor in stream():
+            yield name, tensor * 1.01 if name == "model.norm.weight" else tensor
+
+    policy.weights = changed
+    try:
+        export.export(policy, Path(output))
+    except WeightsError as error:
+        return str(error)
+    return ""
+
+
+def start_from(layout: LayoutSettings, directory: str) -> tuple[str, bool]:
+    """The error of a start from a checkpoint, and whether it left the weights alone."""
+    from parallel.hugging_face_files import WeightsError
+
+    policy = _random(layout, "qwen3_moe")
+    before = tensors(policy.weights())
+    policy.settings = policy.settings.model_copy(update={"initial_weights": Path(directory)})
+    message = ""
+    try:
+        policy.start_fresh(seed=0)
+    except WeightsError as error:
+        message = str(error)
+    return message, tensors(policy.weights()) == before

@@ -1,0 +1,152 @@
+"""Hugging Face checkpoints in and out, the same under every layout."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from cases import SPREAD
+from hugging_face_cases import (
+    FAMILIES,
+    MODELS,
+    export,
+    export_checkpoint,
+    export_other_weights,
+    gradient_error,
+    import_and_compare,
+    save_checkpoint,
+    start_from,
+    stored,
+)
+from ranks import On
+from safetensors.torch import load_file, save_file
+
+from parallel.settings import LayoutSettings
+
+MATRIX = {
+    "1 rank": {},
+    "TP2": {"ranks": 2, "tensor": 2},  # whose experts are whole on both ranks
+    "ETP2": {"ranks": 2, "expert_tensor": 2},
+    "TP2 ETP2": {"ranks": 2, "tensor": 2, "expert_tensor": 2},
+    "PP2": {"ranks": 2, "pipeline": 2},
+    "VPP2": {"ranks": 2, "pipeline": 2, "virtual_pipeline": 2},
+    "EP2": {"ranks": 2, "expert": 2},
+    "CP2": {"ranks": 2, "context": 2},
+    "TP2 EP2 PP2": {"ranks": 4, "tensor": 2, "expert": 2, "pipeline": 2},
+    "TP2 EP2 ETP2": {"ranks": 4, "tensor": 2, "expert": 2, "expert_tensor": 2},
+}
+ONE_DEVICE = [pytest.param("1 rank", marks=pytest.mark.one_device)]
+
+
+@pytest.fixture(scope="session")
+def exported(on: On, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Each model with random weights, as one rank writes it."""
+    folders = {model: tmp_path_factory.mktemp("exports") / model for model in MODELS}
+    for model, folder in folders.items():
+        on(LayoutSettings(), export, LayoutSettings(), model, str(folder))
+    return folders
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", [*ONE_DEVICE, *list(MATRIX)[1:]])  # each layout's ranks once
+def test_checkpoints_do_not_know_the_layout(
+    family: str, name: str, on: On, exported: dict[str, Path], tmp_path: Path
+) -> None:
+    """Written from any layout a checkpoint is the same, bit for bit, and read into any layout it
+    is the model that transformers makes of it."""
+    layout = LayoutSettings(**MATRIX[name])
+    on(layout, export, layout, family, str(tmp_path / "out"))
+    assert stored(str(tmp_path / "out")) == stored(str(exported[family]))
+    for found in on(layout, import_and_compare, layout, family, str(exported[family])):
+        assert found["tensors"]
+        assert found["in_order"]
+        assert found["logprobs"] < 1e-5, found
+        assert found["rotary"] > 0.0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_stage_exports_a_checkpoint_of_any_layout(family: str, on: On, tmp_path: Path) -> None:
+    layout, another = (LayoutSettings(**MATRIX[name]) for name in ("TP2 EP2 PP2", "TP2"))
+    saved = on(layout, save_checkpoint, layout, family, str(tmp_path))[0]
+    on(another, export_checkpoint, another, family, str(tmp_path / "step_1"), str(tmp_path / "out"))
+    assert stored(str(tmp_path / "out")) == saved
+
+
+@pytest.mark.one_device
+def test_stretched_positions_are_those_of_transformers(on: On, exported: dict[str, Path]) -> None:
+    layout = LayoutSettings()
+    [found] = on(layout, import_and_compare, layout, "yarn", str(exported["yarn"]))
+    assert found["logprobs"] < 1e-5, found
+
+
+@pytest.mark.parametrize("name", [*ONE_DEVICE, "TP2 EP2 PP2"])
+def test_bf16_is_kept(name: str, on: On, exported: dict[str, Path], tmp_path: Path) -> None:
+    layout = LayoutSettings(**MATRIX[name])
+    on(layout, export, layout, "bf16", str(tmp_path / "out"))
+    kept = stored(str(tmp_path / "out"))
+    assert kept == stored(str(exported["bf16"]))
+    assert {tensor.split()[0] for tensor in kept.values()} == {"torch.bfloat16", "torch.float32"}
+    for found in on(layout, import_and_compare, layout, "bf16", str(exported["bf16"])):
+        assert found["tensors"]
+        assert found["logprobs"] < 0.1, found
+
+
+@pytest.mark.parametrize("family", ["mixtral", "glm4_moe", "deepseek_v3"])
+def test_every_family_trains_alike_under_every_layout(family: str, on: On, tmp_path: Path) -> None:
+    for name in ("1 rank", "TP2", "CP2", "TP2 EP2 PP2", "TP2 EP2 ETP2"):
+        layout = LayoutSettings(**MATRIX[name])
+        for found in on(layout, gradient_error, layout, family, str(tmp_path)):
+            assert found < (1e-5, ""), (name, found)
+
+
+def test_other_logits_are_noticed_and_nothing_is_left(on: On, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    for message in on(SPREAD, export_other_weights, SPREAD, str(output)):
+        assert message == f"{output} was not written right: other logits than the policy's"
+    assert not list(tmp_path.iterdir())
+
+
+def damages(directory: Path) -> Iterator[str]:
+    """One fault after another of a checkpoint, each with what the error should say of it."""
+    shard = min(directory.glob("*.safetensors"))
+    whole = shard.read_bytes()
+    tensors = load_file(shard)
+    name = "lm_head.weight"
+    head = tensors.pop(name)
+    save_file(tensors, shard)
+    yield f"{name} is missing"
+    save_file({**tensors, name: head[:, :8].contiguous()}, shard)
+    yield f"{shard.name}: {name} is [80, 8], but should be [80, 32]"
+    save_file({**tensors, name: head.to(torch.float8_e4m3fn)}, shard)
+    yield f"{shard.name}: {name} is F8_E4M3, but should be one of F32, BF16, F16"
+    save_file({**tensors, name: head, "model.more": head.clone()}, shard)
+    yield f"{shard.name}: model.more is no tensor of this model"
+    shard.write_bytes(whole)
+    config = directory / "config.json"
+    text = config.read_text()
+    config.write_text(text.replace('"hidden_size": 32', '"hidden_size": 48'))
+    yield "config.json: hidden_size is 48, but model.hidden_size is 32"
+    config.write_text(text[:-9])
+    yield "config.json: "
+    config.unlink()
+    yield "config.json: "
+    config.write_text(text)
+    shutil.rmtree(directory)
+    yield "no such folder"
+    directory.mkdir()
+    yield "no *.safetensors file; config.json: "
+
+
+def test_a_start_says_all_that_is_wrong_and_changes_nothing(
+    on: On, exported: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "weights"
+    shutil.copytree(exported["qwen3_moe"], folder)
+    for fault in damages(folder):
+        for message, same in on(SPREAD, start_from, SPREAD, str(folder)):
+            assert message.startswith(f"model.initial_weights: cannot start from {folder}: ")
+            assert fault in message
+            assert same
