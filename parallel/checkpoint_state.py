@@ -23,6 +23,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import distributed as dist
 
+from parallel import optimizer_boxes
 from parallel.policy import Policy, TrainedPolicy
 
 # Asks megatron-core for the form of its state that any other layout can load. It is given copies,
@@ -53,17 +54,24 @@ def restore_weights(policy: Policy, loaded: State) -> None:
     policy.weights_changed()
 
 
-def optimizer(policy: TrainedPolicy, loading: bool) -> State:
-    """This rank's shards of the optimizer's tensors; the rest stays as it is here."""
-    parts = policy.optimizer.chained_optimizers
-    for part in parts:
-        _materialise(part.optimizer)
-    # A distributed optimizer that loads does without gathering its state first. A plain one would
-    # call megatron-core's own materialisation, which knows no SGD.
-    spare = loading and isinstance(parts[0], DistributedOptimizer)
+def optimizer_to_save(policy: TrainedPolicy) -> State:
+    """This rank's shards of the optimizer's tensors, and nothing else of it."""
+    if not _distributed(policy):  # whole tensors either way
+        return optimizer_to_load(policy)
+    model = filter(_is_weight, nested_values(weights(policy)))
+    shards = {id(shard.data): shard for shard in model}
+    return {n: optimizer_boxes.shards(part, shards) for n, part in enumerate(_materialised(policy))}
+
+
+def optimizer_to_load(policy: TrainedPolicy) -> State:
+    """What this rank needs of the optimizer's tensors; the rest of it stays as it is here."""
+    _materialised(policy)
     model = weights(policy)
-    state = policy.optimizer.sharded_state_dict(model, is_loading=spare, metadata=dict(METADATA))
-    _name_masters(state, model, loading)
+    # A plain optimizer is not told that it loads: megatron-core's own materialisation knows no SGD.
+    state = policy.optimizer.sharded_state_dict(
+        model, is_loading=_distributed(policy), metadata=dict(METADATA)
+    )
+    _name_masters(state, model)
     return dict_list_map_inplace(_only_shards, state)
 
 
@@ -93,38 +101,37 @@ def restore_random_numbers(states: State) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def _materialise(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter its optimizer state, as its first step would.
+def _distributed(policy: TrainedPolicy) -> bool:
+    return isinstance(policy.optimizer.chained_optimizers[0], DistributedOptimizer)
+
+
+def _materialised(policy: TrainedPolicy) -> list[Any]:
+    """The optimizer's parts, dense and experts, with every parameter's state as a step leaves it.
 
     megatron-core reads and fills that state by its structure, and cannot create momentum buffers.
     """
-    names = ("exp_avg", "exp_avg_sq") if "betas" in optimizer.defaults else ("momentum_buffer",)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state[parameter]
+    for part in policy.optimizer.chained_optimizers:
+        inner = part.optimizer
+        names = ("exp_avg", "exp_avg_sq") if "betas" in inner.defaults else ("momentum_buffer",)
+        for parameter in (each for group in inner.param_groups for each in group["params"]):
             for name in names:
-                if state.get(name) is None:
-                    state[name] = torch.zeros_like(parameter)
+                if inner.state[parameter].get(name) is None:
+                    inner.state[parameter][name] = torch.zeros_like(parameter)
+    return policy.optimizer.chained_optimizers
 
 
-def _name_masters(state: State, model: State, loading: bool) -> None:
+def _name_masters(state: State, model: State) -> None:
     """Give the distributed optimizer's master weights the names of the plain optimizer's.
 
-    The plain one keeps an fp32 copy of 16-bit weights only; an fp32 weight is its own master. So
-    the distributed one's copy of that is not written, and is read from the weight.
+    The plain one keeps an fp32 copy of 16-bit weights only; an fp32 weight is its own master, and
+    is read once more as such.
     """
-    prefix = "optimizer.state.param."
-    kinds = {shard.key: shard.data.dtype for shard in nested_values(model) if _is_weight(shard)}
+    kinds = {shard.key: shard.data.dtype for shard in filter(_is_weight, nested_values(model))}
     for entry, name, shard in list(nested_items_iter(state)):
-        if name != "param":
-            continue
-        weight = shard.key.removeprefix(prefix)
-        if kinds[weight] != torch.float32:
-            entry[name] = replace(shard, key=f"optimizer.state.fp32_param.{weight}")
-        elif loading:
-            entry[name] = replace(shard, key=weight)
-        else:
-            del entry[name]
+        if name == "param":
+            weight = shard.key.removeprefix("optimizer.state.param.")
+            prefix = "" if kinds[weight] == torch.float32 else "optimizer.state.fp32_param."
+            entry[name] = replace(shard, key=prefix + weight)
 
 
 def _is_weight(shard: Any) -> bool:

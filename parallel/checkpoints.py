@@ -57,7 +57,7 @@ def load_training(policy: TrainedPolicy, checkpoint: Path) -> dict[str, Any]:
     loaded = _read({"weights": checkpoint_state.weights(policy)}, checkpoint)
     checkpoint_state.restore_weights(policy, loaded["weights"])
     # Apart from the weights, since an fp32 weight is read once more, as its own master.
-    state: dict[str, Any] = {"optimizer": checkpoint_state.optimizer(policy, loading=True)}
+    state: dict[str, Any] = {"optimizer": checkpoint_state.optimizer_to_load(policy)}
     same_layout = common["layout"] == layout_sizes()
     if same_layout:
         state["random_numbers"] = checkpoint_state.random_numbers()

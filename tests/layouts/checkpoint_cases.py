@@ -20,9 +20,6 @@ from cases import SGD, SPREAD, build, loop, train
 from parallel.files import whole_checkpoints
 from parallel.settings import LAST_WORD, LayoutSettings, OptimizerSettings
 
-# Adam divides small gradients by their own size: what layouts round differently, it makes larger in
-# proportion to its rate. A lost moment still shows a hundred times above the bound.
-ADAM = OptimizerSettings(learning_rate=2e-3, warmup_steps=2, decay="cosine")
 STEPS = 3  # before a checkpoint, and again after it
 # Slower than elsewhere: Adam's first steps are a learning rate long, whatever the gradient's size,
 # and make of the rounding of a small gradient a difference that is not of the checkpoint's making.

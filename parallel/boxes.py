@@ -1,0 +1,32 @@
+"""A stretch of a flattened tensor as boxes of the tensor; never imports torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes along each dimension
+
+
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """The stretch from `start` to `stop` of a flattened tensor as boxes, in its order."""
+    if start >= stop:
+        return
+    if len(shape) == 1:
+        yield (start,), (stop - start,)
+        return
+    row = math.prod(shape[1:])
+    if start % row:
+        line, end = start // row, min(stop, start - start % row + row)
+        yield from _within(line, boxes(shape[1:], start - line * row, end - line * row))
+        start = end
+    whole = (stop - start) // row
+    if whole > 0:
+        yield (start // row, *(0 for _ in shape[1:])), (whole, *shape[1:])
+        start += whole * row
+    yield from _within(start // row, boxes(shape[1:], 0, stop - start))
+
+
+def _within(line: int, inner: Iterator[Box]) -> Iterator[Box]:
+    for offsets, sizes in inner:
+        yield (line, *offsets), (1, *sizes)
