@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from machine import machine
+
 from parallel.settings import LayoutSettings, ModelSettings
 
 MODEL = ModelSettings(
@@ -54,6 +56,7 @@ def measure(model: ModelSettings = MODEL) -> dict[str, Any]:
         )
         files = len(list(folder.glob("*.safetensors")))
     return {
+        "machine": machine(),
         "model_mebibytes": round(sum(sizes) / MEBIBYTE),
         "largest_tensor_mebibytes": max(sizes) // MEBIBYTE,
         "files": files,

@@ -16,7 +16,6 @@ import resource
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -28,7 +27,6 @@ from parallel import vocabulary
 from parallel.distributed import process_groups
 from parallel.settings import LayoutSettings
 
-HERE = Path(__file__).parent
 VOCABULARY = 151_936  # Qwen3's
 CHECKED = 64  # rows
 MEBIBYTE = 1 << 20

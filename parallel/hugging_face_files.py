@@ -115,7 +115,7 @@ class WeightFiles:
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     """Where a tensor's bytes belong."""
 
     file: Path
@@ -186,7 +186,7 @@ def verify(directory: Path, expected: Mapping[str, TensorSpec], digests: Mapping
 
 def _lay_out(
     directory: Path, expected: Mapping[str, TensorSpec], shard_bytes: int
-) -> dict[str, Place]:
+) -> dict[str, Position]:
     """Create the files, with headers and without contents, and the index if they are several."""
     shards: list[dict[str, TensorSpec]] = [{}]
     filled = 0
@@ -196,7 +196,7 @@ def _lay_out(
             filled = 0
         shards[-1][name] = spec
         filled += _size(spec)
-    places: dict[str, Place] = {}
+    places: dict[str, Position] = {}
     for number, shard in enumerate(shards, start=1):
         one_of = f"-{number:05}-of-{len(shards):05}" if len(shards) > 1 else ""
         places.update(_create(directory / f"model{one_of}.safetensors", shard))
@@ -209,7 +209,7 @@ def _lay_out(
     return places
 
 
-def _create(path: Path, tensors: Mapping[str, TensorSpec]) -> dict[str, Place]:
+def _create(path: Path, tensors: Mapping[str, TensorSpec]) -> dict[str, Position]:
     """A safetensors file of the right size: the header's length in 8 bytes, the header as JSON
     filled up to a multiple of 8, and room for one tensor after another, the widest types first so
     that all are aligned."""
@@ -228,7 +228,7 @@ def _create(path: Path, tensors: Mapping[str, TensorSpec]) -> dict[str, Place]:
         file.write(len(text).to_bytes(8, "little") + text)
         first = file.tell()
         file.truncate(first + end)
-    return {name: Place(path, first + begin) for name, begin in begins.items()}
+    return {name: Position(path, first + begin) for name, begin in begins.items()}
 
 
 def _flush(path: Path) -> None:

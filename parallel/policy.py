@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
 
-from parallel import hugging_face_weights, routing
+from parallel import families, hugging_face_weights, routing
 from parallel.batch import MicroBatch
 from parallel.model import build_bridge, build_chunks, initialize
 from parallel.responses import Responses
@@ -41,7 +41,7 @@ class Policy:
         self.bridge = build_bridge(settings, layout)
         self.chunks: list[GPTModel] = build_chunks(self.bridge)
         self.settings = settings
-        self.routed_layers = _routed_layers(self.bridge.config)
+        self.routed_layers = families.routed_layers(settings)
         self.routers = routing.connect(self.chunks, self.routed_layers)
         low_precision = self.bridge.config.bf16
         self.modules: list[Any] = [
@@ -212,14 +212,6 @@ class TrainedPolicy(Policy):
         self.losses.start_counting()
         self._run(batches, lambda _: (torch.zeros(()), None))
         self.losses.finish_counting()
-
-
-def _routed_layers(config: Any) -> list[int]:
-    """The numbers, counted from 1, of the layers that have experts."""
-    pattern = config.moe_layer_freq
-    if isinstance(pattern, int):
-        pattern = [int(layer % pattern == 0) for layer in range(config.num_layers)]
-    return [number for number, routed in enumerate(pattern, start=1) if routed]
 
 
 def _sum_gradients(model: list[Any], _tokens: torch.Tensor | None, **keywords: Any) -> None:

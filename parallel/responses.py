@@ -27,10 +27,6 @@ class Responses:
         values = vocabulary.log_probs(self.logits, self.batch.own_targets, temperature)
         return self.batch.spread(values)
 
-    def entropy(self, temperature: float = 1.0) -> torch.Tensor:
-        """Of the distribution that every target was drawn from, in nats."""
-        return self.batch.spread(vocabulary.entropy(self.logits, temperature))
-
     def kl(self, other: torch.Tensor | HeadLogits, temperature: float = 1.0) -> torch.Tensor:
         """KL(this || other) over the whole vocabulary at every response token, in nats."""
         return self.batch.spread(vocabulary.kl(self.logits, other, temperature))

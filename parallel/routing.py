@@ -65,18 +65,19 @@ class Router(TopKRouter):
         return values.chunk(self.tp_group.size())[self.tp_group.rank()]
 
 
-def connect(chunks: Iterable[GPTModel], routed_layers: list[int]) -> list[Router]:
+def connect(chunks: Iterable[GPTModel], routed_layers: range) -> list[Router]:
     """Let every routed layer tell its router which row it is given; returns this rank's routers.
 
-    `routed_layers` are the numbers, counted from 1, of the layers that have experts: recorded
+    `routed_layers` are the numbers, counted from 0, of the layers that have experts: recorded
     routes name only those. A layer is told anew when its forward pass is recomputed, with the row
     of that micro-batch, since Megatron's checkpointing hands it the same arguments again.
     """
     routers = []
     for chunk in chunks:
         for layer in chunk.decoder.layers:
-            if layer.layer_number in routed_layers:
-                layer.mlp.router.place = routed_layers.index(layer.layer_number)
+            number = layer.layer_number - 1
+            if number in routed_layers:
+                layer.mlp.router.place = routed_layers.index(number)
                 layer.register_forward_pre_hook(_tell_router, with_kwargs=True)
                 routers.append(layer.mlp.router)
     return routers
