@@ -251,6 +251,14 @@ def test_an_engine_needs_all_of_a_model(family: str, variant: int, size: int) ->
         assert (count == (size if whole else max(1, size // groups) if repeated else 1)).all(), name
 
 
+def test_ranks_beyond_the_key_value_heads_share_them_with_their_neighbours() -> None:
+    heads = [
+        dict(needed(model("mixtral"), 8, rank))["model.layers.0.self_attn.k_proj.weight"][0][0] // 4
+        for rank in range(8)
+    ]
+    assert heads == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
 def test_padding_of_the_vocabulary_is_not_sent() -> None:
     """80 tokens rounded up to 128 are 16 for each of 8 ranks, of which the last 3 have none."""
     rows = [
