@@ -2,7 +2,7 @@
 
     python -m parallel.rollout.server ENGINE.json
 
-ENGINE.json holds {"model", "engine", "address", "seed"}. When the engine is ready it writes its
+ENGINE.json is the `EngineJob` that `pipeline.jobs` writes. When the engine is ready it writes its
 `Address` to the file named by "address"; until its first refit it refuses to generate.
 """
 
@@ -23,6 +23,7 @@ import numpy as np
 
 from parallel.families import routed_layers
 from parallel.last_word import say_last_word
+from parallel.memory import cache_bytes
 from parallel.rollout.wire import Address, Failure, Generate, Generated, Generation
 from parallel.settings import EngineSettings, ModelSettings
 
@@ -60,7 +61,7 @@ class Engine:
                 enforce_eager=True,
                 max_model_len=engine.max_model_tokens,
                 max_num_seqs=engine.max_sequences,
-                kv_cache_memory_bytes=engine.kv_cache_mebibytes << 20,
+                kv_cache_memory_bytes=cache_bytes(model, engine),
                 logprobs_mode="processed_logprobs",
                 enable_return_routed_experts=True,
                 enable_prefix_caching=True,
@@ -186,7 +187,8 @@ def main() -> None:
         raise
     token = secrets.token_urlsafe(32)
     server = HTTPServer(("127.0.0.1", 0), _handler(engine, token))
-    _publish(Path(job["address"]), Address("127.0.0.1", server.server_port, token))
+    address = Address("127.0.0.1", server.server_port, token, os.getpid(), secrets.token_hex(8))
+    _publish(Path(job["address"]), address)
     server.serve_forever()
 
 

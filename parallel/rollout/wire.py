@@ -6,11 +6,17 @@ import msgspec
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where an engine listens, and the secret that its clients must show."""
+    """Where an engine listens, and the secret that its clients must show.
+
+    `instance` is drawn anew at every start, so that a restarted engine is never taken for the one
+    before it.
+    """
 
     host: str
     port: int
     token: str
+    pid: int
+    instance: str
 
 
 class Prompt(msgspec.Struct, frozen=True):
