@@ -37,5 +37,6 @@ MAY_CHANGE = f"""\
   logging
   layout
   engine: {", ".join(ENGINE_KEYS[:6])},
-          {", ".join(ENGINE_KEYS[6:])}
+          {", ".join(ENGINE_KEYS[6:10])},
+          {", ".join(ENGINE_KEYS[10:])}
   every loop: {", ".join(LOOP_KEYS)}"""
