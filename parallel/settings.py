@@ -163,6 +163,20 @@ class EngineSettings(Settings):
     )
 
 
+class EngineJob(Settings):
+    """What an engine's process reads; it writes the file `address` when it is ready.
+
+    `cores` are the only ones it may use, `engine.tensor` of them; None means any.
+    """
+
+    model: ModelSettings
+    engine: EngineSettings
+    index: int
+    address: Path
+    seed: int
+    cores: list[int] | None
+
+
 def layout_violations(model: ModelSettings, layout: LayoutSettings) -> list[tuple[str, str]]:
     """Every reason the layout cannot hold the model: (dotted key, message with the mend)."""
     found = []

@@ -33,8 +33,8 @@ class Rollouts:
     def client(self) -> EngineClient:
         """Connected on first use, so that the engine and the ranks can start side by side."""
         if self._client is None:
-            assert self.job.engine_address is not None
-            self._client = EngineClient(self.job.engine_address, self.job.settings.engine)
+            address = self.job.engine_addresses[0]
+            self._client = EngineClient(address, self.job.settings.engine)
         return self._client
 
     def refit(self, policy: Policy, version: int) -> None:

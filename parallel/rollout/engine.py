@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 import os
 import secrets
 import tempfile
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from parallel.families import routed_layers
+from parallel.memory import CACHE_BLOCK, cache_bytes
 from parallel.rollout.wire import (
     PROTOCOL,
     Description,
@@ -27,8 +26,9 @@ from parallel.rollout.wire import (
     Refit,
     Refitted,
     Sampling,
+    model_digest,
 )
-from parallel.settings import EngineSettings, ModelSettings, Settings
+from parallel.settings import EngineJob, ModelSettings
 from parallel.weights.transport import host_identity
 
 # How vLLM is run, not what it computes: no compilation, no telemetry, no downloads. With 0 the
@@ -45,20 +45,8 @@ PROCESS_ENVIRONMENT = {
 }
 
 ENGINE_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-CPU_BLOCK = 128  # tokens; vLLM's blocks of the KV cache on a CPU
 BATCHED_TOKENS = 8192  # that are read together, of prompts
 LIFE_SECONDS = 0.5  # how often the engine looks whether its processes live
-
-
-class EngineJob(Settings):
-    """What an engine's process is started with; `cores` are those it may use, on a CPU."""
-
-    model: ModelSettings
-    engine: EngineSettings
-    address: Path
-    seed: int
-    cores: list[int] | None = None
-    index: int = 0
 
 
 class Engine:
@@ -124,8 +112,8 @@ class Engine:
     async def refit(self, refit: Refit) -> Refitted:
         """Pause, take the weights, forget what was cached under the old ones, and go on.
 
-        Responses under way are kept: what they have is read again under the new weights, and goes on
-        under them. After a failure the engine has no weights until it is refitted.
+        Responses under way are kept: what they have is read again under the new weights, and goes
+        on under them. After a failure the engine has no weights until it is refitted.
         """
         async with self._admission:
             await self.llm.pause_generation(mode="keep", clear_cache=False)
@@ -245,22 +233,6 @@ class _Request:
         return np.asarray(self._versions[:tokens], np.int32)
 
 
-def model_digest(model: ModelSettings) -> str:
-    """What two descriptions of the same computation share; where it starts from is left out."""
-    described = model.model_dump_json(exclude={"initial_weights", "initialization"})
-    return hashlib.sha256(described.encode()).hexdigest()
-
-
-def cache_bytes(model: ModelSettings, engine: EngineSettings) -> int:
-    """The KV cache of one rank: as set, or enough for `max_sequences` full sequences at once."""
-    if engine.kv_cache_mebibytes is not None:
-        return engine.kv_cache_mebibytes << 20
-    blocks = engine.max_sequences * -(-engine.max_model_tokens // CPU_BLOCK)
-    heads = -(-model.key_value_heads // engine.tensor)
-    element = 4 if model.precision == "fp32" else 2
-    return (blocks + 2) * CPU_BLOCK * model.layers * heads * model.head_dim * 2 * element
-
-
 def _arguments(job: EngineJob, directory: str) -> dict[str, Any]:
     """vLLM's settings; the first refit brings the weights."""
     engine = job.engine
@@ -278,6 +250,7 @@ def _arguments(job: EngineJob, directory: str) -> dict[str, Any]:
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(engine.max_model_tokens, BATCHED_TOKENS),
         "scheduling_policy": "priority",
+        "block_size": CACHE_BLOCK,
         "kv_cache_memory_bytes": cache_bytes(job.model, engine),
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": -1,

@@ -2,8 +2,7 @@
 
 A loader narrows, reshapes and transposes a Hugging Face tensor until what is left is this rank's
 part, and copies that. Given tensors without storage, it says which box of each it would copy; given
-the boxes' contents, it puts them where they belong. vLLM keeps doing all fusion, padding and packing
-itself.
+the boxes' contents, it puts them where they belong. All fusion, padding and packing stay vLLM's.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ Copy = Callable[[Tensor, "Unread"], None]
 class Unread(Tensor):
     """A view of a tensor whose contents are elsewhere; copying from it asks for them.
 
-    `tensor_name` is the Hugging Face tensor's; `seen` is the view, on the meta device, whose shape, strides
-    and offset say which elements of the whole it shows, whatever chain of views made it.
+    `tensor_name` is the Hugging Face tensor's; `seen` is the view, on the meta device, whose shape,
+    strides and offset say which elements of the whole it shows, whatever chain of views made it.
     """
 
     tensor_name: str
@@ -78,7 +77,7 @@ class Unread(Tensor):
             first, last = first % stride, last % stride
         sizes = tuple(end - start + 1 for start, end in zip(low, high, strict=True))
         if prod(sizes) != self.seen.numel():
-            raise ValueError(f"a loader reads no box of {self.tensor_name}: {tuple(self.seen.shape)}")
+            raise ValueError(f"a loader reads no box of {self.tensor_name}: {self.seen.shape}")
         return tuple(low), sizes
 
     def as_seen(self, contents: Tensor) -> Tensor:
@@ -116,7 +115,7 @@ class Unread(Tensor):
         if isinstance(views, tuple | list):
             return tuple(cls(source.tensor_name, view, source.whole, source.fill) for view in views)
         if views._base is None and views is not source.seen:
-            raise NotImplementedError(f"a loader copies {source.tensor_name} by {function.__name__}")
+            raise NotImplementedError(f"{function.__name__} of {source.tensor_name} is no view")
         return cls(source.tensor_name, views, source.whole, source.fill)
 
     @classmethod

@@ -85,9 +85,13 @@ class RefitExtension:
         source.start()
         started = time.perf_counter()
         landed = _Landed(self._settings) if asked.check else None
-        with self._bracket():
-            for each in source.buckets:
-                self._load(each, source.take(each), landed)
+        try:
+            with self._bracket():
+                for each in source.buckets:
+                    self._load(each, source.take(each), landed)
+        except Exception:
+            self.leave()  # so that whoever waits for this rank hears of it
+            raise
         return msgspec.msgpack.encode(
             RankReport(
                 source.received_bytes,
@@ -101,8 +105,7 @@ class RefitExtension:
     def progress(self) -> dict[str, int]:
         """How many tokens each request has drawn that has begun."""
         return {
-            name: len(state.output_token_ids)
-            for name, state in self.model_runner.requests.items()
+            name: len(state.output_token_ids) for name, state in self.model_runner.requests.items()
         }
 
     def _load(
@@ -112,14 +115,13 @@ class RefitExtension:
 
         def copy(target: torch.Tensor, source: Unread) -> None:
             if target.is_meta:
-                return copy_nothing(target, source)
-            if not source.numel():  # all that this rank holds is padding of the vocabulary
-                return None
-            view = source.as_seen(contents[source.tensor_name])
-            with torch._C.DisableTorchFunctionSubclass():
-                target.copy_(view)
-                if landed is not None:
-                    landed.note(source, target)
+                copy_nothing(target, source)
+            elif source.numel():  # else all that this rank holds is padding of the vocabulary
+                view = source.as_seen(contents[source.tensor_name])
+                with torch._C.DisableTorchFunctionSubclass():
+                    target.copy_(view)
+                    if landed is not None:
+                        landed.note(source, target)
 
         unread = ((name, self._unread(name, copy)) for name in each.tensors)
         self.model_runner.model.load_weights(unread)
@@ -191,11 +193,11 @@ class _Landed:
 
     def note(self, source: Unread, target: torch.Tensor) -> None:
         """Read back what a loader has just written; of a tensor written twice, the last counts."""
-        box = source.box()
-        dtype = wire_dtype(source.tensor_name, self._settings)
+        name, box = source.tensor_name, source.box()
+        dtype = wire_dtype(name, self._settings)
         contents = torch.empty(box[1], dtype=dtype, device=target.device)
         source.as_seen(contents).copy_(target)
-        self._found[source.tensor_name, box] = checksums.fingerprint(source.tensor_name, box, contents)
+        self._found[name, box] = checksums.fingerprint(name, box, contents)
 
     def by_bucket(self) -> dict[str, str]:
         """One fingerprint a bucket."""

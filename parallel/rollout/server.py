@@ -2,7 +2,7 @@
 
     python -m parallel.rollout.server ENGINE.json
 
-ENGINE.json holds {"model", "engine", "address", "seed", "cores"}. When the engine is ready it
+ENGINE.json holds an `EngineJob`. When the engine is ready it
 writes its `Address` to the file named by "address"; until its first refit it refuses to generate.
 """
 
@@ -21,8 +21,9 @@ import msgspec
 from aiohttp import web
 
 from parallel.last_word import say_last_word
-from parallel.rollout.engine import Engine, EngineJob
+from parallel.rollout.engine import Engine
 from parallel.rollout.wire import Address, Failure, Generate, Join, Refit, frame
+from parallel.settings import EngineJob
 
 LARGEST_REQUEST = 1 << 30  # bytes
 
@@ -90,8 +91,6 @@ def _failure(status: int, error: str) -> web.Response:
 def main() -> None:
     """Start the engine named by the file in argv[1] and serve until killed."""
     job = EngineJob.model_validate_json(Path(sys.argv[1]).read_text())
-    if job.cores is not None:
-        os.sched_setaffinity(0, job.cores)
     try:
         engine = Engine(job)
     except Exception as error:

@@ -260,7 +260,7 @@ class SharedInbox(Inbox):
         for (offsets, sizes), parameter, place in self._pieces[peer][tensor]:
             inside = _within(box, (offsets, sizes))
             if all(
-                0 <= low and low + size <= whole
+                low >= 0 and low + size <= whole
                 for low, size, whole in zip(inside, box[1], sizes, strict=True)
             ):
                 start = tuple(a + b for a, b in zip(inside, place, strict=True))

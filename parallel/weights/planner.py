@@ -150,6 +150,13 @@ class Plan:
             )
         return found
 
+    def source(self, rank: int) -> int:
+        """The engine rank fed by the trainers whose bytes an engine rank gets; itself or another."""
+        engine, _, place = self._ranks[rank]
+        while (earlier := self._sources[engine]) is not None:
+            engine = earlier
+        return self._first[engine] + place
+
     def send(self, rank: int) -> list[Sending]:
         """What a trainer rank sends, in an order in which no two ranks wait for each other."""
         found = []

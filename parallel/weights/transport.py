@@ -36,13 +36,18 @@ class Meeting(msgspec.Struct, frozen=True):
     ranks: int
     timeout_seconds: float
 
-    def store(self, host_it: bool = False) -> dist.Store:
-        """The store; the trainer's main rank hosts it."""
+    def store(self) -> dist.Store:
+        """The store, which the trainer's main rank hosts."""
         timeout = timedelta(seconds=self.timeout_seconds)
         store = dist.TCPStore(
-            self.host, self.port, is_master=host_it, wait_for_workers=False, timeout=timeout
+            self.host, self.port, is_master=False, wait_for_workers=False, timeout=timeout
         )
         return dist.PrefixStore(self.secret, store)
+
+
+def store_host() -> dist.TCPStore:
+    """A store for meetings, on a port of its own; it lives as long as this object."""
+    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
 
 def host_identity() -> str:
