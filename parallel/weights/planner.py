@@ -151,7 +151,7 @@ class Plan:
         return found
 
     def source(self, rank: int) -> int:
-        """The engine rank fed by the trainers whose bytes an engine rank gets; itself or another."""
+        """Whose bytes an engine rank gets: the rank fed by the trainers, itself or another."""
         engine, _, place = self._ranks[rank]
         while (earlier := self._sources[engine]) is not None:
             engine = earlier
