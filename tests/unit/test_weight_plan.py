@@ -11,7 +11,7 @@ import pytest
 
 from parallel.boxes import Box, intersect
 from parallel.families import FAMILIES
-from parallel.hugging_face import DTYPES, expected_tensors, hugging_face_config
+from parallel.hugging_face import DTYPES, expected_tensors, hugging_face_config, settings_of
 from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights import planner
 from parallel.weights.engine import engine_violations, needed
@@ -225,6 +225,7 @@ def test_tensors_are_those_of_transformers(family: str, variant: int) -> None:
     settings = model(family, variant, precision="bf16")
     expected = expected_tensors(hugging_face_config(settings))
     found = tensors(settings)
+    assert tensors(settings_of(hugging_face_config(settings))) == found
     assert found == {name: spec.shape for name, spec in expected.items()}
     for name, spec in expected.items():
         assert spec.dtype == DTYPES["fp32" if is_precise(name) else "bf16"], name
