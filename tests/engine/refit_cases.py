@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from drawing import as_sample
 
 from parallel.sample import Sample
 from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
@@ -113,16 +114,4 @@ def sample(client: Any, seed: int) -> list[Sample]:
     from parallel.rollout.wire import Generate, Sampling, prompts_of
 
     request = Generate(prompts_of(PROMPTS, 4, seed), Sampling(1.0, 12, 1), together=True)
-    return [as_sample(each) for each in client.generate(request)]
-
-
-def as_sample(generation: Any) -> Sample:
-    return Sample(
-        domain="a",
-        prompt=np.asarray(PROMPTS[generation.number // 4], np.int32),
-        response=np.frombuffer(generation.tokens, np.int32),
-        logprobs=np.frombuffer(generation.logprobs, np.float32),
-        routes=np.frombuffer(generation.routes, np.uint16).reshape(generation.routes_shape),
-        versions=np.frombuffer(generation.versions, np.int32),
-        finished=generation.finished,
-    )
+    return [as_sample(each, PROMPTS[each.number // 4]) for each in client.generate(request)]
