@@ -27,7 +27,8 @@ def engine(engine_of: EngineOf) -> Running:
 def test_responses_go_on_under_new_weights_and_say_which_drew_each_token(
     on: On, engine: Running
 ) -> None:
-    """Whatever drew the prefix, a token's log-probability is that of its own version given it."""
+    """Whatever drew the prefix, a token's log-probability, and the experts behind it, are those of
+    its own version given it."""
     versions = [1, 2, 3]
     sampling = Sampling(temperature=1.0, max_tokens=200, end_token=1)
     [(drawn, weights)] = on(
@@ -41,13 +42,16 @@ def test_responses_go_on_under_new_weights_and_say_which_drew_each_token(
         assert each.versions is not None and each.routes is not None
         assert len(each.versions) == len(each.response)
         assert (np.diff(each.versions) >= 0).all()
+        before = len(each.prompt) - 1  # tokens read before the one that the first was drawn from
+        expected = references[each.versions[0]].read(each)[1][:before]
+        assert np.array_equal(np.sort(each.routes[:before]), expected)
         for version in set(each.versions):
+            seen[version] += 1
             drawn_then = each.versions == version
-            seen[version] += drawn_then.sum()
             assert references[version].differences(each)[drawn_then].max() < 1e-4
-        # What the last weights read again has their routes too.
-        last = references[each.versions[-1]]
-        assert np.array_equal(np.sort(each.routes), last.read(each)[1])
+            expected = references[version].read(each)[1][before:]
+            found = np.sort(each.routes[before:])
+            assert np.array_equal(found[drawn_then], expected[drawn_then])
         assert each.finished == (each.response[-1] == sampling.end_token)
     assert set(seen) == set(versions)
 
