@@ -24,6 +24,8 @@ from parallel.settings import (
     Settings,
     layout_violations,
 )
+from parallel.weights.engine import engine_violations
+from pipeline.cores import placement_fault
 from pipeline.rewards import reward_fault
 from pipeline.violations import hint, shown
 from stages.settings import (
@@ -95,6 +97,9 @@ def surroundings(run: dict[str, Any]) -> Found:
     for name, domain in _domains(run).items():
         if domain and (fault := reward_fault(domain.reward)):
             yield f"experts.{name}.reward", fault
+    engine = _block(EngineSettings, run.get("engine", {}))
+    if engine and (lack := placement_fault(engine)):
+        yield "engine.placement", lack
 
 
 def _block(settings: type[Block], given: Any) -> Block | None:
@@ -136,6 +141,7 @@ def _engine_rules(model: ModelSettings, engine: EngineSettings) -> Found:
             "engine.max_model_tokens",
             f"{engine.max_model_tokens} is more than model.max_positions = {model.max_positions}",
         )
+    yield from engine_violations(model, engine.tensor)
 
 
 def _name_rules(name: str) -> Found:

@@ -6,15 +6,13 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TypeVar
-
-from parallel.rollout.fleet import Fleet
+from typing import TypeVar, cast
 
 from parallel.distributed import broadcast, is_main
 from parallel.files import write_atomically
-from parallel.last_word import say_notice
 from parallel.policy import Policy
 from parallel.rollout.answers import Question
+from parallel.rollout.fleet import Fleet
 from parallel.rollout.scheduler import NoEngine, Scheduler, Task
 from parallel.rollout.wire import Sampling
 from parallel.sample import Sample
@@ -38,10 +36,7 @@ class Rollouts:
         self.version: int | None = None  # of the weights that the engines have
         self.tokenizer = CharacterTokenizer()
         settings = job.settings
-        self.fleet = Fleet(
-            job.engine_addresses, settings.model, settings.layout, settings.engine, self._lost
-        )
-        self.engines_lost = 0
+        self.fleet = Fleet(job.engine_addresses, settings.model, settings.layout, settings.engine)
         self._scheduler: Scheduler | None = None
         if is_main():
             self._scheduler = Scheduler(self.fleet, settings.model, settings.deterministic)
@@ -122,7 +117,7 @@ class Rollouts:
         counts = {
             "requeued": self.scheduler.requeued,
             "duplicates": self.scheduler.duplicates,
-            "engine_restarts": self.engines_lost,
+            "engine_restarts": self.fleet.losses,
         }
         new = {name: float(count - self._reported.get(name, 0)) for name, count in counts.items()}
         self._reported = counts
@@ -166,7 +161,7 @@ class Rollouts:
         """Put what ended into its groups; returns how many samples it was."""
         finished = self.scheduler.collect(seconds)
         for task, sample in finished:
-            group, index = task.key
+            group, index = cast(tuple[Group, int], task.key)
             group.drawn[index] = sample
             if None not in group.drawn:
                 group.ended = self._ended
@@ -184,10 +179,6 @@ class Rollouts:
                 f" {response} tokens of response within engine.max_model_tokens = {limit}",
             )
         return tokens
-
-    def _lost(self, notice: str) -> None:
-        self.engines_lost += 1
-        say_notice(notice)
 
 
 @contextmanager

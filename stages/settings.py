@@ -203,7 +203,8 @@ class StageJob(Settings):
     teachers: dict[str, Path] = Field(default_factory=dict)
     models: dict[str, Path] = Field(default_factory=dict)
     output: Path | None = None
-    engine_address: Path | None = Field(
-        default=None, description="file the engine writes when it is ready: host, port, token"
+    engine_addresses: list[Path] = Field(
+        default_factory=list,
+        description="of each engine, the file it writes when it is ready: an `Address`",
     )
     settings: RunSettings

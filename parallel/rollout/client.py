@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from parallel.files import write_atomically
 from parallel.rollout.wire import (
     PROTOCOL,
     Address,
@@ -22,12 +23,13 @@ from parallel.rollout.wire import (
     Refitted,
     frames,
 )
-from parallel.settings import EngineSettings
+from parallel.settings import RESTART_REQUEST, EngineSettings
 
 Answer = TypeVar("Answer")
 
+POLL_SECONDS = 0.05
+LAUNCHER_SECONDS = 60.0  # what the launcher may take to see that an engine is gone
 HEALTH_SECONDS = 5.0  # what an engine may take to say that it lives
-RESTART = "restart"  # the file beside the address that asks the launcher for a new engine
 
 
 class EngineError(RuntimeError):
@@ -55,27 +57,41 @@ class EngineClient:
         return f"engine {self.address_file.parent.name}"
 
     def connect(self) -> Description:
-        """Wait for an engine that is not the last one this client gave up, and ask what it is.
+        """Wait for an engine that is not the last one this client knew, and ask what it is.
 
-        Raises EngineError after engine.start_timeout_seconds.
+        Raises EngineError when none comes; the launcher, which has engine.start_timeout_seconds for
+        a start, ends the stage before that.
         """
-        deadline = time.monotonic() + self.settings.start_timeout_seconds
-        lost = self.address.instance if self.address else None
-        while True:
-            found = self._read_address()
-            if found is not None and found.instance != lost:
-                self.address = found
-                return self._described()
-            if time.monotonic() > deadline:
-                raise EngineError(
-                    f"{self.name} was not ready after {self.settings.start_timeout_seconds} s "
-                    f"(engine.start_timeout_seconds); it would have written {self.address_file}"
-                )
-            time.sleep(0.05)
+        wait = self.settings.start_timeout_seconds + LAUNCHER_SECONDS
+        deadline = time.monotonic() + wait
+        while time.monotonic() < deadline:
+            if self.replaced():
+                self.address = self._read_address()
+                try:
+                    return self._described()
+                except EngineRefused:
+                    raise
+                except EngineError:
+                    continue  # it died again; the launcher starts another
+            time.sleep(POLL_SECONDS)
+        raise EngineError(
+            f"{self.name} was not ready after {wait:g} s (engine.start_timeout_seconds); it would"
+            f" have written {self.address_file}"
+        )
+
+    def replaced(self) -> bool:
+        """Whether an engine is there that is not the last one this client knew."""
+        found = self._read_address()
+        return found is not None and (
+            self.address is None or found.instance != self.address.instance
+        )
 
     def give_up(self, reason: str) -> None:
         """Ask the launcher to replace this engine; the next `connect` waits for the new one."""
-        self.address_file.with_name(RESTART).write_text(f"{reason}\n")
+        assert self.address is not None, "connect first"
+        found = self._read_address()
+        if found is not None and found.instance == self.address.instance:  # not yet replaced
+            write_atomically(self.address_file.with_name(RESTART_REQUEST), f"{reason}\n")
 
     def healthy(self) -> bool:
         """Whether the engine answers, and believes that all of its processes live."""
@@ -109,7 +125,7 @@ class EngineClient:
     def _described(self) -> Description:
         described = self._call("describe", None, Description, HEALTH_SECONDS)
         if described.protocol != PROTOCOL:
-            raise EngineError(
+            raise EngineRefused(
                 f"{self.name} speaks version {described.protocol} of the protocol and the trainer"
                 f" version {PROTOCOL}; start both from the same installation"
             )

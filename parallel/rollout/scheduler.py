@@ -40,13 +40,16 @@ class Client(Protocol):
     def generate(self, request: Generate) -> Iterator[Generation]:
         """Responses as they end. Ends early only by raising EngineError."""
 
+    def healthy(self) -> bool:
+        """Whether the engine answers, and believes that all of its processes live."""
+
 
 class Engines(Protocol):
     """What the scheduler asks of `parallel.rollout.fleet.Fleet`."""
 
     @property
     def descriptions(self) -> Mapping[Any, Description]:
-        """What the engines are."""
+        """What the engines that live are."""
 
     def live(self) -> list[Any]:
         """The engines that have the weights, always in the same order."""
@@ -78,7 +81,7 @@ class _Stream:
     """One call to an engine: what was asked, and what of it is still owed."""
 
     client: Client
-    instance: str
+    instance: str | None
     asked: dict[int, _Entry]
     owed: dict[int, _Entry]
     open: bool = True
@@ -256,8 +259,10 @@ class Scheduler:
         except Garbage as error:
             missing = f"returned garbage: {error}"
         except EngineRefused as error:
-            self._fail(stream, error)
-            return
+            if stream.client.healthy():
+                self._fail(stream, error)
+                return
+            missing = str(error)
         except EngineError as error:
             missing = str(error)
         except Exception as error:  # ours; the main thread must not wait for ever
@@ -312,5 +317,6 @@ class Scheduler:
         for entry in stream.owed.values():
             self._enqueue(entry)
 
-    def _instance(self, client: Any) -> str:
-        return self._engines.descriptions[client].instance
+    def _instance(self, client: Any) -> str | None:
+        described = self._engines.descriptions.get(client)
+        return described.instance if described else None

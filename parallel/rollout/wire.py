@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
 import msgspec
+
+from parallel.settings import ModelSettings
 
 PROTOCOL = 2  # of this file; both ends must speak the same
 
@@ -105,8 +108,8 @@ class Generation(msgspec.Struct, frozen=True):
 class Join(msgspec.Struct, frozen=True):
     """Take a place in the refits of one trainer: `parallel.weights` plans from this alone.
 
-    `engine` is this engine's place in `fleet`, the engines' tensor-parallel sizes. The ranks meet at
-    the store; its keys lie below `secret`, which no stranger knows.
+    `engine` is this engine's place in `fleet`, the engines' tensor-parallel sizes. The ranks meet
+    at the store; its keys lie below `secret`, which no stranger knows.
     """
 
     store: tuple[str, int]
@@ -150,6 +153,12 @@ class Failure(msgspec.Struct, frozen=True):
     """The answer to a call that failed; the engine itself is still there."""
 
     error: str
+
+
+def model_digest(model: ModelSettings) -> str:
+    """What two descriptions of the same computation share; where it starts from is left out."""
+    described = model.model_dump_json(exclude={"initial_weights", "initialization"})
+    return hashlib.sha256(described.encode()).hexdigest()
 
 
 def frame(message: Any) -> bytes:

@@ -110,6 +110,8 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
         ("layout.ranks=34", "merge.sampling.prompts_per_step: 32 prompts x 1 samples in 1 updates"),
         ("evaluation.problems=1", "evaluation.problems: 1 is less than the 2 data-parallel ranks"),
         ("model.max_positions=32", "engine.max_model_tokens: 64 is more than model.max_positions"),
+        ("engine.tensor=3", "engine.tensor: 3 does not divide model.attention_heads = 4"),
+        ("engine={count: 9999, placement: own}", "engine.placement: own needs 10000 cores, one"),
         ("model.experts_per_token=1", "model.experts_per_token: 1 leaves the router nothing"),
         ("model.architecture={n_group: 2}", "model.architecture.n_group: unknown key of qwen3_moe"),
         (

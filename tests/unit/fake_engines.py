@@ -60,6 +60,7 @@ class FakeEngine:
     instance: int = 0
     requests: list[Generate] = field(default_factory=list)
     drawn: Counter[int] = field(default_factory=Counter)
+    well: bool = True
     gate: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -86,6 +87,9 @@ class FakeEngine:
             if trouble == "repeats":
                 yield given
 
+    def healthy(self) -> bool:
+        return self.well
+
 
 class FakeFleet:
     """Any number of fake engines; `mend` is what a refit does to those that were lost."""
@@ -103,6 +107,7 @@ class FakeFleet:
                 PROTOCOL, f"{engine.name}/{engine.instance}", "", "", 1, 64, self.sequences, 1
             )
             for engine in self.engines
+            if engine not in self.gone
         }
 
     def live(self) -> list[FakeEngine]:

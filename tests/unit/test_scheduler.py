@@ -243,6 +243,15 @@ def test_a_well_engine_that_refuses_ends_the_stage() -> None:
         scheduler.collect(5)
 
 
+def test_an_engine_that_refuses_because_it_is_ill_is_lost() -> None:
+    ill = FakeEngine("engine 0", once("refuses", {3}), well=False)
+    fleet = FakeFleet(ill)
+    scheduler = Scheduler(fleet, MODEL, deterministic=False)
+    scheduler.submit(tasks(6))
+    assert len(gather(scheduler, fleet)) == 6
+    assert fleet.reasons == ["engine 0 refused"]
+
+
 def test_collecting_waits_no_longer_than_it_was_told() -> None:
     engine = FakeEngine(trouble=lambda _: "waits")
     engine.gate.clear()
