@@ -47,6 +47,8 @@ METRICS = {
     "requeued": "step",
     "duplicates": "step",
     "engine_restarts": "step",
+    "refit_bytes": "step",
+    "refit_staging_bytes": "step",
     "seconds_refit": "step",
     "seconds_rollout": "step",
     "seconds_wait": "step",

@@ -29,8 +29,9 @@ MODEL = ModelSettings(
 )
 
 
-def answer(prompt: Prompt, sampling: Sampling, version: int) -> Generation:
-    """A response that depends on the prompt and its seed alone."""
+def answer(prompt: Prompt, sampling: Sampling, first: int, last: int | None = None) -> Generation:
+    """A response that depends on the prompt and its seed alone; its first half was drawn with the
+    weights `first`, the rest with `last`."""
     draw = np.random.default_rng(prompt.seed)
     length = int(draw.integers(1, sampling.max_tokens + 1))
     tokens = draw.integers(2, 70, length, dtype=np.int32)
@@ -45,7 +46,9 @@ def answer(prompt: Prompt, sampling: Sampling, version: int) -> Generation:
         routes=np.zeros(shape, np.uint16).tobytes(),
         routes_shape=shape,
         finished=finished,
-        versions=np.full(length, version, np.int32).tobytes(),
+        versions=np.array(
+            [first] * (length // 2) + [last or first] * (length - length // 2), np.int32
+        ).tobytes(),
     )
 
 
@@ -68,6 +71,7 @@ class FakeEngine:
 
     def generate(self, request: Generate) -> Iterator[Generation]:
         self.requests.append(request)
+        begun = self.version
         for prompt in request.prompts:
             time.sleep(self.pace)
             trouble = self.trouble(prompt)
@@ -78,7 +82,7 @@ class FakeEngine:
             if trouble == "ends":
                 return
             self.drawn[prompt.seed] += 1
-            given = answer(prompt, request.sampling, self.version)
+            given = answer(prompt, request.sampling, begun, self.version)
             if trouble == "garbage":
                 given = msgspec.structs.replace(given, logprobs=given.logprobs[:-1])
             if trouble == "waits":
