@@ -28,7 +28,7 @@ from parallel.rollout.wire import (
     Sampling,
     model_digest,
 )
-from parallel.settings import EngineJob, ModelSettings
+from parallel.settings import EngineJob
 from parallel.weights.transport import host_identity
 
 # How vLLM is run, not what it computes: no compilation, no telemetry, no downloads. With 0 the

@@ -1,17 +1,15 @@
-"""All engines of a run, as the trainer's ranks see them: which live, and whose weights they have."""
+"""All engines of a run as the trainer's ranks see them: which live, and with whose weights."""
 
 from __future__ import annotations
 
 import secrets
 import socket
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from parallel.device import device
@@ -63,10 +61,11 @@ class Fleet:
         self.losses = 0
         self._clients: list[EngineClient] = []
         self._joined: list[tuple[EngineClient, str]] = []  # members of the plan, and which process
-        self._store: dist.Store | None = None
+        self._store: dist.TCPStore | None = None
         self._policy: Policy | None = None
         self._outbox: Outbox | None = None
         self._plan: plans.Plan | None = None
+        self.reports: list[Refitted] = []  # of the last refit, by engine; main rank only
         if is_main():
             self._clients = [EngineClient(address, settings) for address in addresses]
 
@@ -109,6 +108,7 @@ class Fleet:
             self._outbox = None
             if failures == ATTEMPTS + broadcast(self.losses):
                 raise RefitError("the engines live and cannot be refitted; their logs say why")
+        self.reports = answers
         if self.settings.check_refit:
             self._compare(answers)
         return broadcast(_measured(answers) if is_main() else None)
@@ -209,15 +209,16 @@ class Fleet:
                 self._outbox = None  # which lets go of the group, so that all others hear of it
                 print(f"rank {dist.get_rank()}: {error}", flush=True)
             for client, future in asked.items():
-                if (error := future.exception()) is None:
+                reason = future.exception()
+                if reason is None:
                     continue
-                if not isinstance(error, EngineError):
-                    raise error
+                if not isinstance(reason, EngineError):
+                    raise reason
                 failed = True
-                if isinstance(error, EngineRefused):
-                    self.notify(f"{error}; the refit is repeated")
+                if isinstance(reason, EngineRefused):
+                    self.notify(f"{reason}; the refit is repeated")
                 else:
-                    self.lost(client, str(error))
+                    self.lost(client, str(reason))
         if any_rank(failed)[0]:
             self._outbox = None
             return None

@@ -119,7 +119,9 @@ class Unread(Tensor):
         return cls(source.tensor_name, views, source.whole, source.fill)
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, *_: Any, **__: Any) -> Any:
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
         raise NotImplementedError(f"a loader wants the contents of a tensor, for {function}")
 
 

@@ -170,9 +170,10 @@ class RefitExtension:
             layerwise.initialize_layerwise_reload(model)
             try:
                 for module in model.modules():
-                    for tensor in get_layer_tensors(module).values():
-                        if getattr(tensor, "weight_loader", None) is not None:
-                            tensor.weight_loader = layerwise._get_original_loader(tensor)
+                    parameters: list[Any] = list(get_layer_tensors(module).values())
+                    for parameter in parameters:
+                        if getattr(parameter, "weight_loader", None) is not None:
+                            parameter.weight_loader = layerwise._get_original_loader(parameter)
                 model.load_weights((name, self._unread(name, note)) for name in self._shapes)
             finally:
                 for module in model.modules():

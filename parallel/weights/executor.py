@@ -91,7 +91,7 @@ class SharedOutbox(Outbox):
         self, plan: Plan, rank: int, parameters: dict[str, torch.Tensor], store: dist.Store
     ) -> None:
         super().__init__(plan, rank, parameters)
-        store.set(_shared_key(rank), msgspec.msgpack.encode(share(parameters)))
+        store.set(_shared_key(rank), msgspec.msgpack.encode(share(parameters)).hex())
 
     def send(self) -> None:
         """Nothing to do: the trainer waits until the engines have read."""
@@ -225,8 +225,8 @@ class SharedInbox(Inbox):
         self._pieces: dict[int, dict[str, list[tuple[Box, str, tuple[int, ...]]]]] = {}
         self._memory = {}
         for peer in peers:
-            shared = msgspec.msgpack.decode(store.get(_shared_key(peer)), type=SharedMemory)
-            self._memory[peer] = Mapped(shared)
+            told = bytes.fromhex(store.get(_shared_key(peer)).decode())
+            self._memory[peer] = Mapped(msgspec.msgpack.decode(told, type=SharedMemory))
             pieces = self._pieces[peer] = {}
             for piece in held(model, layout, peer):
                 where = piece.box, f"{piece.chunk}/{piece.parameter}", piece.parameter_offset

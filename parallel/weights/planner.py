@@ -7,7 +7,7 @@ needs and nothing twice, in buckets of one layer each. Never imports torch.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -105,10 +105,10 @@ class _Items(NamedTuple):
 class Plan:
     """The plan of one trainer and its engines; `receive` and `send` give each rank its own part.
 
-    Replicas share the load thus: all that the engine ranks take of a shard of a bucket, laid end to
-    end, is cut into equal lengths at whole rows, one for each rank that holds the shard. Every rank
-    goes through its list in order; steps follow one another, in which different engines take
-    different buckets, so that all pipeline stages send at the same time.
+    Replicas share the load thus: all that an engine's ranks take of a shard of a bucket, laid end
+    to end, is cut at whole rows into equal lengths, one for each rank that holds the shard. Every
+    rank goes through its list in the order of steps, in each of which the engines take buckets of
+    different pipeline stages, so that all stages send at the same time.
     """
 
     def __init__(self, model: ModelSettings, layout: LayoutSettings, fleet: Fleet) -> None:
@@ -122,12 +122,13 @@ class Plan:
         ]
         self._first = [0, *accumulate(fleet.engines)]
         self._sources = _sources(fleet, layout.ranks)
-        self._direct = [rank for rank, (e, *_) in enumerate(self._ranks) if self._fed(e)]
+        self.fed = [engine for engine, source in enumerate(self._sources) if source is None]
         self._position = {key: at for at, key in enumerate(self.description.buckets)}
-        self._first_bucket = self._first_buckets()
+        self._turns = self._turns_of_stages()
+        self._first_stages = self._spread_over_stages()
         self._needs: dict[tuple[str, int, int], dict[str, Box]] = {}
         self._items: dict[tuple[str, Shard, int, int], _Items] = {}
-        self._lines: dict[tuple[str, Shard], list[int]] = {}
+        self._lines: dict[tuple[str, Shard, int], list[int]] = {}
 
     def receive(self, rank: int) -> list[Bucket]:
         """What an engine rank receives, in the order in which it loads it."""
@@ -136,7 +137,7 @@ class Plan:
         from_rank = None if source is None else self._first[source] + place
         to = [later for later, fed_by in enumerate(self._sources) if fed_by == engine]
         found = []
-        for key in sorted(self.description.buckets, key=lambda key: self._step(engine, key)):
+        for key in sorted(self.description.buckets, key=lambda key: self.step(engine, key)):
             prefix, kind = tensor_prefix(key), self.description.kind(key)
             found.append(
                 Bucket(
@@ -151,7 +152,7 @@ class Plan:
         return found
 
     def source(self, rank: int) -> int:
-        """The engine rank fed by the trainers whose bytes an engine rank gets; itself or another."""
+        """Whose bytes an engine rank gets: the rank fed by the trainers, itself or another."""
         engine, _, place = self._ranks[rank]
         while (earlier := self._sources[engine]) is not None:
             engine = earlier
@@ -173,34 +174,34 @@ class Plan:
                 found.append(Sending(key, peer, slices))
         return sorted(
             found,
-            key=lambda each: (self._step(self._ranks[each.peer].engine, each.bucket), each.peer),
+            key=lambda each: (self.step(self._ranks[each.peer].engine, each.bucket), each.peer),
         )
 
+    def step(self, engine: int, key: int) -> int:
+        """When an engine loads a bucket: one of each stage in turn, then the next of each."""
+        stage, turn = self._turns[key]
+        pipeline = self.layout.sizes.pipeline
+        return turn * pipeline + (stage - self._first_stages[engine]) % pipeline
+
     def _messages(self, key: int, rank: int) -> list[Message]:
-        stage, kind, prefix = (
-            self.layout.place(key).stage,
-            self.description.kind(key),
-            tensor_prefix(key),
-        )
+        kind, prefix = self.description.kind(key), tensor_prefix(key)
+        stage = self.layout.place(key).stage
+        engine, ranks, place = self._ranks[rank]
         boxes: dict[int, list[tuple[str, Box]]] = {}
-        _, ranks, place = self._ranks[rank]
         for shard in self.layout.shards():
             found = self._shared(kind, shard, ranks, place)
             if not found.items:
                 continue
             holders = self.layout.holders(shard, stage)
-            total, parts = self._parts(kind, shard, len(holders))
-            start = (
-                self._line(kind, shard)[bisect_right(self._direct, rank) - 1] if parts > 1 else 0
-            )
-            first = share(start, total, parts)
-            last = share(start + found.elements - 1, total, parts)
+            line = self._line(kind, shard, ranks)
+            start, total, parts = line[place], line[-1], _parts(line, holders)
+            first, last = (share(start + at, total, parts) for at in (0, found.elements - 1))
+            turn = self._turn(key, engine) * parts
             for part in range(first, last + 1):
                 low, high = total * part // parts - start, total * (part + 1) // parts - start
                 taken = [(prefix + item.tensor, item.box) for item in _within(found, low, high)]
                 if taken:
-                    peer = holders[(self._position[key] * parts + part) % len(holders)]
-                    boxes.setdefault(peer, []).extend(taken)
+                    boxes.setdefault(holders[(turn + part) % len(holders)], []).extend(taken)
         return [Message(peer, boxes[peer]) for peer in sorted(boxes)]
 
     def _sent(self, key: int, rank: int) -> dict[int, list[_Item]]:
@@ -209,36 +210,31 @@ class Plan:
         sent: dict[int, list[_Item]] = {}
         for shard in self.layout.shards_of(rank):
             holders = self.layout.holders(shard, stage)
-            total, parts = self._parts(kind, shard, len(holders))
-            part = (holders.index(rank) - self._position[key] * parts) % len(holders)
-            if not total or part >= parts:
-                continue
-            line = self._line(kind, shard)
-            low, high = total * part // parts, total * (part + 1) // parts
-            for at in range(bisect_right(line, low) - 1, len(self._direct)):
-                if line[at] >= high:
-                    break
-                peer = self._direct[at]
-                _, ranks, place = self._ranks[peer]
-                found = self._shared(kind, shard, ranks, place)
-                taken = _within(found, low - line[at], high - line[at])
-                if taken:
-                    sent.setdefault(peer, []).extend(taken)
+            for engine in self.fed:
+                ranks = self.fleet.engines[engine]
+                line = self._line(kind, shard, ranks)
+                total, parts = line[-1], _parts(line, holders)
+                part = (holders.index(rank) - self._turn(key, engine) * parts) % len(holders)
+                if not total or part >= parts:
+                    continue
+                low, high = total * part // parts, total * (part + 1) // parts
+                for place in range(bisect_right(line, low) - 1, bisect_left(line, high)):
+                    found = self._shared(kind, shard, ranks, place)
+                    if taken := _within(found, low - line[place], high - line[place]):
+                        sent.setdefault(self._first[engine] + place, []).extend(taken)
         return sent
 
-    def _parts(self, kind: str, shard: Shard, holders: int) -> tuple[int, int]:
-        """How many elements leave the holders of a shard, and how many of them send."""
-        total = self._line(kind, shard)[-1]
-        return total, min(holders, max(1, total // GRAIN))
+    def _turn(self, key: int, engine: int) -> int:
+        """Whose turn it is where fewer ranks send than hold a shard."""
+        return self._position[key] + engine
 
-    def _line(self, kind: str, shard: Shard) -> list[int]:
-        """Where the items of each engine rank that is fed directly start, laid end to end."""
-        if (kind, shard) not in self._lines:
-            counts = (
-                self._shared(kind, shard, *self._ranks[rank][1:]).elements for rank in self._direct
-            )
-            self._lines[kind, shard] = [0, *accumulate(counts)]
-        return self._lines[kind, shard]
+    def _line(self, kind: str, shard: Shard, ranks: int) -> list[int]:
+        """Where the items of each of an engine's ranks start, laid end to end."""
+        where = kind, shard, ranks
+        if where not in self._lines:
+            counts = (self._shared(*where, rank).elements for rank in range(ranks))
+            self._lines[where] = [0, *accumulate(counts)]
+        return self._lines[where]
 
     def _shared(self, kind: str, shard: Shard, ranks: int, rank: int) -> _Items:
         """What a tensor-parallel rank of an engine takes of a shard."""
@@ -260,23 +256,26 @@ class Plan:
             self._needs[where] = dict(needed_of(self.description.weights(kind), ranks, rank))
         return self._needs[where]
 
-    def _fed(self, engine: int) -> bool:
-        return self._sources[engine] is None
-
-    def _first_buckets(self) -> list[int]:
-        """At which bucket each engine starts: spread evenly over those fed directly."""
-        direct = [engine for engine in range(len(self.fleet.engines)) if self._fed(engine)]
-        found: list[int] = []
-        for engine, source in enumerate(self._sources):
-            if source is not None:
-                found.append(found[source])  # in the order in which it is forwarded
-            else:
-                buckets = len(self.description.buckets)
-                found.append(direct.index(engine) * buckets // len(direct))
+    def _turns_of_stages(self) -> dict[int, tuple[int, int]]:
+        """Each bucket's stage, and the how manieth bucket of its stage it is."""
+        seen = [0] * self.layout.sizes.pipeline
+        found = {}
+        for key in self.description.buckets:
+            stage = self.layout.place(key).stage
+            found[key] = stage, seen[stage]
+            seen[stage] += 1
         return found
 
-    def _step(self, engine: int, key: int) -> int:
-        return (self._position[key] - self._first_bucket[engine]) % len(self._position)
+    def _spread_over_stages(self) -> list[int]:
+        """The stage that each engine starts with; those not fed follow the engine that they are
+        forwarded from."""
+        found: list[int] = []
+        for engine, source in enumerate(self._sources):
+            if source is None:
+                found.append(self.fed.index(engine) * self.layout.sizes.pipeline // len(self.fed))
+            else:
+                found.append(found[source])
+        return found
 
 
 def _sources(fleet: Fleet, trainers: int) -> list[int | None]:
@@ -296,6 +295,11 @@ def _sources(fleet: Fleet, trainers: int) -> list[int | None]:
             fed += size
         earlier.append(engine)
     return found
+
+
+def _parts(line: list[int], holders: range) -> int:
+    """How many of the ranks that hold a shard send it."""
+    return min(len(holders), max(1, line[-1] // GRAIN))
 
 
 def _within(found: _Items, low: int, high: int) -> list[_Item]:

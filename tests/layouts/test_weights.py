@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hugging_face_cases import FAMILIES, MODELS
 from ranks import On
-from weight_cases import faults_of_pieces, write_with_bridge
+from weight_cases import faults_of_pieces, faults_of_stream, write_with_bridge
 
 from parallel.settings import LayoutSettings
 
@@ -34,11 +34,13 @@ def converted(on: On, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str
 
 
 @pytest.mark.parametrize("name", [*ONE_DEVICE, *list(MATRIX)[1:]])  # each layout's ranks once
-def test_a_rank_holds_what_the_arithmetic_says(
+def test_ranks_hold_and_stream_what_the_arithmetic_says(
     name: str, on: On, converted: dict[str, str]
 ) -> None:
-    """Every element of its state_dict once, with the value that mbridge gives the tensor."""
+    """Every element of a rank's state_dict once, with the value that mbridge gives the tensor."""
     layout = LayoutSettings(**MATRIX[name])
     for model in MODELS if layout.ranks == 1 else FAMILIES:
         for faults in on(layout, faults_of_pieces, layout, model, converted[model]):
+            assert not faults, model
+        for faults in on(layout, faults_of_stream, layout, model, converted[model]):
             assert not faults, model

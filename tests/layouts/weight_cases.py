@@ -69,3 +69,15 @@ def faults_of_pieces(layout: LayoutSettings, model: str, file: str) -> list[str]
         f"{where}: elements in none or two" for where, (_, n) in open_elements.items() if n.any()
     ]
     return faults
+
+
+def faults_of_stream(layout: LayoutSettings, model: str, file: str) -> list[str]:
+    """Where what every rank is given is not what mbridge makes of the model."""
+    policy = _random(layout, model)
+    expected = torch.load(Path(file))
+    faults = []
+    for name, tensor in policy.weights():
+        theirs = expected.pop(name)
+        if tensor.dtype != theirs.dtype or not torch.equal(tensor.cpu(), theirs):
+            faults.append(f"{name} is {tensor.dtype} of other values than {theirs.dtype}")
+    return [*faults, *(f"{name} never came" for name in expected)]

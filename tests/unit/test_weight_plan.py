@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from math import prod
 from typing import Any
 
@@ -12,13 +11,13 @@ import pytest
 
 from parallel.boxes import Box, intersect
 from parallel.families import FAMILIES
-from parallel.hugging_face import DTYPES, expected_tensors, hugging_face_config
+from parallel.hugging_face import DTYPES, expected_tensors, hugging_face_config, settings_of
 from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights import planner
 from parallel.weights.engine import engine_violations, needed
 from parallel.weights.names import EMBEDDING, HEAD, bucket, is_precise, plain_name, tensors
 from parallel.weights.planner import Bucket, Fleet, Plan, Sending
-from parallel.weights.trainer import Owners, held
+from parallel.weights.trainer import Layout, Owners, held
 
 FURTHER: dict[str, list[dict[str, Any]]] = {
     "qwen3_moe": [{}],
@@ -226,6 +225,7 @@ def test_tensors_are_those_of_transformers(family: str, variant: int) -> None:
     settings = model(family, variant, precision="bf16")
     expected = expected_tensors(hugging_face_config(settings))
     found = tensors(settings)
+    assert tensors(settings_of(hugging_face_config(settings))) == found
     assert found == {name: spec.shape for name, spec in expected.items()}
     for name, spec in expected.items():
         assert spec.dtype == DTYPES["fp32" if is_precise(name) else "bf16"], name
@@ -318,8 +318,9 @@ def test_the_ranks_of_a_stage_send_alike(engines: tuple[int, ...], context: int)
 
 
 def test_trainers_feed_no_more_engine_ranks_than_they_are() -> None:
-    layout = LayoutSettings(ranks=8, expert=4)
-    plan = Plan(model("qwen3_moe"), layout, Fleet((2,) * 11))
+    layout = LayoutSettings(ranks=8, pipeline=4, expert=2)
+    plan_model = model("qwen3_moe", layers=7)
+    plan = Plan(plan_model, layout, Fleet((2,) * 11))
     fed = {message.peer for rank in range(layout.ranks) for message in plan.send(rank)}
     assert fed == set(range(8))
     received = [plan.receive(rank) for rank in range(22)]
@@ -327,8 +328,10 @@ def test_trainers_feed_no_more_engine_ranks_than_they_are() -> None:
         for each in buckets:
             assert each.forwarded_from == (None if rank < 8 else rank - 8)
             assert each.forward_to == ((rank + 8,) if rank + 8 < 22 else ())
-    starts = Counter(buckets[0].key for buckets in received[:8:2])
-    assert max(starts.values()) == 1, "all engines start with the same bucket"
+    for at_once in list(zip(*received[:8:2], strict=True))[:8]:  # 2 buckets a stage
+        assert {Layout(plan_model, layout).place(each.key).stage for each in at_once} == set(
+            range(4)
+        )
 
 
 @pytest.mark.parametrize(
