@@ -39,13 +39,15 @@ class Backlog:
         self._saved: dict[str, deque[int]] = {domain: deque() for domain in domains}
         self._begun: dict[str, list[Group]] = {domain: [] for domain in domains}
 
-    def begin(self, wanted: Mapping[str, int]) -> None:
-        """Ask for samples of further prompts, until so many of each domain are begun."""
+    def begin(self, wanted: Mapping[str, int]) -> int:
+        """Ask for samples of further prompts, until so many of each domain are begun; returns how
+        many prompts that were."""
         groups = []
         for domain, count in wanted.items():
             new = [self._next(domain) for _ in range(count - len(self._begun[domain]))]
             groups += [self._group(problem) for problem in new]
         self._ask(groups)
+        return len(groups)
 
     def again(self, groups: list[Group], attempt: int) -> None:
         """Ask for other samples of the same prompts."""

@@ -96,7 +96,7 @@ class OnPolicyStage(ABC):
             self.rollouts.record([s for samples in drawn.rollout.updates for s in samples], step)
         efficiency = token_efficiency([part for batches in drawn.updates for part in batches])
         logged = {**drawn.rollout.metrics, **drawn.metrics, **trained, **efficiency}
-        return {**logged, **broadcast(seconds)}
+        return {**logged, **broadcast({**seconds, **self.rollouts.events()})}
 
     def compose(self, batch: Batch, step: int) -> Rollout:
         """What step `step` trains on, with all that is known of its rollouts. Main rank only."""
@@ -105,7 +105,6 @@ class OnPolicyStage(ABC):
         rollout.metrics.update(
             **rollout_metrics(samples),
             **staleness_metrics(samples, step, self.settings.max_staleness),
-            **self.rollouts.events(),
             dropped_stale=float(batch.too_old),
         )
         return rollout

@@ -113,10 +113,12 @@ class Rollouts:
         return self.tokenizer.decode(sample.response)
 
     def events(self) -> dict[str, float]:
-        """What went wrong since the last call, and was mended. Main rank only."""
+        """What went wrong since the last call, and was mended; only the main rank knows."""
+        if self._scheduler is None:
+            return {}
         counts = {
-            "requeued": self.scheduler.requeued,
-            "duplicates": self.scheduler.duplicates,
+            "requeued": self._scheduler.requeued,
+            "duplicates": self._scheduler.duplicates,
             "engine_restarts": self.fleet.losses,
         }
         new = {name: float(count - self._reported.get(name, 0)) for name, count in counts.items()}

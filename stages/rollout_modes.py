@@ -42,7 +42,9 @@ class RolloutMode(ABC):
         self.stage = stage
         self.rollouts = stage.rollouts
         self.bound = stage.job.settings.engine.max_logprob_difference
-        self.taken: list[Group] = []  # by the last `collect`; main rank only
+        # Of the last `collect`; main rank only.
+        self.taken: list[Group] = []
+        self.waited = False  # whether some of them were not whole when they were asked for
 
     @abstractmethod
     def draw(self, step: int, seconds: dict[str, float]) -> Drawn:
@@ -53,12 +55,13 @@ class RolloutMode(ABC):
         is wrong again.
         """
 
-    def begin(self, batches: float) -> None:
-        """Have so many steps' prompts under way."""
-        if is_main():
-            per_step = self.stage.sampling.prompts_per_step * self.stage.settings.oversampling
-            count = math.ceil(batches * per_step)
-            self.stage.backlog.begin(dict.fromkeys(self.stage.backlog.domains, count))
+    def begin(self, batches: int) -> int:
+        """Have so many steps' prompts under way; returns how many are new, on the main rank."""
+        if not is_main():
+            return 0
+        per_step = self.stage.sampling.prompts_per_step * self.stage.settings.oversampling
+        count = math.ceil(batches * per_step)
+        return self.stage.backlog.begin(dict.fromkeys(self.stage.backlog.domains, count))
 
     def collect(self, step: int, seconds: dict[str, float]) -> Rollout:
         """Wait for the step's batch; on every rank. Collective."""
@@ -70,10 +73,12 @@ class RolloutMode(ABC):
             assert collection is not None
             found = collection.batch()
             if found is None:
+                self.waited = True
                 return None
             self.taken = found.groups
             return self.stage.compose(found, step)
 
+        self.waited = False
         with stopwatch(seconds, "seconds_wait"):
             return self.rollouts.wait(ready, step)
 
@@ -147,7 +152,11 @@ class OneAhead(RolloutMode):
 
 
 class Continuous(RolloutMode):
-    """Samples are always under way, `ahead` steps' worth at most, and go on under new weights."""
+    """Samples are always under way and go on under new weights.
+
+    `ahead` steps' worth of them at most, and where the engines keep up with the trainer no more
+    than one: what is drawn early only waits and grows old.
+    """
 
     def __init__(self, stage: OnPolicyStage, ahead: int) -> None:
         super().__init__(stage)
@@ -156,9 +165,11 @@ class Continuous(RolloutMode):
     def draw(self, step: int, seconds: dict[str, float]) -> Drawn:
         measured = self.probe(step, seconds)
         with stopwatch(seconds, "seconds_rollout"):
-            self.begin(batches=1)
+            new = self.begin(batches=1)
             rollout = self.collect(step, seconds)
-        self.begin(batches=min(self.ahead, self.stage.loop.steps - step))
+        late = self.waited and not new
+        ahead = self.ahead if late else min(1, self.ahead)
+        self.begin(batches=min(ahead, self.stage.loop.steps - step))
         return self.drawn_before(rollout, step, measured, seconds)
 
 

@@ -84,6 +84,7 @@ class _Stream:
     instance: str | None
     asked: dict[int, _Entry]
     owed: dict[int, _Entry]
+    answers: list[tuple[_Entry, Sample]] = field(default_factory=list)  # not accepted yet
     open: bool = True
 
 
@@ -91,7 +92,8 @@ class Scheduler:
     """The rollouts of one stage. All methods are for one thread, the main one.
 
     `deterministic`: task i of a call to `submit` goes to engine i modulo their number, all at once,
-    so that the same calls give the same bits as long as no engine is lost.
+    and what an engine answers counts when it is complete, so that the same calls give the same
+    bits. With several engines that holds as long as none is lost.
     """
 
     def __init__(self, engines: Engines, model: ModelSettings, deterministic: bool) -> None:
@@ -283,16 +285,23 @@ class Scheduler:
             raise Garbage(f"an answer to number {generation.number}, which was not asked")
         sample = sample_of(entry.task.question, generation, self._model)
         with self._changed:
-            if not stream.open or entry.number not in self._owed:
+            if not stream.open or entry.number not in stream.owed:
                 self.duplicates += 1
                 return stream.open
             del stream.owed[entry.number]
+            stream.answers.append((entry, sample))
+            if not (self._deterministic and stream.owed):
+                self._accept(stream)
+        return True
+
+    def _accept(self, stream: _Stream) -> None:
+        for entry, sample in stream.answers:
             self._owed.remove(entry.number)
             self._finished.append((entry.task, sample))
             self._lengths.learn(entry.task.question, len(sample.response))
-            self._deal()
-            self._changed.notify()
-        return True
+        stream.answers.clear()
+        self._deal()
+        self._changed.notify()
 
     def _fail(self, stream: _Stream, error: Exception) -> None:
         with self._changed:
@@ -313,8 +322,9 @@ class Scheduler:
     def _give_up(self, stream: _Stream) -> None:
         stream.open = False
         self._streams.remove(stream)
-        self.requeued += len(stream.owed)
-        for entry in stream.owed.values():
+        again = [entry for number, entry in stream.asked.items() if number in self._owed]
+        self.requeued += len(again)
+        for entry in again:
             self._enqueue(entry)
 
     def _instance(self, client: Any) -> str | None:

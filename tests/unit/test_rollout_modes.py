@@ -174,6 +174,11 @@ def test_continuous_stays_within_its_bound_and_accounts_for_every_prompt(
     stage.close()
 
 
+def test_continuous_draws_no_earlier_than_it_has_to(tmp_path: Path) -> None:
+    stage, _ = expert(tmp_path, FakeEngine(), mode="async", max_staleness=3)
+    assert [metrics["staleness_mean"] for metrics in run(stage)] == [0, 1, 1, 1]
+
+
 def test_oversampling_leaves_what_is_late_for_the_next_step(tmp_path: Path) -> None:
     stage, _ = expert(tmp_path, FakeEngine(pace=0.001), oversampling=1.5)
     measured = run(stage)
