@@ -68,7 +68,7 @@ class EngineClient:
             if self.replaced():
                 self.address = self._read_address()
                 try:
-                    return self._described()
+                    return self.describe()
                 except EngineRefused:
                     raise
                 except EngineError:
@@ -122,7 +122,11 @@ class EngineClient:
         """End the engine's process."""
         self._call("stop", None, None, HEALTH_SECONDS)
 
-    def _described(self) -> Description:
+    def describe(self) -> Description:
+        """Ask what the engine is, now.
+
+        Raises EngineRefused when it speaks another version of the protocol.
+        """
         described = self._call("describe", None, Description, HEALTH_SECONDS)
         if described.protocol != PROTOCOL:
             raise EngineRefused(

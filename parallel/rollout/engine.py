@@ -46,6 +46,7 @@ PROCESS_ENVIRONMENT = {
 
 ENGINE_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 BATCHED_TOKENS = 8192  # that are read together, of prompts
+BEAT_SECONDS = 1.0  # between signs of life
 LIFE_SECONDS = 0.5  # how often the engine looks whether its processes live
 
 
@@ -129,8 +130,8 @@ class Engine:
             await self.llm.resume_generation()
         return Refitted([msgspec.msgpack.decode(report, type=RankReport) for report in reports])
 
-    async def generate(self, asked: Generate) -> AsyncIterator[Generation]:
-        """Responses to all prompts, as they end.
+    async def generate(self, asked: Generate) -> AsyncIterator[Generation | None]:
+        """Responses to all prompts, as they end; None now and then, while the engine computes.
 
         Raises RuntimeError before the first refit, and ValueError for a prompt that cannot be read.
         """
@@ -180,13 +181,18 @@ class Engine:
 
     async def _responses(
         self, requests: list[_Request], sampling: Sampling
-    ) -> AsyncIterator[Generation]:
+    ) -> AsyncIterator[Generation | None]:
         waiting = {
             asyncio.ensure_future(self._completion(request)): request for request in requests
         }
         try:
             while waiting:
-                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(
+                    waiting, timeout=BEAT_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done:
+                    await self.llm.is_paused()  # the core answers between two of its steps
+                    yield None
                 for future in done:
                     request = waiting.pop(future)
                     yield self._generation(request, future.result(), sampling)

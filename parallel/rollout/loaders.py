@@ -50,7 +50,8 @@ class Unread(Tensor):
 
     @staticmethod
     def __new__(cls, name: str, seen: Tensor, whole: Tensor, fill: Copy) -> Unread:
-        made = Tensor._make_wrapper_subclass(cls, seen.shape, dtype=seen.dtype, device="cpu")
+        cpu = torch.device("cpu")
+        made = Tensor._make_wrapper_subclass(cls, seen.shape, dtype=seen.dtype, device=cpu)
         made.tensor_name, made.seen, made.whole, made.fill = name, seen, whole, fill
         return made
 
@@ -130,7 +131,7 @@ class Unread(Tensor):
         return cls(source.tensor_name, views, source.whole, source.fill)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub leaves the function out
         cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
         raise NotImplementedError(f"a loader wants the contents of a tensor, for {function}")

@@ -22,7 +22,7 @@ from aiohttp import web
 
 from parallel.last_word import say_last_word
 from parallel.rollout.engine import Engine
-from parallel.rollout.wire import Address, Failure, Generate, Join, Refit, frame
+from parallel.rollout.wire import BEAT, Address, Failure, Generate, Join, Refit, frame
 from parallel.settings import EngineJob
 
 LARGEST_REQUEST = 1 << 30  # bytes
@@ -70,7 +70,7 @@ class Server:
         stream = web.StreamResponse()
         await stream.prepare(request)
         async for response in responses:
-            await stream.write(frame(response))
+            await stream.write(BEAT if response is None else frame(response))
         await stream.write_eof()
         return stream
 

@@ -13,6 +13,7 @@ from parallel.settings import ModelSettings
 PROTOCOL = 2  # of this file; both ends must speak the same
 
 LENGTH_BYTES = 4  # of a streamed answer's frames, each led by its length, big-endian
+BEAT = bytes(LENGTH_BYTES)  # an empty frame: no answer yet, but the engine is at work
 
 Answer = TypeVar("Answer")
 
@@ -178,6 +179,8 @@ def frames(source: Readable, kinds: type[Answer]) -> Iterator[Answer]:
     Raises EOFError when the stream ends within one.
     """
     while header := source.read(LENGTH_BYTES):
+        if header == BEAT:
+            continue
         size = int.from_bytes(header, "big")
         data = source.read(size)
         if len(header) < LENGTH_BYTES or len(data) < size:

@@ -103,7 +103,7 @@ def share(parameters: dict[str, torch.Tensor]) -> SharedMemory:
         number, _ = storages.setdefault(storage._cdata, (len(storages), storage))
         regions[name] = Region(
             number,
-            tensor.storage_offset(),
+            int(tensor.storage_offset()),
             tuple(tensor.shape),
             tensor.stride(),
             str(tensor.dtype).removeprefix("torch."),
@@ -134,7 +134,7 @@ def _handle(storage: torch.UntypedStorage) -> list[Any]:
     return ["cpu", os.getpid(), descriptor, size]
 
 
-def _open(handle: Sequence[Any]) -> torch.UntypedStorage:
+def _open(handle: Sequence[Any]) -> Any:
     kind, *rest = handle
     if kind == "cuda":
         return torch.UntypedStorage._new_shared_cuda(*rest)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
+from engine_settings import MODEL
 from transformers import AutoModelForCausalLM
 
 from parallel.hugging_face import hugging_face_config
+from parallel.rollout.answers import Question, sample_of
 from parallel.rollout.client import EngineClient
 from parallel.rollout.wire import Generate, Generation, Sampling, prompts_of
 from parallel.sample import Sample
@@ -24,25 +27,28 @@ def request(sampling: Sampling = SAMPLING, seed: int = 0, samples: int = SAMPLES
     return Generate(prompts_of(PROMPTS, samples, seed), sampling, together=True)
 
 
-def draw(client: EngineClient, sampling: Sampling = SAMPLING, seed: int = 0) -> list[Sample]:
+def draw(
+    client: EngineClient,
+    sampling: Sampling = SAMPLING,
+    seed: int = 0,
+    model: ModelSettings = MODEL,
+) -> list[Sample]:
     """Samples in the order of their prompts."""
-    drawn = sorted(client.generate(request(sampling, seed)), key=lambda each: each.number)
-    return [as_sample(each, PROMPTS[each.number // SAMPLES]) for each in drawn]
+    asked = request(sampling, seed)
+    return as_samples(client.generate(asked), asked, model)
 
 
-def as_sample(generation: Generation, prompt: list[int]) -> Sample:
-    sizes = np.frombuffer(generation.kept_sizes, np.int32)
-    kept = np.split(np.frombuffer(generation.kept, np.int32), np.cumsum(sizes)[:-1])
-    return Sample(
-        domain="a",
-        prompt=np.asarray(prompt, np.int32),
-        response=np.frombuffer(generation.tokens, np.int32),
-        logprobs=np.frombuffer(generation.logprobs, np.float32),
-        routes=np.frombuffer(generation.routes, np.uint16).reshape(generation.routes_shape),
-        versions=np.frombuffer(generation.versions, np.int32),
-        kept=kept if len(sizes) else None,
-        finished=generation.finished,
-    )
+def as_samples(drawn: Iterable[Generation], asked: Generate, model: ModelSettings) -> list[Sample]:
+    """Samples in the order of their prompts; fails where one is missing or is garbage."""
+    answers = {each.number: each for each in drawn}
+    return [
+        sample_of(
+            Question("a", prompt.tokens, prompt.seed, asked.sampling),
+            answers.pop(prompt.number),
+            model,
+        )
+        for prompt in asked.prompts
+    ]
 
 
 class Reference:

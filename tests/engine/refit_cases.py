@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from drawing import as_sample
+from drawing import draw
 
 from parallel.sample import Sample
 from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
 from parallel.weights.engine import needed
-
-PROMPTS = [list(range(4, 4 + length)) for length in (5, 35, 40)]  # the longer fill a cache block
 
 
 @functools.lru_cache(maxsize=1)
@@ -104,14 +102,7 @@ def mismatch(trained: Any, engines: Any, version: int) -> float:
     drawn: list[Sample] = []
     for client in engines.live() if is_main() else []:
         for _ in range(2):
-            drawn += sample(client, version)
+            drawn += draw(client, seed=version, model=trained.settings)
     assert {each.weight_version for each in drawn} <= {version}
     batches = batch.split(broadcast(drawn), Place.here(), 4096, replay=True)
     return measure_mismatch(trained, batches, temperature=1.0)["mismatch_max"]
-
-
-def sample(client: Any, seed: int) -> list[Sample]:
-    from parallel.rollout.wire import Generate, Sampling, prompts_of
-
-    request = Generate(prompts_of(PROMPTS, 4, seed), Sampling(1.0, 12, 1), together=True)
-    return [as_sample(each, PROMPTS[each.number // 4]) for each in client.generate(request)]

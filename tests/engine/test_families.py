@@ -25,7 +25,7 @@ def test_log_probabilities_and_routes_are_those_of_the_model(
     reference = Reference(settings, weights)
     client = EngineClient(address, ENGINE)
     client.connect()
-    for each in draw(client):
+    for each in draw(client, model=settings):
         assert reference.differences(each).max() < 1e-4
         assert each.routes is not None
         assert each.routes.shape[1] == len(routed_layers(settings))
