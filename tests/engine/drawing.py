@@ -23,8 +23,8 @@ SAMPLES = 4  # of each
 SAMPLING = Sampling(temperature=1.0, max_tokens=12, end_token=1)
 
 
-def request(sampling: Sampling = SAMPLING, seed: int = 0, samples: int = SAMPLES) -> Generate:
-    return Generate(prompts_of(PROMPTS, samples, seed), sampling, together=True)
+def request(sampling: Sampling = SAMPLING, seed: int = 0) -> Generate:
+    return Generate(prompts_of(PROMPTS, SAMPLES, seed), sampling, together=True)
 
 
 def draw(

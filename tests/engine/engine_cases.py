@@ -24,9 +24,9 @@ Weights = dict[str, np.ndarray]
 def refit(address: Path, model: str, engine: str, version: int) -> Weights:
     """Bring random weights, which the version seeds, to an engine; returns them."""
     trained, engines = _trainer(address, model, engine)
-    weights = randomize(trained, version)
+    randomize(trained, version)
     engines.refit(trained, version)
-    return weights
+    return exported(trained)
 
 
 def refit_in_flight(
@@ -34,16 +34,21 @@ def refit_in_flight(
 ) -> tuple[list[Generation], dict[int, Weights]]:
     """Refit again and again while responses are drawn, each time when another one has ended."""
     trained, engines = _trainer(address, model, engine)
-    weights = {versions[0]: randomize(trained, versions[0])}
+    randomize(trained, versions[0])
     engines.refit(trained, versions[0])
     [client] = engines.live()
-    stream = client.generate(request(sampling, samples=8))
+    stream = client.generate(request(sampling))
     drawn = []
     for version in versions[1:]:
         drawn.append(next(stream))
-        weights[version] = randomize(trained, version)
+        randomize(trained, version)
         engines.refit(trained, version)
-    return [*drawn, *stream], weights
+    drawn += stream
+    weights = {}
+    for version in versions:  # again, since the engine would not have waited for their export
+        randomize(trained, version)
+        weights[version] = exported(trained)
+    return drawn, weights
 
 
 def refused(address: Path, model: str, engine: str) -> str:
@@ -85,17 +90,18 @@ def refit_corrupted(address: Path, model: str, engine: str) -> str:
 
 
 @torch.no_grad()
-def randomize(trained: Any, seed: int) -> Weights:
-    """Give every matrix and every bias random values; returns all weights, in Hugging Face's names.
-
-    A policy's own start leaves biases zero, which would hide them.
-    """
+def randomize(trained: Any, seed: int) -> None:
+    """Give every matrix and every bias random values; a policy's own start leaves biases zero,
+    which would hide them."""
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in trained.named_weights().items():
         if tensor.dim() > 1 or "bias" in name:
             tensor.normal_(0, SPREAD, generator=generator)
     trained.weights_changed()
-    return {name: tensor.numpy().copy() for name, tensor in trained.weights()}
+
+
+def exported(trained: Any) -> Weights:
+    return {name: tensor.detach().numpy().copy() for name, tensor in trained.weights()}
 
 
 def _trainer(address: Path, model: str, engine: str) -> tuple[Any, Any]:

@@ -55,7 +55,7 @@ def impostor(tmp_path: Path) -> Iterator[Impostor]:
                 pass
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         servers.append(server)
         address = tmp_path / "0" / "address.json"
         address.parent.mkdir()

@@ -36,7 +36,7 @@ def test_responses_go_on_under_new_weights_and_say_which_drew_each_token(
     )
     references = {version: Reference(MODEL, weights[version]) for version in versions}
     seen: Counter[int] = Counter()
-    for each in as_samples(drawn, request(sampling, samples=8), MODEL):
+    for each in as_samples(drawn, request(sampling), MODEL):
         assert each.versions is not None and each.routes is not None
         assert (np.diff(each.versions) >= 0).all()
         before = len(each.prompt) - 1  # tokens read before the one that the first was drawn from
