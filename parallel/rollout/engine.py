@@ -133,16 +133,10 @@ class Engine:
     async def generate(self, asked: Generate) -> AsyncIterator[Generation | None]:
         """Responses to all prompts, as they end; None now and then, while the engine computes.
 
-        Raises RuntimeError before the first refit, and ValueError for a prompt without room.
+        Raises RuntimeError before the first refit, and ValueError for a prompt that cannot be read.
         """
-        for prompt in asked.prompts:
-            length = len(prompt.tokens) + asked.sampling.max_tokens
-            if length > self.settings.max_model_tokens:
-                raise ValueError(
-                    f"a prompt of {len(prompt.tokens)} tokens leaves no room for"
-                    f" {asked.sampling.max_tokens} within engine.max_model_tokens ="
-                    f" {self.settings.max_model_tokens}"
-                )
+        for prompt in asked.prompts:  # before any is admitted
+            self._check(prompt, asked.sampling)
         async with self._admission:
             if self.weight_version is None:
                 raise RuntimeError("the engine has no weights yet; refit it first")
@@ -154,6 +148,22 @@ class Engine:
                 if asked.together:
                     await self.llm.resume_generation()
         return self._responses(requests, asked.sampling)
+
+    def _check(self, prompt: Prompt, sampling: Sampling) -> None:
+        length, most = len(prompt.tokens), self.settings.max_model_tokens
+        if length == 0:
+            raise ValueError(f"prompt {prompt.number} has no tokens")
+        if length + sampling.max_tokens > most:
+            raise ValueError(
+                f"prompt {prompt.number} of {length} tokens leaves no room for"
+                f" {sampling.max_tokens} within engine.max_model_tokens = {most}"
+            )
+        # vLLM would read past the table of embeddings.
+        if min(prompt.tokens) < 0 or max(prompt.tokens) >= self.model.vocabulary_size:
+            raise ValueError(
+                f"prompt {prompt.number} has tokens that model.vocabulary_size ="
+                f" {self.model.vocabulary_size} does not hold"
+            )
 
     async def _admit(self, prompt: Prompt, sampling: Sampling) -> _Request:
         from vllm.inputs import tokens_input
@@ -172,7 +182,9 @@ class Engine:
     async def _responses(
         self, requests: list[_Request], sampling: Sampling
     ) -> AsyncIterator[Generation | None]:
-        waiting = {asyncio.ensure_future(request.queue.get()): request for request in requests}
+        waiting = {
+            asyncio.ensure_future(self._completion(request)): request for request in requests
+        }
         try:
             while waiting:
                 done, _ = await asyncio.wait(
@@ -183,14 +195,20 @@ class Engine:
                     yield None
                 for future in done:
                     request = waiting.pop(future)
-                    [completion] = future.result().outputs
-                    yield self._generation(request, completion, sampling)
+                    yield self._generation(request, future.result(), sampling)
                     self._forget(request)
         finally:
             for future, request in waiting.items():
                 future.cancel()
                 self._forget(request)
                 await self.llm.abort(request.queue.request_id, internal=True)
+
+    async def _completion(self, request: _Request) -> Any:
+        """What vLLM has drawn. Its versions are settled here and now: the client may read slowly,
+        and ask for a refit before it has read all."""
+        [completion] = (await request.queue.get()).outputs
+        request.note(len(completion.token_ids), self.weight_version)
+        return completion
 
     def _forget(self, request: _Request) -> None:
         self._requests.pop(request.queue.request_id, None)
@@ -215,7 +233,7 @@ class Engine:
             routes=routes.tobytes(),
             routes_shape=routes.shape,
             finished=bool(len(tokens)) and int(tokens[-1]) == sampling.end_token,
-            versions=request.versions(len(tokens), self.weight_version).tobytes(),
+            versions=request.versions(len(tokens)).tobytes(),
             kept=b"".join(each.tobytes() for each in kept),
             kept_sizes=np.asarray([len(each) for each in kept], np.int32).tobytes(),
         )
@@ -233,9 +251,8 @@ class _Request:
         """So many tokens are drawn, those that are new with these weights."""
         self._versions += [version] * (tokens - len(self._versions))
 
-    def versions(self, tokens: int, version: int | None) -> np.ndarray:
-        """Of every token, the last ones drawn with these weights; int32 [tokens]."""
-        self.note(tokens, version)
+    def versions(self, tokens: int) -> np.ndarray:
+        """Of every token, int32 [tokens]; vLLM may have drawn one more than the response has."""
         return np.asarray(self._versions[:tokens], np.int32)
 
 

@@ -83,17 +83,28 @@ class Unread(Tensor):
 
     def as_seen(self, contents: Tensor) -> Tensor:
         """The contents of the box, in the whole tensor's orientation, seen as this view shows them;
-        a view of them."""
+        a view of them.
+
+        Raises ValueError when the view has other dimensions than the tensor.
+        """
         strides = []
         for size, stride in zip(self.seen.shape, self.seen.stride(), strict=True):
             if size == 1:
                 strides.append(0)
                 continue
             dimension = next(
-                number
-                for number, theirs in enumerate(self.whole.stride())
-                if theirs == stride and contents.shape[number] > 1
+                (
+                    number
+                    for number, theirs in enumerate(self.whole.stride())
+                    if theirs == stride and contents.shape[number] == size
+                ),
+                None,
             )
+            if dimension is None:  # merged or cut, which contents with gaps could not be
+                raise ValueError(
+                    f"a loader reads other dimensions of {self.tensor_name} than it has:"
+                    f" {tuple(self.seen.shape)}"
+                )
             strides.append(contents.stride(dimension))
         return contents.as_strided(self.seen.shape, strides, contents.storage_offset())
 

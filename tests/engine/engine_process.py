@@ -6,13 +6,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from engine_settings import ENGINE
 
 from parallel.settings import EngineJob, EngineSettings, ModelSettings
+
+EngineOf = Callable[..., "Running"]  # what the fixture `engine_of` is
 
 
 class Running:

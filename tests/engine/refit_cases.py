@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from drawing import draw
 
 from parallel.sample import Sample
 from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
 from parallel.weights.engine import needed
-
-PROMPTS = [list(range(4, 4 + length)) for length in (5, 35, 40)]  # the longer fill a cache block
 
 
 @functools.lru_cache(maxsize=1)
@@ -103,26 +102,7 @@ def mismatch(trained: Any, engines: Any, version: int) -> float:
     drawn: list[Sample] = []
     for client in engines.live() if is_main() else []:
         for _ in range(2):
-            drawn += sample(client, version)
+            drawn += draw(client, seed=version, model=trained.settings)
     assert {each.weight_version for each in drawn} <= {version}
     batches = batch.split(broadcast(drawn), Place.here(), 4096, replay=True)
     return measure_mismatch(trained, batches, temperature=1.0)["mismatch_max"]
-
-
-def sample(client: Any, seed: int) -> list[Sample]:
-    from parallel.rollout.wire import Generate, Sampling, prompts_of
-
-    request = Generate(prompts_of(PROMPTS, 4, seed), Sampling(1.0, 12, 1), together=True)
-    return [as_sample(each) for each in client.generate(request)]
-
-
-def as_sample(generation: Any) -> Sample:
-    return Sample(
-        domain="a",
-        prompt=np.asarray(PROMPTS[generation.number // 4], np.int32),
-        response=np.frombuffer(generation.tokens, np.int32),
-        logprobs=np.frombuffer(generation.logprobs, np.float32),
-        routes=np.frombuffer(generation.routes, np.uint16).reshape(generation.routes_shape),
-        versions=np.frombuffer(generation.versions, np.int32),
-        finished=generation.finished,
-    )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import refit_cases
-from engine_process import running_engine
-from engine_settings import ENGINE, MODEL
+from engine_process import EngineOf
+from engine_settings import ENGINE, MODELS
 from ranks import On
 
 from parallel.settings import LayoutSettings
@@ -21,32 +19,19 @@ LAYOUTS = {
     "PP2": LayoutSettings(ranks=2, pipeline=2),
     "TP2 EP2 PP2": LayoutSettings(ranks=4, tensor=2, expert=2, pipeline=2),
 }
+FAMILIES = "qwen3_moe", "mixtral"
 FLEETS = {"one TP1": (0,), "one TP2": (1,), "two": (0, 1)}
-MODELS = {
-    "qwen3_moe": MODEL,
-    "mixtral": MODEL.model_copy(update={"family": "mixtral"}),
-}
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @pytest.fixture(scope="module")
-def engines(family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
+def engines(family: str, engine_of: EngineOf) -> list[Path]:
     """The addresses of an engine of one rank and one of two."""
-    with ExitStack() as stack:
-        yield [
-            stack.enter_context(
-                running_engine(
-                    MODELS[family],
-                    tmp_path_factory.mktemp("engine"),
-                    ENGINE.model_copy(update={"tensor": tensor}),
-                )
-            ).address
-            for tensor in (1, 2)
-        ]
+    return [engine_of(family, tensor).address for tensor in (1, 2)]
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "messages"])

@@ -1,0 +1,28 @@
+"""Real engines, each of which starts once and serves the whole session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+from engine_process import EngineOf, Running, running_engine
+from engine_settings import ENGINE, MODELS
+
+
+@pytest.fixture(scope="session")
+def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineOf]:
+    """`engine_of(family, tensor=1)`: an engine of so many ranks, whatever weights it has."""
+    engines: dict[tuple[str, int], Running] = {}
+    with ExitStack() as stack:
+
+        def start(family: str, tensor: int = 1) -> Running:
+            if (family, tensor) not in engines:
+                directory = tmp_path_factory.mktemp("engine") / f"{family}-TP{tensor}"
+                directory.mkdir()
+                settings = ENGINE.model_copy(update={"tensor": tensor})
+                running = running_engine(MODELS[family], directory, settings)
+                engines[family, tensor] = stack.enter_context(running)
+            return engines[family, tensor]
+
+        yield start
