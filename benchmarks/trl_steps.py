@@ -30,7 +30,7 @@ from trl import GRPOConfig, GRPOTrainer
 from stages.tokenizer import CharacterTokenizer
 
 WARM_UP_STEPS = 2
-# Responses computed at once in training, where TRL was fastest: it pads each to the batch's longest.
+# Responses computed at once in training, where TRL was fastest: it pads to the batch's longest.
 MICRO_BATCH = {"a": 256, "b": 32}
 
 
