@@ -3,8 +3,10 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+TRL_VENV := .venv-trl
+TRL_INSTALLED := $(TRL_VENV)/.installed
 
-.PHONY: help install quickstart test lint bench gpu-check lock clean
+.PHONY: help install quickstart test lint bench bench-trl gpu-check lock clean
 
 help:  ## list these targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -31,6 +33,18 @@ test: $(INSTALLED) lint  ## all tests, the short end-to-end run among them
 bench: $(INSTALLED)  ## speed and memory of the parts, into benchmarks/results.json (some minutes)
 	$(BIN)/python benchmarks/all.py
 
+bench-trl: $(TRL_INSTALLED)  ## GRPO steps a minute of TRL's trainer, in an environment of its own
+	$(TRL_VENV)/bin/python -W ignore benchmarks/trl_steps.py --size a --steps 20
+	$(TRL_VENV)/bin/python -W ignore benchmarks/trl_steps.py --size b --steps 3
+
+$(TRL_INSTALLED): benchmarks/trl-requirements.txt setup.py
+	$(PYTHON) -m venv $(TRL_VENV)
+	$(TRL_VENV)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 uv==0.13.9
+	$(TRL_VENV)/bin/uv pip install --quiet --python $(TRL_VENV)/bin/python --no-deps -r benchmarks/trl-requirements.txt \
+	  || $(TRL_VENV)/bin/pip install --quiet --no-deps -r benchmarks/trl-requirements.txt
+	$(TRL_VENV)/bin/pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
 gpu-check: $(INSTALLED)  ## on a CUDA device: the tests that need one rank, on that device
 	@$(BIN)/python -c "import sys, torch; torch.cuda.is_available() or sys.exit('no CUDA device here: nothing was checked')"
 	$(BIN)/python -m pytest -m one_device
@@ -45,5 +59,5 @@ lock: $(INSTALLED)  ## resolve setup.py's ranges anew into requirements/cpu.txt
 	  --override requirements/overrides.txt --editable '.[cpu,dev]'
 	$(BIN)/pip freeze --exclude-editable --exclude torch --exclude uv --exclude braid > requirements/cpu.txt
 
-clean:  ## remove .venv and caches; runs/ stays
-	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache
+clean:  ## remove .venv, .venv-trl and caches; runs/ stays
+	rm -rf $(VENV) $(TRL_VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache

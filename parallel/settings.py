@@ -164,17 +164,13 @@ class EngineSettings(Settings):
 
 
 class EngineJob(Settings):
-    """What an engine's process reads; it writes the file `address` when it is ready.
-
-    `cores` are the only ones it may use, `engine.tensor` of them; None means any.
-    """
+    """What an engine's process reads; it writes the file `address` when it is ready."""
 
     model: ModelSettings
     engine: EngineSettings
     index: int
     address: Path
     seed: int
-    cores: list[int] | None
 
 
 def layout_violations(model: ModelSettings, layout: LayoutSettings) -> list[tuple[str, str]]:

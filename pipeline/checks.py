@@ -121,6 +121,11 @@ def _too_few(layout: LayoutSettings) -> str:
 
 
 def _family_rules(model: ModelSettings, layout: LayoutSettings) -> Found:
+    faults = list(_architecture_faults(model))
+    yield from faults or family_violations(model, layout)
+
+
+def _architecture_faults(model: ModelSettings) -> Found:
     try:
         architecture(model)
     except ValidationError as error:
@@ -131,8 +136,6 @@ def _family_rules(model: ModelSettings, layout: LayoutSettings) -> Found:
                 yield key, f"unknown key of {model.family}; {hint(str(fault['loc'][0]), known)}"
             else:
                 yield key, f"{fault['msg']}, not {fault['input']!r}"
-    else:
-        yield from family_violations(model, layout)
 
 
 def _engine_rules(model: ModelSettings, engine: EngineSettings) -> Found:
@@ -141,7 +144,8 @@ def _engine_rules(model: ModelSettings, engine: EngineSettings) -> Found:
             "engine.max_model_tokens",
             f"{engine.max_model_tokens} is more than model.max_positions = {model.max_positions}",
         )
-    yield from engine_violations(model, engine.tensor)
+    if not list(_architecture_faults(model)):
+        yield from engine_violations(model, engine.tensor)
 
 
 def _name_rules(name: str) -> Found:

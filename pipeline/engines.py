@@ -68,7 +68,7 @@ class Engines:
             engine.stop()
 
     def _first(self, index: int, cores: list[int] | None) -> Engine:
-        command = self._program(write_engine_job(self._run, self._settings, index, cores))
+        command = self._program(write_engine_job(self._run, self._settings, index))
         patience = self._settings.engine.start_timeout_seconds
         return Engine(self._run, index, command, cores, patience)
 

@@ -59,9 +59,7 @@ def write_stage_job(job: StageJob) -> Path:
     return path
 
 
-def write_engine_job(
-    run: RunDirectory, settings: RunSettings, index: int, cores: list[int] | None
-) -> Path:
+def write_engine_job(run: RunDirectory, settings: RunSettings, index: int) -> Path:
     """Write one engine's job; its seed is the run's."""
     directory = run.engine(index)
     job = EngineJob(
@@ -70,7 +68,6 @@ def write_engine_job(
         index=index,
         address=directory.address.absolute(),
         seed=settings.seed,
-        cores=cores,
     )
     write_atomically(directory.job, job.model_dump_json(indent=2) + "\n")
     return directory.job.absolute()

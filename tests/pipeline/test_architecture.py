@@ -26,8 +26,13 @@ from stages.settings import RunSettings
 
 REPOSITORY = Path(__file__).parents[2]
 ABOVE = {"parallel": {"stages", "pipeline"}, "stages": {"pipeline"}, "pipeline": set()}
-WITHOUT_TORCH = {"parallel.families", "parallel.files", "parallel.memory"}
 ARITHMETIC = {f"parallel.weights.{name}" for name in ("names", "trainer", "engine", "planner")}
+WITHOUT_TORCH = {
+    "parallel.families",
+    "parallel.files",
+    "parallel.memory",
+    "parallel.weights.engine",
+}
 HEAVY = {"torch", "megatron", "vllm", "transformers", "mbridge", "numpy", "reasoning_gym"}
 
 

@@ -205,4 +205,3 @@ def test_processes_run_on_the_cores_they_are_given(run: RunDirectory, config: Pa
         execute("sums")
     assert cores(run.stage("sums").path / "cores") == wanted.ranks
     assert cores(run.engine(0).address, "cores") == wanted.engines[0]
-    assert cores(run.engine(0).job, "cores") == wanted.engines[0]

@@ -166,6 +166,6 @@ def test_tokens_in_the_cache() -> None:
 
 
 def test_a_cache_for_all_sequences_at_their_longest() -> None:
-    # In blocks of 128 tokens of 2 KiB, one of which vLLM keeps to itself.
+    # In blocks of 32 tokens of 2 KiB, one of which vLLM keeps to itself.
     engine = EngineSettings(max_model_tokens=130, max_sequences=3)
-    assert memory.cache_bytes(TINY, engine) == (3 * 2 + 1) * 128 * 2048
+    assert memory.cache_bytes(TINY, engine) == (3 * 5 + 1) * 32 * 2048
