@@ -23,6 +23,9 @@ FAMILIES = "qwen3_moe", "mixtral"
 FLEETS = {"one TP1": (0,), "one TP2": (1,), "two": (0, 1)}
 
 
+TRANSPORTS = ["shared_memory", "messages"]
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
@@ -34,21 +37,44 @@ def engines(family: str, engine_of: EngineOf) -> list[Path]:
     return [engine_of(family, tensor).address for tensor in (1, 2)]
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "messages"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_engines_have_the_policy_bit_for_bit(
+    on: On, engines: list[Path], family: str, layout: str
+) -> None:
+    """An engine of one rank and one of two, by both transports in turn."""
+    for transport in TRANSPORTS:
+        _hold(on, engines, family, layout, "two", transport, further=[2, 3])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("chosen", FLEETS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_engines_have_the_policy_bit_for_bit(
+def test_engines_have_the_policy_after_twenty_refits(
     on: On, engines: list[Path], family: str, layout: str, chosen: str, transport: str
 ) -> None:
+    _hold(on, engines, family, layout, chosen, transport, further=[*range(2, 22)])
+
+
+def _hold(
+    on: On,
+    engines: list[Path],
+    family: str,
+    layout: str,
+    chosen: str,
+    transport: str,
+    further: list[int],
+) -> None:
     """Every tensor's fingerprint is that of the gathered model's, log-probabilities agree with the
-    trainer's, and no byte is received twice; the first time and after further refits."""
+    trainer's, and no byte is received twice; after a first refit and after further ones."""
     settings = ENGINE.model_copy(update={"check_refit": True, "transport": transport})
     where = LAYOUTS[layout]
     addresses = tuple(engines[number] for number in FLEETS[chosen])
     described = (MODELS[family], where, settings)
     arguments = (addresses, *(each.model_dump_json() for each in described))
-    for seeds in ([1], [2, 3]):
+    for seeds in ([1], further):
         found = on(where, refit_cases.refit, *arguments, seeds)[0]
+        print(family, layout, chosen, transport, len(seeds), found)
         assert not found["wrong"]
         assert found["mismatch"] < 1e-4
         assert found["refit_bytes"] == found["bound"]
