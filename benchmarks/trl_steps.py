@@ -147,17 +147,15 @@ def measure(size: str, steps: int) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "versions": {name: version(name) for name in ("trl", "transformers", "torch")},
         "size": size,
-        "rollouts_per_step": workload.rollouts,
-        "measured_steps": steps,
-        "seconds_per_step": median(seconds),
+        "rollouts": workload.rollouts,
+        "steps": steps,
+        "seconds_a_step": median(seconds),
         "slowest_step_seconds": max(seconds),
-        "steps_per_minute": 60 / median(seconds),
-        "mean_response_tokens": mean(log["completions/mean_length"] for log in logs),
+        "steps_a_minute": 60 / median(seconds),
+        "response_tokens": mean(log["completions/mean_length"] for log in logs),
         "longest_response_tokens": max(log["completions/max_length"] for log in logs),
         "cut_off_fraction": mean(log["completions/clipped_ratio"] for log in logs),
-        "phase_seconds": {
-            name: median(lap[name] for lap in measured) for name in sorted(measured[0])
-        },
+        "phases": {name: median(lap[name] for lap in measured) for name in sorted(measured[0])},
     }
 
 

@@ -26,11 +26,14 @@ class MicroBatch:
 
     What joins the two: of the n response tokens that this rank predicts, `predicts` int64 [n] says
     which of its tokens does it, and `place` int64 [n] where the prediction belongs in [B * R].
+    `kept` int64 [n, S], padded with -1, are the sets that top-p or top-k left of the vocabulary, if
+    they left any of it out; a row of nothing but -1 keeps all.
 
     What the objectives read, whole on every rank, one row a response of at most R tokens: targets
     int64 [B, R]; mask bool [B, R]; engine_logprobs fp32 [B, R], mu, 0 outside the mask; advantages
     fp32 [B]. Added on the last pipeline stage before the batch is trained on: old_logprobs and
-    reference_logprobs fp32 [B, R], and the logits [n, vocabulary / TP] of the teacher of `domain`.
+    reference_logprobs fp32 [B, R], the importance fp32 [B] of samples that older weights drew, and
+    the logits [n, vocabulary / TP] of the teacher of `domain`.
     """
 
     samples: list[Sample]
@@ -43,8 +46,10 @@ class MicroBatch:
     mask: torch.Tensor
     engine_logprobs: torch.Tensor
     advantages: torch.Tensor
+    kept: torch.Tensor | None = None
     old_logprobs: torch.Tensor | None = None
     reference_logprobs: torch.Tensor | None = None
+    importance: torch.Tensor | None = None
     teacher: HeadLogits | None = None
     domain: str = ""
 
@@ -128,6 +133,7 @@ def collate(samples: list[Sample], here: Place, replay: bool, padded: bool = Fal
         mask=_moved(mask),
         engine_logprobs=_moved(engine_logprobs),
         advantages=_moved(np.array([sample.advantage for sample in samples], np.float32)),
+        kept=_kept(samples, own_place[predicts], responses[1]),
     )
 
 
@@ -152,6 +158,21 @@ def _deal(samples: Sequence[Sample], hands: int) -> list[list[Sample]]:
         dealt[hand].append(sample)
         heapq.heapreplace(loads, (load + sample.length, hand))
     return dealt
+
+
+def _kept(samples: list[Sample], place: np.ndarray, longest: int) -> torch.Tensor | None:
+    """The kept sets of the tokens at `place` in [B * longest], padded to the largest."""
+    if all(sample.kept is None for sample in samples):
+        return None
+    everything = np.empty(0, np.int32)
+    sets = []
+    for index, token in zip(*np.divmod(place, longest), strict=True):
+        own = samples[index].kept
+        sets.append(everything if own is None else own[token])
+    padded = np.full((len(sets), max(map(len, sets), default=0)), -1)
+    for row, ids in zip(padded, sets, strict=True):
+        row[: len(ids)] = ids
+    return _moved(padded)
 
 
 def _routes(samples: list[Sample], row: PackedRow) -> np.ndarray:

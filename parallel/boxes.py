@@ -30,3 +30,15 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
 def _within(line: int, inner: Iterator[Box]) -> Iterator[Box]:
     for offsets, sizes in inner:
         yield (line, *offsets), (1, *sizes)
+
+
+def intersect(one: Box, other: Box) -> Box | None:
+    """What two boxes of a tensor have in common; None where that is nothing."""
+    offsets, sizes = [], []
+    for first, size, second, length in zip(*one, *other, strict=True):
+        start, stop = max(first, second), min(first + size, second + length)
+        if start >= stop:
+            return None
+        offsets.append(start)
+        sizes.append(stop - start)
+    return tuple(offsets), tuple(sizes)

@@ -45,6 +45,17 @@ def hugging_face_config(settings: ModelSettings) -> PretrainedConfig:
     return config
 
 
+def settings_of(config: PretrainedConfig) -> ModelSettings:
+    """What of the settings decides a model's tensors, from its `hugging_face_config`."""
+    family = FAMILIES[config.model_type]
+    decisive = [key for key in family.further.model_fields if key != "rope_scaling"]
+    return ModelSettings(
+        family=config.model_type,
+        architecture={key: getattr(config, key) for key in decisive},
+        **{name: getattr(config, key) for key, name in family.names.items()},
+    )
+
+
 def contradictions(settings: ModelSettings, given: dict[str, Any]) -> list[str]:
     """Where a config.json says something else than the settings."""
     if (kind := given.get("model_type")) != settings.family:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from parallel.boxes import Box
 from parallel.files import naming, write_atomically
 from parallel.hugging_face import TensorSpec
 
@@ -59,10 +60,11 @@ class WeightFiles:
                     f"{self.stored[name].file.name}"
                 )
 
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor, on the CPU. Nothing stays mapped into memory once it is dropped."""
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """One tensor or a box of it, on the CPU. Nothing stays mapped into memory once it is
+        dropped."""
         with safe_open(self.stored[name].file, framework="pt") as file:
-            return file.get_tensor(name)
+            return file.get_tensor(name) if box is None else file.get_slice(name)[within(box)]
 
     def missing(self, expected: Mapping[str, TensorSpec]) -> list[str]:
         """Faults of the tensors that should be there: absent, or of another shape."""
@@ -112,6 +114,11 @@ class WeightFiles:
                     self.stored[name] = Stored(path, part.get_dtype(), tuple(part.get_shape()))
         except (OSError, SafetensorError) as error:
             self.faults.append(f"{path.name}: {error}")
+
+
+def within(box: Box) -> tuple[slice, ...]:
+    """A box as an index of its tensor."""
+    return tuple(slice(start, start + size) for start, size in zip(*box, strict=True))
 
 
 @dataclass(frozen=True)

@@ -1,59 +1,60 @@
 """A model's weights under their Hugging Face names: streamed out of the ranks, and filled in.
 
-mbridge knows a family's names and how its tensors are fused, but for TransformerEngine's modules,
-after which our local ones are named here. The ranks' parts are put together here too: mbridge
-takes experts that are not spread over ranks for dense weights, though other ranks split them.
+What a tensor is called and who holds which part of it is the arithmetic of `parallel.weights`; here
+the parts are moved.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
+from parallel.boxes import Box
 from parallel.device import device
-from parallel.distributed import broadcast, is_main
+from parallel.distributed import broadcast, is_main, layout_sizes
 from parallel.hugging_face import (
     contradictions,
     expected_tensors,
     hugging_face_config,
     ignored_tensors,
+    settings_of,
 )
-from parallel.hugging_face_files import WeightFiles, WeightsError
-from parallel.model import global_name, shard, split_dimension, tensor_split, unshard
-from parallel.settings import ModelSettings
+from parallel.hugging_face_files import WeightFiles, WeightsError, within
+from parallel.settings import LayoutSettings, ModelSettings
+from parallel.weights.names import is_precise, plain_name, tensors
+from parallel.weights.trainer import Owners, held
 
 
 @torch.no_grad()
 def stream_weights(bridge: Any, chunks: Sequence[GPTModel]) -> Iterator[tuple[str, torch.Tensor]]:
     """Every Hugging Face tensor of the model, whole, on every rank; a collective over all ranks.
 
-    A layer's tensors follow one another. Of one tensor at a time a few copies are held.
+    They come in the model's order, a layer's one after another. One tensor is held, and a rank's
+    part of it.
     """
-    pipeline = parallel_state.get_pipeline_model_parallel_group()
-    held = [item for chunk in chunks for item in _tensors(chunk)]
-    described: list[Any] = [None] * pipeline.size()
-    dist.all_gather_object(
-        described, [(name, tensor.shape, tensor.dtype) for name, tensor in held], group=pipeline
-    )
-    for stage, its in enumerate(described):
-        for place, (name, shape, dtype) in enumerate(its):
-            if stage == pipeline.rank():
-                part = held[place][1]
-            else:
-                part = torch.empty(shape, dtype=dtype, device=device())
-            dist.broadcast(part, group=pipeline, group_src=stage)
-            for one, spread in _experts_in_turn(bridge.config, name, part):
-                names, tensors = bridge._weight_to_hf_format(one, _whole(one, spread))
-                for theirs, tensor in zip(names, tensors, strict=True):
-                    yield theirs, tensor.contiguous()
+    settings = settings_of(bridge.hf_config)
+    owners = Owners(settings, LayoutSettings(**layout_sizes()))
+    ours: dict[str, dict[Box, torch.Tensor]] = {}
+    for name, box, part in _parts(bridge, chunks):
+        ours.setdefault(name, {})[box] = part
+    for name, shape in tensors(settings).items():
+        dtype = torch.float32 if is_precise(name) else bridge.config.params_dtype
+        whole = torch.empty(shape, dtype=dtype, device=device())
+        sources: dict[int, list[torch.Tensor]] = {}
+        for box, ranks in owners.of(name):
+            target = whole[within(box)]
+            if dist.get_rank() == ranks[0]:
+                target.copy_(ours[name][box])
+            sources.setdefault(ranks[0], []).append(target)
+        for source, targets in sources.items():
+            _broadcast(targets, source)
+        yield name, whole
 
 
 def load_weights(
@@ -74,13 +75,10 @@ def load_weights(
 def fill_weights(bridge: Any, chunks: Sequence[GPTModel], files: WeightFiles) -> None:
     """Fill this rank's shard from a checkpoint, which must hold all that it needs.
 
-    Of one tensor at a time a few copies are held.
+    Only that is read, one slice of a tensor at a time.
     """
-    for chunk in chunks:
-        for name, tensor in _tensors(chunk):
-            parts = [files.read(theirs) for theirs in bridge._weight_name_mapping_mcore_to_hf(name)]
-            whole = bridge._weight_to_mcore_format(name, parts)
-            tensor.copy_(shard(name, whole, *tensor_split(name)))
+    for name, box, part in _parts(bridge, chunks):
+        part.copy_(files.read(name, box))
 
 
 @torch.no_grad()
@@ -109,49 +107,31 @@ def _faults(settings: ModelSettings, directory: Path) -> list[str]:
 
 
 def _tensors(chunk: GPTModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """A chunk's tensors in order, under the names mbridge knows them by, layers and experts
-    numbered over all ranks."""
+    """A chunk's tensors in order, named as without TransformerEngine."""
     latent = chunk.config.multi_latent_attention
     for name, tensor in chunk.state_dict().items():  # the bias of a router is no parameter
         if not name.endswith("_extra_state"):  # TransformerEngine's, of fp8
-            yield _transformer_engine_name(global_name(chunk, name), latent), tensor
+            yield plain_name(name, latent), tensor
 
 
-def _transformer_engine_name(name: str, latent: bool) -> str:
-    """What TransformerEngine's modules call a tensor of ours; they have norms fused into what
-    reads them, of which multi-latent attention has other ones."""
-    name = re.sub(
-        r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight", r"experts.\2.weight\1", name
-    )
-    if latent:
-        return re.sub(r"\.(q|kv)_layernorm\.weight", r".linear_\1_up_proj.layer_norm_weight", name)
-    return name.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
+def _parts(bridge: Any, chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Box, torch.Tensor]]:
+    """All that this rank holds: Hugging Face tensors, boxes of them, and where they are here."""
+    named = [dict(_tensors(chunk)) for chunk in chunks]
+    layout = LayoutSettings(**layout_sizes())
+    for piece in held(settings_of(bridge.hf_config), layout, dist.get_rank()):
+        here = piece.parameter_offset, piece.box[1]
+        yield piece.tensor, piece.box, named[piece.chunk][piece.parameter][within(here)]
 
 
-def _experts_in_turn(
-    config: Any, name: str, part: torch.Tensor
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The expert in this place on each expert-parallel rank in turn; any other weight as it is."""
-    group = parallel_state.get_expert_model_parallel_group()
-    if ".experts." not in name or group.size() == 1:
-        yield name, part
+def _broadcast(targets: list[torch.Tensor], source: int) -> None:
+    """Parts of a tensor, that rank `source` has, to all ranks, in one message."""
+    [first, *others] = targets
+    if not others and first.is_contiguous():
+        dist.broadcast(first, source)
         return
-    prefix, number = name.split(".weight")
-    each = config.num_moe_experts // group.size()
-    for rank in range(group.size()):
-        theirs = part if rank == group.rank() else torch.empty_like(part)
-        dist.broadcast(theirs, group=group, group_src=rank)
-        yield f"{prefix}.weight{rank * each + int(number) % each}", theirs
-
-
-def _whole(name: str, part: torch.Tensor) -> torch.Tensor:
-    """A weight of which every (expert-)tensor-parallel rank has a part."""
-    if ".experts." in name:
-        group = parallel_state.get_expert_tensor_parallel_group()
-    else:
-        group = parallel_state.get_tensor_model_parallel_group()
-    if split_dimension(name) is None or group.size() == 1:
-        return part
-    parts = [torch.empty_like(part) for _ in range(group.size())]
-    dist.all_gather(parts, part, group=group)
-    return unshard(name, parts)
+    message = torch.cat([target.flatten() for target in targets])
+    dist.broadcast(message, source)
+    for target, part in zip(
+        targets, message.split([target.numel() for target in targets]), strict=True
+    ):
+        target.copy_(part.view_as(target))

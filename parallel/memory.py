@@ -27,6 +27,9 @@ OPTIMIZER_STATES = {"adam": 2, "sgd": 1}  # fp32 numbers a parameter: two moment
 # first and ends every buffer at one of the second (param_and_grad_buffer.py).
 TENSOR_ALIGNMENT, BUFFER_ALIGNMENT = 64, 128
 
+# Tokens that vLLM's cache takes at once for a sequence: 128 on CPUs, and no more elsewhere.
+CACHE_BLOCK = 32
+
 
 @dataclass(frozen=True)
 class RankMemory:
@@ -121,13 +124,26 @@ def engine_weights(model: ModelSettings) -> int:
     return BYTES[model.precision] * parameter_count(model)[0]
 
 
+def cache_bytes(model: ModelSettings, engine: EngineSettings) -> int:
+    """Bytes of keys and values that an engine rank keeps; unless set, exactly enough of them."""
+    if engine.kv_cache_mebibytes is not None:
+        return engine.kv_cache_mebibytes << 20
+    blocks = engine.max_sequences * -(-engine.max_model_tokens // CACHE_BLOCK)
+    return (blocks + 1) * CACHE_BLOCK * _cached_token(model, engine)  # vLLM keeps one to itself
+
+
 def cached_tokens(model: ModelSettings, engine: EngineSettings) -> int:
-    """Tokens whose keys and values fit into the engine's cache."""
+    """Tokens whose keys and values fit into an engine's cache."""
+    return cache_bytes(model, engine) // _cached_token(model, engine)
+
+
+def _cached_token(model: ModelSettings, engine: EngineSettings) -> int:
+    """Bytes of one token on an engine rank; a latent, or a head that is the last, is on each."""
     further = architecture(model)
-    each = 2 * model.key_value_heads * model.head_dim
+    each = 2 * max(1, model.key_value_heads // engine.tensor) * model.head_dim
     if isinstance(further, DeepseekV3Architecture):
         each = further.kv_lora_rank + model.head_dim
-    return (engine.kv_cache_mebibytes << 20) // (model.layers * each * BYTES[model.precision])
+    return model.layers * each * BYTES[model.precision]
 
 
 def _chunks(model: ModelSettings, layout: LayoutSettings, rank: int) -> list[Tensors]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -257,16 +256,6 @@ def shard(name: str, whole: torch.Tensor, size: int, rank: int) -> torch.Tensor:
         return whole
     halves = whole.chunk(2) if "linear_fc1" in name else [whole]
     return torch.cat([half.chunk(size, dimension)[rank] for half in halves])
-
-
-def unshard(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The whole weight of which each rank has a part."""
-    dimension = split_dimension(name)
-    if dimension is None or len(parts) == 1:
-        return parts[0]
-    if "linear_fc1" in name:
-        parts = [part.chunk(2)[half] for half in (0, 1) for part in parts]
-    return torch.cat(list(parts), dimension)
 
 
 def global_name(model: GPTModel, name: str) -> str:

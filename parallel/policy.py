@@ -29,6 +29,7 @@ from parallel.settings import (
     RoutingLossSettings,
 )
 from parallel.vocabulary import HeadLogits
+from parallel.weights import names
 
 # responses -> (loss already divided by its global denominator, what the caller wants back)
 LossFunction = Callable[[Responses], tuple[torch.Tensor, Any]]
@@ -91,6 +92,17 @@ class Policy:
         """Every micro-batch's last hidden states with the head that makes logits of them; as
         `evaluate`."""
         return self.evaluate(batches, lambda responses: responses.logits)
+
+    def named_weights(self) -> dict[str, torch.Tensor]:
+        """This rank's own tensors, not copies, by "chunk/parameter" as parallel.weights names
+        them."""
+        latent = self.bridge.config.multi_latent_attention
+        return {
+            f"{number}/{names.plain_name(name, latent)}": tensor
+            for number, chunk in enumerate(self.chunks)
+            for name, tensor in chunk.state_dict().items()
+            if not name.endswith("_extra_state")  # TransformerEngine's, of fp8
+        }
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor under its Hugging Face name, whole; a collective over all ranks."""

@@ -23,9 +23,10 @@ class Responses:
     batch: MicroBatch
 
     def log_probs(self, temperature: float = 1.0) -> torch.Tensor:
-        """log pi of every target, in nats."""
-        values = vocabulary.log_probs(self.logits, self.batch.own_targets, temperature)
-        return self.batch.spread(values)
+        """log pi of every target, in nats, of the distribution that it was sampled from: where
+        top-p or top-k left tokens out, pi is renormalised on what they kept."""
+        targets, kept = self.batch.own_targets, self.batch.kept
+        return self.batch.spread(vocabulary.log_probs(self.logits, targets, temperature, kept))
 
     def kl(self, other: torch.Tensor | HeadLogits, temperature: float = 1.0) -> torch.Tensor:
         """KL(this || other) over the whole vocabulary at every response token, in nats."""

@@ -14,7 +14,9 @@ class Sample:
     A demonstration has neither log-probabilities nor routes. `reward` and `advantage` are added by
     the stage. Tokens are int32; `logprobs` is mu, fp32 in nats, [response]; `routes` holds the
     experts of every token but the last, which no forward pass reads: uint16
-    [prompt + response - 1, routed layers, experts_per_token].
+    [prompt + response - 1, routed layers, experts_per_token]. `versions`, int32 [response], says
+    which weights each token was drawn with, and `kept`, int32 each, from which set, where top-p or
+    top-k left some of the vocabulary out.
     """
 
     domain: str
@@ -22,8 +24,9 @@ class Sample:
     response: np.ndarray
     logprobs: np.ndarray | None = None
     routes: np.ndarray | None = None
+    versions: np.ndarray | None = None
+    kept: list[np.ndarray] | None = None
     finished: bool = True
-    weight_version: int = 0
     reward: float | None = None
     advantage: float = 0.0
 
@@ -31,3 +34,8 @@ class Sample:
     def length(self) -> int:
         """Tokens the model reads: all but the last."""
         return len(self.prompt) + len(self.response) - 1
+
+    @property
+    def weight_version(self) -> int:
+        """Of the oldest weights that drew any of it; 0 for a demonstration."""
+        return 0 if self.versions is None or not len(self.versions) else int(self.versions.min())

@@ -29,6 +29,9 @@ LAST_WORD = "BRAID_LAST_WORD_DESCRIPTOR"
 # In what a rank says that lost its connection to another, which knows better what happened; gloo:
 # "Connection closed by peer", or "reset by peer".
 LOST_PEER = "by peer"
+# Beside an engine's address file: a rank that has given the engine up writes one line here that
+# says why, and the launcher starts the engine anew.
+RESTART_REQUEST = "restart"
 
 # What every tokenizer here agrees on; `stages.tokenizer` holds the only one so far.
 PAD_TOKEN, END_TOKEN, TOKENIZER_SIZE = 0, 1, 80
@@ -123,17 +126,51 @@ class OptimizerSettings(Settings):
 
 
 class EngineSettings(Settings):
-    """The rollout engine: its limits, its cache, and how closely it must match the trainer."""
+    """The rollout engines: how many, where, their limits, and how closely they match the policy."""
 
+    count: Positive = Field(default=1, description="engines side by side, each with a whole model")
+    tensor: Positive = Field(default=1, description="tensor-parallel ranks of each engine")
+    placement: Literal["shared", "own"] = Field(
+        default="shared",
+        description="shared: on the trainer's devices, in turn; own: on devices (CPU: cores) of "
+        "their own",
+    )
     max_model_tokens: Positive = 64
-    max_sequences: Positive = 256
-    kv_cache_mebibytes: Annotated[int, Field(gt=0, le=1 << 20)] = 64
+    max_sequences: Positive = Field(default=256, description="of each engine at once")
+    kv_cache_mebibytes: Annotated[int, Field(gt=0, le=1 << 20)] | None = Field(
+        default=None,
+        description="of each engine rank; null is enough for max_sequences of max_model_tokens",
+    )
     start_timeout_seconds: Positive = 300
     request_timeout_seconds: Positive = 600
+    hang_timeout_seconds: Positive = Field(
+        default=120, description="an engine that has requests and is silent so long is restarted"
+    )
+    max_restarts: Annotated[int, Field(ge=0)] = Field(
+        default=3, description="of each engine within one attempt at a stage, which then fails"
+    )
+    transport: Literal["auto", "shared_memory", "messages"] = Field(
+        default="auto",
+        description="how the bytes of a refit travel; messages: gloo on CPU, NCCL on GPU",
+    )
+    check_refit: bool = Field(
+        default=False,
+        description="compare every engine tensor with the trainer's, by checksum, after each refit",
+    )
     max_logprob_difference: Annotated[float, Field(gt=0)] = Field(
         default=1e-4,
         description="largest |log mu - log pi| at the first batch after a refit, in nats",
     )
+
+
+class EngineJob(Settings):
+    """What an engine's process reads; it writes the file `address` when it is ready."""
+
+    model: ModelSettings
+    engine: EngineSettings
+    index: int
+    address: Path
+    seed: int
 
 
 def layout_violations(model: ModelSettings, layout: LayoutSettings) -> list[tuple[str, str]]:

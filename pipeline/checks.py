@@ -24,6 +24,8 @@ from parallel.settings import (
     Settings,
     layout_violations,
 )
+from parallel.weights.engine import engine_violations
+from pipeline.cores import placement_fault
 from pipeline.rewards import reward_fault
 from pipeline.violations import hint, shown
 from stages.settings import (
@@ -31,7 +33,9 @@ from stages.settings import (
     DomainSettings,
     EvaluationSettings,
     LoopSettings,
+    MergeRolloutSettings,
     MergeSettings,
+    RolloutSettings,
     SamplingSettings,
 )
 
@@ -48,6 +52,7 @@ def violations(run: dict[str, Any]) -> Found:
     merge = _block(MergeSettings, run.get("merge"))
     evaluation = _block(EvaluationSettings, run.get("evaluation", {}))
     domains = _domains(run)
+    deterministic = run.get("deterministic") is True
 
     if model and model.vocabulary_size != TOKENIZER_SIZE:
         yield (
@@ -66,6 +71,7 @@ def violations(run: dict[str, Any]) -> Found:
         yield from _name_rules(name)
         if domain:
             yield from _domain_rules(f"experts.{name}", domain, layout, engine)
+            yield from _rollout_rules(f"experts.{name}.rollout", domain.rollout, deterministic)
     valid = {name: domain for name, domain in domains.items() if domain}
     if valid:
         yield from _split_rules(valid)
@@ -74,6 +80,7 @@ def violations(run: dict[str, Any]) -> Found:
     if merge:
         yield from _schedule_rules("merge", merge.optimizer, merge.loop)
         yield from _sampling_rules("merge.sampling", merge.sampling, layout, engine)
+        yield from _rollout_rules("merge.rollout", merge.rollout, deterministic)
     if evaluation and layout and evaluation.problems < layout.data:
         yield "evaluation.problems", f"{evaluation.problems} is {_too_few(layout)}"
 
@@ -90,6 +97,9 @@ def surroundings(run: dict[str, Any]) -> Found:
     for name, domain in _domains(run).items():
         if domain and (fault := reward_fault(domain.reward)):
             yield f"experts.{name}.reward", fault
+    engine = _block(EngineSettings, run.get("engine", {}))
+    if engine and (lack := placement_fault(engine)):
+        yield "engine.placement", lack
 
 
 def _block(settings: type[Block], given: Any) -> Block | None:
@@ -111,6 +121,11 @@ def _too_few(layout: LayoutSettings) -> str:
 
 
 def _family_rules(model: ModelSettings, layout: LayoutSettings) -> Found:
+    faults = list(_architecture_faults(model))
+    yield from faults or family_violations(model, layout)
+
+
+def _architecture_faults(model: ModelSettings) -> Found:
     try:
         architecture(model)
     except ValidationError as error:
@@ -121,8 +136,6 @@ def _family_rules(model: ModelSettings, layout: LayoutSettings) -> Found:
                 yield key, f"unknown key of {model.family}; {hint(str(fault['loc'][0]), known)}"
             else:
                 yield key, f"{fault['msg']}, not {fault['input']!r}"
-    else:
-        yield from family_violations(model, layout)
 
 
 def _engine_rules(model: ModelSettings, engine: EngineSettings) -> Found:
@@ -131,6 +144,8 @@ def _engine_rules(model: ModelSettings, engine: EngineSettings) -> Found:
             "engine.max_model_tokens",
             f"{engine.max_model_tokens} is more than model.max_positions = {model.max_positions}",
         )
+    if not list(_architecture_faults(model)):
+        yield from engine_violations(model, engine.tensor)
 
 
 def _name_rules(name: str) -> Found:
@@ -204,6 +219,34 @@ def _sampling_rules(
             f"{key}.prompts_per_step",
             f"{sampling.prompts_per_step} prompts x {sampling.group_size} samples in {updates} "
             f"updates make {samples} an update, {_too_few(layout)}",
+        )
+
+
+def _rollout_rules(key: str, rollout: MergeRolloutSettings, deterministic: bool) -> Found:
+    oversampling = rollout.oversampling if isinstance(rollout, RolloutSettings) else 1.0
+    if deterministic and rollout.mode != "sync":
+        yield (
+            f"{key}.mode",
+            f"{rollout.mode} cannot be repeated bit by bit, since samples are drawn while the "
+            "weights change; use sync, or deterministic: false",
+        )
+    if deterministic and oversampling > 1:
+        yield (
+            f"{key}.oversampling",
+            f"{oversampling:g} takes what ends first, which cannot be repeated bit by bit; use 1, "
+            "or deterministic: false",
+        )
+    if rollout.max_staleness > 1 and rollout.mode == "overlap":
+        yield (
+            f"{key}.max_staleness",
+            f"{rollout.max_staleness} should be 1: overlap draws each step's samples with the "
+            "weights before; async may fall further behind",
+        )
+    if rollout.max_staleness > 1 and rollout.mode == "sync" and oversampling == 1:
+        yield (
+            f"{key}.max_staleness",
+            f"{rollout.max_staleness} changes nothing: sync leaves no sample for a later step, "
+            "unless oversampling is above 1",
         )
 
 

@@ -145,6 +145,15 @@ def _add_config_commands(command: Callable[[str, str, str], ArgumentParser]) -> 
     run.add_argument(
         "--dry-run", action="store_true", help="show the plan and the commands, and run nothing"
     )
+    run.add_argument(
+        "--check-refit",
+        dest="implied",
+        action="append_const",
+        const="engine.check_refit=true",
+        default=[],
+        help="compare every engine tensor with the trainer's, by checksum, after each refit: "
+        "engine.check_refit=true",
+    )
     for parser in (validate, plan, run):
         parser.add_argument("config", type=Path, metavar="CONFIG", help="the run's YAML file")
         parser.add_argument(

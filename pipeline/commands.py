@@ -68,7 +68,7 @@ def doctor(arguments: Namespace) -> None:
 
 def run(arguments: Namespace) -> None:
     """Run the configuration, or continue the run of it."""
-    settings = _load(arguments)
+    settings = _load(arguments, *arguments.implied)
     run = RunDirectory(arguments.runs_dir / settings.name)
     if arguments.dry_run:
         _show_plan(run, settings)
@@ -121,9 +121,9 @@ def export(arguments: Namespace) -> None:
     print(f"exported {arguments.stage} to {shown(arguments.to)}")
 
 
-def _load(arguments: Namespace) -> RunSettings:
+def _load(arguments: Namespace, *implied: str) -> RunSettings:
     name = [f"name={json.dumps(arguments.name)}"] if arguments.name else []
-    return load(arguments.config, [*arguments.overrides, *name])
+    return load(arguments.config, [*arguments.overrides, *name, *implied])
 
 
 def _existing(arguments: Namespace, to_start: bool = False) -> tuple[RunDirectory, RunSettings]:
@@ -192,7 +192,9 @@ def _show_plan(run: RunDirectory, settings: RunSettings) -> None:
 
 
 def _show_commands(run: RunDirectory, settings: RunSettings) -> None:
-    print(f"\nthe engine: {shlex.join(PROGRAMS.engine(run.engine / 'engine.json'))}")
+    print()
+    for index in range(settings.engine.count):
+        print(f"engine {index}: {shlex.join(PROGRAMS.engine(run.engine(index).job))}")
     print(f"every stage, as ranks 0 to {settings.layout.ranks - 1}:")
     for stage in compile_graph(settings):
         directory = run.stage(stage.name)

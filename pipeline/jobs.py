@@ -1,13 +1,11 @@
-"""The files a stage's processes and the engine are started with."""
+"""The files a stage's processes and the engines are started with."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel
-
 from parallel.files import write_atomically
-from parallel.settings import EngineSettings, ModelSettings
+from parallel.settings import EngineJob
 from pipeline.errors import BraidError
 from pipeline.graph import Stage
 from pipeline.run_directory import RunDirectory, StageDirectory
@@ -19,18 +17,9 @@ class MissingCheckpoint(BraidError):
     """A checkpoint is needed that no stage has written."""
 
 
-class EngineJob(BaseModel):
-    """What the engine process reads; it writes the file `address` when it is ready."""
-
-    model: ModelSettings
-    engine: EngineSettings
-    address: Path
-    seed: int
-
-
-def engine_address(run: RunDirectory) -> Path:
-    """Where the run's engine says how to reach it."""
-    return (run.engine / "address.json").absolute()
+def engine_addresses(run: RunDirectory, settings: RunSettings) -> list[Path]:
+    """Where each of the run's engines says how to reach it."""
+    return [run.engine(index).address.absolute() for index in range(settings.engine.count)]
 
 
 def stage_job(stage: Stage, settings: RunSettings, run: RunDirectory, attempt: int) -> StageJob:
@@ -46,7 +35,7 @@ def stage_job(stage: Stage, settings: RunSettings, run: RunDirectory, attempt: i
         teachers={key: checkpoint_path(run, name) for key, name in stage.teachers.items()},
         models={key: checkpoint_path(run, name) for key, name in stage.models.items()},
         output=directory.exported.absolute() if stage.kind == "export" else None,
-        engine_address=engine_address(run) if stage.needs_engine else None,
+        engine_addresses=engine_addresses(run, settings) if stage.needs_engine else [],
         settings=settings,
     )
 
@@ -70,14 +59,15 @@ def write_stage_job(job: StageJob) -> Path:
     return path
 
 
-def write_engine_job(run: RunDirectory, settings: RunSettings) -> Path:
-    """Write the engine's job; its seed is the run's."""
+def write_engine_job(run: RunDirectory, settings: RunSettings, index: int) -> Path:
+    """Write one engine's job; its seed is the run's."""
+    directory = run.engine(index)
     job = EngineJob(
         model=settings.model,
         engine=settings.engine,
-        address=engine_address(run),
+        index=index,
+        address=directory.address.absolute(),
         seed=settings.seed,
     )
-    path = run.engine / "engine.json"
-    write_atomically(path, job.model_dump_json(indent=2) + "\n")
-    return path.absolute()
+    write_atomically(directory.job, job.model_dump_json(indent=2) + "\n")
+    return directory.job.absolute()

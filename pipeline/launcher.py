@@ -1,4 +1,4 @@
-"""Runs one job at a time on this machine: the ranks of a stage, beside an engine that stays up."""
+"""Runs one job at a time on this machine: the ranks of a stage, beside engines that stay up."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from parallel.settings import LOST_PEER
+from pipeline.cores import share_out
+from pipeline.engines import Engines, Tell
 from pipeline.errors import BraidError
-from pipeline.jobs import engine_address, write_engine_job, write_stage_job
+from pipeline.jobs import write_stage_job
 from pipeline.processes import (
     POLL_SECONDS,
     Child,
@@ -36,7 +38,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class JobFailed(BraidError):
-    """A rank or the engine failed."""
+    """A rank failed, or an engine for which a restart is no remedy."""
 
     def __init__(self, stage: str, failure: Failure) -> None:
         tail = [f"    | {line}" for line in failure.tail]
@@ -55,7 +57,7 @@ class Stopped(BraidError):
 
 @dataclass(frozen=True)
 class Programs:
-    """The command lines of a stage's rank and of the engine, each from the path of its job."""
+    """The command lines of a stage's rank and of an engine, each from the path of its job."""
 
     stage: Callable[[Path], list[str]] = lambda job: python_module("stages.main", job)
     engine: Callable[[Path], list[str]] = lambda job: python_module("parallel.rollout.server", job)
@@ -65,10 +67,9 @@ class Launcher:
     """Context in which jobs run; on leaving it nothing it started is left running."""
 
     def __init__(self, run: RunDirectory, settings: RunSettings, programs: Programs) -> None:
-        self._run = run
         self._settings = settings
         self._programs = programs
-        self._engine: Child | None = None
+        self._engines = Engines(run, settings, programs.engine)
         self._received: list[int] = []
         self._next_sign = 0.0
         self._handlers: dict[int, Any] = {}
@@ -84,8 +85,7 @@ class Launcher:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._engine:
-            kill([self._engine])
+        self._engines.stop()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
@@ -94,22 +94,28 @@ class Launcher:
     ) -> None:
         """Run a job to its end; nothing of it runs any more when this returns or raises.
 
-        What a rank wants known meanwhile is shown and handed to `record`.
+        What a rank wants known meanwhile, and every restart of an engine, is shown and handed to
+        `record`.
 
         Raises:
-            JobFailed: a rank or the engine ended badly.
+            JobFailed: a rank ended badly, or an engine more often than it may be restarted.
             Stopped: a signal asked for it; the ranks had time to save.
         """
+
+        def tell(notice: str) -> None:
+            view.say(notice)
+            record(notice)
+
         self._check_signal()
         path = write_stage_job(job)
-        if job.engine_address and self._engine is None:
-            self._start_engine()
-        ranks = self._start_ranks(path)
+        if job.engine_addresses:
+            self._engines.begin(tell)
+        ranks = self._start_ranks(job, path)
         try:
-            while not self._finished(job.stage, ranks):
+            while not self._finished(job, ranks, tell):
                 view.poll()
                 self._show_life(path)
-                _pass_on(ranks, view, record)
+                _pass_on(ranks, tell)
                 self._check_signal()
                 time.sleep(POLL_SECONDS)
         except Stopped:
@@ -119,14 +125,9 @@ class Launcher:
         finally:
             kill(ranks)
             with contextlib.suppress(OSError):  # a full disk is told by what ended the job
-                _pass_on(ranks, view, record)
+                _pass_on(ranks, tell)
 
-    def _start_engine(self) -> None:
-        engine_address(self._run).unlink(missing_ok=True)
-        command = self._programs.engine(write_engine_job(self._run, self._settings))
-        self._engine = Child("the engine", command, self._run.engine / "engine.log", {})
-
-    def _start_ranks(self, job: Path) -> list[Child]:
+    def _start_ranks(self, job: StageJob, path: Path) -> list[Child]:
         world = self._settings.layout.ranks
         common = {
             "WORLD_SIZE": str(world),
@@ -134,39 +135,39 @@ class Launcher:
             "MASTER_PORT": str(_free_port()),
             "OMP_NUM_THREADS": "1",
         }
+        # Beside engines that have nothing to do, the ranks may use every core.
+        cores = share_out(self._settings.engine).ranks if job.engine_addresses else None
         ranks: list[Child] = []
         try:
             for rank in range(world):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                log = job.parent / f"rank_{rank}.log"
-                command = self._programs.stage(job)
-                ranks.append(Child(f"rank {rank}", command, log, {**common, **own}))
+                log = path.parent / f"rank_{rank}.log"
+                command = self._programs.stage(path)
+                ranks.append(Child(f"rank {rank}", command, log, {**common, **own}, cores))
         except OSError:
             kill(ranks)
             raise
         return ranks
 
-    def _finished(self, stage: str, ranks: list[Child]) -> bool:
-        """Whether every rank ended well.
+    def _finished(self, job: StageJob, ranks: list[Child], tell: Tell) -> bool:
+        """Whether every rank ended well; restarts the engines that need it.
 
         Raises:
-            JobFailed: the engine or a rank ended otherwise.
+            JobFailed: a rank ended otherwise, or a restart is no remedy.
         """
-        self._check_engine(stage)
+        if job.engine_addresses and (failure := self._engines.mend(tell)):
+            raise JobFailed(job.stage, failure)
         if first := _failed(ranks):
             wait_for_all(ranks, SETTLE_SECONDS)
-            self._check_engine(stage)
-            raise JobFailed(stage, first_cause(_failed(ranks), first))
+            if job.engine_addresses and (failure := self._engines.failed()):
+                raise JobFailed(job.stage, failure)
+            raise JobFailed(job.stage, first_cause(_failed(ranks), first))
         return all(rank.status() == 0 for rank in ranks)
 
     def _let_save(self, ranks: list[Child]) -> None:
         received = len(self._received)
         ask_to_stop(ranks)
         wait_for_all(ranks, SAVE_SECONDS, cut_short=lambda: len(self._received) > received)
-
-    def _check_engine(self, stage: str) -> None:
-        if self._engine and self._engine.status() is not None:
-            raise JobFailed(stage, self._engine.failure())
 
     def _show_life(self, job: Path) -> None:
         if time.monotonic() >= self._next_sign:
@@ -199,11 +200,10 @@ def first_cause(failed: list[Child], first: list[Child]) -> Failure:
     return min(failed, key=doubt).failure()
 
 
-def _pass_on(ranks: list[Child], view: StageView, record: Callable[[str], None]) -> None:
+def _pass_on(ranks: list[Child], tell: Tell) -> None:
     for rank in ranks:
         for notice in rank.notices():
-            view.say(notice)
-            record(notice)
+            tell(notice)
 
 
 def _failed(ranks: list[Child]) -> list[Child]:

@@ -10,13 +10,14 @@ from rich.text import Text
 
 from parallel.memory import (
     RankMemory,
+    cache_bytes,
     cached_tokens,
     engine_weights,
     parameter_count,
     reading_memory,
     training_memory,
 )
-from parallel.settings import OptimizerSettings
+from parallel.settings import EngineSettings, OptimizerSettings
 from pipeline.graph import Stage, compile_graph
 from pipeline.report import depth, layout_text, plain_table
 from stages.settings import LoopSettings, RunSettings
@@ -119,7 +120,7 @@ def _notes(settings: RunSettings, ranks: list[RankMemory]) -> Iterator[str]:
     model, engine, layout = settings.model, settings.engine, settings.layout
     whole, active = parameter_count(model)
     everywhere = sum(rank.total for rank in ranks) * (layout.ranks // layout.pipeline)
-    cache, weights = engine.kv_cache_mebibytes << 20, engine_weights(model)
+    cache, weights = engine.tensor * cache_bytes(model, engine), engine_weights(model)
     fitting = cached_tokens(model, engine)
     asked = engine.max_sequences * engine.max_model_tokens
     verdict = "enough" if fitting >= asked else "the rest waits"
@@ -129,7 +130,7 @@ def _notes(settings: RunSettings, ranks: list[RankMemory]) -> Iterator[str]:
     )
     yield f"all ranks of the largest stage: {human(everywhere)}"
     yield (
-        f"engine, a process of its own: {human(weights + cache)} = weights {human(weights)} + KV "
+        f"{_engines(engine)}: {human(weights + cache)} = weights {human(weights)} + KV "
         f"cache {human(cache)},\n  which holds {fitting:,} tokens; {engine.max_sequences} "
         f"sequences of {engine.max_model_tokens} are {asked:,}: {verdict}"
     )
@@ -137,6 +138,12 @@ def _notes(settings: RunSettings, ranks: list[RankMemory]) -> Iterator[str]:
         "activations are an estimate of what forward passes keep for backward ones; what kernels\n"
         "  and communication take for a moment comes on top"
     )
+
+
+def _engines(engine: EngineSettings) -> str:
+    which = f"each of {engine.count} engines" if engine.count > 1 else "engine"
+    ranks = f" on {engine.tensor} ranks" if engine.tensor > 1 else ""
+    return f"{which}, a process of its own{ranks}"
 
 
 def _count(number: int) -> str:

@@ -4,10 +4,17 @@ Imports nothing: the command's help names them.
 """
 
 ENGINE_KEYS = (
+    "count",
+    "tensor",
+    "placement",
     "max_sequences",
     "kv_cache_mebibytes",
     "start_timeout_seconds",
     "request_timeout_seconds",
+    "hang_timeout_seconds",
+    "max_restarts",
+    "transport",
+    "check_refit",
     "max_logprob_difference",
 )
 LOOP_KEYS = (
@@ -29,5 +36,7 @@ CHANGES_NO_RESULT = (
 MAY_CHANGE = f"""\
   logging
   layout
-  engine: {", ".join(ENGINE_KEYS)}
+  engine: {", ".join(ENGINE_KEYS[:6])},
+          {", ".join(ENGINE_KEYS[6:10])},
+          {", ".join(ENGINE_KEYS[10:])}
   every loop: {", ".join(LOOP_KEYS)}"""

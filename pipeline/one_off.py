@@ -10,7 +10,7 @@ from rich.console import Console
 
 from pipeline.errors import BraidError
 from pipeline.graph import compile_graph
-from pipeline.jobs import checkpoint_path, engine_address
+from pipeline.jobs import checkpoint_path, engine_addresses
 from pipeline.launcher import Launcher, Programs
 from pipeline.progress import watching
 from pipeline.report import Models
@@ -49,7 +49,7 @@ def evaluate(
         directory=directory.path.absolute(),
         attempt=1,
         models=models,
-        engine_address=engine_address(run),
+        engine_addresses=engine_addresses(run, settings),
         settings=settings,
     )
     _execute(run, job, console, programs)

@@ -39,10 +39,16 @@ class Child:
     """A process in a session of its own, with its output in a log file.
 
     A session of its own keeps the terminal's Ctrl-C from it: the launcher decides how it ends.
+    It and everything it starts run on the given `cores`, or wherever the launcher may.
     """
 
     def __init__(
-        self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str],
+        cores: Sequence[int] | None = None,
     ) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.name = name
@@ -67,7 +73,7 @@ class Child:
                     },
                     pass_fds=(theirs,),
                     start_new_session=True,
-                    preexec_fn=_die_with_parent(os.getpid()),
+                    preexec_fn=_prepared(os.getpid(), cores),
                 )
         finally:
             os.close(theirs)
@@ -133,7 +139,7 @@ class Child:
         status = self.status() or 0
         if status >= 0:
             return f"ended with exit status {status}"
-        hint = "; was the memory used up?" if -status == signal.SIGKILL else ""
+        hint = " (was the memory used up?)" if -status == signal.SIGKILL else ""
         return f"was killed by {signal.Signals(-status).name}{hint}"
 
 
@@ -167,12 +173,14 @@ def python_module(module: str, argument: Path) -> list[str]:
     return [sys.executable, "-m", module, str(argument)]
 
 
-def _die_with_parent(parent: int) -> Callable[[], None]:
+def _prepared(parent: int, cores: Sequence[int] | None) -> Callable[[], None]:
     """Run between fork and exec, so that the kernel kills the child when the launcher ends."""
 
-    def arm() -> None:
+    def prepare() -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
+        if cores is not None:
+            os.sched_setaffinity(0, cores)
 
-    return arm
+    return prepare

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parallel.files import Checkpoint, whole_checkpoints
+from parallel.settings import RESTART_REQUEST
 from pipeline.errors import BraidError
 from pipeline.violations import shown
 
@@ -67,6 +68,32 @@ class StageDirectory:
 
 
 @dataclass(frozen=True)
+class EngineDirectory:
+    """One engine's folder."""
+
+    path: Path
+
+    @property
+    def job(self) -> Path:
+        """What the engine's process reads."""
+        return self.path / "engine.json"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "engine.log"
+
+    @property
+    def address(self) -> Path:
+        """Where the engine says how to reach it, when it is ready."""
+        return self.path / "address.json"
+
+    @property
+    def restart(self) -> Path:
+        """Where a rank that has given the engine up says why, to have it restarted."""
+        return self.path / RESTART_REQUEST
+
+
+@dataclass(frozen=True)
 class RunDirectory:
     """`runs/NAME`."""
 
@@ -88,9 +115,8 @@ class RunDirectory:
     def results(self) -> Path:
         return self.path / "results.json"
 
-    @property
-    def engine(self) -> Path:
-        return self.path / "engine"
+    def engine(self, index: int) -> EngineDirectory:
+        return EngineDirectory(self.path / "engine" / str(index))
 
     def stage(self, name: str) -> StageDirectory:
         return StageDirectory(self.path / "stages" / name)

@@ -8,16 +8,15 @@ import torch
 
 from parallel import checkpoints
 from parallel.batch import MicroBatch
-from parallel.distributed import is_main, sum_over_data
+from parallel.distributed import sum_over_data
 from parallel.policy import Policy, TrainedPolicy
 from parallel.responses import Responses
 from parallel.sample import Sample
-from stages.domains.prompts import PromptStream
-from stages.domains.rewards import Reward, load_reward
+from stages.backlog import Batch
 from stages.loop import train
 from stages.objectives.aggregation import Totals, token_mean
-from stages.on_policy import OnPolicyStage, Rollout, rollout_metrics
-from stages.settings import StageJob
+from stages.on_policy import OnPolicyStage, Rollout
+from stages.settings import RolloutSettings, StageJob
 
 # KL(student || teacher), each over the whole vocabulary.
 DIVERGENCES = {"full_vocab_reverse_kl": Responses.kl}
@@ -27,6 +26,7 @@ def run(job: StageJob) -> None:
     """Train the merge to its last step."""
     stage = Merge(job)
     train(stage, job, stage.loop)
+    stage.close()
 
 
 class Merge(OnPolicyStage):
@@ -45,38 +45,25 @@ class Merge(OnPolicyStage):
             settings.loop.steps,
             settings.routing,
         )
-        super().__init__(job, policy, settings.sampling, settings.routing, settings.loop)
+        super().__init__(
+            job,
+            policy,
+            job.settings.experts,
+            settings.sampling,
+            RolloutSettings(**settings.rollout.model_dump()),
+            settings.routing,
+            settings.loop,
+        )
         self.divergence = DIVERGENCES[settings.method]
         self.domains = job.settings.experts
         self.teachers = {}
         for domain, checkpoint in job.teachers.items():
             self.teachers[domain] = Policy(job.settings.model, job.settings.layout)
             checkpoints.load_weights(self.teachers[domain], checkpoint)
-        self.rewards: dict[str, Reward] = {}
-        if is_main():
-            self.rewards = {
-                domain: load_reward(domain, settings.reward)
-                for domain, settings in self.domains.items()
-            }
 
-    def roll_out(self, purpose: str) -> Rollout:
-        """Every domain's samples; their reward is only watched, the teachers are learned from."""
-        samples: list[Sample] = []
-        cursors = {}
-        for domain, settings in self.domains.items():
-            prompts = PromptStream(
-                settings.prompts,
-                domain,
-                self.job.settings.seed,
-                self.job.stage,
-                cursor=self.cursors.get(domain, 0),
-            )
-            problems = prompts.take(self.sampling.prompts_per_step)
-            drawn = self.rollouts.sample(domain, problems, self.sampling, purpose)
-            self.rollouts.grade(drawn, problems, self.rewards[domain])
-            cursors[domain] = prompts.cursor
-            samples += drawn
-        return Rollout([samples], cursors, rollout_metrics(samples))
+    def share_out(self, batch: Batch) -> Rollout:
+        """All samples at once; their reward is only watched, the teachers are learned from."""
+        return Rollout([[sample for group in batch.groups for sample in group.samples]], {})
 
     def split(self, samples: list[Sample]) -> list[MicroBatch]:
         """A micro-batch holds one domain, and so has one teacher."""

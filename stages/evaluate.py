@@ -12,10 +12,11 @@ from parallel.distributed import broadcast, is_main
 from parallel.files import write_atomically
 from parallel.packing import Place
 from parallel.policy import Policy
-from parallel.sample import Sample
 from stages.agreement import MismatchError, measure_mismatch
+from stages.domains.problem import Problem
 from stages.domains.prompts import held_out_problems
-from stages.domains.rewards import load_reward
+from stages.domains.rewards import grade, load_reward
+from stages.groups import Group, groups_of, seed_of
 from stages.metrics import MetricsLog
 from stages.rollout import Rollouts
 from stages.settings import SamplingSettings, StageJob
@@ -43,7 +44,8 @@ class Evaluation:
         self.settings = job.settings.evaluation
         self.domains = job.settings.experts
         self.policy = Policy(job.settings.model, job.settings.layout)
-        self.rollouts = Rollouts(job)
+        self.rollouts = Rollouts(job, self.policy)
+        self.version = 0  # which of the checkpoints the engines have
         if is_main():
             a_model = self.settings.problems * len(self.domains)
             self.answered = a_model * sum(self.has(name) for name in job.models)
@@ -64,7 +66,8 @@ class Evaluation:
     def evaluate(self, name: str, checkpoint: Path, version: int) -> None:
         """Measure one checkpoint on every domain. Collective."""
         checkpoints.load_weights(self.policy, checkpoint)
-        self.rollouts.refit(self.policy, version)
+        self.version = version
+        self.rollouts.refit(version)
         self._check_engine()
         scores = {domain: self._accuracy(name, domain) for domain in self.domains}
         if is_main():
@@ -79,15 +82,16 @@ class Evaluation:
                 self.job.directory / "results.json", json.dumps({"models": models}, indent=2)
             )
             self.log.close()
+        self.rollouts.close()
 
     def _check_engine(self) -> None:
         """Hold the engine to the checkpoint's own log-probabilities on a first batch."""
-        samples: list[Sample] = []
+        groups: list[Group] = []
         if is_main():
             domain, problems = next(iter(self.problems.items()))
-            sampling = self._sampling(domain, temperature=1.0)
-            samples = self.rollouts.sample(domain, problems[:CHECKED], sampling, "check")
-        batches = batch.split(broadcast(samples), Place.here(), CHECKED_TOKENS, replay=True)
+            groups = self._ask(domain, problems[:CHECKED], 1.0, "check")
+        samples = self.rollouts.whole(groups, self.version)
+        batches = batch.split(samples, Place.here(), CHECKED_TOKENS, replay=True)
         largest = measure_mismatch(self.policy, batches, temperature=1.0)["mismatch_max"]
         bound = self.job.settings.engine.max_logprob_difference
         if largest > bound:
@@ -97,8 +101,7 @@ class Evaluation:
         """One sample a problem, with the same seeds for every model. Collective."""
         correct, count = 0, self.settings.problems
         for start in range(0, count, PROBLEMS_A_CALL):
-            # A call at a time, so that no other rank waits longer than a collective may take.
-            correct += broadcast(self._solved(domain, start) if is_main() else None)
+            correct += self._solved(domain, start)
             if is_main():
                 asked = min(PROBLEMS_A_CALL, count - start)
                 self.answered += asked
@@ -107,20 +110,37 @@ class Evaluation:
         return asdict(wilson(correct, count))
 
     def _solved(self, domain: str, start: int) -> int:
-        """How many of the problems from `start` on earn the full reward of 1. Main rank only."""
-        problems = self.problems[domain][start : start + PROBLEMS_A_CALL]
-        sampling = self._sampling(domain, self.settings.temperature)
-        purpose = f"{self.settings.sampling_seed}/{start}"
-        samples = self.rollouts.sample(domain, problems, sampling, purpose)
-        self.rollouts.grade(samples, problems, self.rewards[domain])
-        return sum(sample.reward == 1.0 for sample in samples)
+        """How many of the problems from `start` on earn the full reward of 1. Collective."""
+        groups: list[Group] = []
+        if is_main():
+            problems = self.problems[domain][start : start + PROBLEMS_A_CALL]
+            purpose = f"{self.settings.sampling_seed}/{start}"
+            groups = self._ask(domain, problems, self.settings.temperature, purpose)
 
-    def _sampling(self, domain: str, temperature: float) -> SamplingSettings:
+        def solved() -> int | None:
+            if any(group.ended is None for group in groups):
+                return None
+            return sum(self._reward(group) == 1.0 for group in groups)
+
+        return self.rollouts.wait(solved, self.version)
+
+    def _ask(
+        self, domain: str, problems: list[Problem], temperature: float, purpose: str
+    ) -> list[Group]:
         """One sample a problem; unlike training, evaluation may be greedy (temperature 0)."""
+        seed = seed_of(self.job.settings.seed, self.job.stage, domain, purpose)
+        groups = groups_of(problems, 1, seed)
         limit = self.domains[domain].sampling.max_response_tokens
-        return SamplingSettings.model_construct(
-            group_size=1, temperature=temperature, max_response_tokens=limit
+        sampling = SamplingSettings.model_construct(
+            temperature=temperature, max_response_tokens=limit
         )
+        self.rollouts.request(groups, sampling)
+        return groups
+
+    def _reward(self, group: Group) -> float:
+        [sample] = group.samples
+        reward = self.rewards[sample.domain]
+        return grade(reward, group.problem, self.rollouts.text(sample), sample.finished)
 
     def _result_file(self, name: str) -> Path:
         return self.job.directory / "models" / f"{name}.json"

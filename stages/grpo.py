@@ -6,18 +6,18 @@ import torch
 
 from parallel import checkpoints
 from parallel.batch import MicroBatch
-from parallel.distributed import is_main, sum_over_data
+from parallel.distributed import sum_over_data
 from parallel.policy import Policy, TrainedPolicy
 from parallel.responses import Responses
 from parallel.sample import Sample
-from stages.domains.prompts import PromptStream
-from stages.domains.rewards import load_reward
+from stages.backlog import Batch
+from stages.groups import Group
 from stages.loop import train
 from stages.metrics import reduce_sums
 from stages.objectives.advantages import group_advantages, zero_variance
 from stages.objectives.aggregation import Totals
 from stages.objectives.policy_loss import MetricSum, policy_loss
-from stages.on_policy import OnPolicyStage, Rollout, rollout_metrics
+from stages.on_policy import OnPolicyStage, Rollout
 from stages.settings import StageJob
 
 
@@ -25,6 +25,7 @@ def run(job: StageJob) -> None:
     """Train the expert of `job.domain` to its last step."""
     stage = Expert(job)
     train(stage, job, stage.loop)
+    stage.close()
 
 
 class Expert(OnPolicyStage):
@@ -32,52 +33,48 @@ class Expert(OnPolicyStage):
 
     def __init__(self, job: StageJob) -> None:
         assert job.domain is not None and job.parent is not None
-        self.domain = job.domain
-        self.settings = settings = job.settings.experts[job.domain]
+        self.expert = settings = job.settings.experts[job.domain]
         updates = settings.loop.steps * settings.updates_per_rollout
         policy = TrainedPolicy(
             job.settings.model, job.settings.layout, settings.optimizer, updates, settings.routing
         )
-        super().__init__(job, policy, settings.sampling, settings.routing, settings.loop)
+        super().__init__(
+            job,
+            policy,
+            {job.domain: settings},
+            settings.sampling,
+            settings.rollout,
+            settings.routing,
+            settings.loop,
+        )
         self.references: dict[str, Policy] = {}
         if settings.objective.kl.coefficient > 0:
             self.references = {"parent": Policy(job.settings.model, job.settings.layout)}
             checkpoints.load_weights(self.references["parent"], job.parent)
-        if is_main():
-            self.reward = load_reward(self.domain, settings.reward)
 
-    def roll_out(self, purpose: str) -> Rollout:
+    def share_out(self, batch: Batch) -> Rollout:
         """`updates_per_rollout` shares of the prompts, each with all samples of its groups."""
-        prompts = PromptStream(
-            self.settings.prompts,
-            self.domain,
-            self.job.settings.seed,
-            self.job.stage,
-            cursor=self.cursors.get(self.domain, 0),
-        )
-        problems = prompts.take(self.sampling.prompts_per_step)
-        samples = self.rollouts.sample(self.domain, problems, self.sampling, purpose)
-        self.rollouts.grade(samples, problems, self.reward)
-        rewards = torch.tensor([sample.reward for sample in samples]).view(len(problems), -1)
-        advantages = group_advantages(rewards, self.settings.objective.advantage).flatten()
-        for sample, advantage in zip(samples, advantages.tolist(), strict=True):
-            sample.advantage = advantage
-        updates, group = self.settings.updates_per_rollout, self.sampling.group_size
+        rewards = _rewards(batch.groups)
+        advantages = group_advantages(rewards, self.expert.objective.advantage)
+        for group, values in zip(batch.groups, advantages.tolist(), strict=True):
+            for sample, advantage in zip(group.samples, values, strict=True):
+                sample.advantage = advantage
+        updates = self.expert.updates_per_rollout
+        drawn = _rewards([*batch.groups, *batch.replaced])
         return Rollout(
             updates=[
-                [sample for i, sample in enumerate(samples) if (i // group) % updates == update]
+                [sample for group in batch.groups[update::updates] for sample in group.samples]
                 for update in range(updates)
             ],
-            cursors={self.domain: prompts.cursor},
             metrics={
-                **rollout_metrics(samples),
-                "zero_variance": zero_variance(rewards).float().mean().item(),
+                "zero_variance": zero_variance(drawn).float().mean().item(),
+                "resampled_groups": float(len(batch.replaced)),
             },
         )
 
     def update(self, samples: list[Sample], batches: list[MicroBatch]) -> dict[str, float]:
         """One step on the objective of the domain."""
-        if self.settings.objective.kl.coefficient > 0:
+        if self.expert.objective.kl.coefficient > 0:
             self._add_reference_logprobs(batches)
         totals = Totals(len(samples), sum(len(sample.response) for sample in samples))
 
@@ -92,8 +89,9 @@ class Expert(OnPolicyStage):
                 part.advantages,
                 part.mask,
                 totals,
-                self.settings.objective,
+                self.expert.objective,
                 part.reference_logprobs,
+                part.importance,
             )
             return result.loss, (result.loss.item(), result.metrics)
 
@@ -114,8 +112,13 @@ class Expert(OnPolicyStage):
 
     def _add_reference_logprobs(self, batches: list[MicroBatch]) -> None:
         """The reference routes by itself: it is another model than the one that sampled."""
-        reference = self.references[self.settings.objective.kl.reference]
+        reference = self.references[self.expert.objective.kl.reference]
         own_routing = [part.without_routes() for part in batches]
         logprobs = reference.target_logprobs(own_routing, self.sampling.temperature)
         for part, values in zip(batches, logprobs, strict=False):  # none but on the last stage
             part.reference_logprobs = values
+
+
+def _rewards(groups: list[Group]) -> torch.Tensor:
+    """[groups, samples of each]."""
+    return torch.tensor([[sample.reward for sample in group.samples] for group in groups])

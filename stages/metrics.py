@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ METRICS = {
     "token_efficiency": "computed tokens",
     "reward": "sequences",
     "zero_variance": "groups",
+    "resampled_groups": "step",
     "unfinished": "sequences",
     "response_tokens": "sequences",
     "ratio": "sequences",
@@ -35,8 +37,21 @@ METRICS = {
     "mismatch_max": "step",
     "mismatch_mean": "tokens",
     "high_ratio": "tokens",
+    "drift_max": "step",
+    "drift_mean": "tokens",
+    "drift_high_ratio": "tokens",
+    "staleness_mean": "sequences",
+    "staleness_max": "step",
+    "staleness_N": "sequences",
+    "dropped_stale": "step",
+    "requeued": "step",
+    "duplicates": "step",
+    "engine_restarts": "step",
+    "refit_bytes": "step",
+    "refit_staging_bytes": "step",
     "seconds_refit": "step",
     "seconds_rollout": "step",
+    "seconds_wait": "step",
     "seconds_train": "step",
     "accuracy": "problems",
 }
@@ -54,7 +69,7 @@ class MetricsLog:
 
     def write(self, step: int, metrics: dict[str, float], **labels: str) -> None:
         """Append one line. Raises KeyError for a metric that is not declared above."""
-        if undeclared := sorted(metrics.keys() - METRICS.keys()):
+        if undeclared := sorted(name for name in metrics if _declared_as(name) not in METRICS):
             raise KeyError(f"undeclared metrics: {undeclared}")
         line = {"step": step, "steps": self.steps, "time": time.time(), **labels, **metrics}
         with naming(self.path), self.path.open("a") as file:
@@ -91,6 +106,11 @@ def token_efficiency(batches: Sequence[MicroBatch]) -> dict[str, float]:
     """The share of the tokens that the ranks computed which are not padding. Collective."""
     sums = sum_over_data(token_counts(batches))
     return {"token_efficiency": sums["real"] / sums["computed"]}
+
+
+def _declared_as(name: str) -> str:
+    """There is one staleness for every number of steps."""
+    return re.sub(r"^staleness_\d+$", "staleness_N", name)
 
 
 def _keep_until(path: Path, step: int) -> None:

@@ -1,73 +1,129 @@
-"""A stage's rollouts: bring the weights to the engine, sample, grade, and keep what was drawn."""
+"""A stage's link to its engines: bring them the weights, sample, and keep what was drawn."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TypeVar, cast
 
-from parallel.distributed import barrier, is_main
+from parallel.distributed import broadcast, is_main
 from parallel.files import write_atomically
 from parallel.policy import Policy
-from parallel.rollout.client import EngineClient, prompts_of
-from parallel.rollout.wire import Generate
+from parallel.rollout.answers import Question
+from parallel.rollout.fleet import Fleet
+from parallel.rollout.scheduler import NoEngine, Scheduler, Task
+from parallel.rollout.wire import Sampling
 from parallel.sample import Sample
 from parallel.settings import END_TOKEN
 from stages.domains.problem import DomainError, Problem
-from stages.domains.rewards import Reward, grade
+from stages.groups import Group
 from stages.settings import SamplingSettings, StageJob
 from stages.tokenizer import CharacterTokenizer
 
+TURN_SECONDS = 60.0  # the ranks that wait hear from the main one so often
+
+Answer = TypeVar("Answer")
+
 
 class Rollouts:
-    """The stage's link to the engine, held by the main rank; only `refit` is collective."""
+    """The engines of one stage and its policy; every rank has one, and the main rank samples."""
 
-    def __init__(self, job: StageJob) -> None:
+    def __init__(self, job: StageJob, policy: Policy) -> None:
         self.job = job
+        self.policy = policy
+        self.version: int | None = None  # of the weights that the engines have
         self.tokenizer = CharacterTokenizer()
-        self._client: EngineClient | None = None
+        settings = job.settings
+        self.fleet = Fleet(job.engine_addresses, settings.model, settings.layout, settings.engine)
+        self._scheduler: Scheduler | None = None
+        if is_main():
+            self._scheduler = Scheduler(self.fleet, settings.model, settings.deterministic)
+        self._reported: dict[str, int] = {}
+        self._ended = 0
 
     @property
-    def client(self) -> EngineClient:
-        """Connected on first use, so that the engine and the ranks can start side by side."""
-        if self._client is None:
-            assert self.job.engine_address is not None
-            self._client = EngineClient(self.job.engine_address, self.job.settings.engine)
-        return self._client
+    def scheduler(self) -> Scheduler:
+        """The main rank's."""
+        assert self._scheduler is not None, "only the main rank samples"
+        return self._scheduler
 
-    def refit(self, policy: Policy, version: int) -> None:
-        """Bring the policy's weights to the engine. Collective."""
-        if is_main():
-            self.client.refit(policy.weights(), version)
-        else:
-            for _ in policy.weights():  # every rank takes part in the gathering
-                pass
-        barrier()
+    def refit(self, version: int) -> dict[str, float]:
+        """Bring every engine the policy's weights as they are now. Collective.
 
-    def sample(
-        self, domain: str, problems: list[Problem], sampling: SamplingSettings, purpose: str
-    ) -> list[Sample]:
-        """`group_size` responses to every problem, in order, drawn with seeds of `purpose`.
+        Responses that are under way go on under them. Returns what there is to log.
+        """
+        with self._scheduler.held() if self._scheduler else nullcontext():
+            measured = self.fleet.refit(self.policy, version)
+        self.version = version
+        return measured
+
+    def request(
+        self, groups: Iterable[Group], sampling: SamplingSettings, at_once: bool = False
+    ) -> None:
+        """Ask for the groups' samples. Main rank only.
 
         Raises DomainError when a prompt leaves no room for a response.
         """
-        prompts = prompts_of(
-            [self._encode(problem, sampling) for problem in problems],
-            sampling.group_size,
-            _seed(self.job.settings.seed, self.job.stage, domain, purpose),
-        )
         limit = sampling.max_response_tokens
-        request = Generate(prompts, sampling.temperature, limit, END_TOKEN)
-        return self.client.generate(domain, request)
+        distribution = Sampling(
+            sampling.temperature, limit, END_TOKEN, sampling.top_p, sampling.top_k
+        )
+        tasks = []
+        for group in groups:
+            tokens = self._encode(group.problem, limit)
+            for index in range(len(group.drawn)):
+                seed = group.seed + index
+                question = Question(group.problem.domain, tokens, seed, distribution)
+                tasks.append(Task((group, index), question))
+        self.scheduler.submit(tasks, at_once)
 
-    def grade(self, samples: list[Sample], problems: list[Problem], reward: Reward) -> None:
-        """Add each sample's reward; `problems` holds one problem for every group of samples."""
-        group = len(samples) // len(problems)
-        for index, sample in enumerate(samples):
-            text = self.tokenizer.decode(sample.response)
-            sample.reward = grade(reward, problems[index // group], text, sample.finished)
+    def wait(self, ready: Callable[[], Answer | None], version: int) -> Answer:
+        """What `ready` returns on the main rank, once it is not None, on every rank. Collective.
+
+        It is asked again whenever samples came. When no engine is left, the next to live gets the
+        policy's weights, now of `version`, and is asked for what is owed.
+        """
+        while True:
+            answer, lost = None, False
+            if is_main():
+                try:
+                    answer = self._receive_until(ready)
+                except NoEngine:
+                    lost = True
+            answer, lost = broadcast((answer, lost))
+            if lost:
+                self.refit(version)
+            elif answer is not None:
+                return answer
+
+    def whole(self, groups: list[Group], version: int) -> list[Sample]:
+        """The samples of groups that the main rank asked for, on every rank. Collective."""
+
+        def ready() -> list[Sample] | None:
+            if any(group.ended is None for group in groups):
+                return None
+            return [sample for group in groups for sample in group.samples]
+
+        return self.wait(ready, version)
+
+    def text(self, sample: Sample) -> str:
+        """The response as text."""
+        return self.tokenizer.decode(sample.response)
+
+    def events(self) -> dict[str, float]:
+        """What went wrong since the last call, and was mended; only the main rank knows."""
+        if self._scheduler is None:
+            return {}
+        counts = {
+            "requeued": self._scheduler.requeued,
+            "duplicates": self._scheduler.duplicates,
+            "engine_restarts": self.fleet.losses,
+        }
+        new = {name: float(count - self._reported.get(name, 0)) for name, count in counts.items()}
+        self._reported = counts
+        return new
 
     def record(self, samples: list[Sample], step: int) -> None:
         """Write the step's samples as JSON lines: tokens to replay them, and text to read."""
@@ -90,16 +146,39 @@ class Rollouts:
         path = self.job.directory / "rollouts" / f"step_{step:06d}.jsonl"
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
 
-    def _encode(self, problem: Problem, sampling: SamplingSettings) -> list[int]:
+    def close(self) -> None:
+        """Give up what is still under way."""
+        if self._scheduler is not None:
+            self._scheduler.close()
+
+    def _receive_until(self, ready: Callable[[], Answer | None]) -> Answer | None:
+        deadline = time.monotonic() + TURN_SECONDS
+        while (answer := ready()) is None and (left := deadline - time.monotonic()) > 0:
+            owed = self.scheduler.owed
+            if not self._receive(left) and not owed:
+                raise RuntimeError("waiting for samples that nobody asked for")
+        return answer
+
+    def _receive(self, seconds: float) -> int:
+        """Put what ended into its groups; returns how many samples it was."""
+        finished = self.scheduler.collect(seconds)
+        for task, sample in finished:
+            group, index = cast(tuple[Group, int], task.key)
+            group.drawn[index] = sample
+            if None not in group.drawn:
+                group.ended = self._ended
+                self._ended += 1
+        return len(finished)
+
+    def _encode(self, problem: Problem, response: int) -> list[int]:
         tokens = self.tokenizer.encode(problem.prompt)
         limit = self.job.settings.engine.max_model_tokens
-        if len(tokens) + sampling.max_response_tokens > limit:
+        if len(tokens) + response > limit:
             raise DomainError(
                 problem.domain,
                 "prompts.config",
                 f"the {len(tokens)} tokens of {problem.prompt!r} leave no room for"
-                f" {sampling.max_response_tokens} tokens of response within"
-                f" engine.max_model_tokens = {limit}",
+                f" {response} tokens of response within engine.max_model_tokens = {limit}",
             )
         return tokens
 
@@ -110,9 +189,3 @@ def stopwatch(seconds: dict[str, float], name: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
     seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
-
-
-def _seed(*parts: object) -> int:
-    """A seed below 2^62 that no other purpose shares."""
-    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
-    return int.from_bytes(digest[:8]) >> 2

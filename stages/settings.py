@@ -46,6 +46,12 @@ class SamplingSettings(Settings):
     prompts_per_step: Positive = 32
     group_size: Positive = 8
     temperature: Annotated[float, Field(gt=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="draw from the likeliest tokens that together have so much"
+    )
+    top_k: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="draw from so many of the likeliest tokens; 0 is all of them"
+    )
     max_response_tokens: Positive = 24
 
 
@@ -53,6 +59,35 @@ class MergeSamplingSettings(SamplingSettings):
     """One step's rollouts of each domain; a teacher grades a sample without comparing it."""
 
     group_size: Positive = 1
+
+
+class MergeRolloutSettings(Settings):
+    """How sampling and training take turns, and how old a sample's weights may be."""
+
+    mode: Literal["sync", "overlap", "async"] = Field(
+        default="sync",
+        description="sync: in turn. overlap: the next step's samples are drawn while this one"
+        " trains. async: samples are always under way, and go on when the weights change",
+    )
+    max_staleness: Positive = Field(
+        default=1,
+        description="training steps that a sample's oldest weights may lie behind; older samples"
+        " are dropped and counted",
+    )
+
+
+class RolloutSettings(MergeRolloutSettings):
+    """The same, and which prompts of those that were begun a step trains on."""
+
+    oversampling: Annotated[float, Field(ge=1)] = Field(
+        default=1.0,
+        description="prompts under way, as a multiple of prompts_per_step: a step takes those whose"
+        " samples are whole first, and leaves the others to the next",
+    )
+    dynamic_sampling: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="rounds in which prompts whose samples all earned the same are replaced",
+    )
 
 
 class ColdStartRoutingSettings(RoutingLossSettings):
@@ -93,6 +128,7 @@ class DomainSettings(Settings):
     )
     demonstrations: DemonstrationSettings = DemonstrationSettings()
     sampling: SamplingSettings = SamplingSettings()
+    rollout: RolloutSettings = RolloutSettings()
     objective: ObjectiveSettings = ObjectiveSettings()
     routing: RoutingSettings = RoutingSettings()
     optimizer: OptimizerSettings
@@ -113,6 +149,7 @@ class MergeSettings(Settings):
 
     method: Literal["full_vocab_reverse_kl"] = "full_vocab_reverse_kl"
     sampling: MergeSamplingSettings = MergeSamplingSettings()
+    rollout: MergeRolloutSettings = MergeRolloutSettings()
     routing: RoutingSettings = RoutingSettings()
     optimizer: OptimizerSettings
     loop: LoopSettings
@@ -166,7 +203,8 @@ class StageJob(Settings):
     teachers: dict[str, Path] = Field(default_factory=dict)
     models: dict[str, Path] = Field(default_factory=dict)
     output: Path | None = None
-    engine_address: Path | None = Field(
-        default=None, description="file the engine writes when it is ready: host, port, token"
+    engine_addresses: list[Path] = Field(
+        default_factory=list,
+        description="of each engine, the file it writes when it is ready: an `Address`",
     )
     settings: RunSettings

@@ -1,108 +1,172 @@
-"""A stage's side of the rollout engine: refit it, and draw samples from it."""
+"""One engine, as the trainer's main rank sees it."""
 
 from __future__ import annotations
 
 import http.client
 import time
-from collections.abc import Iterable, Iterator
-from itertools import groupby
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
-import torch
-from safetensors.torch import save
 
-from parallel.rollout.wire import Address, Failure, Generate, Generated, Prompt
-from parallel.sample import Sample
-from parallel.settings import EngineSettings
+from parallel.files import write_atomically
+from parallel.rollout.wire import (
+    PROTOCOL,
+    Address,
+    Description,
+    Failure,
+    Generate,
+    Generation,
+    Join,
+    Refit,
+    Refitted,
+    frames,
+)
+from parallel.settings import RESTART_REQUEST, EngineSettings
 
 Answer = TypeVar("Answer")
 
+POLL_SECONDS = 0.05
+LAUNCHER_SECONDS = 60.0  # what the launcher may take to see that an engine is gone
+HEALTH_SECONDS = 5.0  # what an engine may take to say that it lives
+
 
 class EngineError(RuntimeError):
-    """The engine did not start, died, or refused a call."""
+    """An engine did not start, died, hung, talked garbage, or refused a call."""
+
+
+class EngineRefused(EngineError):
+    """The engine is well and will not do what was asked."""
 
 
 class EngineClient:
-    """Talks to one engine; the launcher owns the engine's process."""
+    """Talks to one engine, whose process the launcher owns. Safe to use from many threads.
+
+    Every call waits for at most a stated time and raises EngineError on anything unexpected.
+    """
 
     def __init__(self, address_file: Path, settings: EngineSettings) -> None:
-        """Wait for the engine to be ready.
+        self.address_file = address_file
+        self.settings = settings
+        self.address: Address | None = None
 
-        Raises EngineError after `start_timeout_seconds`.
+    @property
+    def name(self) -> str:
+        """Its number among the run's engines, as its folder has it."""
+        return f"engine {self.address_file.parent.name}"
+
+    def connect(self) -> Description:
+        """Wait for an engine that is not the last one this client knew, and ask what it is.
+
+        Raises EngineError when none comes; the launcher, which has engine.start_timeout_seconds for
+        a start, ends the stage before that.
         """
-        deadline = time.monotonic() + settings.start_timeout_seconds
-        while not address_file.exists():
-            if time.monotonic() > deadline:
-                raise EngineError(
-                    f"the engine was not ready after {settings.start_timeout_seconds} s "
-                    f"(engine.start_timeout_seconds); it would have written {address_file}"
-                )
-            time.sleep(0.1)
-        self.address = msgspec.json.decode(address_file.read_bytes(), type=Address)
-        self.timeout = settings.request_timeout_seconds
-
-    def refit(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Replace all weights; `weights` streams Hugging Face tensors, layer by layer."""
-        self._call("begin_refit", b"", None)
-        for chunk in _by_layer(weights):
-            self._call("load_chunk", save(chunk), None)
-        self._call("finish_refit", msgspec.msgpack.encode(version), None)
-
-    def generate(self, domain: str, request: Generate) -> list[Sample]:
-        """Samples of every prompt, grouped by prompt in the order asked."""
-        answer = self._call("generate", msgspec.msgpack.encode(request), Generated)
-        prompts = [np.asarray(prompt.tokens, np.int32) for prompt in request.prompts]
-        return [
-            Sample(
-                domain=domain,
-                prompt=prompts[generation.prompt],
-                response=np.frombuffer(generation.tokens, np.int32),
-                logprobs=np.frombuffer(generation.logprobs, np.float32),
-                routes=np.frombuffer(generation.routes, np.uint16).reshape(generation.routes_shape),
-                finished=generation.finished,
-                weight_version=answer.weight_version,
-            )
-            for generation in answer.generations
-        ]
-
-    def _call(self, name: str, body: bytes, answer_type: type[Answer] | None) -> Answer | Any:
-        connection = http.client.HTTPConnection(
-            self.address.host, self.address.port, timeout=self.timeout
+        wait = self.settings.start_timeout_seconds + LAUNCHER_SECONDS
+        deadline = time.monotonic() + wait
+        while time.monotonic() < deadline:
+            if self.replaced():
+                self.address = self._read_address()
+                try:
+                    return self.describe()
+                except EngineRefused:
+                    raise
+                except EngineError:
+                    continue  # it died again; the launcher starts another
+            time.sleep(POLL_SECONDS)
+        raise EngineError(
+            f"{self.name} was not ready after {wait:g} s (engine.start_timeout_seconds); it would"
+            f" have written {self.address_file}"
         )
+
+    def replaced(self) -> bool:
+        """Whether an engine is there that is not the last one this client knew."""
+        found = self._read_address()
+        return found is not None and (
+            self.address is None or found.instance != self.address.instance
+        )
+
+    def give_up(self, reason: str) -> None:
+        """Ask the launcher to replace this engine; the next `connect` waits for the new one."""
+        assert self.address is not None, "connect first"
+        found = self._read_address()
+        if found is not None and found.instance == self.address.instance:  # not yet replaced
+            write_atomically(self.address_file.with_name(RESTART_REQUEST), f"{reason}\n")
+
+    def healthy(self) -> bool:
+        """Whether the engine answers, and believes that all of its processes live."""
         try:
-            headers = {"Authorization": f"Bearer {self.address.token}"}
+            self._call("health", None, bool, HEALTH_SECONDS)
+        except EngineError:
+            return False
+        return True
+
+    def join(self, join: Join) -> None:
+        """Plan the refits of a trainer and meet its ranks, which join meanwhile."""
+        self._call("join", join, None, join.timeout_seconds + HEALTH_SECONDS)
+
+    def refit(self, refit: Refit) -> Refitted:
+        """Take new weights, which the trainer's ranks give meanwhile."""
+        return self._call("refit", refit, Refitted, self.settings.request_timeout_seconds)
+
+    def generate(self, request: Generate) -> Iterator[Generation]:
+        """Responses as they end. Ends early only by raising EngineError."""
+        silence = self.settings.hang_timeout_seconds
+        with self._open("generate", msgspec.msgpack.encode(request), silence) as stream:
+            try:
+                yield from frames(stream, Generation)
+            except (OSError, EOFError, http.client.HTTPException, msgspec.MsgspecError) as error:
+                raise EngineError(f"{self.name} broke off while it generated: {error!r}") from error
+
+    def stop(self) -> None:
+        """End the engine's process."""
+        self._call("stop", None, None, HEALTH_SECONDS)
+
+    def describe(self) -> Description:
+        """Ask what the engine is, now.
+
+        Raises EngineRefused when it speaks another version of the protocol.
+        """
+        described = self._call("describe", None, Description, HEALTH_SECONDS)
+        if described.protocol != PROTOCOL:
+            raise EngineRefused(
+                f"{self.name} speaks version {described.protocol} of the protocol and the trainer"
+                f" version {PROTOCOL}; start both from the same installation"
+            )
+        return described
+
+    def _read_address(self) -> Address | None:
+        try:
+            return msgspec.json.decode(self.address_file.read_bytes(), type=Address)
+        except FileNotFoundError:
+            return None
+        except msgspec.MsgspecError as error:
+            raise EngineError(f"{self.address_file} holds no engine's address: {error}") from error
+
+    def _call(self, name: str, body: Any, answer: type[Answer] | None, seconds: float) -> Any:
+        with self._open(name, msgspec.msgpack.encode(body), seconds) as stream:
+            try:
+                return msgspec.msgpack.decode(stream.read(), type=answer or Any)
+            except (OSError, http.client.HTTPException, msgspec.MsgspecError) as error:
+                raise EngineError(
+                    f"{self.name} broke off its answer to {name}: {error!r}"
+                ) from error
+
+    def _open(self, name: str, body: bytes, seconds: float) -> http.client.HTTPResponse:
+        """The answer to a call, unread; nothing may take longer than `seconds` to arrive."""
+        assert self.address is not None, "connect first"
+        connection = http.client.HTTPConnection(
+            self.address.host, self.address.port, timeout=seconds
+        )
+        headers = {"Authorization": f"Bearer {self.address.token}"}
+        try:
             connection.request("POST", f"/{name}", body, headers)
             response = connection.getresponse()
-            data = response.read()
+            if response.status == http.HTTPStatus.OK:
+                return response
+            failure = msgspec.msgpack.decode(response.read(), type=Failure)
         except TimeoutError as error:
-            raise EngineError(
-                f"the engine did not answer {name} within {self.timeout} s"
-                " (engine.request_timeout_seconds)"
-            ) from error
-        except (OSError, http.client.HTTPException) as error:
-            raise EngineError(f"the engine did not answer {name}: {error!r}") from error
-        finally:
-            connection.close()
-        if response.status != 200:
-            failure = msgspec.msgpack.decode(data, type=Failure)
-            raise EngineError(f"the engine refused {name}: {failure.error}")
-        return msgspec.msgpack.decode(data, type=answer_type or Any)
-
-
-def prompts_of(tokens: list[list[int]], samples: int, seed: int) -> list[Prompt]:
-    """Prompts whose seeds are spaced so that no two samples of one call share one."""
-    return [Prompt(ids, samples, seed + index * samples) for index, ids in enumerate(tokens)]
-
-
-def _by_layer(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
-    """Chunks that hold whole layers, since vLLM fuses modules within one."""
-
-    def layer(item: tuple[str, torch.Tensor]) -> str:
-        parts = item[0].split(".")
-        return parts[2] if "layers" in parts else item[0]
-
-    for _, group in groupby(weights, key=layer):
-        yield {name: tensor.cpu() for name, tensor in group}
+            raise EngineError(f"{self.name} said nothing for {seconds:g} s after {name}") from error
+        except (OSError, http.client.HTTPException, msgspec.MsgspecError) as error:
+            raise EngineError(f"{self.name} did not answer {name}: {error!r}") from error
+        raise EngineRefused(f"{self.name} refused {name}: {failure.error}")

@@ -1,193 +1,120 @@
-"""The rollout engine: vLLM in a process of its own, kept up from stage to stage.
+"""The rollout engine: vLLM in processes of its own, kept up from stage to stage.
 
     python -m parallel.rollout.server ENGINE.json
 
-ENGINE.json holds {"model", "engine", "address", "seed"}. When the engine is ready it writes its
-`Address` to the file named by "address"; until its first refit it refuses to generate.
+ENGINE.json holds an `EngineJob`. When the engine is ready it
+writes its `Address` to the file named by "address"; until its first refit it refuses to generate.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
-import json
 import os
 import secrets
 import sys
-import tempfile
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
-import numpy as np
+from aiohttp import web
 
-from parallel.families import routed_layers
 from parallel.last_word import say_last_word
-from parallel.rollout.wire import Address, Failure, Generate, Generated, Generation
-from parallel.settings import EngineSettings, ModelSettings
+from parallel.rollout.engine import Engine
+from parallel.rollout.wire import BEAT, Address, Failure, Generate, Join, Refit, frame
+from parallel.settings import EngineJob
 
-# How vLLM is run, not what it computes: one process, no compilation, no telemetry, no downloads.
-PROCESS_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "TORCHDYNAMO_DISABLE": "1",
-    "HF_HUB_OFFLINE": "1",
-}
-
-IDLE_SECONDS = 30  # how long a client that says nothing may hold the only connection
-ENGINE_DTYPES: dict[str, Literal["float32"]] = {"fp32": "float32"}
+LARGEST_REQUEST = 1 << 30  # bytes
 
 
-class Engine:
-    """One vLLM engine: generate, and be refitted in place."""
+class Server:
+    """Answers the calls of `client.EngineClient`."""
 
-    def __init__(self, model: ModelSettings, engine: EngineSettings, seed: int) -> None:
-        os.environ.update(PROCESS_ENVIRONMENT)
-        from vllm import LLM
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.token = secrets.token_urlsafe(32)
 
-        from parallel.hugging_face import hugging_face_config
-
-        self.weight_version: int | None = None
-        self.first_routed_layer = routed_layers(model).start
-        with tempfile.TemporaryDirectory(prefix="braid-engine-") as directory:
-            hugging_face_config(model).save_pretrained(directory)
-            self.llm = LLM(
-                model=directory,
-                load_format="dummy",  # the first refit brings the weights
-                skip_tokenizer_init=True,
-                dtype=ENGINE_DTYPES[model.precision],
-                enforce_eager=True,
-                max_model_len=engine.max_model_tokens,
-                max_num_seqs=engine.max_sequences,
-                kv_cache_memory_bytes=engine.kv_cache_mebibytes << 20,
-                logprobs_mode="processed_logprobs",
-                enable_return_routed_experts=True,
-                enable_prefix_caching=True,
-                worker_extension_cls="parallel.rollout.refit_extension.RefitExtension",
-                seed=seed,
-            )
-
-    def generate(self, body: bytes) -> Generated:
-        """Sample responses; raises RuntimeError before the first refit."""
-        from vllm import SamplingParams
-        from vllm.inputs import TokensPrompt
-
-        if self.weight_version is None:
-            raise RuntimeError("the engine has no weights yet; refit it first")
-        request = msgspec.msgpack.decode(body, type=Generate)
-        sampling = [
-            SamplingParams(
-                n=prompt.samples,
-                seed=prompt.seed,
-                temperature=request.temperature,
-                max_tokens=request.max_tokens,
-                stop_token_ids=[request.end_token],
-                logprobs=0,
-                detokenize=False,
-            )
-            for prompt in request.prompts
-        ]
-        outputs = self.llm.generate(
-            [TokensPrompt(prompt_token_ids=prompt.tokens) for prompt in request.prompts],
-            sampling,
-            use_tqdm=False,
-        )
-        return Generated(
+    def application(self) -> web.Application:
+        """One route a call; strangers get no further than the token."""
+        application = web.Application(middlewares=[self._guard], client_max_size=LARGEST_REQUEST)
+        engine = self.engine
+        application.add_routes(
             [
-                _generation(index, completion, request.end_token, self.first_routed_layer)
-                for index, output in enumerate(outputs)
-                for completion in output.outputs
-            ],
-            self.weight_version,
+                web.post("/describe", _answering(None, engine.describe)),
+                web.post("/health", _answering(None, engine.health)),
+                web.post("/join", _answering(Join, engine.join)),
+                web.post("/refit", _answering(Refit, engine.refit)),
+                web.post("/stop", _answering(None, engine.stop)),
+                web.post("/generate", self._generate),
+            ]
         )
+        return application
 
-    def begin_refit(self, _: bytes) -> None:
-        """Open the bracket; nothing can be generated until it is closed."""
-        self.weight_version = None
-        self.llm.collective_rpc("begin_refit")
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        shown = request.headers.get("Authorization", "")
+        if not hmac.compare_digest(shown.encode(), f"Bearer {self.token}".encode()):
+            return _failure(403, "wrong token")
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            return _failure(error.status, f"{request.path}: {error.reason}")
+        except Exception as error:  # answered to the client, which decides what it means
+            return _failure(500, f"{type(error).__name__}: {error}")
 
-    def load_chunk(self, body: bytes) -> None:
-        """Take a chunk of weights: a safetensors file's bytes."""
-        from safetensors.torch import load
-
-        self.llm.collective_rpc("load_chunk", args=(list(load(body).items()),))
-
-    def finish_refit(self, body: bytes) -> None:
-        """Close the bracket, forget cached prefixes, and take the new version's number."""
-        self.llm.collective_rpc("finish_refit")
-        self.llm.reset_prefix_cache()
-        self.weight_version = msgspec.msgpack.decode(body, type=int)
-
-
-def _generation(index: int, completion: Any, end_token: int, first_routed_layer: int) -> Generation:
-    tokens = np.asarray(completion.token_ids, np.int32)
-    logprobs = np.asarray(
-        [entry[token].logprob for token, entry in zip(tokens, completion.logprobs, strict=True)],
-        np.float32,
-    )
-    # vLLM counts all layers, and has nothing to say of the dense ones before.
-    routes = completion.routed_experts[:, first_routed_layer:].astype(np.uint16)
-    return Generation(
-        prompt=index,
-        tokens=tokens.tobytes(),
-        logprobs=logprobs.tobytes(),
-        routes=routes.tobytes(),
-        routes_shape=routes.shape,
-        finished=bool(len(tokens)) and int(tokens[-1]) == end_token,
-    )
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        """A stream of responses; a client that goes away takes its requests with it."""
+        asked = msgspec.msgpack.decode(await request.read(), type=Generate)
+        responses = await self.engine.generate(asked)
+        stream = web.StreamResponse()
+        await stream.prepare(request)
+        async for response in responses:
+            await stream.write(BEAT if response is None else frame(response))
+        await stream.write_eof()
+        return stream
 
 
-def _handler(engine: Engine, token: str) -> type[BaseHTTPRequestHandler]:
-    calls = {
-        f"/{call.__name__}": call
-        for call in (engine.generate, engine.begin_refit, engine.load_chunk, engine.finish_refit)
-    }
+def _answering(kind: Any, call: Callable[..., Awaitable[Any]]) -> Any:
+    async def handler(request: web.Request) -> web.Response:
+        body = await request.read()
+        arguments = [msgspec.msgpack.decode(body, type=kind)] if kind else []
+        return web.Response(body=msgspec.msgpack.encode(await call(*arguments)))
 
-    class Handler(BaseHTTPRequestHandler):
-        timeout = IDLE_SECONDS
+    return handler
 
-        def do_POST(self) -> None:
-            shown = self.headers.get("Authorization", "")
-            if not hmac.compare_digest(shown.encode(), f"Bearer {token}".encode()):
-                self._answer(403, Failure("wrong token"))
-            elif self.path not in calls:
-                self._answer(404, Failure(f"no such call: {self.path}"))
-            else:
-                try:
-                    body = self.rfile.read(int(self.headers["Content-Length"]))
-                    self._answer(200, calls[self.path](body))
-                except BrokenPipeError:
-                    pass  # the client died while it waited
-                except Exception as error:  # answered to the client, which stops its stage
-                    self._answer(500, Failure(f"{type(error).__name__}: {error}"))
 
-        def _answer(self, status: int, answer: object) -> None:
-            data = msgspec.msgpack.encode(answer)
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_: object) -> None:
-            """One line a request would drown the engine's own log."""
-
-    return Handler
+def _failure(status: int, error: str) -> web.Response:
+    return web.Response(status=status, body=msgspec.msgpack.encode(Failure(error)))
 
 
 def main() -> None:
     """Start the engine named by the file in argv[1] and serve until killed."""
-    job = json.loads(Path(sys.argv[1]).read_text())
-    settings = EngineSettings.model_validate(job["engine"])
+    job = EngineJob.model_validate_json(Path(sys.argv[1]).read_text())
     try:
-        engine = Engine(ModelSettings.model_validate(job["model"]), settings, job["seed"])
+        engine = Engine(job)
     except Exception as error:
-        say_last_word(f"the engine did not start with engine: {settings!r}: {error!r}")
+        say_last_word(f"the engine did not start with engine: {job.engine!r}: {error!r}")
         raise
-    token = secrets.token_urlsafe(32)
-    server = HTTPServer(("127.0.0.1", 0), _handler(engine, token))
-    _publish(Path(job["address"]), Address("127.0.0.1", server.server_port, token))
-    server.serve_forever()
+    asyncio.run(_serve(engine, job.address))
+
+
+async def _serve(engine: Engine, address: Path) -> None:
+    try:
+        await engine.prepare()
+    except Exception as error:
+        say_last_word(f"the engine cannot be refitted: {error}")
+        raise
+    server = Server(engine)
+    runner = web.AppRunner(server.application(), access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    assert runner.addresses
+    host, port = runner.addresses[0][:2]
+    _publish(address, Address(host, port, server.token, os.getpid(), engine.instance))
+    await engine.ended()  # a process of vLLM that ended cannot be mended in here
+    engine.llm.shutdown()
 
 
 def _publish(path: Path, address: Address) -> None:

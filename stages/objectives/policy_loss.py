@@ -39,19 +39,22 @@ def policy_loss(
     totals: Totals,
     settings: ObjectiveSettings,
     reference_log_probs: Tensor | None = None,
+    importance: Tensor | None = None,
 ) -> PolicyLoss:
     """The objective of `settings` over one micro-batch, normalised by the step's `totals`.
 
     All log-probabilities are of the sampled tokens, [B, T] in nats: of the policy (the only one
     with gradient), of the policy that sampled as the trainer recomputes it, and of the reference.
-    `advantages` [B]; `mask` [B, T] bool is true on response tokens.
+    `advantages` [B]; `mask` [B, T] bool is true on response tokens. `importance` [B] weighs the
+    surrogate of samples that other weights drew (`stages.objectives.importance`), not the KL.
     Raises ValueError when the KL coefficient is not 0 and there is no reference.
     """
     aggregate = AGGREGATIONS[settings.aggregation]
     surrogate = RATIOS[settings.ratio.name](
         log_probs - old_log_probs, advantages, mask, settings.ratio
     )
-    loss = aggregate(surrogate.loss, mask, totals)
+    weighed = surrogate.loss if importance is None else surrogate.loss * importance.unsqueeze(-1)
+    loss = aggregate(weighed, mask, totals)
     metrics = _policy_metrics(log_probs, surrogate, mask)
     if settings.kl.coefficient > 0:
         if reference_log_probs is None:

@@ -1,110 +1,84 @@
-"""The engine takes new weights in place, and then samples from exactly those."""
+"""An engine draws from exactly the weights that a trainer gave it."""
 
 from __future__ import annotations
 
 import http.client
+import os
+import signal
 import stat
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import engine_cases
 import numpy as np
 import pytest
 import torch
+from drawing import LONG, SAMPLES, SAMPLING, Reference, draw, request
+from engine_process import EngineOf, Running
 from engine_settings import ENGINE, MODEL
-from transformers import Qwen3MoeForCausalLM
+from msgspec.structs import replace
+from ranks import On
 
-from parallel.rollout.client import EngineClient, EngineError, prompts_of
-from parallel.rollout.wire import Generate
-from parallel.sample import Sample
+from parallel.rollout.client import EngineClient, EngineError, EngineRefused
+from parallel.rollout.wire import Generate, Prompt
 
-LONG = list(range(2, 40))  # longer than a cache block, so that its prefix is cached
-PROMPTS = [LONG, [*LONG, 50], [5, 6, 7]]
-
-
-@pytest.fixture(scope="session")
-def client(engine_address: Path) -> EngineClient:
-    return EngineClient(engine_address, ENGINE)
+Refit = Callable[[int], Reference]
 
 
-def model(seed: int) -> Qwen3MoeForCausalLM:
-    from parallel.hugging_face import hugging_face_config
+@pytest.fixture(scope="module")
+def engine(engine_of: EngineOf) -> Running:
+    return engine_of("qwen3_moe")
 
-    torch.manual_seed(seed)
-    made = Qwen3MoeForCausalLM(hugging_face_config(MODEL)).float().eval()
-    with torch.no_grad():
-        for parameter in made.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.3)
+
+@pytest.fixture
+def client(engine: Running) -> EngineClient:
+    made = EngineClient(engine.address, ENGINE)
+    made.connect()
     return made
 
 
-def refit(client: EngineClient, source: Qwen3MoeForCausalLM, version: int) -> None:
-    names = sorted(unfused(source), key=lambda item: item[0])
-    client.refit(names, version)
+@pytest.fixture
+def refit(on: On, engine: Running) -> Refit:
+    """`refit(version)` brings random weights to the engine."""
 
+    def run(version: int) -> Reference:
+        settings = MODEL.model_dump_json(), ENGINE.model_dump_json()
+        [weights] = on(engine_cases.LAYOUT, engine_cases.refit, engine.address, *settings, version)
+        return Reference(MODEL, weights)
 
-def unfused(source: Qwen3MoeForCausalLM) -> list[tuple[str, torch.Tensor]]:
-    """The tensors as a checkpoint names them: transformers 5 stacks the experts in memory."""
-    found = []
-    for name, tensor in source.state_dict().items():
-        if name.endswith("experts.gate_up_proj"):
-            stem = name.removesuffix("gate_up_proj")
-            for expert, fused in enumerate(tensor):
-                gate, up = fused.chunk(2)
-                found.append((f"{stem}{expert}.gate_proj.weight", gate.contiguous()))
-                found.append((f"{stem}{expert}.up_proj.weight", up.contiguous()))
-        elif name.endswith("experts.down_proj"):
-            stem = name.removesuffix("down_proj")
-            found += [(f"{stem}{i}.down_proj.weight", part) for i, part in enumerate(tensor)]
-        else:
-            found.append((name, tensor))
-    return [(name, tensor.clone()) for name, tensor in found]
-
-
-def sample(client: EngineClient, temperature: float = 1.0, seed: int = 0) -> list[Sample]:
-    request = Generate(prompts_of(PROMPTS, 4, seed), temperature, max_tokens=12, end_token=1)
-    return client.generate("a", request)
-
-
-def mismatch(source: Qwen3MoeForCausalLM, drawn: list[Sample], temperature: float = 1.0) -> float:
-    largest = 0.0
-    for each in drawn:
-        tokens = torch.tensor(np.concatenate([each.prompt, each.response]))[None]
-        with torch.no_grad():
-            logits = source(tokens).logits[0, len(each.prompt) - 1 : -1] / temperature
-        chosen = logits.log_softmax(-1).gather(-1, tokens[0, len(each.prompt) :, None])[:, 0]
-        assert each.logprobs is not None
-        largest = max(largest, (chosen - torch.tensor(each.logprobs)).abs().max().item())
-    return largest
+    return run
 
 
 def test_an_engine_without_weights_refuses_to_sample(client: EngineClient) -> None:
-    with pytest.raises(EngineError, match="no weights yet"):
-        sample(client)
+    """The first test of a new engine: nobody has refitted it yet."""
+    with pytest.raises(EngineRefused, match="no weights yet"):
+        draw(client)
 
 
 def test_log_probabilities_follow_every_refit_cached_prompts_included(
-    client: EngineClient,
+    client: EngineClient, refit: Refit
 ) -> None:
-    for version in range(1, 8):
-        source = model(version % 3)
-        refit(client, source, version)
+    for version in (1, 2, 3):
+        reference = refit(version)
         for _ in range(2):  # the second time the prompts come from the prefix cache
-            drawn = sample(client, seed=version)
-            assert mismatch(source, drawn) < 1e-4
-            assert {each.weight_version for each in drawn} == {version}
+            drawn = draw(client, seed=version)
+            assert reference.largest_difference(drawn) < 1e-4
+            assert all((each.versions == version).all() for each in drawn)
 
 
-def test_log_probabilities_are_those_of_the_sampling_temperature(client: EngineClient) -> None:
-    source = model(1)
-    refit(client, source, 20)
-    drawn = sample(client, temperature=0.7)
-    assert mismatch(source, drawn, temperature=0.7) < 1e-4
-    assert mismatch(source, drawn, temperature=1.0) > 1e-2
+def test_log_probabilities_are_those_of_the_sampling_temperature(
+    client: EngineClient, refit: Refit
+) -> None:
+    reference = refit(4)
+    drawn = draw(client, replace(SAMPLING, temperature=0.7))
+    assert reference.largest_difference(drawn, temperature=0.7) < 1e-4
+    assert reference.largest_difference(drawn, temperature=1.0) > 1e-2
 
 
-def test_samples_depend_on_their_seed_alone(client: EngineClient) -> None:
-    refit(client, model(1), 21)
-    first, again, other = (sample(client, seed=seed) for seed in (3, 3, 4))
+def test_samples_depend_on_their_seed_alone(client: EngineClient, refit: Refit) -> None:
+    refit(5)
+    first, again, other = (draw(client, seed=seed) for seed in (3, 3, 40))
     assert all(
         np.array_equal(a.response, b.response) and np.array_equal(a.logprobs, b.logprobs)
         for a, b in zip(first, again, strict=True)
@@ -112,53 +86,114 @@ def test_samples_depend_on_their_seed_alone(client: EngineClient) -> None:
     assert any(
         not np.array_equal(a.response, b.response) for a, b in zip(first, other, strict=True)
     )
-    assert len({each.response.tobytes() for each in first[:4]}) > 1
+    assert len({each.response.tobytes() for each in first[:SAMPLES]}) > 1
 
 
-def test_routes_are_those_of_the_model(client: EngineClient) -> None:
-    source = model(2)
-    refit(client, source, 22)
-    for each in sample(client):
-        tokens = torch.tensor(np.concatenate([each.prompt, each.response]))[None]
-        with torch.no_grad():
-            logits = source(tokens, output_router_logits=True).router_logits
+def test_routes_are_those_of_the_model(client: EngineClient, refit: Refit) -> None:
+    reference = refit(6)
+    for each in draw(client):
         assert each.routes is not None
         assert each.routes.shape == (each.length, MODEL.layers, MODEL.experts_per_token)
-        for layer, scores in enumerate(logits):
-            expected = scores.reshape(-1, MODEL.experts).topk(2).indices[:-1].sort().values
-            assert np.array_equal(np.sort(each.routes[:, layer]), expected.numpy())
+        assert np.array_equal(np.sort(each.routes), reference.read(each)[1])
 
 
-def test_what_is_cut_off_is_not_finished(client: EngineClient) -> None:
-    refit(client, model(1), 23)
-    for each in sample(client):
-        assert each.finished == (each.response[-1] == 1)
-        assert each.finished or len(each.response) == 12
+def test_what_is_cut_off_is_not_finished(client: EngineClient, refit: Refit) -> None:
+    refit(7)
+    drawn = draw(client, replace(SAMPLING, max_tokens=40))
+    for each in drawn:
+        assert each.finished == (each.response[-1] == SAMPLING.end_token)
+        assert each.finished or len(each.response) == 40
+        assert SAMPLING.end_token not in each.response[:-1]
+    assert {each.finished for each in drawn} == {True, False}
 
 
-def test_a_failed_refit_leaves_an_engine_that_says_so_and_can_be_refitted(
-    client: EngineClient,
+@pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (0, 0.8), (6, 0.7)])
+def test_kept_sets_are_what_the_tokens_were_drawn_from(
+    client: EngineClient, refit: Refit, top_k: int, top_p: float
 ) -> None:
-    with pytest.raises(EngineError, match="load_chunk"):
-        client.refit([("no.such.weight", torch.zeros(2))], 24)
-    with pytest.raises(EngineError, match="no weights yet"):
-        sample(client)
-    torn = [item for item in unfused(model(0)) if "experts.1" not in item[0]]
-    with pytest.raises(EngineError, match="load_chunk"):
-        client.refit([*torn, ("no.such.weight", torch.zeros(2))], 25)
-    source = model(1)
-    refit(client, source, 26)
-    assert mismatch(source, sample(client)) < 1e-4
+    """Top-k, then of what is left the fewest that together reach top-p; mu is over those."""
+    reference = refit(8)
+    sampling = replace(SAMPLING, temperature=0.9, top_k=top_k, top_p=top_p)
+    sizes = set()
+    for each in draw(client, sampling):
+        assert each.kept is not None and each.logprobs is not None
+        logits = reference.read(each)[0] / sampling.temperature
+        for row, token, logprob, kept in zip(
+            logits, each.response, each.logprobs, each.kept, strict=True
+        ):
+            ordered = row.sort(descending=True)
+            chances = ordered.values[: top_k or None].softmax(-1)
+            count = int((chances.cumsum(-1) - chances < top_p).sum())
+            assert set(kept) == set(ordered.indices[:count].tolist())
+            assert token in kept
+            expected = row[int(token)] - row[torch.tensor(kept)].logsumexp(-1)
+            assert abs(float(expected) - logprob) < 1e-4
+            sizes.add(len(kept))
+    assert sizes == {5} if top_p == 1.0 else len(sizes) > 1
 
 
-def test_strangers_are_refused(client: EngineClient, engine_address: Path) -> None:
+def test_without_bounds_everything_is_kept(client: EngineClient, refit: Refit) -> None:
+    refit(9)
+    assert all(each.kept is None for each in draw(client))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "complaint"),
+    [
+        (LONG * 10, r"380 tokens leaves no room for 12 within engine\.max_model_tokens = 256"),
+        ([], "prompt 1 has no tokens"),
+        ([5, MODEL.vocabulary_size], "prompt 1 has tokens that model.vocabulary_size = 80"),
+    ],
+)
+def test_a_prompt_that_cannot_be_read_is_refused_and_nothing_else_suffers(
+    client: EngineClient, refit: Refit, tokens: list[int], complaint: str
+) -> None:
+    reference = refit(10)
+    good, bad = Prompt(0, [5, 6, 7], seed=0), Prompt(1, tokens, seed=1)
+    with pytest.raises(EngineRefused, match=complaint):
+        list(client.generate(Generate([good, bad], SAMPLING)))
+    assert client.healthy()
+    assert reference.largest_difference(draw(client)) < 1e-4
+
+
+def test_a_client_gives_up_an_engine_that_hangs(engine: Running, refit: Refit) -> None:
+    reference = refit(11)
+    impatient = EngineClient(engine.address, ENGINE.model_copy(update={"hang_timeout_seconds": 2}))
+    impatient.connect()
+    stream = impatient.generate(request(replace(SAMPLING, max_tokens=200)))
+    next(stream)
+    os.killpg(engine.process.pid, signal.SIGSTOP)
+    try:
+        for silent, complaint in (
+            (stream, "broke off while it generated: TimeoutError"),
+            (impatient.generate(request()), "said nothing for 2 s after generate"),
+        ):
+            started = time.monotonic()
+            with pytest.raises(EngineError, match=complaint):
+                list(silent)
+            assert time.monotonic() - started < 10
+    finally:
+        os.killpg(engine.process.pid, signal.SIGCONT)
+    assert reference.largest_difference(draw(impatient)) < 1e-4
+
+
+def test_strangers_are_refused(client: EngineClient, engine: Running) -> None:
+    assert client.address is not None
     connection = http.client.HTTPConnection(client.address.host, client.address.port, timeout=10)
-    connection.request("POST", "/generate", b"", {"Authorization": "Bearer guess"})
-    assert connection.getresponse().status == 403
-    assert stat.S_IMODE(engine_address.stat().st_mode) == 0o600
+    for name in ("describe", "generate", "join", "refit", "stop"):
+        connection.request("POST", f"/{name}", b"", {"Authorization": "Bearer guess"})
+        response = connection.getresponse()
+        assert response.status == 403
+        assert client.address.token.encode() not in response.read()
+    assert stat.S_IMODE(engine.address.stat().st_mode) == 0o600
+    assert client.healthy()
 
 
-def test_an_engine_that_never_comes_is_named(tmp_path: Path) -> None:
-    impatient = ENGINE.model_copy(update={"start_timeout_seconds": 0})
-    with pytest.raises(EngineError, match=r"engine\.start_timeout_seconds"):
-        EngineClient(tmp_path / "address.json", impatient)
+def test_an_engine_that_never_comes_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("parallel.rollout.client.LAUNCHER_SECONDS", 0.0)
+    hurried = ENGINE.model_copy(update={"start_timeout_seconds": 1})
+    address = tmp_path / "3" / "address.json"
+    with pytest.raises(EngineError, match=r"engine 3 was not.*engine\.start_timeout_seconds"):
+        EngineClient(address, hurried).connect()

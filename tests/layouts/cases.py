@@ -230,6 +230,46 @@ def train(policy: Any, steps: range) -> Iterator[tuple[float, float]]:
         yield sum(values), policy.step()
 
 
+def keep(drawn: list[Sample]) -> list[Sample]:
+    """Every second sample as if top-k had been 1 to 5."""
+    draw = np.random.default_rng(0)
+    for sample in drawn[::2]:
+        sample.kept = [
+            np.union1d(draw.integers(0, MODEL.vocabulary_size, draw.integers(0, 5)), [token])
+            for token in sample.response
+        ]
+    return drawn
+
+
+def kept_logprobs(layout: LayoutSettings) -> dict[float, float]:
+    """By each sample's advantage, which is its own: the sum of its log-probabilities."""
+    parts = batches(keep(samples(16)), count=2)
+    found = {}
+    for part, values in zip(parts, build(layout).target_logprobs(parts, 0.7), strict=False):
+        sums = values.where(part.mask, 0.0).sum(1).tolist()
+        found.update(zip((sample.advantage for sample in part.samples), sums, strict=True))
+    return found
+
+
+def expected_kept_logprobs() -> dict[float, float]:
+    """The same in fp64 over the whole vocabulary, masked."""
+    [part] = batches(keep(samples(16)))
+    policy = build(LayoutSettings())
+    [logits] = policy.response_logits([part])
+    x = (logits.hidden @ logits.weight.T).detach().double() / 0.7
+    for row, at in zip(x, part.place.tolist(), strict=True):
+        kept = part.samples[at // part.mask.shape[1]].kept
+        if kept is not None:
+            dropped = torch.ones_like(row, dtype=torch.bool)
+            dropped[kept[at % part.mask.shape[1]]] = False
+            row[dropped] = -torch.inf
+    chosen = x.log_softmax(1).gather(1, part.own_targets[:, None])[:, 0]
+    values = torch.zeros(part.mask.numel(), dtype=torch.float64, device=x.device)
+    values[part.place] = chosen
+    sums = values.view(part.mask.shape).sum(1).tolist()
+    return dict(zip((sample.advantage for sample in part.samples), sums, strict=True))
+
+
 def held_experts(layout: LayoutSettings) -> set[str]:
     """The global names of the experts' weights that this rank holds."""
     from parallel.model import global_name

@@ -10,8 +10,10 @@ from cases import (
     MATRIX,
     SPREAD,
     differences,
+    expected_kept_logprobs,
     gradient_of_routing_losses,
     held_experts,
+    kept_logprobs,
     low_precision,
     reference,
     replayed_routing,
@@ -45,6 +47,15 @@ def test_loss_and_gradients_do_not_know_the_layout(name: str, on: On, one_proces
             assert found["gradient"][0] < 1e-5, found
     assert min(counts) <= layout.pipeline
     assert max(counts) >= 4
+
+
+@pytest.mark.parametrize("name", [*ONE_DEVICE, "TP2", "CP2", "PP2"])
+def test_log_probabilities_are_of_what_the_sampling_kept(name: str, on: On) -> None:
+    [expected] = on(LayoutSettings(), expected_kept_logprobs)
+    found: dict[float, float] = {}
+    for rank in on(MATRIX[name], kept_logprobs, MATRIX[name]):
+        found.update(rank)
+    assert found == pytest.approx(expected, abs=1e-4)
 
 
 def test_every_expert_is_somewhere(on: On) -> None:

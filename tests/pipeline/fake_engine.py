@@ -1,6 +1,6 @@
-"""An engine that samples nothing: it writes its address and waits, or dies as it is told.
+"""An engine that samples nothing: it writes its address and waits, or fails as it is told.
 
-python fake_engine.py ENGINE_JOB wait|die
+python fake_engine.py ENGINE_JOB wait|die|forget
 """
 
 import json
@@ -11,13 +11,21 @@ from pathlib import Path
 
 
 def main() -> None:
-    job = Path(sys.argv[1])
-    with (job.parent / "starts").open("a") as starts:
+    path, action = Path(sys.argv[1]), sys.argv[2]
+    job = json.loads(path.read_text())
+    with (path.parent / "starts").open("a") as starts:
         starts.write(f"{os.getpid()}\n")
-    if sys.argv[2] == "die":
+    if action == "die":
         print("RuntimeError: not enough memory for the cache")
         sys.exit(1)
-    Path(json.loads(job.read_text())["address"]).write_text("{}")
+    address = Path(job["address"])
+    unfinished = address.with_suffix(".tmp")
+    cores = sorted(os.sched_getaffinity(0))
+    unfinished.write_text(json.dumps({"pid": os.getpid(), "cores": cores}))
+    unfinished.rename(address)
+    if action == "forget" and job["index"] == 1:
+        os.write(int(os.environ["BRAID_LAST_WORD_DESCRIPTOR"]), b"braid-error: it lost its mind\n")
+        sys.exit(1)
     time.sleep(600)
 
 

@@ -1,6 +1,6 @@
 """`braid run` with fake stages, as a process of its own that a test can kill.
 
-python fake_launcher.py RUN_DIRECTORY CONFIG '{"STAGE": {"RANK": ACTION}}' wait|die
+python fake_launcher.py RUN_DIRECTORY CONFIG '{"STAGE": {"RANK": ACTION}}' ENGINE_ACTION
 """
 
 import json

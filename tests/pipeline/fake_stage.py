@@ -90,6 +90,50 @@ def be_killed(job: dict, rank: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def engine_pid(address: Path) -> int | None:
+    """The process that wrote the address, while it stands."""
+    try:
+        return json.loads(address.read_text())["pid"]
+    except FileNotFoundError:
+        return None
+
+
+def another_engine(address: Path, known: int | None) -> int:
+    while (pid := engine_pid(address)) in (None, known):
+        time.sleep(0.01)
+    return pid
+
+
+def await_engines(job: dict, rank: int) -> None:
+    for address in job["engine_addresses"]:
+        another_engine(Path(address), None)
+    (Path(job["directory"]) / "cores").write_text(json.dumps(sorted(os.sched_getaffinity(0))))
+    work(job, rank)
+
+
+def kill_the_last_engine(job: dict, rank: int) -> None:
+    address = Path(job["engine_addresses"][-1])
+    killed = another_engine(address, None)
+    os.kill(killed, signal.SIGKILL)
+    another_engine(address, killed)
+    work(job, rank)
+
+
+def kill_every_engine(job: dict, rank: int) -> None:
+    killed = None
+    while True:
+        killed = another_engine(Path(job["engine_addresses"][0]), killed)
+        os.kill(killed, signal.SIGKILL)
+
+
+def give_an_engine_up(job: dict, rank: int) -> None:
+    address = Path(job["engine_addresses"][0])
+    silent = another_engine(address, None)
+    address.with_name("restart").write_text("no answer for 120 s\n")
+    another_engine(address, silent)
+    work(job, rank)
+
+
 def hang(job: dict, rank: int) -> None:
     (Path(job["directory"]) / f"pid_{rank}").write_text(str(os.getpid()))
     time.sleep(600)
@@ -112,6 +156,10 @@ ACTIONS = {
         warn_and_work,
         lose_the_other,
         be_killed,
+        await_engines,
+        kill_the_last_engine,
+        kill_every_engine,
+        give_an_engine_up,
         hang,
         hang_deaf,
     )

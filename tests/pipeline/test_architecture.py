@@ -26,7 +26,13 @@ from stages.settings import RunSettings
 
 REPOSITORY = Path(__file__).parents[2]
 ABOVE = {"parallel": {"stages", "pipeline"}, "stages": {"pipeline"}, "pipeline": set()}
-WITHOUT_TORCH = {"parallel.families", "parallel.files", "parallel.memory"}
+ARITHMETIC = {f"parallel.weights.{name}" for name in ("names", "trainer", "engine", "planner")}
+WITHOUT_TORCH = {
+    "parallel.families",
+    "parallel.files",
+    "parallel.memory",
+    "parallel.weights.engine",
+}
 HEAVY = {"torch", "megatron", "vllm", "transformers", "mbridge", "numpy", "reasoning_gym"}
 
 
@@ -54,6 +60,14 @@ def test_the_pipeline_takes_only_what_needs_no_torch_from_the_floors_below() -> 
     for path, tree in modules("pipeline"):
         below = {name for name in imported(tree) if name.startswith(("stages", "parallel"))}
         assert all(name.endswith(".settings") for name in below - WITHOUT_TORCH), path
+
+
+def test_a_refit_is_planned_without_torch() -> None:
+    program = f"import sys\nimport {', '.join(sorted(ARITHMETIC))}\nprint(*sys.modules)"
+    found = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert not {name.partition(".")[0] for name in found.stdout.split()} & HEAVY
 
 
 @pytest.mark.parametrize(

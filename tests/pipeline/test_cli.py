@@ -71,7 +71,8 @@ def test_a_dry_run_shows_the_commands_and_leaves_nothing(
 ) -> None:
     code, out, _ = braid("run", config, "--dry-run")
     assert code == 0
-    assert f"the engine: {sys.executable} " in out
+    assert f"engine 0: {sys.executable} " in out
+    assert f"{runs}/small/engine/0/engine.json" in out
     assert f"{runs}/small/stages/experts.sums/attempt_1/job.json" in out
     assert not runs.exists()
 
@@ -131,7 +132,7 @@ def test_what_changes_no_result_may_change_in_a_run(braid: Braid, config: Path, 
 
     code, out, err = braid("run", config, *neutral)
     assert (code, err) == (0, "")
-    assert "engine.kv_cache_mebibytes: 64 there, 32 here\n" in out
+    assert "engine.kv_cache_mebibytes: null there, 32 here\n" in out
     assert "experts.sums.loop.keep_last: 2 there, 1 here\n" in out
     assert "[3/6]" not in out
     assert "kv_cache_mebibytes: 32" in settings.read_text()
@@ -167,6 +168,33 @@ def test_a_failure_tells_the_stage_and_how_to_go_on(braid: Braid, config: Path) 
     assert code == 0
     assert "[3/6]" not in out
     assert "[4/6] merge  done in" in out
+
+
+def test_an_engine_that_fails_again_and_again_leaves_a_run_to_resume(
+    braid: Braid, config: Path, runs: Path
+) -> None:
+    actions = {"experts.sums": {"0": "kill_every_engine", "1": "hang"}}
+    code, out, err = braid("run", config, "engine.max_restarts=1", actions=actions)
+    killed = "engine 0 was killed by SIGKILL (was the memory used up?)"
+    restarted = f"{killed}; restarting it (1 of at most 1)"
+    failed = f"{killed}; it was restarted once already, and engine.max_restarts = 1"
+    assert code == 1
+    assert f"[2/6] experts.sums  {restarted}\n" in out
+    assert f"braid: stage experts.sums failed: {failed}\n" in err
+    assert err.endswith(f"continue with: braid resume {runs}/small\n")
+    lines = (runs / "small" / "ledger.jsonl").read_text().splitlines()
+    events = [event for event in map(json.loads, lines) if event["stage"] == "experts.sums"]
+    assert [(event["state"], event["cause"]) for event in events] == [
+        ("running", "from the start"),
+        ("running", restarted),
+        ("failed", failed),
+    ]
+    assert braid("resume", "small")[0] == 0
+
+
+def test_a_refit_is_checked_when_asked(braid: Braid, config: Path, runs: Path) -> None:
+    assert braid("run", config, "--check-refit")[0] == 0
+    assert "check_refit: true" in (runs / "small" / "run.yaml").read_text()
 
 
 def test_a_run_that_cannot_be_read_hides_no_other(braid: Braid, config: Path, runs: Path) -> None:

@@ -110,6 +110,8 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
         ("layout.ranks=34", "merge.sampling.prompts_per_step: 32 prompts x 1 samples in 1 updates"),
         ("evaluation.problems=1", "evaluation.problems: 1 is less than the 2 data-parallel ranks"),
         ("model.max_positions=32", "engine.max_model_tokens: 64 is more than model.max_positions"),
+        ("engine.tensor=3", "engine.tensor: 3 does not divide model.attention_heads = 4"),
+        ("engine={count: 9999, placement: own}", "engine.placement: own needs 10000 cores, one"),
         ("model.experts_per_token=1", "model.experts_per_token: 1 leaves the router nothing"),
         ("model.architecture={n_group: 2}", "model.architecture.n_group: unknown key of qwen3_moe"),
         (
@@ -123,6 +125,13 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
         ("model.vocabulary_size=96", "model.vocabulary_size: 96 should be 80, the number of ids"),
         ("experts.sums.sampling.group_size=1", "a group of one has no advantage"),
         ("experts.sums.updates_per_rollout=3", "3 does not divide experts.sums.sampling.prompts_p"),
+        (
+            "merge.rollout={mode: overlap, max_staleness: 2}",
+            "merge.rollout.max_staleness: 2 should be",
+        ),
+        ("merge.rollout.max_staleness=2", "2 changes nothing: sync leaves no sample for a later"),
+        ("merge.rollout={oversampling: 2}", "merge.rollout.oversampling: unknown key"),
+        ("experts.sums.rollout.mode=asink", "should be 'sync', 'overlap' or 'async'"),
         ("experts.words.prompts.held_out_fraction=0.5", "0.5 should be 0.25, as that of experts.s"),
         ("experts.sums.reward=stages.domains.reward:exact", "no module stages.domains.reward in"),
         ("experts.sums.reward=stages.domains.rewards:exakt", "rewards.py defines no exakt"),
@@ -132,6 +141,23 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
 )
 def test_rules_between_blocks(config: Path, override: str, message: str) -> None:
     assert any(message in fault for fault in faults(config, override))
+
+
+def test_what_cannot_be_repeated_is_not_called_deterministic(config: Path) -> None:
+    found = faults(
+        config,
+        "deterministic=true",
+        "merge.rollout.mode=async",
+        "experts.sums.rollout={mode: overlap, oversampling: 1.5}",
+    )
+    assert [fault.partition(" cannot be repeated")[0] for fault in found] == [
+        "command line: experts.sums.rollout.mode: overlap",
+        "command line: experts.sums.rollout.oversampling: 1.5 takes what ends first, which",
+        "command line: merge.rollout.mode: async",
+    ]
+    load(config, ["deterministic=true", "experts.sums.rollout.dynamic_sampling=2"])
+    load(config, ["merge.rollout={mode: async, max_staleness: 4}"])
+    load(config, ["experts.sums.rollout={oversampling: 1.5, max_staleness: 2}"])
 
 
 def test_what_every_rank_and_every_update_needs(config: Path) -> None:

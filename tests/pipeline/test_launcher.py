@@ -9,12 +9,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from awaiting import is_alive, wait_until
 from fake_launcher import HERE, fake_programs
 from rich.console import Console
 
@@ -53,21 +52,6 @@ def started(run: RunDirectory) -> list[str]:
     return [event.stage for event in Ledger(run.ledger).events() if event.state == "running"]
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.02)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
 def launch(
     run: RunDirectory, config: Path, actions: dict[str, dict[str, str]]
 ) -> subprocess.Popen[str]:
@@ -85,7 +69,7 @@ def launch(
 def hanging_pids(run: RunDirectory, stage: str, ranks: int = 2) -> list[int]:
     """The processes of a stage that hangs, and the engine, once all of them are up."""
     files = [run.stage(stage).path / f"pid_{rank}" for rank in range(ranks)]
-    files.append(run.engine / "starts")
+    files.append(run.engine(0).path / "starts")
     wait_until(lambda: all(file.exists() and file.read_text() for file in files))
     return [int(file.read_text()) for file in files]
 
@@ -94,7 +78,7 @@ def test_a_run_goes_through_every_stage_once(run: RunDirectory, settings: RunSet
     go(run, settings)
     assert states(run, settings) == ["done"] * 6
     assert started(run) == STAGES
-    assert len((run.engine / "starts").read_text().split()) == 1
+    assert len((run.engine(0).path / "starts").read_text().split()) == 1
     go(run, settings)
     assert started(run) == STAGES
 
@@ -215,9 +199,10 @@ def test_an_engine_that_dies_at_start_fails_the_stage(
 ) -> None:
     with pytest.raises(JobFailed) as caught:
         go(run, settings, {"experts.sums": {"0": "hang", "1": "hang"}}, engine="die")
-    assert "stage experts.sums failed: the engine ended with exit status 1" in str(caught.value)
-    assert "engine/engine.log" in str(caught.value)
+    assert "stage experts.sums failed: engine 0 ended with exit status 1" in str(caught.value)
+    assert "engine/0/engine.log" in str(caught.value)
     assert "    | RuntimeError: not enough memory for the cache" in str(caught.value)
+    assert len((run.engine(0).path / "starts").read_text().split()) == 1
 
 
 def test_killing_the_launcher_leaves_no_process(

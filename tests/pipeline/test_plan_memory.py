@@ -66,9 +66,12 @@ def test_the_plan_tells_what_fits(config: Path, capsys: pytest.CaptureFixture[st
     whole = plan()
     assert "small: memory of the fullest rank, by stage" in whole
     assert "model: 1.05 M parameters, 388 K of them used by a token, fp32, on 2 ranks" in whole
-    assert "KV cache 64.0 MiB,\n  which holds 32,768 tokens" in whole
+    assert "KV cache 32.1 MiB,\n  which holds 16,416 tokens" in whole
     assert "by pipeline rank" not in whole
     assert "the rest waits" in plan("engine.kv_cache_mebibytes=16")
+    several = plan("engine={count: 2, tensor: 2, kv_cache_mebibytes: 16}")
+    assert "each of 2 engines, a process of its own on 2 ranks: " in several
+    assert "KV cache 32.0 MiB,\n  which holds 16,384 tokens" in several
     parted = plan("layout={ranks: 4, pipeline: 2}").splitlines()
     start = next(i for i, line in enumerate(parted) if line.startswith("merge, by pipeline rank"))
     assert parted[start + 2].split()[:3] == ["0", "2", "embedding"]

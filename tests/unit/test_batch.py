@@ -67,6 +67,24 @@ def test_the_ranks_of_a_row_hold_every_sequence_whole_and_apart(
         assert np.allclose(parts[0].engine_logprobs[index, :count], sample.logprobs)
 
 
+@pytest.mark.parametrize("places", CONTEXTS, ids=["whole", "context 2", "context 4"])
+def test_every_token_has_the_set_that_it_was_drawn_from(places: list[Place]) -> None:
+    drawn = samples(9, seed=5)
+    for sample in drawn[::2]:  # the others were drawn from the whole vocabulary
+        sample.kept = [np.arange(token, token + 1 + token % 4) for token in sample.response]
+    seen = 0
+    for place in places:
+        part = collate(drawn, place, replay=False)
+        assert part.kept is not None
+        for token, at, ids in zip(part.own_targets, part.place, part.kept, strict=True):
+            sample = drawn[int(at) // part.mask.shape[1]]
+            own = [] if sample.kept is None else range(int(token), int(token + 1 + token % 4))
+            assert [i for i in ids.tolist() if i >= 0] == list(own)
+            seen += 1
+    assert seen == sum(len(sample.response) for sample in drawn)
+    assert collate(samples(3, 0), Place(), replay=False).kept is None
+
+
 def test_packing_computes_little_but_the_samples() -> None:
     drawn = samples(40, 0)
     real = sum(sample.length for sample in drawn)

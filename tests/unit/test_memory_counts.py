@@ -159,3 +159,13 @@ def test_early_pipeline_ranks_keep_more_micro_batches() -> None:
 
 def test_tokens_in_the_cache() -> None:
     assert memory.cached_tokens(TINY, EngineSettings(kv_cache_mebibytes=1)) == 512  # of 2 KiB each
+    # Two key-value heads: half of them on each of two ranks, and one of them on each of four.
+    for tensor in (2, 4):
+        engine = EngineSettings(kv_cache_mebibytes=1, tensor=tensor)
+        assert memory.cached_tokens(TINY, engine) == 1024
+
+
+def test_a_cache_for_all_sequences_at_their_longest() -> None:
+    # In blocks of 32 tokens of 2 KiB, one of which vLLM keeps to itself.
+    engine = EngineSettings(max_model_tokens=130, max_sequences=3)
+    assert memory.cache_bytes(TINY, engine) == (3 * 5 + 1) * 32 * 2048

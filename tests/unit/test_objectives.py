@@ -9,6 +9,7 @@ from torch import Tensor
 
 from stages.objectives.advantages import group_advantages, zero_variance
 from stages.objectives.aggregation import Totals, sequence_mean, token_mean
+from stages.objectives.importance import truncated_importance
 from stages.objectives.kl import KL_ESTIMATORS
 from stages.objectives.policy_loss import policy_loss
 from stages.objectives.ratios import RATIOS
@@ -295,3 +296,44 @@ def test_objectives_are_read_without_torch() -> None:
         " sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
+
+
+# Section 4: samples of older weights
+
+
+def test_importance_is_truncated_as_in_vector_7() -> None:
+    old = real([0.4, 1.3, 4.9, 5.1]).log().unsqueeze(1)
+    mask = torch.ones(4, 1, dtype=torch.bool)
+    assert_close(truncated_importance(old, torch.zeros_like(old), mask), [0.4, 1.3, 2.0, 2.0])
+
+
+def test_importance_is_a_geometric_mean_over_the_response() -> None:
+    """Six hundred tokens of .9999 weigh .9999; a product would make .94 of them."""
+    old = real([0.9999] * 600).log().unsqueeze(0).requires_grad_()
+    mask = torch.ones(1, 600, dtype=torch.bool)
+    mask[0, 500:] = False
+    old.data[0, 500:] = torch.nan
+    weights = truncated_importance(old, torch.zeros(1, 600), mask)
+    assert_close(weights, [0.9999])
+    assert not weights.requires_grad
+
+
+def test_importance_weighs_the_surrogate_and_not_the_kl() -> None:
+    settings = ObjectiveSettings(kl=KLSettings(coefficient=0.1, estimator="k3"))
+    log_probs, reference = real([[-1.0, -2.0], [-0.5, -0.1]]), real([[-1.5, -1.0], [-0.7, -0.3]])
+    mask = torch.ones(2, 2, dtype=torch.bool)
+
+    def loss(advantages: list[float], importance: Tensor | None = None) -> Tensor:
+        arguments = (
+            log_probs,
+            log_probs,
+            real(advantages),
+            mask,
+            Totals(2, 4),
+            settings,
+            reference,
+        )
+        return policy_loss(*arguments, importance).loss
+
+    assert_close(loss([1.0, -1.0], real([0.5, 2.0])), loss([0.5, -2.0]).item())
+    assert_close(loss([1.0, -1.0], real([0.0, 0.0])), loss([0.0, 0.0]).item())

@@ -13,7 +13,7 @@ from typing import Any
 from parallel.settings import LayoutSettings
 
 # Forked from a process that has imported all this once, eight ranks start as fast as one.
-IMPORTED_ONCE = ["tests.layouts.preloaded"]  # found from the root of the repository
+IMPORTED_ONCE = ["tests.preloaded"]  # found from the root of the repository
 
 
 On = Callable[..., list[Any]]  # what the fixture `on` is

@@ -1,0 +1,133 @@
+"""GRPO steps a minute of Braid on this machine's cores, and where their time goes.
+
+    python benchmarks/grpo_steps.py --size b [--mode overlap] [--steps 6]
+
+The workloads are those of `trl_steps.py`: the same model, prompts, group size and lengths, GSPO
+without KL, one update a step. An expert is trained by `braid run` as anybody would, on two ranks
+that share the data, with an engine beside them; what is measured is what it logs. Prints JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from grpo_workload import WORKLOADS, Workload, reward, starting_model
+from machine import machine
+
+WARM_UP_STEPS = 2
+HERE = Path(__file__).parent
+
+
+def digits(_problem: Any, response: str) -> float:
+    """The workload's reward, as a domain calls it."""
+    return reward(response)
+
+
+def measure(size: str, mode: str, steps: int, placement: str) -> dict[str, Any]:
+    """One run; the cold start before it is a single step that changes nothing."""
+    workload = WORKLOADS[size]
+    with tempfile.TemporaryDirectory() as directory:
+        start = Path(directory) / "start"
+        starting_model(workload).save_pretrained(start)
+        config = Path(directory) / "steps.json"
+        described = configuration(workload, start, mode, steps + WARM_UP_STEPS, placement)
+        config.write_text(json.dumps(described))
+        run(config, Path(directory))
+        log = Path(directory) / "steps" / "stages" / "experts.chain_sum" / "metrics.jsonl"
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+    return {
+        "machine": machine(),
+        "size": size,
+        "mode": mode,
+        "placement": placement,
+        "rollouts": workload.rollouts,
+        **summary(lines),
+    }
+
+
+def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of the steps after the warm-up; a step ends when its line is written."""
+    times = [line["time"] for line in lines]
+    seconds = [after - before for before, after in pairwise(times)]
+    counted, lines = seconds[WARM_UP_STEPS - 1 :], lines[WARM_UP_STEPS:]
+    phases = [name for name in lines[0] if name.startswith("seconds_")]
+    ages = [name for name in lines[0] if name.startswith("staleness_")]
+    return {
+        "steps": len(counted),
+        "seconds_a_step": round(median(counted), 3),
+        "steps_a_minute": round(60 / median(counted), 2),
+        "response_tokens": round(mean(line["response_tokens"] for line in lines), 1),
+        "phases": {name: round(median(line[name] for line in lines), 3) for name in phases},
+        "staleness": {name: round(mean(line[name] for line in lines), 3) for name in ages},
+        "largest_mismatch": max(line["mismatch_max"] for line in lines),
+    }
+
+
+def configuration(
+    workload: Workload, start: Path, mode: str, steps: int, placement: str
+) -> dict[str, Any]:
+    """The run: a cold start and one expert, whose learning rate is next to nothing."""
+    still = {"algorithm": "sgd", "learning_rate": 1e-9}
+    once = {"steps": 1, "checkpoint_every": 1}
+    prompts = workload.prompts_per_step
+    sampling = {
+        "prompts_per_step": prompts,
+        "group_size": workload.group_size,
+        "max_response_tokens": workload.max_response_tokens,
+    }
+    expert = {
+        "extends": str(HERE.parent / "configs" / "domains" / "chain_sum.yaml"),
+        "reward": "grpo_steps:digits",
+        "sampling": sampling,
+        "rollout": {"mode": mode},
+        "objective": {"kl": {"coefficient": 0.0}},
+        "routing": {"replay": "r3"},
+        "updates_per_rollout": 1,
+        "optimizer": still,
+        "loop": {"steps": steps, "checkpoint_every": steps, "micro_batch_tokens": 4096},
+    }
+    model = workload.model.model_dump(mode="json") | {"initial_weights": str(start)}
+    return {
+        "name": "steps",
+        "model": model,
+        "layout": {"ranks": 1 if placement == "own" else 2},
+        "engine": {
+            "placement": placement,
+            "max_model_tokens": 64 + workload.max_response_tokens,
+            "max_sequences": workload.rollouts,
+        },
+        "cold_start": {"optimizer": still, "loop": once},
+        "experts": {"chain_sum": expert},
+        "merge": {"optimizer": still, "loop": once},
+        "evaluation": {"problems": 2},
+    }
+
+
+def run(config: Path, directory: Path) -> None:
+    """`braid run` to its end, with its progress on standard error."""
+    command = [sys.executable, "-m", "pipeline.cli", "run", str(config), "--runs-dir", directory]
+    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    subprocess.run(command, check=True, stdout=sys.stderr, env={**os.environ, "PYTHONPATH": path})
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=WORKLOADS, default="a")
+    parser.add_argument("--mode", choices=["sync", "overlap", "async"], default="sync")
+    parser.add_argument("--placement", choices=["shared", "own"], default="shared")
+    parser.add_argument("--steps", type=int, default=10)
+    print(json.dumps(measure(**vars(parser.parse_args())), indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""All engines of a run as the trainer's ranks see them: which live, and with whose weights."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from parallel.device import device
+from parallel.distributed import any_rank, broadcast, gather, is_main, on_main
+from parallel.last_word import say_notice
+from parallel.policy import Policy
+from parallel.rollout.client import EngineClient, EngineError, EngineRefused
+from parallel.rollout.wire import Description, Join, Refit, Refitted, model_digest
+from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
+from parallel.weights import checksums
+from parallel.weights import planner as plans
+from parallel.weights.executor import Outbox, outbox
+from parallel.weights.transport import Meeting, host_identity, store_host
+
+ATTEMPTS = 3  # at a refit that fails though no engine was lost
+JOIN_SECONDS = 120.0  # that ranks wait for one another, or for the bytes of a message
+
+
+class RefitError(EngineError):
+    """The engines did not get the trainer's weights, or got other ones."""
+
+
+class _Gathering(NamedTuple):
+    """What every rank must know to join: where to meet, and the engines' sizes."""
+
+    meeting: Meeting
+    sizes: tuple[int, ...]
+    transport: str
+
+
+class Fleet:
+    """The trainer's link to its engines, on every rank; the main rank talks to them.
+
+    Engines come and go: one that dies is `lost`, and joins again at the first refit at which its
+    new process is there.
+    """
+
+    def __init__(
+        self,
+        addresses: list[Path],
+        model: ModelSettings,
+        layout: LayoutSettings,
+        settings: EngineSettings,
+        notify: Callable[[str], None] = say_notice,
+    ) -> None:
+        self.model, self.layout, self.settings = model, layout, settings
+        self.notify = notify
+        self.descriptions: dict[EngineClient, Description] = {}  # of the engines that live
+        self.losses = 0
+        self._clients: list[EngineClient] = []
+        self._joined: list[tuple[EngineClient, str]] = []  # members of the plan, and which process
+        self._store: dist.TCPStore | None = None
+        self._policy: Policy | None = None
+        self._outbox: Outbox | None = None
+        self._plan: plans.Plan | None = None
+        self.reports: list[Refitted] = []  # of the last refit, by engine; main rank only
+        if is_main():
+            self._clients = [EngineClient(address, settings) for address in addresses]
+
+    def live(self) -> list[EngineClient]:
+        """The engines that have the weights and are believed to be well. Main rank only."""
+        return [client for client, _ in self._joined if client in self.descriptions]
+
+    def lost(self, client: EngineClient, reason: str) -> None:
+        """Ask for another process in this engine's place. Main rank only."""
+        if self.descriptions.pop(client, None) is not None:
+            self.losses += 1
+            client.give_up(reason)
+
+    def refit(self, policy: Policy, version: int) -> dict[str, float]:
+        """Bring the policy's weights to every engine that lives or can be had. Collective.
+
+        Where engines are lost meanwhile the others are refitted again, until all that live have the
+        same weights. Returns what there is to log.
+
+        Raises:
+            RefitError: an engine has other weights than the trainer, or none will take them.
+            EngineError: no engine came in time, or one is for another model.
+        """
+        if policy is not self._policy:
+            self._policy, self._outbox = policy, None
+        hosts = gather(host_identity()) if self._outbox is None else []
+        failures = 0
+        while True:
+            gathering = on_main(partial(self._gather, hosts))
+            answers = self._join(gathering) if gathering else None
+            if not gathering or answers is not None:
+                answers = self._exchange(
+                    lambda client: client.refit(Refit(version, self.settings.check_refit)),
+                    self._send,
+                )
+            if answers is not None:
+                break
+            hosts = hosts or gather(host_identity())
+            failures += 1
+            self._outbox = None
+            if failures == ATTEMPTS + broadcast(self.losses):
+                raise RefitError("the engines live and cannot be refitted; their logs say why")
+        self.reports = answers
+        if self.settings.check_refit:
+            self._compare(answers)
+        return broadcast(_measured(answers) if is_main() else None)
+
+    def _gather(self, hosts: list[str]) -> _Gathering | None:
+        """Connect to the engines that are there, and wait where there would be none. Main rank
+        only; returns None where everything is as it was."""
+        for client in self._clients:
+            if client in self.descriptions:
+                continue
+            # An engine that is being replaced is not waited for, while another does its work.
+            if self._joined and self.descriptions and not client.replaced():
+                continue
+            described = client.connect()
+            if described.model != model_digest(self.model):
+                raise EngineError(
+                    f"{client.name} was started for another model than this stage's; end the"
+                    " launcher that owns it, and resume"
+                )
+            self.descriptions[client] = described
+        members = [client for client in self._clients if client in self.descriptions]
+        joining = [(client, self.descriptions[client].instance) for client in members]
+        if joining == self._joined and self._outbox is not None:
+            return None
+        self._joined = joining
+        sizes = tuple(self.descriptions[client].tensor for client in members)
+        everywhere = {*hosts, *(self.descriptions[client].host for client in members)}
+        return _Gathering(self._meet(sizes, len(everywhere) == 1), sizes, self._way(everywhere))
+
+    def _meet(self, sizes: tuple[int, ...], local: bool) -> Meeting:
+        """A new place in the store, which is this rank's."""
+        host = "127.0.0.1" if local else socket.gethostname()
+        if self._store is None:
+            self._store = store_host()
+        ranks = self.layout.ranks
+        return Meeting(
+            host, self._store.port, secrets.token_hex(16), ranks, ranks + sum(sizes), JOIN_SECONDS
+        )
+
+    def _way(self, hosts: set[str]) -> str:
+        """Shared memory where all are on one host and nothing else is asked for."""
+        if self.settings.transport == "auto":
+            return "shared_memory" if len(hosts) == 1 else "messages"
+        if self.settings.transport == "shared_memory" and len(hosts) > 1:
+            raise EngineError(
+                "engine.transport is shared_memory, but engines and ranks are on several hosts;"
+                " set it to messages or auto"
+            )
+        return self.settings.transport
+
+    def _join(self, gathering: _Gathering) -> list[Any] | None:
+        """Every rank and every engine makes its part of the plan, and they meet."""
+        meeting, sizes, transport = gathering
+        fleet = plans.Fleet(sizes, forwarding=transport == "messages")
+        self._plan = plan = plans.Plan(self.model, self.layout, fleet)
+        store = meeting.host, meeting.port
+
+        def ask(client: EngineClient) -> None:
+            place = [member for member, _ in self._joined].index(client)
+            client.join(
+                Join(
+                    store,
+                    meeting.secret,
+                    self.layout.model_dump(),
+                    list(sizes),
+                    place,
+                    transport,
+                    meeting.timeout_seconds,
+                )
+            )
+
+        def open_outbox() -> None:
+            assert self._policy is not None
+            parameters = self._policy.named_weights()
+            self._outbox = outbox(plan, dist.get_rank(), parameters, transport, meeting, device())
+
+        return self._exchange(ask, open_outbox)
+
+    def _send(self) -> None:
+        assert self._outbox is not None
+        self._outbox.send()
+
+    def _exchange(
+        self, ask: Callable[[EngineClient], Any], take_part: Callable[[], None]
+    ) -> list[Any] | None:
+        """Ask every member for something that all ranks take part in meanwhile. Collective.
+
+        Returns the members' answers on the main rank, and a list on the others; or None on all
+        ranks where anything failed. Members that did not answer are lost.
+        """
+        failed = False
+        with ThreadPoolExecutor(max(1, len(self._joined))) as pool:
+            asked = {client: pool.submit(ask, client) for client, _ in self._joined}
+            try:
+                take_part()
+            except RuntimeError as error:  # of the process group: a member is gone
+                failed = True
+                self._outbox = None  # which lets go of the group, so that all others hear of it
+                print(f"rank {dist.get_rank()}: {error}", flush=True)
+            for client, future in asked.items():
+                reason = future.exception()
+                if reason is None:
+                    continue
+                if not isinstance(reason, EngineError):
+                    raise reason
+                failed = True
+                if isinstance(reason, EngineRefused):
+                    self.notify(f"{reason}; the refit is repeated")
+                else:
+                    self.lost(client, str(reason))
+        if any_rank(failed)[0]:
+            self._outbox = None
+            return None
+        return [future.result() for future in asked.values()]
+
+    def _compare(self, answers: list[Refitted]) -> None:
+        """Hold every engine tensor's fingerprint to the trainer's. Collective."""
+        assert self._outbox is not None
+        given = gather(self._outbox.fingerprints())
+        on_main(lambda: self._hold(answers, given))
+
+    def _hold(self, answers: list[Refitted], given: list[dict[str, int]]) -> None:
+        assert self._plan is not None
+        expected: dict[str, int] = {}
+        for found in given:
+            for key, value in found.items():
+                expected[key] = checksums.add(expected.get(key, 0), value)
+        place = 0
+        for (client, _), answer in zip(self._joined, answers, strict=True):
+            for rank, report in enumerate(answer.ranks):
+                source = self._plan.source(place)
+                place += 1
+                wrong = [
+                    key
+                    for key in {str(bucket) for bucket in self._plan.description.buckets}
+                    if report.fingerprints.get(key, "0") != str(expected.get(f"{source}/{key}", 0))
+                ]
+                if wrong:
+                    raise RefitError(
+                        f"after a refit rank {rank} of {client.name} has other weights than the"
+                        f" trainer in {_named(wrong)}"
+                    )
+
+
+def _named(buckets: list[str]) -> str:
+    numbers = sorted(int(key) for key in buckets)
+    names = {-1: "the embedding", 1 << 30: "the head"}
+    return ", ".join(names.get(number, f"layer {number}") for number in numbers)
+
+
+def _measured(answers: list[Refitted]) -> dict[str, float]:
+    ranks = [rank for answer in answers for rank in answer.ranks]
+    return {
+        "refit_bytes": float(max(rank.received_bytes for rank in ranks)),
+        "refit_staging_bytes": float(max(rank.staging_bytes for rank in ranks)),
+    }

@@ -1,0 +1,144 @@
+"""vLLM's own weight loaders, run on tensors that have no contents.
+
+A loader narrows, reshapes and transposes a Hugging Face tensor until what is left is this rank's
+part, and copies that. Given tensors without storage, it says which box of each it would copy; given
+the boxes' contents, it puts them where they belong. All fusion, padding and packing stay vLLM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel.boxes import Box
+
+VIEWS = {
+    Tensor.narrow,
+    Tensor.view,
+    Tensor.reshape,
+    Tensor.__getitem__,
+    Tensor.unsqueeze,
+    Tensor.squeeze,
+    Tensor.transpose,
+    Tensor.t,
+    Tensor.permute,
+    Tensor.flatten,
+    Tensor.chunk,
+    Tensor.split,
+    Tensor.unbind,
+}
+UNCHANGED = {Tensor.contiguous, Tensor.detach, Tensor.cpu, Tensor.to}
+
+Copy = Callable[[Tensor, "Unread"], None]
+
+
+class Unread(Tensor):
+    """A view of a tensor whose contents are elsewhere; copying from it asks for them.
+
+    `tensor_name` is the Hugging Face tensor's; `seen` is the view, on the meta device, whose shape,
+    strides and offset say which elements of the whole it shows, whatever chain of views made it.
+    """
+
+    tensor_name: str
+    seen: Tensor
+    whole: Tensor
+    fill: Copy
+
+    @staticmethod
+    def __new__(cls, name: str, seen: Tensor, whole: Tensor, fill: Copy) -> Unread:
+        cpu = torch.device("cpu")
+        made = Tensor._make_wrapper_subclass(cls, seen.shape, dtype=seen.dtype, device=cpu)
+        made.tensor_name, made.seen, made.whole, made.fill = name, seen, whole, fill
+        return made
+
+    @classmethod
+    def of(cls, name: str, shape: tuple[int, ...], dtype: torch.dtype, fill: Copy) -> Unread:
+        """The whole tensor."""
+        whole = torch.empty(shape, dtype=dtype, device="meta")
+        return cls(name, whole, whole, fill)
+
+    def box(self) -> Box:
+        """Which box of the whole tensor is shown.
+
+        Raises ValueError when it is none.
+        """
+        first = self.seen.storage_offset()
+        last = first + sum(
+            (size - 1) * stride
+            for size, stride in zip(self.seen.shape, self.seen.stride(), strict=True)
+        )
+        low, high = [], []
+        for stride in self.whole.stride():
+            low.append(first // stride)
+            high.append(last // stride)
+            first, last = first % stride, last % stride
+        sizes = tuple(end - start + 1 for start, end in zip(low, high, strict=True))
+        if prod(sizes) != self.seen.numel():
+            raise ValueError(f"a loader reads no box of {self.tensor_name}: {self.seen.shape}")
+        return tuple(low), sizes
+
+    def as_seen(self, contents: Tensor) -> Tensor:
+        """The contents of the box, in the whole tensor's orientation, seen as this view shows them;
+        a view of them.
+
+        Raises ValueError when the view has other dimensions than the tensor.
+        """
+        strides = []
+        for size, stride in zip(self.seen.shape, self.seen.stride(), strict=True):
+            if size == 1:
+                strides.append(0)
+                continue
+            dimension = next(
+                (
+                    number
+                    for number, theirs in enumerate(self.whole.stride())
+                    if theirs == stride and contents.shape[number] == size
+                ),
+                None,
+            )
+            if dimension is None:  # merged or cut, which contents with gaps could not be
+                raise ValueError(
+                    f"a loader reads other dimensions of {self.tensor_name} than it has:"
+                    f" {tuple(self.seen.shape)}"
+                )
+            strides.append(contents.stride(dimension))
+        return contents.as_strided(self.seen.shape, strides, contents.storage_offset())
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        keywords = keywords or {}
+        if function is Tensor.copy_ and isinstance(arguments[1], cls):
+            target, source = arguments[:2]
+            source.fill(target, source)
+            return target
+        if function in UNCHANGED:
+            return arguments[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            if function not in VIEWS:
+                return function(*arguments, **keywords)
+            source = arguments[0]
+            views = function(source.seen, *arguments[1:], **keywords)
+        if isinstance(views, tuple | list):
+            return tuple(cls(source.tensor_name, view, source.whole, source.fill) for view in views)
+        if views._base is None and views is not source.seen:
+            raise NotImplementedError(f"{function.__name__} of {source.tensor_name} is no view")
+        return cls(source.tensor_name, views, source.whole, source.fill)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub leaves the function out
+        cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        raise NotImplementedError(f"a loader wants the contents of a tensor, for {function}")
+
+
+def copy_nothing(target: Tensor, source: Unread) -> None:
+    """Let a loader's bookkeeping on the meta device see a copy of the right size."""
+    if target.is_meta:
+        with torch._C.DisableTorchFunctionSubclass():
+            target.copy_(torch.empty(source.shape, dtype=source.dtype, device="meta"))

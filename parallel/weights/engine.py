@@ -1,0 +1,97 @@
+"""Which slices of the Hugging Face tensors each rank of an engine needs: what the weight loaders of
+vLLM 0.30 copy on a tensor-parallel rank. Never imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from parallel.boxes import Box
+from parallel.settings import ModelSettings
+from parallel.weights.names import Description, Part, Units, Weight, tensor_prefix
+
+
+def engine_violations(model: ModelSettings, tensor_parallel: int) -> list[tuple[str, str]]:
+    """Every reason an engine of this many ranks cannot hold the model, as (dotted key, message with
+    the mend)."""
+    units = _units(model)
+    fitting = [
+        size
+        for size in range(1, max(each.count for each in units) + 1)
+        if all(_divides(size, each) for each in units)
+    ]
+    found = []
+    for each in units:
+        if not _divides(tensor_parallel, each):
+            count = _padded(each)
+            how = "neither divides nor is a multiple of" if each.repeated else "does not divide"
+            padding = f", rounded up to {count}" if count != each.count else ""
+            mend = f"use one of {fitting}"
+            message = f"{tensor_parallel} {how} {each.name} = {each.count}{padding}; {mend}"
+            found.append(("engine.tensor", message))
+    return found
+
+
+def needed(model: ModelSettings, tensor_parallel: int, rank: int) -> list[tuple[str, Box]]:
+    """The box of each Hugging Face tensor that one tensor-parallel rank of an engine copies, bucket
+    by bucket. A tensor of which it needs nothing, such as padding of the vocabulary, is left out.
+    """
+    description = Description(model)
+    return [
+        (tensor_prefix(key) + tensor, box)
+        for key in description.buckets
+        for tensor, box in needed_of(
+            description.weights(description.kind(key)), tensor_parallel, rank
+        )
+    ]
+
+
+def needed_of(
+    weights: tuple[Weight, ...], tensor_parallel: int, rank: int
+) -> Iterator[tuple[str, Box]]:
+    """As `needed`, of one bucket's weights, named within it."""
+    for weight in weights:
+        boxes = [_box(part, weight.dimension, tensor_parallel, rank) for part in weight.parts]
+        for expert in range(max(1, weight.experts)):
+            for part, box in zip(weight.parts, boxes, strict=True):
+                if all(box[1]):
+                    yield part.tensor.format(expert=expert), box
+
+
+def _box(part: Part, dimension: int | None, ranks: int, rank: int) -> Box:
+    start = (0,) * len(part.shape)
+    if dimension is None or part.units is None:
+        return start, part.shape
+    units = part.units
+    places = min(ranks, units.count) if units.repeated else ranks
+    each = _padded(units) // places
+    first = min(rank * places // ranks * each, units.count)
+    last = min(first + each, units.count)
+    size = part.shape[dimension] // units.count
+    return (
+        (*start[:dimension], first * size, *start[dimension + 1 :]),
+        (*part.shape[:dimension], (last - first) * size, *part.shape[dimension + 1 :]),
+    )
+
+
+def _units(model: ModelSettings) -> list[Units]:
+    description = Description(model)
+    kinds = dict.fromkeys(description.kind(key) for key in description.buckets)
+    return list(
+        dict.fromkeys(
+            part.units
+            for kind in kinds
+            for weight in description.weights(kind)
+            for part in weight.parts
+            if part.units is not None
+        )
+    )
+
+
+def _padded(units: Units) -> int:
+    return -(-units.count // units.multiple) * units.multiple
+
+
+def _divides(ranks: int, units: Units) -> bool:
+    if units.repeated and ranks > units.count:
+        return ranks % units.count == 0
+    return _padded(units) % ranks == 0

@@ -1,0 +1,329 @@
+"""Carries out the plan of a refit, a bucket at a time, on the trainer's ranks and on the engines'.
+
+Which bytes go where is the planner's; how they travel is the transport's.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from parallel.boxes import Box
+from parallel.settings import LayoutSettings, ModelSettings
+from parallel.weights import checksums
+from parallel.weights.names import is_precise
+from parallel.weights.planner import Bucket, Plan, Sending
+from parallel.weights.trainer import held
+from parallel.weights.transport import Mapped, Meeting, Messages, SharedMemory, share
+
+IN_FLIGHT = 4  # messages that a trainer rank has packed and not yet sent
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def wire_dtype(tensor: str, model: ModelSettings) -> torch.dtype:
+    """What a Hugging Face tensor's elements are on their way, as in the trainer."""
+    return torch.float32 if is_precise(tensor) else DTYPES[model.precision]
+
+
+class Outbox(ABC):
+    """A trainer rank's end: gives the engines what they need of `parameters`, which are named
+    "chunk/parameter" and must be the same tensors as long as it lives."""
+
+    def __init__(self, plan: Plan, rank: int, parameters: dict[str, torch.Tensor]) -> None:
+        self.parameters = parameters
+        self.sendings: list[Sending] = plan.send(rank)
+
+    @abstractmethod
+    def send(self) -> None:
+        """Give everything once.
+
+        Raises RuntimeError when an engine is gone.
+        """
+
+    def fingerprints(self) -> dict[str, int]:
+        """Of what each engine rank fed by this one must have received: "engine rank/bucket"."""
+        found: dict[str, int] = {}
+        for sending in self.sendings:
+            key = f"{sending.peer}/{sending.bucket}"
+            for each in sending.slices:
+                values = self._slice(each.chunk, each.parameter, each.parameter_box)
+                value = checksums.fingerprint(each.tensor, each.box, values)
+                found[key] = checksums.add(found.get(key, 0), value)
+        return found
+
+    def _slice(self, chunk: int, parameter: str, box: Box) -> torch.Tensor:
+        return _narrow(self.parameters[f"{chunk}/{parameter}"], *box)
+
+
+class MessageOutbox(Outbox):
+    """Packs each message and sends it; a few are under way at once."""
+
+    def __init__(
+        self, plan: Plan, rank: int, parameters: dict[str, torch.Tensor], messages: Messages
+    ) -> None:
+        super().__init__(plan, rank, parameters)
+        self.messages = messages
+        self.trainers = plan.layout.sizes.ranks
+
+    def send(self) -> None:
+        """Give everything once."""
+        under_way: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        for sending in self.sendings:
+            slices = [self._slice(s.chunk, s.parameter, s.parameter_box) for s in sending.slices]
+            for packed in _packed(slices):
+                if len(under_way) == IN_FLIGHT:
+                    under_way.popleft()[0].wait()
+                under_way.append((self.messages.send(packed, self.trainers + sending.peer), packed))
+        for work, _ in under_way:
+            work.wait()
+
+
+class SharedOutbox(Outbox):
+    """Tells the engines where the parameters are; they read them there."""
+
+    def __init__(
+        self, plan: Plan, rank: int, parameters: dict[str, torch.Tensor], store: dist.Store
+    ) -> None:
+        super().__init__(plan, rank, parameters)
+        store.set(_shared_key(rank), msgspec.msgpack.encode(share(parameters)).hex())
+
+    def send(self) -> None:
+        """Nothing to do: the trainer waits until the engines have read."""
+
+
+class Inbox(ABC):
+    """An engine rank's end. Counts the bytes that came from elsewhere, and the largest staging."""
+
+    def __init__(self, model: ModelSettings, plan: Plan, rank: int) -> None:
+        self.model = model
+        self.rank = rank
+        self.buckets: list[Bucket] = plan.receive(rank)
+        self.start()
+
+    def start(self) -> None:
+        """Count anew."""
+        self.received_bytes = self.messages_received = self.staging_bytes = 0
+
+    @abstractmethod
+    def take(self, bucket: Bucket) -> dict[str, torch.Tensor]:
+        """The contents of the box of every tensor that is needed of a bucket; valid until the next
+        call."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the trainer's memory and connections."""
+
+    def _dtype(self, tensor: str) -> torch.dtype:
+        return wire_dtype(tensor, self.model)
+
+
+class MessageInbox(Inbox):
+    """Receives the messages of a bucket, and forwards it to the engine that is fed by this one."""
+
+    def __init__(
+        self, model: ModelSettings, plan: Plan, rank: int, messages: Messages, device: torch.device
+    ) -> None:
+        super().__init__(model, plan, rank)
+        self.messages = messages
+        self.device = device
+        self.trainers = plan.layout.sizes.ranks
+        self._forwarding: list[tuple[dist.Work, torch.Tensor]] = []
+
+    def take(self, bucket: Bucket) -> dict[str, torch.Tensor]:
+        """The contents, in buffers of this bucket's size."""
+        self._finish_forwarding()
+        needs = dict(bucket.needs)
+        if bucket.forwarded_from is not None:
+            sources = [(self.trainers + bucket.forwarded_from, bucket.needs)]
+        else:
+            sources = [(message.peer, message.boxes) for message in bucket.messages]
+        expected = [(peer, boxes, self._receive(peer, boxes)) for peer, boxes in sources]
+        found: dict[str, torch.Tensor] = {}
+        staging = 0
+        for _, boxes, buffers in expected:
+            for work, buffer in buffers:
+                work.wait()
+                staging += buffer.nbytes
+            flats = [buffer for _, buffer in buffers]
+            for (tensor, box), part in zip(boxes, self._unpacked(boxes, flats), strict=True):
+                if box == needs[tensor]:
+                    found[tensor] = part
+                    continue
+                if tensor not in found:
+                    sizes = needs[tensor][1]
+                    found[tensor] = torch.empty(
+                        sizes, dtype=self._dtype(tensor), device=self.device
+                    )
+                    staging += found[tensor].nbytes
+                _narrow(found[tensor], _within(box, needs[tensor]), box[1]).copy_(part)
+        self.staging_bytes = max(self.staging_bytes, staging)
+        self._forward(bucket, found)
+        return found
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._finish_forwarding()
+        del self.messages
+
+    def _receive(
+        self, peer: int, boxes: list[tuple[str, Box]]
+    ) -> list[tuple[dist.Work, torch.Tensor]]:
+        works = []
+        for dtype, elements in _by_dtype((self._dtype(tensor), box) for tensor, box in boxes):
+            buffer = torch.empty(elements, dtype=dtype, device=self.device)
+            works.append((self.messages.receive(buffer, peer), buffer))
+            self.received_bytes += buffer.nbytes
+            self.messages_received += 1
+        return works
+
+    def _unpacked(
+        self, boxes: list[tuple[str, Box]], buffers: list[torch.Tensor]
+    ) -> Iterator[torch.Tensor]:
+        """What each box is of the buffers, one for every dtype; views of them."""
+        read = {buffer.dtype: (buffer, 0) for buffer in buffers}
+        for tensor, (_, sizes) in boxes:
+            buffer, start = read[self._dtype(tensor)]
+            stop = start + prod(sizes)
+            read[buffer.dtype] = buffer, stop
+            yield buffer[start:stop].view(sizes)
+
+    def _forward(self, bucket: Bucket, found: dict[str, torch.Tensor]) -> None:
+        if not bucket.forward_to:
+            return
+        packed = list(_packed([found[tensor] for tensor, _ in bucket.needs]))
+        self._forwarding = [
+            (self.messages.send(buffer, self.trainers + peer), buffer)
+            for peer in bucket.forward_to
+            for buffer in packed
+        ]
+
+    def _finish_forwarding(self) -> None:
+        for work, _ in self._forwarding:
+            work.wait()
+        self._forwarding = []
+
+
+class SharedInbox(Inbox):
+    """Reads the trainer's parameters where they are; only what no rank holds whole is staged."""
+
+    def __init__(
+        self,
+        model: ModelSettings,
+        layout: LayoutSettings,
+        plan: Plan,
+        rank: int,
+        store: dist.Store,
+    ) -> None:
+        super().__init__(model, plan, rank)
+        peers = {message.peer for bucket in self.buckets for message in bucket.messages}
+        self._pieces: dict[int, dict[str, list[tuple[Box, str, tuple[int, ...]]]]] = {}
+        self._memory = {}
+        for peer in peers:
+            told = bytes.fromhex(store.get(_shared_key(peer)).decode())
+            self._memory[peer] = Mapped(msgspec.msgpack.decode(told, type=SharedMemory))
+            pieces = self._pieces[peer] = {}
+            for piece in held(model, layout, peer):
+                where = piece.box, f"{piece.chunk}/{piece.parameter}", piece.parameter_offset
+                pieces.setdefault(piece.tensor, []).append(where)
+
+    def take(self, bucket: Bucket) -> dict[str, torch.Tensor]:
+        """The contents: the trainer's memory itself, or put together from several of its ranks."""
+        needs = dict(bucket.needs)
+        found: dict[str, torch.Tensor] = {}
+        staging = 0
+        for message in bucket.messages:
+            self.messages_received += 1
+            for tensor, box in message.boxes:
+                part = self._part(message.peer, tensor, box)
+                self.received_bytes += part.nbytes
+                if box == needs[tensor]:
+                    found[tensor] = part
+                    continue
+                if tensor not in found:
+                    found[tensor] = part.new_empty(needs[tensor][1])
+                    staging += found[tensor].nbytes
+                _narrow(found[tensor], _within(box, needs[tensor]), box[1]).copy_(part)
+        self.staging_bytes = max(self.staging_bytes, staging)
+        return found
+
+    def close(self) -> None:
+        """Unmap the trainer's memory."""
+        self._memory.clear()
+
+    def _part(self, peer: int, tensor: str, box: Box) -> torch.Tensor:
+        for (offsets, sizes), parameter, place in self._pieces[peer][tensor]:
+            inside = _within(box, (offsets, sizes))
+            if all(
+                low >= 0 and low + size <= whole
+                for low, size, whole in zip(inside, box[1], sizes, strict=True)
+            ):
+                start = tuple(a + b for a, b in zip(inside, place, strict=True))
+                return _narrow(self._memory[peer][parameter], start, box[1])
+        raise KeyError(f"rank {peer} holds no {box} of {tensor}")
+
+
+def outbox(
+    plan: Plan,
+    rank: int,
+    parameters: dict[str, torch.Tensor],
+    transport: str,
+    meeting: Meeting,
+    device: torch.device,
+) -> Outbox:
+    """A trainer rank's end of the transport so called; waits for the engines where it must."""
+    if transport == "shared_memory":
+        return SharedOutbox(plan, rank, parameters, meeting.store())
+    return MessageOutbox(plan, rank, parameters, Messages(meeting, rank, device))
+
+
+def inbox(
+    model: ModelSettings,
+    layout: LayoutSettings,
+    plan: Plan,
+    rank: int,
+    transport: str,
+    meeting: Meeting,
+    device: torch.device,
+) -> Inbox:
+    """An engine rank's end of the transport so called; waits for the trainer's ranks."""
+    if transport == "shared_memory":
+        return SharedInbox(model, layout, plan, rank, meeting.store())
+    messages = Messages(meeting, meeting.trainers + rank, device)
+    return MessageInbox(model, plan, rank, messages, device)
+
+
+def _shared_key(rank: int) -> str:
+    return f"shared/{rank}"
+
+
+def _within(box: Box, outer: Box) -> tuple[int, ...]:
+    """Where a box starts, counted from the start of another."""
+    return tuple(a - b for a, b in zip(box[0], outer[0], strict=True))
+
+
+def _narrow(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    return tensor[
+        tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+    ]
+
+
+def _packed(parts: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The parts one after another, one buffer for every dtype, in the order they first come."""
+    flat: dict[torch.dtype, list[torch.Tensor]] = {}
+    for part in parts:
+        flat.setdefault(part.dtype, []).append(part.reshape(-1))
+    return [torch.cat(those) for those in flat.values()]
+
+
+def _by_dtype(parts: Iterable[tuple[torch.dtype, Box]]) -> Iterable[tuple[torch.dtype, int]]:
+    """How many elements `_packed` makes of each dtype."""
+    counts: dict[torch.dtype, int] = {}
+    for dtype, (_, sizes) in parts:
+        counts[dtype] = counts.get(dtype, 0) + prod(sizes)
+    return counts.items()

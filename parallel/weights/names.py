@@ -1,0 +1,248 @@
+"""What every family's weights are called, how they are fused, and along what they are split.
+
+This one description, of megatron-core's parameters and the Hugging Face tensors in them, is what
+import, export, refit and its checks are derived from. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from parallel.families import architecture, routed_layers
+from parallel.settings import ModelSettings
+
+# Buckets: what is loaded together. A layer's key is its number.
+EMBEDDING, HEAD = -1, 1 << 30
+VOCABULARY_MULTIPLE = 64  # to which vLLM rounds up before it splits
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """What a dimension is made of and no split may cut, under the name of its setting.
+
+    An engine rounds their count up to a `multiple`, and where its ranks are more than the units
+    some are `repeated`.
+    """
+
+    name: str
+    count: int
+    multiple: int = 1
+    repeated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A Hugging Face tensor, named within its bucket; `units` are those of the split dimension."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    units: Units | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A parameter of megatron-core, named within its bucket, and the tensors that it is made of.
+
+    Tensor parallelism splits `dimension`; None is a replica on every rank. Along it the parts take
+    turns in `groups`; None is once on every rank. Of `experts` there is one weight each, with
+    {expert} in the names, the parameters' numbered from 0 on every rank.
+    """
+
+    parameter: str
+    parts: tuple[Part, ...]
+    dimension: int | None = None
+    groups: int | None = None
+    experts: int = 0
+
+
+class Description:
+    """Every weight of a model, by bucket."""
+
+    def __init__(self, model: ModelSettings) -> None:
+        rows = Units("model.vocabulary_size", model.vocabulary_size, multiple=VOCABULARY_MULTIPLE)
+        table = (model.vocabulary_size, model.hidden_size)
+        names = "embedding.word_embeddings.weight", "model.embed_tokens.weight"
+        attention = [*_norms(model), *_attention(model)]
+        self.buckets = [EMBEDDING, *range(model.layers), HEAD]
+        self._routed = routed_layers(model)
+        self._weights = {
+            "embedding": (_split(*names, table, 0, rows),),
+            "dense": (*attention, *_dense(model)),
+            "routed": (*attention, *_experts(model)),
+            "head": (
+                _whole("decoder.final_layernorm.weight", "model.norm.weight", model.hidden_size),
+                _split("output_layer.weight", "lm_head.weight", table, 0, rows),
+            ),
+        }
+
+    def kind(self, key: int) -> str:
+        """Buckets of one kind differ in nothing but their number."""
+        if key in (EMBEDDING, HEAD):
+            return "embedding" if key == EMBEDDING else "head"
+        return "routed" if key in self._routed else "dense"
+
+    def weights(self, kind: str) -> tuple[Weight, ...]:
+        """What a bucket of the kind is made of, named within it."""
+        return self._weights[kind]
+
+    def tensors(self, key: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """A bucket's Hugging Face tensors, under their whole names, with their shapes."""
+        prefix = tensor_prefix(key)
+        for weight in self.weights(self.kind(key)):
+            for expert in range(max(1, weight.experts)):
+                for part in weight.parts:
+                    yield prefix + part.tensor.format(expert=expert), part.shape
+
+
+def tensors(model: ModelSettings) -> dict[str, tuple[int, ...]]:
+    """The shape of every Hugging Face tensor, bucket by bucket."""
+    description = Description(model)
+    return dict(item for key in description.buckets for item in description.tensors(key))
+
+
+def bucket(tensor: str) -> int:
+    """What a Hugging Face tensor is loaded together with; the keys are in the model's order."""
+    if layer := LAYER.match(tensor):
+        return int(layer[1])
+    return EMBEDDING if "embed_tokens" in tensor else HEAD
+
+
+def is_precise(tensor: str) -> bool:
+    """Whether a tensor stays in fp32 whatever the model's precision, as in transformers."""
+    return tensor.endswith("e_score_correction_bias")
+
+
+def tensor_prefix(key: int) -> str:
+    """What a bucket's Hugging Face tensors are named within."""
+    return "" if key in (EMBEDDING, HEAD) else f"model.layers.{key}."
+
+
+def plain_name(parameter: str, latent: bool) -> str:
+    """A parameter's name in a model without TransformerEngine, which fuses norms into the linear
+    layers that read them, other ones in `latent` attention, and experts into one module."""
+    parameter = re.sub(
+        r"experts\.(linear_fc[12])\.weight(\d+)", r"experts.local_experts.\2.\1.weight", parameter
+    )
+    if latent:
+        return re.sub(
+            r"linear_(q|kv)_up_proj\.layer_norm_weight", r"\1_layernorm.weight", parameter
+        )
+    return parameter.replace(
+        "self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"
+    ).replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
+
+
+def _whole(parameter: str, tensor: str, *shape: int) -> Weight:
+    return Weight(parameter, (Part(tensor, shape),))
+
+
+def _split(
+    parameter: str, tensor: str, shape: tuple[int, ...], dimension: int, units: Units
+) -> Weight:
+    return Weight(parameter, (Part(tensor, shape, units),), dimension)
+
+
+def _norms(model: ModelSettings) -> Iterator[Weight]:
+    for parameter, tensor in (
+        ("input_layernorm", "input_layernorm"),
+        ("pre_mlp_layernorm", "post_attention_layernorm"),
+    ):
+        yield _whole(f"{parameter}.weight", f"{tensor}.weight", model.hidden_size)
+
+
+def _attention(model: ModelSettings) -> Iterator[Weight]:
+    if model.family == "deepseek_v3":
+        yield from _latent_attention(model)
+        return
+    queries = Units("model.attention_heads", model.attention_heads)
+    groups = Units("model.key_value_heads", model.key_value_heads, repeated=True)
+    kinds: dict[str, tuple[int, ...]] = {"weight": (model.hidden_size,)}
+    if getattr(architecture(model), "attention_bias", False):
+        kinds["bias"] = ()
+    for kind, row in kinds.items():
+        parts = tuple(
+            Part(f"self_attn.{name}_proj.{kind}", (units.count * model.head_dim, *row), units)
+            for name, units in (("q", queries), ("k", groups), ("v", groups))
+        )
+        yield Weight(f"self_attention.linear_qkv.{kind}", parts, 0, groups=groups.count)
+    if model.family == "qwen3_moe" or getattr(architecture(model), "use_qk_norm", False):
+        for name in "qk":
+            names = f"self_attention.{name}_layernorm.weight", f"self_attn.{name}_norm.weight"
+            yield _whole(*names, model.head_dim)
+    yield _projection(model, queries, model.head_dim)
+
+
+def _latent_attention(model: ModelSettings) -> Iterator[Weight]:
+    further = architecture(model)
+    heads = Units("model.attention_heads", model.attention_heads)
+    ours, theirs = "self_attention.linear_", "self_attn."
+    rank, read = further.q_lora_rank, (further.qk_nope_head_dim + model.head_dim) * heads.count
+    if rank is None:
+        shape = (read, model.hidden_size)
+        yield _split(f"{ours}q_proj.weight", f"{theirs}q_proj.weight", shape, 0, heads)
+    else:
+        names = f"{ours}q_down_proj.weight", f"{theirs}q_a_proj.weight"
+        yield _whole(*names, rank, model.hidden_size)
+        yield _whole("self_attention.q_layernorm.weight", f"{theirs}q_a_layernorm.weight", rank)
+        yield _split(f"{ours}q_up_proj.weight", f"{theirs}q_b_proj.weight", (read, rank), 0, heads)
+    rank = further.kv_lora_rank
+    names = f"{ours}kv_down_proj.weight", f"{theirs}kv_a_proj_with_mqa.weight"
+    yield _whole(*names, rank + model.head_dim, model.hidden_size)
+    yield _whole("self_attention.kv_layernorm.weight", f"{theirs}kv_a_layernorm.weight", rank)
+    shape = ((further.qk_nope_head_dim + further.v_head_dim) * heads.count, rank)
+    yield _split(f"{ours}kv_up_proj.weight", f"{theirs}kv_b_proj.weight", shape, 0, heads)
+    yield _projection(model, heads, further.v_head_dim)
+
+
+def _projection(model: ModelSettings, heads: Units, head_dim: int) -> Weight:
+    names = "self_attention.linear_proj.weight", "self_attn.o_proj.weight"
+    return _split(*names, (model.hidden_size, heads.count * head_dim), 1, heads)
+
+
+def _dense(model: ModelSettings) -> Iterator[Weight]:
+    """A layer without experts, which some families start with."""
+    if model.family in ("glm4_moe", "deepseek_v3"):
+        width = architecture(model).intermediate_size
+        yield from _perceptron(
+            model, "mlp.", "mlp.", Units("model.architecture.intermediate_size", width)
+        )
+
+
+def _experts(model: ModelSettings) -> Iterator[Weight]:
+    further, mixtral = architecture(model), model.family == "mixtral"
+    theirs = "block_sparse_moe." if mixtral else "mlp."
+    names = f"{theirs}gate.weight", model.experts, model.hidden_size
+    yield _whole("mlp.router.weight", *names)
+    if model.family in ("glm4_moe", "deepseek_v3"):
+        bias = "mlp.gate.e_score_correction_bias"
+        yield _whole("mlp.router.expert_bias", bias, model.experts)
+        width = further.n_shared_experts * model.expert_hidden_size
+        units = Units("model.architecture.n_shared_experts x model.expert_hidden_size", width)
+        yield from _perceptron(model, "mlp.shared_experts.", "mlp.shared_experts.", units)
+    yield from _perceptron(
+        model,
+        "mlp.experts.local_experts.{expert}.",
+        f"{theirs}experts.{{expert}}.",
+        Units("model.expert_hidden_size", model.expert_hidden_size),
+        ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj"),
+        model.experts,
+    )
+
+
+def _perceptron(
+    model: ModelSettings,
+    ours: str,
+    theirs: str,
+    units: Units,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    experts: int = 0,
+) -> Iterator[Weight]:
+    """Gate and up projection, fused, and the down projection."""
+    wide, narrow = (units.count, model.hidden_size), (model.hidden_size, units.count)
+    *fused, down = (f"{theirs}{name}.weight" for name in names)
+    parts = tuple(Part(tensor, wide, units) for tensor in fused)
+    yield Weight(f"{ours}linear_fc1.weight", parts, 0, experts=experts)
+    yield Weight(f"{ours}linear_fc2.weight", (Part(down, narrow, units),), 1, experts=experts)

@@ -1,0 +1,328 @@
+"""Who sends which slice to whom when the engines take over the trainer's weights.
+
+Every rank computes only its own part, by the same arithmetic as its peers, so that no metadata is
+exchanged: what one sends the other expects, in the same order. An engine rank receives what it
+needs and nothing twice, in buckets of one layer each. Never imports torch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple
+
+from parallel.boxes import Box, intersect
+from parallel.settings import LayoutSettings, ModelSettings
+from parallel.weights.engine import needed_of
+from parallel.weights.names import Description, tensor_prefix
+from parallel.weights.trainer import Layout, Shard, share
+
+GRAIN = 1 << 19  # elements: below about a MiB, two messages cost more than one replica's idleness
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The tensor-parallel size of each engine; their ranks are numbered through.
+
+    With `forwarding`, trainers feed no more engine ranks than there are trainers, and every other
+    engine is fed by an earlier one of its size.
+    """
+
+    engines: tuple[int, ...]
+    forwarding: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What one trainer rank sends to one engine rank of a bucket, one box after another."""
+
+    peer: int
+    boxes: list[tuple[str, Box]]
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """What an engine rank loads together: a layer, the embedding, or the last norm and the head.
+
+    `tensors` are all of the bucket, and `needs` what this rank copies of them. The messages' boxes
+    cover them exactly once; or the engine rank `forwarded_from` sends all the needs, one after
+    another. So does this rank to those in `forward_to`.
+    """
+
+    key: int
+    tensors: list[str]
+    needs: list[tuple[str, Box]]
+    messages: list[Message] = field(default_factory=list)
+    forwarded_from: int | None = None
+    forward_to: tuple[int, ...] = ()
+
+
+class Slice(NamedTuple):
+    """tensor[box] is parameter[parameter_box] of this trainer rank's virtual chunk."""
+
+    chunk: int
+    parameter: str
+    parameter_box: Box
+    tensor: str
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """A `Message`, as the trainer rank that sends it to the engine rank `peer` sees it."""
+
+    bucket: int
+    peer: int
+    slices: list[Slice]
+
+
+class _EngineRank(NamedTuple):
+    engine: int
+    ranks: int
+    rank: int
+
+
+class _Item(NamedTuple):
+    """What an engine rank takes of one piece of a shard, named within its bucket."""
+
+    tensor: str
+    box: Box
+    parameter: str
+    parameter_offset: tuple[int, ...]
+
+
+class _Items(NamedTuple):
+    """All items of an engine rank and a shard in their order, and at which element each starts."""
+
+    items: list[_Item]
+    starts: list[int]
+    elements: int
+
+
+class Plan:
+    """The plan of one trainer and its engines; `receive` and `send` give each rank its own part.
+
+    Replicas share the load thus: all that an engine's ranks take of a shard of a bucket, laid end
+    to end, is cut at whole rows into equal lengths, one for each rank that holds the shard. Every
+    rank goes through its list in the order of steps, in each of which the engines take buckets of
+    different pipeline stages, so that all stages send at the same time.
+    """
+
+    def __init__(self, model: ModelSettings, layout: LayoutSettings, fleet: Fleet) -> None:
+        self.description = Description(model)
+        self.layout = Layout(model, layout)
+        self.fleet = fleet
+        self._ranks = [
+            _EngineRank(engine, size, rank)
+            for engine, size in enumerate(fleet.engines)
+            for rank in range(size)
+        ]
+        self._first = [0, *accumulate(fleet.engines)]
+        self._sources = _sources(fleet, layout.ranks)
+        self.fed = [engine for engine, source in enumerate(self._sources) if source is None]
+        self._position = {key: at for at, key in enumerate(self.description.buckets)}
+        self._turns = self._turns_of_stages()
+        self._first_stages = self._spread_over_stages()
+        self._needs: dict[tuple[str, int, int], dict[str, Box]] = {}
+        self._items: dict[tuple[str, Shard, int, int], _Items] = {}
+        self._lines: dict[tuple[str, Shard, int], list[int]] = {}
+
+    def receive(self, rank: int) -> list[Bucket]:
+        """What an engine rank receives, in the order in which it loads it."""
+        engine, ranks, place = self._ranks[rank]
+        source = self._sources[engine]
+        from_rank = None if source is None else self._first[source] + place
+        to = [later for later, fed_by in enumerate(self._sources) if fed_by == engine]
+        found = []
+        for key in sorted(self.description.buckets, key=lambda key: self.step(engine, key)):
+            prefix, kind = tensor_prefix(key), self.description.kind(key)
+            found.append(
+                Bucket(
+                    key,
+                    [name for name, _ in self.description.tensors(key)],
+                    [(prefix + n, box) for n, box in self._needed(kind, ranks, place).items()],
+                    [] if from_rank is not None else self._messages(key, rank),
+                    from_rank,
+                    tuple(self._first[later] + place for later in to),
+                )
+            )
+        return found
+
+    def source(self, rank: int) -> int:
+        """Whose bytes an engine rank gets: the rank fed by the trainers, itself or another."""
+        engine, _, place = self._ranks[rank]
+        while (earlier := self._sources[engine]) is not None:
+            engine = earlier
+        return self._first[engine] + place
+
+    def send(self, rank: int) -> list[Sending]:
+        """What a trainer rank sends, in an order in which no two ranks wait for each other."""
+        found = []
+        for key in self.description.buckets:
+            stage, chunk, ours = self.layout.place(key)
+            if stage != self.layout.stage(rank):
+                continue
+            theirs = tensor_prefix(key)
+            for peer, items in self._sent(key, rank).items():
+                slices = [
+                    Slice(chunk, ours + name, (offset, box[1]), theirs + tensor, box)
+                    for tensor, box, name, offset in items
+                ]
+                found.append(Sending(key, peer, slices))
+        return sorted(
+            found,
+            key=lambda each: (self.step(self._ranks[each.peer].engine, each.bucket), each.peer),
+        )
+
+    def step(self, engine: int, key: int) -> int:
+        """When an engine loads a bucket: one of each stage in turn, then the next of each."""
+        stage, turn = self._turns[key]
+        pipeline = self.layout.sizes.pipeline
+        return turn * pipeline + (stage - self._first_stages[engine]) % pipeline
+
+    def _messages(self, key: int, rank: int) -> list[Message]:
+        kind, prefix = self.description.kind(key), tensor_prefix(key)
+        stage = self.layout.place(key).stage
+        engine, ranks, place = self._ranks[rank]
+        boxes: dict[int, list[tuple[str, Box]]] = {}
+        for shard in self.layout.shards():
+            found = self._shared(kind, shard, ranks, place)
+            if not found.items:
+                continue
+            holders = self.layout.holders(shard, stage)
+            line = self._line(kind, shard, ranks)
+            start, total, parts = line[place], line[-1], _parts(line, holders)
+            first, last = (share(start + at, total, parts) for at in (0, found.elements - 1))
+            turn = self._turn(key, engine) * parts
+            for part in range(first, last + 1):
+                low, high = total * part // parts - start, total * (part + 1) // parts - start
+                taken = [(prefix + item.tensor, item.box) for item in _within(found, low, high)]
+                if taken:
+                    boxes.setdefault(holders[(turn + part) % len(holders)], []).extend(taken)
+        return [Message(peer, boxes[peer]) for peer in sorted(boxes)]
+
+    def _sent(self, key: int, rank: int) -> dict[int, list[_Item]]:
+        """What a trainer rank sends of a bucket to each engine rank."""
+        kind, stage = self.description.kind(key), self.layout.stage(rank)
+        sent: dict[int, list[_Item]] = {}
+        for shard in self.layout.shards_of(rank):
+            holders = self.layout.holders(shard, stage)
+            for engine in self.fed:
+                ranks = self.fleet.engines[engine]
+                line = self._line(kind, shard, ranks)
+                total, parts = line[-1], _parts(line, holders)
+                part = (holders.index(rank) - self._turn(key, engine) * parts) % len(holders)
+                if not total or part >= parts:
+                    continue
+                low, high = total * part // parts, total * (part + 1) // parts
+                for place in range(bisect_right(line, low) - 1, bisect_left(line, high)):
+                    found = self._shared(kind, shard, ranks, place)
+                    if taken := _within(found, low - line[place], high - line[place]):
+                        sent.setdefault(self._first[engine] + place, []).extend(taken)
+        return sent
+
+    def _turn(self, key: int, engine: int) -> int:
+        """Whose turn it is where fewer ranks send than hold a shard."""
+        return self._position[key] + engine
+
+    def _line(self, kind: str, shard: Shard, ranks: int) -> list[int]:
+        """Where the items of each of an engine's ranks start, laid end to end."""
+        where = kind, shard, ranks
+        if where not in self._lines:
+            counts = (self._shared(*where, rank).elements for rank in range(ranks))
+            self._lines[where] = [0, *accumulate(counts)]
+        return self._lines[where]
+
+    def _shared(self, kind: str, shard: Shard, ranks: int, rank: int) -> _Items:
+        """What a tensor-parallel rank of an engine takes of a shard."""
+        where = kind, shard, ranks, rank
+        if where not in self._items:
+            needs, items = self._needed(kind, ranks, rank), []
+            for piece in self.layout.pieces(self.description.weights(kind), shard):
+                need = needs.get(piece.tensor)
+                if need and (common := intersect(piece.box, need)):
+                    offset = _shifted(piece.parameter_offset, piece.box[0], common[0])
+                    items.append(_Item(piece.tensor, common, piece.parameter, offset))
+            starts = [0, *accumulate(prod(item.box[1]) for item in items)]
+            self._items[where] = _Items(items, starts[:-1], starts[-1])
+        return self._items[where]
+
+    def _needed(self, kind: str, ranks: int, rank: int) -> dict[str, Box]:
+        where = kind, ranks, rank
+        if where not in self._needs:
+            self._needs[where] = dict(needed_of(self.description.weights(kind), ranks, rank))
+        return self._needs[where]
+
+    def _turns_of_stages(self) -> dict[int, tuple[int, int]]:
+        """Each bucket's stage, and the how manieth bucket of its stage it is."""
+        seen = [0] * self.layout.sizes.pipeline
+        found = {}
+        for key in self.description.buckets:
+            stage = self.layout.place(key).stage
+            found[key] = stage, seen[stage]
+            seen[stage] += 1
+        return found
+
+    def _spread_over_stages(self) -> list[int]:
+        """The stage that each engine starts with; those not fed follow the engine that they are
+        forwarded from."""
+        found: list[int] = []
+        for engine, source in enumerate(self._sources):
+            if source is None:
+                found.append(self.fed.index(engine) * self.layout.sizes.pipeline // len(self.fed))
+            else:
+                found.append(found[source])
+        return found
+
+
+def _sources(fleet: Fleet, trainers: int) -> list[int | None]:
+    """Which engine forwards to each; None is fed by the trainers."""
+    found: list[int | None] = []
+    same: dict[int, list[int]] = {}  # engines so far, by size
+    direct: dict[int, int] = {}  # and how many of them are fed, once that is settled
+    fed = 0
+    for engine, size in enumerate(fleet.engines):
+        earlier = same.setdefault(size, [])
+        if fleet.forwarding and earlier and fed + size > trainers:
+            direct.setdefault(size, len(earlier))
+        if size in direct:
+            found.append(earlier[-direct[size]])
+        else:
+            found.append(None)
+            fed += size
+        earlier.append(engine)
+    return found
+
+
+def _parts(line: list[int], holders: range) -> int:
+    """How many of the ranks that hold a shard send it."""
+    return min(len(holders), max(1, line[-1] // GRAIN))
+
+
+def _within(found: _Items, low: int, high: int) -> list[_Item]:
+    """What starts at the elements from `low` to `high` of an engine rank's items, whole rows."""
+    if low <= 0 and high >= found.elements:
+        return found.items
+    return list(_cut(found, low, high))
+
+
+def _cut(found: _Items, low: int, high: int) -> Iterator[_Item]:
+    for item, start in zip(found.items, found.starts, strict=True):
+        offsets, sizes = item.box
+        row = prod(sizes[1:])
+        first = min(max(0, -(-(low - start) // row)), sizes[0])
+        last = min(max(0, -(-(high - start) // row)), sizes[0])
+        if first < last:
+            box = (offsets[0] + first, *offsets[1:]), (last - first, *sizes[1:])
+            yield item._replace(
+                box=box, parameter_offset=_shifted(item.parameter_offset, offsets, box[0])
+            )
+
+
+def _shifted(
+    offset: tuple[int, ...], old: tuple[int, ...], new: tuple[int, ...]
+) -> tuple[int, ...]:
+    return tuple(a - b + c for a, b, c in zip(offset, old, new, strict=True))

@@ -1,0 +1,212 @@
+"""Which slices of the Hugging Face tensors each of the trainer's ranks holds, by arithmetic alone.
+
+Ranks are numbered as megatron-core numbers them, tp-cp-ep-dp-pp: the pipeline's stages follow one
+another, and within a stage tensor-parallel ranks are neighbours. Never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from parallel.boxes import Box
+from parallel.settings import LayoutSettings, ModelSettings
+from parallel.weights.names import (
+    EMBEDDING,
+    HEAD,
+    Description,
+    Part,
+    Weight,
+    bucket,
+    tensor_prefix,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """tensor[box] is parameter[as large a box at parameter_offset] of a rank's virtual chunk.
+
+    The parameter is named as in the chunk's state_dict, without TransformerEngine
+    (`names.plain_name`): layers and experts are numbered from 0 in every chunk.
+    """
+
+    tensor: str
+    box: Box
+    chunk: int
+    parameter: str
+    parameter_offset: tuple[int, ...]
+
+
+class Shard(NamedTuple):
+    """What all ranks of a stage with the same weights hold: every weight that is not split, one
+    tensor-parallel rank's part of the dense ones, or one rank's part of its experts."""
+
+    kind: Literal["whole", "split", "experts"]
+    tensor: int = 0
+    expert: int = 0
+
+
+class Place(NamedTuple):
+    """Where a bucket is in the pipeline, and what its parameters are named within."""
+
+    stage: int
+    chunk: int
+    prefix: str
+
+
+class Layout:
+    """The arithmetic of a layout. The pipeline need not divide the layers: then the stages' numbers
+    of layers differ by one."""
+
+    def __init__(self, model: ModelSettings, layout: LayoutSettings) -> None:
+        self.sizes = layout
+        self.layers = model.layers
+        self.experts = model.experts // layout.expert
+        self.stage_ranks = layout.ranks // layout.pipeline
+
+    def place(self, key: int) -> Place:
+        """Where a bucket is."""
+        pipeline, parts = self.sizes.pipeline, self.sizes.pipeline * self.sizes.virtual_pipeline
+        if key == EMBEDDING:
+            return Place(0, 0, "")
+        if key == HEAD:
+            return Place(pipeline - 1, self.sizes.virtual_pipeline - 1, "")
+        part = share(key, self.layers, parts)
+        first = self.layers * part // parts
+        return Place(part % pipeline, part // pipeline, f"decoder.layers.{key - first}.")
+
+    def stage(self, rank: int) -> int:
+        """The pipeline stage of a rank."""
+        return rank // self.stage_ranks
+
+    def shards(self) -> list[Shard]:
+        """All shards of a stage."""
+        sizes = self.sizes
+        return [
+            Shard("whole"),
+            *(Shard("split", tensor) for tensor in range(sizes.tensor)),
+            *(
+                Shard("experts", tensor, expert)
+                for expert in range(sizes.expert)
+                for tensor in range(sizes.expert_tensor)
+            ),
+        ]
+
+    def shards_of(self, rank: int) -> tuple[Shard, Shard, Shard]:
+        """The shards that a rank holds, in the order of `shards`."""
+        sizes = self.sizes
+        expert = rank % self.stage_ranks // sizes.expert_tensor % sizes.expert
+        return (
+            Shard("whole"),
+            Shard("split", rank % self.stage_ranks % sizes.tensor),
+            Shard("experts", rank % self.stage_ranks % sizes.expert_tensor, expert),
+        )
+
+    def holders(self, shard: Shard, stage: int) -> range:
+        """The ranks of a stage that hold a shard."""
+        sizes, first = self.sizes, stage * self.stage_ranks
+        step, offset = {
+            "whole": (1, 0),
+            "split": (sizes.tensor, shard.tensor),
+            "experts": (
+                sizes.expert_tensor * sizes.expert,
+                shard.tensor + sizes.expert_tensor * shard.expert,
+            ),
+        }[shard.kind]
+        return range(first + offset, first + self.stage_ranks, step)
+
+    def pieces(self, weights: Sequence[Weight], shard: Shard) -> Iterator[Piece]:
+        """A shard's part of the weights of one bucket, named within it, as if in chunk 0."""
+        ways = {"whole": 1, "split": self.sizes.tensor, "experts": self.sizes.expert_tensor}
+        for weight in weights:
+            if shard.kind != ("experts" if weight.experts else _kind(weight)):
+                continue
+            cuts = list(_cuts(weight, ways[shard.kind], shard.tensor))
+            for local in range(self.experts if weight.experts else 1):
+                number = shard.expert * self.experts + local
+                parameter = weight.parameter.format(expert=local)
+                for part, box, offset in cuts:
+                    yield Piece(part.tensor.format(expert=number), box, 0, parameter, offset)
+
+
+def held(model: ModelSettings, layout: LayoutSettings, rank: int) -> list[Piece]:
+    """All that a rank holds, bucket by bucket. Every element of its state_dict is in one piece."""
+    description, arithmetic = Description(model), Layout(model, layout)
+    found = []
+    for key in description.buckets:
+        stage, chunk, prefix = arithmetic.place(key)
+        if stage != arithmetic.stage(rank):
+            continue
+        weights = description.weights(description.kind(key))
+        for shard in arithmetic.shards_of(rank):
+            for piece in arithmetic.pieces(weights, shard):
+                tensor, parameter = tensor_prefix(key) + piece.tensor, prefix + piece.parameter
+                found.append(Piece(tensor, piece.box, chunk, parameter, piece.parameter_offset))
+    return found
+
+
+class Owners:
+    """Who holds what of a tensor, without a list of all ranks."""
+
+    def __init__(self, model: ModelSettings, layout: LayoutSettings) -> None:
+        self.description, self.layout = Description(model), Layout(model, layout)
+        self._boxes: dict[str, dict[str, list[tuple[Shard, Box]]]] = {}
+
+    def of(self, tensor: str) -> list[tuple[Box, range]]:
+        """Disjoint boxes that cover a Hugging Face tensor, each with all ranks that hold it.
+
+        Raises KeyError for a tensor that the model does not have.
+        """
+        key = bucket(tensor)
+        stage = self.layout.place(key).stage
+        boxes = self._of_kind(self.description.kind(key))[tensor.removeprefix(tensor_prefix(key))]
+        return [(box, self.layout.holders(shard, stage)) for shard, box in boxes]
+
+    def _of_kind(self, kind: str) -> dict[str, list[tuple[Shard, Box]]]:
+        if kind not in self._boxes:
+            found: dict[str, list[tuple[Shard, Box]]] = {}
+            for shard in self.layout.shards():
+                for piece in self.layout.pieces(self.description.weights(kind), shard):
+                    found.setdefault(piece.tensor, []).append((shard, piece.box))
+            self._boxes[kind] = found
+        return self._boxes[kind]
+
+
+def share(position: int, total: int, parts: int) -> int:
+    """In which of `parts` nearly equal parts of range(total) a position is: part n starts at
+    total * n // parts."""
+    return ((position + 1) * parts - 1) // total
+
+
+def _kind(weight: Weight) -> str:
+    return "whole" if weight.dimension is None else "split"
+
+
+def _cuts(weight: Weight, ranks: int, rank: int) -> Iterator[tuple[Part, Box, tuple[int, ...]]]:
+    """One of `ranks` parts of a weight, as boxes of its tensors, each with its offset in the part.
+
+    The queries of a KV group are followed by its key and value; gate and up projection are split
+    each by itself, as if every rank were a group.
+    """
+    if weight.dimension is None:
+        [part] = weight.parts
+        start = (0,) * len(part.shape)
+        yield part, (start, part.shape), start
+        return
+    groups = weight.groups or ranks
+    each = groups // ranks
+    position = 0
+    for group in range(rank * each, (rank + 1) * each):
+        for part in weight.parts:
+            size = part.shape[weight.dimension] // groups
+            box = (
+                _along(weight.dimension, (0,) * len(part.shape), group * size),
+                _along(weight.dimension, part.shape, size),
+            )
+            yield part, box, _along(weight.dimension, (0,) * len(part.shape), position)
+            position += size
+
+
+def _along(dimension: int, values: tuple[int, ...], value: int) -> tuple[int, ...]:
+    return (*values[:dimension], value, *values[dimension + 1 :])

@@ -1,0 +1,189 @@
+"""Prompts that were begun and not yet trained on, and which of them a step takes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from stages.domains.problem import Problem
+from stages.domains.prompts import PromptStream
+from stages.domains.rewards import grade, load_reward
+from stages.groups import Group, groups_of, seed_of
+from stages.rollout import Rollouts
+from stages.settings import DomainSettings, RolloutSettings, SamplingSettings, StageJob
+
+
+class Backlog:
+    """The prompts of a stage from their streams to the step that trains on them; main rank only.
+
+    A prompt leaves its stream once. It is trained on, or dropped and counted, or saved as begun, to
+    be drawn anew by a stage that resumes.
+    """
+
+    def __init__(
+        self,
+        job: StageJob,
+        domains: Mapping[str, DomainSettings],
+        sampling: SamplingSettings,
+        rollouts: Rollouts,
+    ) -> None:
+        self.domains = list(domains)
+        self.sampling = sampling
+        self._job = job
+        self._prompts = {domain: settings.prompts for domain, settings in domains.items()}
+        self._rollouts = rollouts
+        self._rewards = {name: load_reward(name, each.reward) for name, each in domains.items()}
+        self._streams = {domain: self._stream(domain, cursor=0) for domain in domains}
+        self._saved: dict[str, deque[int]] = {domain: deque() for domain in domains}
+        self._begun: dict[str, list[Group]] = {domain: [] for domain in domains}
+
+    def begin(self, wanted: Mapping[str, int]) -> int:
+        """Ask for samples of further prompts, until so many of each domain are begun; returns how
+        many prompts that were."""
+        groups = []
+        for domain, count in wanted.items():
+            new = [self._next(domain) for _ in range(count - len(self._begun[domain]))]
+            groups += [self._group(problem) for problem in new]
+        self._ask(groups)
+        return len(groups)
+
+    def again(self, groups: list[Group], attempt: int) -> None:
+        """Ask for other samples of the same prompts."""
+        self._ask([self._group(group.problem, attempt) for group in groups])
+
+    def probes(self, count: int, purpose: str, longest: int) -> list[Group]:
+        """Ask for one short response to each of the next prompts, which stay in their stream."""
+        domain = self.domains[0]
+        problems = self._stream(domain, self._streams[domain].cursor).take(count)
+        seed = seed_of(self._job.settings.seed, self._job.stage, domain, purpose)
+        groups = groups_of(problems, 1, seed)
+        limit = min(longest, self.sampling.max_response_tokens)
+        short = self.sampling.model_copy(update={"max_response_tokens": limit})
+        self._rollouts.request(groups, short, at_once=True)
+        return groups
+
+    def take(self, domain: str) -> Group | None:
+        """The group of a domain that was whole first, graded; None where none is whole."""
+        whole = [group for group in self._begun[domain] if group.ended is not None]
+        if not whole:
+            return None
+        group = min(whole, key=lambda each: each.ended or 0)
+        self._begun[domain].remove(group)
+        for sample in group.samples:
+            text = self._rollouts.text(sample)
+            sample.reward = grade(self._rewards[domain], group.problem, text, sample.finished)
+        return group
+
+    def state(self) -> dict[str, Any]:
+        """Where every domain's prompts continue, and those before that were begun, as JSON."""
+        return {
+            "cursors": {domain: stream.cursor for domain, stream in self._streams.items()},
+            "begun": {
+                domain: [*self._saved[domain], *(group.problem.index for group in begun)]
+                for domain, begun in self._begun.items()
+            },
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue there; what was begun is drawn again, by the weights of today."""
+        for domain in self.domains:
+            self._streams[domain] = self._stream(domain, state["cursors"][domain])
+            self._saved[domain] = deque(sorted(state["begun"][domain]))
+
+    def _ask(self, groups: list[Group]) -> None:
+        for group in groups:
+            self._begun[group.problem.domain].append(group)
+        if groups:
+            self._rollouts.request(groups, self.sampling)
+
+    def _group(self, problem: Problem, attempt: int = 0) -> Group:
+        purpose = f"prompt {problem.index}, attempt {attempt}"
+        seed = seed_of(self._job.settings.seed, self._job.stage, problem.domain, purpose)
+        [group] = groups_of([problem], self.sampling.group_size, seed)
+        return group
+
+    def _next(self, domain: str) -> Problem:
+        stream = self._streams[domain]
+        if self._saved[domain]:
+            stream = self._stream(domain, self._saved[domain].popleft())
+        return stream.take(1)[0]
+
+    def _stream(self, domain: str, cursor: int) -> PromptStream:
+        seed, stage = self._job.settings.seed, self._job.stage
+        return PromptStream(self._prompts[domain], domain, seed, stage, cursor=cursor)
+
+
+@dataclass
+class Batch:
+    """What a step trains on, in the order in which the prompts were begun; and what was drawn
+    beside it: groups that were `replaced` because they were flat, and samples `too_old`."""
+
+    groups: list[Group]
+    replaced: list[Group]
+    too_old: int
+
+
+@dataclass
+class _Taken:
+    """One domain's part of a batch that is not complete yet."""
+
+    rounds: int
+    uneven: list[Group] = field(default_factory=list)
+    flat: list[Group] = field(default_factory=list)
+    replaced: list[Group] = field(default_factory=list)
+
+    @property
+    def groups(self) -> list[Group]:
+        return sorted([*self.uneven, *self.flat], key=lambda group: group.problem.index)
+
+    def replace_flat(self) -> None:
+        """Use a round, if one is left, to have others in place of the flat ones."""
+        if self.flat and self.rounds:
+            self.rounds -= 1
+            self.replaced += self.flat
+            self.flat = []
+
+
+class Collection:
+    """Takes one step's groups from the backlog as they become whole; main rank only.
+
+    `version` is that of the weights that the step begins with.
+    """
+
+    def __init__(self, backlog: Backlog, settings: RolloutSettings, version: int) -> None:
+        self._backlog = backlog
+        self._settings = settings
+        self._version = version
+        self._too_old = 0
+        rounds = settings.dynamic_sampling
+        self._taken = {domain: _Taken(rounds) for domain in backlog.domains}
+
+    def batch(self) -> Batch | None:
+        """The whole batch, or None while some of it is to come."""
+        for domain, taken in self._taken.items():
+            while self._missing(taken) and (group := self._backlog.take(domain)) is not None:
+                self._sort(taken, group)
+        missing = {domain: self._missing(taken) for domain, taken in self._taken.items()}
+        if any(missing.values()):
+            self._backlog.begin(missing)
+            return None
+        parts = self._taken.values()
+        return Batch(
+            groups=[group for taken in parts for group in taken.groups],
+            replaced=[group for taken in parts for group in taken.replaced],
+            too_old=self._too_old,
+        )
+
+    def _sort(self, taken: _Taken, group: Group) -> None:
+        if self._version - group.weight_version > self._settings.max_staleness:
+            self._too_old += len(group.samples)
+            return
+        (taken.flat if group.flat else taken.uneven).append(group)
+        if not self._missing(taken):
+            taken.replace_flat()
+
+    def _missing(self, taken: _Taken) -> int:
+        wanted = self._backlog.sampling.prompts_per_step
+        return wanted - len(taken.uneven) - len(taken.flat)

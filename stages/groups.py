@@ -1,0 +1,51 @@
+"""A prompt and all of its samples, as they come in."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from parallel.sample import Sample
+from stages.domains.problem import Problem
+
+
+@dataclass(eq=False)
+class Group:
+    """All samples of one prompt; sample i is drawn with seed + i.
+
+    `ended` counts the groups that were whole before this one; it is not whole where that is None.
+    """
+
+    problem: Problem
+    seed: int
+    drawn: list[Sample | None]
+    ended: int | None = None
+
+    @property
+    def samples(self) -> list[Sample]:
+        """All samples of a whole group."""
+        assert self.ended is not None
+        return [sample for sample in self.drawn if sample is not None]
+
+    @property
+    def weight_version(self) -> int:
+        """Of the oldest weights that drew any token of it."""
+        return min(sample.weight_version for sample in self.samples)
+
+    @property
+    def flat(self) -> bool:
+        """Whether its samples all earned the same, so that none is better than another."""
+        return len({sample.reward for sample in self.samples}) == 1
+
+
+def groups_of(problems: list[Problem], size: int, seed: int) -> list[Group]:
+    """A group of `size` for each problem; no two samples share a seed."""
+    return [
+        Group(problem, seed + index * size, [None] * size) for index, problem in enumerate(problems)
+    ]
+
+
+def seed_of(*parts: object) -> int:
+    """A seed below 2^62 that no other purpose shares."""
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8]) >> 2

@@ -1,0 +1,185 @@
+"""How sampling and training take turns: in turn, one step ahead, or all the time."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from parallel import batch
+from parallel.batch import MicroBatch
+from parallel.distributed import is_main
+from parallel.packing import Place
+from stages.agreement import MismatchError, measure_mismatch
+from stages.backlog import Collection
+from stages.groups import Group
+from stages.rollout import stopwatch
+
+if TYPE_CHECKING:
+    from stages.on_policy import OnPolicyStage, Rollout
+
+ATTEMPTS = 2
+PROBES_AN_ENGINE, PROBE_TOKENS = 4, 8  # responses that show whether a refit was right
+
+
+@dataclass
+class Drawn:
+    """One step's samples on every rank, as this rank's micro-batches of each update."""
+
+    rollout: Rollout
+    updates: list[list[MicroBatch]]
+    metrics: dict[str, float]
+
+
+class RolloutMode(ABC):
+    """Has a step's samples drawn, and holds engine and trainer to the same log-probabilities.
+
+    The policy's weights at the beginning of step v are version v.
+    """
+
+    def __init__(self, stage: OnPolicyStage) -> None:
+        self.stage = stage
+        self.rollouts = stage.rollouts
+        self.bound = stage.job.settings.engine.max_logprob_difference
+        # Of the last `collect`; main rank only.
+        self.taken: list[Group] = []
+        self.waited = False  # whether some of them were not whole when they were asked for
+
+    @abstractmethod
+    def draw(self, step: int, seconds: dict[str, float]) -> Drawn:
+        """The samples to train on in this step. Collective.
+
+        Raises MismatchError when engine and trainer disagree twice. Once may be rounding: among a
+        million tokens a few are so ill-conditioned that fp32 cannot tell them better. A wrong refit
+        is wrong again.
+        """
+
+    def begin(self, batches: int) -> int:
+        """Have so many steps' prompts under way; returns how many are new, on the main rank."""
+        if not is_main():
+            return 0
+        per_step = self.stage.sampling.prompts_per_step * self.stage.settings.oversampling
+        count = math.ceil(batches * per_step)
+        return self.stage.backlog.begin(dict.fromkeys(self.stage.backlog.domains, count))
+
+    def collect(self, step: int, seconds: dict[str, float]) -> Rollout:
+        """Wait for the step's batch; on every rank. Collective."""
+        collection = (
+            Collection(self.stage.backlog, self.stage.settings, step) if is_main() else None
+        )
+
+        def ready() -> Rollout | None:
+            assert collection is not None
+            found = collection.batch()
+            if found is None:
+                self.waited = True
+                return None
+            self.taken = found.groups
+            return self.stage.compose(found, step)
+
+        self.waited = False
+        with stopwatch(seconds, "seconds_wait"):
+            return self.rollouts.wait(ready, step)
+
+    def refit(self, step: int, seconds: dict[str, float]) -> dict[str, float]:
+        """Bring the engines the weights that the step begins with. Collective."""
+        with stopwatch(seconds, "seconds_refit"):
+            return self.rollouts.refit(step)
+
+    def probe(self, step: int, seconds: dict[str, float]) -> dict[str, float]:
+        """Refit, and hold a few responses of every engine to the trainer's log-probabilities.
+        Collective."""
+        for attempt in range(ATTEMPTS):
+            measured = self.refit(step, seconds)
+            with stopwatch(seconds, "seconds_rollout"):
+                groups: list[Group] = []
+                if is_main():
+                    count = PROBES_AN_ENGINE * len(self.rollouts.fleet.live())
+                    purpose = f"probe {step}, attempt {attempt}"
+                    groups = self.stage.backlog.probes(count, purpose, PROBE_TOKENS)
+                samples = self.rollouts.whole(groups, step)
+            with stopwatch(seconds, "seconds_train"):
+                budget = self.stage.loop.micro_batch_tokens
+                parts = batch.split(samples, Place.here(), budget, self.stage.replay)
+                temperature = self.stage.sampling.temperature
+                mismatch = measure_mismatch(self.stage.policy, parts, temperature)
+            if mismatch["mismatch_max"] <= self.bound:
+                return {**measured, **mismatch}
+        raise MismatchError(mismatch["mismatch_max"], self.bound)
+
+    def drawn_before(
+        self, rollout: Rollout, step: int, measured: dict[str, float], seconds: dict[str, float]
+    ) -> Drawn:
+        """Samples of older weights: what they differ by from the policy is drift, not mismatch."""
+        with stopwatch(seconds, "seconds_train"):
+            updates, differences = self.stage.prepare(rollout, step)
+        drift = {f"drift_{name.removeprefix('mismatch_')}": x for name, x in differences.items()}
+        return Drawn(rollout, updates, {**measured, **drift})
+
+
+class InTurn(RolloutMode):
+    """Refit, sample, train. The batch itself shows whether the refit was right."""
+
+    def draw(self, step: int, seconds: dict[str, float]) -> Drawn:
+        for attempt in range(ATTEMPTS):
+            measured = self.refit(step, seconds)
+            with stopwatch(seconds, "seconds_rollout"):
+                if attempt == 0:
+                    self.begin(batches=1)
+                elif is_main():
+                    self.stage.backlog.again(self.taken, attempt)
+                rollout = self.collect(step, seconds)
+            with stopwatch(seconds, "seconds_train"):
+                updates, mismatch = self.stage.prepare(rollout, step)
+            if mismatch["mismatch_max"] <= self.bound:
+                return Drawn(rollout, updates, {**measured, **mismatch})
+        raise MismatchError(mismatch["mismatch_max"], self.bound)
+
+
+class OneAhead(RolloutMode):
+    """While a step trains, the next one's samples are drawn with the weights it began with."""
+
+    def draw(self, step: int, seconds: dict[str, float]) -> Drawn:
+        if self.rollouts.version is None:
+            self.refit(step, seconds)
+        with stopwatch(seconds, "seconds_rollout"):
+            self.begin(batches=1)
+            rollout = self.collect(step, seconds)
+        measured = self.probe(step, seconds)
+        self.begin(batches=min(1, self.stage.loop.steps - step))
+        return self.drawn_before(rollout, step, measured, seconds)
+
+
+class Continuous(RolloutMode):
+    """Samples are always under way and go on under new weights.
+
+    `ahead` steps' worth of them at most, and where the engines keep up with the trainer no more
+    than one: what is drawn early only waits and grows old.
+    """
+
+    def __init__(self, stage: OnPolicyStage, ahead: int) -> None:
+        super().__init__(stage)
+        self.ahead = ahead
+
+    def draw(self, step: int, seconds: dict[str, float]) -> Drawn:
+        measured = self.probe(step, seconds)
+        with stopwatch(seconds, "seconds_rollout"):
+            new = self.begin(batches=1)
+            rollout = self.collect(step, seconds)
+        late = self.waited and not new
+        ahead = self.ahead if late else min(1, self.ahead)
+        self.begin(batches=min(ahead, self.stage.loop.steps - step))
+        return self.drawn_before(rollout, step, measured, seconds)
+
+
+def mode_of(stage: OnPolicyStage) -> RolloutMode:
+    """The mode that the stage's settings name."""
+    settings = stage.settings
+    if settings.mode == "overlap":
+        return OneAhead(stage)
+    if settings.mode == "async":
+        return Continuous(stage, ahead=settings.max_staleness)
+    if settings.oversampling > 1:  # what is not taken is left for the next step
+        return Continuous(stage, ahead=0)
+    return InTurn(stage)

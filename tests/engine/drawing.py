@@ -1,0 +1,87 @@
+"""What engines draw, as samples, and what transformers makes of the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from engine_settings import MODEL
+from transformers import AutoModelForCausalLM
+
+from parallel.hugging_face import hugging_face_config
+from parallel.rollout.answers import Question, sample_of
+from parallel.rollout.client import EngineClient
+from parallel.rollout.wire import Generate, Generation, Sampling, prompts_of
+from parallel.sample import Sample
+from parallel.settings import ModelSettings
+
+LONG = list(range(2, 40))  # longer than a cache block, so that its prefix is cached
+PROMPTS = [LONG, [*LONG, 50], [5, 6, 7]]
+SAMPLES = 4  # of each
+SAMPLING = Sampling(temperature=1.0, max_tokens=12, end_token=1)
+
+
+def request(sampling: Sampling = SAMPLING, seed: int = 0, samples: int = SAMPLES) -> Generate:
+    return Generate(prompts_of(PROMPTS, samples, seed), sampling, together=True)
+
+
+def draw(
+    client: EngineClient,
+    sampling: Sampling = SAMPLING,
+    seed: int = 0,
+    model: ModelSettings = MODEL,
+) -> list[Sample]:
+    """Samples in the order of their prompts."""
+    asked = request(sampling, seed)
+    return as_samples(client.generate(asked), asked, model)
+
+
+def as_samples(drawn: Iterable[Generation], asked: Generate, model: ModelSettings) -> list[Sample]:
+    """Samples in the order of their prompts; fails where one is missing or is garbage."""
+    answers = {each.number: each for each in drawn}
+    return [
+        sample_of(
+            Question("a", prompt.tokens, prompt.seed, asked.sampling),
+            answers.pop(prompt.number),
+            model,
+        )
+        for prompt in asked.prompts
+    ]
+
+
+class Reference:
+    """transformers' model with a policy's weights."""
+
+    def __init__(self, settings: ModelSettings, weights: dict[str, np.ndarray]) -> None:
+        config = hugging_face_config(settings)
+        kind = AutoModelForCausalLM._model_mapping[type(config)]
+        state = {name: torch.tensor(values) for name, values in weights.items()}
+        self.model = kind.from_pretrained(None, config=config, state_dict=state).eval()
+        self._chosen: list[torch.Tensor] = []
+        for name, module in self.model.named_modules():
+            if name.endswith("mlp.gate"):
+                module.register_forward_hook(self._note)
+
+    def _note(self, _module: Any, _given: Any, found: Any) -> None:
+        self._chosen.append(found[2].sort(-1).values)
+
+    @torch.no_grad()
+    def read(self, sample: Sample) -> tuple[torch.Tensor, np.ndarray]:
+        """The logits that the response was drawn from, [response, vocabulary], and the experts of
+        every token but the last, sorted, [length, layers, experts_per_token]."""
+        self._chosen.clear()
+        tokens = torch.tensor(np.concatenate([sample.prompt, sample.response]))[None, :-1]
+        logits = self.model(tokens).logits[0, len(sample.prompt) - 1 :]
+        return logits, torch.stack(self._chosen, 1).numpy()
+
+    def differences(self, sample: Sample, temperature: float = 1.0) -> np.ndarray:
+        """|log mu - log pi| of every token, in nats."""
+        expected = (self.read(sample)[0] / temperature).log_softmax(-1)
+        chosen = expected.gather(-1, torch.tensor(sample.response, dtype=torch.int64)[:, None])
+        assert sample.logprobs is not None
+        return (chosen[:, 0] - torch.tensor(sample.logprobs)).abs().numpy()
+
+    def largest_difference(self, drawn: list[Sample], temperature: float = 1.0) -> float:
+        return max(self.differences(each, temperature).max() for each in drawn)

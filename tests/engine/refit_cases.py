@@ -1,0 +1,108 @@
+"""What the trainer's ranks do in the tests of refits; policy and fleet live from call to call."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from drawing import draw
+
+from parallel.sample import Sample
+from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
+from parallel.weights.engine import needed
+
+
+@functools.lru_cache(maxsize=1)
+def policy(model: str, layout: str) -> Any:
+    from parallel.policy import Policy
+
+    return Policy(
+        ModelSettings.model_validate_json(model), LayoutSettings.model_validate_json(layout)
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def fleet(addresses: tuple[Path, ...], model: str, layout: str, engine: str) -> Any:
+    from parallel.rollout.fleet import Fleet
+
+    return Fleet(
+        list(addresses),
+        ModelSettings.model_validate_json(model),
+        LayoutSettings.model_validate_json(layout),
+        EngineSettings.model_validate_json(engine),
+    )
+
+
+def refit(
+    addresses: tuple[Path, ...], model: str, layout: str, engine: str, seeds: list[int]
+) -> dict[str, Any]:
+    """Refit with the weights of each seed; after the last, what the engines have and say."""
+    trained = policy(model, layout)
+    engines = fleet(addresses, model, layout, engine)
+    for seed in seeds:
+        trained.start_fresh(seed)
+        metrics = engines.refit(trained, seed)
+    return {
+        **metrics,
+        "wrong": wrong_tensors(trained, engines, ModelSettings.model_validate_json(model)),
+        "mismatch": mismatch(trained, engines, seeds[-1]),
+        "bound": max(
+            bytes_needed(ModelSettings.model_validate_json(model), size, rank)
+            for size in (reports(engines) or [1])
+            for rank in range(size)
+        ),
+    }
+
+
+def reports(engines: Any) -> list[int]:
+    """The number of ranks of every engine."""
+    from parallel.distributed import broadcast
+
+    return broadcast([len(report.ranks) for report in engines.reports])
+
+
+def bytes_needed(model: ModelSettings, size: int, rank: int) -> int:
+    return sum(4 * int(np.prod(box[1])) for _, box in needed(model, size, rank))
+
+
+def wrong_tensors(trained: Any, engines: Any, model: ModelSettings) -> list[str]:
+    """Engine ranks and buckets whose fingerprint is not that of the whole tensors, gathered."""
+    from parallel.distributed import is_main
+    from parallel.weights import checksums
+    from parallel.weights.names import bucket
+
+    whole = {name: tensor.clone() for name, tensor in trained.weights()}
+    found = []
+    for number, report in enumerate(engines.reports if is_main() else []):
+        for rank, landed in enumerate(report.ranks):
+            expected: dict[str, int] = {}
+            for name, (offsets, sizes) in needed(model, len(report.ranks), rank):
+                place = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+                key = str(bucket(name))
+                value = checksums.fingerprint(name, (offsets, sizes), whole[name][place])
+                expected[key] = checksums.add(expected.get(key, 0), value)
+            theirs = {key: int(value) for key, value in landed.fingerprints.items()}
+            found += [
+                f"engine {number} rank {rank} bucket {key}"
+                for key in expected.keys() | theirs.keys()
+                if expected.get(key) != theirs.get(key)
+            ]
+    return found
+
+
+def mismatch(trained: Any, engines: Any, version: int) -> float:
+    """The largest |log mu - log pi|; every prompt is asked for twice, the second time cached."""
+    from parallel import batch
+    from parallel.distributed import broadcast, is_main
+    from parallel.packing import Place
+    from stages.agreement import measure_mismatch
+
+    drawn: list[Sample] = []
+    for client in engines.live() if is_main() else []:
+        for _ in range(2):
+            drawn += draw(client, seed=version, model=trained.settings)
+    assert {each.weight_version for each in drawn} <= {version}
+    batches = batch.split(broadcast(drawn), Place.here(), 4096, replay=True)
+    return measure_mismatch(trained, batches, temperature=1.0)["mismatch_max"]

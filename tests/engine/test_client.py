@@ -1,0 +1,116 @@
+"""A client of something that is no engine, or not one of this version."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from engine_settings import ENGINE
+
+from parallel.rollout.client import EngineClient, EngineError, EngineRefused
+from parallel.rollout.wire import (
+    PROTOCOL,
+    Address,
+    Description,
+    Generate,
+    Generation,
+    Sampling,
+    frame,
+)
+
+DESCRIPTION = Description(
+    protocol=PROTOCOL,
+    instance="a",
+    host="here",
+    model="digest",
+    tensor=1,
+    max_model_tokens=64,
+    max_sequences=4,
+    weight_version=None,
+)
+GENERATION = Generation(0, b"", b"", b"", (0, 1, 2), False, b"")
+
+Impostor = Callable[[dict[str, bytes]], EngineClient]
+
+
+@pytest.fixture
+def impostor(tmp_path: Path) -> Iterator[Impostor]:
+    """`impostor(answers)`: a client of a server that answers each call with those bytes."""
+    servers = []
+
+    def start(answers: dict[str, bytes]) -> EngineClient:
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(answers[self.path.removeprefix("/")])
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        address = tmp_path / "0" / "address.json"
+        address.parent.mkdir()
+        address.write_bytes(
+            msgspec.json.encode(Address("127.0.0.1", server.server_port, "", 1, "a"))
+        )
+        return EngineClient(address, ENGINE)
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def described(**changes: Any) -> bytes:
+    return msgspec.msgpack.encode(msgspec.structs.replace(DESCRIPTION, **changes))
+
+
+def test_an_engine_of_another_version_is_refused(impostor: Impostor) -> None:
+    client = impostor({"describe": described(protocol=1)})
+    with pytest.raises(EngineRefused, match=f"engine 0 speaks version 1 .* version {PROTOCOL}"):
+        client.connect()
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        frame(GENERATION)[:-3],
+        b"\x00\x00",
+        b"<html>",
+        frame("no response"),
+        frame({"number": "one"}),
+    ],
+)
+def test_garbage_ends_a_stream_by_an_error_that_names_the_engine(
+    impostor: Impostor, garbage: bytes
+) -> None:
+    client = impostor({"describe": described(), "generate": frame(GENERATION) + garbage})
+    client.connect()
+    stream = client.generate(Generate([], Sampling(1.0, 4, 1)))
+    assert next(stream) == GENERATION
+    with pytest.raises(EngineError, match="engine 0 broke off while it generated"):
+        next(stream)
+
+
+def test_garbage_for_an_answer_is_an_error(impostor: Impostor) -> None:
+    client = impostor({"describe": described(), "stop": b"\xc1", "health": b"\xc1"})
+    client.connect()
+    with pytest.raises(EngineError, match="engine 0 broke off its answer to stop"):
+        client.stop()
+    assert not client.healthy()
+
+
+def test_a_file_that_holds_no_address_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "address.json"
+    path.write_text("{}")
+    with pytest.raises(EngineError, match=rf"{path} holds no engine's address"):
+        EngineClient(path, ENGINE).connect()

@@ -1,0 +1,124 @@
+"""What the arithmetic says that an engine rank needs, against what loaders of vLLM copy there."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from parallel.boxes import Box
+from parallel.hugging_face import hugging_face_config
+from parallel.settings import ModelSettings
+from parallel.weights.engine import needed
+from parallel.weights.names import tensors
+
+DENSE_AND_SHARED = {"first_k_dense_replace": 1, "intermediate_size": 64, "n_shared_experts": 2}
+LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "q_lora_rank": 24}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("qwen3_moe", {}),
+    "mixtral": ("mixtral", {}),
+    "glm4_moe": ("glm4_moe", {**DENSE_AND_SHARED, "attention_bias": True, "use_qk_norm": True}),
+    "deepseek_v3": ("deepseek_v3", {**DENSE_AND_SHARED, **LATENT}),
+    "deepseek_v3 uncompressed": (
+        "deepseek_v3",
+        {**DENSE_AND_SHARED, **LATENT, "q_lora_rank": None},
+    ),
+}
+RANKS = [(2, 1), (8, 3), (8, 7)]  # the last has no rows of the vocabulary
+
+
+class Copies(TorchFunctionMode):
+    """Of which boxes of the tensors something is copied."""
+
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.names = {id(tensor): name for name, tensor in weights.items()}
+        self.found: list[tuple[str, Box]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_:
+            part = args[1]
+            whole = part if part._base is None else part._base
+            offset, starts = part.storage_offset(), []
+            for stride in whole.stride():
+                starts.append(offset // stride)
+                offset %= stride
+            sizes = tuple(part.reshape(part.shape[-whole.dim() :]).shape)
+            if all(sizes):
+                self.found.append((self.names[id(whole)], (tuple(starts), sizes)))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[tuple[str, Box]]]]:
+    """By model, what vLLM copies on each of RANKS; in a process that is vLLM's alone."""
+    folder = tmp_path_factory.mktemp("models")
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(copies, str(folder)).result(timeout=300)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_needs_are_what_the_loaders_of_vllm_copy(name: str, copied: dict[str, Any]) -> None:
+    for (size, rank), found in zip(RANKS, copied[name], strict=True):
+        assert sorted(found) == sorted(needed(model(name), size, rank)), (size, rank)
+
+
+def model(name: str) -> ModelSettings:
+    """One whose 80 tokens, rounded up to 128, leave the last of 8 ranks without any, and whose
+    KV heads are fewer than the ranks."""
+    family, further = MODELS[name]
+    return ModelSettings(
+        family=family,
+        vocabulary_size=80,
+        hidden_size=64,
+        layers=2,
+        attention_heads=8,
+        key_value_heads=8 if family == "deepseek_v3" else 4,
+        head_dim=32,
+        experts=8,
+        experts_per_token=4,
+        expert_hidden_size=64,
+        precision="bf16",
+        architecture=further,
+    )
+
+
+def copies(folder: str) -> dict[str, list[list[tuple[str, Box]]]]:
+    """What vLLM copies, as if this process were one after another of RANKS."""
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    import vllm.distributed.parallel_state as groups
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    found: dict[str, list[list[tuple[str, Box]]]] = {}
+    for name in MODELS:
+        settings, path = model(name), str(Path(folder) / name.replace(" ", "_"))
+        config = hugging_face_config(settings)
+        config.topk_method = "noaux_tc"  # of DeepSeek-V3, which transformers 5 does not spell out
+        config.save_pretrained(path)
+        found[name] = []
+        for size, rank in RANKS:
+            engine = EngineArgs(model=path, skip_tokenizer_init=True).create_engine_config()
+            with set_current_vllm_config(engine):
+                if not groups.model_parallel_is_initialized():
+                    groups.init_distributed_environment(1, 0, "env://", 0, "gloo")
+                    groups.initialize_model_parallel(1)
+                group = groups.get_tp_group()
+                engine.parallel_config.tensor_parallel_size = group.world_size = size
+                group.rank_in_group = rank
+                with torch.device("meta"):
+                    built = initialize_model(engine)
+                    shapes = tensors(settings).items()
+                    weights = {each: torch.empty(shape) for each, shape in shapes}
+                with torch.no_grad(), Copies(weights) as recorder:
+                    built.load_weights(iter(weights.items()))
+                group.world_size, group.rank_in_group = 1, 0
+            found[name].append(recorder.found)
+    return found

@@ -1,0 +1,54 @@
+"""Real engines, refitted by real trainer ranks of many layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import refit_cases
+from engine_process import EngineOf
+from engine_settings import ENGINE, MODELS
+from ranks import On
+
+from parallel.settings import LayoutSettings
+
+LAYOUTS = {
+    "1 rank": LayoutSettings(),
+    "TP2": LayoutSettings(ranks=2, tensor=2),
+    "EP2": LayoutSettings(ranks=2, expert=2),
+    "PP2": LayoutSettings(ranks=2, pipeline=2),
+    "TP2 EP2 PP2": LayoutSettings(ranks=4, tensor=2, expert=2, pipeline=2),
+}
+FAMILIES = "qwen3_moe", "mixtral"
+FLEETS = {"one TP1": (0,), "one TP2": (1,), "two": (0, 1)}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def engines(family: str, engine_of: EngineOf) -> list[Path]:
+    """The addresses of an engine of one rank and one of two."""
+    return [engine_of(family, tensor).address for tensor in (1, 2)]
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "messages"])
+@pytest.mark.parametrize("chosen", FLEETS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_engines_have_the_policy_bit_for_bit(
+    on: On, engines: list[Path], family: str, layout: str, chosen: str, transport: str
+) -> None:
+    """Every tensor's fingerprint is that of the gathered model's, log-probabilities agree with the
+    trainer's, and no byte is received twice; the first time and after further refits."""
+    settings = ENGINE.model_copy(update={"check_refit": True, "transport": transport})
+    where = LAYOUTS[layout]
+    addresses = tuple(engines[number] for number in FLEETS[chosen])
+    described = (MODELS[family], where, settings)
+    arguments = (addresses, *(each.model_dump_json() for each in described))
+    for seeds in ([1], [2, 3]):
+        found = on(where, refit_cases.refit, *arguments, seeds)[0]
+        assert not found["wrong"]
+        assert found["mismatch"] < 1e-4
+        assert found["refit_bytes"] == found["bound"]

@@ -1,0 +1,46 @@
+"""The description of the weights against models that megatron-core built, and mbridge."""
+
+from __future__ import annotations
+
+import pytest
+from hugging_face_cases import FAMILIES, MODELS
+from ranks import On
+from weight_cases import faults_of_pieces, faults_of_stream, write_with_bridge
+
+from parallel.settings import LayoutSettings
+
+MATRIX = {
+    "1 rank": {},
+    "TP2": {"ranks": 2, "tensor": 2},
+    "EP2": {"ranks": 2, "expert": 2},
+    "PP2": {"ranks": 2, "pipeline": 2},
+    "VPP2": {"ranks": 2, "pipeline": 2, "virtual_pipeline": 2},
+    "ETP2": {"ranks": 2, "expert_tensor": 2},
+    "TP2 EP2 PP2": {"ranks": 4, "tensor": 2, "expert": 2, "pipeline": 2},
+    "TP2 EP2 ETP2": {"ranks": 4, "tensor": 2, "expert": 2, "expert_tensor": 2},
+    "CP2 EP2 VPP2": {"ranks": 4, "context": 2, "expert": 2, "pipeline": 2, "virtual_pipeline": 2},
+    "DP2 TP2 EP2 PP2": {"ranks": 8, "tensor": 2, "expert": 2, "pipeline": 2},
+}
+ONE_DEVICE = [pytest.param("1 rank", marks=pytest.mark.one_device)]
+
+
+@pytest.fixture(scope="session")
+def converted(on: On, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Each model's random weights as mbridge converts them."""
+    files = {model: str(tmp_path_factory.mktemp("converted") / model) for model in MODELS}
+    for model, file in files.items():
+        on(LayoutSettings(), write_with_bridge, model, file)
+    return files
+
+
+@pytest.mark.parametrize("name", [*ONE_DEVICE, *list(MATRIX)[1:]])  # each layout's ranks once
+def test_ranks_hold_and_stream_what_the_arithmetic_says(
+    name: str, on: On, converted: dict[str, str]
+) -> None:
+    """Every element of a rank's state_dict once, with the value that mbridge gives the tensor."""
+    layout = LayoutSettings(**MATRIX[name])
+    for model in MODELS if layout.ranks == 1 else FAMILIES:
+        for faults in on(layout, faults_of_pieces, layout, model, converted[model]):
+            assert not faults, model
+        for faults in on(layout, faults_of_stream, layout, model, converted[model]):
+            assert not faults, model

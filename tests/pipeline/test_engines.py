@@ -1,0 +1,207 @@
+"""Engines stay up from stage to stage, and are restarted when they fail, but not for ever."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from awaiting import is_alive, wait_until
+from fake_launcher import fake_programs
+from rich.console import Console
+
+from parallel.settings import EngineSettings
+from pipeline.config import load
+from pipeline.cores import Cores, share_out
+from pipeline.engines import Engine
+from pipeline.errors import BraidError
+from pipeline.jobs import engine_addresses
+from pipeline.launcher import JobFailed, Launcher
+from pipeline.progress import watching
+from pipeline.run_directory import RunDirectory
+from stages.settings import RunSettings, StageJob
+
+Execute = Callable[..., list[str]]
+KILLED = "was killed by SIGKILL (was the memory used up?)"
+
+
+def with_engine(config: Path, **engine: Any) -> RunSettings:
+    """The settings of stages of one rank beside such engines."""
+    settings = load(config, ["layout={ranks: 1, expert: 1}"])
+    return settings.model_copy(update={"engine": settings.engine.model_copy(update=engine)})
+
+
+@contextmanager
+def launched(
+    run: RunDirectory, settings: RunSettings, actions: dict[str, str], engine: str = "wait"
+) -> Iterator[Execute]:
+    """A launcher; what is yielded executes a stage in it and returns what was told of it."""
+    programs = fake_programs({stage: {"0": action} for stage, action in actions.items()}, engine)
+    with Launcher(run, settings, programs) as launcher:
+
+        def execute(stage: str, *, samples: bool = True) -> list[str]:
+            told: list[str] = []
+            directory = run.stage(stage)
+            job = StageJob(
+                stage=stage,
+                kind="grpo",
+                directory=directory.path.absolute(),
+                attempt=1,
+                engine_addresses=engine_addresses(run, settings) if samples else [],
+                settings=settings,
+            )
+            with watching(Console(quiet=True), stage, 2, directory.metrics) as view:
+                launcher.execute(job, view, told.append)
+            return told
+
+        yield execute
+
+
+def starts(run: RunDirectory, index: int) -> list[int]:
+    """The processes that an engine has been so far."""
+    return [int(pid) for pid in (run.engine(index).path / "starts").read_text().split()]
+
+
+def kill_and_bury(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not is_alive(pid))
+
+
+def test_an_engine_that_is_killed_is_restarted_and_the_others_stay(
+    run: RunDirectory, config: Path
+) -> None:
+    settings = with_engine(config, count=2)
+    with launched(run, settings, {"sums": "kill_the_last_engine"}) as execute:
+        assert execute("sums") == [f"engine 1 {KILLED}; restarting it (1 of at most 3)"]
+        assert execute("words") == []
+    assert (len(starts(run, 0)), len(starts(run, 1))) == (1, 2)
+    assert not any(map(is_alive, starts(run, 0) + starts(run, 1)))
+    jobs = [json.loads(run.engine(index).job.read_text()) for index in (0, 1)]
+    assert [job["index"] for job in jobs] == [0, 1]
+    assert [job["address"] for job in jobs] == list(map(str, engine_addresses(run, settings)))
+
+
+def test_an_engine_that_a_rank_gives_up_is_restarted(run: RunDirectory, config: Path) -> None:
+    with launched(run, with_engine(config), {"sums": "give_an_engine_up"}) as execute:
+        assert execute("sums") == [
+            "engine 0: no answer for 120 s; restarting it (1 of at most 3)",
+        ]
+        silent, _ = starts(run, 0)
+        assert not is_alive(silent)
+        assert not run.engine(0).restart.exists()
+
+
+def test_each_stage_counts_its_own_restarts(run: RunDirectory, config: Path) -> None:
+    actions = dict.fromkeys(("sums", "words"), "kill_the_last_engine")
+    with launched(run, with_engine(config, max_restarts=1), actions) as execute:
+        for stage in actions:
+            assert execute(stage) == [f"engine 0 {KILLED}; restarting it (1 of at most 1)"]
+
+
+def test_an_engine_is_not_restarted_for_ever(run: RunDirectory, config: Path) -> None:
+    settings = with_engine(config, count=2, max_restarts=2)
+    with launched(run, settings, {"sums": "hang"}, "forget") as execute:
+        with pytest.raises(JobFailed) as caught:
+            execute("sums")
+        assert caught.value.cause == (
+            "engine 1: it lost its mind; it was restarted 2 times already, and "
+            "engine.max_restarts = 2"
+        )
+    assert (len(starts(run, 0)), len(starts(run, 1))) == (1, 3)
+
+
+def test_no_restart_is_a_bound_too(run: RunDirectory, config: Path) -> None:
+    settings = with_engine(config, max_restarts=0)
+    with (
+        launched(run, settings, {"sums": "kill_every_engine"}) as execute,
+        pytest.raises(JobFailed, match=r"SIGKILL .*; engine\.max_restarts = 0 allows no restart"),
+    ):
+        execute("sums")
+
+
+def test_an_engine_that_dies_between_stages_is_replaced_for_the_next_that_samples(
+    run: RunDirectory, config: Path
+) -> None:
+    with launched(run, with_engine(config, max_restarts=0), {"first": "await_engines"}) as execute:
+        execute("first")
+        kill_and_bury(starts(run, 0)[0])
+        assert execute("second", samples=False) == []
+        assert execute("third") == [f"engine 0 {KILLED}; starting it anew"]
+
+
+def test_an_engine_that_does_not_get_ready_in_time_has_failed(run: RunDirectory) -> None:
+    engine = Engine(run, 0, ["sleep", "600"], None, start_seconds=0.05)
+    try:
+        wait_until(lambda: engine.failure() is not None)
+        failure = engine.failure()
+        assert failure
+        assert failure.cause == "engine 0 was not ready after 0.05 s (engine.start_timeout_seconds)"
+        assert not engine.was_ready
+        run.engine(0).address.write_text("{}")
+        assert engine.failure() is None
+    finally:
+        engine.stop()
+
+
+def test_nothing_of_an_engine_outlives_its_restart(run: RunDirectory, tmp_path: Path) -> None:
+    worker = tmp_path / "worker"
+    program = f"sleep 600 & echo $! >{worker}; exec sleep 600"
+    engine = Engine(run, 0, ["sh", "-c", program], None, 60)
+    try:
+        wait_until(lambda: worker.exists() and worker.read_text().endswith("\n"))
+        run.engine(0).address.write_text("{}")
+        engine.start()
+        assert not is_alive(int(worker.read_text()))
+        assert not run.engine(0).address.exists()
+    finally:
+        engine.stop()
+
+
+def test_a_complaint_of_the_engine_before_is_not_taken_for_one_of_this(run: RunDirectory) -> None:
+    engine = Engine(run, 0, ["sleep", "600"], None, 60)
+    try:
+        run.engine(0).restart.write_text("no answer for 120 s\n")
+        assert engine.failure() is None
+        run.engine(0).address.write_text("{}")
+        assert engine.failure() is None
+    finally:
+        engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("engine", "shared"),
+    [
+        ({}, Cores(None, [None])),
+        ({"count": 3}, Cores(None, [None, None, None])),
+        ({"placement": "own"}, Cores([1, 2, 4, 5, 7], [[8]])),
+        ({"placement": "own", "count": 2, "tensor": 2}, Cores([1, 2], [[4, 5], [7, 8]])),
+        ({"placement": "own", "tensor": 5}, Cores([1], [[2, 4, 5, 7, 8]])),
+    ],
+)
+def test_engines_of_their_own_get_the_last_cores(engine: dict[str, Any], shared: Cores) -> None:
+    assert share_out(EngineSettings(**engine), {8, 7, 1, 2, 4, 5}) == shared
+
+
+def test_the_ranks_need_a_core_too() -> None:
+    engine = EngineSettings(placement="own", count=2)
+    with pytest.raises(BraidError, match=r"placement: own needs 3 cores, .* and here are 2;"):
+        share_out(engine, [0, 1])
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_processes_run_on_the_cores_they_are_given(run: RunDirectory, config: Path) -> None:
+    def cores(path: Path, key: str | None = None) -> list[int]:
+        found = json.loads(path.read_text())
+        return found[key] if key else found
+
+    settings = with_engine(config, placement="own")
+    wanted = share_out(settings.engine)
+    with launched(run, settings, {"sums": "await_engines"}) as execute:
+        execute("sums")
+    assert cores(run.stage("sums").path / "cores") == wanted.ranks
+    assert cores(run.engine(0).address, "cores") == wanted.engines[0]

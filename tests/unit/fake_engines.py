@@ -1,0 +1,128 @@
+"""Engines that answer at once, one by one, and fail in every way that an engine can."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from parallel.rollout.client import EngineError, EngineRefused
+from parallel.rollout.wire import PROTOCOL, Description, Generate, Generation, Prompt, Sampling
+from parallel.settings import ModelSettings
+
+MODEL = ModelSettings(
+    vocabulary_size=80,
+    hidden_size=32,
+    layers=2,
+    attention_heads=4,
+    key_value_heads=2,
+    head_dim=8,
+    experts=4,
+    experts_per_token=2,
+    expert_hidden_size=16,
+)
+
+
+def answer(prompt: Prompt, sampling: Sampling, first: int, last: int | None = None) -> Generation:
+    """A response that depends on the prompt and its seed alone; its first half was drawn with the
+    weights `first`, the rest with `last`."""
+    draw = np.random.default_rng(prompt.seed)
+    length = int(draw.integers(1, sampling.max_tokens + 1))
+    tokens = draw.integers(2, 70, length, dtype=np.int32)
+    finished = length < sampling.max_tokens
+    if finished:
+        tokens[-1] = sampling.end_token
+    shape = (len(prompt.tokens) + length - 1, MODEL.layers, MODEL.experts_per_token)
+    return Generation(
+        number=prompt.number,
+        tokens=tokens.tobytes(),
+        logprobs=(-draw.random(length, np.float32)).tobytes(),
+        routes=np.zeros(shape, np.uint16).tobytes(),
+        routes_shape=shape,
+        finished=finished,
+        versions=np.array(
+            [first] * (length // 2) + [last or first] * (length - length // 2), np.int32
+        ).tobytes(),
+    )
+
+
+@dataclass(eq=False)
+class FakeEngine:
+    """Answers as it is told: `trouble` may say, before every answer, what happens instead."""
+
+    name: str = "engine 0"
+    trouble: Callable[[Prompt], str | None] = lambda prompt: None
+    pace: float = 0.0  # seconds between answers
+    version: int = 1
+    instance: int = 0
+    requests: list[Generate] = field(default_factory=list)
+    drawn: Counter[int] = field(default_factory=Counter)
+    well: bool = True
+    gate: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    def generate(self, request: Generate) -> Iterator[Generation]:
+        self.requests.append(request)
+        begun = self.version
+        for prompt in request.prompts:
+            time.sleep(self.pace)
+            trouble = self.trouble(prompt)
+            if trouble == "dies":
+                raise EngineError(f"{self.name} broke off")
+            if trouble == "refuses":
+                raise EngineRefused(f"{self.name} refused")
+            if trouble == "ends":
+                return
+            self.drawn[prompt.seed] += 1
+            given = answer(prompt, request.sampling, begun, self.version)
+            if trouble == "garbage":
+                given = msgspec.structs.replace(given, logprobs=given.logprobs[:-1])
+            if trouble == "waits":
+                self.gate.wait(10)
+            yield given
+            if trouble == "repeats":
+                yield given
+
+    def healthy(self) -> bool:
+        return self.well
+
+
+class FakeFleet:
+    """Any number of fake engines; `mend` is what a refit does to those that were lost."""
+
+    def __init__(self, *engines: FakeEngine, sequences: int = 8) -> None:
+        self.engines = engines
+        self.sequences = sequences
+        self.reasons: list[str] = []
+        self.gone: set[FakeEngine] = set()
+
+    @property
+    def descriptions(self) -> dict[Any, Description]:
+        return {
+            engine: Description(
+                PROTOCOL, f"{engine.name}/{engine.instance}", "", "", 1, 64, self.sequences, 1
+            )
+            for engine in self.engines
+            if engine not in self.gone
+        }
+
+    def live(self) -> list[FakeEngine]:
+        return [engine for engine in self.engines if engine not in self.gone]
+
+    def lost(self, client: FakeEngine, reason: str) -> None:
+        assert client not in self.gone
+        self.reasons.append(reason)
+        self.gone.add(client)
+
+    def mend(self) -> None:
+        for engine in self.gone:
+            engine.instance += 1
+        self.gone.clear()
