@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 from drawing import draw
 
+from parallel.rollout.wire import Sampling
 from parallel.sample import Sample
 from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
 from parallel.weights.engine import needed
+
+SHORT = Sampling(temperature=1.0, max_tokens=4, end_token=1)  # ranks of an engine wait spinning
 
 
 @functools.lru_cache(maxsize=1)
@@ -102,7 +105,7 @@ def mismatch(trained: Any, engines: Any, version: int) -> float:
     drawn: list[Sample] = []
     for client in engines.live() if is_main() else []:
         for _ in range(2):
-            drawn += draw(client, seed=version, model=trained.settings)
+            drawn += draw(client, SHORT, seed=version, model=trained.settings)
     assert {each.weight_version for each in drawn} <= {version}
     batches = batch.split(broadcast(drawn), Place.here(), 4096, replay=True)
     return measure_mismatch(trained, batches, temperature=1.0)["mismatch_max"]
