@@ -12,10 +12,11 @@ LOGIN_NODE = [
 STAGES = [
     "torch==2.13.*",  # tensors and torch.distributed
     "megatron-core==0.16.1",  # the policy: tensor, pipeline and expert parallel
-    "mbridge==0.15.1",  # one description of a family's Hugging Face names and shards
+    "mbridge==0.15.1",  # a family's megatron-core configuration; the oracle of our weights' names
     "transformers==5.19.*",  # configurations, tokenizers, and loading what we export
-    "safetensors>=0.6",  # weights on disk and on the way to the engine, without pickles
+    "safetensors>=0.6",  # weights on disk, without pickles
     "msgspec>=0.19",  # the engine's wire format: typed, fast, no pickles
+    "aiohttp>=3.13",  # the engine's server, of many streams at once; vLLM has it too
     "numpy>=2,<3",  # token ids, log-probabilities and routes of a sample
     "reasoning-gym==0.1.25",  # problems with verified answers
     "wandb>=0.26",  # metrics, offline unless told otherwise
