@@ -37,6 +37,8 @@ def hugging_face_config(settings: ModelSettings) -> PretrainedConfig:
     )
     if hasattr(config, "num_mtp_layers"):
         config.num_mtp_layers = 0  # layers of multi-token prediction are neither read nor written
+    if settings.family == "deepseek_v3":
+        config.topk_method = "noaux_tc"  # without it vLLM has no place for the correction bias
     config.architectures = [_model_class(config).__name__]
     # transformers 5 keeps these inside rope_parameters, where mbridge does not look.
     for key in ("rope_theta", "partial_rotary_factor"):

@@ -6,7 +6,6 @@ import secrets
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
 from parallel.weights import checksums
 from parallel.weights import planner as plans
 from parallel.weights.executor import Outbox, outbox
-from parallel.weights.transport import Meeting, host_identity, store_host
+from parallel.weights.transport import Meeting, host_identity, shared_memory_room, store_host
 
 ATTEMPTS = 3  # at a refit that fails though no engine was lost
 JOIN_SECONDS = 120.0  # that ranks wait for one another, or for the bytes of a message
@@ -63,6 +62,8 @@ class Fleet:
         self._joined: list[tuple[EngineClient, str]] = []  # members of the plan, and which process
         self._store: dist.TCPStore | None = None
         self._policy: Policy | None = None
+        self._ranks: list[tuple[str, int]] = []  # of each, its host and its weights' bytes
+        self._way_now = ""
         self._outbox: Outbox | None = None
         self._plan: plans.Plan | None = None
         self.reports: list[Refitted] = []  # of the last refit, by engine; main rank only
@@ -91,10 +92,11 @@ class Fleet:
         """
         if policy is not self._policy:
             self._policy, self._outbox = policy, None
-        hosts = gather(host_identity()) if self._outbox is None else []
-        failures = 0
+            weights = sum(tensor.nbytes for tensor in policy.named_weights().values())
+            self._ranks = gather((host_identity(), weights))
+        failures, losses = 0, self.losses
         while True:
-            gathering = on_main(partial(self._gather, hosts))
+            gathering = on_main(self._gather)
             answers = self._join(gathering) if gathering else None
             if not gathering or answers is not None:
                 answers = self._exchange(
@@ -103,17 +105,15 @@ class Fleet:
                 )
             if answers is not None:
                 break
-            hosts = hosts or gather(host_identity())
             failures += 1
-            self._outbox = None
-            if failures == ATTEMPTS + broadcast(self.losses):
+            if failures == ATTEMPTS + broadcast(self.losses - losses):
                 raise RefitError("the engines live and cannot be refitted; their logs say why")
         self.reports = answers
         if self.settings.check_refit:
             self._compare(answers)
         return broadcast(_measured(answers) if is_main() else None)
 
-    def _gather(self, hosts: list[str]) -> _Gathering | None:
+    def _gather(self) -> _Gathering | None:
         """Connect to the engines that are there, and wait where there would be none. Main rank
         only; returns None where everything is as it was."""
         for client in self._clients:
@@ -135,8 +135,9 @@ class Fleet:
             return None
         self._joined = joining
         sizes = tuple(self.descriptions[client].tensor for client in members)
-        everywhere = {*hosts, *(self.descriptions[client].host for client in members)}
-        return _Gathering(self._meet(sizes, len(everywhere) == 1), sizes, self._way(everywhere))
+        hosts = {self.descriptions[client].host for client in members}
+        local = len(hosts.union(host for host, _ in self._ranks)) == 1
+        return _Gathering(self._meet(sizes, local), sizes, self._way(local))
 
     def _meet(self, sizes: tuple[int, ...], local: bool) -> Meeting:
         """A new place in the store, which is this rank's."""
@@ -148,16 +149,23 @@ class Fleet:
             host, self._store.port, secrets.token_hex(16), ranks, ranks + sum(sizes), JOIN_SECONDS
         )
 
-    def _way(self, hosts: set[str]) -> str:
-        """Shared memory where all are on one host and nothing else is asked for."""
-        if self.settings.transport == "auto":
-            return "shared_memory" if len(hosts) == 1 else "messages"
-        if self.settings.transport == "shared_memory" and len(hosts) > 1:
-            raise EngineError(
-                "engine.transport is shared_memory, but engines and ranks are on several hosts;"
-                " set it to messages or auto"
+    def _way(self, local: bool) -> str:
+        """Shared memory where all are on one host that has room, and nothing else is asked for."""
+        wanted, needed = self.settings.transport, sum(weights for _, weights in self._ranks)
+        room = shared_memory_room() + (needed if self._way_now == "shared_memory" else 0)
+        if wanted == "auto":
+            wanted = "shared_memory" if local and needed <= room else "messages"
+        if wanted == "shared_memory" and not (local and needed <= room):
+            why = (
+                f"the host has {room >> 20} MiB of it left and the weights take {needed >> 20}"
+                if local
+                else "engines and ranks are on several hosts"
             )
-        return self.settings.transport
+            raise EngineError(
+                f"engine.transport is shared_memory, but {why}; set it to messages or auto"
+            )
+        self._way_now = wanted
+        return wanted
 
     def _join(self, gathering: _Gathering) -> list[Any] | None:
         """Every rank and every engine makes its part of the plan, and they meet."""

@@ -55,6 +55,12 @@ def host_identity() -> str:
     return f"{socket.gethostname()}/{BOOT.read_text().strip() if BOOT.exists() else ''}"
 
 
+def shared_memory_room() -> int:
+    """Bytes that this host's shared memory can still take; writing more kills the writer."""
+    found = os.statvfs("/dev/shm")
+    return found.f_bavail * found.f_frsize
+
+
 class Messages:
     """A process group of its own over trainers and engines; the engines' own groups stay alone."""
 
