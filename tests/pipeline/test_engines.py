@@ -154,9 +154,10 @@ def test_nothing_of_an_engine_outlives_its_restart(run: RunDirectory, tmp_path: 
     engine = Engine(run, 0, ["sh", "-c", program], None, 60)
     try:
         wait_until(lambda: worker.exists() and worker.read_text().endswith("\n"))
+        first = int(worker.read_text())
         run.engine(0).address.write_text("{}")
         engine.start()
-        assert not is_alive(int(worker.read_text()))
+        wait_until(lambda: not is_alive(first))
         assert not run.engine(0).address.exists()
     finally:
         engine.stop()
