@@ -15,6 +15,8 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
@@ -41,9 +43,9 @@ def measure(size: str, mode: str, steps: int, placement: str) -> dict[str, Any]:
         config = Path(directory) / "steps.json"
         described = configuration(workload, start, mode, steps + WARM_UP_STEPS, placement)
         config.write_text(json.dumps(described))
-        run(config, Path(directory))
         log = Path(directory) / "steps" / "stages" / "experts.chain_sum" / "metrics.jsonl"
-        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        run(config, Path(directory), lambda: len(logged(log)) == steps + WARM_UP_STEPS)
+        lines = logged(log)
     return {
         "machine": machine(),
         "size": size,
@@ -76,7 +78,7 @@ def configuration(
     workload: Workload, start: Path, mode: str, steps: int, placement: str
 ) -> dict[str, Any]:
     """The run: a cold start and one expert, whose learning rate is next to nothing."""
-    still = {"algorithm": "sgd", "learning_rate": 1e-9}
+    still = {"algorithm": "sgd", "learning_rate": 1e-9, "warmup_steps": 0}
     once = {"steps": 1, "checkpoint_every": 1}
     prompts = workload.prompts_per_step
     sampling = {
@@ -112,11 +114,24 @@ def configuration(
     }
 
 
-def run(config: Path, directory: Path) -> None:
-    """`braid run` to its end, with its progress on standard error."""
+def logged(log: Path) -> list[dict[str, Any]]:
+    """The expert's metrics so far; a line that is being written is left out."""
+    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def run(config: Path, directory: Path, done: Callable[[], bool]) -> None:
+    """`braid run` until the expert has made its steps, with its progress on standard error."""
     command = [sys.executable, "-m", "pipeline.cli", "run", str(config), "--runs-dir", directory]
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    subprocess.run(command, check=True, stdout=sys.stderr, env={**os.environ, "PYTHONPATH": path})
+    environment = {**os.environ, "PYTHONPATH": path}
+    process = subprocess.Popen(command, stdout=sys.stderr, env=environment)
+    while not done():
+        if process.poll() is not None:
+            raise RuntimeError("the run ended before its expert had made its steps")
+        time.sleep(1)
+    process.terminate()
+    process.wait()
 
 
 def main() -> None:
