@@ -27,7 +27,8 @@ OPTIMIZER_STATES = {"adam": 2, "sgd": 1}  # fp32 numbers a parameter: two moment
 # first and ends every buffer at one of the second (param_and_grad_buffer.py).
 TENSOR_ALIGNMENT, BUFFER_ALIGNMENT = 64, 128
 
-# Tokens that vLLM's cache takes at once for a sequence: 128 on CPUs, and no more elsewhere.
+# Tokens that the engine's cache takes at once for a sequence; vLLM's kernels for CPUs want a
+# multiple of 32, and its own 128 would leave short prompts uncached and most of a block unused.
 CACHE_BLOCK = 32
 
 

@@ -21,6 +21,7 @@ from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
 from parallel.weights import checksums
 from parallel.weights import planner as plans
 from parallel.weights.executor import Outbox, outbox
+from parallel.weights.names import EMBEDDING, HEAD
 from parallel.weights.transport import Meeting, host_identity, shared_memory_room, store_host
 
 ATTEMPTS = 3  # at a refit that fails though no engine was lost
@@ -263,7 +264,7 @@ class Fleet:
 
 def _named(buckets: list[str]) -> str:
     numbers = sorted(int(key) for key in buckets)
-    names = {-1: "the embedding", 1 << 30: "the head"}
+    names = {EMBEDDING: "the embedding", HEAD: "the head"}
     return ", ".join(names.get(number, f"layer {number}") for number in numbers)
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.boxes import Box
+from parallel.hugging_face import DTYPES
 from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights import checksums
 from parallel.weights.names import is_precise
@@ -23,7 +24,6 @@ from parallel.weights.trainer import held
 from parallel.weights.transport import Mapped, Meeting, Messages, SharedMemory, share
 
 IN_FLIGHT = 4  # messages that a trainer rank has packed and not yet sent
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def wire_dtype(tensor: str, model: ModelSettings) -> torch.dtype:

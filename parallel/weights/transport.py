@@ -12,13 +12,12 @@ import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-TRANSPORTS = Literal["shared_memory", "messages"]
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
