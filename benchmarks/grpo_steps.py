@@ -34,14 +34,14 @@ def digits(_problem: Any, response: str) -> float:
     return reward(response)
 
 
-def measure(size: str, mode: str, steps: int, placement: str) -> dict[str, Any]:
+def measure(size: str, mode: str, steps: int, placement: str, engines: int) -> dict[str, Any]:
     """One run; the cold start before it is a single step that changes nothing."""
     workload = WORKLOADS[size]
     with tempfile.TemporaryDirectory() as directory:
         start = Path(directory) / "start"
         starting_model(workload).save_pretrained(start)
         config = Path(directory) / "steps.json"
-        described = configuration(workload, start, mode, steps + WARM_UP_STEPS, placement)
+        described = configuration(workload, start, mode, steps + WARM_UP_STEPS, placement, engines)
         config.write_text(json.dumps(described))
         log = Path(directory) / "steps" / "stages" / "experts.chain_sum" / "metrics.jsonl"
         run(config, Path(directory), lambda: len(logged(log)) == steps + WARM_UP_STEPS)
@@ -51,6 +51,7 @@ def measure(size: str, mode: str, steps: int, placement: str) -> dict[str, Any]:
         "size": size,
         "mode": mode,
         "placement": placement,
+        "engines": engines,
         "rollouts": workload.rollouts,
         **summary(lines),
     }
@@ -75,7 +76,7 @@ def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def configuration(
-    workload: Workload, start: Path, mode: str, steps: int, placement: str
+    workload: Workload, start: Path, mode: str, steps: int, placement: str, engines: int
 ) -> dict[str, Any]:
     """The run: a cold start and one expert, whose learning rate is next to nothing."""
     still = {"algorithm": "sgd", "learning_rate": 1e-9, "warmup_steps": 0}
@@ -104,8 +105,9 @@ def configuration(
         "layout": {"ranks": 1 if placement == "own" else 2},
         "engine": {
             "placement": placement,
+            "count": engines,
             "max_model_tokens": 64 + workload.max_response_tokens,
-            "max_sequences": workload.rollouts,
+            "max_sequences": workload.rollouts // engines,
         },
         "cold_start": {"optimizer": still, "loop": once},
         "experts": {"chain_sum": expert},
@@ -140,6 +142,7 @@ def main() -> None:
     parser.add_argument("--size", choices=WORKLOADS, default="a")
     parser.add_argument("--mode", choices=["sync", "overlap", "async"], default="sync")
     parser.add_argument("--placement", choices=["shared", "own"], default="shared")
+    parser.add_argument("--engines", type=int, default=2, help="with --placement own, give 1")
     parser.add_argument("--steps", type=int, default=10)
     print(json.dumps(measure(**vars(parser.parse_args())), indent=1))
 

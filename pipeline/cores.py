@@ -22,14 +22,19 @@ def share_out(engine: EngineSettings, cores: Sequence[int] | None = None) -> Cor
     """The `cores`, by default all that this process may use, as `engine.placement` wants them.
 
     Each rank of an engine of its `own` gets one of the last cores, and the trainer's ranks the
-    rest.
+    rest. Engines that share the cores with the trainer keep out of one another's way: each gets
+    its part of them all, where there are enough.
 
     Raises:
         BraidError: no core would be left for the ranks.
     """
-    if engine.placement == "shared":
-        return Cores(None, [None] * engine.count)
     cores = sorted(os.sched_getaffinity(0) if cores is None else cores)
+    if engine.placement == "shared":
+        part = len(cores) // engine.count
+        if engine.count == 1 or part < engine.tensor:
+            return Cores(None, [None] * engine.count)
+        starts = range(0, engine.count * part, part)
+        return Cores(None, [cores[start : start + part] for start in starts])
     if fault := placement_fault(engine, cores):
         raise BraidError(f"engine.placement: {fault}")
     first = len(cores) - engine.count * engine.tensor

@@ -248,7 +248,7 @@ class Scheduler:
         by_number = {entry.number: entry for entry in entries}
         stream = _Stream(client, self._instance(client), by_number, dict(by_number))
         self._streams.append(stream)
-        request = Generate(prompts, sampling, together=self._deterministic)
+        request = Generate(prompts, sampling)
         threading.Thread(target=self._read, args=(stream, request), daemon=True).start()
 
     def _read(self, stream: _Stream, request: Generate) -> None:

@@ -114,7 +114,7 @@ async def _serve(engine: Engine, address: Path) -> None:
     host, port = runner.addresses[0][:2]
     _publish(address, Address(host, port, server.token, os.getpid(), engine.instance))
     await engine.ended()  # a process of vLLM that ended cannot be mended in here
-    engine.llm.shutdown()
+    engine.shutdown()
 
 
 def _publish(path: Path, address: Address) -> None:

@@ -10,7 +10,7 @@ import msgspec
 
 from parallel.settings import ModelSettings
 
-PROTOCOL = 2  # of this file; both ends must speak the same
+PROTOCOL = 3  # of this file; both ends must speak the same
 
 LENGTH_BYTES = 4  # of a streamed answer's frames, each led by its length, big-endian
 BEAT = bytes(LENGTH_BYTES)  # an empty frame: no answer yet, but the engine is at work
@@ -76,13 +76,12 @@ class Prompt(msgspec.Struct, frozen=True):
 class Generate(msgspec.Struct, frozen=True):
     """Draw one response to each prompt; answered by a stream of one `Generation` each, as they end.
 
-    `together`: all prompts reach the scheduler at once, so that the same call makes the same
-    batches, and so the same bits.
+    All prompts reach vLLM's scheduler at once, so that the same call makes the same batches, and so
+    the same bits.
     """
 
     prompts: list[Prompt]
     sampling: Sampling
-    together: bool = False
 
 
 class Generation(msgspec.Struct, frozen=True):

@@ -24,7 +24,7 @@ SAMPLING = Sampling(temperature=1.0, max_tokens=12, end_token=1)
 
 
 def request(sampling: Sampling = SAMPLING, seed: int = 0) -> Generate:
-    return Generate(prompts_of(PROMPTS, SAMPLES, seed), sampling, together=True)
+    return Generate(prompts_of(PROMPTS, SAMPLES, seed), sampling)
 
 
 def draw(

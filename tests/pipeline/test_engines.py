@@ -178,13 +178,15 @@ def test_a_complaint_of_the_engine_before_is_not_taken_for_one_of_this(run: RunD
     ("engine", "shared"),
     [
         ({}, Cores(None, [None])),
-        ({"count": 3}, Cores(None, [None, None, None])),
+        ({"count": 3}, Cores(None, [[1, 2], [4, 5], [7, 8]])),
+        ({"count": 4}, Cores(None, [[1], [2], [4], [5]])),
+        ({"count": 2, "tensor": 4}, Cores(None, [None, None])),
         ({"placement": "own"}, Cores([1, 2, 4, 5, 7], [[8]])),
         ({"placement": "own", "count": 2, "tensor": 2}, Cores([1, 2], [[4, 5], [7, 8]])),
         ({"placement": "own", "tensor": 5}, Cores([1], [[2, 4, 5, 7, 8]])),
     ],
 )
-def test_engines_of_their_own_get_the_last_cores(engine: dict[str, Any], shared: Cores) -> None:
+def test_engines_get_their_cores(engine: dict[str, Any], shared: Cores) -> None:
     assert share_out(EngineSettings(**engine), {8, 7, 1, 2, 4, 5}) == shared
 
 

@@ -93,7 +93,6 @@ def test_an_engine_is_kept_full_with_few_streams() -> None:
     sizes = [len(request.prompts) for request in engine.requests]
     assert sizes[0] == 20  # a quarter more than it draws at once
     assert len(sizes) <= 1 + 180 / 4
-    assert not any(request.together for request in engine.requests)
     assert scheduler.requeued == scheduler.duplicates == 0
 
 
@@ -130,7 +129,6 @@ def test_deterministic_assigns_all_at_once_in_the_order_given() -> None:
         scheduler.submit(tasks(21, first))
         gather(scheduler, fleet)
     for number, engine in enumerate(engines):
-        assert all(request.together for request in engine.requests)
         sent = [[prompt.seed for prompt in request.prompts] for request in engine.requests]
         assert sent == [[*range(number, 21, 2)], [*range(21 + number, 42, 2)]]
 
