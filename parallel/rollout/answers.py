@@ -12,6 +12,7 @@ from parallel.sample import Sample
 from parallel.settings import ModelSettings
 
 ROUNDING = 1e-3  # how far above 0 a log-probability may lie, in nats
+LOWEST = float(np.finfo(np.float32).min)  # of the finite ones
 
 
 class Garbage(ValueError):
@@ -47,11 +48,13 @@ def sample_of(question: Question, answer: Generation, model: ModelSettings) -> S
     _hold(len(tokens) == len(logprobs) == len(versions), "arrays of several lengths")
     _hold(tuple(answer.routes_shape) == shape, f"routes {answer.routes_shape} and not {shape}")
     _hold(len(routes) == np.prod(shape), f"{len(routes)} routes for {shape}")
-    _hold(bool((routes < model.experts).all()), "an expert that the model does not have")
-    _hold(_in_vocabulary(tokens, model), "a token outside the vocabulary")
-    _hold(bool((logprobs <= ROUNDING).all()), "a log-probability that is above 0 or no number")
-    _hold(bool(np.isfinite(logprobs).all()), "an infinite log-probability")
-    _hold(bool((np.diff(versions) >= 0).all()), "weights that grew older from token to token")
+    _hold(_within(routes, 0, model.experts - 1), "an expert that the model does not have")
+    _hold(_within(tokens, 0, model.vocabulary_size - 1), "a token outside the vocabulary")
+    _hold(
+        _within(logprobs, LOWEST, ROUNDING),
+        "a log-probability that is above 0, infinite, or no number",
+    )
+    _hold(bool((versions[1:] >= versions[:-1]).all()), "weights that grew older token by token")
     _check_end(tokens, answer.finished, question.sampling)
     return Sample(
         domain=question.domain,
@@ -79,12 +82,13 @@ def _kept_sets(
 ) -> list[np.ndarray]:
     _hold(len(sizes) == len(tokens) and bool((sizes > 0).all()), "a token from no set")
     _hold(int(sizes.sum()) == len(kept), "kept sets of other sizes than they say")
-    _hold(_in_vocabulary(kept, model), "a kept token outside the vocabulary")
+    _hold(_within(kept, 0, model.vocabulary_size - 1), "a kept token outside the vocabulary")
     return np.split(kept, np.cumsum(sizes)[:-1])
 
 
-def _in_vocabulary(tokens: np.ndarray, model: ModelSettings) -> bool:
-    return bool(((tokens >= 0) & (tokens < model.vocabulary_size)).all())
+def _within(values: np.ndarray, lowest: float, highest: float) -> bool:
+    """Whether every value is a number from `lowest` to `highest`; a NaN is in no range."""
+    return not len(values) or bool(lowest <= values.min() and values.max() <= highest)
 
 
 def _array(data: bytes, dtype: np.dtype, name: str) -> np.ndarray:

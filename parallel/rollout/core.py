@@ -110,7 +110,8 @@ class Core:
     def step(self) -> list[tuple[str, Generation]]:
         """Draw one more token of what is under way; the responses that ended, by name."""
         ended = []
-        for output in self._vllm.step():
+        outputs: list[Any] = self._vllm.step()
+        for output in outputs:
             if output.finished and (request := self._requests.pop(output.request_id, None)):
                 [completion] = output.outputs
                 request.note(len(completion.token_ids), self.weight_version)

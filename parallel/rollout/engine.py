@@ -28,8 +28,8 @@ BEAT_SECONDS = 1.0  # between signs of life
 LIFE_SECONDS = 0.5  # how often the engine looks whether its processes live
 
 Answer = TypeVar("Answer")
-# What a stream of responses is handed: a response by its name, or why there will be none.
-Handed = tuple[str, Generation] | Exception
+# What a stream is handed: the responses that ended with a step, by name, or why none will.
+Handed = dict[str, Generation] | Exception
 
 
 class Engine:
@@ -95,8 +95,8 @@ class Engine:
         """Take the weights between two steps; what is under way goes on under them."""
         return await self._ask(self._core.refit, refit)
 
-    async def generate(self, asked: Generate) -> AsyncIterator[Generation | None]:
-        """Responses to all prompts, as they end; None now and then, while the engine computes.
+    async def generate(self, asked: Generate) -> AsyncIterator[list[Generation]]:
+        """Responses to all prompts, as they end; none of them now and then, as a sign of life.
 
         Raises NoWeights before the first refit, and ValueError for a prompt that cannot be read.
         """
@@ -136,9 +136,12 @@ class Engine:
                 if self._core.weight_version is None:  # a refit failed; another may follow
                     await asyncio.sleep(LIFE_SECONDS)
                     continue
+                ended: dict[asyncio.Queue[Handed], dict[str, Generation]] = {}
                 for name, generation in await self._ask(self._core.step):
                     if stream := self._streams.pop(name, None):
-                        stream.put_nowait((name, generation))
+                        ended.setdefault(stream, {})[name] = generation
+                for stream, generations in ended.items():
+                    stream.put_nowait(generations)
         except Exception as error:
             self._failure = error
             for stream in set(self._streams.values()):
@@ -146,20 +149,18 @@ class Engine:
 
     async def _responses(
         self, owed: set[str], stream: asyncio.Queue[Handed]
-    ) -> AsyncIterator[Generation | None]:
+    ) -> AsyncIterator[list[Generation]]:
         try:
             while owed:
                 try:
                     handed = await asyncio.wait_for(stream.get(), BEAT_SECONDS)
                 except TimeoutError:
                     await self._ask(self._core.lost_a_rank)  # answered between two steps
-                    yield None
-                    continue
+                    handed = {}
                 if isinstance(handed, Exception):
                     raise handed
-                name, generation = handed
-                owed.discard(name)
-                yield generation
+                owed -= handed.keys()
+                yield list(handed.values())
         finally:
             if owed:  # the client went away
                 for name in owed:

@@ -69,8 +69,8 @@ class Server:
         responses = await self.engine.generate(asked)
         stream = web.StreamResponse()
         await stream.prepare(request)
-        async for response in responses:
-            await stream.write(BEAT if response is None else frame(response))
+        async for ended in responses:
+            await stream.write(b"".join(map(frame, ended)) or BEAT)
         await stream.write_eof()
         return stream
 
