@@ -219,6 +219,7 @@ def _run(program: str, stdin: bytes, tests: bytes, limits: Limits) -> Outcome:
             capture_output=True,
             env=host["environment"],
             cwd="/",
+            start_new_session=True,  # an interrupt from the terminal is the stage's to handle
             timeout=limits.wall_seconds + MARGIN_SECONDS,
         )
     except subprocess.TimeoutExpired as error:  # which has killed it, and it takes all along
@@ -262,7 +263,8 @@ def _host() -> dict[str, Any]:
     if found.returncode:
         raise SandboxError(f"sandbox: cannot list the interpreter's libraries: {found.stderr}")
     libraries = sorted(set(found.stdout.split("\n")) - {""})
-    folders = sorted({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
+    bases = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}  # not an environment's
+    folders = sorted({sysconfig.get_path(name, vars=bases) for name in ("stdlib", "platstdlib")})
     packages = [Path(folder, name) for folder in folders for name in PACKAGES]
     return {
         "python": str(python),

@@ -14,21 +14,24 @@ Runs inside the sandbox as a script, with the name of the end: imports only the 
 
 from __future__ import annotations
 
-import ast
 import builtins
 import json
 import os
+import re
 import signal
 import sys
-import traceback
 import types
-from collections.abc import Iterator
-from typing import Any
+
+TYPE_CHECKING = False  # as typing's, whose import costs more than a run should
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
 
 MESSAGE_BYTES = 64 << 20
 MUTABLE = (list, dict, set)
 ATOMS = (bool, int, str)  # as JSON has them; float too, except that others must read NaN
 COLLECTIONS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+QUALIFIER = re.compile(r"(?<![\w.])(\w+)\s*\.")  # `math` in `math.pi`
 PASSED, WRONG, ERROR = b"p", b"w", b"e"
 
 
@@ -59,7 +62,7 @@ class Channel:
         line = self._reader.readline(MESSAGE_BYTES)
         if not line.endswith(b"\n"):
             self.ended = True
-            raise EOFError("the program has ended")
+            raise EOFError("the other end has gone")
         return list(json.loads(line))
 
     def request(self, operation: str, target: int, *arguments: Any, **named: Any) -> Any:
@@ -84,7 +87,7 @@ class Channel:
             value = self._do(operation, self._objects[target], arguments, named)
             answer = ["returned", self.encode(value), self.encode(_changeable(arguments))]
         except Exception as error:
-            traceback.print_exc()
+            sys.excepthook(*sys.exc_info())
             answer = ["raised", type(error).__name__, str(error)]
         self.send(answer)
 
@@ -226,9 +229,12 @@ def run_program() -> None:
         exec(compile(file.read(), "/program.py", "exec"), vars(module))
     names = {name: item for name, item in vars(module).items() if not name.startswith("__")}
     channel.send(["names", channel.encode(names)])
-    while True:
-        _, *content = channel.receive()
-        channel.serve(content)
+    try:
+        while True:
+            _, *content = channel.receive()
+            channel.serve(content)
+    except EOFError:
+        os._exit(0)
 
 
 def run_tests() -> None:
@@ -257,7 +263,7 @@ def _verdict(test: str, space: dict[str, Any], channel: Channel) -> bytes:
         print(f"failed: {test}", error, file=sys.stderr)
         return WRONG
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
         return ERROR
     return ERROR if channel.ended else PASSED
 
@@ -267,14 +273,10 @@ def _taken(names: dict[str, Any], tests: list[str]) -> dict[str, Any]:
 
     Never what Python itself has: a program's `abs` or `math` would decide what is equal.
     """
-    modules = {
-        node.value.id
-        for test in tests
-        for node in ast.walk(ast.parse(test))
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-    } & sys.stdlib_module_names
-    own = {name: __import__(name) for name in modules & names.keys()}
-    return {name: item for name, item in names.items() if not hasattr(builtins, name)} | own
+    qualifiers = {name for test in tests for name in QUALIFIER.findall(test)}
+    own = {name: __import__(name) for name in qualifiers & sys.stdlib_module_names & names.keys()}
+    taken = {name: names[name] for name in names if not hasattr(builtins, name)}
+    return {name: item for name, item in taken.items() if not name.startswith("__")} | own
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ NEW_USERS, NEW_PIDS, NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
 NO_SETUID, NO_DEVICES, NO_EXECUTION = 0x2, 0x4, 0x8
 BIND, RECURSIVE, PRIVATE = 0x1000, 0x4000, 0x40000
 
+KILL = 9
+
 _DETACH = 2
 _READ_ONLY_ATTRIBUTE, _NO_SETUID_ATTRIBUTE = 0x1, 0x2
 _HERE, _WHOLE_TREE = -100, 0x8000
@@ -67,7 +69,7 @@ def pivot_root(new_root: str, old_root: str) -> None:
 
 def die_with_parent() -> None:
     """Be killed when the parent ends, however it ends."""
-    _prctl(_SET_PARENT_DEATH_SIGNAL, 9)
+    _prctl(_SET_PARENT_DEATH_SIGNAL, KILL)
 
 
 def bound_capabilities() -> None:

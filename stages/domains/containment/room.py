@@ -9,13 +9,13 @@ from __future__ import annotations
 import fcntl
 import os
 import resource
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import PurePosixPath
-from typing import Any
 
-from stages.domains.containment import call_filter, kernel
+from stages.domains.containment import kernel
+
+TYPE_CHECKING = False  # as typing's, whose import costs more than a run should
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Any
 
 OUTSIDE = "/outside"  # the host's files while the room is built
 SCRATCH = "/scratch"
@@ -43,9 +43,9 @@ def live(request: dict[str, Any], pipes: dict[str, int]) -> None:
     try:
         kernel.die_with_parent()
         os.umask(0o022)
-        with _step("make namespaces of mounts"):
+        with _Step("make namespaces of mounts"):
             kernel.unshare(kernel.NEW_MOUNTS)
-        with _step("build the file system"):
+        with _Step("build the file system"):
             questions, tests = _build(request)
         main = _start_all(request, pipes, report, questions, tests)
         os.write(report, f"ended {_wait_for(main)}\n".encode())
@@ -55,12 +55,23 @@ def live(request: dict[str, Any], pipes: dict[str, int]) -> None:
         os._exit(0)
 
 
-@contextmanager
-def _step(what: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise OSError(f"cannot {what}: {error.strerror or error}") from error
+class _Step:
+    """Says in an OSError what could not be done."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, OSError):
+            raise OSError(f"cannot {self._what}: {error.strerror or error}") from error
 
 
 def _build(request: dict[str, Any]) -> tuple[int, int]:
@@ -80,7 +91,7 @@ def _build(request: dict[str, Any]) -> tuple[int, int]:
     for hidden in request["hidden"]:
         kernel.mount("hidden", hidden, "tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, "mode=755")
     for file, real in (*request["files"], ("/dev/null", "/dev/null")):
-        os.makedirs(PurePosixPath(file).parent, exist_ok=True)
+        os.makedirs(os.path.dirname(file), exist_ok=True)  # noqa: PTH120 - see `supervisor`
         _write(file, b"")
         kernel.mount(OUTSIDE + real, file, flags=kernel.BIND)
     _write(PROGRAM, request["program"])
@@ -102,7 +113,6 @@ def _build(request: dict[str, Any]) -> tuple[int, int]:
 
 
 def _write(path: str, content: bytes) -> None:
-    # Not open(): it would import codecs that the few calls here do without.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     while content:
         content = content[os.write(descriptor, content) :]
@@ -166,12 +176,12 @@ def _start(
         for number, descriptor in waiting.items():
             os.dup2(descriptor, number)
         os.setsid()
-        with _step("give up rights"):
+        with _Step("give up rights"):
             _give_up_rights(request["users"].get(role))
         _limit(request)
-        with _step("install the filter of system calls (CONFIG_SECCOMP_FILTER)"):
+        with _Step("install the filter of system calls (CONFIG_SECCOMP_FILTER)"):
             kernel.install_filter(request["filter"])
-        with _step(f"start {command[0]}"):
+        with _Step(f"start {command[0]}"):
             os.execve(command[0], command, request["environment"])
     except BaseException as error:
         os.write(report, f"failed {error}\n".encode())
@@ -213,7 +223,6 @@ def _limit(request: dict[str, Any]) -> None:
 
 def _wait_for(main: int) -> int:
     """The wait status of `main`; what else ends meanwhile is reaped."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         process, status = os.wait()
         if process == main:

@@ -11,12 +11,14 @@ import errno
 import marshal
 import os
 import select
-import signal
 import sys
 import time
-from typing import Any
 
 from stages.domains.containment import kernel, room
+
+TYPE_CHECKING = False  # as typing's, whose import costs more than a run should
+if TYPE_CHECKING:
+    from typing import Any
 
 WATCH_SECONDS = 0.02
 CHUNK = 1 << 16
@@ -213,7 +215,7 @@ class Watch:
         """Kill the first process: its namespace goes with it."""
         if self._cause is None:
             self._cause = cause
-            os.kill(self._first, signal.SIGKILL)
+            os.kill(self._first, kernel.KILL)
 
 
 def _usage(first: int) -> tuple[int, int, float]:
