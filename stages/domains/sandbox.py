@@ -181,7 +181,9 @@ os._exit(0)
 def _verdict(outcome: Outcome, expected: str) -> Verdict:
     if outcome.ending != "exited":
         return outcome.ending
-    return "passed" if _lines(outcome.output.decode(errors="replace")) == _lines(expected) else "wrong"
+    return (
+        "passed" if _lines(outcome.output.decode(errors="replace")) == _lines(expected) else "wrong"
+    )
 
 
 def _lines(text: str) -> list[str]:
@@ -281,7 +283,7 @@ PACKAGES = ("site-packages", "dist-packages")  # installed, so no part of the st
 
 
 def _with_real_paths(paths: list[str]) -> list[tuple[str, str]]:
-    """Where each is seen in the sandbox, and what it is: links lead elsewhere under another root."""
+    """Each as it is called in the sandbox, and free of links, which lead elsewhere in there."""
     return [(path, str(Path(path).resolve())) for path in paths]
 
 

@@ -83,8 +83,8 @@ GIVES_UP = {
     "installed packages": (
         "error",
         "import os, sysconfig\n"
-        "for f in ('site-packages', 'dist-packages'):\n"
-        "  assert not os.listdir(sysconfig.get_path('stdlib') + '/' + f); print('escaped')",
+        "if os.listdir(sysconfig.get_path('stdlib') + '/site-packages'): print('escaped')\n"
+        "import pytest",
     ),
     "home": ("error", "import os\nfor f in ('/home', '/var', '/tmp'): print(os.listdir(f))"),
     "parent's environment": ("error", "print('escaped', open('/proc/SENTINEL/environ').read())"),
@@ -92,7 +92,10 @@ GIVES_UP = {
     "first process's root": ("error", "import os\nprint('escaped', os.listdir('/proc/1/root'))"),
     "magic keys": ("error", "open('/proc/sysrq-trigger', 'w').write('b')\nprint('escaped')"),
     "kernel settings": ("error", "open('/sys/kernel/mm/ksm/run', 'w')\nprint('escaped')"),
-    "symbolic link": ("error", "import os\nos.symlink('/etc/passwd', 'l')\nprint(open('l').read())"),
+    "symbolic link": (
+        "error",
+        "import os\nos.symlink('/etc/passwd', 'l')\nprint(open('l').read())",
+    ),
     "way up": ("error", "print('escaped', open('../' * 40 + 'etc/passwd').read())"),
     "writing elsewhere": (
         "error",
@@ -134,9 +137,9 @@ GIVES_UP = {
     ),
     "crash": ("killed", "import ctypes\nctypes.string_at(0)"),
     "bottomless recursion": (
-        "killed memory error",
-        "import sys\nsys.setrecursionlimit(1 << 30)\nclass A:\n  def __repr__(s): return repr([s])\n"
-        "repr(A())",
+        "timeout killed memory error",
+        "import sys\nsys.setrecursionlimit(1 << 30)\n"
+        "class A:\n  def __repr__(s): return repr([s])\nrepr(A())",
     ),
     "inherited descriptors": (
         "error",
@@ -224,9 +227,7 @@ def test_what_it_wants_it_does_not_get(
 
 
 @pytest.mark.parametrize("name", GOES_ON)
-def test_what_goes_on_is_ended_at_the_limit(
-    name: str, sentinel: subprocess.Popen[bytes]
-) -> None:
+def test_what_goes_on_is_ended_at_the_limit(name: str, sentinel: subprocess.Popen[bytes]) -> None:
     before, started = children(), time.monotonic()
     outcome = run(GOES_ON[name], "", HASTY)
     assert HASTY.wall_seconds <= time.monotonic() - started < HASTY.wall_seconds + BOUND_SECONDS
@@ -263,10 +264,13 @@ exit()
     outcome = run(program, "21\nrest", Limits())
     version = (sys.version_info.major, sys.version_info.minor)
     assert outcome.ending == "exited", outcome
-    assert outcome.output.decode() == (
-        "42 Point(x=1) e3b0\nin a thread\nü /scratch ['notes']\nfrom a child\n"
-        f"{version} rest\n"
-    ).replace("from a child\n", "") or outcome.output.decode().count("from a child") == 1
+    assert (
+        outcome.output.decode()
+        == (
+            f"42 Point(x=1) e3b0\nin a thread\nü /scratch ['notes']\nfrom a child\n{version} rest\n"
+        ).replace("from a child\n", "")
+        or outcome.output.decode().count("from a child") == 1
+    )
 
 
 def test_input_that_nobody_reads_is_no_obstacle() -> None:
@@ -320,7 +324,7 @@ LIMIT = 10 ** 30
         "s = Stack([1]).push(2)\nassert s.items == [1, 2] and len(s) == 2 and s[1] == 2",
         "assert str(Stack([])) == 'Stack(items=[])'",
         "assert math.isclose(add(0.1, 0.2), 0.3) and select(1.5) == 1",
-        "assert LIMIT == 10 ** 30 and len(str(add(10 ** 5000))) == 5001",
+        "assert LIMIT == 10 ** 30 and add(10 ** 5000) == 10 ** 5000 + 1",
         "def check(candidate):\n  assert candidate(2, 2) == 4\ncheck(add)",
     ],
 )
@@ -448,7 +452,8 @@ def test_this_machine_contains() -> None:
 def test_where_namespaces_are_refused_nothing_runs(tmp_path: Path) -> None:
     """In a user namespace that may have no further ones, of which this process is one user."""
     ran = tmp_path / "ran"
-    code = f"from stages.domains.sandbox import *; run('open({str(ran)!r}, \"w\")', '', Limits())"
+    program = f"open({str(ran)!r}, 'w')"
+    code = f"from stages.domains.sandbox import *; run({program!r}, '', Limits())"
     script = f'echo 0 > /proc/sys/user/max_user_namespaces; exec {sys.executable} -c "$0"'
     found = subprocess.run(
         ["unshare", "-Ur", "sh", "-c", script, code],
@@ -464,5 +469,5 @@ def test_where_namespaces_are_refused_nothing_runs(tmp_path: Path) -> None:
 def test_a_sandbox_at_fault_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     host = {**sandbox._host(), "files": [("/nowhere/python", "/nowhere/python")]}
     monkeypatch.setattr(sandbox, "_host", lambda: host)
-    with pytest.raises(SandboxError, match="cannot build the file system: No such file"):
+    with pytest.raises(SandboxError, match=r"cannot build the file system: .*/nowhere/python"):
         run("print(1)", "", Limits())

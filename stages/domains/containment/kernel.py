@@ -34,14 +34,11 @@ def unshare(namespaces: int) -> None:
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
     """Mount `source` of file system `kind` at `target`, or bind it there."""
-    _call(
-        "mount",
-        source.encode(),
-        target.encode(),
-        kind.encode() or None,
-        ctypes.c_ulong(flags),
-        options.encode() or None,
-    )
+    words = source.encode(), target.encode(), kind.encode() or None
+    try:
+        _call("mount", *words, ctypes.c_ulong(flags), options.encode() or None)
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror} ({source} at {target})") from error
 
 
 def unmount(target: str) -> None:

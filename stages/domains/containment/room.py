@@ -4,6 +4,8 @@ This process is number 1 of its process-id namespace: when it ends, the kernel k
 program has left behind, and no signal from inside reaches it.
 """
 
+# ruff: noqa: PTH - pathlib takes as long to import as a program may take to run
+
 from __future__ import annotations
 
 import fcntl
@@ -91,7 +93,7 @@ def _build(request: dict[str, Any]) -> tuple[int, int]:
     for hidden in request["hidden"]:
         kernel.mount("hidden", hidden, "tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, "mode=755")
     for file, real in (*request["files"], ("/dev/null", "/dev/null")):
-        os.makedirs(os.path.dirname(file), exist_ok=True)  # noqa: PTH120 - see `supervisor`
+        os.makedirs(os.path.dirname(file), exist_ok=True)
         _write(file, b"")
         kernel.mount(OUTSIDE + real, file, flags=kernel.BIND)
     _write(PROGRAM, request["program"])

@@ -5,6 +5,8 @@ writes the outcome to standard output, both as `marshal` writes them; both ends 
 status of 1 with a line on standard error is a fault of the sandbox.
 """
 
+# ruff: noqa: PTH - pathlib takes as long to import as a program may take to run
+
 from __future__ import annotations
 
 import errno
@@ -25,11 +27,7 @@ CHUNK = 1 << 16
 ERROR_BYTES = 8192  # of the program's error output that are kept
 TICKS = os.sysconf("SC_CLK_TCK")
 NAMESPACES = (
-    kernel.NEW_CGROUP
-    | kernel.NEW_HOST_NAME
-    | kernel.NEW_IPC
-    | kernel.NEW_PIDS
-    | kernel.NEW_NETWORK
+    kernel.NEW_CGROUP | kernel.NEW_HOST_NAME | kernel.NEW_IPC | kernel.NEW_PIDS | kernel.NEW_NETWORK
 )
 NOBODY, EXAMINER = 65534, 65533
 # Without a user namespace the limit on processes counts all of a user's, so each run has users of
