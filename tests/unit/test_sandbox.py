@@ -273,6 +273,13 @@ exit()
     )
 
 
+def test_the_smallest_limits_are_enough_for_a_small_program() -> None:
+    limits = Limits(memory_mebibytes=64, processes=1, output_bytes=2)
+    assert run("print(1)", "", limits).output == b"1\n"
+    assert run("print(10)", "", limits).ending == "output"
+    assert score("x = 1", ["assert x == 1"] * 9, limits).passed == 1
+
+
 def test_input_that_nobody_reads_is_no_obstacle() -> None:
     assert run("print(1)", "x" * (8 << 20), Limits()).output == b"1\n"
 
@@ -446,6 +453,25 @@ def test_tests_that_are_none_are_a_fault_of_the_problem() -> None:
 
 def test_this_machine_contains() -> None:
     sandbox.check()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_root_needs_no_user_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing = """
+from stages.domains.containment import kernel
+def unshare(namespaces, original=kernel.unshare):
+    if namespaces & kernel.NEW_USERS:
+        raise OSError(28, "No space left on device")
+    original(namespaces)
+kernel.unshare = unshare
+"""
+    path, start = sandbox.SUPERVISOR.split("; ", 2)[1:]
+    monkeypatch.setattr(sandbox, "SUPERVISOR", f"import sys; {path}\n{refusing}\n{start}")
+    sandbox.check.__wrapped__()
+    limits = Limits(wall_seconds=5, processes=5)
+    assert run("import os\nwhile True: os.fork()", "", limits).ending in ("error", "killed")
+    assert int(run("import os\nprint(os.getuid())", "", limits).output) > 0x60000000
+    assert score("x = 1", ["assert x == 1"], limits).verdicts == ("passed",)
 
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs util-linux")

@@ -12,8 +12,6 @@ function changes in place are changed on the examiner's side too.
 Runs inside the sandbox as a script, with the name of the end: imports only the standard library.
 """
 
-# ruff: noqa: PTH - pathlib takes as long to import as a program may take to run
-
 from __future__ import annotations
 
 import builtins

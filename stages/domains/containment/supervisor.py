@@ -5,8 +5,6 @@ writes the outcome to standard output, both as `marshal` writes them; both ends 
 status of 1 with a line on standard error is a fault of the sandbox.
 """
 
-# ruff: noqa: PTH - pathlib takes as long to import as a program may take to run
-
 from __future__ import annotations
 
 import errno
@@ -197,7 +195,8 @@ class Watch:
             del self._pipes[descriptor]
         elif self._cause is None or name == "report":
             self._kept[name] += chunk
-            if len(self._kept[name]) > self._request["output_bytes"]:
+            said = name in ("output", "errors") and len(self._kept[name])
+            if said > self._request["output_bytes"]:
                 self._end("output")
 
     def _look(self) -> None:
