@@ -8,7 +8,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,7 @@ GIVES_UP = {
     ),
     "memory of System V": (
         "error",
-        "import ctypes\nassert ctypes.CDLL(None).shmget(0, 1 << 20, 0o1666) == -1; 1 / 0",
+        "import ctypes\nif ctypes.CDLL(None).shmget(0, 99, 0o1666) >= 0: print('escaped')\n1 / 0",
     ),
     "endless output": ("output", "while True: print('x' * 10000)"),
     "endless errors": ("output", "import sys\nwhile True: print('x' * 10000, file=sys.stderr)"),
@@ -64,18 +65,30 @@ GIVES_UP = {
     ),
     "many names": ("error", "for i in range(9999): open(str(i), 'w')\nprint('escaped')"),
     "many open files": ("error", "f = [open('/program.py') for _ in range(999)]\nprint('escaped')"),
-    "shared memory files": ("error", "open('/dev/shm/MARK', 'wb').write(bytes(9))"),
-    "own device": ("error", "import os\nos.mknod('d', 0o20666, os.makedev(1, 1))"),
-    "tcp": ("error", "import socket\nsocket.create_connection(('127.0.0.1', 22), 1)"),
+    "shared memory files": ("error", "open('/dev/shm/MARK', 'wb')\nprint('escaped')"),
+    "own device": (
+        "error",
+        "import os\nos.mknod('d', 0o20666, os.makedev(1, 1))\nprint('escaped')",
+    ),
+    "tcp": ("error", "import socket\nsocket.create_server(('', 0))\nprint('escaped')"),
     "udp": (
         "error",
-        "import socket\nsocket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', "
-        "('127.0.0.1', 53))",
+        "import socket\nsocket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', 53))\n"
+        "print('escaped')",
     ),
-    "unix socket": ("error", "import socket\nsocket.socket(socket.AF_UNIX).bind('s')"),
-    "abstract socket": ("error", "import socket\nsocket.socket(socket.AF_UNIX).bind('\\0s')"),
-    "netlink": ("error", "import socket\nsocket.socket(socket.AF_NETLINK, socket.SOCK_RAW)"),
-    "name look-up": ("error", "import socket\nsocket.getaddrinfo('example.org', 80)"),
+    "unix socket": (
+        "error",
+        "import socket\nsocket.socket(socket.AF_UNIX).bind('s')\nprint('escaped')",
+    ),
+    "abstract socket": (
+        "error",
+        "import socket\nsocket.socket(socket.AF_UNIX).bind('\\0s')\nprint('escaped')",
+    ),
+    "netlink": ("error", "import socket\nsocket.socket(socket.AF_NETLINK, 3)\nprint('escaped')"),
+    "name look-up": (
+        "error",
+        "import socket\nsocket.getaddrinfo('localhost', 80)\nprint('escaped')",
+    ),
     "environment": ("error", "import os\nprint('escaped', os.environ['BRAID_TEST_SECRET'])"),
     "user table": ("error", "print('escaped', open('/etc/passwd').read())"),
     "passwords": ("error", "print('escaped', open('/etc/shadow').read())"),
@@ -86,7 +99,11 @@ GIVES_UP = {
         "if os.listdir(sysconfig.get_path('stdlib') + '/site-packages'): print('escaped')\n"
         "import pytest",
     ),
-    "home": ("error", "import os\nfor f in ('/home', '/var', '/tmp'): print(os.listdir(f))"),
+    "home": (
+        "error",
+        "import os\nfor f in ('/home', '/var', '/tmp', '/etc', '/sys', '/proc'):\n"
+        "  try: os.listdir(f); print('escaped')\n  except OSError: pass\n1 / 0",
+    ),
     "parent's environment": ("error", "print('escaped', open('/proc/SENTINEL/environ').read())"),
     "own root of /proc": ("error", "print('escaped', open('/proc/self/root/etc/passwd').read())"),
     "first process's root": ("error", "import os\nprint('escaped', os.listdir('/proc/1/root'))"),
@@ -94,7 +111,7 @@ GIVES_UP = {
     "kernel settings": ("error", "open('/sys/kernel/mm/ksm/run', 'w')\nprint('escaped')"),
     "symbolic link": (
         "error",
-        "import os\nos.symlink('/etc/passwd', 'l')\nprint(open('l').read())",
+        "import os\nos.symlink('/etc/passwd', 'l')\nprint('escaped', open('l').read())",
     ),
     "way up": ("error", "print('escaped', open('../' * 40 + 'etc/passwd').read())"),
     "writing elsewhere": (
@@ -278,6 +295,56 @@ def test_the_smallest_limits_are_enough_for_a_small_program() -> None:
     assert run("print(1)", "", limits).output == b"1\n"
     assert run("print(10)", "", limits).ending == "output"
     assert score("x = 1", ["assert x == 1"] * 9, limits).passed == 1
+
+
+def test_runs_side_by_side_do_not_count_against_each_other() -> None:
+    program = """
+import os, time
+started = 1
+try:
+    while True:
+        if os.fork() == 0:
+            time.sleep(0.5)
+            os._exit(0)
+        started += 1
+except OSError:
+    print(started)
+    time.sleep(0.3)
+"""
+    with ThreadPoolExecutor(4) as pool:
+        outcomes = list(pool.map(lambda _: run(program, "", PATIENT), range(4)))
+    assert [outcome.output for outcome in outcomes] == [b"8\n"] * 4
+
+
+def test_a_stage_that_is_killed_takes_its_programs_along(
+    sentinel: subprocess.Popen[bytes],
+) -> None:
+    before = children()
+    program = "import time; time.sleep(60)"
+    code = f"from stages.domains.sandbox import *; run({program!r}, '', Limits(wall_seconds=60))"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY) as stage:
+        wait_until(lambda: depth(str(stage.pid)) == 4)  # supervisor, first process, program
+        stage.kill()
+    wait_until(lambda: not reaped(children() - before))
+
+
+def depth(process: str) -> int:
+    path = Path(f"/proc/{process}/task/{process}/children")
+    below = path.read_text().split() if path.exists() else []
+    return 1 + max((depth(child) for child in below), default=0)
+
+
+def reaped(orphans: set[str]) -> set[str]:
+    for orphan in orphans:
+        os.waitpid(int(orphan), os.WNOHANG)
+    return orphans
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_input_that_nobody_reads_is_no_obstacle() -> None:
