@@ -1,0 +1,293 @@
+"""Both ends of a test by asserts, each in a process of its own: the program's and the tests'.
+
+What a program may reach in its own process it may also change, so the asserts are not there. They
+run in the examiner's process, where the program's functions stand as `Remote`s: calling one sends
+the arguments, as plain data, and gets plain data back. The examiner compares. The program never
+sees what is expected, and nothing of its making is code in the examiner's process.
+
+Plain data are None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset and dict.
+Anything else stays where it is and travels as a number to call it by. Lists, dicts and sets that a
+function changes in place are changed on the examiner's side too.
+
+Runs inside the sandbox as a script, with the name of the end: imports only the standard library.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import operator
+import os
+import re
+import signal
+import sys
+import types
+
+TYPE_CHECKING = False  # as typing's, whose import costs more than a run should
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any
+
+MESSAGE_BYTES = 64 << 20
+MUTABLE = (list, dict, set)
+LARGE = 1 << 1024  # Python refuses to read decimals of thousands of digits
+ATOMS = (bool, int, str)  # as JSON has them; float too, except that others must read NaN
+COLLECTIONS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+QUALIFIER = re.compile(r"(?<![\w.])(\w+)\s*\.")  # `math` in `math.pi`
+# What the examiner may have the program's end do with an object, other than call it.
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "getattr": getattr,
+    "getitem": operator.getitem,
+    "iter": iter,
+    "len": len,
+    "next": next,
+    "str": str,
+}
+PASSED, WRONG, ERROR = b"p", b"w", b"e"
+
+
+class ProgramError(Exception):
+    """The program raised what is no exception of Python's own."""
+
+
+class Channel:
+    """Calls over two pipes: one line of JSON for a call, one for its result; calls may nest.
+
+    `Remote`s of the other end are resolved here: it may call what was sent to it as a number. Only
+    the program's end lets it do more than call (`open_house`).
+    """
+
+    def __init__(self, reading: int, writing: int, open_house: bool) -> None:
+        self._reader = open(reading, "rb")  # noqa: SIM115 - it lives as long as the process
+        self._writer = open(writing, "wb")  # noqa: SIM115
+        self._open_house = open_house
+        self._objects: list[Any] = []
+        self.ended = False
+
+    def send(self, message: list[Any]) -> None:
+        self._writer.write(json.dumps(message).encode() + b"\n")
+        self._writer.flush()
+
+    def receive(self) -> list[Any]:
+        """The next message. Raises EOFError where the other end is gone, or says too much."""
+        line = self._reader.readline(MESSAGE_BYTES)
+        if not line.endswith(b"\n"):
+            self.ended = True
+            raise EOFError("the other end has gone")
+        return list(json.loads(line))
+
+    def request(self, operation: str, target: int, *arguments: Any, **named: Any) -> Any:
+        """Have the other end do `operation` with its object `target`; meanwhile serve its calls."""
+        self.send(["do", operation, target, self.encode(arguments), self.encode(named)])
+        while True:
+            kind, *content = self.receive()
+            if kind == "do":
+                self.serve(content)
+            elif kind == "raised":
+                raise self._exception(*map(str, content))
+            else:
+                value, afterwards = map(self.decode, content)
+                _change(arguments, afterwards)
+                return value
+
+    def serve(self, content: list[Any]) -> None:
+        """Do what the other end asks, and answer."""
+        try:
+            operation, target, arguments, named = content
+            arguments, named = self.decode(arguments), self.decode(named)
+            value = self._do(operation, self._objects[target], arguments, named)
+            answer = ["returned", self.encode(value), self.encode(_changeable(arguments))]
+        except Exception as error:
+            sys.excepthook(*sys.exc_info())
+            answer = ["raised", type(error).__name__, str(error)]
+        self.send(answer)
+
+    def _do(self, operation: str, target: Any, arguments: Any, named: Any) -> Any:
+        if operation == "call":
+            return target(*arguments, **named)
+        if not self._open_house:
+            raise PermissionError(operation)
+        return OPERATIONS[operation](target, *arguments)
+
+    @staticmethod
+    def _exception(name: str, text: str) -> Exception:
+        kind = getattr(builtins, name, None)
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            try:
+                return kind(text) if text else kind()
+            except TypeError:  # it wants other arguments, as UnicodeDecodeError does
+                pass
+        return ProgramError(f"{name}: {text}")
+
+    def encode(self, value: Any) -> Any:
+        """`value` as JSON: itself, or an object of one key, its type."""
+        if isinstance(value, int) and not -LARGE < value < LARGE:
+            return {"int": hex(value)}
+        if value is None or isinstance(value, ATOMS):
+            return value
+        if isinstance(value, float):
+            return float(value)
+        if isinstance(value, complex):
+            return {"complex": [value.real, value.imag]}
+        if isinstance(value, bytes | bytearray):
+            return {"bytes": value.hex()}
+        if isinstance(value, dict):
+            items = [[self.encode(key), self.encode(item)] for key, item in value.items()]
+            return {"dict": items}
+        for name, kind in COLLECTIONS.items():
+            if isinstance(value, kind):
+                return {name: [self.encode(item) for item in value]}
+        if isinstance(value, types.BuiltinFunctionType | type) and value.__module__ == "builtins":
+            return {"builtin": value.__name__}
+        if isinstance(value, Remote):
+            return {"yours": value._number}
+        self._objects.append(value)
+        return {"mine": len(self._objects) - 1}
+
+    def decode(self, encoded: Any) -> Any:
+        """What `encode` made; raises ValueError for anything else."""
+        if not isinstance(encoded, dict):
+            return encoded
+        ((name, content),) = encoded.items()
+        if name == "dict":
+            return {self.decode(key): self.decode(item) for key, item in content}
+        if name in COLLECTIONS:
+            return COLLECTIONS[name](self.decode(item) for item in content)
+        if name == "int":
+            return int(content, base=16)
+        if name == "complex":
+            return complex(*content)
+        if name == "bytes":
+            return bytes.fromhex(content)
+        if name == "yours":
+            return self._objects[content]
+        if name == "mine":
+            return Remote(self, int(content))
+        if name == "builtin" and self._open_house:
+            return getattr(builtins, content)
+        raise ValueError(name)
+
+
+class Remote:
+    """An object of the other end, which is equal to nothing but itself.
+
+    Comparing is left out on purpose: the other end would learn what it is compared with, and answer
+    what it likes. `in` compares on this side with what iteration brings.
+    """
+
+    def __init__(self, channel: Channel, number: int) -> None:
+        self._channel = channel
+        self._number = number
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self._channel.request("call", self._number, *arguments, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._channel.request("getattr", self._number, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = self._channel.request("iter", self._number)
+        if not isinstance(iterator, Remote):
+            raise TypeError("it is no iterator")
+        while True:
+            try:
+                yield self._channel.request("next", iterator._number)
+            except StopIteration:
+                return
+
+    def __next__(self) -> Any:
+        return self._channel.request("next", self._number)
+
+    def __len__(self) -> int:
+        return self._channel.request("len", self._number)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._channel.request("getitem", self._number, key)
+
+    def __str__(self) -> str:
+        return str(self._channel.request("str", self._number))
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def _changeable(arguments: Any) -> list[Any]:
+    return [argument if isinstance(argument, MUTABLE) else None for argument in arguments]
+
+
+def _change(arguments: tuple[Any, ...], afterwards: Any) -> None:
+    """Make the mutable `arguments` what they are at the other end, after a call."""
+    for before, after in zip(arguments, afterwards, strict=True):
+        if type(before) is not type(after) or before == after:
+            continue
+        if isinstance(before, list):
+            before[:] = after
+        elif isinstance(before, dict | set):
+            before.clear()
+            before.update(after)
+
+
+def run_program() -> None:
+    """The program's end: run it, tell its names, serve the examiner's calls until it leaves."""
+    channel = Channel(3, 4, open_house=True)
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # as `site` would
+    # Not __main__: what a program does when it is started itself is not under test.
+    module = types.ModuleType("program")
+    sys.modules["program"] = module
+    with open("/program.py", encoding="utf-8") as file:
+        exec(compile(file.read(), "/program.py", "exec"), vars(module))
+    names = {name: item for name, item in vars(module).items() if not name.startswith("__")}
+    channel.send(["names", channel.encode(names)])
+    try:
+        while True:
+            _, *content = channel.receive()
+            channel.serve(content)
+    except EOFError:
+        os._exit(0)
+
+
+def run_tests() -> None:
+    """The examiner's end: run each test, write one letter for each (PASSED, WRONG or ERROR)."""
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)
+    with open(0, encoding="utf-8") as file:
+        tests = json.load(file)
+    channel = Channel(3, 4, open_house=False)
+    space: dict[str, Any] = {"__name__": "tests"}
+    try:
+        _, names = channel.receive()
+        space |= _taken(channel.decode(names), tests)
+    except Exception as error:
+        channel.ended = True
+        print(f"no tests were run: {error!r}", file=sys.stderr)
+    for test in tests:
+        os.write(5, ERROR if channel.ended else _verdict(test, space, channel))
+
+
+def _verdict(test: str, space: dict[str, Any], channel: Channel) -> bytes:
+    try:
+        exec(compile(test, "test", "exec"), space)
+    except AssertionError as error:
+        print(f"failed: {test}", error, file=sys.stderr)
+        return WRONG
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return ERROR
+    return ERROR if channel.ended else PASSED
+
+
+def _taken(names: dict[str, Any], tests: list[str]) -> dict[str, Any]:
+    """What the tests may use of the program's `names`.
+
+    Never what Python itself has: a program's `abs` or `math` would decide what is equal.
+    """
+    qualifiers = {name for test in tests for name in QUALIFIER.findall(test)}
+    own = {name: __import__(name) for name in qualifiers & sys.stdlib_module_names & names.keys()}
+    taken = {name: names[name] for name in names if not hasattr(builtins, name)}
+    return {name: item for name, item in taken.items() if not name.startswith("__")} | own
+
+
+if __name__ == "__main__":
+    {"program": run_program, "tests": run_tests}[sys.argv[1]]()

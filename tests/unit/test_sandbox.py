@@ -1,0 +1,566 @@
+"""Programs that try to get out, to stay, to take too much: each is contained and fails."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from stages.domains import sandbox
+from stages.domains.sandbox import Limits, SandboxError, run, score
+
+REPOSITORY = Path(__file__).parents[2]
+MARK = f"braid-escaped-{os.getpid()}"
+SECRET = "the-parents-own-secret"
+PATIENT = Limits(wall_seconds=8, memory_mebibytes=128, processes=8)
+HASTY = Limits(wall_seconds=0.6, memory_mebibytes=128, processes=8)
+BOUND_SECONDS = 3.0  # beyond the limit: two interpreters start, on a machine that may be busy
+SUBREAPER = 36
+
+# Every program prints "escaped" if it gets what it wants. By name: how it ends, and what it does.
+GIVES_UP = {
+    "fork bomb": ("error killed timeout", "import os\nwhile True: os.fork()"),
+    "fork bomb that goes on": (
+        "timeout killed memory",
+        "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
+    ),
+    "thread bomb": (
+        "error",
+        "import threading, time\n"
+        "while True: threading.Thread(target=time.sleep, args=(9,), daemon=True).start()",
+    ),
+    "list of everything": ("memory", "a = [0]\nwhile True: a += a"),
+    "mapped memory": ("error", "import mmap\nmmap.mmap(-1, 1 << 30)\nprint('escaped')"),
+    "memory in many processes": (
+        "memory",
+        "import os, time\nfor _ in range(6): os.fork() or (bytes(0) or b'x' * (60 << 20), "
+        "time.sleep(20))\ntime.sleep(20)",
+    ),
+    "memory in no process": (
+        "error",
+        "import os\nf = os.memfd_create('a')\nos.write(f, b'x')\nprint('escaped')",
+    ),
+    "memory of System V": (
+        "error",
+        "import ctypes\nif ctypes.CDLL(None).shmget(0, 99, 0o1666) >= 0: print('escaped')\n1 / 0",
+    ),
+    "endless output": ("output", "while True: print('x' * 10000)"),
+    "endless errors": ("output", "import sys\nwhile True: print('x' * 10000, file=sys.stderr)"),
+    "endless output of a child": (
+        "output",
+        "import os, time\nif os.fork(): time.sleep(30)\nwhile True: os.write(1, b'x' * 9999)",
+    ),
+    "huge file": ("error", "f = open('f', 'wb')\nwhile True: f.write(bytes(1 << 20))"),
+    "many files": (
+        "error",
+        "for i in range(99): open(str(i), 'wb').write(bytes(1 << 20))\nprint('escaped')",
+    ),
+    "many names": ("error", "for i in range(9999): open(str(i), 'w')\nprint('escaped')"),
+    "many open files": ("error", "f = [open('/program.py') for _ in range(999)]\nprint('escaped')"),
+    "shared memory files": ("error", "open('/dev/shm/MARK', 'wb')\nprint('escaped')"),
+    "own device": (
+        "error",
+        "import os\nos.mknod('d', 0o20666, os.makedev(1, 1))\nprint('escaped')",
+    ),
+    "tcp": ("error", "import socket\nsocket.create_server(('', 0))\nprint('escaped')"),
+    "udp": (
+        "error",
+        "import socket\nsocket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', 53))\n"
+        "print('escaped')",
+    ),
+    "unix socket": (
+        "error",
+        "import socket\nsocket.socket(socket.AF_UNIX).bind('s')\nprint('escaped')",
+    ),
+    "abstract socket": (
+        "error",
+        "import socket\nsocket.socket(socket.AF_UNIX).bind('\\0s')\nprint('escaped')",
+    ),
+    "netlink": ("error", "import socket\nsocket.socket(socket.AF_NETLINK, 3)\nprint('escaped')"),
+    "name look-up": (
+        "error",
+        "import socket\nsocket.getaddrinfo('localhost', 80)\nprint('escaped')",
+    ),
+    "environment": ("error", "import os\nprint('escaped', os.environ['BRAID_TEST_SECRET'])"),
+    "user table": ("error", "print('escaped', open('/etc/passwd').read())"),
+    "passwords": ("error", "print('escaped', open('/etc/shadow').read())"),
+    "repository": ("error", "print('escaped', open('REPOSITORY/setup.py').read())"),
+    "installed packages": (
+        "error",
+        "import os, sysconfig\n"
+        "if os.listdir(sysconfig.get_path('stdlib') + '/site-packages'): print('escaped')\n"
+        "import pytest",
+    ),
+    "home": (
+        "error",
+        "import os\nfor f in ('/home', '/var', '/tmp', '/etc', '/sys', '/proc'):\n"
+        "  try: os.listdir(f); print('escaped')\n  except OSError: pass\n1 / 0",
+    ),
+    "parent's environment": ("error", "print('escaped', open('/proc/SENTINEL/environ').read())"),
+    "own root of /proc": ("error", "print('escaped', open('/proc/self/root/etc/passwd').read())"),
+    "first process's root": ("error", "import os\nprint('escaped', os.listdir('/proc/1/root'))"),
+    "magic keys": ("error", "open('/proc/sysrq-trigger', 'w').write('b')\nprint('escaped')"),
+    "kernel settings": ("error", "open('/sys/kernel/mm/ksm/run', 'w')\nprint('escaped')"),
+    "symbolic link": (
+        "error",
+        "import os\nos.symlink('/etc/passwd', 'l')\nprint('escaped', open('l').read())",
+    ),
+    "way up": ("error", "print('escaped', open('../' * 40 + 'etc/passwd').read())"),
+    "writing elsewhere": (
+        "error",
+        "for f in ('/', '/tmp', '/lib', '/dev', '/home'):\n"
+        "  try: open(f + '/MARK', 'w'); print('escaped')\n"
+        "  except OSError: pass\n1 / 0",
+    ),
+    "writing in the library": (
+        "error",
+        "import os\nos.chmod(os.__file__, 0o777)\nopen(os.__file__, 'a')\nprint('escaped')",
+    ),
+    "killing the parent": ("error", "import os\nos.kill(SENTINEL, 9)\nprint('escaped')"),
+    "killing everybody": ("exited error killed", "import os\nos.kill(-1, 9)"),
+    "killing the first": ("error", "import os\nos.kill(1, 9)\n1 / 0"),
+    "stopping the first": ("error", "import os\nos.kill(1, 19)\n1 / 0"),
+    "another's limits": (
+        "error",
+        "import resource\nresource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0))\nprint('escaped')",
+    ),
+    "own limits": (
+        "error",
+        "import resource\nresource.setrlimit(resource.RLIMIT_AS, (-1, -1))\nprint('escaped')",
+    ),
+    "tracing": ("error", "CALL(101, 117, 16, 1, 0, 0)\nprint('escaped')"),
+    "another's memory": ("error", "CALL(310, 270, 1, 0, 0, 0, 0, 0)\nprint('escaped')"),
+    "mount": ("error", "CALL(165, 40, b'a', b'/scratch', b'tmpfs', 0, 0)\nprint('escaped')"),
+    "remount": ("error", "CALL(165, 40, b'', b'/', b'', 0x20, 0)\nprint('escaped')"),
+    "new mount calls": ("error", "CALL(442, 442, -100, b'/', 0, b'', 32)\nprint('escaped')"),
+    "change of root": ("error", "import os\nos.mkdir('r')\nos.chroot('r')\nprint('escaped')"),
+    "own namespaces": ("error", "CALL(272, 97, 0x10000000)\nprint('escaped')"),
+    "own namespaces by clone": ("error", "CALL(56, 220, 0x10000011, 0, 0, 0, 0)\nprint('escaped')"),
+    "queue of system calls": ("error", "CALL(425, 425, 8, bytes(120))\nprint('escaped')"),
+    "programs in the kernel": ("error", "CALL(321, 280, 0, bytes(64), 64)\nprint('escaped')"),
+    "keys": ("error", "CALL(250, 219, 0, -3, 1)\nprint('escaped')"),
+    "system calls of 32 bits": ("error", "CALL(0x40000000 + 41, 198, 2, 1, 0)\nprint('escaped')"),
+    "becoming root": (
+        "error",
+        "import os\nos.setuid(0 if os.getuid() else 1)\nprint('escaped')",
+    ),
+    "crash": ("killed", "import ctypes\nctypes.string_at(0)"),
+    "bottomless recursion": (
+        "timeout killed memory error",
+        "import sys\nsys.setrecursionlimit(1 << 30)\n"
+        "class A:\n  def __repr__(s): return repr([s])\nrepr(A())",
+    ),
+    "inherited descriptors": (
+        "error",
+        "import os\nfor f in range(3, 4096):\n"
+        "  try: os.write(f, b'escaped'); print('escaped')\n  except OSError: pass\n1 / 0",
+    ),
+    "false report": (
+        "error",
+        "import os\nfor f in range(3, 4096):\n"
+        "  try: os.write(f, b'ended 0\\n')\n  except OSError: pass\nraise SystemExit(3)",
+    ),
+    "silent success": ("exited", "import os\nos._exit(0)"),
+    "daemon": (
+        "exited",
+        "import os, time\nif os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0:\n"
+        "    for f in range(3): os.close(f)\n    time.sleep(60)\n  os._exit(0)",
+    ),
+    "no program": ("error", "def ("),
+    "no text": ("error", "\0\ud800"),
+}
+GOES_ON = {
+    "sleep": "import time\ntime.sleep(60)",
+    "busy loop": "while True: pass",
+    "deaf": "import signal, time\nfor s in set(range(1, 32)) - {9, 19}: "
+    "signal.signal(s, signal.SIG_IGN)\nwhile True: time.sleep(60)",
+    "late exit": "import atexit, time\natexit.register(time.sleep, 60)",
+    "trace": "import sys, time\nsys.settrace(lambda *a: time.sleep(60))\n(lambda: 0)()",
+    "stop": "import os\nos.kill(os.getpid(), 19)",
+    "without output": "import os, time\nos.close(1)\nos.close(2)\ntime.sleep(60)",
+    "daemon that holds the output": "import os, time\nos.fork() or os.setsid()\ntime.sleep(60)",
+}
+
+
+@pytest.fixture(scope="module")
+def sentinel() -> Iterator[subprocess.Popen[bytes]]:
+    """A process beside the sandbox, with a secret: nobody may read it or harm it.
+
+    Orphans become children of this process, so that none can hide.
+    """
+    ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
+    with subprocess.Popen(["sleep", "300"], env={"BRAID_TEST_SECRET": SECRET}) as process:
+        yield process
+        assert process.poll() is None
+        process.kill()
+    ctypes.CDLL(None).prctl(SUBREAPER, 0, 0, 0, 0)
+
+
+def children() -> set[str]:
+    return {
+        child
+        for task in Path("/proc/self/task").iterdir()
+        for child in (task / "children").read_text().split()
+    }
+
+
+def complete(program: str, sentinel: subprocess.Popen[bytes]) -> str:
+    call = (
+        "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        "def CALL(x86, arm, *a):\n"
+        "  if libc.syscall(x86 if os.uname().machine == 'x86_64' else arm, *a) == -1:\n"
+        "    raise OSError(ctypes.get_errno(), 'refused')\n"
+    )
+    program = call * ("CALL(" in program) + program
+    program = program.replace("SENTINEL", str(sentinel.pid))
+    return program.replace("REPOSITORY", str(REPOSITORY)).replace("MARK", MARK)
+
+
+@pytest.mark.parametrize("name", GIVES_UP)
+def test_what_it_wants_it_does_not_get(
+    name: str, sentinel: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BRAID_TEST_SECRET", SECRET)
+    endings, program = GIVES_UP[name]
+    limits = HASTY if "timeout" in endings else PATIENT
+    before, started = children(), time.monotonic()
+    outcome = run(complete(program, sentinel), "", limits)
+    assert time.monotonic() - started < limits.wall_seconds + BOUND_SECONDS
+    assert outcome.ending in endings.split(), outcome
+    assert b"escaped" not in outcome.output
+    assert SECRET not in outcome.errors
+    assert children() == before
+    assert sentinel.poll() is None
+    for folder in ("/", "/tmp", "/dev/shm", "/lib", "/dev", "/home", str(Path.cwd())):
+        assert not Path(folder, MARK).exists()
+
+
+@pytest.mark.parametrize("name", GOES_ON)
+def test_what_goes_on_is_ended_at_the_limit(name: str, sentinel: subprocess.Popen[bytes]) -> None:
+    before, started = children(), time.monotonic()
+    outcome = run(GOES_ON[name], "", HASTY)
+    assert HASTY.wall_seconds <= time.monotonic() - started < HASTY.wall_seconds + BOUND_SECONDS
+    assert outcome.ending == "timeout"
+    assert children() == before
+
+
+def test_cpu_time_counts_for_all_processes_together() -> None:
+    program = "import os\nos.fork()\nos.fork()\nwhile True: pass"
+    limits = Limits(wall_seconds=20, cpu_seconds=0.5)
+    outcome = run(program, "", limits)
+    assert outcome.ending == "timeout" and outcome.seconds < 10
+
+
+def test_an_honest_program_has_what_it_needs() -> None:
+    program = """
+import asyncio, collections, dataclasses, decimal, hashlib, itertools, os, random, re, subprocess
+import sys, tempfile, threading, zlib
+@dataclasses.dataclass
+class Point:
+    x: "int"
+async def twice(x):
+    await asyncio.sleep(0)
+    return 2 * x
+print(asyncio.run(twice(int(input()))), Point(1), hashlib.sha256(b"").hexdigest()[:4])
+thread = threading.Thread(target=print, args=("in a thread",))
+thread.start(); thread.join()
+with open("notes", "w+") as file:
+    file.write("ü"); file.seek(0); print(file.read(), os.getcwd(), os.listdir("."))
+sys.stdout.flush()
+subprocess.run([sys.executable, "-c", "print('from a child')"], check=True)
+print(sys.stdin.read(), sys.version_info[:2])
+exit()
+"""
+    outcome = run(program, "21\nrest", Limits())
+    assert outcome.ending == "exited", outcome
+    assert outcome.output.decode().splitlines() == [
+        "42 Point(x=1) e3b0",
+        "in a thread",
+        "ü /scratch ['notes']",
+        "from a child",
+        f"rest {sys.version_info[:2]}",
+    ]
+
+
+def test_the_smallest_limits_are_enough_for_a_small_program() -> None:
+    limits = Limits(memory_mebibytes=64, processes=1, output_bytes=2)
+    assert run("print(1)", "", limits).output == b"1\n"
+    assert run("print(10)", "", limits).ending == "output"
+    assert score("x = 1", ["assert x == 1"] * 9, limits).passed == 1
+
+
+def test_runs_side_by_side_do_not_count_against_each_other() -> None:
+    program = """
+import os, time
+started = 1
+try:
+    while True:
+        if os.fork() == 0:
+            time.sleep(0.5)
+            os._exit(0)
+        started += 1
+except OSError:
+    print(started)
+    time.sleep(0.3)
+"""
+    with ThreadPoolExecutor(4) as pool:
+        outcomes = list(pool.map(lambda _: run(program, "", PATIENT), range(4)))
+    assert [outcome.output for outcome in outcomes] == [b"8\n"] * 4
+
+
+def test_a_stage_that_is_killed_takes_its_programs_along(
+    sentinel: subprocess.Popen[bytes],
+) -> None:
+    before = children()
+    program = "import time; time.sleep(60)"
+    code = f"from stages.domains.sandbox import *; run({program!r}, '', Limits(wall_seconds=60))"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY) as stage:
+        wait_until(lambda: depth(str(stage.pid)) == 4)  # supervisor, first process, program
+        stage.kill()
+    wait_until(lambda: not reaped(children() - before))
+
+
+def depth(process: str) -> int:
+    path = Path(f"/proc/{process}/task/{process}/children")
+    below = path.read_text().split() if path.exists() else []
+    return 1 + max((depth(child) for child in below), default=0)
+
+
+def reaped(orphans: set[str]) -> set[str]:
+    for orphan in orphans:
+        os.waitpid(int(orphan), os.WNOHANG)
+    return orphans
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_input_that_nobody_reads_is_no_obstacle() -> None:
+    assert run("print(1)", "x" * (8 << 20), Limits()).output == b"1\n"
+
+
+def test_pairs_are_scored_apart_and_ends_of_lines_do_not_count() -> None:
+    program = "x = int(input())\nprint(x + 1, end=' \\n\\n')\nif x == 2: raise ValueError(x)"
+    pairs = [{"input": "1", "output": "2"}, {"input": "2", "output": "3"}]
+    pairs += [{"input": "3\n", "output": "5\n"}, {"input": "4\n", "output": "5\n"}]
+    result = score(program, pairs, Limits())
+    assert result.verdicts == ("passed", "error", "wrong", "passed")
+    assert result.passed == 0.5 and "ValueError: 2" in result.errors
+    early = score(program, pairs, Limits(), stop_early=True)
+    assert early.verdicts == ("passed", "error", "error", "error")
+
+
+HONEST = """
+import math
+from dataclasses import dataclass
+def add(a, b=1): return a + b
+def sort(items): items.sort(); items[0] = list(items[0:1])
+def squares(): yield from (n * n for n in range(4))
+def fail(kind): raise {"value": ValueError, "own": Own}[kind]("so")
+def apply(function, items): return [function(item) for item in items]
+def kinds(): return (1, [2.5, float("inf")], {3: {4}}, b"5", None, 1j, frozenset([6]))
+def select(x): return math.floor(x)
+class Own(Exception): pass
+@dataclass
+class Stack:
+    items: "list"
+    def push(self, item): self.items.append(item); return self
+    def __len__(self): return len(self.items)
+    def __getitem__(self, i): return self.items[i]
+LIMIT = 10 ** 30
+"""
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert add(1, 2) == 3 and add(1) == 2 and add(1, b=4) == 5",
+        "a = [3, 1, 2]\nsort(a)\nassert a == [[1], 2, 3]",
+        "assert list(squares()) == [0, 1, 4, 9] and 9 in squares() and 5 not in squares()",
+        "assert sorted(squares(), reverse=True)[0] == 9",
+        "try:\n  fail('value')\n  assert False\nexcept ValueError as e:\n  assert str(e) == 'so'",
+        "try:\n  fail('own')\n  assert False\nexcept Exception as e:\n  assert 'Own' in str(e)",
+        "assert apply(lambda x: x + 1, [1, 2]) == [2, 3] and apply(str, [1]) == ['1']",
+        "assert kinds() == (1, [2.5, float('inf')], {3: {4}}, b'5', None, 1j, frozenset([6]))",
+        "assert [type(k) for k in kinds()][:3] == [int, list, dict]",
+        "s = Stack([1]).push(2)\nassert s.items == [1, 2] and len(s) == 2 and s[1] == 2",
+        "assert str(Stack([])) == 'Stack(items=[])'",
+        "assert math.isclose(add(0.1, 0.2), 0.3) and select(1.5) == 1",
+        "assert LIMIT == 10 ** 30 and add(10 ** 5000) == 10 ** 5000 + 1",
+        "def check(candidate):\n  assert candidate(2, 2) == 4\ncheck(add)",
+    ],
+)
+def test_asserts_see_the_programs_own_names(test: str) -> None:
+    result = score(HONEST, [test, f"assert not add\n{test}"], Limits())
+    assert result.verdicts == ("passed", "wrong"), result.errors
+
+
+# Programs that do not add, under tests that want them to.
+FAKES = {
+    "leaves early": "raise SystemExit(0)",
+    "leaves at once": "import os\nos._exit(0)",
+    "leaves when asked": "import os\ndef add(a, b): os._exit(0)",
+    "leaves at the end": "import atexit, os\natexit.register(os._exit, 0)\ndef add(a, b): return 0",
+    "says so": "print('passed\\npp')\ndef add(a, b): print('pp'); return 'passed'",
+    "equals everything": """
+class All(int):
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    __hash__ = int.__hash__
+def add(a, b): return All()
+""",
+    "equals everything, a stranger": """
+class All:
+    def __eq__(self, other): return True
+    def __sub__(self, other): return 0
+    __rsub__ = __sub__
+    def __lt__(self, other): return True
+    def __abs__(self): return 0
+    def __float__(self): return 5.0
+    def __contains__(self, other): return True
+def add(a, b): return All()
+""",
+    "own comparisons": """
+import math
+def abs(x): return 0
+def sorted(x): return 0
+class math:
+    isclose = lambda *a, **k: True
+def add(a, b): return 0
+""",
+    "changes Python": """
+import builtins, sys
+builtins.abs = builtins.sorted = lambda x: 0
+builtins.AssertionError = builtins.Exception
+sys.modules["math"].isclose = lambda *a, **k: True
+sys.excepthook = lambda *a: None
+def add(a, b): return 0
+""",
+    "writes everywhere": """
+import os
+def add(a, b): return 0
+for number in range(3, 64):
+    try: os.write(number, b'p' * 9)
+    except OSError: pass
+""",
+    "answers for all": """
+import os
+os.write(4, b'["names", {"dict": [["add", {"mine": 0}], ["__builtins__", {"dict": []}]]}]\\n')
+os.write(4, b'["returned", {"mine": 0}, {"list": [null, null]}]\\n' * 99)
+""",
+    "calls back": """
+import os
+os.write(4, b'["names", {"dict": [["add", {"mine": 0}]]}]\\n')
+os.write(4, b'["do", "get", 0, {"tuple": ["__globals__"]}, {"dict": []}]\\n' * 9)
+os.write(4, b'["do", "call", -1, {"tuple": []}, {"dict": []}]\\n' * 9)
+os.write(4, b'["returned", {"builtin": "eval"}, {"list": [null, null]}]\\n' * 99)
+""",
+    "kills the judge": """
+import os, signal
+def add(a, b):
+    for p in range(2, 9):
+        if p != os.getpid():
+            try: os.kill(p, signal.SIGINT); os.kill(p, signal.SIGTERM); os.kill(p, signal.SIGKILL)
+            except OSError: pass
+    return 0
+""",
+    "looks for the answer": """
+import gc, os, sys
+def add(a, b):
+    seen = [o for o in gc.get_objects() if isinstance(o, str) and 'assert' in o]
+    try: seen += [os.read(0, 1 << 20), os.pread(5, 1 << 20, 0)]
+    except OSError: pass
+    frame = sys._getframe()
+    while frame:
+        seen += [v for v in frame.f_locals.values() if v == 5]; frame = frame.f_back
+    return 5 if any(b'== 5' in s for s in seen if isinstance(s, bytes)) or 5 in seen else 0
+""",
+    "traces": "import sys\nsys.settrace(lambda *a: sys.exit(0))\ndef add(a, b): return 0",
+    "raises": "def add(a, b): raise SystemExit(0)",
+    "never ends": "def add(a, b):\n  while True: pass",
+    "says too much": "def add(a, b): return 'x' * (100 << 20)",
+    "says it deeply": "def add(a, b):\n  r = []\n  for _ in range(10**5): r = [r]\n  return r",
+}
+SUMS = [
+    "assert add(2, 3) == 5",
+    "assert abs(add(2, 3) - 5) < 1e-9",
+    "assert sorted([add(2, 3)]) == [5]",
+    "assert math.isclose(add(2, 3), 5)",
+    "import math\nassert math.isclose(add(2, 3), 5)",
+    "assert add(2, 3) in (5,) and 5 in add(2, 3)",
+]
+
+
+@pytest.mark.parametrize("name", FAKES)
+def test_no_assert_is_passed_by_pretending(name: str, sentinel: subprocess.Popen[bytes]) -> None:
+    before = children()
+    result = score(FAKES[name], SUMS, Limits(wall_seconds=1.0, memory_mebibytes=256))
+    assert len(result.verdicts) == len(SUMS)
+    assert "passed" not in result.verdicts, result
+    assert children() == before
+
+
+def test_tests_that_are_none_are_a_fault_of_the_problem() -> None:
+    for tests in ([], [{"input": "1"}], [{"input": "", "output": ""}, "assert True"]):
+        with pytest.raises(ValueError):
+            score("", tests, Limits())  # type: ignore[arg-type]
+
+
+def test_this_machine_contains() -> None:
+    sandbox.check()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_root_needs_no_user_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing = """
+from stages.domains.containment import kernel
+def unshare(namespaces, original=kernel.unshare):
+    if namespaces & kernel.NEW_USERS:
+        raise OSError(28, "No space left on device")
+    original(namespaces)
+kernel.unshare = unshare
+"""
+    path, start = sandbox.SUPERVISOR.split("; ", 2)[1:]
+    monkeypatch.setattr(sandbox, "SUPERVISOR", f"import sys; {path}\n{refusing}\n{start}")
+    sandbox.check.__wrapped__()
+    limits = Limits(wall_seconds=5, processes=5)
+    assert run("import os\nwhile True: os.fork()", "", limits).ending in ("error", "killed")
+    assert int(run("import os\nprint(os.getuid())", "", limits).output) > 0x60000000
+    assert score("x = 1", ["assert x == 1"], limits).verdicts == ("passed",)
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs util-linux")
+def test_where_namespaces_are_refused_nothing_runs(tmp_path: Path) -> None:
+    """In a user namespace that may have no further ones, of which this process is one user."""
+    ran = tmp_path / "ran"
+    program = f"open({str(ran)!r}, 'w')"
+    code = f"from stages.domains.sandbox import *; run({program!r}, '', Limits())"
+    script = f'echo 0 > /proc/sys/user/max_user_namespaces; exec {sys.executable} -c "$0"'
+    found = subprocess.run(
+        ["unshare", "-Ur", "sh", "-c", script, code],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 1
+    assert "SandboxError: sandbox: " in found.stderr
+    assert not ran.exists()
+
+
+def test_a_sandbox_at_fault_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = {**sandbox._host(), "files": [("/nowhere/python", "/nowhere/python")]}
+    monkeypatch.setattr(sandbox, "_host", lambda: host)
+    with pytest.raises(SandboxError, match=r"cannot build the file system: .*/nowhere/python"):
+        run("print(1)", "", Limits())
