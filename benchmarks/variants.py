@@ -1,0 +1,130 @@
+"""What a setting does to learning: experts of one domain that differ in it alone, over seeds.
+
+    python benchmarks/variants.py modes [--seeds 0 1 2] [--runs-dir runs]
+
+All variants of a seed are grown from one cold start on `chain_sum`, see as many samples and make
+as many updates. Prompts never repeat and training never sees one twice, so the reward of the last
+steps is the accuracy of the policy that drew them. Experts that are already trained under
+--runs-dir are only read. Writes benchmarks/variants/NAME.json and prints a Markdown table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import yaml
+from grpo_steps import logged, run
+from machine import machine
+
+from stages.statistics import Accuracy, difference, wilson
+
+HERE = Path(__file__).parent
+CONFIGS = HERE.parent / "configs"
+LAST_STEPS = 10
+STEPS = 50
+COLD_START_SEQUENCES = 96  # a step, over all variants
+
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "modes": {
+        "sync": {"rollout": {"mode": "sync"}},
+        "overlap": {"rollout": {"mode": "overlap"}},
+        "async_2": {"rollout": {"mode": "async", "max_staleness": 2}},
+    },
+}
+
+
+def main() -> None:
+    """Run what is missing, then report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", choices=VARIANTS)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
+    arguments = parser.parse_args()
+    name = arguments.name
+    seeds = {seed: measure(name, seed, arguments.runs_dir) for seed in arguments.seeds}
+    report = {"machine": machine(), "steps": STEPS, "seeds": seeds}
+    (HERE / "variants").mkdir(exist_ok=True)
+    (HERE / "variants" / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(table(seeds))
+
+
+def measure(name: str, seed: int, runs_dir: Path) -> dict[str, Any]:
+    """Of every variant what its expert logged in its first and its last steps."""
+    run_name = f"variants-{name}-{seed}"
+    stages = runs_dir / run_name / "stages"
+    logs = {each: stages / f"experts.{each}" / "metrics.jsonl" for each in VARIANTS[name]}
+
+    def done() -> bool:
+        return all(len(logged(log)) == STEPS for log in logs.values())
+
+    if not done():
+        runs_dir.mkdir(parents=True, exist_ok=True)
+        config = runs_dir / f"{run_name}.json"
+        config.write_text(json.dumps(configuration(name, run_name, seed), indent=1))
+        run(config, runs_dir, done)
+    return {each: summary(logged(log)) for each, log in logs.items()}
+
+
+def configuration(name: str, run_name: str, seed: int) -> dict[str, Any]:
+    """The quickstart's run with an expert for every variant, which ends after the experts."""
+    variants = VARIANTS[name]
+    shared = {
+        "extends": str(CONFIGS / "domains" / "chain_sum.yaml"),
+        "demonstrations": {"sequences_per_step": COLD_START_SEQUENCES // len(variants)},
+        "loop": {"steps": STEPS},
+    }
+    quickstart = yaml.safe_load((CONFIGS / "quickstart.yaml").read_text())
+    return quickstart | {
+        "name": run_name,
+        "seed": seed,
+        "model": {"extends": str(CONFIGS / "models" / "tiny-moe.yaml")},
+        "experts": {each: shared | keys for each, keys in variants.items()},
+    }
+
+
+def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Accuracy before and after, and what the steps between were like."""
+    last = lines[-LAST_STEPS:]
+    return {
+        "first_reward": lines[0]["reward"],
+        "last_reward": mean(line["reward"] for line in last),
+        "samples": 256 * len(last),
+        "seconds_a_step": (lines[-1]["time"] - lines[0]["time"]) / (len(lines) - 1),
+        "staleness": mean(line["staleness_mean"] for line in lines),
+    }
+
+
+def table(seeds: dict[int, dict[str, Any]]) -> str:
+    """One row a variant: every seed, their mean, and how far it is from the first variant."""
+    first, *_ = variants = list(next(iter(seeds.values())))
+    heading = ["variant", *(f"seed {seed}" for seed in seeds), "mean", f"less {first}", "seconds"]
+    lines = [heading, ["---"] * len(heading)]
+    for each in variants:
+        found = [results[each] for results in seeds.values()]
+        accuracies = [f"{100 * one['last_reward']:.1f}" for one in found]
+        against = difference(pooled(found), pooled([results[first] for results in seeds.values()]))
+        points = [100 * x for x in (against.difference, against.low, against.high)]
+        lines.append(
+            [
+                each,
+                *accuracies,
+                f"{100 * mean(one['last_reward'] for one in found):.1f}",
+                "" if each == first else "{:+.1f} [{:.1f}, {:.1f}]".format(*points),
+                f"{mean(one['seconds_a_step'] for one in found):.2f}",
+            ]
+        )
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def pooled(found: list[dict[str, Any]]) -> Accuracy:
+    """All seeds' last samples together."""
+    samples = sum(one["samples"] for one in found)
+    return wilson(round(sum(one["last_reward"] * one["samples"] for one in found)), samples)
+
+
+if __name__ == "__main__":
+    main()
