@@ -176,6 +176,7 @@ class TrainedPolicy(Policy):
             use_distributed_optimizer=_distributed(optimizer, layout),
         )
         self.modules = [DistributedDataParallel(config, buckets, module) for module in self.modules]
+        self.averages: dict[str, Policy] = {}  # models that its checkpoints hold too, by name
         self.optimizer = get_megatron_optimizer(
             _optimizer_config(optimizer, layout, config), self.modules
         )
