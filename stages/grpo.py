@@ -138,7 +138,6 @@ class Expert(OnPolicyStage):
         part, temperature = responses.batch, self.sampling.temperature
         assert part.old_logprobs is not None
         bonus = self.objective.entropy_bonus > 0
-        full = part.reference is not None
         return Tokens(
             log_probs=responses.log_probs(temperature),
             old_log_probs=part.old_logprobs,
@@ -147,7 +146,7 @@ class Expert(OnPolicyStage):
             mask=part.mask,
             weights=part.weights,
             reference_log_probs=part.reference_logprobs,
-            reference_kl=responses.kl(part.reference, temperature) if full else None,
+            reference_kl=responses.kl(part.reference, temperature) if part.reference else None,
             entropy=responses.entropy(temperature) if bonus else None,
             length_weights=weigh(part) if self.objective.aggregation == "lambda" else None,
         )

@@ -22,7 +22,7 @@ class Graded:
 
     Where rewards have K parts: parts [groups, G, K], before they are weighed, and weights [K].
     Where the S steps of a response are rewarded one by one: step_rewards [groups, G, S], and
-    step_ends int64 [groups, G, S], the place of a step's last token in its response, -1 for no step.
+    step_ends int64 [groups, G, S], the place in its response of a step's last token, or -1.
     """
 
     rewards: Tensor

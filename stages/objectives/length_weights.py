@@ -25,11 +25,20 @@ def length_weights(lengths: Tensor, groups: Tensor, exponent: Tensor) -> Tensor:
     score = centred / deviation.where(deviation > 0, 1.0)
     # h stays above 0 in groups of any size.
     logits = (1 + score / SPREAD).clamp(min=1e-3) ** exponent
-    powers = (logits - logits.detach().max()).exp()
+    powers = (logits - _highest(logits.detach(), groups)[groups]).exp()
     return count * powers / _sums(powers, groups)[groups]
 
 
 def _sums(values: Tensor, groups: Tensor) -> Tensor:
     """The sum of every group, [groups]."""
-    size = int(groups.max()) + 1 if len(groups) else 0
-    return values.new_zeros(size).index_add(0, groups, values)
+    return values.new_zeros(_size(groups)).index_add(0, groups, values)
+
+
+def _highest(values: Tensor, groups: Tensor) -> Tensor:
+    """The largest of every group, [groups]."""
+    start = values.new_full((_size(groups),), -float("inf"))
+    return start.scatter_reduce(0, groups, values, "amax")
+
+
+def _size(groups: Tensor) -> int:
+    return int(groups.max()) + 1 if len(groups) else 0

@@ -1,4 +1,4 @@
-"""DAPO's soft overlong punishment: a reward that falls as a response nears its limit (2503.14476)."""
+"""DAPO's soft overlong punishment of responses that near their limit (arXiv 2503.14476)."""
 
 from __future__ import annotations
 
