@@ -30,7 +30,8 @@ class LengthWeights:
     def __call__(self, part: MicroBatch) -> torch.Tensor:
         """Those of a micro-batch of the update, [B]."""
         weights = length_weights(self._lengths, self._groups, self._exponent)
-        return weights[[self._places[id(sample)] for sample in part.samples]]
+        places = [self._places[id(sample)] for sample in part.samples]
+        return weights[torch.tensor(places, dtype=torch.int64, device=weights.device)]
 
     def gradient(self) -> float:
         """The derivative of the update's loss by the exponent. Collective."""

@@ -192,5 +192,6 @@ def weights(part: MicroBatch, version: int, settings: CorrectionSettings) -> tor
     found = correction_weights(part.old_logprobs, part.engine_logprobs, part.mask, settings)
     if settings.samples == "all":
         return found
-    stale = torch.tensor([sample.weight_version < version for sample in part.samples])
+    ages = [sample.weight_version < version for sample in part.samples]
+    stale = torch.tensor(ages, dtype=torch.bool)
     return found.where(stale.to(found.device).unsqueeze(-1), 1.0)
