@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 
@@ -12,10 +14,10 @@ from stages.objectives.graded import Graded
 from stages.objectives.settings import AdvantageSettings
 
 
-def graded(groups: list[Group]) -> Graded:
+def graded(groups: list[Group], weights: Mapping[str, float] | None = None) -> Graded:
     """What the samples of the groups earned; where a reward is None there is no grade.
 
-    Every part of a reward weighs 1.
+    `weights` are those of a reward's parts, by name; without them each weighs 1.
     """
     shape = (len(groups), max((len(group.drawn) for group in groups), default=0))
     samples = {
@@ -31,14 +33,16 @@ def graded(groups: list[Group]) -> Graded:
         rewards=torch.from_numpy(rewards),
         graded=torch.from_numpy(mask),
         lengths=torch.from_numpy(lengths),
-        **_parts(samples, shape),
+        **_parts(samples, shape, weights or {}),
         **_steps(samples, shape),
     )
 
 
-def add_advantages(groups: list[Group], settings: AdvantageSettings) -> list[list[Sample]]:
+def add_advantages(
+    groups: list[Group], settings: AdvantageSettings, weights: Mapping[str, float] | None = None
+) -> list[list[Sample]]:
     """Give every graded sample its advantage; returns those of each group."""
-    found = advantages(graded(groups), settings).float().numpy()
+    found = advantages(graded(groups, weights), settings).float().numpy()
     for number, group in enumerate(groups):
         for sample, values in zip(group.samples, found[number], strict=False):
             sample.group = number
@@ -50,7 +54,7 @@ def add_advantages(groups: list[Group], settings: AdvantageSettings) -> list[lis
 
 
 def _parts(
-    samples: dict[tuple[int, int], Sample], shape: tuple[int, int]
+    samples: dict[tuple[int, int], Sample], shape: tuple[int, int], weights: Mapping[str, float]
 ) -> dict[str, torch.Tensor]:
     """Parts [groups, G, K] and their weights, where every sample has parts."""
     names = sorted({name for sample in samples.values() for name in sample.reward_parts or {}})
@@ -60,9 +64,10 @@ def _parts(
     for place, sample in samples.items():
         assert sample.reward_parts is not None
         parts[place] = [sample.reward_parts[name] for name in names]
+    weighed = [weights.get(name, 1.0) for name in names]
     return {
         "parts": torch.from_numpy(parts),
-        "weights": torch.ones(len(names), dtype=torch.float64),
+        "weights": torch.tensor(weighed, dtype=torch.float64),
     }
 
 

@@ -27,7 +27,6 @@ METRICS = {
     "reward": "sequences",
     "zero_variance": "groups",
     "resampled_groups": "step",
-    "ungraded": "sequences",
     "unfinished": "sequences",
     "response_tokens": "sequences",
     "ratio": "sequences",

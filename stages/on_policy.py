@@ -162,10 +162,8 @@ class OnPolicyStage(ABC):
 def rollout_metrics(samples: list[Sample]) -> dict[str, float]:
     """What every stage logs of its rollouts."""
     count = len(samples)
-    rewards = [sample.reward for sample in samples if sample.reward is not None]
     return {
-        "reward": sum(rewards) / max(len(rewards), 1),
-        "ungraded": 1 - len(rewards) / count,
+        "reward": sum(sample.reward or 0.0 for sample in samples) / count,
         "unfinished": sum(not sample.finished for sample in samples) / count,
         "response_tokens": sum(len(sample.response) for sample in samples) / count,
     }

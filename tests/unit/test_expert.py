@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +21,7 @@ from parallel.packing import Place
 from parallel.policy import Policy
 from parallel.sample import Sample
 from parallel.settings import EngineSettings, LayoutSettings
-from stages.domains.problem import Problem
+from stages.backlog import Batch
 from stages.grading import add_advantages, graded
 from stages.group_weights import LengthWeights, scale_by_entropy
 from stages.groups import Group
@@ -34,7 +34,7 @@ from stages.objectives.settings import (
     ProcessSettings,
     TisSettings,
 )
-from stages.on_policy import weights
+from stages.on_policy import Rollout, weights
 from stages.settings import DomainSettings, LoggingSettings, RunSettings, StageJob
 
 PROMPTS, GROUP = 4, 4
@@ -208,18 +208,21 @@ def test_what_has_no_reward_is_not_trained_on(tmp_path: Path) -> None:
         assert all(sample.reward is not None for sample in samples)
         return update(samples, batches)
 
-    def fails_on_the_short(_reward: Callable, _problem: Problem, text: str, _ended: bool) -> Any:
-        return None if len(text) < 4 else float(len(text) % 2)
+    def failing(batch: Batch, longest: int) -> Rollout:
+        """Rewards fail on responses of so many tokens at most."""
+        for sample in (sample for group in batch.groups for sample in group.samples):
+            if len(sample.response) <= longest:
+                sample.reward = None
+        return share_out(batch)
 
     stage.update = watched  # type: ignore[method-assign]
-    with mock.patch("stages.backlog.grade", fails_on_the_short):
-        metrics = stage.step(1)
-    assert 0 < metrics["ungraded"] < 1
-    assert sum(seen) == round((1 - metrics["ungraded"]) * PROMPTS * GROUP)
-    with mock.patch("stages.backlog.grade", lambda *_: None):
-        nothing = stage.step(2)
-    assert nothing["ungraded"] == 1
-    assert nothing["reward"] == nothing["loss"] == 0
+    share_out, stage.share_out = stage.share_out, partial(failing, longest=4)  # type: ignore[method-assign]
+    stage.step(1)
+    assert 0 < sum(seen) < PROMPTS * GROUP
+    seen.clear()
+    stage.share_out = partial(failing, longest=99)  # type: ignore[method-assign]
+    nothing = stage.step(2)
+    assert sum(seen) == nothing["loss"] == nothing["gradient_norm"] == 0
     assert np.isfinite(list(nothing.values())).all()
 
 
@@ -262,8 +265,11 @@ def test_parts_reach_the_advantages_by_name() -> None:
     samples = drawn([1, 1])
     samples[0].reward_parts = {"right": 1.0, "short": 0.1}
     samples[1].reward_parts = {"short": 0.3, "right": 0.0}
-    found = add_advantages([group(samples, [1.1, 0.3])], MoGrpoSettings(std="population"))
-    assert [sample.advantage for sample in found[0]] == pytest.approx([0.0, 0.0], abs=2e-5)
+    groups, settings = [group(samples, [1.1, 0.3])], MoGrpoSettings(std="population")
+    [alike] = add_advantages(groups, settings)
+    assert [sample.advantage for sample in alike] == pytest.approx([0.0, 0.0], abs=2e-5)
+    [weighed] = add_advantages(groups, settings, {"right": 2.0, "short": 0.5})
+    assert [sample.advantage for sample in weighed] == pytest.approx([1.5, -1.5], abs=2e-5)
 
 
 def test_steps_give_every_token_its_own_advantage() -> None:
