@@ -32,9 +32,9 @@ class MicroBatch:
     What the objectives read, whole on every rank, one row a response of at most R tokens: targets
     int64 [B, R]; mask bool [B, R]; engine_logprobs, mu, and advantages fp32 [B, R], 0 outside the
     mask. Added on the last pipeline stage before the batch is trained on, as far as its objective
-    asks for them: old_logprobs, old_entropies and reference_logprobs fp32 [B, R], the weights fp32
-    [B, R] of what pi_old did not draw, and the logits [n, vocabulary / TP] of the reference, or of
-    the teacher of `domain`.
+    asks for them, fp32 [B, R]: old_logprobs, old_entropies and reference_logprobs, the weights of
+    what pi_old did not draw, and the router_movement in nats; and the logits
+    [n, vocabulary / TP] of the reference, or of the teacher of `domain`.
     """
 
     samples: list[Sample]
@@ -53,6 +53,7 @@ class MicroBatch:
     reference_logprobs: torch.Tensor | None = None
     reference: HeadLogits | None = None
     weights: torch.Tensor | None = None
+    router_movement: torch.Tensor | None = None
     teacher: HeadLogits | None = None
     domain: str = ""
 

@@ -55,6 +55,8 @@ class Expert(OnPolicyStage):
         )
         self.kl_coefficient = self.objective.kl.coefficient
         self.length_exponent = 0.0  # lambda
+        if self.objective.ratio.name == "rspo":
+            policy.remember_routing()
         self.reference = Reference(job, policy, self.objective.kl) if self.kl_coefficient else None
 
     def share_out(self, batch: Batch) -> Rollout:
@@ -88,6 +90,10 @@ class Expert(OnPolicyStage):
         """One step on the objective of the domain."""
         if self.reference is not None:
             self.reference.judge(batches, self.sampling.temperature)
+        if self.objective.ratio.name == "rspo":
+            movements = self.policy.router_movement(batches)
+            for part, movement in zip(batches, movements, strict=False):
+                part.router_movement = movement
         totals = Totals(
             len(samples),
             sum(len(sample.response) for sample in samples),
@@ -145,6 +151,7 @@ class Expert(OnPolicyStage):
             advantages=part.advantages,
             mask=part.mask,
             weights=part.weights,
+            router_movement=part.router_movement,
             reference_log_probs=part.reference_logprobs,
             reference_kl=responses.kl(part.reference, temperature) if part.reference else None,
             entropy=responses.entropy(temperature) if bonus else None,

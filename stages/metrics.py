@@ -31,6 +31,7 @@ METRICS = {
     "response_tokens": "sequences",
     "ratio": "sequences",
     "clip_fraction": "sequences",
+    "router_movement": "tokens",
     "correction": "sequences",
     "masked_sequences": "sequences",
     "length_exponent": "step",

@@ -9,7 +9,7 @@ from stages.objectives.aggregation import AGGREGATIONS, Totals, masked_sum, sequ
 from stages.objectives.correction import sequence_mask
 from stages.objectives.kl import FULL, KL_ESTIMATORS
 from stages.objectives.ratios import RATIOS
-from stages.objectives.settings import KLSettings, ObjectiveSettings
+from stages.objectives.settings import KLSettings, ObjectiveSettings, RatioSettings
 from stages.objectives.surrogate import Surrogate
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ class Tokens:
     and of the reference. `mask` is bool, true on response tokens; elsewhere all may be anything.
 
     `weights` multiply the surrogate of what pi_old did not draw (`stages.objectives.correction`),
-    and not the KL. `reference_kl` and `entropy`, over the whole vocabulary, have gradient.
+    and not the KL; `router_movement` lowers the ratio (`stages.objectives.router_shift`).
+    `reference_kl` and `entropy`, over the whole vocabulary, have gradient.
     `length_weights` [B] multiply everything (`stages.objectives.length_weights`).
     """
 
@@ -51,6 +52,7 @@ class Tokens:
     advantages: Tensor
     mask: Tensor
     weights: Tensor | None = None
+    router_movement: Tensor | None = None
     reference_log_probs: Tensor | None = None
     reference_kl: Tensor | None = None
     entropy: Tensor | None = None
@@ -81,10 +83,11 @@ def policy_loss(
             values = values * tokens.length_weights.unsqueeze(-1)
         return AGGREGATIONS[settings.aggregation](values, tokens.mask, totals)
 
-    surrogate = RATIOS[settings.ratio.name](
-        tokens.log_probs, tokens.old_log_probs, tokens.advantages, tokens.mask, settings.ratio
-    )
+    surrogate = _surrogate(tokens, settings.ratio)
     metrics = _policy_metrics(tokens, surrogate)
+    if tokens.router_movement is not None:
+        moved = masked_sum(tokens.router_movement, tokens.mask)
+        metrics["router_movement"] = MetricSum(moved, "tokens")
     loss = aggregate(_corrected(tokens, surrogate.loss, settings, metrics))
     if kl_coefficient > 0:
         penalty = _penalty(tokens, settings.kl)
@@ -95,6 +98,17 @@ def policy_loss(
         loss = loss - settings.entropy_bonus * aggregate(entropy)
         metrics["full_entropy"] = MetricSum(masked_sum(entropy.detach(), tokens.mask), "tokens")
     return PolicyLoss(loss, metrics)
+
+
+def _surrogate(tokens: Tokens, settings: RatioSettings) -> Surrogate:
+    more = {}
+    if settings.name == "rspo":
+        if tokens.router_movement is None:
+            raise ValueError("objective.ratio is rspo, but no movements of routers were given")
+        more["movement"] = tokens.router_movement
+    return RATIOS[settings.name](
+        tokens.log_probs, tokens.old_log_probs, tokens.advantages, tokens.mask, settings, **more
+    )
 
 
 def _corrected(

@@ -1,4 +1,4 @@
-"""How far a router moved from the experts that it had chosen for a token (RSPO, 2510.23027 v2)."""
+"""What a token weighs whose routers moved since it was sampled (RSPO, arXiv 2510.23027 v2)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-FLOOR = 0.8
 
+def router_shift(movement: Tensor, floor: float) -> Tensor:
+    """gamma = max(exp(-movement), floor) of every token, without gradient.
 
-def router_shift(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """gamma [...] = max(exp(-mean |log p - log p_old|), .8) of every token, without gradient.
-
-    Both [..., L, K], in nats: of the K experts that the old router chose in each of L layers, under
-    the router of today and under the old one.
+    `movement` [...] is the mean over layers, and over the experts that the old router chose in
+    each, of |log p - log p_old|, in nats.
     """
-    moved = (log_probs - old_log_probs).detach().abs().mean((-2, -1))
-    return moved.neg().exp().clamp(min=FLOOR)
+    return movement.detach().neg().exp().clamp(min=floor)

@@ -143,6 +143,15 @@ class GeometricRatioSettings(Settings):
     clip_high: AboveZero = 0.4
 
 
+class RspoRatioSettings(Settings):
+    """`geometric`, with every token's ratio lowered, to `floor` of it at most, as routers move."""
+
+    name: Literal["rspo"] = "rspo"
+    clip_low: AboveZero = 0.4
+    clip_high: AboveZero = 0.4
+    floor: Annotated[float, Field(gt=0, le=1)] = 0.8
+
+
 class CispoRatioSettings(Settings):
     """The token ratio as a weight, no larger than `cap`."""
 
@@ -155,6 +164,7 @@ RatioSettings = Annotated[
     | Annotated[SequenceTokenRatioSettings, Tag("sequence_token")]
     | Annotated[TokenRatioSettings, Tag("token")]
     | Annotated[GeometricRatioSettings, Tag("geometric")]
+    | Annotated[RspoRatioSettings, Tag("rspo")]
     | Annotated[CispoRatioSettings, Tag("cispo")],
     _by_name("sequence"),
 ]

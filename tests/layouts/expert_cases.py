@@ -36,6 +36,10 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
         "kl": {"coefficient": 0.1, "estimator": "unbiased_k3", "reference": "ema"},
         "correction": {"name": "tis", "samples": "all"},
     },
+    "router shift, after an update": {
+        "ratio": {"name": "rspo", "floor": 0.1},
+        "aggregation": "sequence_mean",
+    },
 }
 
 
@@ -99,6 +103,10 @@ def updated(
     drawn = judged()
     updates, differences = stage.prepare(Rollout([drawn], {}), step=1)
     metrics = stage.update(drawn, updates[0])
+    if "router_movement" in metrics:
+        assert metrics["router_movement"] == 0
+        metrics = stage.update(drawn, updates[0])
+        assert metrics["router_movement"] > 0
     learned = {"coefficient after": stage.kl_coefficient, "exponent after": stage.length_exponent}
     gradients = {
         f"{number}/{name}": parameter.main_grad.clone()

@@ -77,9 +77,9 @@ def test_every_name_has_a_function() -> None:
             "'reinforce_pp_baseline', 'mo_grpo', 'gdpo', 'gfpo' or 'process', not \"grop\"",
         ),
         (
-            "ratio.name=rspo",
-            "ratio.name: should be 'sequence', 'sequence_token', 'token', 'geometric' or 'cispo', "
-            'not "rspo"',
+            "ratio.name=rpso",
+            "ratio.name: should be 'sequence', 'sequence_token', 'token', 'geometric', 'rspo' or "
+            "'cispo', not \"rpso\"",
         ),
         (
             "correction.name=ice",

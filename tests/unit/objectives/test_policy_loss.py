@@ -17,7 +17,7 @@ from stages.objectives.policy_loss import PolicyLoss, Tokens, policy_loss
 from stages.objectives.settings import ObjectiveSettings
 
 TOTALS = Totals(sequences=4, tokens=9, longest=6)
-RATIOS = ["sequence", "sequence_token", "token", "geometric", "cispo"]
+RATIOS = ["sequence", "sequence_token", "token", "geometric", "rspo", "cispo"]
 EVERYTHING = {
     "ratio": {"name": "token"},
     "kl": {"coefficient": 0.1, "estimator": "unbiased_k3"},
@@ -29,7 +29,7 @@ EVERYTHING = {
 
 def batch() -> Tokens:
     """Everything that an objective may ask for; only `log_probs` has gradient, and is a leaf."""
-    log_probs, old, engine, reference, advantages, kl, entropy, weights = draws(8)
+    log_probs, old, engine, reference, advantages, kl, entropy, weights, movement = draws(9)
     return Tokens(
         log_probs=log_probs.requires_grad_(),
         old_log_probs=old,
@@ -37,6 +37,7 @@ def batch() -> Tokens:
         advantages=(advantages + 0.5).sign() * real([1.0, 2.0, 0.5, 0.25])[:, None],
         mask=MASK,
         weights=-weights,
+        router_movement=-movement / 3,
         reference_log_probs=reference,
         reference_kl=-kl,
         entropy=-entropy,
@@ -116,7 +117,7 @@ def test_an_empty_mask_gives_zero_and_no_nan(aggregation: str) -> None:
     assert all(metric.total.item() == 0.0 for metric in result.metrics.values())
 
 
-@pytest.mark.parametrize("ratio", ["sequence", "token", "geometric"])
+@pytest.mark.parametrize("ratio", ["sequence", "token", "geometric", "rspo"])
 def test_the_gradient_is_the_derivative(ratio: str) -> None:
     tokens = batch()
     objective = {**EVERYTHING, "ratio": {"name": ratio, "clip_low": 0.1, "clip_high": 0.1}}
@@ -159,10 +160,12 @@ def test_metrics_are_sums_over_their_denominator() -> None:
 
     assert tokens.weights is not None
     assert tokens.entropy is not None
+    assert tokens.router_movement is not None
     expected = {
         "ratio": ("sequences", means(ratios)),
         "clip_fraction": ("sequences", means(outside)),
         "correction": ("sequences", means(tokens.weights)),
+        "router_movement": ("tokens", tokens.router_movement[MASK].sum().item()),
         "masked_sequences": ("sequences", means(far[:, None] & bad)),
         "entropy": ("tokens", -tokens.log_probs[MASK].sum().item()),
         "full_entropy": ("tokens", tokens.entropy[MASK].sum().item()),
@@ -199,10 +202,17 @@ def test_the_coefficient_of_the_moment_is_what_counts() -> None:
         ({"kl": {"coefficient": 0.1}}, r"objective\.kl\.coefficient is above 0, but no log-prob"),
         ({"kl": {"coefficient": 0.1, "estimator": "full"}}, r"no KL to the reference were given"),
         ({"entropy_bonus": 0.1}, r"objective\.entropy_bonus is above 0, but no entropies"),
+        ({"ratio": {"name": "rspo"}}, r"objective\.ratio is rspo, but no movements of routers"),
     ],
 )
 def test_what_was_not_given_is_asked_for(objective: dict[str, Any], message: str) -> None:
-    plain = replace(batch(), reference_log_probs=None, reference_kl=None, entropy=None)
+    plain = replace(
+        batch(),
+        reference_log_probs=None,
+        reference_kl=None,
+        entropy=None,
+        router_movement=None,
+    )
     with pytest.raises(ValueError, match=message):
         loss_of(plain, **objective)
 

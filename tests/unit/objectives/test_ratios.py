@@ -10,13 +10,14 @@ from objective_cases import MASK, assert_close, draws, real, slope
 from torch import Tensor
 
 from stages.objectives.aggregation import Totals, sequence_mean
-from stages.objectives.geometric_ratio import geometric_ratio
+from stages.objectives.geometric_ratio import geometric_ratio, rspo_ratio
 from stages.objectives.ratios import RATIOS
 from stages.objectives.router_shift import router_shift
 from stages.objectives.settings import (
     CispoRatioSettings,
     GeometricRatioSettings,
     RatioSettings,
+    RspoRatioSettings,
     SequenceRatioSettings,
     SequenceTokenRatioSettings,
     TokenRatioSettings,
@@ -27,6 +28,7 @@ GSPO = SequenceRatioSettings(clip_low=3e-4, clip_high=4e-4)
 GSPO_TOKEN = SequenceTokenRatioSettings(clip_low=3e-4, clip_high=4e-4)
 DAPO = TokenRatioSettings(clip_low=0.2, clip_high=0.28)
 GMPO = GeometricRatioSettings(clip_low=0.4, clip_high=0.4)
+RSPO = RspoRatioSettings(clip_low=0.4, clip_high=0.4, floor=0.8)
 CISPO = CispoRatioSettings(cap=6.0)
 ALL = [GSPO, GSPO_TOKEN, DAPO, GMPO, CISPO]
 
@@ -53,7 +55,7 @@ def test_every_ratio_is_tested() -> None:
         "geometric",
         "cispo",
     ]
-    assert {settings.name for settings in ALL} == set(RATIOS)
+    assert {settings.name for settings in [*ALL, RSPO]} == set(RATIOS)
 
 
 @pytest.mark.parametrize("settings", [GSPO, GSPO_TOKEN])
@@ -174,8 +176,9 @@ def test_vector_8() -> None:
     shifts = (new - old).abs().mean(-1)
     assert_close(shifts, [0.1115718, 0.3465736], tolerance=1e-7)
     assert math.exp(-shifts.mean().item()) == pytest.approx(0.7952707, abs=1e-7)
-    assert router_shift(new, old).item() == 0.8
-    near = router_shift(real([[-1.0, -2.0]]).requires_grad_(), real([[-1.1, -2.0]]))
+    assert router_shift(shifts.mean(), floor=0.7).item() == pytest.approx(0.7952707, abs=1e-7)
+    assert router_shift(shifts.mean(), floor=0.8).item() == 0.8
+    near = router_shift(real(0.05).requires_grad_(), floor=0.8)
     assert near.item() == pytest.approx(math.exp(-0.05))
     assert not near.requires_grad
 
@@ -185,10 +188,10 @@ def test_rspo_scales_ratios_before_they_are_clipped() -> None:
     gammas = real([[0.8, 0.95, 1.0]])
     mask = torch.ones(1, 3, dtype=torch.bool)
     old = torch.zeros(1, 3, dtype=torch.float64)
-    found = geometric_ratio(log_ratios, old, torch.ones_like(old), mask, GMPO, gammas)
+    found = rspo_ratio(log_ratios, old, torch.ones_like(old), mask, RSPO, -gammas.log())
     held = [0.1 + math.log(0.8), 0.4, -0.2]
     assert_close(found.ratio, [[math.exp(sum(held) / 3)] * 3], tolerance=1e-12)
     assert found.clipped.tolist() == [[False, True, False]]
     plain = geometric_ratio(log_ratios, old, torch.ones_like(old), mask, GMPO)
-    same = geometric_ratio(log_ratios, old, torch.ones_like(old), mask, GMPO, gammas**0)
+    same = rspo_ratio(log_ratios, old, torch.ones_like(old), mask, RSPO, torch.zeros_like(old))
     assert torch.equal(plain.loss, same.loss)
