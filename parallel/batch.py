@@ -30,10 +30,11 @@ class MicroBatch:
     they left any of it out; a row of nothing but -1 keeps all.
 
     What the objectives read, whole on every rank, one row a response of at most R tokens: targets
-    int64 [B, R]; mask bool [B, R]; engine_logprobs fp32 [B, R], mu, 0 outside the mask; advantages
-    fp32 [B]. Added on the last pipeline stage before the batch is trained on: old_logprobs and
-    reference_logprobs fp32 [B, R], the importance fp32 [B] of samples that older weights drew, and
-    the logits [n, vocabulary / TP] of the teacher of `domain`.
+    int64 [B, R]; mask bool [B, R]; engine_logprobs, mu, and advantages fp32 [B, R], 0 outside the
+    mask. Added on the last pipeline stage before the batch is trained on, as far as its objective
+    asks for them, fp32 [B, R]: old_logprobs, old_entropies and reference_logprobs, the weights of
+    what pi_old did not draw, and the router_movement in nats; and the logits
+    [n, vocabulary / TP] of the reference, or of the teacher of `domain`.
     """
 
     samples: list[Sample]
@@ -48,8 +49,11 @@ class MicroBatch:
     advantages: torch.Tensor
     kept: torch.Tensor | None = None
     old_logprobs: torch.Tensor | None = None
+    old_entropies: torch.Tensor | None = None
     reference_logprobs: torch.Tensor | None = None
-    importance: torch.Tensor | None = None
+    reference: HeadLogits | None = None
+    weights: torch.Tensor | None = None
+    router_movement: torch.Tensor | None = None
     teacher: HeadLogits | None = None
     domain: str = ""
 
@@ -107,7 +111,7 @@ def collate(samples: list[Sample], here: Place, replay: bool, padded: bool = Fal
     responses = (len(samples), max((len(sample.response) for sample in samples), default=1))
     targets = np.zeros(responses, np.int64)
     mask = np.zeros(responses, bool)
-    engine_logprobs = np.zeros(responses, np.float32)
+    engine_logprobs, advantages = (np.zeros(responses, np.float32) for _ in range(2))
     for index, (sample, start) in enumerate(zip(samples, row.starts, strict=False)):
         tokens[start : start + sample.length] = [*sample.prompt, *sample.response[:-1]]
         positions[start : start + sample.length] = np.arange(sample.length)
@@ -116,6 +120,8 @@ def collate(samples: list[Sample], here: Place, replay: bool, padded: bool = Fal
         place[first : first + count] = index * responses[1] + np.arange(count)
         targets[index, :count] = sample.response
         mask[index, :count] = True
+        own = sample.advantages
+        advantages[index, :count] = sample.advantage if own is None else own
         if sample.logprobs is not None:
             engine_logprobs[index, :count] = sample.logprobs
     if replay and samples:
@@ -132,7 +138,7 @@ def collate(samples: list[Sample], here: Place, replay: bool, padded: bool = Fal
         targets=_moved(targets),
         mask=_moved(mask),
         engine_logprobs=_moved(engine_logprobs),
-        advantages=_moved(np.array([sample.advantage for sample in samples], np.float32)),
+        advantages=_moved(advantages),
         kept=_kept(samples, own_place[predicts], responses[1]),
     )
 

@@ -177,6 +177,7 @@ class _Writing:
 def _state(policy: TrainedPolicy) -> dict[str, Any]:
     return {
         "weights": checkpoint_state.weights(policy),
+        "averages": checkpoint_state.averages(policy),
         "optimizer": checkpoint_state.optimizer_to_save(policy),
         "random_numbers": checkpoint_state.random_numbers(),
         "updates": policy.schedule.num_steps,

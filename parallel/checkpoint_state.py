@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.dict_utils import (
     nested_values,
 )
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import distributed as dist
@@ -45,6 +46,14 @@ def weights(policy: Policy) -> State:
         number: chunk.sharded_state_dict(metadata=dict(METADATA))
         for number, chunk in enumerate(policy.chunks)
     }
+
+
+def averages(policy: TrainedPolicy) -> State:
+    """This rank's shards of the models that are saved with the policy."""
+    state = {name: weights(average) for name, average in policy.averages.items()}
+    for name, shards in state.items():
+        add_prefix_for_sharding(shards, f"{name}.")
+    return state
 
 
 def restore_weights(policy: Policy, loaded: State) -> None:

@@ -56,6 +56,10 @@ def load_training(policy: TrainedPolicy, checkpoint: Path) -> dict[str, Any]:
     common = dist_checkpointing.load_common_state_dict(str(checkpoint))
     loaded = _read({"weights": checkpoint_state.weights(policy)}, checkpoint)
     checkpoint_state.restore_weights(policy, loaded["weights"])
+    if policy.averages:
+        loaded = _read({"averages": checkpoint_state.averages(policy)}, checkpoint)
+        for name, average in policy.averages.items():
+            checkpoint_state.restore_weights(average, loaded["averages"][name])
     # Apart from the weights, since an fp32 weight is read once more, as its own master.
     state: dict[str, Any] = {"optimizer": checkpoint_state.optimizer_to_load(policy)}
     same_layout = common["layout"] == layout_sizes()

@@ -8,7 +8,7 @@ model never looks at it, and where no objective does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import lcm
 from typing import Any
@@ -63,7 +63,8 @@ class PackedRow(PackedSeqParams):
     `starts` int64 are the places in the row where the slots start, and T; `own` int64 [T / C] the
     places of the tokens that this context-parallel rank holds, in its order. `real` bool [T / C] is
     false on padding. `routes` int64 [routed layers, T / C, experts_per_token] are the experts to
-    use, or None. `views` is what the attention makes of the row for itself.
+    use, or None. `views` is what the attention makes of the row for itself; `remembered` and
+    `moved` are what the routers do (`parallel.router_memory`).
     """
 
     starts: np.ndarray
@@ -71,6 +72,8 @@ class PackedRow(PackedSeqParams):
     real: torch.Tensor
     routes: torch.Tensor | None = None
     views: Any = None
+    remembered: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    moved: torch.Tensor | None = None
 
     @property
     def tokens(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from parallel import families, hugging_face_weights, routing
 from parallel.batch import MicroBatch
 from parallel.model import build_bridge, build_chunks, initialize
 from parallel.responses import Responses
+from parallel.router_memory import RouterMemory
 from parallel.settings import (
     LayoutSettings,
     ModelSettings,
@@ -170,12 +172,14 @@ class TrainedPolicy(Policy):
         super().__init__(settings, layout)
         config = self.bridge.config
         self.losses = routing.RoutingLosses(losses, self.routers)
+        self._memory: RouterMemory | None = None
         buckets = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=False,
             use_distributed_optimizer=_distributed(optimizer, layout),
         )
         self.modules = [DistributedDataParallel(config, buckets, module) for module in self.modules]
+        self.averages: dict[str, Policy] = {}  # models that its checkpoints hold too, by name
         self.optimizer = get_megatron_optimizer(
             _optimizer_config(optimizer, layout, config), self.modules
         )
@@ -202,6 +206,30 @@ class TrainedPolicy(Policy):
             self._count(batches)
         self._training = True
         return self._run(batches, loss, forward_only=False)
+
+    def remember_routing(self) -> None:
+        """From now on remember with every row what the routers said of it when it was evaluated."""
+        self._memory = RouterMemory(self.routers, len(self.routed_layers))
+
+    def evaluate(
+        self, batches: list[MicroBatch], function: Callable[[Responses], Any]
+    ) -> list[Any]:
+        """The same; routing is remembered if it was asked for."""
+        with self._memory.during("remember") if self._memory else nullcontext():
+            return super().evaluate(batches, function)
+
+    def router_movement(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
+        """How far the routers are from what they said when the batches were evaluated: the mean
+        over layers and over the experts chosen then of |log p - log p then|, in nats, of the token
+        that predicts each response token; fp32 [B, R] a micro-batch. As `evaluate`."""
+        assert self._memory is not None, "remember_routing was not called"
+        with self._memory.during("compare"):
+            last = super().evaluate(batches, lambda _: True)
+        moved = [self._memory.movement(batch) for batch in batches]
+        return [
+            batch.spread(tokens[batch.predicts])
+            for batch, tokens, _ in zip(batches, moved, last, strict=False)
+        ]
 
     def step(self) -> float:
         """Clip, update, advance the schedule. Returns the gradient's norm before clipping."""

@@ -28,6 +28,10 @@ class Responses:
         targets, kept = self.batch.own_targets, self.batch.kept
         return self.batch.spread(vocabulary.log_probs(self.logits, targets, temperature, kept))
 
+    def entropy(self, temperature: float = 1.0) -> torch.Tensor:
+        """Entropy over the whole vocabulary at every response token, in nats."""
+        return self.batch.spread(vocabulary.entropy(self.logits, temperature))
+
     def kl(self, other: torch.Tensor | HeadLogits, temperature: float = 1.0) -> torch.Tensor:
         """KL(this || other) over the whole vocabulary at every response token, in nats."""
         return self.batch.spread(vocabulary.kl(self.logits, other, temperature))

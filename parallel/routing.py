@@ -27,6 +27,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 from parallel.packing import PackedRow
+from parallel.router_memory import RouterMemory
 from parallel.settings import RoutingLossSettings
 
 
@@ -40,6 +41,7 @@ class Router(TopKRouter):
         self.place = 0  # among all routed layers of the model
         self.row: PackedRow | None = None
         self.losses: RoutingLosses | None = None
+        self.memory: RouterMemory | None = None
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
@@ -54,6 +56,8 @@ class Router(TopKRouter):
             replay.set_target_indices(self._own(row.routes[self.place]))
             replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         gates, chosen = super().routing(logits, padding_mask)
+        if self.memory is not None:
+            self.memory.see(self, _scores(self, logits.flatten(0, -2).float()), chosen)
         if self.losses is not None and self.training:
             gates = self.losses.attach(self, gates, chosen, logits, self._own(row.real))
         return gates, chosen

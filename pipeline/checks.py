@@ -28,6 +28,7 @@ from parallel.weights.engine import engine_violations
 from pipeline.cores import placement_fault
 from pipeline.rewards import reward_fault
 from pipeline.violations import hint, shown
+from stages.objectives.settings import ObjectiveSettings
 from stages.settings import (
     ColdStartSettings,
     DomainSettings,
@@ -165,6 +166,7 @@ def _domain_rules(
     updates = domain.updates_per_rollout
     yield from _schedule_rules(key, domain.optimizer, domain.loop, updates)
     yield from _sampling_rules(f"{key}.sampling", domain.sampling, layout, engine, updates)
+    yield from _objective_rules(f"{key}.objective", domain.objective, domain.sampling)
     if domain.sampling.group_size < 2:
         yield (
             f"{key}.sampling.group_size",
@@ -175,6 +177,27 @@ def _domain_rules(
             f"{key}.updates_per_rollout",
             f"{updates} does not divide {key}.sampling.prompts_per_step = "
             f"{domain.sampling.prompts_per_step}, and every update takes as many whole groups",
+        )
+
+
+def _objective_rules(key: str, objective: ObjectiveSettings, sampling: SamplingSettings) -> Found:
+    advantage, kl, correction = objective.advantage, objective.kl, objective.correction
+    if advantage.name == "gfpo" and advantage.keep > sampling.group_size:
+        yield (
+            f"{key}.advantage.keep",
+            f"{advantage.keep} is more than the sampling.group_size = {sampling.group_size} that "
+            "there are to keep",
+        )
+    if kl.target is not None and kl.coefficient == 0:
+        yield (
+            f"{key}.kl.target",
+            f"{kl.target:g} is never reached from kl.coefficient = 0, which is multiplied; begin "
+            "above 0",
+        )
+    if correction.name == "icepop" and correction.low >= correction.high:
+        yield (
+            f"{key}.correction.low",
+            f"{correction.low:g} should be less than high = {correction.high:g}",
         )
 
 

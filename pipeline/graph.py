@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pipeline.schema import flatten
-from stages.settings import RunSettings
+from stages.settings import DomainSettings, RunSettings
 
 Kind = Literal["sft", "grpo", "distill", "evaluate", "export"]
 
@@ -137,6 +137,7 @@ def compile_graph(settings: RunSettings) -> tuple[Stage, ...]:
                 "grpo",
                 domain=domain,
                 parent="cold_start",
+                models=_compared_with(expert),
                 steps=expert.loop.steps,
                 routing=expert.routing.replay,
             )
@@ -166,6 +167,14 @@ def digest(value: Any) -> str:
     """SHA-256 of the value as canonical JSON."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _compared_with(expert: DomainSettings) -> dict[str, str]:
+    """The stage whose model a KL penalty is measured against, where it is not the parent."""
+    kl = expert.objective.kl
+    if kl.coefficient > 0 and kl.reference == "cold_start":
+        return {"cold_start": "cold_start"}
+    return {}
 
 
 def _selected(flat: dict[str, Any], patterns: Sequence[str]) -> list[str]:

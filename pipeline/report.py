@@ -127,7 +127,7 @@ def exported_model(run: RunDirectory) -> Path:
 
 
 def _origin(stage: Stage) -> str:
-    if stage.models:
+    if stage.models and not stage.parent:
         return f"{len(stage.models)} models"
     taught = f", taught by {len(stage.teachers)} experts" if stage.teachers else ""
     return f"{stage.parent or 'the model settings'}{taught}"

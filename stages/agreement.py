@@ -9,6 +9,9 @@ import torch
 from parallel.batch import MicroBatch
 from parallel.distributed import max_over_ranks, sum_over_data
 from parallel.policy import Policy
+from parallel.responses import Responses
+from stages.objectives.aggregation import sequence_means
+from stages.objectives.kl import k3
 
 
 class MismatchError(RuntimeError):
@@ -22,26 +25,40 @@ class MismatchError(RuntimeError):
 
 
 def measure_mismatch(
-    policy: Policy, batches: list[MicroBatch], temperature: float
+    policy: Policy, batches: list[MicroBatch], temperature: float, entropies: bool = False
 ) -> dict[str, float]:
-    """Recompute log pi_old of every batch, keep it there, and hold it against the engine's mu.
+    """Recompute log pi_old of every batch, and if asked its entropies, keep them there, and hold
+    pi_old against the engine's mu.
 
     Collective. Returns the mismatch metrics (section 4 of the algorithms); a NaN on either side
     is an infinite mismatch.
     """
-    largest, total, high, tokens = 0.0, 0.0, 0, 0
+
+    def recomputed(responses: Responses) -> tuple[torch.Tensor, torch.Tensor | None]:
+        entropy = responses.entropy(temperature) if entropies else None
+        return responses.log_probs(temperature), entropy
+
+    largest = 0.0
+    sums = dict.fromkeys(("total", "high", "tokens", "k3", "sequences"), 0.0)
     # Only the last pipeline stage has log-probabilities to compare.
-    for batch, logprobs in zip(batches, policy.target_logprobs(batches, temperature), strict=False):
-        batch.old_logprobs = logprobs
-        difference = (batch.engine_logprobs - logprobs)[batch.mask].abs()
-        difference = torch.nan_to_num(difference, nan=math.inf)
+    for batch, found in zip(batches, policy.evaluate(batches, recomputed), strict=False):
+        batch.old_logprobs, batch.old_entropies = found
+        log_ratio = batch.old_logprobs - batch.engine_logprobs
+        difference = torch.nan_to_num(log_ratio[batch.mask].abs(), nan=math.inf)
         largest = max(largest, *difference.tolist(), 0.0)
-        total += difference.sum().item()
-        high += int((difference > math.log(2)).sum())
-        tokens += difference.numel()
-    sums = sum_over_data({"total": total, "high": high, "tokens": tokens})
+        sums["total"] += difference.sum().item()
+        sums["high"] += float((difference > math.log(2)).sum())
+        sums["tokens"] += difference.numel()
+        # The sequence's ratio is a geometric mean: a product would grow with its length.
+        sequence = sequence_means(log_ratio, batch.mask)
+        divergence = k3(torch.zeros_like(sequence), sequence, sequence)
+        sums["k3"] += torch.nan_to_num(divergence, nan=math.inf).sum().item()
+        sums["sequences"] += len(batch.samples)
+    sums = sum_over_data(sums)
+    tokens = max(sums["tokens"], 1)
     return {
         "mismatch_max": max_over_ranks(largest),
-        "mismatch_mean": sums["total"] / sums["tokens"],
-        "high_ratio": sums["high"] / sums["tokens"],
+        "mismatch_mean": sums["total"] / tokens,
+        "mismatch_sequence_k3": sums["k3"] / max(sums["sequences"], 1),
+        "high_ratio": sums["high"] / tokens,
     }

@@ -15,6 +15,7 @@ from parallel.sample import Sample
 from stages.backlog import Batch
 from stages.loop import train
 from stages.objectives.aggregation import Totals, token_mean
+from stages.objectives.settings import NoCorrectionSettings
 from stages.on_policy import OnPolicyStage, Rollout
 from stages.settings import RolloutSettings, StageJob
 
@@ -53,6 +54,7 @@ class Merge(OnPolicyStage):
             RolloutSettings(**settings.rollout.model_dump()),
             settings.routing,
             settings.loop,
+            NoCorrectionSettings(),
         )
         self.divergence = DIVERGENCES[settings.method]
         self.domains = job.settings.experts

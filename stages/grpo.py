@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from parallel import checkpoints
 from parallel.batch import MicroBatch
 from parallel.distributed import sum_over_data
-from parallel.policy import Policy, TrainedPolicy
+from parallel.policy import TrainedPolicy
 from parallel.responses import Responses
 from parallel.sample import Sample
 from stages.backlog import Batch
-from stages.groups import Group
+from stages.grading import add_advantages, graded
+from stages.group_weights import LengthWeights, scale_by_entropy
 from stages.loop import train
 from stages.metrics import reduce_sums
-from stages.objectives.advantages import group_advantages, zero_variance
 from stages.objectives.aggregation import Totals
-from stages.objectives.policy_loss import MetricSum, policy_loss
+from stages.objectives.kl_coefficient import steered
+from stages.objectives.policy_loss import MetricSum, Tokens, policy_loss
 from stages.on_policy import OnPolicyStage, Rollout
+from stages.reference import Reference
 from stages.settings import StageJob
 
 
@@ -34,6 +37,7 @@ class Expert(OnPolicyStage):
     def __init__(self, job: StageJob) -> None:
         assert job.domain is not None and job.parent is not None
         self.expert = settings = job.settings.experts[job.domain]
+        self.objective = settings.objective
         updates = settings.loop.steps * settings.updates_per_rollout
         policy = TrainedPolicy(
             job.settings.model, job.settings.layout, settings.optimizer, updates, settings.routing
@@ -46,53 +50,62 @@ class Expert(OnPolicyStage):
             settings.rollout,
             settings.routing,
             settings.loop,
+            self.objective.correction,
+            entropies=self.objective.scaling == "edge",
         )
-        self.references: dict[str, Policy] = {}
-        if settings.objective.kl.coefficient > 0:
-            self.references = {"parent": Policy(job.settings.model, job.settings.layout)}
-            checkpoints.load_weights(self.references["parent"], job.parent)
+        self.kl_coefficient = self.objective.kl.coefficient
+        self.length_exponent = 0.0  # lambda
+        if self.objective.ratio.name == "rspo":
+            policy.remember_routing()
+        self.reference = Reference(job, policy, self.objective.kl) if self.kl_coefficient else None
 
     def share_out(self, batch: Batch) -> Rollout:
-        """`updates_per_rollout` shares of the prompts, each with all samples of its groups."""
-        rewards = _rewards(batch.groups)
-        advantages = group_advantages(rewards, self.expert.objective.advantage)
-        for group, values in zip(batch.groups, advantages.tolist(), strict=True):
-            for sample, advantage in zip(group.samples, values, strict=True):
-                sample.advantage = advantage
+        """`updates_per_rollout` shares of the prompts, each with all graded samples of its
+        groups."""
+        samples = add_advantages(batch.groups, self.objective.advantage)
         updates = self.expert.updates_per_rollout
-        drawn = _rewards([*batch.groups, *batch.replaced])
+        drawn = graded([*batch.groups, *batch.replaced])
         return Rollout(
             updates=[
-                [sample for group in batch.groups[update::updates] for sample in group.samples]
+                [sample for group in samples[update::updates] for sample in group]
                 for update in range(updates)
             ],
             metrics={
-                "zero_variance": zero_variance(drawn).float().mean().item(),
+                "zero_variance": drawn.zero_variance.double().mean().item(),
                 "resampled_groups": float(len(batch.replaced)),
             },
         )
 
+    def prepare(
+        self, rollout: Rollout, step: int
+    ) -> tuple[list[list[MicroBatch]], dict[str, float]]:
+        """The same, with advantages scaled as the objective says. Collective."""
+        updates, differences = super().prepare(rollout, step)
+        if self.objective.scaling == "edge":
+            samples = [sample for samples in rollout.updates for sample in samples]
+            scale_by_entropy(samples, [part for batches in updates for part in batches])
+        return updates, differences
+
     def update(self, samples: list[Sample], batches: list[MicroBatch]) -> dict[str, float]:
         """One step on the objective of the domain."""
-        if self.expert.objective.kl.coefficient > 0:
-            self._add_reference_logprobs(batches)
-        totals = Totals(len(samples), sum(len(sample.response) for sample in samples))
+        if self.reference is not None:
+            self.reference.judge(batches, self.sampling.temperature)
+        if self.objective.ratio.name == "rspo":
+            movements = self.policy.router_movement(batches)
+            for part, movement in zip(batches, movements, strict=False):
+                part.router_movement = movement
+        totals = Totals(
+            len(samples),
+            sum(len(sample.response) for sample in samples),
+            self.sampling.max_response_tokens,
+        )
+        weigh = LengthWeights(samples, self.length_exponent)
 
         def loss(
             responses: Responses,
         ) -> tuple[torch.Tensor, tuple[float, dict[str, MetricSum]]]:
-            part = responses.batch
-            assert part.old_logprobs is not None
-            result = policy_loss(
-                responses.log_probs(self.sampling.temperature),
-                part.old_logprobs,
-                part.advantages,
-                part.mask,
-                totals,
-                self.expert.objective,
-                part.reference_logprobs,
-                part.importance,
-            )
+            tokens = self._tokens(responses, weigh)
+            result = policy_loss(tokens, totals, self.objective, self.kl_coefficient)
             return result.loss, (result.loss.item(), result.metrics)
 
         read = sum(sample.length for sample in samples)
@@ -100,8 +113,10 @@ class Expert(OnPolicyStage):
         norm = self.policy.step()
         shares = reduce_sums([metrics for _, metrics in parts], totals)
         shares["loss"] = sum(value for value, _ in parts)
+        measured = sum_over_data(shares)
         return {
-            **sum_over_data(shares),
+            **measured,
+            **self._adapt(measured.get("kl", 0.0), weigh),
             **self.policy.routing_metrics(),
             "gradient_norm": norm,
         }
@@ -110,15 +125,49 @@ class Expert(OnPolicyStage):
         """A high reward is good."""
         return metrics["reward"]
 
-    def _add_reference_logprobs(self, batches: list[MicroBatch]) -> None:
-        """The reference routes by itself: it is another model than the one that sampled."""
-        reference = self.references[self.expert.objective.kl.reference]
-        own_routing = [part.without_routes() for part in batches]
-        logprobs = reference.target_logprobs(own_routing, self.sampling.temperature)
-        for part, values in zip(batches, logprobs, strict=False):  # none but on the last stage
-            part.reference_logprobs = values
+    def state(self) -> dict[str, Any]:
+        """The prompts, and what the objective has learned about itself."""
+        learned = {
+            "kl_coefficient": self.kl_coefficient,
+            "length_exponent": self.length_exponent,
+        }
+        return {**super().state(), **learned}
 
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue there."""
+        super().restore(state)
+        self.kl_coefficient = state["kl_coefficient"]
+        self.length_exponent = state["length_exponent"]
 
-def _rewards(groups: list[Group]) -> torch.Tensor:
-    """[groups, samples of each]."""
-    return torch.tensor([[sample.reward for sample in group.samples] for group in groups])
+    def _tokens(self, responses: Responses, weigh: LengthWeights) -> Tokens:
+        """What the objective is computed from, and no more of it than it asks for."""
+        part, temperature = responses.batch, self.sampling.temperature
+        assert part.old_logprobs is not None
+        bonus = self.objective.entropy_bonus > 0
+        return Tokens(
+            log_probs=responses.log_probs(temperature),
+            old_log_probs=part.old_logprobs,
+            engine_log_probs=part.engine_logprobs,
+            advantages=part.advantages,
+            mask=part.mask,
+            weights=part.weights,
+            router_movement=part.router_movement,
+            reference_log_probs=part.reference_logprobs,
+            reference_kl=responses.kl(part.reference, temperature) if part.reference else None,
+            entropy=responses.entropy(temperature) if bonus else None,
+            length_weights=weigh(part) if self.objective.aggregation == "lambda" else None,
+        )
+
+    def _adapt(self, kl: float, weigh: LengthWeights) -> dict[str, float]:
+        """Learn from an update what the next one's objective is; returns what this one's was.
+        Collective."""
+        logged = {}
+        if self.reference is not None:
+            self.reference.follow()
+        if self.objective.kl.target is not None:
+            logged["kl_coefficient"] = self.kl_coefficient
+            self.kl_coefficient = steered(self.kl_coefficient, kl, self.objective.kl.target)
+        if self.objective.aggregation == "lambda":
+            logged["length_exponent"] = self.length_exponent
+            self.length_exponent -= self.objective.lambda_learning_rate * weigh.gradient()
+        return logged

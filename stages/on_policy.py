@@ -19,7 +19,8 @@ from parallel.sample import Sample
 from stages.agreement import measure_mismatch
 from stages.backlog import Backlog, Batch
 from stages.metrics import token_efficiency
-from stages.objectives.importance import truncated_importance
+from stages.objectives.correction import correction_weights
+from stages.objectives.settings import CorrectionSettings
 from stages.rollout import Rollouts, stopwatch
 from stages.rollout_modes import Drawn, mode_of
 from stages.settings import (
@@ -53,13 +54,19 @@ class OnPolicyStage(ABC):
         settings: RolloutSettings,
         routing: RoutingSettings,
         loop: LoopSettings,
+        correction: CorrectionSettings,
+        entropies: bool = False,
     ) -> None:
+        """`correction` says what a sample weighs that pi_old did not draw. With `entropies`, every
+        batch gets those of pi_old."""
         self.job = job
         self.policy = policy
         self.sampling = sampling
         self.settings = settings
         self.replay = routing.replay == "r3"
         self.loop = loop
+        self.correction = correction
+        self.entropies = entropies
         self.rollouts = Rollouts(job, policy)
         self._backlog: Backlog | None = None
         if is_main():
@@ -121,9 +128,10 @@ class OnPolicyStage(ABC):
         Collective."""
         updates = [self.split(samples) for samples in rollout.updates]
         parts = [part for batches in updates for part in batches]
-        differences = measure_mismatch(self.policy, parts, self.sampling.temperature)
+        temperature = self.sampling.temperature
+        differences = measure_mismatch(self.policy, parts, temperature, self.entropies)
         for part in parts:
-            part.importance = _importance(part, step)
+            part.weights = weights(part, step, self.correction)
         return updates, differences
 
     def state(self) -> dict[str, Any]:
@@ -172,10 +180,16 @@ def staleness_metrics(samples: list[Sample], version: int, most: int) -> dict[st
     }
 
 
-def _importance(part: MicroBatch, version: int) -> torch.Tensor | None:
-    """What the samples of a micro-batch weigh, [B]: 1 where the weights of `version` drew them."""
-    stale = torch.tensor([sample.weight_version < version for sample in part.samples])
-    if part.old_logprobs is None or not stale.any():
+def weights(part: MicroBatch, version: int, settings: CorrectionSettings) -> torch.Tensor | None:
+    """What multiplies the surrogate of every token, [B, R]; None where nothing is corrected.
+
+    Of `stale` samples only, all weigh 1 that the weights of `version` drew.
+    """
+    if part.old_logprobs is None or settings.name == "none":
         return None
-    weights = truncated_importance(part.old_logprobs, part.engine_logprobs, part.mask)
-    return weights.where(stale.to(weights.device), torch.ones_like(weights))
+    found = correction_weights(part.old_logprobs, part.engine_logprobs, part.mask, settings)
+    if settings.samples == "all":
+        return found
+    ages = [sample.weight_version < version for sample in part.samples]
+    stale = torch.tensor(ages, dtype=torch.bool)
+    return found.where(stale.to(found.device).unsqueeze(-1), 1.0)

@@ -1,48 +1,45 @@
-"""How much better a response was than the others to its prompt (algorithms, section 1)."""
+"""Advantages by name (algorithms, section 1)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from stages.objectives.batch_advantages import reinforce_pp, reinforce_pp_baseline
+from stages.objectives.gfpo import gfpo
+from stages.objectives.graded import Graded
+from stages.objectives.group_advantages import dr_grpo, grpo, rloo
+from stages.objectives.part_advantages import gdpo, mo_grpo
+from stages.objectives.process import process
 from stages.objectives.settings import AdvantageSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-STD_FLOOR = 1e-6
-
-
-def group_advantages(rewards: Tensor, settings: AdvantageSettings) -> Tensor:
-    """The advantage of every response within its group.
-
-    `rewards` is [..., G] floating point, the last axis holding the responses to one prompt; the
-    result has its shape and dtype. A zero-variance group gets exactly 0, whatever the rounding.
-    """
-    advantages = ADVANTAGES[settings.name](rewards, settings)
-    return advantages.masked_fill(zero_variance(rewards).unsqueeze(-1), 0.0)
-
-
-def zero_variance(rewards: Tensor) -> Tensor:
-    """Which groups [...] of `rewards` [..., G] reward every response alike and so teach nothing."""
-    return rewards.amax(-1) == rewards.amin(-1)
-
-
-def grpo(rewards: Tensor, settings: AdvantageSettings) -> Tensor:
-    """(R - mean) / (std + 1e-6), with the standard deviation `settings.std` (arXiv 2402.03300)."""
-    centred = dr_grpo(rewards, settings)
-    size = rewards.shape[-1]
-    divisor = size if settings.std == "population" else max(size - 1, 1)
-    std = (centred.square().sum(-1, keepdim=True) / divisor).sqrt()
-    return centred / (std + STD_FLOOR)
-
-
-def dr_grpo(rewards: Tensor, settings: AdvantageSettings) -> Tensor:
-    """R - mean: without the division, easy and hard prompts weigh alike (arXiv 2503.20783)."""
-    return rewards - rewards.mean(-1, keepdim=True)
-
-
-ADVANTAGES: dict[str, Callable[[Tensor, AdvantageSettings], Tensor]] = {
+# (what was earned, the advantage's own settings) -> one for each response [groups, G], or for each
+# token [groups, G, T]
+ADVANTAGES: dict[str, Callable[[Graded, Any], Tensor]] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "mo_grpo": mo_grpo,
+    "gdpo": gdpo,
+    "gfpo": gfpo,
+    "process": process,
 }
+
+
+def advantages(graded: Graded, settings: AdvantageSettings) -> Tensor:
+    """The advantage of every token, [groups, G, T], with T = 1 where it is one for all tokens.
+
+    In the dtype of the rewards. 0 for responses that are not graded, and where a group has no two
+    that are.
+    """
+    if not graded.graded.any():
+        return graded.rewards.new_zeros((*graded.rewards.shape, 1))
+    found = ADVANTAGES[settings.name](graded, settings)
+    tokens = found if found.dim() == 3 else found.unsqueeze(-1)
+    useful = graded.graded & graded.comparable.unsqueeze(-1)
+    return tokens.masked_fill(~useful.unsqueeze(-1), 0.0)

@@ -16,11 +16,13 @@ class Totals:
 
     The caller reduces them across ranks before the first backward pass. Summed over ranks and
     micro-batches, the aggregates below are then the mean over the whole step, however the step
-    was cut. `sequences` counts the responses, `tokens` their response tokens.
+    was cut. `sequences` counts the responses, `tokens` their response tokens; `longest` is the
+    number of tokens that a response may have at most, which only `constant` reads.
     """
 
     sequences: float
     tokens: float
+    longest: float = 1.0
 
 
 def sequence_mean(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
@@ -40,6 +42,15 @@ def token_mean(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
     return masked_sum(values, mask) / max(totals.tokens, 1)
 
 
+def constant(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
+    """Mean over responses of each one's sum over the longest length (Dr. GRPO, arXiv 2503.20783).
+
+    So every token weighs the same, in every step. `values` [B, T], `mask` [B, T] bool; returns this
+    shard's share, a scalar.
+    """
+    return masked_sum(values, mask) / (max(totals.sequences, 1) * totals.longest)
+
+
 def sequence_means(values: Tensor, mask: Tensor) -> Tensor:
     """The mean [B] of each response's unmasked `values` [B, T]; 0 for one without tokens."""
     return values.masked_fill(~mask, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
@@ -53,4 +64,6 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
 AGGREGATIONS: dict[str, Callable[[Tensor, Tensor, Totals], Tensor]] = {
     "sequence_mean": sequence_mean,
     "token_mean": token_mean,
+    "constant": constant,
+    "lambda": token_mean,  # of what `stages.objectives.length_weights` weighed
 }

@@ -3,6 +3,9 @@
 Every estimator takes log-probabilities [...] in nats, of the policy, the reference and the policy
 that sampled, and returns one value a token. d = log pi_ref - log pi_theta throughout.
 Source of k1, k2, k3: Schulman, "Approximating KL divergence", 2020.
+
+The estimator `full` is none: it is the KL over the whole vocabulary, which is computed where the
+logits are (`parallel.vocabulary`) and has gradient through all of it.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from stages.objectives.surrogate import bounded_exp
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+FULL = "full"
 
 
 def k1(log_probs: Tensor, reference: Tensor, old: Tensor) -> Tensor:

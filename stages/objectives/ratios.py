@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
-from stages.objectives.sequence_ratio import sequence_ratio
+from stages.objectives.cispo_ratio import cispo_ratio
+from stages.objectives.geometric_ratio import geometric_ratio, rspo_ratio
+from stages.objectives.sequence_ratio import sequence_ratio, sequence_token_ratio
 from stages.objectives.surrogate import Surrogate
 from stages.objectives.token_ratio import token_ratio
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-# (log_ratio [B, T], advantages [B], mask [B, T], the ratio's own settings) -> Surrogate
-RATIOS: dict[str, Callable[[Tensor, Tensor, Tensor, Any], Surrogate]] = {
+# (log pi_theta, log pi_old, advantages, mask, each [B, T], the ratio's own settings) -> Surrogate.
+# What is masked may be any finite number. `rspo` is also given how far the routers moved.
+RATIOS: dict[str, Callable[..., Surrogate]] = {
     "sequence": sequence_ratio,
+    "sequence_token": sequence_token_ratio,
     "token": token_ratio,
+    "geometric": geometric_ratio,
+    "rspo": rspo_ratio,
+    "cispo": cispo_ratio,
 }

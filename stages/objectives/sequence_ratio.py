@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stages.objectives.settings import SequenceRatioSettings
+from stages.objectives.aggregation import sequence_means
+from stages.objectives.settings import SequenceRatioSettings, SequenceTokenRatioSettings
 from stages.objectives.surrogate import Surrogate, bounded_exp, clipped_surrogate
 
 if TYPE_CHECKING:
@@ -12,15 +13,39 @@ if TYPE_CHECKING:
 
 
 def sequence_ratio(
-    log_ratio: Tensor, advantages: Tensor, mask: Tensor, settings: SequenceRatioSettings
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    settings: SequenceRatioSettings,
 ) -> Surrogate:
     """The surrogate of s_i = exp(mean_t log-ratio), repeated at each token of its response.
 
-    `log_ratio` [B, T] is log pi_theta - log pi_old in nats, `advantages` [B], `mask` [B, T] bool.
-    Every token of a response carries the response's own loss, so its mean over the tokens, and
-    with it the `sequence_mean` aggregation, is exactly the loss of GSPO.
+    Log-probabilities [B, T] in nats, `advantages` [B, T], `mask` [B, T] bool. Every token of a
+    response carries the response's own loss, so its mean over the tokens, and with it the
+    `sequence_mean` aggregation, is exactly the loss of GSPO.
     """
-    lengths = mask.sum(-1).clamp(min=1)
-    mean_log_ratio = log_ratio.masked_fill(~mask, 0.0).sum(-1) / lengths
-    ratio = bounded_exp(mean_log_ratio).unsqueeze(-1).expand_as(log_ratio)
-    return clipped_surrogate(ratio, advantages.unsqueeze(-1), settings.clip_low, settings.clip_high)
+    ratio = _ratio(log_probs - old_log_probs, mask).expand_as(log_probs)
+    return clipped_surrogate(ratio, advantages, settings.clip_low, settings.clip_high)
+
+
+def sequence_token_ratio(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    settings: SequenceTokenRatioSettings,
+) -> Surrogate:
+    """GSPO-token: the surrogate of s_it = sg[s_i] pi_theta / sg[pi_theta], token by token.
+
+    All shapes as above. Where the tokens of a response have one advantage it is `sequence`; where
+    they have their own, each learns from its own.
+    """
+    own = log_probs - log_probs.detach()
+    ratio = _ratio(log_probs - old_log_probs, mask).detach() * bounded_exp(own)
+    return clipped_surrogate(ratio, advantages, settings.clip_low, settings.clip_high)
+
+
+def _ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """s_i of every response, [B, 1]."""
+    return bounded_exp(sequence_means(log_ratio, mask)).unsqueeze(-1)

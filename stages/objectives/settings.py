@@ -1,4 +1,8 @@
-"""Typed settings of the objective: advantage, ratio, aggregation, KL. Never imports torch."""
+"""Typed settings of the objective, section by section of the algorithms. Never imports torch.
+
+Where an algorithm is chosen by its `name`, each has a class of its own, and the keys of the others
+are unknown to it.
+"""
 
 from __future__ import annotations
 
@@ -6,57 +10,249 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from parallel.settings import Settings
+from parallel.settings import Fraction, Settings
+
+AboveZero = Annotated[float, Field(gt=0)]
+Coefficient = Annotated[float, Field(ge=0)]
 
 
-class AdvantageSettings(Settings):
-    """Section 1 of the algorithms; `std` names which standard deviation divides."""
+def _by_name(default: str) -> Discriminator:
+    """Which class is meant: the `name` that is given, else the default."""
 
-    name: Literal["grpo", "dr_grpo"] = "grpo"
+    def name(given: Any) -> str:
+        if isinstance(given, dict):
+            return str(given.get("name", default))
+        return str(getattr(given, "name", default))
+
+    return Discriminator(name)
+
+
+# Section 1: advantages
+
+
+class Standardised(Settings):
+    """An advantage that is divided by a standard deviation; `std` names which."""
+
     std: Literal["population", "sample"] = "sample"
 
 
-class SequenceRatioSettings(Settings):
-    """Section 2: one ratio a response, and its clip (GSPO's)."""
+class GrpoSettings(Standardised):
+    """Against the mean of the group, in its standard deviations."""
 
-    name: Literal["sequence"] = "sequence"
-    clip_low: Annotated[float, Field(gt=0)] = 3e-4
-    clip_high: Annotated[float, Field(gt=0)] = 4e-4
+    name: Literal["grpo"] = "grpo"
 
 
-class TokenRatioSettings(Settings):
-    """Section 2: one ratio a token, and its clip (DAPO's)."""
+class DrGrpoSettings(Settings):
+    """Against the mean of the group."""
 
-    name: Literal["token"] = "token"
-    clip_low: Annotated[float, Field(gt=0)] = 0.2
-    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    name: Literal["dr_grpo"] = "dr_grpo"
 
 
-def _ratio_name(given: Any) -> str:
-    """Which settings are meant: a ratio that states no `name` is a sequence's."""
-    if isinstance(given, dict):
-        return str(given.get("name", "sequence"))
-    return str(getattr(given, "name", "sequence"))
+class RlooSettings(Settings):
+    """Against the mean of the others of the group."""
+
+    name: Literal["rloo"] = "rloo"
 
 
-RatioSettings = Annotated[
-    Annotated[SequenceRatioSettings, Tag("sequence")] | Annotated[TokenRatioSettings, Tag("token")],
-    Discriminator(_ratio_name),
+class ReinforcePPSettings(Standardised):
+    """Against the mean of the whole batch, in its standard deviations."""
+
+    name: Literal["reinforce_pp"] = "reinforce_pp"
+
+
+class ReinforcePPBaselineSettings(Standardised):
+    """Against the mean of the group, in standard deviations of the whole batch."""
+
+    name: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
+
+
+class MoGrpoSettings(Standardised):
+    """Every part of the reward by itself as `grpo`, then their weighted sum."""
+
+    name: Literal["mo_grpo"] = "mo_grpo"
+
+
+class GdpoSettings(Standardised):
+    """As `mo_grpo`, then in standard deviations of the whole batch."""
+
+    name: Literal["gdpo"] = "gdpo"
+
+
+class GfpoSettings(Standardised):
+    """As `grpo` among the responses of a group that are kept; the others get 0."""
+
+    name: Literal["gfpo"] = "gfpo"
+    keep: Annotated[int, Field(ge=2)] = Field(default=4, description="responses of each group")
+    by: Literal["length", "reward_per_token"] = Field(
+        default="length", description="keep the shortest, or those with the most reward per token"
+    )
+
+
+class ProcessSettings(Standardised):
+    """Every step of a response by its own reward, against all steps of the group."""
+
+    name: Literal["process"] = "process"
+
+
+AdvantageSettings = Annotated[
+    Annotated[GrpoSettings, Tag("grpo")]
+    | Annotated[DrGrpoSettings, Tag("dr_grpo")]
+    | Annotated[RlooSettings, Tag("rloo")]
+    | Annotated[ReinforcePPSettings, Tag("reinforce_pp")]
+    | Annotated[ReinforcePPBaselineSettings, Tag("reinforce_pp_baseline")]
+    | Annotated[MoGrpoSettings, Tag("mo_grpo")]
+    | Annotated[GdpoSettings, Tag("gdpo")]
+    | Annotated[GfpoSettings, Tag("gfpo")]
+    | Annotated[ProcessSettings, Tag("process")],
+    _by_name("grpo"),
 ]
 
 
-class KLSettings(Settings):
-    """Section 3: the penalty against the parent checkpoint; 0 computes no reference at all."""
+# Section 2: ratios
 
-    coefficient: Annotated[float, Field(ge=0)] = 0.0
-    estimator: Literal["k1", "k2", "k3", "unbiased_k3"] = "k3"
-    reference: Literal["parent"] = "parent"
+
+class SequenceRatioSettings(Settings):
+    """One ratio a response, and its clip (GSPO's)."""
+
+    name: Literal["sequence"] = "sequence"
+    clip_low: AboveZero = 3e-4
+    clip_high: AboveZero = 4e-4
+
+
+class SequenceTokenRatioSettings(Settings):
+    """The ratio of the response at every token, whose own gradient counts (GSPO-token's)."""
+
+    name: Literal["sequence_token"] = "sequence_token"
+    clip_low: AboveZero = 3e-4
+    clip_high: AboveZero = 4e-4
+
+
+class TokenRatioSettings(Settings):
+    """One ratio a token, and its clip (DAPO's)."""
+
+    name: Literal["token"] = "token"
+    clip_low: AboveZero = 0.2
+    clip_high: AboveZero = 0.28
+
+
+class GeometricRatioSettings(Settings):
+    """The geometric mean of token ratios, each clipped to exp(-clip_low) and exp(clip_high)."""
+
+    name: Literal["geometric"] = "geometric"
+    clip_low: AboveZero = 0.4
+    clip_high: AboveZero = 0.4
+
+
+class RspoRatioSettings(Settings):
+    """`geometric`, with every token's ratio lowered, to `floor` of it at most, as routers move."""
+
+    name: Literal["rspo"] = "rspo"
+    clip_low: AboveZero = 0.4
+    clip_high: AboveZero = 0.4
+    floor: Annotated[float, Field(gt=0, le=1)] = 0.8
+
+
+class CispoRatioSettings(Settings):
+    """The token ratio as a weight, no larger than `cap`."""
+
+    name: Literal["cispo"] = "cispo"
+    cap: AboveZero = 6.0
+
+
+RatioSettings = Annotated[
+    Annotated[SequenceRatioSettings, Tag("sequence")]
+    | Annotated[SequenceTokenRatioSettings, Tag("sequence_token")]
+    | Annotated[TokenRatioSettings, Tag("token")]
+    | Annotated[GeometricRatioSettings, Tag("geometric")]
+    | Annotated[RspoRatioSettings, Tag("rspo")]
+    | Annotated[CispoRatioSettings, Tag("cispo")],
+    _by_name("sequence"),
+]
+
+
+# Section 3: KL
+
+
+class KLSettings(Settings):
+    """The penalty against another model; a coefficient of 0 computes no reference at all."""
+
+    coefficient: Coefficient = 0.0
+    estimator: Literal["k1", "k2", "k3", "unbiased_k3", "full"] = "k3"
+    reference: Literal["parent", "cold_start", "ema"] = "parent"
+    ema_decay: Fraction = Field(
+        default=0.99, description="what the reference `ema` keeps of itself at every update"
+    )
+    target: AboveZero | None = Field(
+        default=None,
+        description="nats a token that the coefficient is steered towards, from where it begins",
+    )
+
+
+# Section 4: what drew a sample was not the policy that learns from it
+
+
+class NoCorrectionSettings(Settings):
+    """Every token weighs the same."""
+
+    name: Literal["none"] = "none"
+
+
+class Correction(Settings):
+    """Which ratios of pi_old to mu are taken, and whose."""
+
+    level: Literal["token", "sequence"] = Field(
+        default="sequence", description="sequence: the geometric mean over the response's tokens"
+    )
+    samples: Literal["stale", "all"] = Field(
+        default="stale", description="stale: only what older weights drew, in part or whole"
+    )
+
+
+class TisSettings(Correction):
+    """Weights of pi_old / mu, no larger than `cap`."""
+
+    name: Literal["tis"] = "tis"
+    cap: AboveZero = 2.0
+
+
+class IcePopSettings(Correction):
+    """Weights of pi_old / mu, 0 outside of [low, high]."""
+
+    name: Literal["icepop"] = "icepop"
+    low: AboveZero = 0.5
+    high: AboveZero = 5.0
+
+
+CorrectionSettings = Annotated[
+    Annotated[NoCorrectionSettings, Tag("none")]
+    | Annotated[TisSettings, Tag("tis")]
+    | Annotated[IcePopSettings, Tag("icepop")],
+    _by_name("tis"),
+]
+
+
+class SequenceMaskSettings(Settings):
+    """Leave out bad responses that the policy has moved away from (DeepSeek-V3.2)."""
+
+    enabled: bool = False
+    delta: AboveZero = Field(
+        default=0.5, description="nats a token by which mu may exceed the policy"
+    )
 
 
 class ObjectiveSettings(Settings):
     """What an expert optimises."""
 
-    advantage: AdvantageSettings = AdvantageSettings()
+    advantage: AdvantageSettings = GrpoSettings()
+    scaling: Literal["none", "edge"] = Field(
+        default="none", description="edge: divide advantages by the response's relative entropy"
+    )
     ratio: RatioSettings = SequenceRatioSettings()
-    aggregation: Literal["sequence_mean", "token_mean"] = "sequence_mean"
+    aggregation: Literal["sequence_mean", "token_mean", "constant", "lambda"] = "sequence_mean"
+    lambda_learning_rate: AboveZero = Field(
+        default=0.1, description="of the exponent that the aggregation `lambda` learns"
+    )
     kl: KLSettings = KLSettings()
+    entropy_bonus: Coefficient = 0.0
+    correction: CorrectionSettings = TisSettings()
+    sequence_mask: SequenceMaskSettings = SequenceMaskSettings()

@@ -15,7 +15,7 @@ LOG_RATIO_LIMIT = 20.0
 class Surrogate:
     """What a policy ratio gives for every token, each [B, T]; masked positions are unspecified.
 
-    `clipped` (bool) is true where the clip binds: the term then has no gradient.
+    `clipped` (bool) is true where the clip binds.
     """
 
     loss: Tensor
@@ -29,7 +29,10 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Surrogate:
-    """-min(r A, clip(r, 1 - low, 1 + high) A), elementwise over equal shapes."""
+    """-min(r A, clip(r, 1 - low, 1 + high) A), elementwise over equal shapes.
+
+    Where the clip binds there is no gradient.
+    """
     free = ratio * advantages
     bound = ratio.clamp(1 - low, 1 + high) * advantages
     return Surrogate(loss=-free.minimum(bound), ratio=ratio, clipped=bound < free)

@@ -12,12 +12,15 @@ if TYPE_CHECKING:
 
 
 def token_ratio(
-    log_ratio: Tensor, advantages: Tensor, mask: Tensor, settings: TokenRatioSettings
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    settings: TokenRatioSettings,
 ) -> Surrogate:
     """The surrogate of r_t = exp(log pi_theta - log pi_old).
 
-    `log_ratio` [B, T] in nats, `advantages` [B] the same for all tokens of a response, `mask`
-    [B, T] bool.
+    Log-probabilities [B, T] in nats, `advantages` [B, T], `mask` [B, T] bool.
     """
-    ratio = bounded_exp(log_ratio.masked_fill(~mask, 0.0))
-    return clipped_surrogate(ratio, advantages.unsqueeze(-1), settings.clip_low, settings.clip_high)
+    ratio = bounded_exp(log_probs - old_log_probs)
+    return clipped_surrogate(ratio, advantages, settings.clip_low, settings.clip_high)

@@ -110,20 +110,20 @@ def cross_entropy(totals: Any, responses: Any) -> tuple[torch.Tensor, float]:
 
 
 def sequence_policy(totals: Any, responses: Any) -> tuple[torch.Tensor, float]:
-    from stages.objectives.policy_loss import policy_loss
+    from stages.objectives.policy_loss import Tokens, policy_loss
     from stages.objectives.settings import KLSettings, ObjectiveSettings
 
     settings = ObjectiveSettings(kl=KLSettings(coefficient=0.1, estimator="unbiased_k3"))
     chosen, batch = responses.log_probs(), responses.batch
-    result = policy_loss(
-        chosen,
-        chosen.detach() + 1e-4,
-        batch.advantages,
-        batch.mask,
-        totals,
-        settings,
-        batch.engine_logprobs,
+    tokens = Tokens(
+        log_probs=chosen,
+        old_log_probs=chosen.detach() + 1e-4,
+        engine_log_probs=batch.engine_logprobs,
+        advantages=batch.advantages,
+        mask=batch.mask,
+        reference_log_probs=batch.engine_logprobs,
     )
+    result = policy_loss(tokens, totals, settings, settings.kl.coefficient)
     return result.loss, result.loss.item()
 
 

@@ -186,7 +186,8 @@ def test_what_every_rank_and_every_update_needs(config: Path) -> None:
         ),
         (
             "experts.sums.objective.ratio.name=tokens",
-            "experts.sums.objective.ratio.name: should be 'sequence' or 'token', not \"tokens\"",
+            "experts.sums.objective.ratio.name: should be 'sequence', 'sequence_token', 'token', "
+            "'geometric', 'rspo' or 'cispo', not \"tokens\"",
         ),
         (
             "experts.sums.objective.ratio.clip_low=-1",

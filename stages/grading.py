@@ -1,0 +1,86 @@
+"""From a batch's graded groups to what the advantages are computed from, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from parallel.sample import Sample
+from stages.groups import Group
+from stages.objectives.advantages import advantages
+from stages.objectives.graded import Graded
+from stages.objectives.settings import AdvantageSettings
+
+
+def graded(groups: list[Group], weights: Mapping[str, float] | None = None) -> Graded:
+    """What the samples of the groups earned; where a reward is None there is no grade.
+
+    `weights` are those of a reward's parts, by name; without them each weighs 1.
+    """
+    shape = (len(groups), max((len(group.drawn) for group in groups), default=0))
+    samples = {
+        (row, column): sample
+        for row, group in enumerate(groups)
+        for column, sample in enumerate(group.samples)
+        if sample.reward is not None
+    }
+    rewards, lengths, mask = np.zeros(shape), np.zeros(shape, np.int64), np.zeros(shape, bool)
+    for place, sample in samples.items():
+        rewards[place], lengths[place], mask[place] = sample.reward, len(sample.response), True
+    return Graded(
+        rewards=torch.from_numpy(rewards),
+        graded=torch.from_numpy(mask),
+        lengths=torch.from_numpy(lengths),
+        **_parts(samples, shape, weights or {}),
+        **_steps(samples, shape),
+    )
+
+
+def add_advantages(
+    groups: list[Group], settings: AdvantageSettings, weights: Mapping[str, float] | None = None
+) -> list[list[Sample]]:
+    """Give every graded sample its advantage; returns those of each group."""
+    found = advantages(graded(groups, weights), settings).float().numpy()
+    for number, group in enumerate(groups):
+        for sample, values in zip(group.samples, found[number], strict=False):
+            sample.group = number
+            if found.shape[-1] > 1:
+                sample.advantages = values[: len(sample.response)]
+                values = sample.advantages
+            sample.advantage = float(values.mean())
+    return [[each for each in group.samples if each.reward is not None] for group in groups]
+
+
+def _parts(
+    samples: dict[tuple[int, int], Sample], shape: tuple[int, int], weights: Mapping[str, float]
+) -> dict[str, torch.Tensor]:
+    """Parts [groups, G, K] and their weights, where every sample has parts."""
+    names = sorted({name for sample in samples.values() for name in sample.reward_parts or {}})
+    if not names or any(sample.reward_parts is None for sample in samples.values()):
+        return {}
+    parts = np.zeros((*shape, len(names)))
+    for place, sample in samples.items():
+        assert sample.reward_parts is not None
+        parts[place] = [sample.reward_parts[name] for name in names]
+    weighed = [weights.get(name, 1.0) for name in names]
+    return {
+        "parts": torch.from_numpy(parts),
+        "weights": torch.tensor(weighed, dtype=torch.float64),
+    }
+
+
+def _steps(
+    samples: dict[tuple[int, int], Sample], shape: tuple[int, int]
+) -> dict[str, torch.Tensor]:
+    """Step rewards and ends [groups, G, S], where every sample has steps."""
+    steps = {place: sample.step_rewards for place, sample in samples.items()}
+    if not steps or any(each is None for each in steps.values()):
+        return {}
+    most = max(len(each or ()) for each in steps.values())
+    rewards, ends = np.zeros((*shape, most)), np.full((*shape, most), -1)
+    for place, each in steps.items():
+        for index, (end, reward) in enumerate(each or ()):
+            rewards[place][index], ends[place][index] = reward, end
+    return {"step_rewards": torch.from_numpy(rewards), "step_ends": torch.from_numpy(ends)}

@@ -1,0 +1,124 @@
+"""Every objective can be named in a configuration, and what contradicts itself is refused."""
+
+from __future__ import annotations
+
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import dump_resolved, load
+from pipeline.graph import compile_graph
+from pipeline.violations import ConfigError
+from stages.objectives import settings as known
+
+EXPERT = "experts.sums.objective"
+
+
+def arms(union: Any) -> list[type]:
+    """The settings classes of a union, each with a name."""
+    return [typing.get_args(arm)[0] for arm in typing.get_args(typing.get_args(union)[0])]
+
+
+NAMED = [
+    (key, kind)
+    for key, union in (
+        ("advantage", known.AdvantageSettings),
+        ("ratio", known.RatioSettings),
+        ("correction", known.CorrectionSettings),
+    )
+    for kind in arms(union)
+]
+
+
+def fault(config: Path, override: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        load(config, [override])
+    [violation] = raised.value.violations
+    return str(violation)
+
+
+@pytest.mark.parametrize(("key", "kind"), NAMED, ids=lambda value: getattr(value, "__name__", ""))
+def test_every_name_has_settings_of_its_own(config: Path, key: str, kind: type) -> None:
+    name = kind.model_fields["name"].default  # type: ignore[attr-defined]
+    settings = load(config, [f"{EXPERT}.{key}.name={name}"])
+    assert getattr(settings.experts["sums"].objective, key) == kind()
+    config.write_text(dump_resolved(settings))
+    assert load(config) == settings
+
+
+def test_every_name_has_a_function() -> None:
+    from stages.objectives.advantages import ADVANTAGES
+    from stages.objectives.aggregation import AGGREGATIONS
+    from stages.objectives.correction import CORRECTIONS
+    from stages.objectives.kl import FULL, KL_ESTIMATORS
+    from stages.objectives.ratios import RATIOS
+
+    def names(key: str) -> list[str]:
+        return [kind.model_fields["name"].default for of, kind in NAMED if of == key]  # type: ignore[attr-defined]
+
+    def choices(block: Any, field: str) -> tuple[str, ...]:
+        return typing.get_args(block.model_fields[field].annotation)
+
+    assert names("advantage") == list(ADVANTAGES)
+    assert sorted(names("ratio")) == sorted(RATIOS)
+    assert names("correction") == ["none", *CORRECTIONS]
+    assert choices(known.KLSettings, "estimator") == (*KL_ESTIMATORS, FULL)
+    assert choices(known.ObjectiveSettings, "aggregation") == tuple(AGGREGATIONS)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "advantage.name=grop",
+            "advantage.name: should be 'grpo', 'dr_grpo', 'rloo', 'reinforce_pp', "
+            "'reinforce_pp_baseline', 'mo_grpo', 'gdpo', 'gfpo' or 'process', not \"grop\"",
+        ),
+        (
+            "ratio.name=rpso",
+            "ratio.name: should be 'sequence', 'sequence_token', 'token', 'geometric', 'rspo' or "
+            "'cispo', not \"rpso\"",
+        ),
+        (
+            "correction.name=ice",
+            "correction.name: should be 'none', 'tis' or 'icepop', not \"ice\"",
+        ),
+        (
+            "aggregation=mean",
+            "aggregation: should be 'sequence_mean', 'token_mean', 'constant' or 'lambda', not "
+            '"mean"',
+        ),
+        ("advantage={name: dr_grpo, std: sample}", "advantage.std: unknown key; known: name"),
+        ("advantage={name: gfpo, keep: 1}", "advantage.keep: should be greater than or equal to 2"),
+        (
+            "advantage={name: gfpo, keep: 99}",
+            "advantage.keep: 99 is more than the sampling.group_size = 8 that there are to keep",
+        ),
+        ("kl.target=0.01", "kl.target: 0.01 is never reached from kl.coefficient = 0"),
+        (
+            "correction={name: icepop, low: 5, high: 5}",
+            "correction.low: 5 should be less than high = 5",
+        ),
+    ],
+)
+def test_a_wrong_objective_is_reported(config: Path, override: str, message: str) -> None:
+    assert fault(config, f"{EXPERT}.{override}").startswith(f"command line: {EXPERT}.{message}")
+
+
+@pytest.mark.parametrize(
+    ("kl", "models"),
+    [
+        ("{coefficient: 0.1, reference: cold_start}", {"cold_start": "cold_start"}),
+        ("{coefficient: 0.0, reference: cold_start}", {}),
+        ("{coefficient: 0.1, reference: ema}", {}),
+    ],
+)
+def test_a_reference_is_an_input_of_its_stage(
+    config: Path, kl: str, models: dict[str, str]
+) -> None:
+    settings = load(config, [f"{EXPERT}.kl={kl}"])
+    stage = next(each for each in compile_graph(settings) if each.name == "experts.sums")
+    assert stage.models == models
+    assert stage.inputs == ("cold_start",)

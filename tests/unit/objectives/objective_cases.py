@@ -1,0 +1,37 @@
+"""What the tests of the objectives share: float64 tensors, and a batch of uneven responses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+LENGTHS = [3, 0, 5, 1]
+MASK = torch.arange(5) < torch.tensor(LENGTHS)[:, None]
+
+
+def real(values: object) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def assert_close(actual: Tensor, expected: object, tolerance: float = 1e-6) -> None:
+    wanted = expected if isinstance(expected, Tensor) else real(expected)
+    torch.testing.assert_close(actual.detach(), wanted, atol=tolerance, rtol=0)
+
+
+def draws(count: int, seed: int = 0) -> list[Tensor]:
+    """So many [4, 5] of log-probabilities, in [-1, 0]."""
+    generator = torch.Generator().manual_seed(seed)
+    return [-torch.rand(4, 5, generator=generator, dtype=torch.float64) for _ in range(count)]
+
+
+def slope(function: Callable[[Tensor], Tensor], at: Tensor, step: float = 1e-6) -> Tensor:
+    """The gradient of a scalar function by central differences."""
+    found = torch.zeros_like(at)
+    for place in range(at.numel()):
+        moved = torch.zeros_like(at)
+        moved.view(-1)[place] = step
+        difference = function(at + moved) - function(at - moved)
+        found.view(-1)[place] = difference.detach() / (2 * step)
+    return found

@@ -1,0 +1,316 @@
+"""What an expert makes of its objective's settings: a real policy on what fake engines draw."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from fake_engines import MODEL, FakeEngine
+from test_rollout_modes import RefittedFleet, one_rank, parity  # noqa: F401
+
+from parallel import checkpoints
+from parallel.batch import collate
+from parallel.checkpoint_saver import Saver
+from parallel.packing import Place
+from parallel.policy import Policy
+from parallel.sample import Sample
+from parallel.settings import EngineSettings, LayoutSettings
+from stages.backlog import Batch
+from stages.grading import add_advantages, graded
+from stages.group_weights import LengthWeights, scale_by_entropy
+from stages.groups import Group
+from stages.grpo import Expert
+from stages.objectives.settings import (
+    GrpoSettings,
+    IcePopSettings,
+    MoGrpoSettings,
+    NoCorrectionSettings,
+    ProcessSettings,
+    TisSettings,
+)
+from stages.on_policy import Rollout, weights
+from stages.settings import DomainSettings, LoggingSettings, RunSettings, StageJob
+
+PROMPTS, GROUP = 4, 4
+
+
+def start_elsewhere(policy: Policy, _checkpoint: Path) -> None:
+    """Stands for loading a checkpoint."""
+    policy.start_fresh(seed=1)
+
+
+def expert(directory: Path, objective: dict[str, Any], steps: int = 3) -> Expert:
+    domain = DomainSettings.model_validate(
+        {
+            "prompts": {"dataset": "chain_sum"},
+            "reward": "test_rollout_modes:parity",
+            "sampling": {
+                "prompts_per_step": PROMPTS,
+                "group_size": GROUP,
+                "max_response_tokens": 8,
+            },
+            "routing": {"replay": "none"},
+            "optimizer": {"learning_rate": 1e-2},
+            "objective": objective,
+            "updates_per_rollout": 2,
+            "loop": {"steps": steps, "micro_batch_tokens": 256},
+        }
+    )
+    settings = RunSettings.model_construct(
+        name="toy",
+        seed=0,
+        deterministic=False,
+        model=MODEL,
+        layout=LayoutSettings(),
+        engine=EngineSettings(max_logprob_difference=1e9),
+        experts={"sums": domain},
+        logging=LoggingSettings(wandb="disabled"),
+    )
+    job = StageJob.model_construct(
+        stage="experts.sums",
+        domain="sums",
+        directory=directory,
+        attempt=1,
+        parent=directory,
+        models={"cold_start": directory},
+        engine_addresses=[FakeEngine()],
+        settings=settings,
+    )
+    with (
+        mock.patch("stages.rollout.Fleet", RefittedFleet),
+        mock.patch.object(checkpoints, "load_weights", start_elsewhere),
+    ):
+        stage = Expert(job)
+    stage.policy.start_fresh(0)
+    return stage
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"])
+@pytest.mark.parametrize("ratio", ["sequence_token", "geometric", "cispo"])
+def test_a_step_runs_and_moves_the_policy(name: str, ratio: str, tmp_path: Path) -> None:
+    objective = {"advantage": {"name": name}, "ratio": {"name": ratio}, "aggregation": "constant"}
+    metrics = expert(tmp_path, objective).step(1)
+    assert metrics["gradient_norm"] > 0
+    assert np.isfinite(list(metrics.values())).all()
+
+
+def test_full_kl_entropy_bonus_and_edge_together(tmp_path: Path) -> None:
+    stage = expert(
+        tmp_path,
+        {
+            "kl": {"coefficient": 0.1, "estimator": "full", "reference": "cold_start"},
+            "entropy_bonus": 0.01,
+            "scaling": "edge",
+            "aggregation": "token_mean",
+            "correction": {"name": "icepop", "level": "token", "samples": "all"},
+            "sequence_mask": {"enabled": True},
+        },
+    )
+    metrics = stage.step(1)
+    assert metrics["kl"] > 0
+    assert 0 < metrics["full_entropy"] <= np.log(MODEL.vocabulary_size) + 1e-6
+    assert 0 <= metrics["masked_sequences"] < 1
+    # Fake engines make their log-probabilities up, between -1 and 0: all tokens are off by far.
+    assert metrics["correction"] < 1
+    assert metrics["mismatch_sequence_k3"] > 0
+
+
+def test_the_coefficient_is_steered_and_survives(tmp_path: Path) -> None:
+    objective = {"kl": {"coefficient": 0.1, "target": 1e-9}}
+    stage = expert(tmp_path, objective)
+    first, second = stage.step(1), stage.step(2)
+    # Far above its target the KL raises the coefficient by a fiftieth at each of two updates.
+    assert first["kl_coefficient"] == pytest.approx(0.1 * (1 + 1.02) / 2)
+    assert second["kl_coefficient"] == pytest.approx(0.1 * (1.02**2 + 1.02**3) / 2)
+    other = expert(tmp_path, objective)
+    other.restore(json.loads(json.dumps(stage.state())))
+    assert other.kl_coefficient == stage.kl_coefficient == pytest.approx(0.1 * 1.02**4)
+
+
+def test_the_exponent_learns_and_survives(tmp_path: Path) -> None:
+    objective = {"aggregation": "lambda", "lambda_learning_rate": 0.5}
+    stage = expert(tmp_path, objective)
+    measured = [stage.step(step) for step in (1, 2)]
+    assert measured[1]["length_exponent"] != measured[0]["length_exponent"]
+    other = expert(tmp_path, objective)
+    other.restore(json.loads(json.dumps(stage.state())))
+    assert other.length_exponent == stage.length_exponent != 0
+
+
+def test_the_exponents_gradient_is_that_of_the_loss_over_all_micro_batches() -> None:
+    samples = drawn([3, 7, 5, 2], groups=[0, 0, 1, 1])
+    parts = [collate(samples[:1], Place(), False), collate(samples[1:], Place(), False)]
+    losses = {id(sample): 1.0 + n * n for n, sample in enumerate(samples)}
+
+    def total(weigh: LengthWeights) -> torch.Tensor:
+        values = [
+            (weigh(part) * torch.tensor([losses[id(s)] for s in part.samples])).sum()
+            for part in parts
+        ]
+        for value in values:
+            value.backward()
+        return sum(values, start=torch.tensor(0.0)).detach()
+
+    weigh = LengthWeights(samples, 0.3)
+    total(weigh)
+    step = 1e-2
+    slope = (
+        total(LengthWeights(samples, 0.3 + step)) - total(LengthWeights(samples, 0.3 - step))
+    ) / (2 * step)
+    assert weigh.gradient() == pytest.approx(slope.item(), rel=1e-3)
+
+
+def test_an_average_follows_the_policy_and_survives(tmp_path: Path) -> None:
+    objective = {"kl": {"coefficient": 0.1, "reference": "ema", "ema_decay": 0.75}}
+    stage = expert(tmp_path, objective)
+    average = stage.policy.averages["ema"]
+
+    def copied(policy: Policy) -> dict[str, torch.Tensor]:
+        return {name: weight.clone() for name, weight in policy.named_weights().items()}
+
+    expected = copied(average)
+    for update in range(2):
+        before = copied(stage.policy)
+        stage.reference.follow()  # type: ignore[union-attr]
+        for name, weight in expected.items():
+            expected[name] = 0.75 * weight + 0.25 * before[name]
+            torch.testing.assert_close(average.named_weights()[name], expected[name])
+        stage.step(update + 1)
+        expected = copied(average)
+    saver = Saver(tmp_path / "checkpoints")
+    saver.begin(stage.policy, 1, stage.state())
+    saver.finish()
+    other = expert(tmp_path, objective)
+    checkpoints.load_training(other.policy, tmp_path / "checkpoints" / "step_1")
+    for mine, theirs in ((stage.policy, other.policy), (average, other.policy.averages["ema"])):
+        for name, weight in mine.named_weights().items():
+            assert torch.equal(weight, theirs.named_weights()[name])
+    # A child stage takes the policy, and no average, from it.
+    plain = expert(tmp_path, {})
+    checkpoints.load_weights(plain.policy, tmp_path / "checkpoints" / "step_1")
+    for name, weight in plain.policy.named_weights().items():
+        assert torch.equal(weight, stage.policy.named_weights()[name])
+
+
+def test_what_has_no_reward_is_not_trained_on(tmp_path: Path) -> None:
+    stage = expert(tmp_path, {"aggregation": "lambda", "scaling": "edge"})
+    seen: list[int] = []
+    update = stage.update
+
+    def watched(samples: list[Sample], batches: Any) -> dict[str, float]:
+        seen.append(len(samples))
+        assert all(sample.reward is not None for sample in samples)
+        return update(samples, batches)
+
+    def failing(batch: Batch, longest: int) -> Rollout:
+        """Rewards fail on responses of so many tokens at most."""
+        for sample in (sample for group in batch.groups for sample in group.samples):
+            if len(sample.response) <= longest:
+                sample.reward = None
+        return share_out(batch)
+
+    stage.update = watched  # type: ignore[method-assign]
+    share_out, stage.share_out = stage.share_out, partial(failing, longest=4)  # type: ignore[method-assign]
+    stage.step(1)
+    assert 0 < sum(seen) < PROMPTS * GROUP
+    seen.clear()
+    stage.share_out = partial(failing, longest=99)  # type: ignore[method-assign]
+    nothing = stage.step(2)
+    assert sum(seen) == nothing["loss"] == nothing["gradient_norm"] == 0
+    assert np.isfinite(list(nothing.values())).all()
+
+
+def drawn(lengths: list[int], groups: list[int] | None = None) -> list[Sample]:
+    draw = np.random.default_rng(0)
+    return [
+        Sample(
+            domain="sums",
+            prompt=np.array([2, 3], np.int32),
+            response=draw.integers(2, 70, length).astype(np.int32),
+            logprobs=-draw.random(length).astype(np.float32),
+            versions=np.full(length, number, np.int32),
+            group=groups[number] if groups else 0,
+            advantage=1.0 + number,
+        )
+        for number, length in enumerate(lengths)
+    ]
+
+
+def group(samples: list[Sample], rewards: list[float | None]) -> Group:
+    for sample, reward in zip(samples, rewards, strict=True):
+        sample.reward = reward
+    return Group(mock.Mock(), 0, list(samples), ended=0)
+
+
+def test_advantages_are_given_to_the_samples_that_were_graded() -> None:
+    first, second = drawn([3, 2, 4]), drawn([1, 2, 5])
+    groups = [group(first, [1.0, 0.0, None]), group(second, [None, 0.25, 0.75])]
+    assert graded(groups).lengths.tolist() == [[3, 2, 0], [0, 2, 5]]
+    kept = add_advantages(groups, GrpoSettings())
+    assert kept == [first[:2], second[1:]]
+    assert [sample.group for samples in kept for sample in samples] == [0, 0, 1, 1]
+    half = 0.5**0.5
+    found = [sample.advantage for samples in kept for sample in samples]
+    assert found == pytest.approx([half, -half, -half, half], abs=1e-5)
+    assert all(sample.advantages is None for sample in first + second)
+
+
+def test_parts_reach_the_advantages_by_name() -> None:
+    samples = drawn([1, 1])
+    samples[0].reward_parts = {"right": 1.0, "short": 0.1}
+    samples[1].reward_parts = {"short": 0.3, "right": 0.0}
+    groups, settings = [group(samples, [1.1, 0.3])], MoGrpoSettings(std="population")
+    [alike] = add_advantages(groups, settings)
+    assert [sample.advantage for sample in alike] == pytest.approx([0.0, 0.0], abs=2e-5)
+    [weighed] = add_advantages(groups, settings, {"right": 2.0, "short": 0.5})
+    assert [sample.advantage for sample in weighed] == pytest.approx([1.5, -1.5], abs=2e-5)
+
+
+def test_steps_give_every_token_its_own_advantage() -> None:
+    samples = drawn([4, 2])
+    samples[0].step_rewards, samples[1].step_rewards = [(1, 1.0), (3, 0.0)], [(1, 0.0)]
+    [[long, short]] = add_advantages([group(samples, [1.0, 0.0])], ProcessSettings())
+    good, bad = 2 / 3 / 3**-0.5, -1 / 3 / 3**-0.5  # 1, 0, 0: mean 1/3, sample deviation 3^-.5
+    assert long.advantages is not None
+    assert long.advantages == pytest.approx([good + bad] * 2 + [bad] * 2, abs=1e-5)
+    assert short.advantages == pytest.approx([bad] * 2, abs=1e-5)
+    assert long.advantage == pytest.approx(long.advantages.mean())
+    part = collate([short, long], Place(), replay=False)
+    expected = torch.tensor([[bad, bad, 0, 0], [good + bad] * 2 + [bad] * 2])
+    torch.testing.assert_close(part.advantages, expected.float(), atol=1e-5, rtol=0)
+
+
+def test_edge_compares_entropies_within_groups_over_all_micro_batches() -> None:
+    """Vector 13 in group 0, whose members are apart; group 1 is alike."""
+    samples = drawn([2, 3, 1, 4], groups=[0, 1, 1, 0])
+    for sample in samples:
+        sample.advantage = 3.0
+    parts = [collate(samples[:2], Place(), False), collate(samples[2:], Place(), False)]
+    for part, entropies in zip(parts, ([1.0, 7.0], [7.0, 3.0]), strict=True):
+        part.old_entropies = torch.tensor(entropies)[:, None].where(part.mask, torch.nan)
+    scale_by_entropy(samples, parts)
+    found = {
+        id(s): part.advantages[row, 0].item()
+        for part in parts
+        for row, s in enumerate(part.samples)
+    }
+    assert [found[id(sample)] for sample in samples] == pytest.approx([6.0, 3.0, 3.0, 2.0])
+
+
+def test_corrections_are_of_the_stale_or_of_all() -> None:
+    part = collate(drawn([2, 2]), Place(), replay=False)  # drawn by weights 0 and 1
+    assert weights(part, 1, TisSettings()) is None  # not on the last pipeline stage
+    part.old_logprobs = part.engine_logprobs + np.log(3.0)
+    assert weights(part, 1, NoCorrectionSettings()) is None
+    stale = weights(part, 1, TisSettings())
+    assert stale is not None
+    torch.testing.assert_close(stale, torch.tensor([[2.0, 2.0], [1.0, 1.0]]))
+    everything = weights(part, 1, IcePopSettings(samples="all", level="token"))
+    assert everything is not None
+    torch.testing.assert_close(everything, torch.full((2, 2), 3.0))
