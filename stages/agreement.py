@@ -27,22 +27,30 @@ class MismatchError(RuntimeError):
 def measure_mismatch(
     policy: Policy, batches: list[MicroBatch], temperature: float, entropies: bool = False
 ) -> dict[str, float]:
-    """Recompute log pi_old of every batch, and if asked its entropies, keep them there, and hold
-    pi_old against the engine's mu.
-
-    Collective. Returns the mismatch metrics (section 4 of the algorithms); a NaN on either side
-    is an infinite mismatch.
-    """
+    """Recompute log pi_old of every batch, and if asked its entropies, keep them there, and
+    `compare`. Collective."""
 
     def recomputed(responses: Responses) -> tuple[torch.Tensor, torch.Tensor | None]:
         entropy = responses.entropy(temperature) if entropies else None
         return responses.log_probs(temperature), entropy
 
-    largest = 0.0
-    sums = dict.fromkeys(("total", "high", "tokens", "k3", "sequences"), 0.0)
-    # Only the last pipeline stage has log-probabilities to compare.
+    # Only the last pipeline stage has log-probabilities.
     for batch, found in zip(batches, policy.evaluate(batches, recomputed), strict=False):
         batch.old_logprobs, batch.old_entropies = found
+    return compare(batches)
+
+
+def compare(batches: list[MicroBatch]) -> dict[str, float]:
+    """Hold the log pi_old of every batch against the engine's mu. Collective.
+
+    Returns the mismatch metrics (section 4 of the algorithms); a NaN on either side is an infinite
+    mismatch.
+    """
+    largest = 0.0
+    sums = dict.fromkeys(("total", "high", "tokens", "k3", "sequences"), 0.0)
+    for batch in batches:
+        if batch.old_logprobs is None:  # not on the last pipeline stage
+            continue
         log_ratio = batch.old_logprobs - batch.engine_logprobs
         difference = torch.nan_to_num(log_ratio[batch.mask].abs(), nan=math.inf)
         largest = max(largest, *difference.tolist(), 0.0)

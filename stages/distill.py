@@ -75,27 +75,23 @@ class Merge(OnPolicyStage):
             parts += [replace(part, domain=domain) for part in own]
         return parts
 
-    def update(self, samples: list[Sample], batches: list[MicroBatch]) -> dict[str, float]:
-        """One step towards each domain's own teacher, averaged over all tokens."""
+    def gradients(self, samples: list[Sample], batches: list[MicroBatch]) -> dict[str, float]:
+        """Those towards each domain's own teacher, averaged over all tokens."""
         self._add_teachers(batches)
         totals = Totals(len(samples), sum(len(sample.response) for sample in samples))
 
         def loss(responses: Responses) -> tuple[torch.Tensor, float]:
             part = responses.batch
             assert part.teacher is not None
+            with torch.no_grad():
+                self.remember(part, responses.log_probs(self.sampling.temperature))
             value = token_mean(self.divergence(responses, part.teacher), part.mask, totals)
             return value, value.item()
 
         read = sum(sample.length for sample in samples)
         values = self.policy.accumulate(batches, loss, read)
-        norm = self.policy.step()
         summed = sum_over_data({"loss": sum(values)})
-        return {
-            **summed,
-            **self.policy.routing_metrics(),
-            "teacher_kl": summed["loss"],
-            "gradient_norm": norm,
-        }
+        return {**summed, "teacher_kl": summed["loss"]}
 
     def score(self, metrics: dict[str, float]) -> float:
         """Being close to the teachers is good."""

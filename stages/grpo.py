@@ -19,7 +19,7 @@ from stages.metrics import reduce_sums
 from stages.objectives.aggregation import Totals
 from stages.objectives.kl_coefficient import steered
 from stages.objectives.policy_loss import MetricSum, Tokens, policy_loss
-from stages.on_policy import OnPolicyStage, Rollout
+from stages.on_policy import OnPolicyStage, Prepared, Rollout
 from stages.reference import Reference
 from stages.settings import StageJob
 
@@ -55,8 +55,10 @@ class Expert(OnPolicyStage):
         )
         self.kl_coefficient = self.objective.kl.coefficient
         self.length_exponent = 0.0  # lambda
+        self.weigh: LengthWeights | None = None  # of the present update
         if self.objective.ratio.name == "rspo":
             policy.remember_routing()
+            self.one_pass = False  # what the routers said is remembered in a pass of its own
         self.reference = Reference(job, policy, self.objective.kl) if self.kl_coefficient else None
 
     def share_out(self, batch: Batch) -> Rollout:
@@ -76,18 +78,16 @@ class Expert(OnPolicyStage):
             },
         )
 
-    def prepare(
-        self, rollout: Rollout, step: int
-    ) -> tuple[list[list[MicroBatch]], dict[str, float]]:
+    def prepare(self, rollout: Rollout, step: int) -> Prepared:
         """The same, with advantages scaled as the objective says. Collective."""
-        updates, differences = super().prepare(rollout, step)
+        prepared = super().prepare(rollout, step)
         if self.objective.scaling == "edge":
             samples = [sample for samples in rollout.updates for sample in samples]
-            scale_by_entropy(samples, [part for batches in updates for part in batches])
-        return updates, differences
+            scale_by_entropy(samples, [part for batches in prepared.updates for part in batches])
+        return prepared
 
-    def update(self, samples: list[Sample], batches: list[MicroBatch]) -> dict[str, float]:
-        """One step on the objective of the domain."""
+    def gradients(self, samples: list[Sample], batches: list[MicroBatch]) -> dict[str, float]:
+        """Those of the domain's objective."""
         if self.reference is not None:
             self.reference.judge(batches, self.sampling.temperature)
         if self.objective.ratio.name == "rspo":
@@ -99,7 +99,7 @@ class Expert(OnPolicyStage):
             sum(len(sample.response) for sample in samples),
             self.sampling.max_response_tokens,
         )
-        weigh = LengthWeights(samples, self.length_exponent)
+        self.weigh = weigh = LengthWeights(samples, self.length_exponent)
 
         def loss(
             responses: Responses,
@@ -110,16 +110,24 @@ class Expert(OnPolicyStage):
 
         read = sum(sample.length for sample in samples)
         parts = self.policy.accumulate(batches, loss, read)
-        norm = self.policy.step()
         shares = reduce_sums([metrics for _, metrics in parts], totals)
         shares["loss"] = sum(value for value, _ in parts)
-        measured = sum_over_data(shares)
-        return {
-            **measured,
-            **self._adapt(measured.get("kl", 0.0), weigh),
-            **self.policy.routing_metrics(),
-            "gradient_norm": norm,
-        }
+        return sum_over_data(shares)
+
+    def learn(self, measured: dict[str, float]) -> dict[str, float]:
+        """What the objective of the next update is; logs what this one's was."""
+        logged = {}
+        if self.reference is not None:
+            self.reference.follow()
+        if self.objective.kl.target is not None:
+            logged["kl_coefficient"] = self.kl_coefficient
+            target, kl = self.objective.kl.target, measured.get("kl", 0.0)
+            self.kl_coefficient = steered(self.kl_coefficient, kl, target)
+        if self.objective.aggregation == "lambda":
+            assert self.weigh is not None
+            logged["length_exponent"] = self.length_exponent
+            self.length_exponent -= self.objective.lambda_learning_rate * self.weigh.gradient()
+        return logged
 
     def score(self, metrics: dict[str, float]) -> float:
         """A high reward is good."""
@@ -142,10 +150,12 @@ class Expert(OnPolicyStage):
     def _tokens(self, responses: Responses, weigh: LengthWeights) -> Tokens:
         """What the objective is computed from, and no more of it than it asks for."""
         part, temperature = responses.batch, self.sampling.temperature
+        log_probs = responses.log_probs(temperature)
+        self.remember(part, log_probs)
         assert part.old_logprobs is not None
         bonus = self.objective.entropy_bonus > 0
         return Tokens(
-            log_probs=responses.log_probs(temperature),
+            log_probs=log_probs,
             old_log_probs=part.old_logprobs,
             engine_log_probs=part.engine_logprobs,
             advantages=part.advantages,
@@ -157,17 +167,3 @@ class Expert(OnPolicyStage):
             entropy=responses.entropy(temperature) if bonus else None,
             length_weights=weigh(part) if self.objective.aggregation == "lambda" else None,
         )
-
-    def _adapt(self, kl: float, weigh: LengthWeights) -> dict[str, float]:
-        """Learn from an update what the next one's objective is; returns what this one's was.
-        Collective."""
-        logged = {}
-        if self.reference is not None:
-            self.reference.follow()
-        if self.objective.kl.target is not None:
-            logged["kl_coefficient"] = self.kl_coefficient
-            self.kl_coefficient = steered(self.kl_coefficient, kl, self.objective.kl.target)
-        if self.objective.aggregation == "lambda":
-            logged["length_exponent"] = self.length_exponent
-            self.length_exponent -= self.objective.lambda_learning_rate * weigh.gradient()
-        return logged

@@ -16,13 +16,13 @@ from parallel.distributed import broadcast, is_main
 from parallel.packing import Place
 from parallel.policy import TrainedPolicy
 from parallel.sample import Sample
-from stages.agreement import measure_mismatch
+from stages.agreement import compare, measure_mismatch
 from stages.backlog import Backlog, Batch
 from stages.metrics import token_efficiency
 from stages.objectives.correction import correction_weights
 from stages.objectives.settings import CorrectionSettings
 from stages.rollout import Rollouts, stopwatch
-from stages.rollout_modes import Drawn, mode_of
+from stages.rollout_modes import mode_of
 from stages.settings import (
     DomainSettings,
     LoopSettings,
@@ -40,6 +40,18 @@ class Rollout:
 
     updates: list[list[Sample]]
     metrics: dict[str, float]
+
+
+@dataclass
+class Prepared:
+    """This rank's micro-batches of each update, with pi_old, and how far that is from mu.
+
+    `measured` is what `gradients` gave where those of the first update are in the policy already.
+    """
+
+    updates: list[list[MicroBatch]]
+    differences: dict[str, float]
+    measured: dict[str, float] | None
 
 
 class OnPolicyStage(ABC):
@@ -67,11 +79,14 @@ class OnPolicyStage(ABC):
         self.loop = loop
         self.correction = correction
         self.entropies = entropies
+        # Whether pi_old, where it is the policy itself, may come of the pass with the gradients.
+        self.one_pass = not entropies
         self.rollouts = Rollouts(job, policy)
         self._backlog: Backlog | None = None
         if is_main():
             self._backlog = Backlog(job, domains, sampling, self.rollouts)
         self.mode = mode_of(self)
+        self._version = 0  # of the weights that the present step begins with
 
     @property
     def backlog(self) -> Backlog:
@@ -85,8 +100,14 @@ class OnPolicyStage(ABC):
         the metrics of this kind of stage. Main rank only."""
 
     @abstractmethod
-    def update(self, samples: list[Sample], batches: list[MicroBatch]) -> dict[str, float]:
-        """One optimizer step on `batches`, this rank's share of `samples`."""
+    def gradients(self, samples: list[Sample], batches: list[MicroBatch]) -> dict[str, float]:
+        """Leave those of one update on `batches`, this rank's share of `samples`, in the policy;
+        `remember` what it says of them. Returns what there is to log. Collective."""
+
+    def learn(self, measured: dict[str, float]) -> dict[str, float]:
+        """Whatever else learns from an update whose gradients were `measured`, once it is made;
+        returns what there is to log. Collective."""
+        return {}
 
     @abstractmethod
     def score(self, metrics: dict[str, float]) -> float:
@@ -98,11 +119,11 @@ class OnPolicyStage(ABC):
         seconds: dict[str, float] = {}
         drawn = self.mode.draw(step, seconds)
         with stopwatch(seconds, "seconds_train"):
-            trained = self._train(drawn)
+            trained = self._train(drawn.rollout, drawn.prepared)
         if is_main():
             self.rollouts.record([s for samples in drawn.rollout.updates for s in samples], step)
-        efficiency = token_efficiency([part for batches in drawn.updates for part in batches])
-        logged = {**drawn.rollout.metrics, **drawn.metrics, **trained, **efficiency}
+        parts = [part for batches in drawn.prepared.updates for part in batches]
+        logged = {**drawn.rollout.metrics, **drawn.metrics, **trained, **token_efficiency(parts)}
         return {**logged, **broadcast({**seconds, **self.rollouts.events()})}
 
     def compose(self, batch: Batch, step: int) -> Rollout:
@@ -121,18 +142,41 @@ class OnPolicyStage(ABC):
         budget = self.loop.micro_batch_tokens
         return batch.split(samples, Place.here(), budget, self.replay)
 
-    def prepare(
-        self, rollout: Rollout, step: int
-    ) -> tuple[list[list[MicroBatch]], dict[str, float]]:
-        """This rank's micro-batches of each update, with pi_old; and how far it is from mu.
-        Collective."""
+    def prepare(self, rollout: Rollout, step: int) -> Prepared:
+        """Split the samples, and compare pi_old to mu. Collective.
+
+        Where there is one update, one pass gives pi_old and the gradients.
+        """
+        self._version = step
         updates = [self.split(samples) for samples in rollout.updates]
+        if self.one_pass and len(updates) == 1:
+            measured = self.gradients(rollout.updates[0], updates[0])
+            return Prepared(updates, compare(updates[0]), measured)
         parts = [part for batches in updates for part in batches]
         temperature = self.sampling.temperature
         differences = measure_mismatch(self.policy, parts, temperature, self.entropies)
         for part in parts:
             part.weights = weights(part, step, self.correction)
-        return updates, differences
+        return Prepared(updates, differences, measured=None)
+
+    def remember(self, part: MicroBatch, log_probs: torch.Tensor) -> None:
+        """Take what the policy says now for pi_old, where no update has come between."""
+        if part.old_logprobs is None:
+            part.old_logprobs = log_probs.detach()
+            part.weights = weights(part, self._version, self.correction)
+
+    def update(
+        self,
+        samples: list[Sample],
+        batches: list[MicroBatch],
+        measured: dict[str, float] | None = None,
+    ) -> dict[str, float]:
+        """One optimizer step, by gradients that were `measured` already, or are now. Collective."""
+        if measured is None:
+            measured = self.gradients(samples, batches)
+        routing = self.policy.routing_metrics()
+        norm = self.policy.step()
+        return {**measured, **routing, **self.learn(measured), "gradient_norm": norm}
 
     def state(self) -> dict[str, Any]:
         """Where every domain's prompts continue. What the main rank says is saved."""
@@ -147,11 +191,12 @@ class OnPolicyStage(ABC):
         """Leave the engines."""
         self.rollouts.close()
 
-    def _train(self, drawn: Drawn) -> dict[str, float]:
+    def _train(self, rollout: Rollout, prepared: Prepared) -> dict[str, float]:
         rate = self.policy.learning_rate
+        known = [prepared.measured] + [None] * (len(prepared.updates) - 1)
         measured = [
-            self.update(samples, batches)
-            for samples, batches in zip(drawn.rollout.updates, drawn.updates, strict=True)
+            self.update(*each)
+            for each in zip(rollout.updates, prepared.updates, known, strict=True)
         ]
         mean = {
             name: sum(update[name] for update in measured) / len(measured) for name in measured[0]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from parallel import batch
-from parallel.batch import MicroBatch
 from parallel.distributed import is_main
 from parallel.packing import Place
 from stages.agreement import MismatchError, measure_mismatch
@@ -17,7 +16,7 @@ from stages.groups import Group
 from stages.rollout import stopwatch
 
 if TYPE_CHECKING:
-    from stages.on_policy import OnPolicyStage, Rollout
+    from stages.on_policy import OnPolicyStage, Prepared, Rollout
 
 ATTEMPTS = 2
 PROBES_AN_ENGINE, PROBE_TOKENS = 4, 8  # responses that show whether a refit was right
@@ -25,10 +24,10 @@ PROBES_AN_ENGINE, PROBE_TOKENS = 4, 8  # responses that show whether a refit was
 
 @dataclass
 class Drawn:
-    """One step's samples on every rank, as this rank's micro-batches of each update."""
+    """One step's samples on every rank, and what this rank has made of them."""
 
     rollout: Rollout
-    updates: list[list[MicroBatch]]
+    prepared: Prepared
     metrics: dict[str, float]
 
 
@@ -113,9 +112,10 @@ class RolloutMode(ABC):
     ) -> Drawn:
         """Samples of older weights: what they differ by from the policy is drift, not mismatch."""
         with stopwatch(seconds, "seconds_train"):
-            updates, differences = self.stage.prepare(rollout, step)
-        drift = {f"drift_{name.removeprefix('mismatch_')}": x for name, x in differences.items()}
-        return Drawn(rollout, updates, {**measured, **drift})
+            prepared = self.stage.prepare(rollout, step)
+        differences = prepared.differences.items()
+        drift = {f"drift_{name.removeprefix('mismatch_')}": value for name, value in differences}
+        return Drawn(rollout, prepared, {**measured, **drift})
 
 
 class InTurn(RolloutMode):
@@ -131,9 +131,10 @@ class InTurn(RolloutMode):
                     self.stage.backlog.again(self.taken, attempt)
                 rollout = self.collect(step, seconds)
             with stopwatch(seconds, "seconds_train"):
-                updates, mismatch = self.stage.prepare(rollout, step)
+                prepared = self.stage.prepare(rollout, step)
+            mismatch = prepared.differences
             if mismatch["mismatch_max"] <= self.bound:
-                return Drawn(rollout, updates, {**measured, **mismatch})
+                return Drawn(rollout, prepared, {**measured, **mismatch})
         raise MismatchError(mismatch["mismatch_max"], self.bound)
 
 

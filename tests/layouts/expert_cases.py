@@ -101,11 +101,11 @@ def updated(
     layout = layout.model_copy(update={"distributed_optimizer": False})
     stage = expert(layout, directory, OBJECTIVES[name])
     drawn = judged()
-    updates, differences = stage.prepare(Rollout([drawn], {}), step=1)
-    metrics = stage.update(drawn, updates[0])
+    prepared = stage.prepare(Rollout([drawn], {}), step=1)
+    metrics = stage.update(drawn, prepared.updates[0], prepared.measured)
     if "router_movement" in metrics:
         assert metrics["router_movement"] == 0
-        metrics = stage.update(drawn, updates[0])
+        metrics = stage.update(drawn, prepared.updates[0])
         assert metrics["router_movement"] > 0
     learned = {"coefficient after": stage.kl_coefficient, "exponent after": stage.length_exponent}
     gradients = {
@@ -113,7 +113,7 @@ def updated(
         for number, chunk in enumerate(stage.policy.chunks)
         for name, parameter in chunk.named_parameters()
     }
-    return {**metrics, **differences, **learned}, gradients, stage
+    return {**metrics, **prepared.differences, **learned}, gradients, stage
 
 
 def alone(directory: str, name: str) -> None:

@@ -45,7 +45,7 @@ def start_elsewhere(policy: Policy, _checkpoint: Path) -> None:
     policy.start_fresh(seed=1)
 
 
-def expert(directory: Path, objective: dict[str, Any], steps: int = 3) -> Expert:
+def expert(directory: Path, objective: dict[str, Any], steps: int = 3, updates: int = 2) -> Expert:
     domain = DomainSettings.model_validate(
         {
             "prompts": {"dataset": "chain_sum"},
@@ -58,7 +58,7 @@ def expert(directory: Path, objective: dict[str, Any], steps: int = 3) -> Expert
             "routing": {"replay": "none"},
             "optimizer": {"learning_rate": 1e-2},
             "objective": objective,
-            "updates_per_rollout": 2,
+            "updates_per_rollout": updates,
             "loop": {"steps": steps, "micro_batch_tokens": 256},
         }
     )
@@ -98,6 +98,26 @@ def test_a_step_runs_and_moves_the_policy(name: str, ratio: str, tmp_path: Path)
     metrics = expert(tmp_path, objective).step(1)
     assert metrics["gradient_norm"] > 0
     assert np.isfinite(list(metrics.values())).all()
+
+
+def test_one_pass_gives_what_two_would(tmp_path: Path) -> None:
+    """Where there is one update, pi_old is the policy itself."""
+    objective = {
+        "kl": {"coefficient": 0.1, "estimator": "unbiased_k3"},
+        "correction": {"name": "tis", "samples": "all"},
+        "sequence_mask": {"enabled": True, "delta": 0.01},
+    }
+    found = []
+    for one_pass in (True, False):
+        stage = expert(tmp_path, objective, updates=1)
+        assert stage.one_pass
+        stage.one_pass = one_pass
+        found.append(stage.step(1))
+    together, apart = ({k: v for k, v in each.items() if "seconds" not in k} for each in found)
+    assert together == pytest.approx(apart, rel=1e-5)
+    assert together["ratio"] == 1
+    assert together["correction"] < 1
+    assert together["gradient_norm"] > 0
 
 
 def test_full_kl_entropy_bonus_and_edge_together(tmp_path: Path) -> None:
@@ -201,12 +221,12 @@ def test_an_average_follows_the_policy_and_survives(tmp_path: Path) -> None:
 def test_what_has_no_reward_is_not_trained_on(tmp_path: Path) -> None:
     stage = expert(tmp_path, {"aggregation": "lambda", "scaling": "edge"})
     seen: list[int] = []
-    update = stage.update
+    gradients = stage.gradients
 
     def watched(samples: list[Sample], batches: Any) -> dict[str, float]:
         seen.append(len(samples))
         assert all(sample.reward is not None for sample in samples)
-        return update(samples, batches)
+        return gradients(samples, batches)
 
     def failing(batch: Batch, longest: int) -> Rollout:
         """Rewards fail on responses of so many tokens at most."""
@@ -215,7 +235,7 @@ def test_what_has_no_reward_is_not_trained_on(tmp_path: Path) -> None:
                 sample.reward = None
         return share_out(batch)
 
-    stage.update = watched  # type: ignore[method-assign]
+    stage.gradients = watched  # type: ignore[method-assign]
     share_out, stage.share_out = stage.share_out, partial(failing, longest=4)  # type: ignore[method-assign]
     stage.step(1)
     assert 0 < sum(seen) < PROMPTS * GROUP
