@@ -11,12 +11,15 @@ import numpy as np
 class Sample:
     """One prompt and one response to it.
 
-    A demonstration has neither log-probabilities nor routes. `reward` and `advantage` are added by
-    the stage. Tokens are int32; `logprobs` is mu, fp32 in nats, [response]; `routes` holds the
-    experts of every token but the last, which no forward pass reads: uint16
-    [prompt + response - 1, routed layers, experts_per_token]. `versions`, int32 [response], says
-    which weights each token was drawn with, and `kept`, int32 each, from which set, where top-p or
-    top-k left some of the vocabulary out.
+    A demonstration has neither log-probabilities nor routes. Tokens are int32; `logprobs` is mu,
+    fp32 in nats, [response]; `routes` holds the experts of every token but the last, which no
+    forward pass reads: uint16 [prompt + response - 1, routed layers, experts_per_token].
+    `versions`, int32 [response], says which weights each token was drawn with, and `kept`, int32
+    each, from which set, where top-p or top-k left some of the vocabulary out.
+
+    The stage adds the `reward`, None where it failed; where there are such, its parts by name,
+    before they are weighed, and the rewards of its steps, each with the place in the response of
+    the step's last token; then the `advantage`.
     """
 
     domain: str
@@ -28,6 +31,8 @@ class Sample:
     kept: list[np.ndarray] | None = None
     finished: bool = True
     reward: float | None = None
+    reward_parts: dict[str, float] | None = None
+    step_rewards: list[tuple[int, float]] | None = None
     advantage: float = 0.0
 
     @property

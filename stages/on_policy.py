@@ -22,6 +22,7 @@ from stages.metrics import token_efficiency
 from stages.objectives.importance import truncated_importance
 from stages.rollout import Rollouts, stopwatch
 from stages.rollout_modes import Drawn, mode_of
+from stages.scoring import reward_metrics
 from stages.settings import (
     DomainSettings,
     LoopSettings,
@@ -106,6 +107,7 @@ class OnPolicyStage(ABC):
             **rollout_metrics(samples),
             **staleness_metrics(samples, step, self.settings.max_staleness),
             dropped_stale=float(batch.too_old),
+            reward_failures=float(batch.failures),
         )
         return rollout
 
@@ -136,8 +138,10 @@ class OnPolicyStage(ABC):
             self._backlog.restore(state)
 
     def close(self) -> None:
-        """Leave the engines."""
+        """Leave the engines and the rewards."""
         self.rollouts.close()
+        if self._backlog:
+            self._backlog.close()
 
     def _train(self, drawn: Drawn) -> dict[str, float]:
         rate = self.policy.learning_rate
@@ -155,7 +159,7 @@ def rollout_metrics(samples: list[Sample]) -> dict[str, float]:
     """What every stage logs of its rollouts."""
     count = len(samples)
     return {
-        "reward": sum(sample.reward or 0.0 for sample in samples) / count,
+        **reward_metrics(samples),
         "unfinished": sum(not sample.finished for sample in samples) / count,
         "response_tokens": sum(len(sample.response) for sample in samples) / count,
     }

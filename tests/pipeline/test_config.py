@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import differing_keys, dump_resolved, load
-from pipeline.rewards import reward_fault
+from pipeline.rewards import function_fault
 from pipeline.violations import ConfigError
 from stages.objectives.settings import SequenceRatioSettings, TokenRatioSettings
 
@@ -328,7 +328,7 @@ def test_a_reward_is_whatever_its_module_binds(
 ) -> None:
     monkeypatch.chdir(config.parent)
     config.with_name("my_rewards.py").write_text(text)
-    fault = reward_fault("my_rewards:half")
+    fault = function_fault("my_rewards:half")
     assert fault == (None if found else "my_rewards.py defines no half")
 
 
