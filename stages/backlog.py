@@ -64,10 +64,6 @@ class Backlog:
         self._rollouts.request(groups, short, at_once=True)
         return groups
 
-    def grade(self) -> None:
-        """Have the groups graded that have become whole."""
-        self._scoring.begin(group for begun in self._begun.values() for group in begun)
-
     def take(self, domain: str) -> Group | None:
         """The group of a domain that was whole first; None until it is graded.
 
@@ -111,6 +107,7 @@ class Backlog:
         for group in groups:
             self._begun[group.problem.domain].append(group)
         if groups:
+            self._scoring.expect(groups)
             self._rollouts.request(groups, self.sampling)
 
     def _group(self, problem: Problem, attempt: int = 0) -> Group:
@@ -183,7 +180,6 @@ class Collection:
 
         Raises RewardError where too many samples of it have no reward.
         """
-        self._backlog.grade()
         for domain, taken in self._taken.items():
             while self._missing(taken) and (group := self._backlog.take(domain)) is not None:
                 self._sort(taken, group)

@@ -88,7 +88,8 @@ class Evaluation:
         groups: list[Group] = []
         if is_main():
             domain, problems = next(iter(self.problems.items()))
-            groups = self._ask(domain, problems[:CHECKED], 1.0, "check")
+            groups = self._groups(domain, problems[:CHECKED], "check")
+            self._ask(domain, groups, 1.0)
         samples = self.rollouts.whole(groups, self.version)
         batches = batch.split(samples, Place.here(), CHECKED_TOKENS, replay=True)
         largest = measure_mismatch(self.policy, batches, temperature=1.0)["mismatch_max"]
@@ -119,10 +120,11 @@ class Evaluation:
         if is_main():
             problems = self.problems[domain][start : start + PROBLEMS_A_CALL]
             purpose = f"{self.settings.sampling_seed}/{start}"
-            groups = self._ask(domain, problems, self.settings.temperature, purpose)
+            groups = self._groups(domain, problems, purpose)
+            self.scoring.expect(groups)
+            self._ask(domain, groups, self.settings.temperature)
 
         def counted() -> tuple[int, int] | None:
-            self.scoring.begin(groups)
             if not all(self.scoring.done(group) for group in groups):
                 return None
             failures = [failure for group in groups for failure in group.failures]
@@ -131,18 +133,18 @@ class Evaluation:
 
         return self.rollouts.wait(counted, self.version)
 
-    def _ask(
-        self, domain: str, problems: list[Problem], temperature: float, purpose: str
-    ) -> list[Group]:
-        """One sample a problem; unlike training, evaluation may be greedy (temperature 0)."""
+    def _groups(self, domain: str, problems: list[Problem], purpose: str) -> list[Group]:
+        """One sample a problem."""
         seed = seed_of(self.job.settings.seed, self.job.stage, domain, purpose)
-        groups = groups_of(problems, 1, seed)
+        return groups_of(problems, 1, seed)
+
+    def _ask(self, domain: str, groups: list[Group], temperature: float) -> None:
+        """Unlike training, evaluation may be greedy (temperature 0)."""
         limit = self.domains[domain].sampling.max_response_tokens
         sampling = SamplingSettings.model_construct(
             temperature=temperature, max_response_tokens=limit
         )
         self.rollouts.request(groups, sampling)
-        return groups
 
     def _is_solved(self, group: Group) -> bool:
         [sample] = group.samples

@@ -16,14 +16,14 @@ class Group:
     """All samples of one prompt; sample i is drawn with seed + i.
 
     `ended` counts the groups that were whole before this one; it is not whole where that is None.
-    `grades` are its samples', from when they are asked for, and `failures` says why some have none.
+    `grades` are its samples', where they are wanted, and `failures` says why some have none.
     """
 
     problem: Problem
     seed: int
     drawn: list[Sample | None]
     ended: int | None = None
-    grades: list[Future[Grade]] | None = None
+    grades: list[Future[Grade] | None] | None = None
     failures: list[str] = field(default_factory=list)
 
     @property

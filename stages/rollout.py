@@ -40,9 +40,12 @@ class Rollouts:
         self.fleet = Fleet(job.engine_addresses, settings.model, settings.layout, settings.engine)
         self._scheduler: Scheduler | None = None
         if is_main():
-            self._scheduler = Scheduler(self.fleet, settings.model, settings.deterministic)
+            self._scheduler = Scheduler(
+                self.fleet, settings.model, settings.deterministic, self._came
+            )
         self._reported: dict[str, int] = {}
         self._ended = 0
+        self.on_sample: Callable[[Group, int, Sample], None] = lambda group, index, sample: None
         self.awaited: Callable[[], bool] = lambda: False  # whether `wake` will be called
 
     @property
@@ -169,13 +172,20 @@ class Rollouts:
 
     def _receive_until(self, ready: Callable[[], Answer | None]) -> Answer | None:
         deadline = time.monotonic() + TURN_SECONDS
-        while True:
-            more = self.awaited()  # before `ready` looks, which may be when the last of it comes
-            if (answer := ready()) is not None or (left := deadline - time.monotonic()) <= 0:
-                return answer
-            owed = self.scheduler.owed
-            if not self._receive(left, more) and not owed and not more:
+        hopeful = True
+        while (answer := ready()) is None and (left := deadline - time.monotonic()) > 0:
+            more = self.awaited()
+            expected = more or self.scheduler.owed > 0
+            received = self._receive(left, more)
+            # What `ready` awaits may have come while it looked: then it has to look once more.
+            if not (received or expected or hopeful):
                 raise RuntimeError("waiting for samples that nobody asked for")
+            hopeful = received > 0 or expected
+        return answer
+
+    def _came(self, task: Task, sample: Sample) -> None:
+        group, index = cast(tuple[Group, int], task.key)
+        self.on_sample(group, index, sample)
 
     def _receive(self, seconds: float, more: bool) -> int:
         """Put what ended into its groups; returns how many samples it was."""

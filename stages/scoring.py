@@ -1,4 +1,4 @@
-"""Rewards of groups that are whole, while others are still drawn; main rank only."""
+"""Rewards of samples as soon as they are drawn, while others still are; main rank only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stages.settings import DomainSettings, StageJob
 
 
 class Scoring:
-    """The rewards of a stage's domains, and which groups they are at."""
+    """Has the rewards of a stage's domains grade what its engines draw."""
 
     def __init__(
         self, job: StageJob, domains: Mapping[str, DomainSettings], rollouts: Rollouts
@@ -22,26 +22,25 @@ class Scoring:
         self._rollouts = rollouts
         self._pool = RewardPool(rewards, job.settings.rewards, job.directory, rollouts.wake)
         rollouts.awaited = lambda: self._pool.owed > 0
+        rollouts.on_sample = self._begin
 
-    def begin(self, groups: Iterable[Group]) -> None:
-        """Have those graded that are whole and were not begun before."""
+    def expect(self, groups: Iterable[Group]) -> None:
+        """Have the samples of these groups graded, which are about to be asked for."""
         for group in groups:
-            if group.ended is not None and group.grades is None:
-                responses = [
-                    Response(self._rollouts.text(sample), len(sample.response), sample.finished)
-                    for sample in group.samples
-                ]
-                group.grades = self._pool.submit(group.problem, responses)
+            group.grades = [None] * len(group.drawn)
 
     def done(self, group: Group) -> bool:
         """Whether every sample of a group is graded or has failed; they then say which.
 
         Raises RewardError where nothing can be graded any more.
         """
-        if group.grades is None or not all(grade.done() for grade in group.grades):
+        if group.ended is None or group.grades is None:
+            return False
+        grades = [future for future in group.grades if future is not None]
+        if not all(future.done() for future in grades):
             return False
         if not group.failures:
-            for sample, future in zip(group.samples, group.grades, strict=True):
+            for sample, future in zip(group.samples, grades, strict=True):
                 grade = future.result()
                 sample.reward, sample.reward_parts = grade.reward, grade.parts
                 if grade.steps:
@@ -57,6 +56,12 @@ class Scoring:
     def close(self) -> None:
         """Leave what is not graded."""
         self._pool.close()
+
+    def _begin(self, group: Group, index: int, sample: Sample) -> None:
+        if group.grades is not None:
+            text = self._rollouts.text(sample)
+            response = Response(text, len(sample.response), sample.finished)
+            [group.grades[index]] = self._pool.submit(group.problem, [response])
 
     def _by_token(
         self, sample: Sample, steps: Iterable[tuple[int, float]]

@@ -12,7 +12,7 @@ import heapq
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -94,14 +94,23 @@ class Scheduler:
     `deterministic`: task i of a call to `submit` goes to engine i modulo their number, all at once,
     and what an engine answers counts when it is complete, so that the same calls give the same
     bits. With several engines that holds as long as none is lost.
+
+    `on_end` hears of every response once, as soon as it counts, in a thread of its engine's.
     """
 
-    def __init__(self, engines: Engines, model: ModelSettings, deterministic: bool) -> None:
+    def __init__(
+        self,
+        engines: Engines,
+        model: ModelSettings,
+        deterministic: bool,
+        on_end: Callable[[Task, Sample], None] = lambda task, sample: None,
+    ) -> None:
         self.requeued = 0
         self.duplicates = 0
         self._engines = engines
         self._model = model
         self._deterministic = deterministic
+        self._on_end = on_end
         self._lengths = Lengths()
         self._changed = threading.Condition()  # guards all of the scheduler
         self._submitted = 0
@@ -306,6 +315,7 @@ class Scheduler:
     def _accept(self, stream: _Stream) -> None:
         for entry, sample in stream.answers:
             self._owed.remove(entry.number)
+            self._on_end(entry.task, sample)
             self._finished.append((entry.task, sample))
             self._lengths.learn(entry.task.question, len(sample.response))
         stream.answers.clear()

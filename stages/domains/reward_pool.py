@@ -109,9 +109,10 @@ class RewardPool:
         """
         tasks = [_Task(problem, response, Future()) for response in responses]
         with self._lock:
-            if self._error is not None:
-                raise self._error
             for task in tasks:
+                if self._error is not None:
+                    task.future.set_exception(self._error)
+                    continue
                 self._queue.append((self._submitted, task))
                 self._submitted += 1
         os.eventfd_write(self._called, 1)

@@ -31,6 +31,7 @@ class FakeRollouts:
         self.ended = 0
         self.graded = threading.Event()
         self.awaited: Callable[[], bool] = lambda: False
+        self.on_sample: Callable[[Group, int, Sample], None]
 
     def wake(self) -> None:
         self.graded.set()
@@ -58,12 +59,14 @@ class FakeRollouts:
 
     def end(self, group: Group, lengths: tuple[int, int] = (1, 2), version: int = 1) -> None:
         for index, length in enumerate(lengths):
-            group.drawn[index] = Sample(
+            sample = Sample(
                 domain=group.problem.domain,
                 prompt=np.ones(2, np.int32),
                 response=np.ones(length, np.int32),
                 versions=np.arange(version, version + length, dtype=np.int32),
             )
+            self.on_sample(group, index, sample)
+            group.drawn[index] = sample
         group.ended = self.ended
         self.ended += 1
         self.asked.remove(group)
