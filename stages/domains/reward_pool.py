@@ -35,7 +35,7 @@ LONGEST_CHUNK = 32  # responses in one message
 TURNS = 2  # chunks that each worker would get of what waits, so that all end at about the same time
 LOOK_SECONDS = 0.25  # how often the clocks of busy workers are looked at
 LOADING_SECONDS = 300.0
-ATTEMPTS = 3  # a response whose worker is lost so often, each time between two rewards, has failed
+ATTEMPTS = 3  # a response whose worker is lost so often, and no reward is to blame, has failed
 SHOWN_IN_FULL, SHOWN_CHARACTERS = 3, 300
 
 
@@ -233,13 +233,14 @@ class RewardPool:
         number, reward, deadline = worker.clock.read()
         late = time.monotonic() > deadline
         # One that is killed when it has just gone on to the next response is to blame for neither.
-        if number in worker.owed and (late or not overdue):
+        blamed = number in worker.owed and (late or not overdue)
+        if blamed:
             self._blame(worker.owed.pop(number), reward, None if overdue else status)
-        self._put_back(worker.owed)
+        self._put_back(worker.owed, in_vain=not blamed)
 
-    def _put_back(self, owed: Mapping[int, _Task]) -> None:
+    def _put_back(self, owed: Mapping[int, _Task], in_vain: bool) -> None:
         for number, task in reversed(list(owed.items())):
-            task.attempts += 1
+            task.attempts += in_vain
             if task.attempts == ATTEMPTS:
                 what = f"its process was lost {ATTEMPTS} times"
                 name = " + ".join(self._rewards[task.problem.domain])
