@@ -2,7 +2,7 @@
 
 A problem names them as IFEval's data do: `instruction_id_list`, and beside it `kwargs`, a mapping
 for each. Where IFEval counts words and sentences with a trained tokenizer, these count runs of
-letters and digits, and what ends in `.`, `!` or `?`.
+letters and digits, and what `.`, `!` and `?` divide.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from stages.domains.problem import Problem
 from stages.domains.rewards.reward import Response, Reward, RewardError
 from stages.domains.rewards.settings import InstructionReward
+from stages.domains.rewards.text import unfenced
 
 Check = Callable[..., bool]
 CHECKS: dict[str, Check] = {}
@@ -26,7 +27,6 @@ RELATIONS: dict[str, Callable[[int, int], bool]] = {
     "exactly": lambda count, bound: count == bound,
 }
 WORD = re.compile(r"\w+(?:['\u2019-]\w+)*")
-SENTENCE = re.compile(r"[^.!?]*\w[^.!?]*(?:[.!?]+|$)")
 CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 
@@ -109,7 +109,8 @@ def _words(text: str, num_words: int, relation: str = "at least") -> bool:
 
 @_named("length_constraints:number_sentences")
 def _sentences(text: str, num_sentences: int, relation: str = "at least") -> bool:
-    return RELATIONS[relation](len(SENTENCE.findall(text)), num_sentences)
+    count = sum(WORD.search(part) is not None for part in re.split(r"[.!?]+", text))
+    return RELATIONS[relation](count, num_sentences)
 
 
 @_named("length_constraints:number_paragraphs")
@@ -141,7 +142,7 @@ def _postscript(text: str, postscript_marker: str) -> bool:
 
 @_named("detectable_format:number_bullet_lists")
 def _bullets(text: str, num_bullets: int) -> bool:
-    return len(re.findall(r"^\s*(?:\*(?!\*)|-)\s*\S", text, re.MULTILINE)) == num_bullets
+    return len(re.findall(r"^[^\S\n]*(?:\*(?!\*)|-)[^\S\n]*\S", text, re.MULTILINE)) == num_bullets
 
 
 @_named("detectable_format:number_highlighted_sections")
@@ -161,14 +162,13 @@ def _constrained(text: str) -> bool:
 
 @_named("detectable_format:title")
 def _title(text: str) -> bool:
-    return re.search(r"<<[^<>\n]*\S[^<>\n]*>>", text) is not None
+    return any(title.strip() for title in re.findall(r"<<([^<>\n]+)>>", text))
 
 
 @_named("detectable_format:json_format")
 def _json(text: str) -> bool:
-    body = re.sub(r"^```(?:json)?\s*|\s*```$", "", text.strip(), flags=re.IGNORECASE)
     try:
-        json.loads(body)
+        json.loads(unfenced(text))
     except (ValueError, RecursionError):
         return False
     return True

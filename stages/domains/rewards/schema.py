@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,8 +14,7 @@ from referencing.exceptions import Unresolvable
 from stages.domains.problem import Problem
 from stages.domains.rewards.reward import Response, Reward, RewardError
 from stages.domains.rewards.settings import JSONSchemaReward
-
-FENCED = re.compile(r"\s*```(?:json)?\s*\n(?P<text>.*?)\n\s*```\s*", re.DOTALL)
+from stages.domains.rewards.text import unfenced
 
 
 def make(settings: JSONSchemaReward, _directory: Path) -> Reward:
@@ -44,9 +42,8 @@ def valid(text: str, schema: Any) -> bool:
     fetched.
     """
     _check(schema)
-    fenced = FENCED.fullmatch(text)
     try:
-        value = json.loads(fenced["text"] if fenced else text, parse_constant=_refuse)
+        value = json.loads(unfenced(text), parse_constant=_refuse)
     except (ValueError, RecursionError):
         return False
     try:

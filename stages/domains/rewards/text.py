@@ -18,6 +18,13 @@ UNICODE_NAMES = {"CJK": "han", "IDEOGRAPHIC": "han"}
 WITHOUT_SPACES = frozenset({"han", "hiragana", "katakana", "thai"})
 
 
+def unfenced(text: str) -> str:
+    """What stands in the one code fence that the text is, or the text."""
+    lines = text.strip().splitlines()
+    fenced = len(lines) > 1 and lines[0].strip().lower() in ("```", "```json")
+    return "\n".join(lines[1:-1]) if fenced and lines[-1].strip() == "```" else text
+
+
 def make_format(settings: FormatReward, _directory: Path) -> Reward:
     """1 where the whole response matches."""
     pattern = re.compile(settings.pattern, re.DOTALL)
