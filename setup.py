@@ -19,6 +19,9 @@ STAGES = [
     "aiohttp>=3.13",  # the engine's server, of many streams at once; vLLM has it too
     "numpy>=2,<3",  # token ids, log-probabilities and routes of a sample
     "reasoning-gym==0.1.25",  # problems with verified answers
+    "math-verify[antlr4_13_2]==0.9.0",  # whether two mathematical answers are equal
+    "jsonschema>=4.26",  # whether a response is JSON of the asked shape
+    "referencing>=0.37",  # the same, so that no schema is fetched from anywhere
     "wandb>=0.26",  # metrics, offline unless told otherwise
 ]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
-PARTS = ("vocabulary", "packing", "checkpoints", "hugging_face", "refit", "refit_plan")
+PARTS = ("vocabulary", "packing", "checkpoints", "hugging_face", "refit", "refit_plan", "rewards")
 
 
 def main() -> None:

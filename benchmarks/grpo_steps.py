@@ -89,7 +89,7 @@ def configuration(
     }
     expert = {
         "extends": str(HERE.parent / "configs" / "domains" / "chain_sum.yaml"),
-        "reward": "grpo_steps:digits",
+        "rewards": {"digits": {"kind": "python", "function": "grpo_steps:digits"}},
         "sampling": sampling,
         "rollout": {"mode": mode},
         "objective": {"kl": {"coefficient": 0.0}},

@@ -7,7 +7,7 @@ configuration on a login node that may have no torch at all.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -16,8 +16,12 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class Settings(BaseModel):
-    """Base of every settings block: frozen, and an unknown key is an error."""
+    """Base of every settings block: frozen, and an unknown key is an error.
 
+    `renamed` maps a key that there was to what is written now.
+    """
+
+    renamed: ClassVar[dict[str, str]] = {}
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 

@@ -26,7 +26,7 @@ from parallel.settings import (
 )
 from parallel.weights.engine import engine_violations
 from pipeline.cores import placement_fault
-from pipeline.rewards import reward_fault
+from pipeline.rewards import reward_needs, reward_rules
 from pipeline.violations import hint, shown
 from stages.objectives.settings import ObjectiveSettings
 from stages.settings import (
@@ -96,8 +96,8 @@ def surroundings(run: dict[str, Any]) -> Found:
     if isinstance(weights, str) and not Path(weights).is_dir():
         yield "model.initial_weights", f"no such folder: {shown(Path(weights))}"
     for name, domain in _domains(run).items():
-        if domain and (fault := reward_fault(domain.reward)):
-            yield f"experts.{name}.reward", fault
+        if domain:
+            yield from reward_needs(f"experts.{name}.rewards", domain)
     engine = _block(EngineSettings, run.get("engine", {}))
     if engine and (lack := placement_fault(engine)):
         yield "engine.placement", lack
@@ -167,6 +167,7 @@ def _domain_rules(
     yield from _schedule_rules(key, domain.optimizer, domain.loop, updates)
     yield from _sampling_rules(f"{key}.sampling", domain.sampling, layout, engine, updates)
     yield from _objective_rules(f"{key}.objective", domain.objective, domain.sampling)
+    yield from reward_rules(f"{key}.rewards", domain)
     if domain.sampling.group_size < 2:
         yield (
             f"{key}.sampling.group_size",

@@ -16,6 +16,7 @@ from pipeline.violations import ConfigError, Place, Violation, dotted, hint
 from pipeline.yaml_source import Key, Leaf, Mapping, Reader, find, lay, nearest, plain
 from stages.settings import RunSettings
 
+MAPPING = "a mapping of keys to values"
 INITIAL_WEIGHTS: Key = ("model", "initial_weights")
 
 
@@ -87,9 +88,7 @@ def _unknown_override(tree: Mapping, key: Key) -> Violation | None:
         else:
             return None
         if name not in known:
-            return Violation(
-                Place(None), dotted(key[: depth + 1]), f"unknown key; {hint(name, known)}"
-            )
+            return Violation(Place(None), dotted(key[: depth + 1]), _unknown(parent, name, known))
     return None
 
 
@@ -119,8 +118,8 @@ def _validated(tree: Mapping, *, complete: bool) -> tuple[RunSettings | None, li
 
 def _violation(tree: Mapping, error: ErrorDetails) -> Violation:
     key = schema.without_arms(RunSettings, error["loc"])
-    if error["type"] == "union_tag_invalid":
-        key = (*key, schema.ARM)
+    if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        key = (*key, schema.arm_key(schema.type_at(RunSettings, key)))
     return Violation(nearest(tree, key), dotted(key), _message(error))
 
 
@@ -128,17 +127,24 @@ def _message(error: ErrorDetails) -> str:
     if not error["loc"]:
         return str(error["msg"])
     *parent, name = error["loc"]
-    if error["type"] == "missing":
+    if error["type"] in ("missing", "union_tag_not_found"):
         return "required key is missing"
     if error["type"] == "extra_forbidden":
-        known = schema.fields(schema.type_at(RunSettings, tuple(parent)))
-        return f"unknown key; {hint(str(name), known)}"
+        annotation = schema.type_at(RunSettings, tuple(parent))
+        return _unknown(annotation, str(name), schema.fields(annotation))
     if error["type"] == "union_tag_invalid":
         known_arms = " or ".join(error["ctx"]["expected_tags"].rsplit(", ", 1))
-        return f"should be {known_arms}, not {json.dumps(error['input'][schema.ARM])}"
+        return f"should be {known_arms}, not {json.dumps(error['ctx']['tag'])}"
     given = "a mapping" if isinstance(error["input"], dict) else json.dumps(error["input"])
-    reason = error["msg"].removeprefix("Input ").replace("an object", "a mapping of keys to values")
+    reason = error["msg"].removeprefix("Input ").replace("an object", MAPPING)
+    reason = reason.replace("a valid dictionary or object to extract fields from", MAPPING)
     return f"{reason[0].lower()}{reason[1:]}, not {given}"
+
+
+def _unknown(annotation: Any, name: str, known: Iterable[str]) -> str:
+    if now := schema.renamed(annotation, name):
+        return f"is now written {now}"
+    return f"unknown key; {hint(name, known)}"
 
 
 def _reading_order(violation: Violation) -> tuple[str, int]:

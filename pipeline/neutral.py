@@ -29,6 +29,7 @@ CHANGES_NO_RESULT = (
     "name",
     "layout",
     "logging",
+    "rewards",
     *(f"engine.{key}" for key in ENGINE_KEYS),
     *(f"{stage}.loop.{key}" for stage in ("cold_start", "experts.*", "merge") for key in LOOP_KEYS),
 )
@@ -36,6 +37,7 @@ CHANGES_NO_RESULT = (
 MAY_CHANGE = f"""\
   logging
   layout
+  rewards: workers, timeout_seconds, memory_mebibytes, max_failed_fraction
   engine: {", ".join(ENGINE_KEYS[:6])},
           {", ".join(ENGINE_KEYS[6:10])},
           {", ".join(ENGINE_KEYS[10:])}

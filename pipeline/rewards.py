@@ -1,19 +1,68 @@
-"""Finds the function that a domain's `reward` names, without importing it.
+"""Rules of a domain's rewards, and what they need around them: functions, files, variables.
 
-A mistyped reward would otherwise be noticed only when the cold start is done.
+A function is found without importing it: a mistyped one would otherwise be noticed only when the
+cold start is done.
 """
 
 from __future__ import annotations
 
 import ast
+import math
+import os
+import re
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
 from pipeline.violations import shown
+from stages.domains.rewards.settings import JudgeReward
+from stages.settings import DomainSettings
+
+Found = Iterator[tuple[str, str]]
 
 
-def reward_fault(reference: str) -> str | None:
+def reward_rules(key: str, domain: DomainSettings) -> Found:
+    """Every broken rule of a domain's rewards, which stand at `key`, as (dotted key, message)."""
+    if not any(reward.weight for reward in domain.rewards.values()):
+        yield key, "every weight is 0, so that no response is better than another"
+    for name, reward in domain.rewards.items():
+        own = f"{key}.{name}"
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            yield (
+                own,
+                "a reward's name is made of letters, digits, _ and -, since it names a metric",
+            )
+        if reward.kind == "reasoning_gym" and domain.prompts.source != "reasoning_gym":
+            yield f"{own}.kind", "only prompts.source: reasoning_gym has it; name other rewards"
+        if reward.kind == "overlong" and reward.buffer_tokens > reward.max_tokens:
+            yield (
+                f"{own}.buffer_tokens",
+                f"{reward.buffer_tokens} is more than max_tokens = {reward.max_tokens}",
+            )
+        if reward.kind == "length" and reward.at_least > (reward.at_most or math.inf):
+            yield f"{own}.at_least", f"{reward.at_least} is more than at_most = {reward.at_most}"
+        if reward.kind == "judge":
+            yield from _judge_rules(own, reward)
+
+
+def reward_needs(key: str, domain: DomainSettings) -> Found:
+    """What a domain's rewards need around them and do not find, as (dotted key, message)."""
+    for name, reward in domain.rewards.items():
+        if reward.kind == "python" and (fault := function_fault(reward.function)):
+            yield f"{key}.{name}.function", fault
+        if reward.kind == "judge":
+            file, variable = reward.api_key_file, reward.api_key_variable
+            if file is not None and not file.is_file():
+                yield f"{key}.{name}.api_key_file", f"no such file: {shown(file)}"
+            if variable is not None and variable not in os.environ:
+                yield (
+                    f"{key}.{name}.api_key_variable",
+                    f"the environment has no variable {variable}",
+                )
+
+
+def function_fault(reference: str) -> str | None:
     """What is wrong with `package.module:function`, or None.
 
     A module is looked for where a stage's process would: in the working directory, then where
@@ -31,6 +80,20 @@ def reward_fault(reference: str) -> str | None:
         return f"{shown(Path(spec.origin))}:{error.lineno} is not valid Python: {error.msg}"
     known = function in names or "*" in names
     return None if known else f"{shown(Path(spec.origin))} defines no {function}"
+
+
+def _judge_rules(key: str, judge: JudgeReward) -> Found:
+    if judge.lowest >= judge.highest:
+        yield f"{key}.lowest", f"{judge.lowest:g} should be less than highest = {judge.highest:g}"
+    if judge.api_key_file is not None and judge.api_key_variable is not None:
+        yield f"{key}.api_key_variable", "api_key_file is given too, and there is one key"
+    longest = judge.longest_seconds
+    if judge.timeout_seconds is not None and longest >= judge.timeout_seconds:
+        yield (
+            f"{key}.timeout_seconds",
+            f"{judge.timeout_seconds:g} should be more than the {longest:g} seconds that "
+            f"{judge.attempts} attempts and the pauses between them may take",
+        )
 
 
 def _find(module: str) -> ModuleSpec | None:

@@ -10,7 +10,8 @@ from pydantic import BaseModel
 
 Key = tuple[str | int, ...]
 
-ARM = "name"  # the key whose value says which settings class of a union is meant
+# The keys whose value says which settings class of a union is meant; each class has one of them.
+ARMS = ("name", "kind")
 
 
 def type_at(root: type[BaseModel], key: Key) -> Any:
@@ -39,6 +40,16 @@ def fields(annotation: Any) -> dict[Any, Any]:
     return {name: field.annotation for each in classes for name, field in each.model_fields.items()}
 
 
+def arm_key(annotation: Any) -> str:
+    """The key whose value says which class of a union of settings classes is meant."""
+    return next(_arm_key(each) for each in _arms(annotation).values())
+
+
+def renamed(annotation: Any, name: str) -> str | None:
+    """What is written now in place of the key `name` that a settings class had; None of others."""
+    return annotation.renamed.get(name) if _is_settings(annotation) else None
+
+
 def without_arms(root: type[BaseModel], location: Key) -> Key:
     """The key that a person wrote: pydantic's locations also name the class of a union."""
     return tuple(
@@ -62,11 +73,15 @@ def _is_settings(annotation: Any) -> bool:
 
 
 def _arms(annotation: Any) -> dict[Any, type[BaseModel]]:
-    """The settings classes of a union, each by its `name`; nothing for other annotations."""
+    """The settings classes of a union, each by its name; nothing for other annotations."""
     if get_origin(annotation) not in (Union, types.UnionType):
         return {}
     classes = filter(_is_settings, map(_bare, get_args(annotation)))
-    return {each.model_fields[ARM].default: each for each in classes}
+    return {each.model_fields[_arm_key(each)].default: each for each in classes}
+
+
+def _arm_key(settings: type[BaseModel]) -> str:
+    return next(key for key in ARMS if key in settings.model_fields)
 
 
 def _bare(annotation: Any) -> Any:

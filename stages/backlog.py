@@ -9,9 +9,9 @@ from typing import Any
 
 from stages.domains.problem import Problem
 from stages.domains.prompts import PromptStream
-from stages.domains.rewards import grade, load_reward
 from stages.groups import Group, groups_of, seed_of
 from stages.rollout import Rollouts
+from stages.scoring import Scoring
 from stages.settings import DomainSettings, RolloutSettings, SamplingSettings, StageJob
 
 
@@ -34,7 +34,7 @@ class Backlog:
         self._job = job
         self._prompts = {domain: settings.prompts for domain, settings in domains.items()}
         self._rollouts = rollouts
-        self._rewards = {name: load_reward(name, each.reward) for name, each in domains.items()}
+        self._scoring = Scoring(job, domains, rollouts)
         self._streams = {domain: self._stream(domain, cursor=0) for domain in domains}
         self._saved: dict[str, deque[int]] = {domain: deque() for domain in domains}
         self._begun: dict[str, list[Group]] = {domain: [] for domain in domains}
@@ -65,16 +65,23 @@ class Backlog:
         return groups
 
     def take(self, domain: str) -> Group | None:
-        """The group of a domain that was whole first, graded; None where none is whole."""
+        """The group of a domain that was whole first; None until it is graded.
+
+        In whatever order grades come, groups are taken in the order in which they were whole.
+        """
         whole = [group for group in self._begun[domain] if group.ended is not None]
         if not whole:
             return None
         group = min(whole, key=lambda each: each.ended or 0)
+        if not self._scoring.done(group):
+            return None
         self._begun[domain].remove(group)
-        for sample in group.samples:
-            text = self._rollouts.text(sample)
-            sample.reward = grade(self._rewards[domain], group.problem, text, sample.finished)
         return group
+
+    def hold_to_limit(self, failures: list[str]) -> None:
+        """Raise RewardError where a step leaves too many samples without a reward."""
+        a_domain = self.sampling.prompts_per_step * self.sampling.group_size
+        self._scoring.hold_to_limit(failures, a_domain * len(self.domains))
 
     def state(self) -> dict[str, Any]:
         """Where every domain's prompts continue, and those before that were begun, as JSON."""
@@ -92,10 +99,15 @@ class Backlog:
             self._streams[domain] = self._stream(domain, state["cursors"][domain])
             self._saved[domain] = deque(sorted(state["begun"][domain]))
 
+    def close(self) -> None:
+        """Leave what is not graded."""
+        self._scoring.close()
+
     def _ask(self, groups: list[Group]) -> None:
         for group in groups:
             self._begun[group.problem.domain].append(group)
         if groups:
+            self._scoring.expect(groups)
             self._rollouts.request(groups, self.sampling)
 
     def _group(self, problem: Problem, attempt: int = 0) -> Group:
@@ -118,11 +130,13 @@ class Backlog:
 @dataclass
 class Batch:
     """What a step trains on, in the order in which the prompts were begun; and what was drawn
-    beside it: groups that were `replaced` because they were flat, and samples `too_old`."""
+    beside it: groups that were `replaced` because they were flat, and samples `too_old`. Of
+    `failures` samples, all of these counted, the reward is None."""
 
     groups: list[Group]
     replaced: list[Group]
     too_old: int
+    failures: int
 
 
 @dataclass
@@ -157,11 +171,15 @@ class Collection:
         self._settings = settings
         self._version = version
         self._too_old = 0
+        self._failures: list[str] = []
         rounds = settings.dynamic_sampling
         self._taken = {domain: _Taken(rounds) for domain in backlog.domains}
 
     def batch(self) -> Batch | None:
-        """The whole batch, or None while some of it is to come."""
+        """The whole batch, or None while some of it is to come.
+
+        Raises RewardError where too many samples of it have no reward.
+        """
         for domain, taken in self._taken.items():
             while self._missing(taken) and (group := self._backlog.take(domain)) is not None:
                 self._sort(taken, group)
@@ -174,9 +192,12 @@ class Collection:
             groups=[group for taken in parts for group in taken.groups],
             replaced=[group for taken in parts for group in taken.replaced],
             too_old=self._too_old,
+            failures=len(self._failures),
         )
 
     def _sort(self, taken: _Taken, group: Group) -> None:
+        self._failures += group.failures
+        self._backlog.hold_to_limit(self._failures)
         if self._version - group.weight_version > self._settings.max_staleness:
             self._too_old += len(group.samples)
             return

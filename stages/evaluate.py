@@ -15,10 +15,11 @@ from parallel.policy import Policy
 from stages.agreement import MismatchError, measure_mismatch
 from stages.domains.problem import Problem
 from stages.domains.prompts import held_out_problems
-from stages.domains.rewards import grade, load_reward
+from stages.domains.rewards.grading import solved
 from stages.groups import Group, groups_of, seed_of
 from stages.metrics import MetricsLog
 from stages.rollout import Rollouts
+from stages.scoring import Scoring
 from stages.settings import SamplingSettings, StageJob
 from stages.statistics import wilson
 
@@ -54,10 +55,7 @@ class Evaluation:
                 domain: held_out_problems(settings.prompts, domain, self.settings.problems)
                 for domain, settings in self.domains.items()
             }
-            self.rewards = {
-                domain: load_reward(domain, settings.reward)
-                for domain, settings in self.domains.items()
-            }
+            self.scoring = Scoring(job, self.domains, self.rollouts)
 
     def has(self, name: str) -> bool:
         """Whether a model is measured on every domain."""
@@ -82,6 +80,7 @@ class Evaluation:
                 self.job.directory / "results.json", json.dumps({"models": models}, indent=2)
             )
             self.log.close()
+            self.scoring.close()
         self.rollouts.close()
 
     def _check_engine(self) -> None:
@@ -89,7 +88,8 @@ class Evaluation:
         groups: list[Group] = []
         if is_main():
             domain, problems = next(iter(self.problems.items()))
-            groups = self._ask(domain, problems[:CHECKED], 1.0, "check")
+            groups = self._groups(domain, problems[:CHECKED], "check")
+            self._ask(domain, groups, 1.0)
         samples = self.rollouts.whole(groups, self.version)
         batches = batch.split(samples, Place.here(), CHECKED_TOKENS, replay=True)
         largest = measure_mismatch(self.policy, batches, temperature=1.0)["mismatch_max"]
@@ -99,48 +99,57 @@ class Evaluation:
 
     def _accuracy(self, name: str, domain: str) -> dict[str, Any]:
         """One sample a problem, with the same seeds for every model. Collective."""
-        correct, count = 0, self.settings.problems
-        for start in range(0, count, PROBLEMS_A_CALL):
-            correct += self._solved(domain, start)
+        correct = graded = 0
+        for start in range(0, self.settings.problems, PROBLEMS_A_CALL):
+            right, of = self._solved(domain, start)
+            correct, graded = correct + right, graded + of
             if is_main():
-                asked = min(PROBLEMS_A_CALL, count - start)
+                asked = min(PROBLEMS_A_CALL, self.settings.problems - start)
                 self.answered += asked
-                accuracy = {"accuracy": correct / (start + asked)}
-                self.log.write(self.answered, accuracy, model=name, domain=domain)
-        return asdict(wilson(correct, count))
+                found = {"accuracy": correct / graded, "reward_failures": float(asked - of)}
+                self.log.write(self.answered, found, model=name, domain=domain)
+        return asdict(wilson(correct, graded))
 
-    def _solved(self, domain: str, start: int) -> int:
-        """How many of the problems from `start` on earn the full reward of 1. Collective."""
+    def _solved(self, domain: str, start: int) -> tuple[int, int]:
+        """How many of the problems from `start` on are solved, and how many have a reward at all.
+        Collective.
+
+        Raises RewardError where too few have.
+        """
         groups: list[Group] = []
         if is_main():
             problems = self.problems[domain][start : start + PROBLEMS_A_CALL]
             purpose = f"{self.settings.sampling_seed}/{start}"
-            groups = self._ask(domain, problems, self.settings.temperature, purpose)
+            groups = self._groups(domain, problems, purpose)
+            self.scoring.expect(groups)
+            self._ask(domain, groups, self.settings.temperature)
 
-        def solved() -> int | None:
-            if any(group.ended is None for group in groups):
+        def counted() -> tuple[int, int] | None:
+            if not all(self.scoring.done(group) for group in groups):
                 return None
-            return sum(self._reward(group) == 1.0 for group in groups)
+            failures = [failure for group in groups for failure in group.failures]
+            self.scoring.hold_to_limit(failures, len(groups))
+            return sum(map(self._is_solved, groups)), len(groups) - len(failures)
 
-        return self.rollouts.wait(solved, self.version)
+        return self.rollouts.wait(counted, self.version)
 
-    def _ask(
-        self, domain: str, problems: list[Problem], temperature: float, purpose: str
-    ) -> list[Group]:
-        """One sample a problem; unlike training, evaluation may be greedy (temperature 0)."""
+    def _groups(self, domain: str, problems: list[Problem], purpose: str) -> list[Group]:
+        """One sample a problem."""
         seed = seed_of(self.job.settings.seed, self.job.stage, domain, purpose)
-        groups = groups_of(problems, 1, seed)
+        return groups_of(problems, 1, seed)
+
+    def _ask(self, domain: str, groups: list[Group], temperature: float) -> None:
+        """Unlike training, evaluation may be greedy (temperature 0)."""
         limit = self.domains[domain].sampling.max_response_tokens
         sampling = SamplingSettings.model_construct(
             temperature=temperature, max_response_tokens=limit
         )
         self.rollouts.request(groups, sampling)
-        return groups
 
-    def _reward(self, group: Group) -> float:
+    def _is_solved(self, group: Group) -> bool:
         [sample] = group.samples
-        reward = self.rewards[sample.domain]
-        return grade(reward, group.problem, self.rollouts.text(sample), sample.finished)
+        rewards = self.domains[sample.domain].rewards
+        return sample.reward is not None and solved(rewards, sample.reward_parts or {})
 
     def _result_file(self, name: str) -> Path:
         return self.job.directory / "models" / f"{name}.json"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 from parallel.sample import Sample
 from stages.domains.problem import Problem
+from stages.domains.rewards.grading import Grade
 
 
 @dataclass(eq=False)
@@ -14,12 +16,15 @@ class Group:
     """All samples of one prompt; sample i is drawn with seed + i.
 
     `ended` counts the groups that were whole before this one; it is not whole where that is None.
+    `grades` are its samples', where they are wanted, and `failures` says why some have none.
     """
 
     problem: Problem
     seed: int
     drawn: list[Sample | None]
     ended: int | None = None
+    grades: list[Future[Grade] | None] | None = None
+    failures: list[str] = field(default_factory=list)
 
     @property
     def samples(self) -> list[Sample]:
@@ -34,8 +39,10 @@ class Group:
 
     @property
     def flat(self) -> bool:
-        """Whether its samples all earned the same, so that none is better than another."""
-        return len({sample.reward for sample in self.samples}) == 1
+        """Whether its samples all earned the same, so that none is better than another; those
+        whose reward failed are left out."""
+        rewards = {sample.reward for sample in self.samples if sample.reward is not None}
+        return len(rewards) <= 1
 
 
 def groups_of(problems: list[Problem], size: int, seed: int) -> list[Group]:

@@ -47,7 +47,7 @@ def _leave(error: BaseException) -> None:
     from parallel.rollout.client import EngineError
     from stages.agreement import MismatchError
     from stages.domains.problem import DomainError
-    from stages.domains.rewards import RewardError
+    from stages.domains.rewards.reward import RewardError
     from stages.loop import NotFiniteError, StageStopped
 
     told = (

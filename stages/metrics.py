@@ -25,6 +25,8 @@ METRICS = {
     "z_loss": "layers",
     "token_efficiency": "computed tokens",
     "reward": "sequences",
+    "reward/NAME": "sequences",
+    "reward_failures": "step",
     "zero_variance": "groups",
     "resampled_groups": "step",
     "unfinished": "sequences",
@@ -117,8 +119,8 @@ def token_efficiency(batches: Sequence[MicroBatch]) -> dict[str, float]:
 
 
 def _declared_as(name: str) -> str:
-    """There is one staleness for every number of steps."""
-    return re.sub(r"^staleness_\d+$", "staleness_N", name)
+    """There is one staleness for every number of steps, and one reward for every name."""
+    return re.sub(r"^reward/.+$", "reward/NAME", re.sub(r"^staleness_\d+$", "staleness_N", name))
 
 
 def _keep_until(path: Path, step: int) -> None:

@@ -23,6 +23,7 @@ from stages.objectives.correction import correction_weights
 from stages.objectives.settings import CorrectionSettings
 from stages.rollout import Rollouts, stopwatch
 from stages.rollout_modes import mode_of
+from stages.scoring import reward_metrics
 from stages.settings import (
     DomainSettings,
     LoopSettings,
@@ -134,6 +135,7 @@ class OnPolicyStage(ABC):
             **rollout_metrics(samples),
             **staleness_metrics(samples, step, self.settings.max_staleness),
             dropped_stale=float(batch.too_old),
+            reward_failures=float(batch.failures),
         )
         return rollout
 
@@ -188,8 +190,10 @@ class OnPolicyStage(ABC):
             self._backlog.restore(state)
 
     def close(self) -> None:
-        """Leave the engines."""
+        """Leave the engines and the rewards."""
         self.rollouts.close()
+        if self._backlog:
+            self._backlog.close()
 
     def _train(self, rollout: Rollout, prepared: Prepared) -> dict[str, float]:
         rate = self.policy.learning_rate
@@ -208,7 +212,7 @@ def rollout_metrics(samples: list[Sample]) -> dict[str, float]:
     """What every stage logs of its rollouts."""
     count = len(samples)
     return {
-        "reward": sum(sample.reward or 0.0 for sample in samples) / count,
+        **reward_metrics(samples),
         "unfinished": sum(not sample.finished for sample in samples) / count,
         "response_tokens": sum(len(sample.response) for sample in samples) / count,
     }

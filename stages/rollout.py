@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TypeVar, cast
@@ -39,9 +40,13 @@ class Rollouts:
         self.fleet = Fleet(job.engine_addresses, settings.model, settings.layout, settings.engine)
         self._scheduler: Scheduler | None = None
         if is_main():
-            self._scheduler = Scheduler(self.fleet, settings.model, settings.deterministic)
+            self._scheduler = Scheduler(
+                self.fleet, settings.model, settings.deterministic, self._came
+            )
         self._reported: dict[str, int] = {}
         self._ended = 0
+        self.on_sample: Callable[[Group, int, Sample], None] = lambda group, index, sample: None
+        self.awaited: Callable[[], bool] = lambda: False  # whether `wake` will be called
 
     @property
     def scheduler(self) -> Scheduler:
@@ -82,8 +87,8 @@ class Rollouts:
     def wait(self, ready: Callable[[], Answer | None], version: int) -> Answer:
         """What `ready` returns on the main rank, once it is not None, on every rank. Collective.
 
-        It is asked again whenever samples came. When no engine is left, the next to live gets the
-        policy's weights, now of `version`, and is asked for what is owed.
+        It is asked again whenever samples came, or `wake` was called. When no engine is left, the
+        next to live gets the policy's weights, now of `version`, and is asked for what is owed.
         """
         while True:
             answer, lost = None, False
@@ -108,9 +113,21 @@ class Rollouts:
 
         return self.wait(ready, version)
 
+    def wake(self) -> None:
+        """Have `wait` ask again, since what it waits for may be there. Any thread may do so."""
+        self.scheduler.wake()
+
     def text(self, sample: Sample) -> str:
         """The response as text."""
         return self.tokenizer.decode(sample.response)
+
+    def token_at(self, sample: Sample, characters: int) -> int:
+        """The place in the response of the token that the first so many characters end with."""
+        places = range(len(sample.response))
+        decode = self.tokenizer.decode
+        return bisect_left(
+            places[:-1], characters, key=lambda place: len(decode(sample.response[: place + 1]))
+        )
 
     def events(self) -> dict[str, float]:
         """What went wrong since the last call, and was mended; only the main rank knows."""
@@ -134,6 +151,8 @@ class Rollouts:
                 "prompt": decode(sample.prompt),
                 "response": decode(sample.response),
                 "reward": sample.reward,
+                "reward_parts": sample.reward_parts,
+                "step_rewards": sample.step_rewards,
                 "advantage": sample.advantage,
                 "finished": sample.finished,
                 "weight_version": sample.weight_version,
@@ -153,15 +172,24 @@ class Rollouts:
 
     def _receive_until(self, ready: Callable[[], Answer | None]) -> Answer | None:
         deadline = time.monotonic() + TURN_SECONDS
+        hopeful = True
         while (answer := ready()) is None and (left := deadline - time.monotonic()) > 0:
-            owed = self.scheduler.owed
-            if not self._receive(left) and not owed:
+            more = self.awaited()
+            expected = more or self.scheduler.owed > 0
+            received = self._receive(left, more)
+            # What `ready` awaits may have come while it looked: then it has to look once more.
+            if not (received or expected or hopeful):
                 raise RuntimeError("waiting for samples that nobody asked for")
+            hopeful = received > 0 or expected
         return answer
 
-    def _receive(self, seconds: float) -> int:
+    def _came(self, task: Task, sample: Sample) -> None:
+        group, index = cast(tuple[Group, int], task.key)
+        self.on_sample(group, index, sample)
+
+    def _receive(self, seconds: float, more: bool) -> int:
         """Put what ended into its groups; returns how many samples it was."""
-        finished = self.scheduler.collect(seconds)
+        finished = self.scheduler.collect(seconds, more)
         for task, sample in finished:
             group, index = cast(tuple[Group, int], task.key)
             group.drawn[index] = sample

@@ -6,7 +6,7 @@ Never imports torch: the pipeline validates a configuration and writes job files
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -19,6 +19,11 @@ from parallel.settings import (
     Positive,
     RoutingLossSettings,
     Settings,
+)
+from stages.domains.rewards.settings import (
+    ReasoningGymReward,
+    RewardPoolSettings,
+    RewardSettings,
 )
 from stages.objectives.settings import ObjectiveSettings
 
@@ -118,13 +123,16 @@ class LoopSettings(Settings):
 
 
 class DomainSettings(Settings):
-    """A domain: its problems, its demonstrations, its reward, and how its expert is trained."""
+    """A domain: its problems, its demonstrations, its rewards, and how its expert is trained."""
+
+    renamed: ClassVar[dict[str, str]] = {
+        "reward": "rewards: {NAME: {kind: python, function: package.module:function}}"
+    }
 
     prompts: PromptSettings
-    reward: str = Field(
-        default="stages.domains.rewards:exact",
-        pattern=r"^[\w.]+:\w+$",
-        description="package.module:function(problem, response text) -> float",
+    rewards: Annotated[dict[str, RewardSettings], Field(min_length=1)] = Field(
+        default={"exact": ReasoningGymReward()},
+        description="by name; what a sample earns is the sum of weight x reward",
     )
     demonstrations: DemonstrationSettings = DemonstrationSettings()
     sampling: SamplingSettings = SamplingSettings()
@@ -182,6 +190,7 @@ class RunSettings(Settings):
     cold_start: ColdStartSettings
     experts: Annotated[dict[str, DomainSettings], Field(min_length=1)]
     merge: MergeSettings
+    rewards: RewardPoolSettings = RewardPoolSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     logging: LoggingSettings = LoggingSettings()
 

@@ -12,7 +12,7 @@ import heapq
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -89,19 +89,28 @@ class _Stream:
 
 
 class Scheduler:
-    """The rollouts of one stage. All methods are for one thread, the main one.
+    """The rollouts of one stage. All methods but `wake` are for one thread, the main one.
 
     `deterministic`: task i of a call to `submit` goes to engine i modulo their number, all at once,
     and what an engine answers counts when it is complete, so that the same calls give the same
     bits. With several engines that holds as long as none is lost.
+
+    `on_end` hears of every response once, as soon as it counts, in a thread of its engine's.
     """
 
-    def __init__(self, engines: Engines, model: ModelSettings, deterministic: bool) -> None:
+    def __init__(
+        self,
+        engines: Engines,
+        model: ModelSettings,
+        deterministic: bool,
+        on_end: Callable[[Task, Sample], None] = lambda task, sample: None,
+    ) -> None:
         self.requeued = 0
         self.duplicates = 0
         self._engines = engines
         self._model = model
         self._deterministic = deterministic
+        self._on_end = on_end
         self._lengths = Lengths()
         self._changed = threading.Condition()  # guards all of the scheduler
         self._submitted = 0
@@ -111,6 +120,7 @@ class Scheduler:
         self._streams: list[_Stream] = []
         self._finished: list[tuple[Task, Sample]] = []
         self._held = False
+        self._woken = False
         self._failed_meanwhile: list[tuple[_Stream, str]] = []
         self._error: Exception | None = None
 
@@ -133,26 +143,34 @@ class Scheduler:
                 self._submitted += 1
             self._deal()
 
-    def collect(self, seconds: float) -> list[tuple[Task, Sample]]:
+    def collect(self, seconds: float, more: bool = False) -> list[tuple[Task, Sample]]:
         """What ended since the last call, in that order; waits for something, so long at most.
 
+        `more`: something else than responses is to come, and `wake` will say that it has.
         Raises NoEngine when something is owed and no engine lives, and EngineRefused when a well
         engine will not do what it was asked.
         """
         deadline = time.monotonic() + seconds
         with self._changed:
             self._deal()
-            while not self._finished and self._owed:
+            while not (self._finished or self._woken) and (self._owed or more):
                 if self._error is not None:
                     raise self._error
-                if not self._streams and not self._engines.live():
+                if self._owed and not self._streams and not self._engines.live():
                     raise NoEngine(f"no engine is left for {len(self._owed)} responses")
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
                 self._changed.wait(left)
             finished, self._finished = self._finished, []
+            self._woken = False
         return finished
+
+    def wake(self) -> None:
+        """Have `collect` return at once, now or when it is next called. Any thread may do so."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify()
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -297,6 +315,7 @@ class Scheduler:
     def _accept(self, stream: _Stream) -> None:
         for entry, sample in stream.answers:
             self._owed.remove(entry.number)
+            self._on_end(entry.task, sample)
             self._finished.append((entry.task, sample))
             self._lengths.learn(entry.task.question, len(sample.response))
         stream.answers.clear()

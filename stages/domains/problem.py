@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
@@ -20,8 +21,8 @@ class Problem:
     """One question with a verifiable answer.
 
     `prompt`, `working` and `answer` are text in the compact form the model reads and writes;
-    `entry` is what the dataset's own scorer compares with. `index` is the problem's place in the
-    stream it came from.
+    `entry` is what the dataset's own scorer compares with, and `fields` all else that its row
+    holds. `index` is the problem's place in the stream it came from.
     """
 
     domain: str
@@ -31,6 +32,7 @@ class Problem:
     working: str
     answer: str
     entry: dict[str, Any] = field(repr=False, compare=False)
+    fields: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def key(self) -> str:

@@ -215,7 +215,8 @@ def test_a_run_is_read_from_another_working_directory(
 ) -> None:
     (tmp_path / "my_rewards.py").write_text("def score(problem, response):\n    return 1.0\n")
     monkeypatch.chdir(tmp_path)
-    braid("run", config, "experts.sums.reward=my_rewards:score")
+    own = "experts.sums.rewards={own: {kind: python, function: my_rewards:score}}"
+    braid("run", config, own)
     monkeypatch.chdir("/")
     assert braid("status")[1] == "small: 6 done\n"
     assert braid("status", "small")[0] == 0
@@ -223,7 +224,7 @@ def test_a_run_is_read_from_another_working_directory(
     assert braid("export", "small", "--stage", "merge", "--to", tmp_path / "model")[0] == 0
     code, _, err = braid("resume", "small")
     assert code == 1
-    assert "experts.sums.reward: no module my_rewards in the working directory" in err
+    assert "experts.sums.rewards.own.function: no module my_rewards in the working directory" in err
 
 
 def test_an_unknown_run_names_the_known_ones(braid: Braid, config: Path, runs: Path) -> None:

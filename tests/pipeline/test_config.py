@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from pipeline.config import differing_keys, dump_resolved, load
-from pipeline.rewards import reward_fault
+from pipeline.rewards import function_fault
 from pipeline.violations import ConfigError
+from stages.domains.rewards.settings import PythonReward
 from stages.objectives.settings import SequenceRatioSettings, TokenRatioSettings
 
 REPOSITORY = Path(__file__).parents[2]
@@ -26,6 +28,22 @@ def edited(config: Path, old: str, new: str) -> Path:
     assert old in text
     config.write_text(text.replace(old, new, 1))
     return config
+
+
+def own(function: str) -> str:
+    """An override that gives a domain a reward of one's own."""
+    return f"experts.sums.rewards={{own: {{kind: python, function: {function}}}}}"
+
+
+def rewards(reward: str) -> str:
+    """An override that gives a domain one reward, called a."""
+    return f"experts.sums.rewards={{a: {reward}}}"
+
+
+def judge(**changes: object) -> str:
+    """The same, of a judge."""
+    settings = {"kind": "judge", "base_url": "http://x/v1", "model": "m", "rubric": "{response}?"}
+    return rewards(json.dumps({**settings, **changes}))
 
 
 def line_of(path: Path, text: str) -> int:
@@ -133,14 +151,74 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
         ("merge.rollout={oversampling: 2}", "merge.rollout.oversampling: unknown key"),
         ("experts.sums.rollout.mode=asink", "should be 'sync', 'overlap' or 'async'"),
         ("experts.words.prompts.held_out_fraction=0.5", "0.5 should be 0.25, as that of experts.s"),
-        ("experts.sums.reward=stages.domains.reward:exact", "no module stages.domains.reward in"),
-        ("experts.sums.reward=stages.domains.rewards:exakt", "rewards.py defines no exakt"),
+        (own("stages.domains.reward:exact"), "no module stages.domains.reward in"),
+        (own("stages.domains.prompts:exakt"), "prompts.py defines no exakt"),
+        (rewards("{kind: math, weight: 0}"), "experts.sums.rewards: every weight is 0, so that no"),
+        (
+            rewards("{kind: overlong, max_tokens: 3, buffer_tokens: 4}"),
+            "experts.sums.rewards.a.buffer_tokens: 4 is more than max_tokens = 3",
+        ),
+        (
+            rewards("{kind: length, at_least: 4, at_most: 3}"),
+            "experts.sums.rewards.a.at_least: 4 is more than at_most = 3",
+        ),
+        (
+            rewards("{kind: length, at_least: -1}"),
+            "experts.sums.rewards.a.at_least: should be greater than or equal to 0, not -1",
+        ),
+        (rewards("{kind: format, pattern: '('}"), "a.pattern: should be a regular expression ("),
+        (rewards("{kind: format}"), "experts.sums.rewards.a.pattern: required key is missing"),
+        (rewards("{weight: 1}"), "experts.sums.rewards.a.kind: required key is missing"),
+        (
+            rewards("{kind: mth}"),
+            "experts.sums.rewards.a.kind: should be 'reasoning_gym', 'math', ",
+        ),
+        (rewards("{kind: math, wight: 1}"), 'a.wight: unknown key; did you mean "weight"?'),
+        (rewards("1"), "experts.sums.rewards.a: should be a mapping of keys to values, not 1"),
+        (
+            rewards("{kind: language, scripts: [elvish]}"),
+            "experts.sums.rewards.a.scripts.0: should",
+        ),
+        ("experts.sums.rewards={}", "experts.sums.rewards: dictionary should have at least 1 item"),
+        ("experts.sums.rewards={a b: {kind: math}}", "a reward's name is made of letters, digits,"),
+        (judge(lowest=10), "experts.sums.rewards.a.lowest: 10 should be less than highest = 10"),
+        (judge(attempts=5), "a.timeout_seconds: 300 should be more than the 315 seconds that 5"),
+        (judge(rubric="good?"), "experts.sums.rewards.a.rubric: string should match pattern"),
+        (
+            judge(api_key_file="nowhere"),
+            "experts.sums.rewards.a.api_key_file: no such file: nowhere",
+        ),
+        (judge(api_key_variable="NOT_SET"), "the environment has no variable NOT_SET"),
+        ("rewards.max_failed_fraction=1", "rewards.max_failed_fraction: should be less than 1"),
+        (
+            "experts.sums.reward=a:b",
+            "experts.sums.reward: is now written rewards: {NAME: {kind: python, function: package.",
+        ),
         ("merge.optimizer.warmup_steps=2", "2 should be less than the 2 updates of merge.loop.ste"),
         ("experts.sums.optimizer.warmup_steps=2", "2 should be less than the 2 updates of exper"),
     ],
 )
 def test_rules_between_blocks(config: Path, override: str, message: str) -> None:
     assert any(message in fault for fault in faults(config, override))
+
+
+def test_a_key_that_has_another_name_now_says_so_where_it_stands(config: Path) -> None:
+    edited(
+        config, "prompts: {dataset: chain_sum}", "prompts: {dataset: chain_sum}\n    reward: a:b"
+    )
+    [fault] = faults(config)
+    assert fault.startswith("small.yaml:19: experts.sums.reward: is now written rewards: {NAME: ")
+
+
+def test_several_rewards_are_kept_as_they_are_written(config: Path) -> None:
+    settings = load(config, ["experts.sums.rewards={right: {kind: math}, b: {kind: length}}"])
+    assert [reward.unfinished for reward in settings.experts["sums"].rewards.values()] == [
+        "zero",
+        "score",
+    ]
+    assert list(settings.experts["words"].rewards) == ["exact"]
+    config.write_text(dump_resolved(settings))
+    assert load(config) == settings
 
 
 def test_what_cannot_be_repeated_is_not_called_deterministic(config: Path) -> None:
@@ -302,14 +380,15 @@ def test_a_reward_of_one_s_own_is_found_in_the_working_directory(
     monkeypatch.chdir(config.parent)
     rewards = config.with_name("my_rewards.py")
     rewards.write_text("def half(problem, response):\n    return 0.5\n")
-    load(config, ["experts.sums.reward=my_rewards:half"])
+    load(config, [own("my_rewards:half")])
     rewards.write_text("def half(problem, response)\n")
-    assert faults(config, "experts.sums.reward=my_rewards:half") == [
-        "command line: experts.sums.reward: my_rewards.py:1 is not valid Python: expected ':'"
+    assert faults(config, own("my_rewards:half")) == [
+        "command line: experts.sums.rewards.own.function: my_rewards.py:1 is not valid Python: "
+        "expected ':'"
     ]
-    assert faults(config, "experts.sums.reward=.my:half") == [
-        "command line: experts.sums.reward: no module .my in the working directory or among "
-        "Python's packages"
+    assert faults(config, own(".my:half")) == [
+        "command line: experts.sums.rewards.own.function: no module .my in the working directory "
+        "or among Python's packages"
     ]
 
 
@@ -329,14 +408,16 @@ def test_a_reward_is_whatever_its_module_binds(
 ) -> None:
     monkeypatch.chdir(config.parent)
     config.with_name("my_rewards.py").write_text(text)
-    fault = reward_fault("my_rewards:half")
+    fault = function_fault("my_rewards:half")
     assert fault == (None if found else "my_rewards.py defines no half")
 
 
 def test_a_run_can_be_read_where_it_could_not_start(config: Path) -> None:
     settings = load(config)
     model = settings.model.model_copy(update={"initial_weights": Path("/removed")})
-    words = settings.experts["words"].model_copy(update={"reward": "elsewhere:score"})
+    words = settings.experts["words"].model_copy(
+        update={"rewards": {"own": PythonReward(function="elsewhere:score")}}
+    )
     experts = {**settings.experts, "words": words}
     elsewhere = settings.model_copy(update={"model": model, "experts": experts})
     config.write_text(dump_resolved(elsewhere))

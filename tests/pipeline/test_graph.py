@@ -34,7 +34,11 @@ def test_stages_come_after_their_inputs(settings: RunSettings) -> None:
         ("experts.sums.demonstrations.count=7", {"cold_start"}),
         ("merge.loop.steps=3", {"merge"}),
         ("evaluation.problems=5", {"evaluate"}),
-        ("experts.sums.reward=stages.domains.rewards:grade", {"experts.sums", "evaluate"}),
+        (
+            "experts.sums.rewards={exact: {kind: reasoning_gym, weight: 2}}",
+            {"experts.sums", "evaluate"},
+        ),
+        ("rewards.timeout_seconds=9", set()),
         (
             "experts.sums.prompts.config.max_terms=5",
             {"cold_start", "experts.sums", "merge", "evaluate"},

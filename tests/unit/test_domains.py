@@ -1,12 +1,10 @@
-"""Problems, splits, demonstrations and rewards of the three reasoning-gym domains."""
+"""Problems, splits, demonstrations and scorers of the three reasoning-gym domains."""
 
 import re
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from random import Random
 from time import perf_counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ import pytest
 from stages.domains.demonstrations import demonstrate, demonstrations
 from stages.domains.problem import DomainError, Problem
 from stages.domains.prompts import PromptStream, is_held_out
-from stages.domains.rewards import RewardError, exact, grade, load_reward
+from stages.domains.rewards.reasoning_gym import exact
 from stages.settings import DemonstrationSettings, PromptSettings
 from stages.tokenizer import CharacterTokenizer
 
@@ -210,11 +208,10 @@ def test_demonstrations_are_a_function_of_the_seed() -> None:
 
 
 @every_dataset
-def test_exact_asks_for_the_format_and_the_end(dataset: str) -> None:
+def test_exact_asks_for_the_format(dataset: str) -> None:
     problem = problem_of(dataset)
     right = f"<anything>{problem.answer}"
-    assert grade(exact, problem, right, finished=True) == 1.0
-    assert grade(exact, problem, right, finished=False) == 0.0
+    assert exact(problem, right) == 1.0
     for wrong in [
         "",
         "<",
@@ -235,42 +232,3 @@ def test_what_is_no_number_sorts_nothing(item: str) -> None:
     problem = problem_of("number_sorting")
     count = problem.answer.count(",") + 1
     assert exact(problem, "<>" + ",".join([item] * count)) == 0.0
-
-
-def _raises(problem: Problem, response: str) -> float:
-    raise ZeroDivisionError("no denominator")
-
-
-@pytest.mark.parametrize(
-    ("reward", "message"),
-    [
-        (_raises, r"raised ZeroDivisionError\('no denominator'\)"),
-        (lambda problem, response: float("nan"), "returned nan, not a finite number"),
-        (lambda problem, response: "1.0", r"returned '1\.0', not a finite number"),
-        (lambda problem, response: None, "returned None, not a finite number"),
-    ],
-)
-def test_a_failing_reward_names_domain_and_problem(reward: Any, message: str) -> None:
-    problem = problem_of("chain_sum")
-    named = rf"experts\.chain_sum\.reward: {message} for problem {re.escape(repr(problem.prompt))}"
-    with pytest.raises(RewardError, match=named):
-        grade(reward, problem, "<>1", finished=True)
-
-
-def test_a_reward_is_loaded_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert load_reward("math", "stages.domains.rewards:exact") is exact
-    monkeypatch.setitem(sys.modules, "ours", SimpleNamespace(half=lambda p, r: 0.5))
-    assert grade(load_reward("math", "ours:half"), problem_of("chain_sum"), "", True) == 0.5
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("no_such.module:exact", r"cannot import no_such\.module: ModuleNotFoundError"),
-        ("stages.domains.rewards:exakt", "has no function 'exakt'"),
-        ("stages.domains.rewards:CORRECT", "has no function 'CORRECT'"),
-    ],
-)
-def test_a_reward_that_cannot_be_loaded(name: str, message: str) -> None:
-    with pytest.raises(DomainError, match=rf"experts\.math\.reward: .*{message}"):
-        load_reward("math", name)

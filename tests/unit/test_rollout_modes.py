@@ -17,7 +17,7 @@ from parallel.distributed import process_groups
 from parallel.rollout.wire import Prompt
 from parallel.settings import EngineSettings, LayoutSettings
 from stages.agreement import MismatchError
-from stages.domains.problem import Problem
+from stages.domains.rewards.settings import RewardPoolSettings
 from stages.grpo import Expert
 from stages.settings import DomainSettings, LoggingSettings, RunSettings, StageJob
 
@@ -35,11 +35,6 @@ def one_rank() -> Iterator[None]:
             environment.setenv(name, str(value))
         with process_groups(LayoutSettings(), seed=0):
             yield
-
-
-def parity(problem: Problem, response: str) -> float:
-    """The reward of these tests: some groups are flat."""
-    return float(len(response) % 2)
 
 
 class RefittedFleet(FakeFleet):
@@ -69,7 +64,7 @@ def expert(
     domain = DomainSettings.model_validate(
         {
             "prompts": {"dataset": "chain_sum"},
-            "reward": "test_rollout_modes:parity",
+            "rewards": {"parity": {"kind": "python", "function": "small_rewards:parity"}},
             "sampling": {
                 "prompts_per_step": PROMPTS,
                 "group_size": GROUP,
@@ -88,6 +83,7 @@ def expert(
         model=MODEL,
         layout=LayoutSettings(),
         engine=EngineSettings(max_logprob_difference=bound),
+        rewards=RewardPoolSettings(workers=1),
         experts={"sums": domain},
         logging=LoggingSettings(wandb="disabled"),
     )

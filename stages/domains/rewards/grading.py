@@ -1,0 +1,121 @@
+"""All rewards of a domain on one response: the weighted sum, its parts, or why there is none."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import isfinite
+from numbers import Real
+from pathlib import Path
+
+from stages.domains.problem import Problem
+from stages.domains.rewards.registry import make
+from stages.domains.rewards.reward import Response, RewardError, Score, Steps
+from stages.domains.rewards.settings import RewardBase, RewardSettings
+
+SOLVED = 1.0
+
+
+@dataclass(frozen=True)
+class Grade:
+    """What a response earned.
+
+    `parts` holds every reward before its weight. `steps`, where one of them gave any, are (number
+    of characters that the step ends with, weighted reward). Where a reward failed, `reward` is None
+    and `failure` one line that says why.
+    """
+
+    reward: float | None
+    parts: dict[str, float]
+    steps: tuple[tuple[int, float], ...] = ()
+    failure: str | None = None
+
+
+class Grader:
+    """Scores the responses of one domain. Raises DomainError where a reward cannot be had."""
+
+    def __init__(
+        self, domain: str, settings: Mapping[str, RewardSettings], directory: Path
+    ) -> None:
+        self._settings = settings
+        self._rewards = {
+            name: make(domain, name, each, directory) for name, each in settings.items()
+        }
+
+    def grade(
+        self,
+        problem: Problem,
+        response: Response,
+        begin: Callable[[int, float | None], None] = lambda index, seconds: None,
+    ) -> Grade:
+        """The grade. `begin` is told, before each reward, its place and its own time limit."""
+        parts: dict[str, float] = {}
+        total = 0.0
+        steps: tuple[tuple[int, float], ...] = ()
+        for index, (name, settings) in enumerate(self._settings.items()):
+            begin(index, settings.timeout_seconds)
+            try:
+                score = self._score(name, settings, problem, response)
+                if isinstance(score, Steps):
+                    if steps:
+                        raise RewardError("is the second of its domain to give steps")
+                    weighted = [settings.weight * each for each in score.rewards]
+                    steps = tuple(zip(score.ends, weighted, strict=True))
+                    score = sum(score.rewards) / len(score.rewards)
+            except BaseException as error:  # a reward may not end its process quietly either
+                return Grade(None, parts, failure=failure(problem, response, name, _said(error)))
+            parts[name] = score
+            total += settings.weight * score
+        return Grade(total, parts, steps)
+
+    def _score(
+        self, name: str, settings: RewardBase, problem: Problem, response: Response
+    ) -> float | Steps:
+        if settings.unfinished == "zero" and not response.finished:
+            return 0.0
+        return _checked(self._rewards[name](problem, response), len(response.text))
+
+
+def failure(problem: Problem, response: Response, reward: str, what: str) -> str:
+    """One line about a reward that failed on a response."""
+    return (
+        f"experts.{problem.domain}.rewards.{reward}: {what} for problem {problem.prompt!r}"
+        f" ({problem.key[:12]}) and response {response.text!r}"
+    )
+
+
+def solved(settings: Mapping[str, RewardSettings], parts: Mapping[str, float]) -> bool:
+    """Whether every reward that judges the answer is 1; where none does, every reward."""
+    judging = [name for name, each in settings.items() if each.judges_answer and each.weight]
+    return all(parts[name] >= SOLVED for name in judging or settings)
+
+
+def _checked(score: Score, characters: int) -> float | Steps:
+    if not isinstance(score, Steps):
+        if not isinstance(score, Real) or not isfinite(score):
+            raise RewardError(f"returned {score!r}, not a finite number")
+        return float(score)
+    if len(score.ends) != len(score.rewards) or not score.ends:
+        raise RewardError(f"returned {score!r}, which should have a reward for each of its ends")
+    ends = [0, *score.ends]
+    if any(before >= after for before, after in pairwise(ends)) or ends[-1] > characters:
+        raise RewardError(
+            f"returned {score!r}, whose ends should rise from above 0 to {characters} at most"
+        )
+    return Steps([int(end) for end in score.ends], [_number(each) for each in score.rewards])
+
+
+def _number(value: float) -> float:
+    checked = _checked(value, 0)
+    assert isinstance(checked, float)
+    return checked
+
+
+def _said(error: BaseException) -> str:
+    if isinstance(error, RewardError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    return f"raised {error!r}{where}"

@@ -1,0 +1,61 @@
+"""Rewards that workers import: quick to load, and wrong in every way that a reward can be."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from stages.domains.problem import Problem
+from stages.domains.rewards.reward import Steps
+
+
+def length(problem: Problem, response: str) -> float:
+    return float(len(response))
+
+
+def parity(problem: Problem, response: str) -> float:
+    """Some groups are flat."""
+    return float(len(response) % 2)
+
+
+def does(problem: Problem, response: str) -> Any:
+    """What the response says."""
+    what, _, rest = response.partition(" ")
+    if what == "raise":
+        raise ZeroDivisionError(rest)
+    if what == "exit":
+        sys.exit(rest)
+    if what == "die":
+        os._exit(int(rest))
+    if what == "hang":
+        time.sleep(1000)
+    if what == "child":  # hangs in a process of its own, whose number it leaves behind
+        Path(rest).write_text(str(os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "1000")))
+        time.sleep(1000)
+    if what == "spin":
+        while True:
+            pass
+    if what == "eat":
+        return float(len("x" * (1 << 36)))
+    if what == "sleep":
+        time.sleep(float(rest))
+        return float(rest)
+    if what == "modules":
+        return float(rest in sys.modules)
+    strange = {"nan": float("nan"), "inf": float("inf"), "text": "1.0", "none": None}
+    return strange[what] if what in strange else float(len(response))
+
+
+def lines(problem: Problem, response: str) -> Steps:
+    """A step a line, whose reward is its length."""
+    ends = [place + 1 for place, character in enumerate(response) if character == ","]
+    ends.append(len(response))
+    starts = [0, *ends[:-1]]
+    return Steps(ends, [float(end - start) for start, end in zip(starts, ends, strict=True)])
+
+
+def backwards(problem: Problem, response: str) -> Steps:
+    return Steps([2, 1], [0.0, 0.0])

@@ -1,0 +1,210 @@
+"""Whatever a reward does, its sample is graded or dropped loudly, and nothing waits for ever."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from stages.domains.problem import Problem
+from stages.domains.reward_pool import RewardPool
+from stages.domains.rewards.grading import Grade, Grader
+from stages.domains.rewards.reward import Response, RewardError
+from stages.domains.rewards.settings import RewardPoolSettings, RewardSettings
+
+Made = Callable[..., RewardPool]
+SECONDS = 60.0
+
+
+def rewards(**given: dict[str, Any]) -> dict[str, RewardSettings]:
+    return {name: TypeAdapter(RewardSettings).validate_python(one) for name, one in given.items()}
+
+
+def own(function: str, **more: Any) -> dict[str, Any]:
+    return {"kind": "python", "function": f"small_rewards:{function}", **more}
+
+
+def problem(domain: str = "sums") -> Problem:
+    return Problem(domain, "chain_sum", 0, "c1+1=", "", "2", {})
+
+
+def response(text: str, finished: bool = True) -> Response:
+    return Response(text, len(text) + 1, finished)
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[Made]:
+    made: list[RewardPool] = []
+
+    def make(seconds: float = 30.0, workers: int = 1, **given: dict[str, Any]) -> RewardPool:
+        settings = RewardPoolSettings(workers=workers, timeout_seconds=seconds)
+        made.append(RewardPool({"sums": rewards(**given)}, settings, tmp_path))
+        return made[-1]
+
+    yield make
+    for each in made:
+        started = time.monotonic()
+        each.close()
+        assert time.monotonic() - started < 5
+
+
+def graded(pool: RewardPool, *texts: str) -> list[Grade]:
+    futures = pool.submit(problem(), [response(text) for text in texts])
+    assert not wait(futures, SECONDS).not_done
+    return [future.result() for future in futures]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_pool_says_what_one_process_says_in_the_same_order(
+    pool: Made, workers: int, tmp_path: Path
+) -> None:
+    given = {"odd": own("does", weight=2.0), "steps": own("lines"), "short": {"kind": "length"}}
+    texts = [f"{'raise ' * (i % 7 == 0)}{'a,' * (i % 5)}b{i}" for i in range(300)]
+    found = graded(pool(workers=workers, **given), *texts)
+    grader = Grader("sums", rewards(**given), tmp_path)
+    assert found == [grader.grade(problem(), response(text)) for text in texts]
+    assert sum(grade.reward is None for grade in found) == 43
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("raise it", r"raised ZeroDivisionError('it') at small_rewards.py:"),
+        ("exit", "raised SystemExit('') at small_rewards.py:"),
+        ("nan", "returned nan, not a finite number"),
+        ("inf", "returned inf, not a finite number"),
+        ("text", "returned '1.0', not a finite number"),
+        ("none", "returned None, not a finite number"),
+        ("eat", "raised MemoryError()"),
+        ("die 3", "its process ended with exit status 3"),
+        ("hang", "took more than 1 seconds and was killed"),
+        ("spin", "took more than 1 seconds and was killed"),
+    ],
+)
+def test_a_reward_that_fails_drops_its_own_sample_alone(
+    pool: Made, text: str, reason: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before, failed, after = graded(pool(seconds=1, odd=own("does")), "one", text, "three")
+    assert (before.reward, after.reward) == (3.0, 5.0)
+    assert failed.reward is None
+    assert failed.failure is not None
+    assert failed.failure.startswith(f"experts.sums.rewards.odd: {reason}")
+    assert failed.failure.endswith(
+        f"for problem 'c1+1=' ({problem().key[:12]}) and response {text!r}"
+    )
+    said = capfd.readouterr().err
+    assert said.count("the sample is dropped") == 1
+    assert failed.failure.split(" for problem")[0] in said
+
+
+def test_every_worker_may_be_lost_many_times_and_nothing_else_is(pool: Made) -> None:
+    texts = [("die 1" if i % 5 == 0 else "hang" if i % 13 == 0 else f"{i:03}") for i in range(60)]
+    found = graded(pool(seconds=0.2, workers=2, odd=own("does")), *texts)
+    for text, grade in zip(texts, found, strict=True):
+        assert (grade.reward is None) == (text in ("die 1", "hang"))
+
+
+def test_what_a_killed_reward_started_is_killed_too(pool: Made, tmp_path: Path) -> None:
+    [grade] = graded(pool(seconds=1, odd=own("does")), f"child {tmp_path / 'number'}")
+    assert grade.reward is None
+    child = int((tmp_path / "number").read_text())
+    status = Path(f"/proc/{child}/stat")
+    assert not status.exists() or ") Z " in status.read_text()
+
+
+def test_a_reward_has_a_time_limit_of_its_own(pool: Made) -> None:
+    given = {"quick": own("does", timeout_seconds=0.3), "slow": own("length")}
+    [grade] = graded(pool(seconds=60, **given), "sleep 5")
+    assert grade.failure is not None
+    assert "rewards.quick: took more than 0.3 seconds" in grade.failure
+
+
+def test_slow_rewards_run_side_by_side(pool: Made) -> None:
+    several = pool(workers=8, odd=own("does"))
+    graded(several, *["warm"] * 8)
+    started = time.monotonic()
+    found = graded(several, *["sleep 0.5"] * 8)
+    assert time.monotonic() - started < 4 * 0.5
+    assert [grade.reward for grade in found] == [0.5] * 8
+
+
+def test_no_worker_knows_torch(pool: Made) -> None:
+    [torch, problems] = graded(
+        pool(odd=own("does"), whole={"kind": "length"}), "modules torch", "modules stages.domains"
+    )
+    assert (torch.parts["odd"], problems.parts["odd"]) == (0.0, 1.0)
+
+
+def test_a_reward_that_cannot_be_loaded_is_told_to_all_who_wait(pool: Made) -> None:
+    broken = pool(odd=own("no_such"))
+    for _ in range(2):
+        [future] = broken.submit(problem(), [response("x")])
+        with pytest.raises(RewardError, match=r"experts\.sums\.rewards\.odd: small_rewards has no"):
+            future.result(SECONDS)
+    assert broken.owed == 0
+
+
+def test_a_pool_that_is_closed_leaves_no_process(pool: Made, tmp_path: Path) -> None:
+    made = pool(odd=own("does"))
+    made.submit(problem(), [response(f"child {tmp_path / 'number'}")])
+    deadline = time.monotonic() + SECONDS
+    while not (tmp_path / "number").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    processes = [made._nursery.pid, *(worker.process for worker in made._workers)]
+    made.close()
+    made.close = lambda: None  # type: ignore[method-assign]
+    while any(Path(f"/proc/{each}").exists() for each in processes):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(int((tmp_path / "number").read_text()), 9)
+
+
+def test_what_stops_a_stage() -> None:
+    pool = RewardPool.__new__(RewardPool)
+    pool._settings = RewardPoolSettings(max_failed_fraction=0.25)
+    pool.hold_to_limit([], 0)
+    pool.hold_to_limit(["a"], 4)
+    with pytest.raises(RewardError, match=r"2 of 4 samples have no reward, and rewards\.max_fail"):
+        pool.hold_to_limit(["a", "b"], 4)
+
+
+def test_parts_add_up_by_weight_and_a_cut_off_response_is_what_each_says(tmp_path: Path) -> None:
+    given = rewards(
+        length=own("length", weight=0.5),
+        anyway=own("length", unfinished="score"),
+        watched=own("length", weight=0.0),
+    )
+    grader = Grader("sums", given, tmp_path)
+    assert grader.grade(problem(), response("four")) == Grade(
+        6.0, {"length": 4.0, "anyway": 4.0, "watched": 4.0}
+    )
+    assert grader.grade(problem(), response("four", finished=False)) == Grade(
+        4.0, {"length": 0.0, "anyway": 4.0, "watched": 0.0}
+    )
+
+
+@pytest.mark.parametrize(
+    ("functions", "reason"),
+    [
+        (["backwards"], "whose ends should rise from above 0 to 3 at most"),
+        (["lines", "lines"], "is the second of its domain to give steps"),
+    ],
+)
+def test_steps_that_are_none(functions: list[str], reason: str, tmp_path: Path) -> None:
+    given = rewards(**{f"r{i}": own(function) for i, function in enumerate(functions)})
+    grade = Grader("sums", given, tmp_path).grade(problem(), response("a,b"))
+    assert grade.reward is None
+    assert grade.failure is not None
+    assert reason in grade.failure
+
+
+def test_steps_end_where_their_text_ends(tmp_path: Path) -> None:
+    grader = Grader("sums", rewards(steps=own("lines", weight=2.0)), tmp_path)
+    grade = grader.grade(problem(), response("ab,c"))
+    assert grade == Grade(4.0, {"steps": 2.0}, steps=((3, 6.0), (4, 2.0)))
