@@ -21,6 +21,7 @@ from parallel.packing import Place
 from parallel.policy import Policy
 from parallel.sample import Sample
 from parallel.settings import EngineSettings, LayoutSettings
+from stages.agreement import measure_mismatch
 from stages.backlog import Batch
 from stages.grading import add_advantages, graded
 from stages.group_weights import LengthWeights, scale_by_entropy
@@ -314,3 +315,21 @@ def test_corrections_are_of_the_stale_or_of_all() -> None:
     everything = weights(part, 1, IcePopSettings(samples="all", level="token"))
     assert everything is not None
     torch.testing.assert_close(everything, torch.full((2, 2), 3.0))
+
+
+def test_mismatch_is_measured_by_token_and_by_sequence() -> None:
+    part = collate(drawn([2, 1]), Place(), replay=False)
+    # pi / mu of the three tokens: 4 and 1/4, whose geometric mean is 1, and 3.
+    moved = torch.tensor([[4.0, 0.25], [3.0, torch.nan]]).log()
+    entropies = torch.ones(2, 2)
+    policy = mock.Mock()
+    policy.evaluate.return_value = [(part.engine_logprobs + moved, entropies)]
+    found = measure_mismatch(policy, [part], temperature=1.0, entropies=True)
+    log_3 = np.log(3.0)
+    assert found == {
+        "mismatch_max": pytest.approx(np.log(4.0)),
+        "mismatch_mean": pytest.approx((2 * np.log(4.0) + log_3) / 3),
+        "mismatch_sequence_k3": pytest.approx((0 + 3 - log_3 - 1) / 2, rel=1e-5),
+        "high_ratio": 1.0,
+    }
+    assert part.old_entropies is entropies
