@@ -18,9 +18,14 @@ from parallel import checkpoints
 from parallel.batch import collate
 from parallel.checkpoint_saver import Saver
 from parallel.packing import Place
-from parallel.policy import Policy
+from parallel.policy import Policy, TrainedPolicy
 from parallel.sample import Sample
-from parallel.settings import EngineSettings, LayoutSettings
+from parallel.settings import (
+    EngineSettings,
+    LayoutSettings,
+    OptimizerSettings,
+    RoutingLossSettings,
+)
 from stages.agreement import measure_mismatch
 from stages.backlog import Batch
 from stages.grading import add_advantages, graded
@@ -30,12 +35,14 @@ from stages.grpo import Expert
 from stages.objectives.settings import (
     GrpoSettings,
     IcePopSettings,
+    KLSettings,
     MoGrpoSettings,
     NoCorrectionSettings,
     ProcessSettings,
     TisSettings,
 )
 from stages.on_policy import Rollout, weights
+from stages.reference import Reference
 from stages.settings import DomainSettings, LoggingSettings, RunSettings, StageJob
 
 PROMPTS, GROUP = 4, 4
@@ -197,6 +204,34 @@ def test_an_average_follows_the_policy_and_survives(tmp_path: Path) -> None:
     checkpoints.load_weights(plain.policy, tmp_path / "checkpoints" / "step_1")
     for name, weight in plain.policy.named_weights().items():
         assert torch.equal(weight, stage.policy.named_weights()[name])
+
+
+def test_the_average_of_a_bf16_policy_begins_at_the_parent_and_is_kept_in_fp32(
+    tmp_path: Path,
+) -> None:
+    low = MODEL.model_copy(update={"precision": "bf16"})
+    optimizer = OptimizerSettings(learning_rate=1e-2)
+    policy = TrainedPolicy(low, LayoutSettings(), optimizer, 10, RoutingLossSettings())
+    policy.start_fresh(3)
+    saver = Saver(tmp_path)
+    saver.begin(policy, 1, {})
+    saver.finish()
+    job = StageJob.model_construct(
+        parent=tmp_path / "step_1",
+        settings=RunSettings.model_construct(model=low, layout=LayoutSettings()),
+    )
+    reference = Reference(job, policy, KLSettings(reference="ema", ema_decay=0.999))
+    average = policy.averages["ema"].named_weights()
+    before = {name: weight.clone() for name, weight in policy.named_weights().items()}
+    for name, weight in average.items():
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight, before[name].float())
+    with torch.no_grad():
+        for weight in policy.named_weights().values():
+            weight.mul_(2)
+    reference.follow()
+    for name, weight in average.items():  # a thousandth is less than bf16 can tell
+        torch.testing.assert_close(weight, before[name].float() * 1.001)
 
 
 def test_what_has_no_reward_is_not_trained_on(tmp_path: Path) -> None:
