@@ -18,9 +18,15 @@ from parallel import checkpoints
 from parallel.batch import collate
 from parallel.checkpoint_saver import Saver
 from parallel.packing import Place
-from parallel.policy import Policy
+from parallel.policy import Policy, TrainedPolicy
 from parallel.sample import Sample
-from parallel.settings import EngineSettings, LayoutSettings
+from parallel.settings import (
+    EngineSettings,
+    LayoutSettings,
+    OptimizerSettings,
+    RoutingLossSettings,
+)
+from stages.agreement import measure_mismatch
 from stages.backlog import Batch
 from stages.grading import add_advantages, graded
 from stages.group_weights import LengthWeights, scale_by_entropy
@@ -29,12 +35,14 @@ from stages.grpo import Expert
 from stages.objectives.settings import (
     GrpoSettings,
     IcePopSettings,
+    KLSettings,
     MoGrpoSettings,
     NoCorrectionSettings,
     ProcessSettings,
     TisSettings,
 )
 from stages.on_policy import Rollout, weights
+from stages.reference import Reference
 from stages.settings import DomainSettings, LoggingSettings, RunSettings, StageJob
 
 PROMPTS, GROUP = 4, 4
@@ -218,6 +226,34 @@ def test_an_average_follows_the_policy_and_survives(tmp_path: Path) -> None:
         assert torch.equal(weight, stage.policy.named_weights()[name])
 
 
+def test_the_average_of_a_bf16_policy_begins_at_the_parent_and_is_kept_in_fp32(
+    tmp_path: Path,
+) -> None:
+    low = MODEL.model_copy(update={"precision": "bf16"})
+    optimizer = OptimizerSettings(learning_rate=1e-2)
+    policy = TrainedPolicy(low, LayoutSettings(), optimizer, 10, RoutingLossSettings())
+    policy.start_fresh(3)
+    saver = Saver(tmp_path)
+    saver.begin(policy, 1, {})
+    saver.finish()
+    job = StageJob.model_construct(
+        parent=tmp_path / "step_1",
+        settings=RunSettings.model_construct(model=low, layout=LayoutSettings()),
+    )
+    reference = Reference(job, policy, KLSettings(reference="ema", ema_decay=0.999))
+    average = policy.averages["ema"].named_weights()
+    before = {name: weight.clone() for name, weight in policy.named_weights().items()}
+    for name, weight in average.items():
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight, before[name].float())
+    with torch.no_grad():
+        for weight in policy.named_weights().values():
+            weight.mul_(2)
+    reference.follow()
+    for name, weight in average.items():  # a thousandth is less than bf16 can tell
+        torch.testing.assert_close(weight, before[name].float() * 1.001)
+
+
 def test_what_has_no_reward_is_not_trained_on(tmp_path: Path) -> None:
     stage = expert(tmp_path, {"aggregation": "lambda", "scaling": "edge"})
     seen: list[int] = []
@@ -334,3 +370,21 @@ def test_corrections_are_of_the_stale_or_of_all() -> None:
     everything = weights(part, 1, IcePopSettings(samples="all", level="token"))
     assert everything is not None
     torch.testing.assert_close(everything, torch.full((2, 2), 3.0))
+
+
+def test_mismatch_is_measured_by_token_and_by_sequence() -> None:
+    part = collate(drawn([2, 1]), Place(), replay=False)
+    # pi / mu of the three tokens: 4 and 1/4, whose geometric mean is 1, and 3.
+    moved = torch.tensor([[4.0, 0.25], [3.0, torch.nan]]).log()
+    entropies = torch.ones(2, 2)
+    policy = mock.Mock()
+    policy.evaluate.return_value = [(part.engine_logprobs + moved, entropies)]
+    found = measure_mismatch(policy, [part], temperature=1.0, entropies=True)
+    log_3 = np.log(3.0)
+    assert found == {
+        "mismatch_max": pytest.approx(np.log(4.0)),
+        "mismatch_mean": pytest.approx((2 * np.log(4.0) + log_3) / 3),
+        "mismatch_sequence_k3": pytest.approx((0 + 3 - log_3 - 1) / 2, rel=1e-5),
+        "high_ratio": 1.0,
+    }
+    assert part.old_entropies is entropies
