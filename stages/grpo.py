@@ -64,7 +64,8 @@ class Expert(OnPolicyStage):
     def share_out(self, batch: Batch) -> Rollout:
         """`updates_per_rollout` shares of the prompts, each with all graded samples of its
         groups."""
-        samples = add_advantages(batch.groups, self.objective.advantage)
+        weights = {name: reward.weight for name, reward in self.expert.rewards.items()}
+        samples = add_advantages(batch.groups, self.objective.advantage, weights)
         updates = self.expert.updates_per_rollout
         drawn = graded([*batch.groups, *batch.replaced])
         return Rollout(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fake_engines import MODEL, FakeEngine
-from test_rollout_modes import RefittedFleet, one_rank, parity  # noqa: F401
+from test_rollout_modes import RefittedFleet, one_rank  # noqa: F401
 
 from parallel import checkpoints
 from parallel.batch import collate
@@ -28,6 +28,7 @@ from parallel.settings import (
 )
 from stages.agreement import measure_mismatch
 from stages.backlog import Batch
+from stages.domains.rewards.settings import RewardPoolSettings
 from stages.grading import add_advantages, graded
 from stages.group_weights import LengthWeights, scale_by_entropy
 from stages.groups import Group
@@ -57,7 +58,7 @@ def expert(directory: Path, objective: dict[str, Any], steps: int = 3, updates: 
     domain = DomainSettings.model_validate(
         {
             "prompts": {"dataset": "chain_sum"},
-            "reward": "test_rollout_modes:parity",
+            "rewards": {"parity": {"kind": "python", "function": "small_rewards:parity"}},
             "sampling": {
                 "prompts_per_step": PROMPTS,
                 "group_size": GROUP,
@@ -77,6 +78,7 @@ def expert(directory: Path, objective: dict[str, Any], steps: int = 3, updates: 
         model=MODEL,
         layout=LayoutSettings(),
         engine=EngineSettings(max_logprob_difference=1e9),
+        rewards=RewardPoolSettings(workers=1),
         experts={"sums": domain},
         logging=LoggingSettings(wandb="disabled"),
     )
