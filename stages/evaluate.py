@@ -80,8 +80,9 @@ class Evaluation:
                 self.job.directory / "results.json", json.dumps({"models": models}, indent=2)
             )
             self.log.close()
-            self.scoring.close()
         self.rollouts.close()
+        if is_main():
+            self.scoring.close()
 
     def _check_engine(self) -> None:
         """Hold the engine to the checkpoint's own log-probabilities on a first batch."""

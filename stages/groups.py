@@ -16,7 +16,8 @@ class Group:
     """All samples of one prompt; sample i is drawn with seed + i.
 
     `ended` counts the groups that were whole before this one; it is not whole where that is None.
-    `grades` are its samples', where they are wanted, and `failures` says why some have none.
+    `grades` are to come for its samples, where they are wanted; when it is `graded`, its samples
+    say what they earned, and `failures` why some have no reward.
     """
 
     problem: Problem
@@ -24,6 +25,7 @@ class Group:
     drawn: list[Sample | None]
     ended: int | None = None
     grades: list[Future[Grade] | None] | None = None
+    graded: bool = False
     failures: list[str] = field(default_factory=list)
 
     @property

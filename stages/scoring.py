@@ -34,19 +34,19 @@ class Scoring:
 
         Raises RewardError where nothing can be graded any more.
         """
-        if group.ended is None or group.grades is None:
+        if group.ended is None or group.grades is None or group.graded:
+            return group.graded
+        futures = [future for future in group.grades if future is not None]
+        if not all(future.done() for future in futures):
             return False
-        grades = [future for future in group.grades if future is not None]
-        if not all(future.done() for future in grades):
-            return False
-        if not group.failures:
-            for sample, future in zip(group.samples, grades, strict=True):
-                grade = future.result()
-                sample.reward, sample.reward_parts = grade.reward, grade.parts
-                if grade.steps:
-                    sample.step_rewards = self._by_token(sample, grade.steps)
-                if grade.failure is not None:
-                    group.failures.append(grade.failure)
+        for sample, future in zip(group.samples, futures, strict=True):
+            grade = future.result()
+            sample.reward, sample.reward_parts = grade.reward, grade.parts
+            if grade.steps:
+                sample.step_rewards = self._by_token(sample, grade.steps)
+            if grade.failure is not None:
+                group.failures.append(grade.failure)
+        group.graded = True
         return True
 
     def hold_to_limit(self, failures: list[str], samples: int) -> None:

@@ -314,8 +314,8 @@ class Scheduler:
 
     def _accept(self, stream: _Stream) -> None:
         for entry, sample in stream.answers:
-            self._owed.remove(entry.number)
             self._on_end(entry.task, sample)
+            self._owed.remove(entry.number)
             self._finished.append((entry.task, sample))
             self._lengths.learn(entry.task.question, len(sample.response))
         stream.answers.clear()

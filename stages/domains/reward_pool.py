@@ -24,6 +24,7 @@ from multiprocessing.reduction import send_handle
 from pathlib import Path
 
 from parallel.last_word import say_notice
+from parallel.settings import LAST_WORD
 from stages.domains.problem import Problem
 from stages.domains.reward_worker import CLOCK_BYTES, Clock, Loaded, Setup
 from stages.domains.rewards.grading import Grade, failure
@@ -292,12 +293,13 @@ class RewardPool:
 def _start_nursery(theirs: Connection) -> subprocess.Popen[bytes]:
     """It finds modules where this process does, those of one's own among them."""
     path = os.pathsep.join(each or str(Path.cwd()) for each in sys.path)
+    environment = {name: value for name, value in os.environ.items() if name != LAST_WORD}
     descriptor = theirs.fileno()
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "stages.domains.reward_nursery", str(descriptor)],
         stdin=subprocess.DEVNULL,
         pass_fds=[descriptor],
-        env={**os.environ, "PYTHONPATH": path},
+        env={**environment, "PYTHONPATH": path},
     )
     theirs.close()
     return process

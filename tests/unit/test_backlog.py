@@ -309,3 +309,20 @@ def test_parts_and_steps_stand_on_the_sample() -> None:
     assert first.reward_parts == {"steps": 2.0, "long": 1.0}
     assert second.reward_parts == {"steps": 2.0, "long": 0.5}
     assert (first.reward, second.reward) == (3.0, 2.0)
+
+
+def test_a_sample_is_graded_while_its_group_is_still_drawn() -> None:
+    rollouts = FakeRollouts()
+    source = backlog(rollouts, "sums")
+    [probe] = source.probes(1, "probe 1", longest=8)
+    source.begin({"sums": 1})
+    group = rollouts.asked[1]
+    sample = Sample("sums", np.ones(2, np.int32), np.ones(3, np.int32))
+    for asked in (probe, group):
+        rollouts.on_sample(asked, 0, sample)
+    assert probe.grades is None
+    assert group.grades is not None
+    assert group.ended is group.grades[1] is None
+    first = group.grades[0]
+    assert first is not None
+    assert first.result(60).reward == 3.0

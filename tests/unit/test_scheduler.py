@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -274,6 +275,18 @@ def test_collecting_waits_no_longer_than_it_was_told() -> None:
     engine.gate.set()
 
 
+def test_whoever_collects_can_be_woken() -> None:
+    scheduler = Scheduler(FakeFleet(FakeEngine()), MODEL, deterministic=False)
+    assert scheduler.collect(5) == []  # nothing is owed
+    threading.Timer(0.2, scheduler.wake).start()
+    started = time.monotonic()
+    assert scheduler.collect(20, more=True) == []
+    assert 0.1 < time.monotonic() - started < 10
+    scheduler.wake()
+    assert scheduler.collect(20, more=True) == []  # though it was not waiting then
+    assert scheduler.collect(0.1, more=True) == []
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_nothing_is_lost_or_doubled_whatever_dies(seed: int) -> None:
     draw = random.Random(seed)
@@ -288,13 +301,15 @@ def test_nothing_is_lost_or_doubled_whatever_dies(seed: int) -> None:
         for number in range(draw.choice((1, 2, 3)))
     ]
     fleet = FakeFleet(*engines, sequences=draw.choice((1, 5, 32)))
-    scheduler = Scheduler(fleet, MODEL, deterministic)
+    heard: list[object] = []
+    scheduler = Scheduler(fleet, MODEL, deterministic, lambda task, sample: heard.append(task.key))
     asked = tasks(120)
     for first in range(0, 120, 40):
         scheduler.submit(asked[first : first + 40])
     assert responses(gather(scheduler, fleet)) == expected(asked)
     drawn = sum((engine.drawn for engine in engines), Counter())
     assert drawn.total() >= 120
+    assert sorted(heard, key=str) == sorted((task.key for task in asked), key=str)
 
 
 def good() -> tuple[Question, Generation]:
