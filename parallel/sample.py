@@ -16,7 +16,8 @@ class Sample:
     experts of every token but the last, which no forward pass reads: uint16
     [prompt + response - 1, routed layers, experts_per_token]. `versions`, int32 [response], says
     which weights each token was drawn with, and `kept`, int32 each, from which set, where top-p or
-    top-k left some of the vocabulary out.
+    top-k left some of the vocabulary out. `loss_mask`, bool [response], says which tokens are
+    learned, where some of them are only read, such as another's turn in a conversation.
     """
 
     domain: str
@@ -26,6 +27,7 @@ class Sample:
     routes: np.ndarray | None = None
     versions: np.ndarray | None = None
     kept: list[np.ndarray] | None = None
+    loss_mask: np.ndarray | None = None
     finished: bool = True
     reward: float | None = None
     advantage: float = 0.0
@@ -34,6 +36,13 @@ class Sample:
     def length(self) -> int:
         """Tokens the model reads: all but the last."""
         return len(self.prompt) + len(self.response) - 1
+
+    @property
+    def learned(self) -> np.ndarray:
+        """The places int64 of the response's tokens that are learned."""
+        if self.loss_mask is None:
+            return np.arange(len(self.response))
+        return np.flatnonzero(self.loss_mask)
 
     @property
     def weight_version(self) -> int:

@@ -12,6 +12,7 @@ from stages.backlog import Backlog, Batch, Collection
 from stages.domains.problem import Problem
 from stages.groups import Group
 from stages.settings import DomainSettings, RolloutSettings, RunSettings, SamplingSettings, StageJob
+from stages.tokenizer import CharacterTokenizer
 
 SAMPLING = SamplingSettings(prompts_per_step=3, group_size=2)
 NAMES = ("sums", "words")
@@ -19,6 +20,8 @@ NAMES = ("sums", "words")
 
 class FakeRollouts:
     """Remembers what was asked for; a test ends it."""
+
+    tokenizer = CharacterTokenizer()
 
     def __init__(self) -> None:
         self.asked: list[Group] = []

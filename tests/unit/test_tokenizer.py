@@ -11,14 +11,14 @@ RESPONSE = "<3,-4,3>3"
 
 def test_ids_are_fixed() -> None:
     tokenizer = CharacterTokenizer()
-    assert (tokenizer.pad_id, tokenizer.end_id, tokenizer.vocabulary_size) == (0, 1, 80)
+    assert (tokenizer.pad_token, tokenizer.end_token, tokenizer.vocabulary_size) == (0, 1, 80)
     assert tokenizer.encode("09az ") == [2, 11, 12, 37, 64]
     assert tokenizer.decode(tokenizer.encode(CHARACTERS)) == CHARACTERS
 
 
 def test_decoding_stops_at_the_end_and_shows_stray_special_ids() -> None:
     tokenizer = CharacterTokenizer()
-    ids = [*tokenizer.encode(RESPONSE), tokenizer.end_id, *tokenizer.encode("junk")]
+    ids = [*tokenizer.encode(RESPONSE), tokenizer.end_token, *tokenizer.encode("junk")]
     assert tokenizer.decode(ids) == RESPONSE
     assert tokenizer.decode([*tokenizer.encode("1"), 0, 79]) == "1[PAD][RESERVED_79]"
 
@@ -39,7 +39,7 @@ def test_transformers_loads_the_same_ids(tmp_path: Path, beside_a_model: bool) -
     theirs = AutoTokenizer.from_pretrained(tmp_path)
 
     assert len(theirs) == theirs.vocab_size == ours.vocabulary_size
-    assert (theirs.pad_token_id, theirs.eos_token_id) == (ours.pad_id, ours.end_id)
+    assert (theirs.pad_token_id, theirs.eos_token_id) == (ours.pad_token, ours.end_token)
     for text in ["", "c4-1-7+7=", RESPONSE, "  two  spaces ", CHARACTERS]:
         ids = ours.encode(text)
         assert theirs(text)["input_ids"] == ids
