@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
 Key = tuple[str | int, ...]
-
-ARM = "name"  # the key whose value says which settings class of a union is meant
 
 
 def type_at(root: type[BaseModel], key: Key) -> Any:
@@ -48,6 +46,11 @@ def without_arms(root: type[BaseModel], location: Key) -> Key:
     )
 
 
+def tag(annotation: Any) -> str:
+    """The key whose value says which settings class of a union is meant, such as `name`."""
+    return _tag(_classes(annotation))
+
+
 def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every leaf of nested mappings as (dotted key, value); an empty mapping is a leaf."""
     if not isinstance(value, Mapping) or (prefix and not value):
@@ -62,11 +65,26 @@ def _is_settings(annotation: Any) -> bool:
 
 
 def _arms(annotation: Any) -> dict[Any, type[BaseModel]]:
-    """The settings classes of a union, each by its `name`; nothing for other annotations."""
+    """The settings classes of a union, each by its tag's value; nothing for other annotations."""
+    classes = _classes(annotation)
+    return {each.model_fields[_tag(classes)].default: each for each in classes}
+
+
+def _classes(annotation: Any) -> list[type[BaseModel]]:
     if get_origin(annotation) not in (Union, types.UnionType):
-        return {}
-    classes = filter(_is_settings, map(_bare, get_args(annotation)))
-    return {each.model_fields[ARM].default: each for each in classes}
+        return []
+    return [each for each in map(_bare, get_args(annotation)) if _is_settings(each)]
+
+
+def _tag(classes: list[type[BaseModel]]) -> str:
+    """The key that is a literal in all classes, with another default in each."""
+    for name, field in classes[0].model_fields.items():
+        defaults = {
+            each.model_fields[name].default for each in classes if name in each.model_fields
+        }
+        if get_origin(field.annotation) is Literal and len(defaults) == len(classes):
+            return name
+    raise TypeError(f"nothing tells {classes} apart")
 
 
 def _bare(annotation: Any) -> Any:

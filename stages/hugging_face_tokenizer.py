@@ -72,7 +72,7 @@ class HuggingFaceTokenizer:
                 " need; add its chat_template.jinja, or give prompts as text"
             )
         try:
-            return self._tokenizer.apply_chat_template(
+            text = self._tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=generation_prompt
             )
         except Exception as error:  # a template is a program, and fails in any way it likes
@@ -80,15 +80,17 @@ class HuggingFaceTokenizer:
                 f"model.tokenizer: the chat template of {self._directory} refuses"
                 f" {list(messages)!r}: {error}"
             ) from error
+        return str(text)
 
     def save(self, directory: Path) -> None:
         """Write the tokenizer's files, its chat template among them, into `directory`."""
         self._tokenizer.save_pretrained(directory)
 
     def _decode_known(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(
+        text = self._tokenizer.decode(
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
+        return str(text)
 
     def _template(self) -> str:
         return self._tokenizer.get_chat_template() if self._tokenizer.chat_template else ""

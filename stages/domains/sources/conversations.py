@@ -85,8 +85,8 @@ class ConversationStream:
 @cache
 def conversation_index(settings: FileDemonstrationSettings, domain: str) -> RowIndex:
     """The index of a domain's demonstrations; the files are read once a process."""
-    pair = [settings.prompt, settings.response]
-    columns = [settings.messages] if settings.response is None else pair
+    response = settings.response
+    columns = [settings.messages] if response is None else [settings.prompt, response]
 
     def identify(row: Row) -> tuple[str, str]:
         shown = shown_in(row, settings)

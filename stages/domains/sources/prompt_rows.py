@@ -53,8 +53,8 @@ def prompt_index(settings: FilePromptSettings, domain: str) -> RowIndex:
     columns = [settings.prompt, *([] if settings.answer is None else [settings.answer])]
 
     def identify(row: Row) -> tuple[str, str]:
-        answer_of(row, settings)
         key = content_key(prompt_of(row, settings.prompt))
+        answer_of(row, settings)
         return key, key
 
     return build_index(settings, domain, "prompts", columns, identify)
@@ -86,6 +86,8 @@ def prompt_of(row: Row, column: str) -> str | list[Message]:
         if not value:
             raise RowFault(f"{column!r} is empty")
         return value
+    if not isinstance(value, list):
+        raise RowFault(f"{column!r} is neither text nor a list of messages")
     messages = messages_of(row, column)
     if messages[-1]["role"] == ASSISTANT:
         raise RowFault(f"{column!r} ends with a message of the assistant, which is to answer it")
