@@ -11,8 +11,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet as parquet
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from byte_tokenizer import CHATML, save_tokenizer
 
 from parallel.batch import collate
 from parallel.packing import Place
@@ -30,11 +29,6 @@ from stages.domains.sources.settings import (
 from stages.hugging_face_tokenizer import HuggingFaceTokenizer
 from stages.tokenizer import CharacterTokenizer, TokenizerError
 
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content"
-    " + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 # As those that strip the reasoning of earlier turns.
 FORGETFUL = CHATML.replace(
     "message.content", "(message.content if loop.last else message.content.split('/')[-1])"
@@ -47,24 +41,6 @@ CHARACTERS = CharacterTokenizer()
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level BPE tokenizer of a few hundred ids, as a folder."""
     return save_tokenizer(tmp_path_factory.mktemp("tokenizer"), CHATML)
-
-
-def save_tokenizer(folder: Path, template: str | None, end: str | None = "<|im_end|>") -> Path:
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    special = ["<|pad|>", "<|im_start|>", "<|im_end|>", "<|other|>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(["user assistant system what is the sum of\n\n"] * 9, trainer)
-    PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<|pad|>", eos_token=end, chat_template=template
-    ).save_pretrained(folder)
-    return folder
 
 
 def chat(*contents: str) -> list[Message]:

@@ -113,7 +113,7 @@ def test_a_folder_s_tokenizer_reads_text_as_it_stands(words: Path) -> None:
     assert tokenizer.decode([2, 4, 3, 9, 2]) == "one plus two"
     assert tokenizer.decode([0, 2]) == "<bos> one"
     assert tokenizer.decode([2, 7, 12, 3]) == "one[UNKNOWN_7][UNKNOWN_12]two"
-    with pytest.raises(TokenizerError, match="words.* has no chat template, which chat messages"):
+    with pytest.raises(TokenizerError, match=r"words.* has no chat template, which chat messages"):
         tokenizer.render(CHAT, generation_prompt=True)
 
 
