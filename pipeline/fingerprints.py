@@ -16,8 +16,16 @@ from stages.domains.sources.settings import FileSettings
 TOKENIZER = "model.tokenizer"
 TEMPLATE = "model.tokenizer (its chat template)"
 # Of a tokenizer's folder, which may be a whole model's.
-TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*")
-TOKENIZER_FILES += ("merges.txt", "*.model", "chat_template*", "additional_chat_templates/*")
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+    "additional_chat_templates/*",
+)
 # Of longer data files only the size, the beginning and the end are read, so that `braid status`
 # answers at once.
 WHOLE_BYTES, END_BYTES = 1 << 20, 1 << 16

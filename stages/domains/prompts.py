@@ -90,7 +90,7 @@ class PromptStream:
             self.domain,
             self._source.key,
             f"only {len(exclude)} distinct {self.split} prompts{skipped} found, {wanted} needed;"
-            " make the problems more varied or change prompts.held_out_fraction",
+            " have more problems, more varied ones, or change prompts.held_out_fraction",
         )
 
     def _note_too_long(self) -> None:
