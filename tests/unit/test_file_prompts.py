@@ -23,7 +23,7 @@ from stages.domains.sources.settings import (
     ParquetPromptSettings,
     ReasoningGymPromptSettings,
 )
-from stages.tokenizer import CharacterTokenizer
+from stages.tokenizer import CharacterTokenizer, TokenizerError
 
 TOKENIZER = CharacterTokenizer()
 Write = Callable[..., Path]
@@ -219,6 +219,15 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None
     write_jsonl(path, rows(20, seed=1))
     with pytest.raises(DomainError, match=r"prompts\.path: .*a\.jsonl changed since it was index"):
         drawing.take(15)
+
+
+def test_a_prompt_that_the_tokenizer_cannot_read_is_named(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1"}, {"prompt": "caf\u00e9"}])
+    settings = JsonlPromptSettings(path=path, held_out_fraction=1e-9)
+    with pytest.raises(
+        TokenizerError, match=r"'\u00e9' of .* is not in the voc.*; in .*a\.jsonl:2"
+    ):
+        stream(settings).take(2)
 
 
 def test_no_file_and_an_empty_split_are_errors(tmp_path: Path) -> None:

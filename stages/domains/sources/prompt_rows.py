@@ -10,7 +10,7 @@ from stages.domains.problem import Problem
 from stages.domains.sources.index import Order, RowIndex, build_index
 from stages.domains.sources.rows import Row, RowFault, missing
 from stages.domains.sources.settings import FilePromptSettings
-from stages.tokenizer import Tokenizer
+from stages.tokenizer import Tokenizer, TokenizerError
 
 
 class FileSource:
@@ -38,13 +38,18 @@ class FileSource:
         self.patience = 2 * len(rows)  # that many in a row hold a whole epoch
 
     def problem(self, index: int) -> Problem | None:
-        """The problem at `index`, or None where its prompt is too long."""
+        """The problem at `index`, or None where its prompt is too long.
+
+        Raises TokenizerError, naming the row, where the tokenizer or its template cannot read it.
+        """
         row = self._order.row(index)
-        problem = problem_at(self._index, self._settings, self._tokenizer, row, index)
+        try:
+            problem = problem_at(self._index, self._settings, self._tokenizer, row, index)
+            tokens = len(self._tokenizer.encode(problem.prompt))
+        except TokenizerError as fault:
+            raise TokenizerError(f"{fault}; in {self._index.place(row)}") from fault
         limit = self._settings.max_prompt_tokens
-        if limit is not None and len(self._tokenizer.encode(problem.prompt)) > limit:
-            return None
-        return problem
+        return None if limit is not None and tokens > limit else problem
 
 
 @cache
