@@ -17,6 +17,7 @@ STAGES = [
     "safetensors>=0.6",  # weights on disk, without pickles
     "msgspec>=0.19",  # the engine's wire format: typed, fast, no pickles
     "aiohttp>=3.13",  # the engine's server, of many streams at once; vLLM has it too
+    "pyarrow>=21",  # Parquet, a row group at a time
     "numpy>=2,<3",  # token ids, log-probabilities and routes of a sample
     "reasoning-gym==0.1.25",  # problems with verified answers
     "math-verify[antlr4_13_2]==0.9.0",  # whether two mathematical answers are equal

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 from parallel.hugging_face import hugging_face_config
 from parallel.settings import ModelSettings
 from stages.domains.prompts import PromptStream
-from stages.settings import PromptSettings
+from stages.domains.sources.settings import ReasoningGymPromptSettings
+from stages.tokenizer import CharacterTokenizer
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 TINY = ModelSettings(**yaml.safe_load((CONFIGS / "models" / "tiny-moe.yaml").read_text()))
@@ -61,8 +62,10 @@ def starting_model(workload: Workload) -> PreTrainedModel:
 def prompts(count: int) -> list[str]:
     """What the expert of `chain_sum` of a run of seed 0 is asked first, in that order."""
     domain = yaml.safe_load((CONFIGS / "domains" / "chain_sum.yaml").read_text())
-    settings = PromptSettings(**domain["prompts"])
-    stream = PromptStream(settings, "chain_sum", seed=0, purpose="experts.chain_sum")
+    settings = ReasoningGymPromptSettings(**domain["prompts"])
+    stream = PromptStream(
+        settings, CharacterTokenizer(), "chain_sum", seed=0, purpose="experts.chain_sum"
+    )
     return [problem.prompt for problem in stream.take(count)]
 
 

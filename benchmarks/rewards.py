@@ -32,7 +32,8 @@ from stages.domains.rewards.settings import (
     RewardPoolSettings,
     RewardSettings,
 )
-from stages.settings import PromptSettings
+from stages.domains.sources.settings import ReasoningGymPromptSettings
+from stages.tokenizer import CharacterTokenizer
 
 DOMAIN, GROUP = "sums", 8
 Batch = list[tuple[Problem, list[Response]]]
@@ -103,7 +104,8 @@ def timed(way: Callable[[], None]) -> float:
 def sums(samples: int) -> Batch:
     """The quickstart's sums; half of the responses are right."""
     config = {"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 1}
-    prompts = PromptStream(PromptSettings(dataset="chain_sum", config=config), DOMAIN, 0, "bench")
+    settings = ReasoningGymPromptSettings(dataset="chain_sum", config=config)
+    prompts = PromptStream(settings, CharacterTokenizer(), DOMAIN, 0, "bench")
     return [
         (problem, [Response(f"<1>{problem.answer}{'0' * (i % 2)}", 8) for i in range(GROUP)])
         for problem in prompts.take(samples // GROUP)
@@ -116,7 +118,7 @@ def mathematics(samples: int) -> Batch:
     for number in range(1, samples // GROUP + 1):
         answer = f"x^2 + {2 * number} x + {number * number}"
         texts = [rf"It is \boxed{{(x + {number})^2 + {i} - {2 * i % 3}}}." for i in range(GROUP)]
-        problem = Problem(DOMAIN, "chain_sum", number, f"{number}?", "", answer, {})
+        problem = Problem(DOMAIN, number, f"{number}?", answer)
         batch.append((problem, [Response(text, len(text)) for text in texts]))
     return batch
 

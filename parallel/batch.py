@@ -24,17 +24,18 @@ class MicroBatch:
     What the model reads, this context-parallel rank's share of T tokens: tokens int64 [1, T / C],
     positions int64 [1, T / C] counting from 0 in every sequence, and the row's description.
 
-    What joins the two: of the n response tokens that this rank predicts, `predicts` int64 [n] says
-    which of its tokens does it, and `place` int64 [n] where the prediction belongs in [B * R].
+    What joins the two: of the n learned response tokens that this rank predicts, `predicts` int64
+    [n] says which of its tokens does it, and `place` int64 [n] where the prediction belongs in
+    [B * R].
     `kept` int64 [n, S], padded with -1, are the sets that top-p or top-k left of the vocabulary, if
     they left any of it out; a row of nothing but -1 keeps all.
 
     What the objectives read, whole on every rank, one row a response of at most R tokens: targets
-    int64 [B, R]; mask bool [B, R]; engine_logprobs, mu, and advantages fp32 [B, R], 0 outside the
-    mask. Added on the last pipeline stage before the batch is trained on, as far as its objective
-    asks for them, fp32 [B, R]: old_logprobs, old_entropies and reference_logprobs, the weights of
-    what pi_old did not draw, and the router_movement in nats; and the logits
-    [n, vocabulary / TP] of the reference, or of the teacher of `domain`.
+    int64 [B, R]; mask bool [B, R], the tokens that are learned; engine_logprobs, mu, and advantages
+    fp32 [B, R], 0 outside the mask. Added on the last pipeline stage before or while the batch is
+    trained on, as far as its objective asks for them, fp32 [B, R]: old_logprobs, old_entropies and
+    reference_logprobs, the weights of what pi_old did not draw, and the router_movement in nats;
+    and the logits [n, vocabulary / TP] of the reference, or of the teacher of `domain`.
     """
 
     samples: list[Sample]
@@ -115,15 +116,15 @@ def collate(samples: list[Sample], here: Place, replay: bool, padded: bool = Fal
     for index, (sample, start) in enumerate(zip(samples, row.starts, strict=False)):
         tokens[start : start + sample.length] = [*sample.prompt, *sample.response[:-1]]
         positions[start : start + sample.length] = np.arange(sample.length)
-        count = len(sample.response)
+        count, learned = len(sample.response), sample.learned
         first = start + len(sample.prompt) - 1
-        place[first : first + count] = index * responses[1] + np.arange(count)
+        place[first + learned] = index * responses[1] + learned
         targets[index, :count] = sample.response
-        mask[index, :count] = True
+        mask[index, learned] = True
         own = sample.advantages
-        advantages[index, :count] = sample.advantage if own is None else own
+        advantages[index, learned] = sample.advantage if own is None else own[learned]
         if sample.logprobs is not None:
-            engine_logprobs[index, :count] = sample.logprobs
+            engine_logprobs[index, learned] = sample.logprobs[learned]
     if replay and samples:
         row.routes = torch.from_numpy(_routes(samples, row)).to(device())
     own_place = place[row.own]

@@ -15,7 +15,9 @@ class Sample:
     fp32 in nats, [response]; `routes` holds the experts of every token but the last, which no
     forward pass reads: uint16 [prompt + response - 1, routed layers, experts_per_token].
     `versions`, int32 [response], says which weights each token was drawn with, and `kept`, int32
-    each, from which set, where top-p or top-k left some of the vocabulary out.
+    each, from which set, where top-p or top-k left some of the vocabulary out. `loss_mask`, bool
+    [response], says which tokens are learned, where some of them are only read, such as another's
+    turn in a conversation.
 
     The stage adds the `reward`, None where it failed; where there are such, its parts by name,
     before they are weighed, and the rewards of its steps, each with the place in the response of
@@ -31,6 +33,7 @@ class Sample:
     routes: np.ndarray | None = None
     versions: np.ndarray | None = None
     kept: list[np.ndarray] | None = None
+    loss_mask: np.ndarray | None = None
     finished: bool = True
     reward: float | None = None
     reward_parts: dict[str, float] | None = None
@@ -43,6 +46,13 @@ class Sample:
     def length(self) -> int:
         """Tokens the model reads: all but the last."""
         return len(self.prompt) + len(self.response) - 1
+
+    @property
+    def learned(self) -> np.ndarray:
+        """The places int64 of the response's tokens that are learned."""
+        if self.loss_mask is None:
+            return np.arange(len(self.response))
+        return np.flatnonzero(self.loss_mask)
 
     @property
     def weight_version(self) -> int:

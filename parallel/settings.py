@@ -37,7 +37,8 @@ LOST_PEER = "by peer"
 # says why, and the launcher starts the engine anew.
 RESTART_REQUEST = "restart"
 
-# What every tokenizer here agrees on; `stages.tokenizer` holds the only one so far.
+# The tokenizer of single characters, `model.tokenizer: characters`; `stages.tokenizer` holds it.
+CHARACTERS = "characters"
 PAD_TOKEN, END_TOKEN, TOKENIZER_SIZE = 0, 1, 80
 
 
@@ -52,6 +53,10 @@ class ModelSettings(Settings):
     """A mixture-of-experts decoder of one family, in Hugging Face's terms."""
 
     family: Literal["qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"] = "qwen3_moe"
+    tokenizer: str = Field(
+        default=CHARACTERS,
+        description="characters, or the folder of a Hugging Face tokenizer",
+    )
     vocabulary_size: Positive
     hidden_size: Positive
     layers: Positive

@@ -16,7 +16,6 @@ from pydantic import ValidationError
 
 from parallel.families import FAMILIES, architecture, family_violations
 from parallel.settings import (
-    TOKENIZER_SIZE,
     EngineSettings,
     LayoutSettings,
     ModelSettings,
@@ -26,6 +25,7 @@ from parallel.settings import (
 )
 from parallel.weights.engine import engine_violations
 from pipeline.cores import placement_fault
+from pipeline.data_checks import data_rules, missing_data, missing_tokenizer, tokenizer_rules
 from pipeline.rewards import reward_needs, reward_rules
 from pipeline.violations import hint, shown
 from stages.objectives.settings import ObjectiveSettings
@@ -55,12 +55,8 @@ def violations(run: dict[str, Any]) -> Found:
     domains = _domains(run)
     deterministic = run.get("deterministic") is True
 
-    if model and model.vocabulary_size != TOKENIZER_SIZE:
-        yield (
-            "model.vocabulary_size",
-            f"{model.vocabulary_size} should be {TOKENIZER_SIZE}, the number of ids of the "
-            "tokenizer",
-        )
+    if model:
+        yield from tokenizer_rules(model)
     if model and layout:
         yield from layout_violations(model, layout)
         yield from _family_rules(model, layout)
@@ -72,6 +68,7 @@ def violations(run: dict[str, Any]) -> Found:
         yield from _name_rules(name)
         if domain:
             yield from _domain_rules(f"experts.{name}", domain, layout, engine)
+            yield from data_rules(f"experts.{name}", domain, model, engine, merge)
             yield from _rollout_rules(f"experts.{name}.rollout", domain.rollout, deterministic)
     valid = {name: domain for name, domain in domains.items() if domain}
     if valid:
@@ -95,8 +92,10 @@ def surroundings(run: dict[str, Any]) -> Found:
     weights = model.get("initial_weights") if isinstance(model, dict) else None
     if isinstance(weights, str) and not Path(weights).is_dir():
         yield "model.initial_weights", f"no such folder: {shown(Path(weights))}"
+    yield from missing_tokenizer(model)
     for name, domain in _domains(run).items():
         if domain:
+            yield from missing_data(f"experts.{name}", domain)
             yield from reward_needs(f"experts.{name}.rewards", domain)
     engine = _block(EngineSettings, run.get("engine", {}))
     if engine and (lack := placement_fault(engine)):

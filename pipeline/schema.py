@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
 Key = tuple[str | int, ...]
-
-# The keys whose value says which settings class of a union is meant; each class has one of them.
-ARMS = ("name", "kind")
 
 
 def type_at(root: type[BaseModel], key: Key) -> Any:
@@ -40,11 +37,6 @@ def fields(annotation: Any) -> dict[Any, Any]:
     return {name: field.annotation for each in classes for name, field in each.model_fields.items()}
 
 
-def arm_key(annotation: Any) -> str:
-    """The key whose value says which class of a union of settings classes is meant."""
-    return next(_arm_key(each) for each in _arms(annotation).values())
-
-
 def renamed(annotation: Any, name: str) -> str | None:
     """What is written now in place of the key `name` that a settings class had; None of others."""
     return annotation.renamed.get(name) if _is_settings(annotation) else None
@@ -57,6 +49,11 @@ def without_arms(root: type[BaseModel], location: Key) -> Key:
         for depth, part in enumerate(location)
         if part not in _arms(type_at(root, location[:depth]))
     )
+
+
+def tag(annotation: Any) -> str:
+    """The key whose value says which settings class of a union is meant, such as `name`."""
+    return _tag(_classes(annotation))
 
 
 def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -73,15 +70,26 @@ def _is_settings(annotation: Any) -> bool:
 
 
 def _arms(annotation: Any) -> dict[Any, type[BaseModel]]:
-    """The settings classes of a union, each by its name; nothing for other annotations."""
+    """The settings classes of a union, each by its tag's value; nothing for other annotations."""
+    classes = _classes(annotation)
+    return {each.model_fields[_tag(classes)].default: each for each in classes}
+
+
+def _classes(annotation: Any) -> list[type[BaseModel]]:
     if get_origin(annotation) not in (Union, types.UnionType):
-        return {}
-    classes = filter(_is_settings, map(_bare, get_args(annotation)))
-    return {each.model_fields[_arm_key(each)].default: each for each in classes}
+        return []
+    return [each for each in map(_bare, get_args(annotation)) if _is_settings(each)]
 
 
-def _arm_key(settings: type[BaseModel]) -> str:
-    return next(key for key in ARMS if key in settings.model_fields)
+def _tag(classes: list[type[BaseModel]]) -> str:
+    """The key that is a literal in all classes, with another default in each."""
+    for name, field in classes[0].model_fields.items():
+        defaults = {
+            each.model_fields[name].default for each in classes if name in each.model_fields
+        }
+        if get_origin(field.annotation) is Literal and len(defaults) == len(classes):
+            return name
+    raise TypeError(f"nothing tells {classes} apart")
 
 
 def _bare(annotation: Any) -> Any:

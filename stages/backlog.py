@@ -124,7 +124,8 @@ class Backlog:
 
     def _stream(self, domain: str, cursor: int) -> PromptStream:
         seed, stage = self._job.settings.seed, self._job.stage
-        return PromptStream(self._prompts[domain], domain, seed, stage, cursor=cursor)
+        tokenizer = self._rollouts.tokenizer
+        return PromptStream(self._prompts[domain], tokenizer, domain, seed, stage, cursor=cursor)
 
 
 @dataclass

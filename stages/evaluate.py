@@ -52,7 +52,9 @@ class Evaluation:
             self.answered = a_model * sum(self.has(name) for name in job.models)
             self.log = MetricsLog(job, a_model * len(job.models), start=self.answered)
             self.problems = {
-                domain: held_out_problems(settings.prompts, domain, self.settings.problems)
+                domain: held_out_problems(
+                    settings.prompts, self.rollouts.tokenizer, domain, self.settings.problems
+                )
                 for domain, settings in self.domains.items()
             }
             self.scoring = Scoring(job, self.domains, self.rollouts)

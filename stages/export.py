@@ -23,7 +23,7 @@ from parallel.responses import Responses
 from parallel.sample import Sample
 from parallel.vocabulary import HeadLogits
 from stages.settings import StageJob
-from stages.tokenizer import CharacterTokenizer
+from stages.tokenizer import load_tokenizer
 
 PROBES, PROBE_TOKENS = 4, 8  # random prompts and responses a data-parallel rank, and their length
 
@@ -62,8 +62,11 @@ def export(policy: Policy, output: Path, shard_bytes: int = SHARD_BYTES) -> None
                 f"{output} was not written right", ["other logits than the policy's"]
             )
         if is_main():
-            hugging_face_config(policy.settings).save_pretrained(unfinished)
-            CharacterTokenizer().save(unfinished)
+            tokenizer = load_tokenizer(policy.settings)
+            config = hugging_face_config(policy.settings)
+            config.eos_token_id, config.pad_token_id = tokenizer.end_token, tokenizer.pad_token
+            config.save_pretrained(unfinished)
+            tokenizer.save(unfinished)
             shutil.rmtree(output, ignore_errors=True)
             unfinished.rename(output)
 

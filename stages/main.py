@@ -49,6 +49,7 @@ def _leave(error: BaseException) -> None:
     from stages.domains.problem import DomainError
     from stages.domains.rewards.reward import RewardError
     from stages.loop import NotFiniteError, StageStopped
+    from stages.tokenizer import TokenizerError
 
     told = (
         CheckpointError,
@@ -58,6 +59,7 @@ def _leave(error: BaseException) -> None:
         NotFiniteError,
         OSError,
         RewardError,
+        TokenizerError,
         WeightsError,
     )
     status = 143 if isinstance(error, StageStopped) else 1

@@ -24,6 +24,7 @@ METRICS = {
     "load_balance": "layers",
     "z_loss": "layers",
     "token_efficiency": "computed tokens",
+    "too_long": "step",
     "reward": "sequences",
     "reward/NAME": "sequences",
     "reward_failures": "step",

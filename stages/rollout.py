@@ -17,11 +17,10 @@ from parallel.rollout.fleet import Fleet
 from parallel.rollout.scheduler import NoEngine, Scheduler, Task
 from parallel.rollout.wire import Sampling
 from parallel.sample import Sample
-from parallel.settings import END_TOKEN
 from stages.domains.problem import DomainError, Problem
 from stages.groups import Group
 from stages.settings import SamplingSettings, StageJob
-from stages.tokenizer import CharacterTokenizer
+from stages.tokenizer import load_tokenizer
 
 TURN_SECONDS = 60.0  # the ranks that wait hear from the main one so often
 
@@ -35,7 +34,7 @@ class Rollouts:
         self.job = job
         self.policy = policy
         self.version: int | None = None  # of the weights that the engines have
-        self.tokenizer = CharacterTokenizer()
+        self.tokenizer = load_tokenizer(job.settings.model)
         settings = job.settings
         self.fleet = Fleet(job.engine_addresses, settings.model, settings.layout, settings.engine)
         self._scheduler: Scheduler | None = None
@@ -73,7 +72,11 @@ class Rollouts:
         """
         limit = sampling.max_response_tokens
         distribution = Sampling(
-            sampling.temperature, limit, END_TOKEN, sampling.top_p, sampling.top_k
+            sampling.temperature,
+            limit,
+            self.tokenizer.end_token,
+            sampling.top_p,
+            sampling.top_k,
         )
         tasks = []
         for group in groups:
@@ -204,7 +207,7 @@ class Rollouts:
         if len(tokens) + response > limit:
             raise DomainError(
                 problem.domain,
-                "prompts.config",
+                "prompts",
                 f"the {len(tokens)} tokens of {problem.prompt!r} leave no room for"
                 f" {response} tokens of response within engine.max_model_tokens = {limit}",
             )

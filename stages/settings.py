@@ -6,13 +6,12 @@ Never imports torch: the pipeline validates a configuration and writes job files
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from parallel.settings import (
     EngineSettings,
-    Fraction,
     LayoutSettings,
     ModelSettings,
     OptimizerSettings,
@@ -25,24 +24,12 @@ from stages.domains.rewards.settings import (
     RewardPoolSettings,
     RewardSettings,
 )
+from stages.domains.sources.settings import (
+    DemonstrationSettings,
+    GeneratedDemonstrationSettings,
+    PromptSettings,
+)
 from stages.objectives.settings import ObjectiveSettings
-
-
-class PromptSettings(Settings):
-    """Where a domain's problems come from, and which share of them training never sees."""
-
-    source: Literal["reasoning_gym"] = "reasoning_gym"
-    dataset: str
-    config: dict[str, Any] = Field(default_factory=dict)
-    held_out_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.25
-
-
-class DemonstrationSettings(Settings):
-    """The cold start's demonstrations of one domain: `worked_fraction` show careful work."""
-
-    count: Positive = 4000
-    worked_fraction: Fraction = 0.45
-    sequences_per_step: Positive = 32
 
 
 class SamplingSettings(Settings):
@@ -134,7 +121,7 @@ class DomainSettings(Settings):
         default={"exact": ReasoningGymReward()},
         description="by name; what a sample earns is the sum of weight x reward",
     )
-    demonstrations: DemonstrationSettings = DemonstrationSettings()
+    demonstrations: DemonstrationSettings = GeneratedDemonstrationSettings()
     sampling: SamplingSettings = SamplingSettings()
     rollout: RolloutSettings = RolloutSettings()
     objective: ObjectiveSettings = ObjectiveSettings()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from random import Random
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from parallel import batch
@@ -14,13 +13,17 @@ from parallel.packing import Place
 from parallel.policy import TrainedPolicy
 from parallel.responses import Responses
 from parallel.sample import Sample
+from stages.conversations import response_sample
 from stages.domains.demonstrations import demonstrations
 from stages.domains.prompts import PromptStream, held_out_problems
+from stages.domains.sources.conversations import ConversationStream
+from stages.domains.sources.settings import GeneratedDemonstrationSettings
+from stages.groups import seed_of
 from stages.loop import train
 from stages.metrics import token_efficiency
 from stages.objectives.aggregation import Totals, token_mean
 from stages.settings import StageJob
-from stages.tokenizer import CharacterTokenizer
+from stages.tokenizer import Tokenizer, load_tokenizer
 
 
 def run(job: StageJob) -> None:
@@ -29,7 +32,7 @@ def run(job: StageJob) -> None:
 
 
 class ColdStart:
-    """Cross-entropy of the demonstrations' responses, averaged over all the step's tokens."""
+    """Cross-entropy of what the demonstrations teach, averaged over all such tokens of the step."""
 
     def __init__(self, job: StageJob) -> None:
         settings = job.settings
@@ -41,11 +44,11 @@ class ColdStart:
             settings.cold_start.loop.steps,
             settings.cold_start.routing,
         )
-        self.pools = broadcast(_demonstrations(job) if is_main() else None)
+        self.sources = _sources(job) if is_main() else {}
 
     def step(self, step: int) -> dict[str, float]:
-        samples = [sample for domain in self.pools for sample in self._draw(domain, step)]
-        totals = Totals(len(samples), sum(len(sample.response) for sample in samples))
+        samples, too_long = broadcast(self._draw(step) if is_main() else None)
+        totals = Totals(len(samples), sum(len(sample.learned) for sample in samples))
         budget = self.settings.cold_start.loop.micro_batch_tokens
         batches = batch.split(samples, Place.here(), budget, replay=False)
 
@@ -61,6 +64,7 @@ class ColdStart:
             **sum_over_data({"loss": sum(losses)}),
             **self.policy.routing_metrics(),
             **token_efficiency(batches),
+            "too_long": too_long,
             "gradient_norm": norm,
             "learning_rate": rate,
         }
@@ -70,31 +74,76 @@ class ColdStart:
         return -metrics["loss"]
 
     def state(self) -> dict[str, Any]:
-        """Nothing: what a step trains on follows from its number."""
-        return {}
+        """Where every domain's conversations continue. What the main rank says is saved."""
+        return {"cursors": {domain: source.cursor for domain, source in self.sources.items()}}
 
     def restore(self, state: dict[str, Any]) -> None:
-        pass
+        """Continue the conversations from there."""
+        for domain, source in self.sources.items():
+            source.cursor = state["cursors"][domain]
 
-    def _draw(self, domain: str, step: int) -> list[Sample]:
-        count = self.settings.experts[domain].demonstrations.sequences_per_step
-        random = Random(f"{self.settings.seed}/{domain}/{step}")
-        return random.choices(self.pools[domain], k=count)
-
-
-def _demonstrations(job: StageJob) -> dict[str, list[Sample]]:
-    tokenizer = CharacterTokenizer()
-    pools = {}
-    for domain, settings in job.settings.experts.items():
-        # Before hours of training rather than after: is there enough to evaluate on?
-        held_out_problems(settings.prompts, domain, job.settings.evaluation.problems)
-        prompts = PromptStream(settings.prompts, domain, job.settings.seed, job.stage)
-        pools[domain] = [
-            Sample(
-                domain=domain,
-                prompt=np.array(tokenizer.encode(shown.problem.prompt), np.int32),
-                response=np.array([*tokenizer.encode(shown.response), tokenizer.end_id], np.int32),
+    def _draw(self, step: int) -> tuple[list[Sample], float]:
+        """What a step trains on, and how many conversations were too long for it."""
+        before = sum(source.too_long for source in self.sources.values())
+        samples = [
+            sample
+            for domain, source in self.sources.items()
+            for sample in source.draw(
+                step, self.settings.experts[domain].demonstrations.sequences_per_step
             )
-            for shown in demonstrations(settings.demonstrations, prompts, job.settings.seed)
         ]
-    return pools
+        return samples, float(sum(source.too_long for source in self.sources.values()) - before)
+
+
+class DemonstrationSource(Protocol):
+    """One domain's demonstrations; `cursor` is all that a resumed stage needs of it."""
+
+    cursor: int
+    too_long: int
+
+    def draw(self, step: int, count: int) -> list[Sample]:
+        """The `count` demonstrations of a step."""
+
+
+class GeneratedPool:
+    """Demonstrations that were made beforehand, drawn with replacement; which of them a step trains
+    on follows from its number alone."""
+
+    cursor = 0
+    too_long = 0
+
+    def __init__(self, samples: list[Sample], domain: str, seed: int) -> None:
+        self._samples = samples
+        self._domain = domain
+        self._seed = seed
+
+    def draw(self, step: int, count: int) -> list[Sample]:
+        """`count` of the pool."""
+        return Random(f"{self._seed}/{self._domain}/{step}").choices(self._samples, k=count)
+
+
+def _sources(job: StageJob) -> dict[str, DemonstrationSource]:
+    tokenizer = load_tokenizer(job.settings.model)
+    return {domain: _source(job, domain, tokenizer) for domain in job.settings.experts}
+
+
+def _source(job: StageJob, domain: str, tokenizer: Tokenizer) -> DemonstrationSource:
+    seed, settings = job.settings.seed, job.settings.experts[domain]
+    # Before hours of training rather than after: is there enough to evaluate on?
+    held_out_problems(settings.prompts, tokenizer, domain, job.settings.evaluation.problems)
+    wanted = settings.demonstrations
+    if isinstance(wanted, GeneratedDemonstrationSettings):
+        prompts = PromptStream(settings.prompts, tokenizer, domain, seed, job.stage)
+        samples = [
+            response_sample(tokenizer, shown.problem.prompt, shown.response, domain)
+            for shown in demonstrations(wanted, prompts, seed)
+        ]
+        return GeneratedPool(samples, domain, seed)
+    return ConversationStream(
+        wanted,
+        tokenizer,
+        domain,
+        seed_of(seed, domain, "demonstrations"),
+        settings.prompts.held_out_fraction,
+        wanted.max_tokens or job.settings.model.max_positions,
+    )

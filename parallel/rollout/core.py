@@ -247,6 +247,7 @@ def _parameters(sampling: Sampling, seed: int, vocabulary: int) -> Any:
         top_k=sampling.top_k,
         max_tokens=sampling.max_tokens,
         stop_token_ids=[sampling.end_token],
+        ignore_eos=True,  # that of the configuration, which knows no tokenizer
         # Of all tokens that may have been kept; what was not has no finite log-probability.
         logprobs=(sampling.top_k or vocabulary) if _keeps(sampling) else 0,
         detokenize=False,

@@ -12,7 +12,7 @@ from random import Random
 from stages.domains.formats import FORMATS
 from stages.domains.problem import Problem
 from stages.domains.prompts import PromptStream
-from stages.settings import DemonstrationSettings
+from stages.domains.sources.settings import GeneratedDemonstrationSettings
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Demonstration:
 
 
 def demonstrations(
-    settings: DemonstrationSettings, prompts: PromptStream, seed: int
+    settings: GeneratedDemonstrationSettings, prompts: PromptStream, seed: int
 ) -> list[Demonstration]:
     """`settings.count` demonstrations of the next problems of `prompts`, a pure function of both.
 
@@ -40,7 +40,8 @@ def demonstrations(
 
 def demonstrate(problem: Problem, worked: bool, random: Random) -> Demonstration:
     """`<working>answer`, or `<>` and an answer given in haste, which is wrong."""
+    form = FORMATS[problem.fields["dataset"]]
     if worked:
-        return Demonstration(problem, f"<{problem.working}>{problem.answer}", worked=True)
-    answer = FORMATS[problem.dataset].careless(problem.answer, random)
-    return Demonstration(problem, f"<>{answer}", worked=False)
+        working = form.working(problem.fields["entry"])
+        return Demonstration(problem, f"<{working}>{problem.answer}", worked=True)
+    return Demonstration(problem, f"<>{form.careless(problem.answer, random)}", worked=False)

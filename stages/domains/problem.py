@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from hashlib import sha256
 from typing import Any
+
+from stages.chat import Message, content_key
 
 
 class DomainError(Exception):
@@ -18,23 +19,23 @@ class DomainError(Exception):
 
 @dataclass(frozen=True)
 class Problem:
-    """One question with a verifiable answer.
+    """One question, and what a reward may want to know of it.
 
-    `prompt`, `working` and `answer` are text in the compact form the model reads and writes;
-    `entry` is what the dataset's own scorer compares with, and `fields` all else that its row
-    holds. `index` is the problem's place in the stream it came from.
+    `prompt` is the text the model reads: where the source has chat messages, those are `messages`,
+    and the prompt is what the tokenizer's chat template makes of them. `answer` is the reference,
+    or "". `fields` is the whole row it came from; of reasoning-gym, the `dataset`'s name and its
+    `entry`, which the dataset's own scorer compares with. `index` is the problem's place in the
+    stream it came from.
     """
 
     domain: str
-    dataset: str
     index: int
     prompt: str
-    working: str
     answer: str
-    entry: dict[str, Any] = field(repr=False, compare=False)
     fields: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    messages: tuple[Message, ...] | None = field(default=None, repr=False)
 
     @cached_property
     def key(self) -> str:
         """Content hash of the prompt, 64 hexadecimal digits: equal for all that reads the same."""
-        return sha256(self.prompt.encode()).hexdigest()
+        return content_key(self.prompt if self.messages is None else self.messages)

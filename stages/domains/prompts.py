@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 from hashlib import sha256
-from typing import Literal
+from typing import Literal, Protocol
 
+from parallel.last_word import say_notice
 from stages.domains.problem import DomainError, Problem
 from stages.domains.reasoning_gym_source import ReasoningGymSource
-from stages.settings import PromptSettings
+from stages.domains.sources.prompt_rows import FileSource
+from stages.domains.sources.settings import PromptSettings, ReasoningGymPromptSettings
+from stages.tokenizer import Tokenizer
 
 Split = Literal["train", "held_out"]
 
-SOURCES = {"reasoning_gym": ReasoningGymSource}
-PATIENCE = 20_000  # candidates without a usable one before a stream is called dry
 STREAM_SPACING_BITS = 32
+
+
+class Source(Protocol):
+    """Where problems come from: without end, each a pure function of the seed and its index.
+
+    `key` is the setting to mend where there are too few; so many candidates (`patience`) without a
+    usable one mean that none is left.
+    """
+
+    key: str
+    patience: int
+
+    def problem(self, index: int) -> Problem | None:
+        """The problem at `index`, or None where its prompt is too long."""
 
 
 class PromptStream:
@@ -23,13 +38,15 @@ class PromptStream:
     `cursor`, the index of the next candidate: saving that one integer saves the stream.
 
     The split is by content: a prompt is held out or not whatever seed, purpose or domain drew it.
-    Training streams may repeat a prompt.
+    Training streams may repeat a prompt; one of files does so only when all rows have had their
+    turn. `too_long` counts the prompts that were skipped for their length.
     Raises DomainError where the settings make no problems.
     """
 
     def __init__(
         self,
         settings: PromptSettings,
+        tokenizer: Tokenizer,
         domain: str,
         seed: int,
         purpose: str,
@@ -39,9 +56,10 @@ class PromptStream:
         self.domain = domain
         self.split: Split = split
         self.cursor = cursor
-        self._held_out_fraction = settings.held_out_fraction
-        self._source = SOURCES[settings.source](
-            settings, domain, _stream_seed(seed, domain, purpose)
+        self.too_long = 0
+        self._settings = settings
+        self._source = _source(
+            settings, tokenizer, domain, _stream_seed(seed, domain, purpose), split
         )
 
     def take(self, count: int) -> list[Problem]:
@@ -60,33 +78,54 @@ class PromptStream:
         return list(found.values())
 
     def _next(self, exclude: dict[str, Problem], wanted: int = 1) -> Problem:
-        for _ in range(PATIENCE):
+        for _ in range(self._source.patience):
             problem = self._source.problem(self.cursor)
             self.cursor += 1
-            if self._in_split(problem) and problem.key not in exclude:
+            if problem is None:
+                self._note_too_long()
+            elif self._in_split(problem) and problem.key not in exclude:
                 return problem
+        skipped = f" and {self.too_long} too long ones" if self.too_long else ""
         raise DomainError(
             self.domain,
-            "prompts.config",
-            f"only {len(exclude)} distinct {self.split} prompts found, {wanted} needed; make the"
-            " problems more varied or change prompts.held_out_fraction",
+            self._source.key,
+            f"only {len(exclude)} distinct {self.split} prompts{skipped} found, {wanted} needed;"
+            " have more problems, more varied ones, or change prompts.held_out_fraction",
         )
 
+    def _note_too_long(self) -> None:
+        self.too_long += 1
+        if self.too_long == 1:
+            say_notice(
+                f"experts.{self.domain}.prompts: prompts of more than max_prompt_tokens are skipped"
+            )
+
     def _in_split(self, problem: Problem) -> bool:
-        return is_held_out(problem, self._held_out_fraction) == (self.split == "held_out")
+        return is_held_out(problem, self._settings.held_out_fraction) == (self.split == "held_out")
 
 
-def held_out_problems(settings: PromptSettings, domain: str, count: int) -> list[Problem]:
+def held_out_problems(
+    settings: PromptSettings, tokenizer: Tokenizer, domain: str, count: int
+) -> list[Problem]:
     """The problems a domain is evaluated on: `count` distinct ones, the same in every run.
 
     Raises DomainError when the held-out split does not hold so many.
     """
-    return PromptStream(settings, domain, 0, "evaluate", "held_out").take_distinct(count)
+    stream = PromptStream(settings, tokenizer, domain, 0, "evaluate", "held_out")
+    return stream.take_distinct(count)
 
 
 def is_held_out(problem: Problem, fraction: float) -> bool:
     """Whether the prompt's hash, read as a number in [0, 1), falls below `fraction`."""
     return int(problem.key, base=16) < fraction * 2**256
+
+
+def _source(
+    settings: PromptSettings, tokenizer: Tokenizer, domain: str, seed: int, split: Split
+) -> Source:
+    if isinstance(settings, ReasoningGymPromptSettings):
+        return ReasoningGymSource(settings, domain, seed)
+    return FileSource(settings, tokenizer, domain, seed, held_out=split == "held_out")
 
 
 def _stream_seed(seed: int, domain: str, purpose: str) -> int:

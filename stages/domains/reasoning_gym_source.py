@@ -14,10 +14,11 @@ from typing import Any
 
 from stages.domains.formats import FORMATS, Entry
 from stages.domains.problem import DomainError, Problem
-from stages.settings import PromptSettings
+from stages.domains.sources.settings import ReasoningGymPromptSettings
 
 SET_BY_THE_STREAM = {"seed", "size"}
 UNBOUNDED = 2**62
+PATIENCE = 20_000
 
 
 class ReasoningGymSource:
@@ -28,7 +29,10 @@ class ReasoningGymSource:
     Raises DomainError where the dataset or a key of its config is unknown or refused.
     """
 
-    def __init__(self, settings: PromptSettings, domain: str, seed: int) -> None:
+    key = "prompts.config"
+    patience = PATIENCE
+
+    def __init__(self, settings: ReasoningGymPromptSettings, domain: str, seed: int) -> None:
         self._domain = domain
         self._name = settings.dataset
         self._dataset = _create_dataset(settings, domain, seed)
@@ -46,12 +50,10 @@ class ReasoningGymSource:
         form = FORMATS[self._name]
         return Problem(
             domain=self._domain,
-            dataset=self._name,
             index=index,
             prompt=form.prompt(entry),
-            working=form.working(entry),
             answer=form.answer(entry),
-            entry=entry,
+            fields={"dataset": self._name, "entry": entry},
         )
 
 
@@ -59,11 +61,15 @@ def score(problem: Problem, answer: str) -> float:
     """reasoning-gym's score of `answer`, within [0, 1]; 0 for what is no answer to the question.
 
     Its number_sorting forgives each number an error of 1.
+    Raises ValueError for a problem of another source, which has no such scorer.
     """
-    handed_in = FORMATS[problem.dataset].hand_in(answer)
+    dataset = problem.fields.get("dataset")
+    if dataset not in FORMATS:
+        raise ValueError("only problems of source reasoning_gym have reasoning-gym's scorer")
+    handed_in = FORMATS[dataset].hand_in(answer)
     if handed_in is None:
         return 0.0
-    return float(_scorer(problem.dataset)(handed_in, problem.entry))
+    return float(_scorer(dataset)(handed_in, problem.fields["entry"]))
 
 
 @cache
@@ -71,7 +77,7 @@ def _scorer(dataset: str) -> Callable[[str, Entry], float]:
     return _reasoning_gym().get_score_answer_fn(dataset)
 
 
-def _create_dataset(settings: PromptSettings, domain: str, seed: int) -> Any:
+def _create_dataset(settings: ReasoningGymPromptSettings, domain: str, seed: int) -> Any:
     name = settings.dataset
     if name not in FORMATS:
         known = ", ".join(sorted(FORMATS))

@@ -33,7 +33,16 @@ WITHOUT_TORCH = {
     "parallel.memory",
     "parallel.weights.engine",
 }
-HEAVY = {"torch", "megatron", "vllm", "transformers", "mbridge", "numpy", "reasoning_gym"}
+HEAVY = {
+    "torch",
+    "megatron",
+    "vllm",
+    "transformers",
+    "mbridge",
+    "numpy",
+    "reasoning_gym",
+    "pyarrow",
+}
 
 
 def modules(floor: str) -> Iterator[tuple[Path, ast.Module]]:

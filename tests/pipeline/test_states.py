@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config import load
 from pipeline.graph import Stage, compile_graph
 from pipeline.ledger import Ledger
 from pipeline.lineage import lineage_now, read_manifest, write_manifest
@@ -114,6 +115,37 @@ def test_a_finished_stage_whose_last_checkpoint_is_gone_trains_on(
     assert found["experts.words"].state == "pending"
     assert found["experts.words"].cause == "its newest checkpoint is of step 1 of 2"
     assert found["merge"].state == "stale"
+
+
+def test_other_data_under_the_same_name_makes_its_readers_stale(
+    run: RunDirectory, config: Path, tmp_path: Path
+) -> None:
+    data, folder = tmp_path / "chats.jsonl", tmp_path / "tokenizer"
+    data.write_text("one")
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "a"}')
+    shown = f"experts.words.demonstrations={{source: jsonl, path: {data}}}"
+    settings = load(config, [shown, f"model.tokenizer={folder}"])
+    for stage in compile_graph(settings):
+        if stage.trains:
+            record(run, settings, stage, "done")
+
+    def causes() -> dict[str, str]:
+        found = derive(run, settings, compile_graph(settings))
+        return {name: found[name].cause for name in found if found[name].state == "stale"}
+
+    assert causes() == {}
+    (folder / "model.safetensors").write_text("weights beside it")
+    assert causes() == {}
+    data.write_text("two")
+    changed = "the files of experts.words.demonstrations.path have changed"
+    assert causes()["cold_start"] == changed
+    data.write_text("one")
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "b"}')
+    assert "the files of model.tokenizer have changed" in causes()["experts.sums"]
+    folder.rename(tmp_path / "elsewhere")  # as on a machine that has none of it
+    assert causes() == {}
 
 
 def test_another_layout_makes_nothing_stale(

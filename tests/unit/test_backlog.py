@@ -17,6 +17,7 @@ from stages.domains.rewards.settings import RewardPoolSettings
 from stages.groups import Group
 from stages.scoring import reward_metrics
 from stages.settings import DomainSettings, RolloutSettings, RunSettings, SamplingSettings, StageJob
+from stages.tokenizer import CharacterTokenizer
 
 SAMPLING = SamplingSettings(prompts_per_step=3, group_size=2)
 NAMES = ("sums", "words")
@@ -25,6 +26,8 @@ MADE: list[Backlog] = []
 
 class FakeRollouts:
     """Remembers what was asked for; a test ends it."""
+
+    tokenizer = CharacterTokenizer()
 
     def __init__(self) -> None:
         self.asked: list[Group] = []

@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 
 from stages.domains.demonstrations import demonstrate, demonstrations
+from stages.domains.formats import FORMATS
 from stages.domains.problem import DomainError, Problem
 from stages.domains.prompts import PromptStream, is_held_out
 from stages.domains.rewards.reasoning_gym import exact
-from stages.settings import DemonstrationSettings, PromptSettings
+from stages.domains.sources.settings import (
+    GeneratedDemonstrationSettings,
+    ReasoningGymPromptSettings,
+)
 from stages.tokenizer import CharacterTokenizer
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -27,15 +31,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "max_value": 99,
     },
 }
+TOKENIZER = CharacterTokenizer()
 every_dataset = pytest.mark.parametrize("dataset", CONFIGS)
 
 
-def settings(dataset: str, **changes: Any) -> PromptSettings:
-    return PromptSettings(dataset=dataset, config=CONFIGS[dataset] | changes)
+def settings(dataset: str, **changes: Any) -> ReasoningGymPromptSettings:
+    return ReasoningGymPromptSettings(dataset=dataset, config=CONFIGS[dataset] | changes)
 
 
 def stream(dataset: str, *, seed: int = 0, purpose: str = "rl", **options: Any) -> PromptStream:
-    return PromptStream(settings(dataset), dataset, seed, purpose, **options)
+    return PromptStream(settings(dataset), TOKENIZER, dataset, seed, purpose, **options)
 
 
 def problem_of(dataset: str, accepts: Callable[[Problem], bool] = lambda problem: True) -> Problem:
@@ -56,17 +61,18 @@ def problem_of(dataset: str, accepts: Callable[[Problem], bool] = lambda problem
 def test_prompts_and_worked_responses_read_as_the_recipe(
     dataset: str, prompt: str, worked: str
 ) -> None:
-    tokenizer = CharacterTokenizer()
     for problem in stream(dataset).take(500):
         response = demonstrate(problem, True, Random(0)).response
         assert re.fullmatch(prompt, problem.prompt)
         assert re.fullmatch(worked, response)
-        tokenizer.encode(problem.prompt + response)
+        TOKENIZER.encode(problem.prompt + response)
 
 
 def test_a_sum_is_worked_left_to_right() -> None:
     problem = problem_of("chain_sum", lambda problem: len(problem.prompt) == 9)
-    totals = [int(total) for total in problem.working.split(",")]
+    totals = [
+        int(total) for total in FORMATS["chain_sum"].working(problem.fields["entry"]).split(",")
+    ]
     terms = [int(term) for term in re.findall(r"[+-]?\d", problem.prompt)]
     assert totals == [sum(terms[:2]), sum(terms[:3]), sum(terms[:4])]
     assert problem.answer == str(totals[-1])
@@ -111,7 +117,7 @@ def test_a_stream_resumes_exactly(dataset: str) -> None:
     head = first.take(120)
     tail = stream(dataset, cursor=first.cursor).take(180)
     assert head + tail == whole
-    assert [problem.entry for problem in head + tail] == [problem.entry for problem in whole]
+    assert [problem.fields for problem in head + tail] == [problem.fields for problem in whole]
 
 
 def test_purposes_seeds_and_domains_draw_differently() -> None:
@@ -119,7 +125,7 @@ def test_purposes_seeds_and_domains_draw_differently() -> None:
         stream("spell_backward"),
         stream("spell_backward", seed=1),
         stream("spell_backward", purpose="merge"),
-        PromptStream(settings("spell_backward"), "other", 0, "rl"),
+        PromptStream(settings("spell_backward"), TOKENIZER, "other", 0, "rl"),
     ]
     prompts = [tuple(problem.prompt for problem in drawn.take(50)) for drawn in streams]
     assert len(set(prompts)) == len(prompts)
@@ -142,7 +148,7 @@ def test_two_thousand_problems_take_well_under_a_second(dataset: str) -> None:
     ("prompts", "message"),
     [
         (
-            PromptSettings(dataset="chain_some"),
+            ReasoningGymPromptSettings(dataset="chain_some"),
             r"experts\.math\.prompts\.dataset: unknown dataset 'chain_some'; known are chain_sum,",
         ),
         (
@@ -163,22 +169,22 @@ def test_two_thousand_problems_take_well_under_a_second(dataset: str) -> None:
         ),
     ],
 )
-def test_wrong_settings_name_their_key(prompts: PromptSettings, message: str) -> None:
+def test_wrong_settings_name_their_key(prompts: ReasoningGymPromptSettings, message: str) -> None:
     with pytest.raises(DomainError, match=message):
-        PromptStream(prompts, "math", 0, "rl")
+        PromptStream(prompts, TOKENIZER, "math", 0, "rl")
 
 
 def test_a_domain_with_no_prompts() -> None:
     wordless = settings("spell_backward", min_word_len=40, max_word_len=50)
     with pytest.raises(DomainError, match=r"experts\.words\.prompts\.config: no prompts"):
-        PromptStream(wordless, "words", 0, "rl").take(1)
+        PromptStream(wordless, TOKENIZER, "words", 0, "rl").take(1)
 
 
 def test_a_domain_with_too_few_held_out_prompts() -> None:
     narrow = settings("chain_sum", min_terms=1, max_terms=1)  # ten prompts in all
     message = r"experts\.math\.prompts\.config: only \d distinct held_out prompts found, 10 needed"
     with pytest.raises(DomainError, match=message):
-        PromptStream(narrow, "math", 0, "evaluate", "held_out").take_distinct(10)
+        PromptStream(narrow, TOKENIZER, "math", 0, "evaluate", "held_out").take_distinct(10)
 
 
 # Demonstrations
@@ -187,7 +193,7 @@ def test_a_domain_with_too_few_held_out_prompts() -> None:
 @every_dataset
 def test_demonstrations_are_worked_and_right_or_careless_and_wrong(dataset: str) -> None:
     shown = demonstrations(
-        DemonstrationSettings(count=2000, worked_fraction=0.45), stream(dataset), seed=0
+        GeneratedDemonstrationSettings(count=2000, worked_fraction=0.45), stream(dataset), seed=0
     )
     assert len(shown) == 2000
     assert sum(example.worked for example in shown) / 2000 == pytest.approx(0.45, abs=0.035)
@@ -197,7 +203,7 @@ def test_demonstrations_are_worked_and_right_or_careless_and_wrong(dataset: str)
 
 
 def test_demonstrations_are_a_function_of_the_seed() -> None:
-    asked = DemonstrationSettings(count=50)
+    asked = GeneratedDemonstrationSettings(count=50)
     first, again, other = (
         demonstrations(asked, stream("number_sorting"), seed) for seed in (0, 0, 1)
     )

@@ -18,7 +18,7 @@ from stages.domains.rewards.reward import Response, RewardError
 from stages.domains.rewards.settings import JudgeReward
 
 RUBRIC = "Asked {prompt}, where {answer} is right, it said {response}. {Good}?"
-ASKED = Problem("essays", "chain_sum", 0, "2+{answer}?", "", "4", {})
+ASKED = Problem("essays", 0, "2+{answer}?", "4")
 
 
 class Service(ThreadingHTTPServer):

@@ -31,7 +31,7 @@ def own(function: str, **more: Any) -> dict[str, Any]:
 
 
 def problem(domain: str = "sums") -> Problem:
-    return Problem(domain, "chain_sum", 0, "c1+1=", "", "2", {})
+    return Problem(domain, 0, "c1+1=", "2")
 
 
 def response(text: str, finished: bool = True) -> Response:

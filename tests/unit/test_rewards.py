@@ -17,7 +17,8 @@ from stages.domains.rewards.length import overlong
 from stages.domains.rewards.registry import MAKERS, make
 from stages.domains.rewards.reward import Response, Reward, RewardError, Score
 from stages.domains.rewards.settings import RewardBase, RewardSettings
-from stages.settings import PromptSettings
+from stages.domains.sources.settings import ReasoningGymPromptSettings
+from stages.tokenizer import CharacterTokenizer
 
 GARBAGE = [
     "",
@@ -43,7 +44,7 @@ def reward(kind: str, **given: Any) -> Reward:
 
 
 def problem(answer: str = "", **fields: Any) -> Problem:
-    return Problem("math", "chain_sum", 0, "what?", "", answer, {}, fields)
+    return Problem("math", 0, "what?", answer, fields)
 
 
 def score(made: Reward, text: str, asked: Problem | None = None) -> Score:
@@ -70,8 +71,8 @@ def test_every_kind_can_be_made_and_says_what_a_cut_off_response_earns() -> None
 
 
 def test_reasoning_gym_gives_partial_credit_where_it_is_told_to() -> None:
-    prompts = PromptSettings(dataset="chain_sum", config={"min_terms": 3})
-    [asked] = PromptStream(prompts, "math", 0, "rl").take(1)
+    prompts = ReasoningGymPromptSettings(dataset="chain_sum", config={"min_terms": 3})
+    [asked] = PromptStream(prompts, CharacterTokenizer(), "math", 0, "rl").take(1)
     near = f"<>{asked.answer}0"
     assert score(reward("reasoning_gym"), f"<>{asked.answer}", asked) == 1.0
     assert score(reward("reasoning_gym"), near, asked) == 0.0

@@ -1,0 +1,80 @@
+"""Rules about prompts, demonstrations and the tokenizer, and whether their files are there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from parallel.settings import CHARACTERS, TOKENIZER_SIZE, EngineSettings, ModelSettings
+from pipeline.violations import shown
+from stages.domains.sources.settings import (
+    FileDemonstrationSettings,
+    FilePromptSettings,
+    FileSettings,
+    ReasoningGymPromptSettings,
+)
+from stages.settings import DomainSettings, MergeSettings
+
+Found = Iterator[tuple[str, str]]
+
+
+def tokenizer_rules(model: ModelSettings) -> Found:
+    """A folder's tokenizer is loaded, and held to the model, by the stages that use it."""
+    if model.tokenizer == CHARACTERS and model.vocabulary_size != TOKENIZER_SIZE:
+        yield (
+            "model.vocabulary_size",
+            f"{model.vocabulary_size} should be {TOKENIZER_SIZE}, the number of ids of the "
+            "tokenizer",
+        )
+
+
+def data_rules(
+    key: str,
+    domain: DomainSettings,
+    model: ModelSettings | None,
+    engine: EngineSettings | None,
+    merge: MergeSettings | None,
+) -> Found:
+    """What a domain's prompts and demonstrations ask of each other and of the other blocks."""
+    prompts, demonstrations = domain.prompts, domain.demonstrations
+    if isinstance(demonstrations, FileDemonstrationSettings):
+        longest = demonstrations.max_tokens
+        if model and longest and longest > model.max_positions:
+            yield (
+                f"{key}.demonstrations.max_tokens",
+                f"{longest} is more than model.max_positions = {model.max_positions}",
+            )
+    elif not isinstance(prompts, ReasoningGymPromptSettings):
+        yield (
+            f"{key}.demonstrations.source",
+            f"generated demonstrations need prompts of reasoning_gym, not of {prompts.source}; "
+            "use jsonl or parquet",
+        )
+    if engine and isinstance(prompts, FilePromptSettings) and prompts.max_prompt_tokens:
+        response = domain.sampling.max_response_tokens
+        if merge:
+            response = max(response, merge.sampling.max_response_tokens)
+        if prompts.max_prompt_tokens + response > engine.max_model_tokens:
+            yield (
+                f"{key}.prompts.max_prompt_tokens",
+                f"{prompts.max_prompt_tokens} and a response of {response} tokens are more than "
+                f"engine.max_model_tokens = {engine.max_model_tokens}",
+            )
+
+
+def missing_data(key: str, domain: DomainSettings) -> Found:
+    """The domain's files that are not there."""
+    for block, settings in (("prompts", domain.prompts), ("demonstrations", domain.demonstrations)):
+        if isinstance(settings, FileSettings) and not settings.files():
+            below = (
+                f" with a name that ends in .{settings.source}" if settings.path.is_dir() else ""
+            )
+            yield f"{key}.{block}.path", f"no file at {shown(settings.path)}{below}"
+
+
+def missing_tokenizer(model: object) -> Found:
+    """The folder of `model.tokenizer`, where it is not there; `model` is the block as written."""
+    name = model.get("tokenizer", CHARACTERS) if isinstance(model, dict) else CHARACTERS
+    if isinstance(name, str) and name != CHARACTERS and not Path(name).is_dir():
+        message = f"no such folder: {shown(Path(name))}; or use {CHARACTERS}"
+        yield "model.tokenizer", message

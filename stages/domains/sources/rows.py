@@ -1,0 +1,142 @@
+"""Rows of JSONL and Parquet files, one at a time and from any place; no file is ever held whole."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet as parquet
+
+Row = dict[str, Any]
+
+KEPT_BYTES = 256 << 20  # of decoded row groups, the newest of them kept in any case
+OPEN_FILES = 64
+
+
+class RowFault(ValueError):
+    """A row that cannot be used; the message says why."""
+
+
+class Rows(Protocol):
+    """The rows of one format's files. A row is found again by its file and by `at`, a number."""
+
+    def scan(self, file: Path, columns: Sequence[str]) -> Iterator[tuple[int, Row | RowFault]]:
+        """Every row in turn, with at least these columns. Raises RowFault where none has them."""
+
+    def read(self, file: Path, at: int) -> Row:
+        """The whole row at `at`. Raises RowFault where there is none any more."""
+
+    def place(self, file: Path, at: int) -> str:
+        """Where the row stands, for a person."""
+
+
+class JsonlRows:
+    """One JSON object a line; `at` is the line's first byte. Empty lines are no rows."""
+
+    def scan(self, file: Path, columns: Sequence[str]) -> Iterator[tuple[int, Row | RowFault]]:
+        at = 0
+        with file.open("rb") as lines:
+            for line in lines:
+                if line.strip():
+                    yield at, _parsed(line)
+                at += len(line)
+
+    def read(self, file: Path, at: int) -> Row:
+        with file.open("rb") as lines:
+            lines.seek(at)
+            row = _parsed(lines.readline())
+        if isinstance(row, RowFault):
+            raise row
+        return row
+
+    def place(self, file: Path, at: int) -> str:
+        """FILE:LINE; reads the file up to there."""
+        number, passed = 1, 0
+        with file.open("rb") as lines:
+            while passed < at and (line := lines.readline()):
+                number, passed = number + 1, passed + len(line)
+        return f"{file}:{number}"
+
+
+class ParquetRows:
+    """Parquet; `at` is the row's number, from 0. A row is read with the row group it stands in."""
+
+    def __init__(self) -> None:
+        self._groups: OrderedDict[tuple[Path, int], pyarrow.Table] = OrderedDict()
+
+    def scan(self, file: Path, columns: Sequence[str]) -> Iterator[tuple[int, Row | RowFault]]:
+        with _opened(file) as source:
+            known = source.schema_arrow.names
+            for column in columns:
+                if column not in known:
+                    raise missing(column, known)
+            at = 0
+            for batch in source.iter_batches(batch_size=1000, columns=list(columns)):
+                for row in batch.to_pylist():
+                    yield at, row
+                    at += 1
+
+    def read(self, file: Path, at: int) -> Row:
+        ends = _group_ends(file)
+        group = int(np.searchsorted(ends, at, side="right"))
+        if group == len(ends):
+            raise RowFault("the row is gone")
+        table = self._group(file, group)
+        place = at - int(ends[group] - table.num_rows)
+        return table.slice(place, 1).to_pylist()[0]
+
+    def place(self, file: Path, at: int) -> str:
+        """FILE, row N, counted from 1."""
+        return f"{file}, row {at + 1}"
+
+    def _group(self, file: Path, group: int) -> pyarrow.Table:
+        """A row group; those that were read last stay for the next rows."""
+        if (file, group) not in self._groups:
+            with _opened(file) as source:
+                self._groups[file, group] = source.read_row_group(group)
+        self._groups.move_to_end((file, group))
+        while len(self._groups) > 1 and sum(t.nbytes for t in self._groups.values()) > KEPT_BYTES:
+            self._groups.popitem(last=False)
+        return self._groups[file, group]
+
+
+ROWS: dict[str, Rows] = {"jsonl": JsonlRows(), "parquet": ParquetRows()}
+
+
+def missing(column: str, known: Sequence[str]) -> RowFault:
+    """The fault of a row, or a file, that lacks a column."""
+    return RowFault(f"no column {column!r}; there are {', '.join(map(repr, known)) or 'none'}")
+
+
+def _parsed(line: bytes) -> Row | RowFault:
+    try:
+        row = json.loads(line)
+    except UnicodeDecodeError as error:
+        return RowFault(f"not UTF-8: {error}")
+    except json.JSONDecodeError as error:
+        return RowFault(f"not valid JSON: {error.msg} at column {error.colno}")
+    except RecursionError:
+        return RowFault("nested too deeply")
+    return row if isinstance(row, dict) else RowFault("not a JSON object")
+
+
+def _opened(file: Path) -> parquet.ParquetFile:
+    """Raises RowFault where the file is no Parquet."""
+    try:
+        return parquet.ParquetFile(file)
+    except pyarrow.ArrowInvalid as error:
+        raise RowFault(f"not a Parquet file: {error}") from error
+
+
+@lru_cache(maxsize=OPEN_FILES)
+def _group_ends(file: Path) -> np.ndarray:
+    """Rows up to the end of each row group, int64."""
+    with _opened(file) as source:
+        groups = range(source.num_row_groups)
+        return np.cumsum([source.metadata.row_group(group).num_rows for group in groups])

@@ -1,0 +1,142 @@
+"""What a person may set about a domain's prompts and demonstrations. Never imports torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from parallel.settings import Fraction, Positive, Settings
+
+HeldOutFraction = Annotated[float, Field(gt=0, lt=1)]
+
+
+class ReasoningGymPromptSettings(Settings):
+    """Problems that reasoning-gym makes, and which share of them training never sees."""
+
+    source: Literal["reasoning_gym"] = "reasoning_gym"
+    dataset: str
+    config: dict[str, Any] = Field(default_factory=dict)
+    held_out_fraction: HeldOutFraction = 0.25
+
+
+class FileSettings(Settings):
+    """Rows of files, and what becomes of those that cannot be used."""
+
+    source: Literal["jsonl", "parquet"]
+    path: Path = Field(
+        description="a file, a pattern such as data/*.jsonl, or a folder: all that lies below it;"
+        " relative to the file that states it"
+    )
+    on_bad_row: Literal["stop", "skip"] = Field(
+        default="stop", description="stop: a row that cannot be used is an error; skip: is counted"
+    )
+
+    def files(self) -> list[Path]:
+        """The files, sorted by name; none where there are none."""
+        if self.path.is_dir():
+            return sorted(self.path.rglob(f"*.{self.source}"))
+        if self.path.is_file():
+            return [self.path]
+        root = Path(self.path.anchor)
+        try:
+            return sorted(root.glob(str(self.path.relative_to(root))))
+        except ValueError:  # no pattern at all
+            return []
+
+
+class FilePromptSettings(FileSettings):
+    """Problems that stand in files, one a row, and which share of them training never sees."""
+
+    prompt: str = Field(
+        default="prompt", description="column of the prompt: text, or a list of chat messages"
+    )
+    answer: str | None = Field(
+        default=None, description="column of the reference answer, for rewards that want one"
+    )
+    max_prompt_tokens: Positive | None = Field(
+        default=None, description="longer prompts are skipped and counted; null takes all"
+    )
+    held_out_fraction: HeldOutFraction = 0.25
+
+
+class JsonlPromptSettings(FilePromptSettings):
+    """One JSON object a line."""
+
+    source: Literal["jsonl"] = "jsonl"
+
+
+class ParquetPromptSettings(FilePromptSettings):
+    """Parquet, read a row group at a time."""
+
+    source: Literal["parquet"] = "parquet"
+
+
+class DrawSettings(Settings):
+    """How many of a domain's demonstrations each step of the cold start trains on."""
+
+    sequences_per_step: Positive = 32
+
+
+class GeneratedDemonstrationSettings(DrawSettings):
+    """The cold start's demonstrations of one domain: `worked_fraction` show careful work."""
+
+    source: Literal["generated"] = "generated"
+    count: Positive = 4000
+    worked_fraction: Fraction = 0.45
+
+
+class FileDemonstrationSettings(DrawSettings, FileSettings):
+    """Conversations that stand in files, one a row; every turn of the assistant is learned."""
+
+    messages: str = Field(default="messages", description="column of whole conversations")
+    prompt: str = Field(default="prompt", description="column of the prompts of `response`")
+    response: str | None = Field(
+        default=None, description="column of responses to `prompt`; null reads `messages` instead"
+    )
+    max_tokens: Positive | None = Field(
+        default=None,
+        description="longer conversations are skipped and counted; null is model.max_positions",
+    )
+
+
+class JsonlDemonstrationSettings(FileDemonstrationSettings):
+    """One JSON object a line."""
+
+    source: Literal["jsonl"] = "jsonl"
+
+
+class ParquetDemonstrationSettings(FileDemonstrationSettings):
+    """Parquet, read a row group at a time."""
+
+    source: Literal["parquet"] = "parquet"
+
+
+def _prompt_source(given: Any) -> str:
+    return _source(given, "reasoning_gym")
+
+
+def _demonstration_source(given: Any) -> str:
+    return _source(given, "generated")
+
+
+def _source(given: Any, default: str) -> str:
+    """Which settings are meant; a block that states no `source` means the default one."""
+    if isinstance(given, dict):
+        return str(given.get("source", default))
+    return str(getattr(given, "source", default))
+
+
+PromptSettings = Annotated[
+    Annotated[ReasoningGymPromptSettings, Tag("reasoning_gym")]
+    | Annotated[JsonlPromptSettings, Tag("jsonl")]
+    | Annotated[ParquetPromptSettings, Tag("parquet")],
+    Discriminator(_prompt_source),
+]
+DemonstrationSettings = Annotated[
+    Annotated[GeneratedDemonstrationSettings, Tag("generated")]
+    | Annotated[JsonlDemonstrationSettings, Tag("jsonl")]
+    | Annotated[ParquetDemonstrationSettings, Tag("parquet")],
+    Discriminator(_demonstration_source),
+]

@@ -1,0 +1,80 @@
+"""What the ranks of the cold start's test run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from cases import MODEL
+
+from parallel.settings import LayoutSettings
+
+
+def train(
+    layout: LayoutSettings, data: str, tokenizer: str, output: str | None
+) -> tuple[list[dict[str, float]], list[Any]]:
+    """The metrics of three steps, and what a stage that resumes after the first draws for each of
+    the others, beside what was drawn; the model is exported to `output`."""
+    from parallel.distributed import is_main
+    from stages.export import export
+
+    stage = _stage(layout, data, tokenizer)
+    metrics = [stage.step(1)]
+    resumed = _stage(layout, data, tokenizer)
+    resumed.restore(stage.state())
+    drawn = []
+    for step in (2, 3):
+        if is_main():
+            drawn.append((_ids(resumed, step), _ids_of_copy(stage, step)))
+        metrics.append(stage.step(step))
+    if output:
+        export(stage.policy, Path(output))
+    return metrics, drawn
+
+
+def _stage(layout: LayoutSettings, data: str, tokenizer: str) -> Any:
+    """The cold start of one domain whose prompts and conversations stand in files."""
+    from stages.settings import RunSettings, StageJob
+    from stages.sft import ColdStart
+
+    loop, optimizer = {"steps": 4}, {"learning_rate": 1e-2}
+    demonstrations = {
+        "source": "jsonl",
+        "path": f"{data}/chats.jsonl",
+        "max_tokens": 40,
+        "sequences_per_step": 7,
+    }
+    math = {
+        "prompts": {"source": "jsonl", "path": f"{data}/prompts.jsonl"},
+        "demonstrations": demonstrations,
+        "optimizer": optimizer,
+        "loop": loop,
+    }
+    settings = RunSettings.model_validate(
+        {
+            "name": "toy",
+            "model": MODEL.model_dump() | {"tokenizer": tokenizer, "vocabulary_size": 320},
+            "layout": layout.model_dump(),
+            "cold_start": {"optimizer": optimizer, "loop": loop},
+            "experts": {"math": math},
+            "merge": {"optimizer": optimizer, "loop": loop},
+            "evaluation": {"problems": 5},
+        }
+    )
+    stage = ColdStart(StageJob.model_construct(stage="cold_start", settings=settings))
+    stage.policy.start_fresh(0)
+    return stage
+
+
+def _ids(stage: Any, step: int) -> list[list[int]]:
+    """The samples that a step will train on; they are drawn."""
+    samples, _ = stage._draw(step)
+    return [[*sample.prompt, *sample.response] for sample in samples]
+
+
+def _ids_of_copy(stage: Any, step: int) -> list[list[int]]:
+    """The same of a stage that goes on to train on them."""
+    state = stage.state()
+    ids = _ids(stage, step)
+    stage.restore(state)
+    return ids
