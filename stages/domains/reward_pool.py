@@ -129,7 +129,9 @@ class RewardPool:
             )
 
     def close(self) -> None:
-        """End all of its processes at once, whatever they do."""
+        """End all of its processes at once, whatever they do; a second time, do nothing."""
+        if self._closing:
+            return
         self._closing = True
         self._nursery.kill()  # and the kernel its workers
         self._nursery.wait()

@@ -22,6 +22,7 @@ from stages.grpo import Expert
 from stages.settings import DomainSettings, LoggingSettings, RunSettings, StageJob
 
 STEPS, PROMPTS, GROUP = 4, 4, 4
+MADE: list[Expert] = []
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,6 +36,13 @@ def one_rank() -> Iterator[None]:
             environment.setenv(name, str(value))
         with process_groups(LayoutSettings(), seed=0):
             yield
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    while MADE:
+        MADE.pop().close()
 
 
 class RefittedFleet(FakeFleet):
@@ -98,6 +106,7 @@ def expert(
     )
     with mock.patch("stages.rollout.Fleet", RefittedFleet):
         stage = Expert(job)
+    MADE.append(stage)
     stage.policy.start_fresh(0)
     fleet = stage.rollouts.fleet
     assert isinstance(fleet, RefittedFleet)
