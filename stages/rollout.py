@@ -22,6 +22,7 @@ from stages.groups import Group
 from stages.settings import SamplingSettings, StageJob
 from stages.tokenizer import load_tokenizer
 
+PAUSE_SECONDS = 0.005  # between two looks at what has come: others are to use the cores meanwhile
 TURN_SECONDS = 60.0  # the ranks that wait hear from the main one so often
 
 Answer = TypeVar("Answer")
@@ -177,6 +178,7 @@ class Rollouts:
         deadline = time.monotonic() + TURN_SECONDS
         hopeful = True
         while (answer := ready()) is None and (left := deadline - time.monotonic()) > 0:
+            time.sleep(PAUSE_SECONDS)
             more = self.awaited()
             expected = more or self.scheduler.owed > 0
             received = self._receive(left, more)

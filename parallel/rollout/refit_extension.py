@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import msgspec
@@ -147,7 +147,7 @@ class RefitExtension:
                 # CPU engine would read new experts in the old packing.
                 kernels.append((method, method.moe_kernel))
                 method.moe_kernel = None
-        with torch.no_grad(), torch.device(self._device):
+        with torch.no_grad(), self._default_device():
             layerwise.initialize_layerwise_reload(model)
             try:
                 yield
@@ -156,6 +156,11 @@ class RefitExtension:
         for method, kernel in kernels:
             if method.moe_kernel is None:
                 method.moe_kernel = kernel
+
+    def _default_device(self) -> AbstractContextManager[Any]:
+        """Have new tensors made where the engine's are. On a CPU they are anyway, and the mode
+        would slow down every call."""
+        return nullcontext() if self._device.type == "cpu" else torch.device(self._device)
 
     def _copied(self) -> list[tuple[str, Box]]:
         """The boxes that vLLM's loaders copy on this rank; the weights stay as they are."""
@@ -166,7 +171,7 @@ class RefitExtension:
                 found.append((source.tensor_name, source.box()))
             copy_nothing(target, source)
 
-        with torch.no_grad(), torch.device(self._device):
+        with torch.no_grad(), self._default_device():
             layerwise.initialize_layerwise_reload(model)
             try:
                 for module in model.modules():
