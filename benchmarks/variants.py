@@ -28,7 +28,35 @@ LAST_STEPS = 10
 STEPS = 50
 COLD_START_SEQUENCES = 96  # a step, over all variants
 
+TOKEN = {"name": "token"}
+SEVERAL_UPDATES = {"updates_per_rollout": 8}
+
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "objectives": {
+        "grpo": {"objective": {"ratio": TOKEN}},
+        "dr_grpo": {
+            "objective": {
+                "ratio": TOKEN,
+                "advantage": {"name": "dr_grpo"},
+                "aggregation": "constant",
+            }
+        },
+        "dapo": {
+            "objective": {"ratio": TOKEN, "aggregation": "token_mean"},
+            "rollout": {"dynamic_sampling": 2},
+        },
+        "gspo": {},
+        "cispo": {"objective": {"ratio": {"name": "cispo"}, "aggregation": "token_mean"}},
+        "gmpo": {"objective": {"ratio": {"name": "geometric"}}},
+        "rloo": {"objective": {"ratio": TOKEN, "advantage": {"name": "rloo"}}},
+        "reinforce_pp": {
+            "objective": {"ratio": TOKEN, "advantage": {"name": "reinforce_pp"}},
+        },
+    },
+    "updates": {
+        "gspo_8": SEVERAL_UPDATES,
+        "token_8": SEVERAL_UPDATES | {"objective": {"ratio": TOKEN}},
+    },
     "modes": {
         "sync": {"rollout": {"mode": "sync"}},
         "overlap": {"rollout": {"mode": "overlap"}},
