@@ -32,6 +32,11 @@ def _within(line: int, inner: Iterator[Box]) -> Iterator[Box]:
         yield (line, *offsets), (1, *sizes)
 
 
+def within(box: Box) -> tuple[slice, ...]:
+    """A box as an index of its tensor."""
+    return tuple(slice(start, start + size) for start, size in zip(*box, strict=True))
+
+
 def intersect(one: Box, other: Box) -> Box | None:
     """What two boxes of a tensor have in common; None where that is nothing."""
     offsets, sizes = [], []

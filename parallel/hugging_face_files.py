@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from parallel.boxes import Box
+from parallel.boxes import Box, within
 from parallel.files import naming, write_atomically
 from parallel.hugging_face import TensorSpec
 
@@ -114,11 +114,6 @@ class WeightFiles:
                     self.stored[name] = Stored(path, part.get_dtype(), tuple(part.get_shape()))
         except (OSError, SafetensorError) as error:
             self.faults.append(f"{path.name}: {error}")
-
-
-def within(box: Box) -> tuple[slice, ...]:
-    """A box as an index of its tensor."""
-    return tuple(slice(start, start + size) for start, size in zip(*box, strict=True))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
-from parallel.boxes import Box
+from parallel.boxes import Box, within
 from parallel.device import device
 from parallel.distributed import broadcast, is_main, layout_sizes
 from parallel.hugging_face import (
@@ -25,7 +25,7 @@ from parallel.hugging_face import (
     ignored_tensors,
     settings_of,
 )
-from parallel.hugging_face_files import WeightFiles, WeightsError, within
+from parallel.hugging_face_files import WeightFiles, WeightsError
 from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights.names import is_precise, plain_name, tensors
 from parallel.weights.trainer import Owners, held

@@ -105,10 +105,22 @@ class Core:
         """
         if self.weight_version is None:
             raise NoWeights("the engine has no weights yet; refit it first")
-        return [self._admit(prompt, asked.sampling) for prompt in asked.prompts]
+        names: list[str] = []
+        try:
+            for prompt in asked.prompts:
+                names.append(self._admit(prompt, asked.sampling))
+        except Exception:
+            self.abort(names)
+            raise
+        return names
 
     def step(self) -> list[tuple[str, Generation]]:
-        """Draw one more token of what is under way; the responses that ended, by name."""
+        """Draw one more token of what is under way; the responses that ended, by name.
+
+        Without weights, since a refit has failed, nothing is drawn.
+        """
+        if self.weight_version is None:
+            return []
         ended = []
         outputs: list[Any] = self._vllm.step()
         for output in outputs:

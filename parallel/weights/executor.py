@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from math import prod
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from parallel.boxes import Box
+from parallel.boxes import Box, within
 from parallel.hugging_face import DTYPES
 from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights import checksums
@@ -58,7 +58,7 @@ class Outbox(ABC):
         return found
 
     def _slice(self, chunk: int, parameter: str, box: Box) -> torch.Tensor:
-        return _narrow(self.parameters[f"{chunk}/{parameter}"], *box)
+        return self.parameters[f"{chunk}/{parameter}"][within(box)]
 
 
 class MessageOutbox(Outbox):
@@ -161,7 +161,7 @@ class MessageInbox(Inbox):
                         sizes, dtype=self._dtype(tensor), device=self.device
                     )
                     staging += found[tensor].nbytes
-                _narrow(found[tensor], _within(box, needs[tensor]), box[1]).copy_(part)
+                found[tensor][within(_inside(box, needs[tensor]))].copy_(part)
         self.staging_bytes = max(self.staging_bytes, staging)
         self._forward(bucket, found)
         return found
@@ -248,7 +248,7 @@ class SharedInbox(Inbox):
                 if tensor not in found:
                     found[tensor] = part.new_empty(needs[tensor][1])
                     staging += found[tensor].nbytes
-                _narrow(found[tensor], _within(box, needs[tensor]), box[1]).copy_(part)
+                found[tensor][within(_inside(box, needs[tensor]))].copy_(part)
         self.staging_bytes = max(self.staging_bytes, staging)
         return found
 
@@ -258,13 +258,13 @@ class SharedInbox(Inbox):
 
     def _part(self, peer: int, tensor: str, box: Box) -> torch.Tensor:
         for (offsets, sizes), parameter, place in self._pieces[peer][tensor]:
-            inside = _within(box, (offsets, sizes))
+            inside, _ = _inside(box, (offsets, sizes))
             if all(
                 low >= 0 and low + size <= whole
                 for low, size, whole in zip(inside, box[1], sizes, strict=True)
             ):
                 start = tuple(a + b for a, b in zip(inside, place, strict=True))
-                return _narrow(self._memory[peer][parameter], start, box[1])
+                return self._memory[peer][parameter][within((start, box[1]))]
         raise KeyError(f"rank {peer} holds no {box} of {tensor}")
 
 
@@ -302,15 +302,9 @@ def _shared_key(rank: int) -> str:
     return f"shared/{rank}"
 
 
-def _within(box: Box, outer: Box) -> tuple[int, ...]:
-    """Where a box starts, counted from the start of another."""
-    return tuple(a - b for a, b in zip(box[0], outer[0], strict=True))
-
-
-def _narrow(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    return tensor[
-        tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
-    ]
+def _inside(box: Box, outer: Box) -> Box:
+    """A box as one of the contents of another, which holds it."""
+    return tuple(a - b for a, b in zip(box[0], outer[0], strict=True)), box[1]
 
 
 def _packed(parts: Iterable[torch.Tensor]) -> list[torch.Tensor]:
