@@ -84,6 +84,7 @@ def expert(layout: LayoutSettings, directory: str, objective: dict[str, Any]) ->
     )
     with (
         mock.patch("stages.on_policy.Rollouts"),
+        mock.patch("stages.on_policy.Backlog"),
         mock.patch.object(checkpoints, "load_weights", lambda policy, _: policy.start_fresh(1)),
     ):
         stage = Expert(job)
