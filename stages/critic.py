@@ -1,4 +1,4 @@
-"""PPO's critic: it learns what is still to be earned at every token, and advantages come of that."""
+"""PPO's critic: it learns what is still to be earned at every token; advantages come of that."""
 
 from __future__ import annotations
 

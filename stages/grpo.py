@@ -90,10 +90,13 @@ class Expert(OnPolicyStage):
             metrics=metrics,
         )
 
-    def appraise(self, samples: list[Sample], parts: list[MicroBatch]) -> None:
-        """Have the critic, if there is one, say what the advantages are. Collective."""
+    def divide(self, rollout: Rollout) -> list[list[MicroBatch]]:
+        """The same, with the advantages that a critic, if there is one, finds. Collective."""
+        updates = super().divide(rollout)
         if self.critic is not None:
-            self.critic.appraise(samples, parts)
+            samples = [sample for samples in rollout.updates for sample in samples]
+            self.critic.appraise(samples, [part for batches in updates for part in batches])
+        return updates
 
     def prepare(self, rollout: Rollout, step: int) -> Prepared:
         """The same, with advantages scaled as the objective says. Collective."""

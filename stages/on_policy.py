@@ -100,10 +100,6 @@ class OnPolicyStage(ABC):
         """A step's graded groups as the samples of each update, with their advantages, and with
         the metrics of this kind of stage. Main rank only."""
 
-    def appraise(self, samples: list[Sample], parts: list[MicroBatch]) -> None:
-        """Add to this rank's micro-batches of all `samples` what other models say of them before
-        any update. Collective."""
-
     @abstractmethod
     def gradients(self, samples: list[Sample], batches: list[MicroBatch]) -> dict[str, float]:
         """Leave those of one update on `batches`, this rank's share of `samples`, in the policy;
@@ -148,18 +144,21 @@ class OnPolicyStage(ABC):
         budget = self.loop.micro_batch_tokens
         return batch.split(samples, Place.here(), budget, self.replay)
 
+    def divide(self, rollout: Rollout) -> list[list[MicroBatch]]:
+        """This rank's micro-batches of every update, as the updates find them. Collective."""
+        return [self.split(samples) for samples in rollout.updates]
+
     def prepare(self, rollout: Rollout, step: int) -> Prepared:
         """Split the samples, and compare pi_old to mu. Collective.
 
         Where there is one update, one pass gives pi_old and the gradients.
         """
         self._version = step
-        updates = [self.split(samples) for samples in rollout.updates]
-        parts = [part for batches in updates for part in batches]
-        self.appraise([sample for samples in rollout.updates for sample in samples], parts)
+        updates = self.divide(rollout)
         if self.one_pass and len(updates) == 1:
             measured = self.gradients(rollout.updates[0], updates[0])
             return Prepared(updates, compare(updates[0]), measured)
+        parts = [part for batches in updates for part in batches]
         temperature = self.sampling.temperature
         differences = measure_mismatch(self.policy, parts, temperature, self.entropies)
         for part in parts:
