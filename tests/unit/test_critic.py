@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fake_engines import MODEL
 from test_expert import drawn, expert, group
 from test_rollout_modes import one_rank  # noqa: F401
 
@@ -17,8 +18,10 @@ from parallel.batch import MicroBatch, collate
 from parallel.checkpoint_saver import Saver
 from parallel.packing import Place
 from parallel.policy import Policy
+from parallel.responses import Responses
 from parallel.sample import Sample
-from parallel.value_model import ValueModel
+from parallel.settings import LayoutSettings, OptimizerSettings, RoutingLossSettings
+from parallel.value_model import ValueModel, values
 from stages.critic import Critic, rewards
 from stages.grpo import Expert
 
@@ -205,3 +208,29 @@ def test_the_critic_survives_and_a_child_takes_none_of_it(tmp_path: Path) -> Non
     assert torch.equal(begun.pop("output_layer.weight"), head)
     del parent["output_layer.weight"]
     assert same(begun, parent)
+
+
+def test_values_of_a_bf16_critic_are_not_rounded(tmp_path: Path) -> None:
+    """Values near 1 in bf16 are a hundredth apart."""
+    low = MODEL.model_copy(update={"precision": "bf16"})
+    optimizer = OptimizerSettings(learning_rate=1e-2)
+    model = ValueModel(low, LayoutSettings(), optimizer, 10, RoutingLossSettings())
+    model.start_fresh(0)
+    turn_head(model)
+    parts = two_parts(rewarded([3, 5, 1, 4], [1.0] * 4))
+    evaluated = model.values(parts)
+    trained: list[torch.Tensor] = []
+
+    def loss(responses: Responses) -> tuple[torch.Tensor, None]:
+        trained.append(values(responses))
+        return trained[-1].square().sum(), None
+
+    model.accumulate(parts, loss, 1.0)
+    for one, other in zip(evaluated, trained, strict=True):
+        assert one.dtype == torch.float32
+        assert not torch.equal(one, one.bfloat16().float())
+        torch.testing.assert_close(one, other.detach(), atol=1e-5, rtol=1e-5)
+    before = copied(model)
+    model.step()
+    assert all(weight.dtype == torch.bfloat16 for weight in before.values())
+    assert not same(before, copied(model))
