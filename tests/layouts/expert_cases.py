@@ -104,6 +104,7 @@ def expert(layout: LayoutSettings, directory: str, objective: dict[str, Any]) ->
     )
     with (
         mock.patch("stages.on_policy.Rollouts"),
+        mock.patch("stages.on_policy.Backlog"),
         mock.patch.object(checkpoints, "load_weights", start_elsewhere),
     ):
         stage = Expert(job)
