@@ -35,7 +35,8 @@ class MicroBatch:
     fp32 [B, R], 0 outside the mask. Added on the last pipeline stage before or while the batch is
     trained on, as far as its objective asks for them, fp32 [B, R]: old_logprobs, old_entropies and
     reference_logprobs, the weights of what pi_old did not draw, and the router_movement in nats;
-    and the logits [n, vocabulary / TP] of the reference, or of the teacher of `domain`.
+    the values of a critic and the returns that it learns them from, both 0 outside the mask; and
+    the logits [n, vocabulary / TP] of the reference, or of the teacher of `domain`.
     """
 
     samples: list[Sample]
@@ -55,6 +56,8 @@ class MicroBatch:
     reference: HeadLogits | None = None
     weights: torch.Tensor | None = None
     router_movement: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
     teacher: HeadLogits | None = None
     domain: str = ""
 

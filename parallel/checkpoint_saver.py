@@ -176,11 +176,10 @@ class _Writing:
 
 def _state(policy: TrainedPolicy) -> dict[str, Any]:
     return {
-        "weights": checkpoint_state.weights(policy),
+        **checkpoint_state.trained(policy),
         "averages": checkpoint_state.averages(policy),
-        "optimizer": checkpoint_state.optimizer_to_save(policy),
+        "companions": checkpoint_state.companions(policy),
         "random_numbers": checkpoint_state.random_numbers(),
-        "updates": policy.schedule.num_steps,
         "layout": layout_sizes(),
     }
 

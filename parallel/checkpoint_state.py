@@ -40,19 +40,41 @@ METADATA = MappingProxyType(
 State = dict[Any, Any]
 
 
-def weights(policy: Policy) -> State:
-    """This rank's shards of the model."""
-    return {
+def weights(policy: Policy, head: bool = True) -> State:
+    """This rank's shards of the model; without the `head`, that stays as it is here."""
+    state = {
         number: chunk.sharded_state_dict(metadata=dict(METADATA))
         for number, chunk in enumerate(policy.chunks)
     }
+    if not head:
+        for shards in state.values():
+            for name in filter(_of_head, shards):
+                shards[name] = LocalNonpersistentObject(shards[name].data)
+    return state
+
+
+def trained(policy: TrainedPolicy) -> State:
+    """What there is to save of a model that trains: this rank's shards, and the updates so far."""
+    return {
+        "weights": weights(policy),
+        "optimizer": optimizer_to_save(policy),
+        "updates": policy.schedule.num_steps,
+    }
+
+
+def companions(policy: TrainedPolicy) -> State:
+    """The same of the models that train with the policy."""
+    return {name: under(f"{name}.", trained(other)) for name, other in policy.companions.items()}
 
 
 def averages(policy: TrainedPolicy) -> State:
     """This rank's shards of the models that are saved with the policy."""
-    state = {name: weights(average) for name, average in policy.averages.items()}
-    for name, shards in state.items():
-        add_prefix_for_sharding(shards, f"{name}.")
+    return {name: under(f"{name}.", weights(average)) for name, average in policy.averages.items()}
+
+
+def under(prefix: str, state: State) -> State:
+    """The same shards, whose names in the checkpoint begin with `prefix`."""
+    add_prefix_for_sharding(state, prefix)
     return state
 
 
@@ -141,6 +163,10 @@ def _name_masters(state: State, model: State) -> None:
             weight = shard.key.removeprefix("optimizer.state.param.")
             prefix = "" if kinds[weight] == torch.float32 else "optimizer.state.fp32_param."
             entry[name] = replace(shard, key=prefix + weight)
+
+
+def _of_head(name: str) -> bool:
+    return name.startswith("output_layer.")
 
 
 def _is_weight(shard: Any) -> bool:

@@ -54,26 +54,22 @@ def load_training(policy: TrainedPolicy, checkpoint: Path) -> dict[str, Any]:
     another kind of optimizer. Collective.
     """
     common = dist_checkpointing.load_common_state_dict(str(checkpoint))
-    loaded = _read({"weights": checkpoint_state.weights(policy)}, checkpoint)
-    checkpoint_state.restore_weights(policy, loaded["weights"])
+    _restore(policy, checkpoint, common["updates"])
+    for name, other in policy.companions.items():
+        _restore(other, checkpoint, common["companions"][name]["updates"], f"{name}.")
     if policy.averages:
         loaded = _read({"averages": checkpoint_state.averages(policy)}, checkpoint)
         for name, average in policy.averages.items():
             checkpoint_state.restore_weights(average, loaded["averages"][name])
-    # Apart from the weights, since an fp32 weight is read once more, as its own master.
-    state: dict[str, Any] = {"optimizer": checkpoint_state.optimizer_to_load(policy)}
-    same_layout = common["layout"] == layout_sizes()
-    if same_layout:
-        state["random_numbers"] = checkpoint_state.random_numbers()
-    loaded = _read(state, checkpoint)
-    checkpoint_state.restore_optimizer(policy, loaded["optimizer"], common["updates"])
-    if same_layout:
+    if common["layout"] == layout_sizes():
+        loaded = _read({"random_numbers": checkpoint_state.random_numbers()}, checkpoint)
         checkpoint_state.restore_random_numbers(loaded["random_numbers"])
     return json.loads((checkpoint / "state.json").read_text())
 
 
-def load_weights(policy: Policy, checkpoint: Path) -> None:
-    """Take only the weights of `checkpoint`, as a child stage, a reference or a teacher does.
+def load_weights(policy: Policy, checkpoint: Path, head: bool = True) -> None:
+    """Take only the weights of `checkpoint`, as a child stage, a reference or a teacher does;
+    without the `head`, that of the policy stays, as a critic's does.
 
     Raises CheckpointError when it is damaged: another stage's result has no substitute. Collective.
     """
@@ -82,7 +78,7 @@ def load_weights(policy: Policy, checkpoint: Path) -> None:
             f"damaged checkpoint: {fault}; remove {checkpoint} and resume the run: its stage goes "
             "on from the checkpoint before"
         )
-    loaded = _read({"weights": checkpoint_state.weights(policy)}, checkpoint)
+    loaded = _read({"weights": checkpoint_state.weights(policy, head)}, checkpoint)
     checkpoint_state.restore_weights(policy, loaded["weights"])
 
 
@@ -98,6 +94,16 @@ def sha256(path: Path) -> str:
     """The checksum of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _restore(policy: TrainedPolicy, checkpoint: Path, updates: int, prefix: str = "") -> None:
+    """Weights and optimizer of a model whose names in the checkpoint begin with `prefix`."""
+    weights = checkpoint_state.under(prefix, {"weights": checkpoint_state.weights(policy)})
+    checkpoint_state.restore_weights(policy, _read(weights, checkpoint)["weights"])
+    # Apart from the weights, since an fp32 weight is read once more, as its own master.
+    optimizer = {"optimizer": checkpoint_state.optimizer_to_load(policy)}
+    loaded = _read(checkpoint_state.under(prefix, optimizer), checkpoint)
+    checkpoint_state.restore_optimizer(policy, loaded["optimizer"], updates)
 
 
 def _read(state: checkpoint_state.State, checkpoint: Path) -> dict[str, Any]:

@@ -47,6 +47,16 @@ class RankMemory:
         """All of them together."""
         return self.parameters + self.gradients + self.optimizer + self.frozen + self.activations
 
+    def beside(self, other: RankMemory) -> RankMemory:
+        """Of two models that train in turn: only one at a time has activations."""
+        return RankMemory(
+            self.parameters + other.parameters,
+            self.gradients + other.gradients,
+            self.optimizer + other.optimizer,
+            self.frozen + other.frozen,
+            max(self.activations, other.activations),
+        )
+
 
 @dataclass(frozen=True)
 class Tensors:
@@ -71,6 +81,7 @@ def training_memory(
     algorithm: Literal["adam", "sgd"],
     micro_batch_tokens: int,
     frozen_models: int = 0,
+    values: bool = False,
 ) -> list[RankMemory]:
     """What a rank of every pipeline rank holds while it trains, the first pipeline rank first.
 
@@ -80,6 +91,7 @@ def training_memory(
         algorithm: the optimizer's.
         micro_batch_tokens: tokens of a micro-batch, before context parallelism splits it.
         frozen_models: references and teachers held beside the policy.
+        values: whether it is a critic's model, whose head says one value and no logits.
     """
     if algorithm != "adam":  # megatron-core's distributed optimizer has only Adam
         layout = layout.model_copy(update={"distributed_optimizer": False})
@@ -87,7 +99,7 @@ def training_memory(
     states = OPTIMIZER_STATES[algorithm] + (model.precision == "bf16")  # bf16 keeps an fp32 copy
     found = []
     for rank in range(layout.pipeline):
-        chunks = _chunks(model, layout, rank)
+        chunks = _chunks(model, layout, rank, values)
         buffers = sum(_buffered(chunk, layout) for chunk in chunks)
         updated = sum(_updated(chunk, layout) for chunk in chunks)
         weights = precision * sum(chunk.elements for chunk in chunks)
@@ -97,7 +109,7 @@ def training_memory(
                 gradients=FP32 * buffers,
                 optimizer=FP32 * states * updated,
                 frozen=weights * frozen_models,
-                activations=_activations(model, layout, rank, micro_batch_tokens),
+                activations=_activations(model, layout, rank, micro_batch_tokens, values),
             )
         )
     return found
@@ -147,15 +159,17 @@ def _cached_token(model: ModelSettings, engine: EngineSettings) -> int:
     return model.layers * each * BYTES[model.precision]
 
 
-def _chunks(model: ModelSettings, layout: LayoutSettings, rank: int) -> list[Tensors]:
+def _chunks(
+    model: ModelSettings, layout: LayoutSettings, rank: int, values: bool = False
+) -> list[Tensors]:
     """The parts of the model that a pipeline rank holds: one, or `virtual_pipeline` of them."""
     return [
-        _chunk(model, layout, part * layout.pipeline + rank)
+        _chunk(model, layout, part * layout.pipeline + rank, values)
         for part in range(layout.virtual_pipeline)
     ]
 
 
-def _chunk(model: ModelSettings, layout: LayoutSettings, number: int) -> Tensors:
+def _chunk(model: ModelSettings, layout: LayoutSettings, number: int, values: bool) -> Tensors:
     """Some layers, with the embedding before the first and the output layer behind the last."""
     parts = layout.pipeline * layout.virtual_pipeline
     count = model.layers // parts
@@ -163,6 +177,7 @@ def _chunk(model: ModelSettings, layout: LayoutSettings, number: int) -> Tensors
     routed = sum(layer in routed_layers(model) for layer in layers)
     hidden, tensor = model.hidden_size, layout.tensor
     first, last = number == 0, number == parts - 1
+    vocabulary = model.vocabulary_size * hidden // tensor
     dense = [(size, count) for size in _attention(model, tensor)]
     for width, layers_of_it in _dense_widths(model, routed, count):
         part = width * hidden // tensor
@@ -170,7 +185,8 @@ def _chunk(model: ModelSettings, layout: LayoutSettings, number: int) -> Tensors
     dense += [
         (model.experts * hidden, routed),  # the router, whole on every tensor rank
         (hidden, 2 * count + last),  # norms
-        (model.vocabulary_size * hidden // tensor, first + last),
+        (vocabulary, int(first)),
+        (hidden if values else vocabulary, int(last)),  # the head
     ]
     held = routed * model.experts // layout.expert
     part = model.expert_hidden_size * hidden // layout.expert_tensor
@@ -258,7 +274,9 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _activations(model: ModelSettings, layout: LayoutSettings, rank: int, tokens: int) -> int:
+def _activations(
+    model: ModelSettings, layout: LayoutSettings, rank: int, tokens: int, values: bool
+) -> int:
     """Bytes that forward passes keep for their backward passes on one pipeline rank."""
     layers = model.layers // (layout.pipeline * layout.virtual_pipeline)
     in_flight = _chunks_in_flight(layout, rank) * layers
@@ -268,7 +286,7 @@ def _activations(model: ModelSettings, layout: LayoutSettings, rank: int, tokens
         kept = in_flight * share * model.hidden_size * BYTES[model.precision] + layer
     else:
         kept = in_flight * layer
-    if rank == layout.pipeline - 1:
+    if rank == layout.pipeline - 1 and not values:
         # The logits, and in fp32 their exponentials, log-probabilities and gradient.
         kept += share * model.vocabulary_size * (BYTES[model.precision] + 3 * FP32)
     return round(kept)

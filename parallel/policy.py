@@ -42,7 +42,7 @@ class Policy:
 
     def __init__(self, settings: ModelSettings, layout: LayoutSettings) -> None:
         self.bridge = build_bridge(settings, layout)
-        self.chunks: list[GPTModel] = build_chunks(self.bridge)
+        self.chunks = self._build_chunks()
         self.settings = settings
         self.routed_layers = families.routed_layers(settings)
         self.routers = routing.connect(self.chunks, self.routed_layers)
@@ -109,6 +109,10 @@ class Policy:
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor under its Hugging Face name, whole; a collective over all ranks."""
         return hugging_face_weights.stream_weights(self.bridge, self.chunks)
+
+    def _build_chunks(self) -> list[GPTModel]:
+        """This rank's parts of the model; a subclass may give the last of them another head."""
+        return build_chunks(self.bridge)
 
     def _run(
         self, batches: list[MicroBatch], loss: LossFunction, forward_only: bool = True
@@ -179,7 +183,9 @@ class TrainedPolicy(Policy):
             use_distributed_optimizer=_distributed(optimizer, layout),
         )
         self.modules = [DistributedDataParallel(config, buckets, module) for module in self.modules]
-        self.averages: dict[str, Policy] = {}  # models that its checkpoints hold too, by name
+        # Models that its checkpoints hold too, by name: averages of it, and what trains beside it.
+        self.averages: dict[str, Policy] = {}
+        self.companions: dict[str, TrainedPolicy] = {}
         self.optimizer = get_megatron_optimizer(
             _optimizer_config(optimizer, layout, config), self.modules
         )

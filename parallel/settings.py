@@ -18,11 +18,12 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 class Settings(BaseModel):
     """Base of every settings block: frozen, and an unknown key is an error.
 
-    `renamed` maps a key that there was to what is written now.
+    `renamed` maps a key that there was to what is written now. A field whose key is a word of
+    Python has that key for its alias, which is read and written.
     """
 
     renamed: ClassVar[dict[str, str]] = {}
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", serialize_by_alias=True)
 
 
 # How a process tells the launcher why it failed, or what a person should know while it goes on: a

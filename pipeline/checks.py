@@ -166,18 +166,47 @@ def _domain_rules(
     yield from _schedule_rules(key, domain.optimizer, domain.loop, updates)
     yield from _sampling_rules(f"{key}.sampling", domain.sampling, layout, engine, updates)
     yield from _objective_rules(f"{key}.objective", domain.objective, domain.sampling)
+    yield from _group_rules(key, domain)
     yield from reward_rules(f"{key}.rewards", domain)
-    if domain.sampling.group_size < 2:
-        yield (
-            f"{key}.sampling.group_size",
-            "a group of one has no advantage, since it is its own mean; use 2 or more",
-        )
     if domain.sampling.prompts_per_step % updates:
         yield (
             f"{key}.updates_per_rollout",
             f"{updates} does not divide {key}.sampling.prompts_per_step = "
             f"{domain.sampling.prompts_per_step}, and every update takes as many whole groups",
         )
+
+
+def _group_rules(key: str, domain: DomainSettings) -> Found:
+    """A critic compares with its values, everything else within a group."""
+    alone = domain.sampling.group_size < 2
+    advantage = domain.objective.advantage
+    if advantage.name != "gae":
+        if alone:
+            yield (
+                f"{key}.sampling.group_size",
+                "a group of one has no advantage, since it is its own mean; use 2 or more, or the "
+                "advantage gae",
+            )
+        return
+    steps, warmup = domain.loop.steps, advantage.critic.warmup_steps
+    if warmup >= steps:
+        yield (
+            f"{key}.objective.advantage.critic.warmup_steps",
+            f"{warmup} should be less than {key}.loop.steps = {steps}, or the policy never learns",
+        )
+    if alone and domain.rollout.dynamic_sampling:
+        yield (
+            f"{key}.rollout.dynamic_sampling",
+            f"{domain.rollout.dynamic_sampling} replaces every prompt, since the samples of a group"
+            " of one all earn the same; use 0",
+        )
+    yield from _schedule_rules(
+        f"{key}.objective.advantage.critic",
+        advantage.critic.optimizer,
+        domain.loop,
+        domain.updates_per_rollout,
+        loop_key=f"{key}.loop",
+    )
 
 
 def _objective_rules(key: str, objective: ObjectiveSettings, sampling: SamplingSettings) -> Found:
@@ -274,12 +303,16 @@ def _rollout_rules(key: str, rollout: MergeRolloutSettings, deterministic: bool)
 
 
 def _schedule_rules(
-    key: str, optimizer: OptimizerSettings, loop: LoopSettings, updates_per_step: int = 1
+    key: str,
+    optimizer: OptimizerSettings,
+    loop: LoopSettings,
+    updates_per_step: int = 1,
+    loop_key: str | None = None,
 ) -> Found:
     updates = loop.steps * updates_per_step
     if optimizer.warmup_steps >= updates:
         yield (
             f"{key}.optimizer.warmup_steps",
             f"{optimizer.warmup_steps} should be less than the {updates} updates of "
-            f"{key}.loop.steps = {loop.steps}, or the learning rate never arrives",
+            f"{loop_key or f'{key}.loop'}.steps = {loop.steps}, or the learning rate never arrives",
         )

@@ -42,13 +42,15 @@ def stage_memory(stage: Stage, settings: RunSettings) -> list[RankMemory]:
     if not stage.trains:
         return reading_memory(settings.model, settings.layout)
     optimizer, loop = _trained_by(stage, settings)
-    return training_memory(
-        settings.model,
-        settings.layout,
-        optimizer.algorithm,
-        loop.micro_batch_tokens,
-        frozen_models=_frozen_models(stage, settings),
-    )
+    model, layout, tokens = settings.model, settings.layout, loop.micro_batch_tokens
+    frozen = _frozen_models(stage, settings)
+    ranks = training_memory(model, layout, optimizer.algorithm, tokens, frozen)
+    advantage = settings.experts[stage.domain].objective.advantage if stage.domain else None
+    if advantage is None or advantage.name != "gae":
+        return ranks
+    algorithm = advantage.critic.optimizer.algorithm
+    critic = training_memory(model, layout, algorithm, tokens, values=True)
+    return [policy.beside(other) for policy, other in zip(ranks, critic, strict=True)]
 
 
 def fullest(ranks: list[RankMemory]) -> RankMemory:

@@ -34,7 +34,11 @@ def fields(annotation: Any) -> dict[Any, Any]:
     """The keys of a settings class, or of all classes of a union, with their annotations."""
     own = [annotation] if _is_settings(annotation) else []
     classes = [*own, *_arms(annotation).values()]
-    return {name: field.annotation for each in classes for name, field in each.model_fields.items()}
+    return {
+        field.alias or name: field.annotation
+        for each in classes
+        for name, field in each.model_fields.items()
+    }
 
 
 def renamed(annotation: Any, name: str) -> str | None:

@@ -45,11 +45,18 @@ def add_advantages(
     found = advantages(graded(groups, weights), settings).float().numpy()
     for number, group in enumerate(groups):
         for sample, values in zip(group.samples, found[number], strict=False):
-            sample.group = number
             if found.shape[-1] > 1:
                 sample.advantages = values[: len(sample.response)]
                 values = sample.advantages
             sample.advantage = float(values.mean())
+    return graded_samples(groups)
+
+
+def graded_samples(groups: list[Group]) -> list[list[Sample]]:
+    """Those of each group, which are told its number."""
+    for number, group in enumerate(groups):
+        for sample in group.samples:
+            sample.group = number
     return [[each for each in group.samples if each.reward is not None] for group in groups]
 
 

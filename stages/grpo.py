@@ -1,4 +1,4 @@
-"""One domain's expert: group-relative policy optimisation on verified rewards."""
+"""One domain's expert: group-relative policy optimisation, or PPO, on verified rewards."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from parallel.policy import TrainedPolicy
 from parallel.responses import Responses
 from parallel.sample import Sample
 from stages.backlog import Batch
-from stages.grading import add_advantages, graded
+from stages.critic import Critic
+from stages.grading import add_advantages, graded, graded_samples
 from stages.group_weights import LengthWeights, scale_by_entropy
 from stages.loop import train
 from stages.metrics import reduce_sums
 from stages.objectives.aggregation import Totals
 from stages.objectives.kl_coefficient import steered
 from stages.objectives.policy_loss import MetricSum, Tokens, policy_loss
+from stages.objectives.settings import GaeSettings
 from stages.on_policy import OnPolicyStage, Prepared, Rollout
 from stages.reference import Reference
 from stages.settings import StageJob
@@ -38,7 +40,11 @@ class Expert(OnPolicyStage):
         assert job.domain is not None and job.parent is not None
         self.expert = settings = job.settings.experts[job.domain]
         self.objective = settings.objective
-        updates = settings.loop.steps * settings.updates_per_rollout
+        advantage = self.objective.advantage
+        steps = settings.loop.steps
+        if isinstance(advantage, GaeSettings):
+            steps -= advantage.critic.warmup_steps
+        updates = steps * settings.updates_per_rollout
         policy = TrainedPolicy(
             job.settings.model, job.settings.layout, settings.optimizer, updates, settings.routing
         )
@@ -60,24 +66,37 @@ class Expert(OnPolicyStage):
             policy.remember_routing()
             self.one_pass = False  # what the routers said is remembered in a pass of its own
         self.reference = Reference(job, policy, self.objective.kl) if self.kl_coefficient else None
+        self.critic: Critic | None = None
+        if isinstance(advantage, GaeSettings):
+            self.critic = Critic(job, policy, advantage, settings)
 
     def share_out(self, batch: Batch) -> Rollout:
         """`updates_per_rollout` shares of the prompts, each with all graded samples of its
-        groups."""
-        weights = {name: reward.weight for name, reward in self.expert.rewards.items()}
-        samples = add_advantages(batch.groups, self.objective.advantage, weights)
+        groups. A critic gives them advantages later, and compares no groups."""
+        metrics = {"resampled_groups": float(len(batch.replaced))}
+        if self.critic is not None:
+            samples = graded_samples(batch.groups)
+        else:
+            weights = {name: reward.weight for name, reward in self.expert.rewards.items()}
+            samples = add_advantages(batch.groups, self.objective.advantage, weights)
+            drawn = graded([*batch.groups, *batch.replaced])
+            metrics["zero_variance"] = drawn.zero_variance.double().mean().item()
         updates = self.expert.updates_per_rollout
-        drawn = graded([*batch.groups, *batch.replaced])
         return Rollout(
             updates=[
                 [sample for group in samples[update::updates] for sample in group]
                 for update in range(updates)
             ],
-            metrics={
-                "zero_variance": drawn.zero_variance.double().mean().item(),
-                "resampled_groups": float(len(batch.replaced)),
-            },
+            metrics=metrics,
         )
+
+    def divide(self, rollout: Rollout) -> list[list[MicroBatch]]:
+        """The same, with the advantages that a critic, if there is one, finds. Collective."""
+        updates = super().divide(rollout)
+        if self.critic is not None:
+            samples = [sample for samples in rollout.updates for sample in samples]
+            self.critic.appraise(samples, [part for batches in updates for part in batches])
+        return updates
 
     def prepare(self, rollout: Rollout, step: int) -> Prepared:
         """The same, with advantages scaled as the objective says. Collective."""
@@ -114,6 +133,21 @@ class Expert(OnPolicyStage):
         shares = reduce_sums([metrics for _, metrics in parts], totals)
         shares["loss"] = sum(value for value, _ in parts)
         return sum_over_data(shares)
+
+    def update(
+        self,
+        samples: list[Sample],
+        batches: list[MicroBatch],
+        measured: dict[str, float] | None = None,
+    ) -> dict[str, float]:
+        """One step of the critic, if there is one, and unless that is to learn alone, one of the
+        policy. Collective."""
+        if self.critic is None:
+            return super().update(samples, batches, measured)
+        learned = self.critic.learn(samples, batches)
+        if self.critic.learns_alone(self._version):
+            return learned
+        return {**super().update(samples, batches, measured), **learned}
 
     def learn(self, measured: dict[str, float]) -> dict[str, float]:
         """What the objective of the next update is; logs what this one's was."""

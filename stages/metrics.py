@@ -38,6 +38,8 @@ METRICS = {
     "correction": "sequences",
     "masked_sequences": "sequences",
     "length_exponent": "step",
+    "value_loss": "tokens",
+    "value_explained_variance": "step",
     "entropy": "tokens",
     "full_entropy": "tokens",
     "kl": "tokens",

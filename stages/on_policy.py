@@ -144,13 +144,17 @@ class OnPolicyStage(ABC):
         budget = self.loop.micro_batch_tokens
         return batch.split(samples, Place.here(), budget, self.replay)
 
+    def divide(self, rollout: Rollout) -> list[list[MicroBatch]]:
+        """This rank's micro-batches of every update, as the updates find them. Collective."""
+        return [self.split(samples) for samples in rollout.updates]
+
     def prepare(self, rollout: Rollout, step: int) -> Prepared:
         """Split the samples, and compare pi_old to mu. Collective.
 
         Where there is one update, one pass gives pi_old and the gradients.
         """
         self._version = step
-        updates = [self.split(samples) for samples in rollout.updates]
+        updates = self.divide(rollout)
         if self.one_pass and len(updates) == 1:
             measured = self.gradients(rollout.updates[0], updates[0])
             return Prepared(updates, compare(updates[0]), measured)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from parallel.settings import Fraction, Settings
+from parallel.settings import Fraction, OptimizerSettings, Settings
 
 AboveZero = Annotated[float, Field(gt=0)]
 Coefficient = Annotated[float, Field(ge=0)]
@@ -94,6 +94,27 @@ class ProcessSettings(Standardised):
     name: Literal["process"] = "process"
 
 
+class CriticSettings(Settings):
+    """A model of values beside the policy, of its family, layout and beginning."""
+
+    optimizer: OptimizerSettings = OptimizerSettings(learning_rate=1e-5)
+    value_clip: AboveZero = Field(
+        default=0.2, description="how far an update may move a value and still gain by it"
+    )
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="first steps in which the critic learns and the policy does not"
+    )
+
+
+class GaeSettings(Standardised):
+    """Every token against a critic's values (PPO), in standard deviations of all tokens."""
+
+    name: Literal["gae"] = "gae"
+    gamma: Fraction = 1.0
+    lambda_: Fraction = Field(default=0.95, alias="lambda")
+    critic: CriticSettings = CriticSettings()
+
+
 AdvantageSettings = Annotated[
     Annotated[GrpoSettings, Tag("grpo")]
     | Annotated[DrGrpoSettings, Tag("dr_grpo")]
@@ -103,7 +124,8 @@ AdvantageSettings = Annotated[
     | Annotated[MoGrpoSettings, Tag("mo_grpo")]
     | Annotated[GdpoSettings, Tag("gdpo")]
     | Annotated[GfpoSettings, Tag("gfpo")]
-    | Annotated[ProcessSettings, Tag("process")],
+    | Annotated[ProcessSettings, Tag("process")]
+    | Annotated[GaeSettings, Tag("gae")],
     _by_name("grpo"),
 ]
 

@@ -218,6 +218,14 @@ def differences(
     return found
 
 
+def own_part(name: str, parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """What of a whole tensor this rank holds; of a critic's head, which has the name of a head over
+    the vocabulary, all of it."""
+    from parallel.model import shard, tensor_split
+
+    return whole if whole.shape == parameter.shape else shard(name, whole, *tensor_split(name))
+
+
 def train(policy: Any, steps: range) -> Iterator[tuple[float, float]]:
     """(loss of this rank, gradient norm) of some optimizer steps; step number seeds the data."""
     from stages.objectives.aggregation import Totals

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases import SGD, SPREAD, build, loop, train
+from cases import SGD, SPREAD, build, loop, own_part, train
 
 from parallel.files import whole_checkpoints
 from parallel.settings import LAST_WORD, LayoutSettings, OptimizerSettings
@@ -106,13 +106,13 @@ def losses_of(policy: Any, steps: range) -> Iterator[float]:
 
 def farthest_weight(policy: Any, expected: dict[str, np.ndarray]) -> float:
     """The largest difference of this rank's shards from whole tensors under global names."""
-    from parallel.model import global_name, shard, tensor_split
+    from parallel.model import global_name
 
     largest = 0.0
     for chunk in policy.chunks:
         for name, parameter in chunk.named_parameters():
             whole = torch.from_numpy(expected[global_name(chunk, name)])
-            difference = parameter.detach() - shard(name, whole, *tensor_split(name))
+            difference = parameter.detach() - own_part(name, parameter, whole)
             largest = max(largest, difference.abs().max().item())
     return largest
 

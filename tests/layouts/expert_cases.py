@@ -8,7 +8,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from cases import MODEL, SGD, samples
+from cases import MODEL, SGD, own_part, samples
 
 from parallel.sample import Sample
 from parallel.settings import EngineSettings, LayoutSettings
@@ -40,6 +40,16 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
         "ratio": {"name": "rspo", "floor": 0.1},
         "aggregation": "sequence_mean",
     },
+    "a critic": {
+        "advantage": {
+            "name": "gae",
+            "gamma": 0.95,
+            "lambda": 0.9,
+            "critic": {"optimizer": SGD.model_dump()},
+        },
+        "ratio": {"name": "token"},
+        "aggregation": "token_mean",
+    },
 }
 
 
@@ -50,10 +60,20 @@ def judged() -> list[Sample]:
     for number, sample in enumerate(drawn):
         count = len(sample.response)
         sample.group = number // 4
-        sample.reward = 0.0
+        sample.reward = float(number % 3)
         sample.versions = np.zeros(count, np.int32)
         sample.advantages = draw.normal(size=count).astype(np.float32)
     return drawn
+
+
+def start_elsewhere(policy: Any, _checkpoint: Path, head: bool = True) -> None:
+    """Stands for loading a checkpoint; a critic gets a head that every layout has alike."""
+    policy.start_fresh(1)
+    if not head and policy.chunks[-1].post_process:
+        weight = policy.chunks[-1].output_layer.weight
+        drawn = torch.randn(weight.shape, generator=torch.Generator().manual_seed(2))
+        weight.data.copy_(drawn / 4)
+        policy.weights_changed()
 
 
 def expert(layout: LayoutSettings, directory: str, objective: dict[str, Any]) -> Any:
@@ -85,7 +105,7 @@ def expert(layout: LayoutSettings, directory: str, objective: dict[str, Any]) ->
     with (
         mock.patch("stages.on_policy.Rollouts"),
         mock.patch("stages.on_policy.Backlog"),
-        mock.patch.object(checkpoints, "load_weights", lambda policy, _: policy.start_fresh(1)),
+        mock.patch.object(checkpoints, "load_weights", start_elsewhere),
     ):
         stage = Expert(job)
     stage.policy.start_fresh(0)
@@ -110,11 +130,18 @@ def updated(
         assert metrics["router_movement"] > 0
     learned = {"coefficient after": stage.kl_coefficient, "exponent after": stage.length_exponent}
     gradients = {
-        f"{number}/{name}": parameter.main_grad.clone()
-        for number, chunk in enumerate(stage.policy.chunks)
+        f"{number}/{model}/{name}": parameter.main_grad.clone()
+        for model, chunks in models(stage).items()
+        for number, chunk in enumerate(chunks)
         for name, parameter in chunk.named_parameters()
     }
     return {**metrics, **prepared.differences, **learned}, gradients, stage
+
+
+def models(stage: Any) -> dict[str, list[Any]]:
+    """This rank's parts of the policy and of what trains beside it."""
+    others = {name: model.chunks for name, model in stage.policy.companions.items()}
+    return {"policy": stage.policy.chunks, **others}
 
 
 def alone(directory: str, name: str) -> None:
@@ -126,17 +153,19 @@ def alone(directory: str, name: str) -> None:
 
 def differences(layout: LayoutSettings, directory: str, name: str) -> dict[str, Any]:
     """How far this layout is from it: relative errors of metrics, and the worst gradient's."""
-    from parallel.model import global_name, shard, tensor_split
+    from parallel.model import global_name
 
     metrics, gradients, stage = updated(layout, directory, name)
     expected, whole = torch.load(Path(directory) / f"{name}.pt")
     assert metrics.keys() == expected.keys()
     worst = 0.0
-    for number, chunk in enumerate(stage.policy.chunks):
-        for own, _ in chunk.named_parameters():
-            theirs = shard(own, whole[global_name(chunk, own)], *tensor_split(own))
-            error = (gradients[f"{number}/{own}"] - theirs).norm() / max(theirs.norm(), 1e-6)
-            worst = max(worst, error.item())
+    for model, chunks in models(stage).items():
+        for number, chunk in enumerate(chunks):
+            for own, parameter in chunk.named_parameters():
+                theirs = own_part(own, parameter, whole[f"{model}/{global_name(chunk, own)}"])
+                found = gradients[f"{number}/{model}/{own}"]
+                error = (found - theirs).norm() / max(theirs.norm(), 1e-6)
+                worst = max(worst, error.item())
     return {
         "gradient": worst,
         "metrics": {

@@ -61,7 +61,7 @@ def test_every_name_has_a_function() -> None:
     def choices(block: Any, field: str) -> tuple[str, ...]:
         return typing.get_args(block.model_fields[field].annotation)
 
-    assert names("advantage") == list(ADVANTAGES)
+    assert names("advantage") == [*ADVANTAGES, "gae"]  # which stages.critic finds
     assert sorted(names("ratio")) == sorted(RATIOS)
     assert names("correction") == ["none", *CORRECTIONS]
     assert choices(known.KLSettings, "estimator") == (*KL_ESTIMATORS, FULL)
@@ -74,7 +74,7 @@ def test_every_name_has_a_function() -> None:
         (
             "advantage.name=grop",
             "advantage.name: should be 'grpo', 'dr_grpo', 'rloo', 'reinforce_pp', "
-            "'reinforce_pp_baseline', 'mo_grpo', 'gdpo', 'gfpo' or 'process', not \"grop\"",
+            "'reinforce_pp_baseline', 'mo_grpo', 'gdpo', 'gfpo', 'process' or 'gae', not \"grop\"",
         ),
         (
             "ratio.name=rpso",
@@ -96,6 +96,24 @@ def test_every_name_has_a_function() -> None:
             "advantage={name: gfpo, keep: 99}",
             "advantage.keep: 99 is more than the sampling.group_size = 8 that there are to keep",
         ),
+        ("advantage={name: gae, lambda: 1.5}", "advantage.lambda: should be less than or equal"),
+        (
+            "advantage={name: gae, lamda: 1}",
+            'advantage.lamda: unknown key; did you mean "lambda"?',
+        ),
+        (
+            "advantage={name: gae, lambda_: 1}",
+            'advantage.lambda_: unknown key; did you mean "lambda"?',
+        ),
+        (
+            "advantage={name: gae, critic: {warmup_steps: 2}}",
+            "advantage.critic.warmup_steps: 2 should be less than experts.sums.loop.steps = 2",
+        ),
+        (
+            "advantage={name: gae, critic: {optimizer: {learning_rate: 1, warmup_steps: 2}}}",
+            "advantage.critic.optimizer.warmup_steps: 2 should be less than the 2 updates of "
+            "experts.sums.loop.steps = 2",
+        ),
         ("kl.target=0.01", "kl.target: 0.01 is never reached from kl.coefficient = 0"),
         (
             "correction={name: icepop, low: 5, high: 5}",
@@ -105,6 +123,21 @@ def test_every_name_has_a_function() -> None:
 )
 def test_a_wrong_objective_is_reported(config: Path, override: str, message: str) -> None:
     assert fault(config, f"{EXPERT}.{override}").startswith(f"command line: {EXPERT}.{message}")
+
+
+def test_a_critic_needs_no_group(config: Path) -> None:
+    critic = f"{EXPERT}.advantage={{name: gae, gamma: 0.9, lambda: 0.8}}"
+    alone = "experts.sums.sampling.group_size=1"
+    settings = load(config, [critic, alone])
+    advantage = settings.experts["sums"].objective.advantage
+    assert isinstance(advantage, known.GaeSettings)
+    assert (advantage.gamma, advantage.lambda_) == (0.9, 0.8)
+    assert load(config, [critic, alone, f"{EXPERT}.advantage.lambda=0.7"])
+    config.write_text(dump_resolved(settings))
+    assert "lambda: 0.8" in config.read_text()
+    assert load(config) == settings
+    with pytest.raises(ConfigError, match="dynamic_sampling: 2 replaces every prompt"):
+        load(config, ["experts.sums.rollout.dynamic_sampling=2"])
 
 
 @pytest.mark.parametrize(

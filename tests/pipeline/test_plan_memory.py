@@ -58,6 +58,19 @@ def test_a_stage_holds_the_models_it_compares_with(config: Path) -> None:
     assert fullest["export"].total == fullest["evaluate"].total == ONE_MODEL
 
 
+def test_a_critic_is_held_beside_its_policy(config: Path) -> None:
+    overrides = [
+        "layout.distributed_optimizer=false",
+        "experts.sums.objective={advantage: {name: gae}, kl: {coefficient: 0}}",
+    ]
+    settings: RunSettings = load(config, overrides)
+    found = {stage.name: stage_memory(stage, settings) for stage in compile_graph(settings)}
+    [expert], [alone] = found["experts.sums"], found["cold_start"]
+    head = 4 * (settings.model.vocabulary_size - 1) * settings.model.hidden_size
+    assert expert.parameters == 2 * alone.parameters - head
+    assert expert.optimizer == 2 * alone.optimizer - 2 * head
+
+
 def test_the_plan_tells_what_fits(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def plan(*overrides: str) -> str:
         assert cli.main(["plan", str(config), "--memory", *overrides]) == 0

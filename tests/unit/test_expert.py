@@ -49,9 +49,15 @@ from stages.settings import DomainSettings, LoggingSettings, RunSettings, StageJ
 PROMPTS, GROUP = 4, 4
 
 
-def start_elsewhere(policy: Policy, _checkpoint: Path) -> None:
+@torch.no_grad()
+def start_elsewhere(policy: Policy, _checkpoint: Path, head: bool = True) -> None:
     """Stands for loading a checkpoint."""
+    weight = policy.chunks[-1].output_layer.weight
+    before = weight.clone()
     policy.start_fresh(seed=1)
+    if not head:
+        weight.copy_(before)
+        policy.weights_changed()
 
 
 def expert(directory: Path, objective: dict[str, Any], steps: int = 3, updates: int = 2) -> Expert:

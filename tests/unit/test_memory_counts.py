@@ -124,6 +124,18 @@ def test_frozen_models_are_weights_alone() -> None:
         )
 
 
+def test_a_critic_has_one_value_in_place_of_the_vocabulary() -> None:
+    layout = LayoutSettings(ranks=4, tensor=2, pipeline=2, distributed_optimizer=False)
+    first, last = memory.training_memory(TINY, layout, "adam", 1000)
+    alike, critic = memory.training_memory(TINY, layout, "sgd", 1000, values=True)
+    assert (alike.parameters, alike.gradients) == (first.parameters, first.gradients)
+    assert critic.parameters == last.parameters - 4 * (VOCABULARY // 2 - 96)
+    assert critic.activations == last.activations - 1000 * LOGITS // 2
+    both = last.beside(critic)
+    assert both.optimizer == 2 * last.parameters + critic.parameters
+    assert both.activations == last.activations
+
+
 # 6 * 96 hidden, 5 * 128 queries, 4 * 64 keys, and for each of 2 experts 96 + 6 * 96, in fp32;
 # the router's 8 weights and marks; 4 heads' normalisers
 LAYER = 4 * (576 + 640 + 256 + 2 * 672) + 8 * 5 + 16

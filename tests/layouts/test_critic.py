@@ -1,0 +1,35 @@
+"""A critic is saved with its policy, and goes on with it under any layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import critic_cases as cases
+import pytest
+from cases import MATRIX
+from ranks import On
+
+from parallel.settings import LayoutSettings
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed", "kind"),
+    [
+        ("TP2", "PP2", "adam_distributed"),
+        ("EP2", "TP2", "adam_distributed"),
+        ("CP2", "TP2", "adam"),
+    ],
+)
+def test_a_critic_goes_on_under_another_layout(
+    saved: str, resumed: str, kind: str, on: On, tmp_path: Path
+) -> None:
+    [expected] = on(LayoutSettings(), cases.never_stop, kind)
+    on(MATRIX[saved], cases.begin, MATRIX[saved], kind, str(tmp_path))
+    for found in on(MATRIX[resumed], cases.go_on, MATRIX[resumed], kind, str(tmp_path), expected):
+        assert max(found.values()) < 1e-5, found
+
+
+@pytest.mark.parametrize("layout", ["1 rank", "DP2", "TP2"])
+def test_a_critic_resumes_bit_for_bit(layout: str, on: On, tmp_path: Path) -> None:
+    arguments = (MATRIX[layout], "adam_distributed", str(tmp_path))
+    assert all(on(MATRIX[layout], cases.resumes_bit_for_bit, *arguments))
