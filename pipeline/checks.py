@@ -167,6 +167,7 @@ def _domain_rules(
     yield from _sampling_rules(f"{key}.sampling", domain.sampling, layout, engine, updates)
     yield from _objective_rules(f"{key}.objective", domain.objective, domain.sampling)
     yield from reward_rules(f"{key}.rewards", domain)
+    yield from _stop_rules(f"{key}.stop", domain)
     if domain.sampling.group_size < 2:
         yield (
             f"{key}.sampling.group_size",
@@ -198,6 +199,20 @@ def _objective_rules(key: str, objective: ObjectiveSettings, sampling: SamplingS
         yield (
             f"{key}.correction.low",
             f"{correction.low:g} should be less than high = {correction.high:g}",
+        )
+
+
+def _stop_rules(key: str, domain: DomainSettings) -> Found:
+    if domain.stop is None:
+        return
+    reward = domain.stop.metric.removeprefix("reward/")
+    if "/" in domain.stop.metric and reward not in domain.rewards:
+        yield f"{key}.metric", f"there is no reward {reward}; {hint(reward, domain.rewards)}"
+    if domain.stop.window > domain.loop.steps:
+        yield (
+            f"{key}.window",
+            f"{domain.stop.window} is more than loop.steps = {domain.loop.steps}, and only a full "
+            "window ends the stage",
         )
 
 

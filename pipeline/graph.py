@@ -41,11 +41,13 @@ READS: dict[Kind, tuple[str, ...]] = {
         "experts.{domain}.rewards",
         "experts.{domain}.sampling",
         "experts.{domain}.rollout",
+        "experts.{domain}.curriculum",
         "experts.{domain}.objective",
         "experts.{domain}.routing",
         "experts.{domain}.optimizer",
         "experts.{domain}.updates_per_rollout",
         "experts.{domain}.loop.steps",
+        "experts.{domain}.stop",
     ),
     "distill": (
         "seed",

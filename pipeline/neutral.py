@@ -30,6 +30,7 @@ CHANGES_NO_RESULT = (
     "layout",
     "logging",
     "rewards",
+    "experts.*.guards",
     *(f"engine.{key}" for key in ENGINE_KEYS),
     *(f"{stage}.loop.{key}" for stage in ("cold_start", "experts.*", "merge") for key in LOOP_KEYS),
 )
@@ -41,4 +42,5 @@ MAY_CHANGE = f"""\
   engine: {", ".join(ENGINE_KEYS[:6])},
           {", ".join(ENGINE_KEYS[6:10])},
           {", ".join(ENGINE_KEYS[10:])}
+  every expert: guards
   every loop: {", ".join(LOOP_KEYS)}"""

@@ -14,6 +14,8 @@ from parallel.sample import Sample
 from stages.backlog import Batch
 from stages.grading import add_advantages, graded
 from stages.group_weights import LengthWeights, scale_by_entropy
+from stages.guards.measures import group_metrics
+from stages.guards.watch import Watch
 from stages.loop import train
 from stages.metrics import reduce_sums
 from stages.objectives.aggregation import Totals
@@ -27,7 +29,7 @@ from stages.settings import StageJob
 def run(job: StageJob) -> None:
     """Train the expert of `job.domain` to its last step."""
     stage = Expert(job)
-    train(stage, job, stage.loop)
+    train(stage, job, stage.loop, stage.watch)
     stage.close()
 
 
@@ -53,6 +55,7 @@ class Expert(OnPolicyStage):
             self.objective.correction,
             entropies=self.objective.scaling == "edge",
         )
+        self.watch = Watch(job.stage, job.domain, settings)
         self.kl_coefficient = self.objective.kl.coefficient
         self.length_exponent = 0.0  # lambda
         self.weigh: LengthWeights | None = None  # of the present update
@@ -67,14 +70,16 @@ class Expert(OnPolicyStage):
         weights = {name: reward.weight for name, reward in self.expert.rewards.items()}
         samples = add_advantages(batch.groups, self.objective.advantage, weights)
         updates = self.expert.updates_per_rollout
-        drawn = graded([*batch.groups, *batch.replaced])
+        zero_variance = graded(batch.drawn).zero_variance
         return Rollout(
             updates=[
                 [sample for group in samples[update::updates] for sample in group]
                 for update in range(updates)
             ],
             metrics={
-                "zero_variance": drawn.zero_variance.double().mean().item(),
+                **group_metrics(batch.drawn, self.expert.rewards),
+                **self.backlog.passed_over(),
+                "zero_variance": zero_variance.double().mean().item(),
                 "resampled_groups": float(len(batch.replaced)),
             },
         )
@@ -135,10 +140,11 @@ class Expert(OnPolicyStage):
         return metrics["reward"]
 
     def state(self) -> dict[str, Any]:
-        """The prompts, and what the objective has learned about itself."""
+        """The prompts, what the objective has learned about itself, and the guards' memory."""
         learned = {
             "kl_coefficient": self.kl_coefficient,
             "length_exponent": self.length_exponent,
+            "watch": self.watch.state(),
         }
         return {**super().state(), **learned}
 
@@ -147,6 +153,7 @@ class Expert(OnPolicyStage):
         super().restore(state)
         self.kl_coefficient = state["kl_coefficient"]
         self.length_exponent = state["length_exponent"]
+        self.watch.restore(state["watch"])
 
     def _tokens(self, responses: Responses, weigh: LengthWeights) -> Tokens:
         """What the objective is computed from, and no more of it than it asks for."""

@@ -48,13 +48,14 @@ def _leave(error: BaseException) -> None:
     from stages.agreement import MismatchError
     from stages.domains.problem import DomainError
     from stages.domains.rewards.reward import RewardError
-    from stages.loop import NotFiniteError, StageStopped
+    from stages.loop import GuardStopped, NotFiniteError, StageStopped
     from stages.tokenizer import TokenizerError
 
     told = (
         CheckpointError,
         DomainError,
         EngineError,
+        GuardStopped,
         MismatchError,
         NotFiniteError,
         OSError,

@@ -19,6 +19,7 @@ from parallel.settings import (
     RoutingLossSettings,
     Settings,
 )
+from stages.curriculum.settings import CurriculumSettings, NoCurriculumSettings
 from stages.domains.rewards.settings import (
     ReasoningGymReward,
     RewardPoolSettings,
@@ -29,6 +30,7 @@ from stages.domains.sources.settings import (
     GeneratedDemonstrationSettings,
     PromptSettings,
 )
+from stages.guards.settings import GuardsSettings, StopSettings
 from stages.objectives.settings import ObjectiveSettings
 
 
@@ -124,11 +126,16 @@ class DomainSettings(Settings):
     demonstrations: DemonstrationSettings = GeneratedDemonstrationSettings()
     sampling: SamplingSettings = SamplingSettings()
     rollout: RolloutSettings = RolloutSettings()
+    curriculum: CurriculumSettings = NoCurriculumSettings()
     objective: ObjectiveSettings = ObjectiveSettings()
     routing: RoutingSettings = RoutingSettings()
     optimizer: OptimizerSettings
     updates_per_rollout: Positive = 1
     loop: LoopSettings
+    guards: GuardsSettings = GuardsSettings()
+    stop: StopSettings | None = Field(
+        default=None, description="where the expert is done early; null trains all steps"
+    )
 
 
 class ColdStartSettings(Settings):
