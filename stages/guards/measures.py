@@ -56,12 +56,13 @@ def length_ratio(groups: Sequence[Group], rewards: Rewards) -> dict[str, float]:
 
 
 def repetition(groups: Sequence[Group]) -> dict[str, float]:
-    """The shares of samples that repeat, or nearly repeat, an earlier one of their group."""
+    """The shares of samples that repeat, or nearly repeat, an earlier one of their group, among
+    those that have an earlier one."""
     found = [repeats([sample.response for sample in each.samples], SIMILAR) for each in groups]
-    samples = max(sum(len(group.samples) for group in groups), 1)
+    later = max(sum(len(group.samples) - 1 for group in groups), 1)
     return {
-        "identical_responses": sum(identical for identical, _ in found) / samples,
-        "similar_responses": sum(alike for _, alike in found) / samples,
+        "identical_responses": sum(identical for identical, _ in found) / later,
+        "similar_responses": sum(alike for _, alike in found) / later,
     }
 
 

@@ -59,9 +59,15 @@ def repeats(responses: list[np.ndarray], similar: float) -> tuple[int, int]:
             continue
         seen.add(text)
         own = sketch(response)
-        alike += any(jaccard(own, each) >= similar for each in sketches)
+        alike += any(_alike(own, each, similar) for each in sketches)
         sketches.append(own)
     return identical, identical + alike
+
+
+def _alike(one: Sketch, other: Sketch, similar: float) -> bool:
+    """Whether two that are not the same share so much; most are told apart without a union."""
+    most = max(len(one.hashes), len(other.hashes))
+    return len(one.hashes & other.hashes) >= similar * most and jaccard(one, other) >= similar
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:

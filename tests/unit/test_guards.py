@@ -101,8 +101,8 @@ def test_what_has_no_reward_says_only_how_alike_it_is() -> None:
     assert group_metrics([nothing], REWARDS) == {
         "all_right": 0,
         "all_wrong": 0,
-        "identical_responses": 1 / 2,
-        "similar_responses": 1 / 2,
+        "identical_responses": 1,  # of the one that has an earlier one
+        "similar_responses": 1,
     }
 
 
