@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +36,8 @@ from stages.settings import (
     LoopSettings,
     MergeRolloutSettings,
     MergeSettings,
+    MixedSettings,
+    PolicySettings,
     RolloutSettings,
     SamplingSettings,
 )
@@ -51,6 +53,7 @@ def violations(run: dict[str, Any]) -> Found:
     engine = _block(EngineSettings, run.get("engine", {}))
     cold_start = _block(ColdStartSettings, run.get("cold_start"))
     merge = _block(MergeSettings, run.get("merge"))
+    mixed = _block(MixedSettings, run.get("mixed"))
     evaluation = _block(EvaluationSettings, run.get("evaluation", {}))
     domains = _domains(run)
     deterministic = run.get("deterministic") is True
@@ -68,9 +71,13 @@ def violations(run: dict[str, Any]) -> Found:
         yield from _name_rules(name)
         if domain:
             yield from _domain_rules(f"experts.{name}", domain, layout, engine)
-            yield from data_rules(f"experts.{name}", domain, model, engine, merge)
+            yield from data_rules(f"experts.{name}", domain, model, engine, (merge, mixed))
             yield from _rollout_rules(f"experts.{name}.rollout", domain.rollout, deterministic)
     valid = {name: domain for name, domain in domains.items() if domain}
+    if mixed:
+        rewards = {name for domain in valid.values() for name in domain.rewards}
+        yield from _policy_rules("mixed", mixed, rewards, layout, engine)
+        yield from _rollout_rules("mixed.rollout", mixed.rollout, deterministic)
     if valid:
         yield from _split_rules(valid)
     if layout and valid and len(valid) == len(domains):
@@ -162,22 +169,33 @@ def _domain_rules(
     layout: LayoutSettings | None,
     engine: EngineSettings | None,
 ) -> Found:
-    updates = domain.updates_per_rollout
-    yield from _schedule_rules(key, domain.optimizer, domain.loop, updates)
-    yield from _sampling_rules(f"{key}.sampling", domain.sampling, layout, engine, updates)
-    yield from _objective_rules(f"{key}.objective", domain.objective, domain.sampling)
+    yield from _policy_rules(key, domain, domain.rewards, layout, engine)
     yield from reward_rules(f"{key}.rewards", domain)
-    yield from _stop_rules(f"{key}.stop", domain)
-    if domain.sampling.group_size < 2:
+
+
+def _policy_rules(
+    key: str,
+    policy: PolicySettings,
+    rewards: Collection[str],
+    layout: LayoutSettings | None,
+    engine: EngineSettings | None,
+) -> Found:
+    """Those of a policy that learns from rewards of these names."""
+    updates = policy.updates_per_rollout
+    yield from _schedule_rules(key, policy.optimizer, policy.loop, updates)
+    yield from _sampling_rules(f"{key}.sampling", policy.sampling, layout, engine, updates)
+    yield from _objective_rules(f"{key}.objective", policy.objective, policy.sampling)
+    yield from _stop_rules(f"{key}.stop", policy, rewards)
+    if policy.sampling.group_size < 2:
         yield (
             f"{key}.sampling.group_size",
             "a group of one has no advantage, since it is its own mean; use 2 or more",
         )
-    if domain.sampling.prompts_per_step % updates:
+    if policy.sampling.prompts_per_step % updates:
         yield (
             f"{key}.updates_per_rollout",
             f"{updates} does not divide {key}.sampling.prompts_per_step = "
-            f"{domain.sampling.prompts_per_step}, and every update takes as many whole groups",
+            f"{policy.sampling.prompts_per_step}, and every update takes as many whole groups",
         )
 
 
@@ -202,16 +220,16 @@ def _objective_rules(key: str, objective: ObjectiveSettings, sampling: SamplingS
         )
 
 
-def _stop_rules(key: str, domain: DomainSettings) -> Found:
-    if domain.stop is None:
+def _stop_rules(key: str, policy: PolicySettings, rewards: Collection[str]) -> Found:
+    if policy.stop is None:
         return
-    reward = domain.stop.metric.removeprefix("reward/")
-    if "/" in domain.stop.metric and reward not in domain.rewards:
-        yield f"{key}.metric", f"there is no reward {reward}; {hint(reward, domain.rewards)}"
-    if domain.stop.window > domain.loop.steps:
+    reward = policy.stop.metric.removeprefix("reward/")
+    if "/" in policy.stop.metric and reward not in rewards:
+        yield f"{key}.metric", f"there is no reward {reward}; {hint(reward, rewards)}"
+    if policy.stop.window > policy.loop.steps:
         yield (
             f"{key}.window",
-            f"{domain.stop.window} is more than loop.steps = {domain.loop.steps}, and only a full "
+            f"{policy.stop.window} is more than loop.steps = {policy.loop.steps}, and only a full "
             "window ends the stage",
         )
 

@@ -39,13 +39,17 @@ def graded(groups: list[Group], weights: Mapping[str, float] | None = None) -> G
 
 
 def add_advantages(
-    groups: list[Group], settings: AdvantageSettings, weights: Mapping[str, float] | None = None
+    groups: list[Group],
+    settings: AdvantageSettings,
+    weights: Mapping[str, float] | None = None,
+    first: int = 0,
 ) -> list[list[Sample]]:
-    """Give every graded sample its advantage; returns those of each group."""
+    """Give every graded sample its advantage; returns those of each group. The groups are numbered
+    from `first`."""
     found = advantages(graded(groups, weights), settings).float().numpy()
     for number, group in enumerate(groups):
         for sample, values in zip(group.samples, found[number], strict=False):
-            sample.group = number
+            sample.group = first + number
             if found.shape[-1] > 1:
                 sample.advantages = values[: len(sample.response)]
                 values = sample.advantages

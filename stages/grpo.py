@@ -1,7 +1,9 @@
-"""One domain's expert: group-relative policy optimisation on verified rewards."""
+"""One domain's expert, or one policy for all of them: group-relative policy optimisation."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -12,8 +14,9 @@ from parallel.policy import TrainedPolicy
 from parallel.responses import Responses
 from parallel.sample import Sample
 from stages.backlog import Batch
-from stages.grading import add_advantages, graded
+from stages.grading import add_advantages
 from stages.group_weights import LengthWeights, scale_by_entropy
+from stages.groups import Group
 from stages.guards.measures import group_metrics
 from stages.guards.watch import Watch
 from stages.loop import train
@@ -23,11 +26,11 @@ from stages.objectives.kl_coefficient import steered
 from stages.objectives.policy_loss import MetricSum, Tokens, policy_loss
 from stages.on_policy import OnPolicyStage, Prepared, Rollout
 from stages.reference import Reference
-from stages.settings import StageJob
+from stages.settings import DomainSettings, PolicySettings, StageJob
 
 
 def run(job: StageJob) -> None:
-    """Train the expert of `job.domain` to its last step."""
+    """Train the expert of `job.domain`, or of all domains where that is None, to its last step."""
     stage = Expert(job)
     train(stage, job, stage.loop, stage.watch)
     stage.close()
@@ -37,8 +40,9 @@ class Expert(OnPolicyStage):
     """prompts -> rollout -> rewards -> advantages -> micro-batches -> policy step -> refit."""
 
     def __init__(self, job: StageJob) -> None:
-        assert job.domain is not None and job.parent is not None
-        self.expert = settings = job.settings.experts[job.domain]
+        assert job.parent is not None
+        self.domains = domains = _domains(job)
+        self.expert = settings = _settings(job)
         self.objective = settings.objective
         updates = settings.loop.steps * settings.updates_per_rollout
         policy = TrainedPolicy(
@@ -47,7 +51,7 @@ class Expert(OnPolicyStage):
         super().__init__(
             job,
             policy,
-            {job.domain: settings},
+            domains,
             settings.sampling,
             settings.rollout,
             settings.routing,
@@ -55,7 +59,8 @@ class Expert(OnPolicyStage):
             self.objective.correction,
             entropies=self.objective.scaling == "edge",
         )
-        self.watch = Watch(job.stage, job.domain, settings)
+        rewards = [domain.rewards for domain in domains.values()]
+        self.watch = Watch(job.stage, settings, rewards[0] if len(rewards) == 1 else {})
         self.kl_coefficient = self.objective.kl.coefficient
         self.length_exponent = 0.0  # lambda
         self.weigh: LengthWeights | None = None  # of the present update
@@ -67,19 +72,18 @@ class Expert(OnPolicyStage):
     def share_out(self, batch: Batch) -> Rollout:
         """`updates_per_rollout` shares of the prompts, each with all graded samples of its
         groups."""
-        weights = {name: reward.weight for name, reward in self.expert.rewards.items()}
-        samples = add_advantages(batch.groups, self.objective.advantage, weights)
+        samples = self._with_advantages(batch.groups)
         updates = self.expert.updates_per_rollout
-        zero_variance = graded(batch.drawn).zero_variance
+        rewards = {name: domain.rewards for name, domain in self.domains.items()}
         return Rollout(
             updates=[
                 [sample for group in samples[update::updates] for sample in group]
                 for update in range(updates)
             ],
             metrics={
-                **group_metrics(batch.drawn, self.expert.rewards),
+                **group_metrics(batch.drawn, rewards),
                 **self.backlog.passed_over(),
-                "zero_variance": zero_variance.double().mean().item(),
+                "zero_variance": fmean(group.flat for group in batch.drawn),
                 "resampled_groups": float(len(batch.replaced)),
             },
         )
@@ -155,6 +159,15 @@ class Expert(OnPolicyStage):
         self.length_exponent = state["length_exponent"]
         self.watch.restore(state["watch"])
 
+    def _with_advantages(self, groups: list[Group]) -> list[list[Sample]]:
+        """The graded samples of each group. Domains are not compared: their rewards differ."""
+        samples: list[list[Sample]] = []
+        for name, domain in self.domains.items():
+            own = [group for group in groups if group.problem.domain == name]
+            weights = {part: reward.weight for part, reward in domain.rewards.items()}
+            samples += add_advantages(own, self.objective.advantage, weights, len(samples))
+        return samples
+
     def _tokens(self, responses: Responses, weigh: LengthWeights) -> Tokens:
         """What the objective is computed from, and no more of it than it asks for."""
         part, temperature = responses.batch, self.sampling.temperature
@@ -175,3 +188,17 @@ class Expert(OnPolicyStage):
             entropy=responses.entropy(temperature) if bonus else None,
             length_weights=weigh(part) if self.objective.aggregation == "lambda" else None,
         )
+
+
+def _domains(job: StageJob) -> Mapping[str, DomainSettings]:
+    """Those that the stage trains on."""
+    experts = job.settings.experts
+    return experts if job.domain is None else {job.domain: experts[job.domain]}
+
+
+def _settings(job: StageJob) -> PolicySettings:
+    """How it trains."""
+    if job.domain is not None:
+        return job.settings.experts[job.domain]
+    assert job.settings.mixed is not None
+    return job.settings.mixed

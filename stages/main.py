@@ -18,6 +18,7 @@ from stages.settings import StageJob
 MODULES = {
     "sft": "stages.sft",
     "grpo": "stages.grpo",
+    "mixed": "stages.grpo",
     "distill": "stages.distill",
     "evaluate": "stages.evaluate",
     "export": "stages.export",

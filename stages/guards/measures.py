@@ -14,11 +14,12 @@ from stages.guards.similarity import repeats
 SIMILAR = 0.8  # shingles that two responses share which say nearly the same
 
 Rewards = Mapping[str, RewardSettings]
+Domains = Mapping[str, Rewards]
 
 
-def group_metrics(groups: Sequence[Group], rewards: Rewards) -> dict[str, float]:
+def group_metrics(groups: Sequence[Group], rewards: Domains) -> dict[str, float]:
     """The measures of all groups of a step that were drawn; a sample without a reward is in none
-    that asks what it earned."""
+    that asks what it earned. `rewards` are those of each domain."""
     return {
         **rightness(groups, rewards),
         **spread(groups),
@@ -27,9 +28,11 @@ def group_metrics(groups: Sequence[Group], rewards: Rewards) -> dict[str, float]
     }
 
 
-def rightness(groups: Sequence[Group], rewards: Rewards) -> dict[str, float]:
+def rightness(groups: Sequence[Group], rewards: Domains) -> dict[str, float]:
     """The shares of groups whose samples all solve their problem, and of those where none does."""
-    verdicts = [[is_right(sample, rewards) for sample in graded(group)] for group in groups]
+    verdicts = [
+        [is_right(sample, rewards[sample.domain]) for sample in graded(group)] for group in groups
+    ]
     count = max(len(groups), 1)
     return {
         "all_right": sum(all(each) for each in verdicts if each) / count,
@@ -45,11 +48,11 @@ def spread(groups: Sequence[Group]) -> dict[str, float]:
     return {"reward_spread": fmean(deviations)} if deviations else {}
 
 
-def length_ratio(groups: Sequence[Group], rewards: Rewards) -> dict[str, float]:
+def length_ratio(groups: Sequence[Group], rewards: Domains) -> dict[str, float]:
     """The mean length of wrong responses over that of right ones, where there are both."""
     lengths: dict[bool, list[int]] = {True: [], False: []}
     for sample in (sample for group in groups for sample in graded(group)):
-        lengths[is_right(sample, rewards)].append(len(sample.response))
+        lengths[is_right(sample, rewards[sample.domain])].append(len(sample.response))
     if not (lengths[True] and lengths[False]):
         return {}
     return {"wrong_over_right": fmean(lengths[False]) / fmean(lengths[True])}

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from parallel.last_word import say_notice
+from stages.domains.rewards.settings import RewardSettings
 from stages.guards.settings import GuardSettings, GuardsSettings
 from stages.guards.trends import Trends, Window
-from stages.settings import DomainSettings
+from stages.settings import PolicySettings
 
 
 @dataclass(frozen=True)
@@ -119,13 +120,15 @@ def guards(settings: GuardsSettings) -> list[_Guard]:
 class Watch:
     """Reads every step's metrics; main rank only, which has all ranks do as it says."""
 
-    def __init__(self, stage: str, domain: str, settings: DomainSettings) -> None:
+    def __init__(
+        self, stage: str, settings: PolicySettings, rewards: Mapping[str, RewardSettings]
+    ) -> None:
+        """`stage` is the key of its settings too; `rewards` are those that all samples have."""
         self._stage = stage
-        self._key = f"experts.{domain}"
         self._steps = settings.loop.steps
         self._rule = settings.stop
         self._reached = Window(settings.stop.window) if settings.stop else Window(1)
-        self._trends = Trends(settings.guards, settings.rewards)
+        self._trends = Trends(settings.guards, rewards)
         self._guards = guards(settings.guards)
         self._beyond = {guard.name: 0 for guard in self._guards}  # steps in a row
 
@@ -168,7 +171,7 @@ class Watch:
             return None
         self._beyond[guard.name] += 1
         times = self._beyond[guard.name]
-        key = f"{self._key}.guards.{guard.name}"
+        key = f"{self._stage}.guards.{guard.name}"
         fault = (
             f"step {step} of {self._stage}: guard {guard.name}: {guard.metric} is {value:.4g},"
             f" {guard.side} {key}.threshold = {settings.threshold:g},"
@@ -190,7 +193,7 @@ class Watch:
             return None
         end = (
             f"done at step {step} of {self._steps}: {rule.metric} is {mean:.4g} over"
-            f" {rule.window} steps, and {self._key}.stop asks for {rule.at_least:g}"
+            f" {rule.window} steps, and {self._stage}.stop asks for {rule.at_least:g}"
         )
         say_notice(end)
         return end

@@ -77,6 +77,25 @@ def test_a_wrong_one_is_reported(config: Path, override: str, message: str) -> N
 
 
 @pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("sampling.group_size=1", "mixed.sampling.group_size: a group of one has no advantage"),
+        ("stop.metric=reward/exakt", "mixed.stop.metric: there is no reward exakt; did you mean"),
+        ("optimizer.warmup_steps=2", "mixed.optimizer.warmup_steps: 2 should be less than the 2"),
+        ("prompts.dataset=chain_sum", "mixed.prompts: unknown key"),
+    ],
+)
+def test_the_baseline_obeys_the_rules_of_an_expert(
+    config: Path, override: str, message: str
+) -> None:
+    block = "{optimizer: {learning_rate: 1e-3}, loop: {steps: 2}, stop: {at_least: 1, window: 2}}"
+    load(config, [f"mixed={block}"])
+    with pytest.raises(ConfigError) as raised:
+        load(config, [f"mixed={block}", f"mixed.{override}"])
+    assert str(raised.value.violations[0]).startswith(f"command line: {message}")
+
+
+@pytest.mark.parametrize(
     ("override", "changed"),
     [
         (f"{EXPERT}.guards.drift.threshold=0.5", set()),

@@ -28,6 +28,7 @@ from stages.settings import DomainSettings
 
 PAGE = Path(__file__).parents[2] / "docs" / "guards.md"
 REWARDS: dict[str, RewardSettings] = {"right": MathReward(), "brief": LengthReward(at_most=3)}
+DOMAINS = {"sums": REWARDS}
 
 
 def tokens(*numbers: int) -> np.ndarray:
@@ -85,7 +86,7 @@ def test_what_a_step_s_groups_say() -> None:
         group((2, 1.0, 0.0), (8, 0.0, 0.0)),
         group((4, 0.0, 1.0), (4, None, 0.0)),
     ]
-    assert group_metrics(groups, REWARDS) == {
+    assert group_metrics(groups, DOMAINS) == {
         "all_right": 1 / 4,
         "all_wrong": 2 / 4,
         "reward_spread": pytest.approx((0.25 + 0 + 0.5) / 3),
@@ -98,7 +99,7 @@ def test_what_a_step_s_groups_say() -> None:
 def test_what_has_no_reward_says_only_how_alike_it_is() -> None:
     nothing = group((3, None, 0.0), (3, None, 0.0))
     nothing.drawn[1] = nothing.drawn[0]
-    assert group_metrics([nothing], REWARDS) == {
+    assert group_metrics([nothing], DOMAINS) == {
         "all_right": 0,
         "all_wrong": 0,
         "identical_responses": 1,  # of the one that has an earlier one
@@ -150,7 +151,8 @@ def watch(steps: int = 9, **given: Any) -> Watch:
         "loop": {"steps": steps},
         **given,
     }
-    return Watch("experts.sums", "sums", DomainSettings.model_validate(domain))
+    settings = DomainSettings.model_validate(domain)
+    return Watch("experts.sums", settings, settings.rewards)
 
 
 @pytest.fixture

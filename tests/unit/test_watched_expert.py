@@ -14,11 +14,18 @@ from test_rollout_modes import MADE, RefittedFleet, closed, one_rank, trained  #
 
 from parallel import checkpoints
 from parallel.files import whole_checkpoints
+from parallel.sample import Sample
 from parallel.settings import EngineSettings, LayoutSettings
 from stages.domains.rewards.settings import RewardPoolSettings
 from stages.grpo import Expert
 from stages.loop import GuardStopped, StageStopped, train
-from stages.settings import DomainSettings, LoggingSettings, RunSettings, StageJob
+from stages.settings import (
+    DomainSettings,
+    LoggingSettings,
+    MixedSettings,
+    RunSettings,
+    StageJob,
+)
 
 STEPS = 4
 QUIET = {"mismatch": {"action": "off"}}  # fake engines make their log-probabilities up
@@ -37,7 +44,12 @@ def run(directory: Path, stop_after: int | None = None, **given: Any) -> Expert:
             **given,
         }
     )
-    settings = RunSettings.model_construct(
+    stage, job = made(directory, toy_run({"sums": domain}), "experts.sums", "sums")
+    return looped(stage, job, stop_after)
+
+
+def toy_run(experts: dict[str, DomainSettings]) -> RunSettings:
+    return RunSettings.model_construct(
         name="toy",
         seed=0,
         deterministic=False,
@@ -45,12 +57,17 @@ def run(directory: Path, stop_after: int | None = None, **given: Any) -> Expert:
         layout=LayoutSettings(),
         engine=EngineSettings(max_logprob_difference=1e9),
         rewards=RewardPoolSettings(workers=1),
-        experts={"sums": domain},
+        experts=experts,
         logging=LoggingSettings(wandb="disabled"),
     )
+
+
+def made(
+    directory: Path, settings: RunSettings, stage: str, domain: str | None = None
+) -> tuple[Expert, StageJob]:
     job = StageJob.model_construct(
-        stage="experts.sums",
-        domain="sums",
+        stage=stage,
+        domain=domain,
         directory=directory,
         attempt=1,
         parent=directory,
@@ -58,8 +75,12 @@ def run(directory: Path, stop_after: int | None = None, **given: Any) -> Expert:
         settings=settings,
     )
     with mock.patch("stages.rollout.Fleet", RefittedFleet):
-        stage = Expert(job)
-    MADE.append(stage)
+        found = Expert(job)
+    MADE.append(found)
+    return found, job
+
+
+def looped(stage: Expert, job: StageJob, stop_after: int | None = None) -> Expert:
     handlers: list[Any] = []
 
     def step(number: int, whole: Any = stage.step) -> dict[str, float]:
@@ -143,3 +164,51 @@ def test_a_resumed_stage_remembers_and_takes_the_same_prompts(tmp_path: Path) ->
         assert [one.get(name) for name in watched] == [other.get(name) for name in watched]
         assert one["passed_over"] == 4 * 3
     assert {"reward_drop", "length_inflation"} <= one.keys()
+
+
+def test_one_policy_is_trained_on_all_domains_with_their_own_rewards(tmp_path: Path) -> None:
+    def domain(dataset: str, **rewards: Any) -> DomainSettings:
+        return DomainSettings.model_validate(
+            {
+                "prompts": {"dataset": dataset},
+                "rewards": rewards,
+                "optimizer": {"learning_rate": 1.0},
+                "loop": {"steps": 1},
+            }
+        )
+
+    own = {"kind": "python", "function": "small_rewards:parity"}
+    length = {"kind": "length", "at_most": 4, "slack": 4}
+    mixed = MixedSettings.model_validate(
+        {
+            "sampling": {"prompts_per_step": 2, "group_size": 4, "max_response_tokens": 8},
+            "objective": {"advantage": {"name": "mo_grpo"}},
+            "routing": {"replay": "none"},
+            "optimizer": {"learning_rate": 1e-3},
+            "updates_per_rollout": 2,
+            "loop": {"steps": 2, "async_checkpoints": False},
+            "guards": QUIET,
+        }
+    )
+    experts = {
+        "sums": domain("chain_sum", parity=own, brief={**length, "weight": 0.5}),
+        "words": domain("spell_backward", odd=own),
+    }
+    settings = toy_run(experts).model_copy(update={"mixed": mixed})
+    stage, job = made(tmp_path, settings, stage="mixed")
+    shares: list[list[str]] = []
+    gradients = stage.gradients
+
+    def watched(samples: list[Sample], batches: Any) -> dict[str, float]:
+        shares.append([sample.domain for sample in samples])
+        assert len({sample.group for sample in samples}) == 2
+        return gradients(samples, batches)
+
+    stage.gradients = watched  # type: ignore[method-assign]
+    looped(stage, job)
+    assert shares == [["sums"] * 4 + ["words"] * 4] * 4  # two updates of each of two steps
+    for line in logged(tmp_path):
+        assert {"reward/parity", "reward/brief", "reward/odd", "all_right"} <= line.keys()
+        assert line["gradient_norm"] > 0
+    assert saved(tmp_path)[0] == 2
+    assert set(saved(tmp_path)[1]["cursors"]) == {"sums", "words"}
