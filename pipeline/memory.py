@@ -68,9 +68,9 @@ def human(count: int) -> str:
 
 
 def _trained_by(stage: Stage, settings: RunSettings) -> tuple[OptimizerSettings, LoopSettings]:
-    block = _rewarded(stage, settings)
-    if block is None:
-        block = settings.cold_start if stage.kind == "sft" else settings.merge
+    if (policy := _rewarded(stage, settings)) is not None:
+        return policy.optimizer, policy.loop
+    block = settings.cold_start if stage.kind == "sft" else settings.merge
     return block.optimizer, block.loop
 
 
