@@ -32,7 +32,7 @@ from parallel import checkpoint_state, retention
 from parallel.checkpoint_state import METADATA
 from parallel.checkpoints import CheckpointError, reason, sha256
 from parallel.distributed import gather, layout_sizes, on_main
-from parallel.files import CHECKSUMS, digest_of, whole_checkpoints, write_atomically
+from parallel.files import CHECKSUMS, STATE, digest_of, whole_checkpoints, write_atomically
 from parallel.policy import TrainedPolicy
 from parallel.settings import LOST_PEER
 
@@ -87,7 +87,7 @@ class Saver:
             on_main(lambda: self._name(begun, files))
 
     def _name(self, begun: _Writing, files: dict[str, str]) -> None:
-        write_atomically(begun.folder / "state.json", begun.document)
+        write_atomically(begun.folder / STATE, begun.document)
         for path in begun.folder.rglob("*"):
             name = str(path.relative_to(begun.folder))
             if path.is_file() and name not in files:
@@ -241,7 +241,7 @@ def _remove(folders: list[Path]) -> None:
 
 def _score(checkpoint: Path) -> float | None:
     try:
-        return json.loads((checkpoint / "state.json").read_text()).get("score")
+        return json.loads((checkpoint / STATE).read_text()).get("score")
     except (OSError, ValueError):  # it is found when somebody loads it
         return None
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from parallel import checkpoint_state
 from parallel.distributed import gather, layout_sizes, on_main
-from parallel.files import CHECKSUMS, checkpoint_folders, digest_of, read_checkpoint
+from parallel.files import CHECKSUMS, STATE, checkpoint_folders, digest_of, read_checkpoint
 from parallel.policy import Policy, TrainedPolicy
 
 
@@ -64,7 +64,7 @@ def load_training(policy: TrainedPolicy, checkpoint: Path) -> dict[str, Any]:
     if common["layout"] == layout_sizes():
         loaded = _read({"random_numbers": checkpoint_state.random_numbers()}, checkpoint)
         checkpoint_state.restore_random_numbers(loaded["random_numbers"])
-    return json.loads((checkpoint / "state.json").read_text())
+    return json.loads((checkpoint / STATE).read_text())
 
 
 def load_weights(policy: Policy, checkpoint: Path, head: bool = True) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CHECKSUMS = "checksums.json"  # written last of all into a checkpoint
+STATE = "state.json"  # the loop's own state in a checkpoint
+ENDED = "ended"  # in it: why the stage is done before the last of its steps
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +36,8 @@ from stages.settings import (
     LoopSettings,
     MergeRolloutSettings,
     MergeSettings,
+    MixedSettings,
+    PolicySettings,
     RolloutSettings,
     SamplingSettings,
 )
@@ -51,6 +53,7 @@ def violations(run: dict[str, Any]) -> Found:
     engine = _block(EngineSettings, run.get("engine", {}))
     cold_start = _block(ColdStartSettings, run.get("cold_start"))
     merge = _block(MergeSettings, run.get("merge"))
+    mixed = _block(MixedSettings, run.get("mixed"))
     evaluation = _block(EvaluationSettings, run.get("evaluation", {}))
     domains = _domains(run)
     deterministic = run.get("deterministic") is True
@@ -68,9 +71,13 @@ def violations(run: dict[str, Any]) -> Found:
         yield from _name_rules(name)
         if domain:
             yield from _domain_rules(f"experts.{name}", domain, layout, engine)
-            yield from data_rules(f"experts.{name}", domain, model, engine, merge)
+            yield from data_rules(f"experts.{name}", domain, model, engine, (merge, mixed))
             yield from _rollout_rules(f"experts.{name}.rollout", domain.rollout, deterministic)
     valid = {name: domain for name, domain in domains.items() if domain}
+    if mixed:
+        rewards = {name for domain in valid.values() for name in domain.rewards}
+        yield from _policy_rules("mixed", mixed, rewards, layout, engine)
+        yield from _rollout_rules("mixed.rollout", mixed.rollout, deterministic)
     if valid:
         yield from _split_rules(valid)
     if layout and valid and len(valid) == len(domains):
@@ -162,24 +169,36 @@ def _domain_rules(
     layout: LayoutSettings | None,
     engine: EngineSettings | None,
 ) -> Found:
-    updates = domain.updates_per_rollout
-    yield from _schedule_rules(key, domain.optimizer, domain.loop, updates)
-    yield from _sampling_rules(f"{key}.sampling", domain.sampling, layout, engine, updates)
-    yield from _objective_rules(f"{key}.objective", domain.objective, domain.sampling)
-    yield from _group_rules(key, domain)
+    yield from _policy_rules(key, domain, domain.rewards, layout, engine)
     yield from reward_rules(f"{key}.rewards", domain)
-    if domain.sampling.prompts_per_step % updates:
+
+
+def _policy_rules(
+    key: str,
+    policy: PolicySettings,
+    rewards: Collection[str],
+    layout: LayoutSettings | None,
+    engine: EngineSettings | None,
+) -> Found:
+    """Those of a policy that learns from rewards of these names."""
+    updates = policy.updates_per_rollout
+    yield from _schedule_rules(key, policy.optimizer, policy.loop, updates)
+    yield from _sampling_rules(f"{key}.sampling", policy.sampling, layout, engine, updates)
+    yield from _objective_rules(f"{key}.objective", policy.objective, policy.sampling)
+    yield from _stop_rules(f"{key}.stop", policy, rewards)
+    yield from _group_rules(key, policy)
+    if policy.sampling.prompts_per_step % updates:
         yield (
             f"{key}.updates_per_rollout",
             f"{updates} does not divide {key}.sampling.prompts_per_step = "
-            f"{domain.sampling.prompts_per_step}, and every update takes as many whole groups",
+            f"{policy.sampling.prompts_per_step}, and every update takes as many whole groups",
         )
 
 
-def _group_rules(key: str, domain: DomainSettings) -> Found:
+def _group_rules(key: str, policy: PolicySettings) -> Found:
     """A critic compares with its values, everything else within a group."""
-    alone = domain.sampling.group_size < 2
-    advantage = domain.objective.advantage
+    alone = policy.sampling.group_size < 2
+    advantage = policy.objective.advantage
     if advantage.name != "gae":
         if alone:
             yield (
@@ -188,23 +207,23 @@ def _group_rules(key: str, domain: DomainSettings) -> Found:
                 "advantage gae",
             )
         return
-    steps, warmup = domain.loop.steps, advantage.critic.warmup_steps
+    steps, warmup = policy.loop.steps, advantage.critic.warmup_steps
     if warmup >= steps:
         yield (
             f"{key}.objective.advantage.critic.warmup_steps",
             f"{warmup} should be less than {key}.loop.steps = {steps}, or the policy never learns",
         )
-    if alone and domain.rollout.dynamic_sampling:
+    if alone and policy.rollout.dynamic_sampling:
         yield (
             f"{key}.rollout.dynamic_sampling",
-            f"{domain.rollout.dynamic_sampling} replaces every prompt, since the samples of a group"
+            f"{policy.rollout.dynamic_sampling} replaces every prompt, since the samples of a group"
             " of one all earn the same; use 0",
         )
     yield from _schedule_rules(
         f"{key}.objective.advantage.critic",
         advantage.critic.optimizer,
-        domain.loop,
-        domain.updates_per_rollout,
+        policy.loop,
+        policy.updates_per_rollout,
         loop_key=f"{key}.loop",
     )
 
@@ -227,6 +246,20 @@ def _objective_rules(key: str, objective: ObjectiveSettings, sampling: SamplingS
         yield (
             f"{key}.correction.low",
             f"{correction.low:g} should be less than high = {correction.high:g}",
+        )
+
+
+def _stop_rules(key: str, policy: PolicySettings, rewards: Collection[str]) -> Found:
+    if policy.stop is None:
+        return
+    reward = policy.stop.metric.removeprefix("reward/")
+    if "/" in policy.stop.metric and reward not in rewards:
+        yield f"{key}.metric", f"there is no reward {reward}; {hint(reward, rewards)}"
+    if policy.stop.window > policy.loop.steps:
+        yield (
+            f"{key}.window",
+            f"{policy.stop.window} is more than loop.steps = {policy.loop.steps}, and only a full "
+            "window ends the stage",
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from parallel.settings import CHARACTERS, TOKENIZER_SIZE, EngineSettings, ModelSettings
@@ -13,7 +13,7 @@ from stages.domains.sources.settings import (
     FileSettings,
     ReasoningGymPromptSettings,
 )
-from stages.settings import DomainSettings, MergeSettings
+from stages.settings import DomainSettings, MergeSettings, MixedSettings
 
 Found = Iterator[tuple[str, str]]
 
@@ -33,9 +33,10 @@ def data_rules(
     domain: DomainSettings,
     model: ModelSettings | None,
     engine: EngineSettings | None,
-    merge: MergeSettings | None,
+    others: Iterable[MergeSettings | MixedSettings | None],
 ) -> Found:
-    """What a domain's prompts and demonstrations ask of each other and of the other blocks."""
+    """What a domain's prompts and demonstrations ask of each other and of the other blocks;
+    `others` sample its prompts too."""
     prompts, demonstrations = domain.prompts, domain.demonstrations
     if isinstance(demonstrations, FileDemonstrationSettings):
         longest = demonstrations.max_tokens
@@ -51,9 +52,8 @@ def data_rules(
             "use jsonl or parquet",
         )
     if engine and isinstance(prompts, FilePromptSettings) and prompts.max_prompt_tokens:
-        response = domain.sampling.max_response_tokens
-        if merge:
-            response = max(response, merge.sampling.max_response_tokens)
+        samplings = [domain.sampling, *(other.sampling for other in others if other)]
+        response = max(sampling.max_response_tokens for sampling in samplings)
         if prompts.max_prompt_tokens + response > engine.max_model_tokens:
             yield (
                 f"{key}.prompts.max_prompt_tokens",

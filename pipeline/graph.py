@@ -1,6 +1,7 @@
 """A run's settings compiled into its stages, in the order they run.
 
-cold_start ─┬─ experts.A ─┐
+cold_start ─┬─ mixed (where there is one; evaluated, and no teacher)
+            ├─ experts.A ─┐
             ├─ experts.B ─┼─ merge ─┬─ evaluate (of every model)
             └─ experts.C ─┘         └─ export
 """
@@ -14,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pipeline.schema import flatten
-from stages.settings import DomainSettings, RunSettings
+from stages.settings import PolicySettings, RunSettings
 
-Kind = Literal["sft", "grpo", "distill", "evaluate", "export"]
+Kind = Literal["sft", "grpo", "mixed", "distill", "evaluate", "export"]
 
 # What each kind of stage reads. A key stands for everything below it, `*` for every domain and
 # `{domain}` for the stage's own. A stage's result depends on these keys and on its input
@@ -41,11 +42,30 @@ READS: dict[Kind, tuple[str, ...]] = {
         "experts.{domain}.rewards",
         "experts.{domain}.sampling",
         "experts.{domain}.rollout",
+        "experts.{domain}.curriculum",
         "experts.{domain}.objective",
         "experts.{domain}.routing",
         "experts.{domain}.optimizer",
         "experts.{domain}.updates_per_rollout",
         "experts.{domain}.loop.steps",
+        "experts.{domain}.stop",
+    ),
+    "mixed": (
+        "seed",
+        "deterministic",
+        "model",
+        "engine.max_model_tokens",
+        "experts.*.prompts",
+        "experts.*.rewards",
+        "experts.*.curriculum",
+        "mixed.sampling",
+        "mixed.rollout",
+        "mixed.objective",
+        "mixed.routing",
+        "mixed.optimizer",
+        "mixed.updates_per_rollout",
+        "mixed.loop.steps",
+        "mixed.stop",
     ),
     "distill": (
         "seed",
@@ -72,8 +92,8 @@ READS: dict[Kind, tuple[str, ...]] = {
     "export": ("model",),
 }
 
-TRAINING: tuple[Kind, ...] = ("sft", "grpo", "distill")
-SAMPLING: tuple[Kind, ...] = ("grpo", "distill", "evaluate")
+TRAINING: tuple[Kind, ...] = ("sft", "grpo", "mixed", "distill")
+SAMPLING: tuple[Kind, ...] = ("grpo", "mixed", "distill", "evaluate")
 DATA_KEYS = ("experts.*.prompts", "experts.*.demonstrations")
 
 
@@ -128,7 +148,19 @@ def compile_graph(settings: RunSettings) -> tuple[Stage, ...]:
         return Stage(name, kind, reads=reads, **fields)
 
     experts = {domain: f"experts.{domain}" for domain in settings.experts}
-    models = {name: name for name in ("cold_start", *experts.values(), "merge")}
+    baseline = []
+    if settings.mixed is not None:
+        baseline.append(
+            stage(
+                "mixed",
+                "mixed",
+                parent="cold_start",
+                models=_compared_with(settings.mixed),
+                steps=settings.mixed.loop.steps,
+                routing=settings.mixed.routing.replay,
+            )
+        )
+    trained = ("cold_start", *experts.values(), *(each.name for each in baseline), "merge")
     return (
         stage("cold_start", "sft", steps=settings.cold_start.loop.steps),
         *(
@@ -143,6 +175,7 @@ def compile_graph(settings: RunSettings) -> tuple[Stage, ...]:
             )
             for domain, expert in settings.experts.items()
         ),
+        *baseline,
         stage(
             "merge",
             "distill",
@@ -151,7 +184,7 @@ def compile_graph(settings: RunSettings) -> tuple[Stage, ...]:
             steps=settings.merge.loop.steps,
             routing=settings.merge.routing.replay,
         ),
-        stage("evaluate", "evaluate", models=models),
+        stage("evaluate", "evaluate", models={name: name for name in trained}),
         stage("export", "export", parent="merge"),
     )
 
@@ -169,7 +202,7 @@ def digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _compared_with(expert: DomainSettings) -> dict[str, str]:
+def _compared_with(expert: PolicySettings) -> dict[str, str]:
     """The stage whose model a KL penalty is measured against, where it is not the parent."""
     kl = expert.objective.kl
     if kl.coefficient > 0 and kl.reference == "cold_start":

@@ -20,7 +20,7 @@ from parallel.memory import (
 from parallel.settings import EngineSettings, OptimizerSettings
 from pipeline.graph import Stage, compile_graph
 from pipeline.report import depth, layout_text, plain_table
-from stages.settings import LoopSettings, RunSettings
+from stages.settings import LoopSettings, PolicySettings, RunSettings
 
 HEADINGS = ("parameters", "gradients", "optimizer", "frozen models", "activations", "total")
 
@@ -70,17 +70,21 @@ def human(count: int) -> str:
 
 
 def _trained_by(stage: Stage, settings: RunSettings) -> tuple[OptimizerSettings, LoopSettings]:
-    if stage.domain is not None:
-        expert = settings.experts[stage.domain]
-        return expert.optimizer, expert.loop
+    if (policy := _rewarded(stage, settings)) is not None:
+        return policy.optimizer, policy.loop
     block = settings.cold_start if stage.kind == "sft" else settings.merge
     return block.optimizer, block.loop
 
 
+def _rewarded(stage: Stage, settings: RunSettings) -> PolicySettings | None:
+    """The settings of a stage that learns from rewards."""
+    return settings.mixed if stage.kind == "mixed" else settings.experts.get(stage.domain or "")
+
+
 def _frozen_models(stage: Stage, settings: RunSettings) -> int:
     """A teacher for every domain, or the reference that a KL penalty is measured against."""
-    if stage.domain is not None:
-        return int(settings.experts[stage.domain].objective.kl.coefficient > 0)
+    if (block := _rewarded(stage, settings)) is not None:
+        return int(block.objective.kl.coefficient > 0)
     return len(stage.teachers)
 
 

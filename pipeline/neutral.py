@@ -24,14 +24,16 @@ LOOP_KEYS = (
     "keep_best",
     "async_checkpoints",
 )
+LOOPS = ("cold_start", "experts.*", "mixed", "merge")
 
 CHANGES_NO_RESULT = (
     "name",
     "layout",
     "logging",
     "rewards",
+    *(f"{stage}.guards" for stage in ("experts.*", "mixed")),
     *(f"engine.{key}" for key in ENGINE_KEYS),
-    *(f"{stage}.loop.{key}" for stage in ("cold_start", "experts.*", "merge") for key in LOOP_KEYS),
+    *(f"{stage}.loop.{key}" for stage in LOOPS for key in LOOP_KEYS),
 )
 
 MAY_CHANGE = f"""\
@@ -41,4 +43,5 @@ MAY_CHANGE = f"""\
   engine: {", ".join(ENGINE_KEYS[:6])},
           {", ".join(ENGINE_KEYS[6:10])},
           {", ".join(ENGINE_KEYS[10:])}
+  every expert, mixed: guards
   every loop: {", ".join(LOOP_KEYS)}"""

@@ -118,7 +118,7 @@ def plain_table(title: str) -> Table:
 
 def depth(stage: Stage) -> int:
     """How many stages deep a stage grows out of the cold start, to indent its name."""
-    return {"sft": 0, "grpo": 1, "distill": 2}.get(stage.kind, 3)
+    return {"sft": 0, "grpo": 1, "mixed": 1, "distill": 2}.get(stage.kind, 3)
 
 
 def exported_model(run: RunDirectory) -> Path:

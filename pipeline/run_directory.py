@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import socket
 import time
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel.files import Checkpoint, whole_checkpoints
+from parallel.files import ENDED, STATE, Checkpoint, whole_checkpoints
 from parallel.settings import RESTART_REQUEST
 from pipeline.errors import BraidError
 from pipeline.violations import shown
@@ -65,6 +66,17 @@ class StageDirectory:
         """The whole checkpoint with the highest step."""
         found = whole_checkpoints(self.path / "checkpoints")
         return found[-1] if found else None
+
+    def ended_early(self) -> str | None:
+        """Why the stage is done before its last step, where its newest checkpoint says so."""
+        checkpoint = self.newest_checkpoint()
+        if checkpoint is None:
+            return None
+        try:
+            state = json.loads((checkpoint.path / STATE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # it is found when somebody loads it
+            return None
+        return state.get(ENDED)
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,8 @@ def _recorded(
         except OSError as unwritten:
             error.add_note(f"the ledger does not tell so: {reason(unwritten)}")
         raise
-    ledger.append(stage.name, "done", "finished", attempt, time.monotonic() - started)
+    cause = directory.ended_early() or "finished"
+    ledger.append(stage.name, "done", cause, attempt, time.monotonic() - started)
 
 
 def _close_abandoned(run: RunDirectory, ledger: Ledger) -> None:

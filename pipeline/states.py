@@ -82,6 +82,6 @@ def lacks(stage: Stage, directory: StageDirectory) -> str | None:
     checkpoint = directory.newest_checkpoint()
     if checkpoint is None:
         return "it has no checkpoint"
-    if checkpoint.step != stage.steps:
+    if checkpoint.step != stage.steps and directory.ended_early() is None:
         return f"its newest checkpoint is of step {checkpoint.step} of {stage.steps}"
     return None

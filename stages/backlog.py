@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from stages.curriculum.frontier import Frontier
+from stages.curriculum.settings import CurriculumSettings, FrontierSettings
 from stages.domains.problem import Problem
 from stages.domains.prompts import PromptStream
 from stages.groups import Group, groups_of, seed_of
+from stages.guards.measures import graded, is_right
 from stages.rollout import Rollouts
 from stages.scoring import Scoring
 from stages.settings import DomainSettings, RolloutSettings, SamplingSettings, StageJob
@@ -33,9 +36,15 @@ class Backlog:
         self.sampling = sampling
         self._job = job
         self._prompts = {domain: settings.prompts for domain, settings in domains.items()}
+        self._rewards = {domain: settings.rewards for domain, settings in domains.items()}
         self._rollouts = rollouts
         self._scoring = Scoring(job, domains, rollouts)
         self._streams = {domain: self._stream(domain, cursor=0) for domain in domains}
+        self._frontiers = {
+            domain: frontier
+            for domain, settings in domains.items()
+            if (frontier := self._frontier(domain, settings.curriculum)) is not None
+        }
         self._saved: dict[str, deque[int]] = {domain: deque() for domain in domains}
         self._begun: dict[str, list[Group]] = {domain: [] for domain in domains}
 
@@ -83,14 +92,30 @@ class Backlog:
         a_domain = self.sampling.prompts_per_step * self.sampling.group_size
         self._scoring.hold_to_limit(failures, a_domain * len(self.domains))
 
+    def learn(self, groups: list[Group]) -> None:
+        """Tell the curricula what the samples of a step's groups earned."""
+        for group in groups:
+            domain = group.problem.domain
+            if domain in self._frontiers:
+                right = [is_right(sample, self._rewards[domain]) for sample in graded(group)]
+                self._frontiers[domain].learn(group.problem, sum(right), len(right) - sum(right))
+
+    def passed_over(self) -> dict[str, float]:
+        """How many prompts the curricula passed over since the last call, where there are any."""
+        counts = [frontier.passed_over() for frontier in self._frontiers.values()]
+        return {"passed_over": float(sum(counts))} if counts else {}
+
     def state(self) -> dict[str, Any]:
-        """Where every domain's prompts continue, and those before that were begun, as JSON."""
+        """Where every domain's prompts continue, those before that were begun, and what the
+        curricula have learned, as JSON."""
+        learned = {domain: each.state() for domain, each in self._frontiers.items()}
         return {
             "cursors": {domain: stream.cursor for domain, stream in self._streams.items()},
             "begun": {
                 domain: [*self._saved[domain], *(group.problem.index for group in begun)]
                 for domain, begun in self._begun.items()
             },
+            **({"curricula": learned} if learned else {}),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -98,6 +123,8 @@ class Backlog:
         for domain in self.domains:
             self._streams[domain] = self._stream(domain, state["cursors"][domain])
             self._saved[domain] = deque(sorted(state["begun"][domain]))
+        for domain, frontier in self._frontiers.items():
+            frontier.restore(state["curricula"][domain])
 
     def close(self) -> None:
         """Leave what is not graded."""
@@ -117,10 +144,19 @@ class Backlog:
         return group
 
     def _next(self, domain: str) -> Problem:
-        stream = self._streams[domain]
         if self._saved[domain]:
-            stream = self._stream(domain, self._saved[domain].popleft())
+            return self._stream(domain, self._saved[domain].popleft()).take(1)[0]
+        stream = self._streams[domain]
+        if domain in self._frontiers:
+            return self._frontiers[domain].take(stream)
         return stream.take(1)[0]
+
+    def _frontier(self, domain: str, settings: CurriculumSettings) -> Frontier | None:
+        if not isinstance(settings, FrontierSettings):
+            return None
+        encode = self._rollouts.tokenizer.encode
+        seed = seed_of(self._job.settings.seed, self._job.stage, domain, "curriculum")
+        return Frontier(settings, domain, lambda prompt: len(encode(prompt)), seed)
 
     def _stream(self, domain: str, cursor: int) -> PromptStream:
         seed, stage = self._job.settings.seed, self._job.stage
@@ -138,6 +174,11 @@ class Batch:
     replaced: list[Group]
     too_old: int
     failures: int
+
+    @property
+    def drawn(self) -> list[Group]:
+        """All groups that were not too old."""
+        return [*self.groups, *self.replaced]
 
 
 @dataclass
@@ -189,12 +230,15 @@ class Collection:
             self._backlog.begin(missing)
             return None
         parts = self._taken.values()
-        return Batch(
+        batch = Batch(
             groups=[group for taken in parts for group in taken.groups],
             replaced=[group for taken in parts for group in taken.replaced],
             too_old=self._too_old,
             failures=len(self._failures),
         )
+        # In the order of the prompts, since that in which groups came is not the same twice.
+        self._backlog.learn(sorted(batch.drawn, key=lambda group: group.problem.index))
+        return batch
 
     def _sort(self, taken: _Taken, group: Group) -> None:
         self._failures += group.failures

@@ -16,7 +16,7 @@ from stages.objectives.aggregation import Totals, sequence_means, token_mean
 from stages.objectives.gae import clipped_value_loss, gae
 from stages.objectives.graded import STD_FLOOR
 from stages.objectives.settings import GaeSettings
-from stages.settings import DomainSettings, StageJob
+from stages.settings import PolicySettings, StageJob
 
 NAME = "critic"
 
@@ -28,7 +28,7 @@ class Critic:
     """
 
     def __init__(
-        self, job: StageJob, policy: TrainedPolicy, settings: GaeSettings, expert: DomainSettings
+        self, job: StageJob, policy: TrainedPolicy, settings: GaeSettings, expert: PolicySettings
     ) -> None:
         assert job.parent is not None
         self._settings = settings

@@ -13,6 +13,7 @@ from parallel.policy import Policy, TrainedPolicy
 from parallel.responses import Responses
 from parallel.sample import Sample
 from stages.backlog import Batch
+from stages.curriculum.settings import NoCurriculumSettings
 from stages.loop import train
 from stages.objectives.aggregation import Totals, token_mean
 from stages.objectives.settings import NoCorrectionSettings
@@ -49,7 +50,11 @@ class Merge(OnPolicyStage):
         super().__init__(
             job,
             policy,
-            job.settings.experts,
+            # The teachers grade all prompts alike: they are taken as they come.
+            {
+                domain: expert.model_copy(update={"curriculum": NoCurriculumSettings()})
+                for domain, expert in job.settings.experts.items()
+            },
             settings.sampling,
             RolloutSettings(**settings.rollout.model_dump()),
             settings.routing,

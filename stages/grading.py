@@ -39,9 +39,13 @@ def graded(groups: list[Group], weights: Mapping[str, float] | None = None) -> G
 
 
 def add_advantages(
-    groups: list[Group], settings: AdvantageSettings, weights: Mapping[str, float] | None = None
+    groups: list[Group],
+    settings: AdvantageSettings,
+    weights: Mapping[str, float] | None = None,
+    first: int = 0,
 ) -> list[list[Sample]]:
-    """Give every graded sample its advantage; returns those of each group."""
+    """Give every graded sample its advantage; returns those of each group, as
+    `graded_samples`."""
     found = advantages(graded(groups, weights), settings).float().numpy()
     for number, group in enumerate(groups):
         for sample, values in zip(group.samples, found[number], strict=False):
@@ -49,14 +53,14 @@ def add_advantages(
                 sample.advantages = values[: len(sample.response)]
                 values = sample.advantages
             sample.advantage = float(values.mean())
-    return graded_samples(groups)
+    return graded_samples(groups, first)
 
 
-def graded_samples(groups: list[Group]) -> list[list[Sample]]:
-    """Those of each group, which are told its number."""
+def graded_samples(groups: list[Group], first: int = 0) -> list[list[Sample]]:
+    """Those of each group, which are told its number, counted from `first`."""
     for number, group in enumerate(groups):
         for sample in group.samples:
-            sample.group = number
+            sample.group = first + number
     return [[each for each in group.samples if each.reward is not None] for group in groups]
 
 

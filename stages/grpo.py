@@ -1,7 +1,9 @@
-"""One domain's expert: group-relative policy optimisation, or PPO, on verified rewards."""
+"""A policy that learns from verified rewards, of one domain or of all: GRPO's kin, or PPO."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -13,8 +15,11 @@ from parallel.responses import Responses
 from parallel.sample import Sample
 from stages.backlog import Batch
 from stages.critic import Critic
-from stages.grading import add_advantages, graded, graded_samples
+from stages.grading import add_advantages, graded_samples
 from stages.group_weights import LengthWeights, scale_by_entropy
+from stages.groups import Group
+from stages.guards.measures import group_metrics
+from stages.guards.watch import Watch
 from stages.loop import train
 from stages.metrics import reduce_sums
 from stages.objectives.aggregation import Totals
@@ -23,13 +28,13 @@ from stages.objectives.policy_loss import MetricSum, Tokens, policy_loss
 from stages.objectives.settings import GaeSettings
 from stages.on_policy import OnPolicyStage, Prepared, Rollout
 from stages.reference import Reference
-from stages.settings import StageJob
+from stages.settings import DomainSettings, PolicySettings, StageJob
 
 
 def run(job: StageJob) -> None:
-    """Train the expert of `job.domain` to its last step."""
+    """Train the expert of `job.domain`, or of all domains where that is None, to its last step."""
     stage = Expert(job)
-    train(stage, job, stage.loop)
+    train(stage, job, stage.loop, stage.watch)
     stage.close()
 
 
@@ -37,8 +42,9 @@ class Expert(OnPolicyStage):
     """prompts -> rollout -> rewards -> advantages -> micro-batches -> policy step -> refit."""
 
     def __init__(self, job: StageJob) -> None:
-        assert job.domain is not None and job.parent is not None
-        self.expert = settings = job.settings.experts[job.domain]
+        assert job.parent is not None
+        self.domains = domains = _domains(job)
+        self.expert = settings = _settings(job)
         self.objective = settings.objective
         advantage = self.objective.advantage
         steps = settings.loop.steps
@@ -51,7 +57,7 @@ class Expert(OnPolicyStage):
         super().__init__(
             job,
             policy,
-            {job.domain: settings},
+            domains,
             settings.sampling,
             settings.rollout,
             settings.routing,
@@ -59,6 +65,8 @@ class Expert(OnPolicyStage):
             self.objective.correction,
             entropies=self.objective.scaling == "edge",
         )
+        rewards = [domain.rewards for domain in domains.values()]
+        self.watch = Watch(job.stage, settings, rewards[0] if len(rewards) == 1 else {})
         self.kl_coefficient = self.objective.kl.coefficient
         self.length_exponent = 0.0  # lambda
         self.weigh: LengthWeights | None = None  # of the present update
@@ -73,15 +81,16 @@ class Expert(OnPolicyStage):
     def share_out(self, batch: Batch) -> Rollout:
         """`updates_per_rollout` shares of the prompts, each with all graded samples of its
         groups. A critic gives them advantages later, and compares no groups."""
-        metrics = {"resampled_groups": float(len(batch.replaced))}
-        if self.critic is not None:
-            samples = graded_samples(batch.groups)
-        else:
-            weights = {name: reward.weight for name, reward in self.expert.rewards.items()}
-            samples = add_advantages(batch.groups, self.objective.advantage, weights)
-            drawn = graded([*batch.groups, *batch.replaced])
-            metrics["zero_variance"] = drawn.zero_variance.double().mean().item()
+        samples = self._with_advantages(batch.groups)
         updates = self.expert.updates_per_rollout
+        rewards = {name: domain.rewards for name, domain in self.domains.items()}
+        metrics = {
+            **group_metrics(batch.drawn, rewards),
+            **self.backlog.passed_over(),
+            "resampled_groups": float(len(batch.replaced)),
+        }
+        if self.critic is None:
+            metrics["zero_variance"] = fmean(group.flat for group in batch.drawn)
         return Rollout(
             updates=[
                 [sample for group in samples[update::updates] for sample in group]
@@ -169,10 +178,11 @@ class Expert(OnPolicyStage):
         return metrics["reward"]
 
     def state(self) -> dict[str, Any]:
-        """The prompts, and what the objective has learned about itself."""
+        """The prompts, what the objective has learned about itself, and the guards' memory."""
         learned = {
             "kl_coefficient": self.kl_coefficient,
             "length_exponent": self.length_exponent,
+            "watch": self.watch.state(),
         }
         return {**super().state(), **learned}
 
@@ -181,6 +191,19 @@ class Expert(OnPolicyStage):
         super().restore(state)
         self.kl_coefficient = state["kl_coefficient"]
         self.length_exponent = state["length_exponent"]
+        self.watch.restore(state["watch"])
+
+    def _with_advantages(self, groups: list[Group]) -> list[list[Sample]]:
+        """The graded samples of each group. Domains are not compared: their rewards differ."""
+        samples: list[list[Sample]] = []
+        for name, domain in self.domains.items():
+            own = [group for group in groups if group.problem.domain == name]
+            if self.critic is not None:
+                samples += graded_samples(own, len(samples))
+                continue
+            weights = {part: reward.weight for part, reward in domain.rewards.items()}
+            samples += add_advantages(own, self.objective.advantage, weights, len(samples))
+        return samples
 
     def _tokens(self, responses: Responses, weigh: LengthWeights) -> Tokens:
         """What the objective is computed from, and no more of it than it asks for."""
@@ -202,3 +225,17 @@ class Expert(OnPolicyStage):
             entropy=responses.entropy(temperature) if bonus else None,
             length_weights=weigh(part) if self.objective.aggregation == "lambda" else None,
         )
+
+
+def _domains(job: StageJob) -> Mapping[str, DomainSettings]:
+    """Those that the stage trains on."""
+    experts = job.settings.experts
+    return experts if job.domain is None else {job.domain: experts[job.domain]}
+
+
+def _settings(job: StageJob) -> PolicySettings:
+    """How it trains."""
+    if job.domain is not None:
+        return job.settings.experts[job.domain]
+    assert job.settings.mixed is not None
+    return job.settings.mixed

@@ -9,9 +9,11 @@ from typing import Any, Protocol
 
 from parallel import checkpoints
 from parallel.checkpoint_saver import Saver
-from parallel.distributed import any_rank, is_main
+from parallel.distributed import any_rank, broadcast, is_main
+from parallel.files import ENDED
 from parallel.last_word import say_notice
 from parallel.policy import TrainedPolicy
+from stages.guards.watch import Verdict, Watch
 from stages.metrics import MetricsLog
 from stages.settings import LoopSettings, StageJob
 
@@ -38,30 +40,52 @@ class NotFiniteError(RuntimeError):
     """A loss or gradient became NaN or infinite; the message says on which samples."""
 
 
+class GuardStopped(RuntimeError):
+    """A guard's metric stayed beyond its threshold; the stage has saved and can be resumed."""
+
+
 class StageStopped(Exception):
     """SIGTERM (the launcher's or Slurm's) came; the stage has saved and can be resumed."""
 
 
-def train(stage: TrainingStage, job: StageJob, loop: LoopSettings) -> None:
-    """Run the stage from its newest whole checkpoint, or from its parent, to its last step."""
+def train(
+    stage: TrainingStage, job: StageJob, loop: LoopSettings, watch: Watch | None = None
+) -> None:
+    """Run the stage from its newest whole checkpoint, or from its parent, to its last step, or to
+    the step at which `watch` says that it is done.
+
+    Raises GuardStopped where `watch` says that it should not go on.
+    """
     directory = job.directory / "checkpoints"
-    start = _load(stage, job, directory)
+    resumed = _load(stage, job, directory)
+    start = resumed["step"]
+    steps = start if ENDED in resumed else loop.steps
     saver = Saver(directory, loop.keep_last, loop.keep_best, loop.async_checkpoints)
     log = MetricsLog(job, loop.steps, start) if is_main() else None
     stop = _StopSignal()
-    for step in range(start + 1, loop.steps + 1):
+    for step in range(start + 1, steps + 1):
         metrics = stage.step(step)
+        verdict = watch.observe(step, metrics) if watch is not None and is_main() else Verdict()
         if log is not None:
-            log.write(step, metrics)
-        stopping, writing = any_rank(stop.received, saver.writing)
+            log.write(step, {**metrics, **verdict.metrics})
+        stopping, writing, stopped, ended = any_rank(
+            stop.received, saver.writing, verdict.stop is not None, verdict.end is not None
+        )
         finite = all(math.isfinite(value) for value in metrics.values())
         if not (writing and finite):
             saver.finish()
         if not finite:
             raise NotFiniteError(_not_finite(job, step, metrics))
-        if stopping or step % loop.checkpoint_every == 0 or step == loop.steps:
-            saver.begin(stage.policy, step, stage.state(), stage.score(metrics))
-        if stopping and step < loop.steps:
+        last = ended or step == loop.steps
+        if stopping or stopped or last or step % loop.checkpoint_every == 0:
+            state = stage.state() | ({ENDED: verdict.end} if verdict.end else {})
+            saver.begin(stage.policy, step, state, stage.score(metrics))
+        if stopped:
+            saver.finish()
+            raise GuardStopped(broadcast(verdict.stop))
+        if last:
+            break
+        if stopping:
             saver.finish()
             raise StageStopped(f"{job.stage} saved step {step} and stopped")
     saver.finish()
@@ -69,7 +93,8 @@ def train(stage: TrainingStage, job: StageJob, loop: LoopSettings) -> None:
         log.close()
 
 
-def _load(stage: TrainingStage, job: StageJob, directory: Path) -> int:
+def _load(stage: TrainingStage, job: StageJob, directory: Path) -> dict[str, Any]:
+    """The state to go on from, whose `step` is the last one done."""
     saved, faults = checkpoints.newest_whole(directory)
     if faults and is_main():
         origin = saved.name if saved else job.parent or "the beginning"
@@ -77,12 +102,12 @@ def _load(stage: TrainingStage, job: StageJob, directory: Path) -> int:
     if saved:
         state = checkpoints.load_training(stage.policy, saved)
         stage.restore(state)
-        return state["step"]
+        return state
     if job.parent is not None:
         checkpoints.load_weights(stage.policy, job.parent)
     else:
         stage.policy.start_fresh(job.settings.seed)
-    return 0
+    return {"step": 0}
 
 
 def _not_finite(job: StageJob, step: int, metrics: dict[str, float]) -> str:

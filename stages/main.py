@@ -18,6 +18,7 @@ from stages.settings import StageJob
 MODULES = {
     "sft": "stages.sft",
     "grpo": "stages.grpo",
+    "mixed": "stages.grpo",
     "distill": "stages.distill",
     "evaluate": "stages.evaluate",
     "export": "stages.export",
@@ -48,13 +49,14 @@ def _leave(error: BaseException) -> None:
     from stages.agreement import MismatchError
     from stages.domains.problem import DomainError
     from stages.domains.rewards.reward import RewardError
-    from stages.loop import NotFiniteError, StageStopped
+    from stages.loop import GuardStopped, NotFiniteError, StageStopped
     from stages.tokenizer import TokenizerError
 
     told = (
         CheckpointError,
         DomainError,
         EngineError,
+        GuardStopped,
         MismatchError,
         NotFiniteError,
         OSError,

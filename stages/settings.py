@@ -19,6 +19,7 @@ from parallel.settings import (
     RoutingLossSettings,
     Settings,
 )
+from stages.curriculum.settings import CurriculumSettings, NoCurriculumSettings
 from stages.domains.rewards.settings import (
     ReasoningGymReward,
     RewardPoolSettings,
@@ -29,6 +30,7 @@ from stages.domains.sources.settings import (
     GeneratedDemonstrationSettings,
     PromptSettings,
 )
+from stages.guards.settings import GuardsSettings, StopSettings
 from stages.objectives.settings import ObjectiveSettings
 
 
@@ -109,7 +111,23 @@ class LoopSettings(Settings):
     )
 
 
-class DomainSettings(Settings):
+class PolicySettings(Settings):
+    """How a policy is trained on rewards."""
+
+    sampling: SamplingSettings = SamplingSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    objective: ObjectiveSettings = ObjectiveSettings()
+    routing: RoutingSettings = RoutingSettings()
+    optimizer: OptimizerSettings
+    updates_per_rollout: Positive = 1
+    loop: LoopSettings
+    guards: GuardsSettings = GuardsSettings()
+    stop: StopSettings | None = Field(
+        default=None, description="where the policy is done early; null trains all steps"
+    )
+
+
+class DomainSettings(PolicySettings):
     """A domain: its problems, its demonstrations, its rewards, and how its expert is trained."""
 
     renamed: ClassVar[dict[str, str]] = {
@@ -122,13 +140,12 @@ class DomainSettings(Settings):
         description="by name; what a sample earns is the sum of weight x reward",
     )
     demonstrations: DemonstrationSettings = GeneratedDemonstrationSettings()
-    sampling: SamplingSettings = SamplingSettings()
-    rollout: RolloutSettings = RolloutSettings()
-    objective: ObjectiveSettings = ObjectiveSettings()
-    routing: RoutingSettings = RoutingSettings()
-    optimizer: OptimizerSettings
-    updates_per_rollout: Positive = 1
-    loop: LoopSettings
+    curriculum: CurriculumSettings = NoCurriculumSettings()
+
+
+class MixedSettings(PolicySettings):
+    """The baseline of the experts and their merge: one policy, trained on all domains at once, each
+    with its own prompts, rewards and curriculum. `sampling.prompts_per_step` is of each domain."""
 
 
 class ColdStartSettings(Settings):
@@ -177,6 +194,9 @@ class RunSettings(Settings):
     cold_start: ColdStartSettings
     experts: Annotated[dict[str, DomainSettings], Field(min_length=1)]
     merge: MergeSettings
+    mixed: MixedSettings | None = Field(
+        default=None, description="trains one policy on all domains beside the experts; null none"
+    )
     rewards: RewardPoolSettings = RewardPoolSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     logging: LoggingSettings = LoggingSettings()
@@ -191,7 +211,7 @@ class StageJob(Settings):
     """
 
     stage: str
-    kind: Literal["sft", "grpo", "distill", "evaluate", "export"]
+    kind: Literal["sft", "grpo", "mixed", "distill", "evaluate", "export"]
     domain: str | None = None
     directory: Path
     attempt: Positive

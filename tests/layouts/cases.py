@@ -391,8 +391,24 @@ class Toy:
         assert state["step"] > 0
 
 
+class ToyWatch:
+    """Has its say about the third step: `stop` or `end`."""
+
+    def __init__(self, verdict: str) -> None:
+        self.verdict = verdict
+
+    def observe(self, step: int, metrics: dict[str, float]) -> Any:
+        from stages.guards.watch import Verdict
+
+        return Verdict(**({self.verdict: "enough"} if step == 3 else {}))
+
+
 def loop(
-    directory: str, poison_at: int | None, stop_at: int | None, asynchronous: bool = True
+    directory: str,
+    poison_at: int | None,
+    stop_at: int | None,
+    asynchronous: bool = True,
+    verdict: str | None = None,
 ) -> tuple[str, list[str]]:
     """How the loop ends, and the whole checkpoints that it leaves."""
     from stages.loop import train as run_loop
@@ -407,7 +423,8 @@ def loop(
     ending = "done"
     steps = LoopSettings(steps=5, checkpoint_every=2, async_checkpoints=asynchronous)
     try:
-        run_loop(Toy(poison_at, stop_at), job, steps)
+        watch: Any = ToyWatch(verdict) if verdict else None
+        run_loop(Toy(poison_at, stop_at), job, steps, watch)
     except Exception as error:
         ending = f"{type(error).__name__}: {error}"
     left = whole_checkpoints(Path(directory) / "checkpoints")

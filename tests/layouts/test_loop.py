@@ -41,3 +41,18 @@ def test_a_signal_to_one_rank_saves_all_of_them_and_it_resumes(on: On, tmp_path:
         assert left == ["step_2", "step_3"]
     assert [ending for ending, _ in on(SPREAD, loop, str(tmp_path), None, None)] == ["done"] * 2
     assert steps(tmp_path) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("verdict", "ending"), [("stop", "GuardStopped: enough"), ("end", "done")])
+def test_what_the_main_rank_s_watch_says_all_ranks_do(
+    verdict: str, ending: str, on: On, tmp_path: Path
+) -> None:
+    expected = (ending, ["step_2", "step_3"])
+    assert on(SPREAD, loop, str(tmp_path), None, None, True, verdict) == [expected] * 2
+    assert steps(tmp_path) == [1, 2, 3]
+    # A stage that ended is done; one that was stopped goes on.
+    again = on(SPREAD, loop, str(tmp_path), None, None, True)
+    assert (
+        again == [("done", ["step_2", "step_3"] if verdict == "end" else ["step_4", "step_5"])] * 2
+    )
+    assert len(steps(tmp_path)) == (3 if verdict == "end" else 5)

@@ -12,6 +12,8 @@ from pipeline.neutral import CHANGES_NO_RESULT
 from pipeline.schema import flatten
 from stages.settings import RunSettings
 
+MIXED = "mixed={optimizer: {learning_rate: 1e-3}, loop: {steps: 2}}"
+
 
 def test_stages_come_after_their_inputs(settings: RunSettings) -> None:
     stages = compile_graph(settings)
@@ -65,7 +67,27 @@ def test_the_data_digest_changes_with_the_problems_alone(config: Path) -> None:
     assert data("experts.sums.prompts.dataset=a") != data("experts.sums.prompts.dataset=b")
 
 
-def test_every_setting_is_read_by_a_stage_or_said_to_change_nothing(settings: RunSettings) -> None:
+@pytest.fixture
+def with_baseline(config: Path) -> RunSettings:
+    """A run that trains one policy on all domains beside the experts."""
+    return load(config, [MIXED])
+
+
+def test_the_baseline_is_trained_on_all_domains_and_evaluated(with_baseline: RunSettings) -> None:
+    stages = {stage.name: stage for stage in compile_graph(with_baseline)}
+    mixed = stages["mixed"]
+    assert (mixed.parent, mixed.steps, mixed.domain) == ("cold_start", 2, None)
+    assert mixed.trains
+    assert mixed.needs_engine
+    assert {f"experts.{name}.prompts.dataset" for name in ("sums", "words")} <= mixed.reads.keys()
+    assert "mixed" in stages["evaluate"].models
+    assert "mixed" not in stages["merge"].inputs
+
+
+def test_every_setting_is_read_by_a_stage_or_said_to_change_nothing(
+    with_baseline: RunSettings,
+) -> None:
+    settings = with_baseline
     keys = [key for key, _ in flatten(settings.model_dump(mode="json"))]
     read = {key for stage in compile_graph(settings) for key in stage.reads}
     neutral = {key for key in keys if any(matches(key, each) for each in CHANGES_NO_RESULT)}
@@ -73,7 +95,8 @@ def test_every_setting_is_read_by_a_stage_or_said_to_change_nothing(settings: Ru
     assert not read & neutral
 
 
-def test_every_pattern_names_a_setting(settings: RunSettings) -> None:
+def test_every_pattern_names_a_setting(with_baseline: RunSettings) -> None:
+    settings = with_baseline
     keys = [key for key, _ in flatten(settings.model_dump(mode="json"))]
     patterns = [pattern.format(domain="sums") for reads in READS.values() for pattern in reads]
     for pattern in [*patterns, *CHANGES_NO_RESULT]:

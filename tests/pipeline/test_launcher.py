@@ -162,6 +162,18 @@ def test_what_a_stage_wants_known_is_shown_and_kept(
     ]
 
 
+def test_a_stage_that_is_done_early_says_why_and_is_not_repeated(
+    run: RunDirectory, settings: RunSettings
+) -> None:
+    go(run, settings, {"experts.sums": {"0": "end_early"}})
+    assert states(run, settings) == ["done"] * 6
+    kept = [event for event in Ledger(run.ledger).events() if event.stage == "experts.sums"]
+    assert (kept[-1].state, kept[-1].cause) == ("done", "good enough at step 1")
+    before = started(run)
+    go(run, settings)
+    assert started(run) == before
+
+
 def full_disk(*_: object) -> NoReturn:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/runs/full")
 

@@ -1,0 +1,137 @@
+"""Guards may change in a begun run, the stop rule may not; a stage that ended early is done."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import dump_resolved, load
+from pipeline.graph import compile_graph
+from pipeline.ledger import Ledger
+from pipeline.lineage import lineage_now, write_manifest
+from pipeline.run_directory import RunDirectory
+from pipeline.states import derive, lacks
+from pipeline.violations import ConfigError
+from stages.curriculum.settings import FrontierSettings, NoCurriculumSettings
+from stages.guards.settings import StopSettings
+
+EXPERT = "experts.sums"
+STOP = f"{EXPERT}.stop={{at_least: 0.9, window: 1}}"
+
+
+def fault(config: Path, override: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        load(config, [override])
+    [violation] = raised.value.violations
+    return str(violation)
+
+
+def test_they_are_read_as_they_are_written(config: Path) -> None:
+    settings = load(
+        config,
+        [
+            f"{EXPERT}.guards.flat_groups={{action: off}}",
+            f"{EXPERT}.guards.reward_collapse.window=3",
+            f"{EXPERT}.stop.at_least=0.9",
+            f"{EXPERT}.stop.window=2",
+            f"{EXPERT}.curriculum={{name: frontier, field: level}}",
+        ],
+    )
+    expert = settings.experts["sums"]
+    assert expert.guards.flat_groups.action == "off"
+    assert expert.guards.reward_collapse.window == 3
+    assert expert.stop == StopSettings(at_least=0.9, window=2)
+    assert expert.curriculum == FrontierSettings(field="level")
+    words = settings.experts["words"]
+    assert (words.stop, words.curriculum) == (None, NoCurriculumSettings())
+    config.write_text(dump_resolved(settings))
+    assert load(config) == settings
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("guards.entropy={}", 'guards.entropy: unknown key; did you mean "entropy_collapse"?'),
+        ("guards.drift.patience=0", "guards.drift.patience: should be greater than 0, not 0"),
+        ("guards.drift.action=on", "guards.drift.action: should be 'warn', 'stop' or 'off', not"),
+        ("guards.drift.threshold=2", "guards.drift.threshold: should be less than or equal to 1"),
+        ("stop={metric: loss, at_least: 1}", "stop.metric: string should match pattern"),
+        ("stop.window=1", "stop.at_least: required key is missing"),
+        (
+            "stop={metric: reward/exakt, at_least: 1, window: 1}",
+            'stop.metric: there is no reward exakt; did you mean "exact"?',
+        ),
+        ("stop={at_least: 1}", "stop.window: 10 is more than loop.steps = 2, and only a full"),
+        ("curriculum.name=frontiers", "curriculum.name: should be 'none' or 'frontier', not"),
+        (
+            "curriculum={name: frontier, candidates: 1}",
+            "curriculum.candidates: should be greater than or equal to 2, not 1",
+        ),
+        ("curriculum={candidates: 3}", "curriculum.candidates: unknown key; known: name"),
+    ],
+)
+def test_a_wrong_one_is_reported(config: Path, override: str, message: str) -> None:
+    assert f"{EXPERT}.{message}" in fault(config, f"{EXPERT}.{override}")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("sampling.group_size=1", "mixed.sampling.group_size: a group of one has no advantage"),
+        ("stop.metric=reward/exakt", "mixed.stop.metric: there is no reward exakt; did you mean"),
+        ("optimizer.warmup_steps=2", "mixed.optimizer.warmup_steps: 2 should be less than the 2"),
+        ("prompts.dataset=chain_sum", "mixed.prompts: unknown key"),
+    ],
+)
+def test_the_baseline_obeys_the_rules_of_an_expert(
+    config: Path, override: str, message: str
+) -> None:
+    block = "{optimizer: {learning_rate: 1e-3}, loop: {steps: 2}, stop: {at_least: 1, window: 2}}"
+    load(config, [f"mixed={block}"])
+    with pytest.raises(ConfigError) as raised:
+        load(config, [f"mixed={block}", f"mixed.{override}"])
+    assert str(raised.value.violations[0]).startswith(f"command line: {message}")
+
+
+@pytest.mark.parametrize(
+    ("override", "changed"),
+    [
+        (f"{EXPERT}.guards.drift.threshold=0.5", set()),
+        (STOP, {EXPERT}),
+        (f"{EXPERT}.curriculum.name=frontier", {EXPERT}),
+    ],
+)
+def test_what_decides_a_result_and_what_does_not(
+    config: Path, override: str, changed: set[str]
+) -> None:
+    before, after = compile_graph(load(config)), compile_graph(load(config, [override]))
+    pairs = zip(before, after, strict=True)
+    assert {old.name for old, new in pairs if old.config_digest != new.config_digest} == changed
+
+
+def test_a_stage_that_ended_early_is_done_as_long_as_its_rule_stands(
+    config: Path, run: RunDirectory
+) -> None:
+    settings = load(config, [STOP])
+    stages = {stage.name: stage for stage in compile_graph(settings)}
+    for name in ("cold_start", EXPERT):
+        directory = run.stage(name)
+        write_manifest(directory, lineage_now(stages[name], settings, run))
+        Ledger(run.ledger).append(name, "done", "", 1)
+        checkpoint = directory.path / "checkpoints" / ("step_1" if name == EXPERT else "step_2")
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "checksums.json").write_text(json.dumps({"digest": name, "files": {}}))
+    expert = run.stage(EXPERT)
+    assert lacks(stages[EXPERT], expert) == "its newest checkpoint is of step 1 of 2"
+    (checkpoint / "state.json").write_text(json.dumps({"step": 1, "ended": "good enough"}))
+    assert lacks(stages[EXPERT], expert) is None
+    assert expert.ended_early() == "good enough"
+    found = derive(run, settings, tuple(stages.values()))
+    assert (found[EXPERT].state, found[EXPERT].step) == ("done", 1)
+    assert found["merge"].state == "pending"
+    without = load(config)
+    found = derive(run, without, compile_graph(without))
+    assert found[EXPERT].state == "stale"
+    assert f"{EXPERT}.stop.at_least was 0.9 and is now null" in found[EXPERT].cause
