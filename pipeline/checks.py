@@ -28,6 +28,7 @@ from pipeline.cores import placement_fault
 from pipeline.data_checks import data_rules, missing_data, missing_tokenizer, tokenizer_rules
 from pipeline.rewards import reward_needs, reward_rules
 from pipeline.violations import hint, shown
+from stages.domains.rewards.settings import RewardPoolSettings
 from stages.objectives.settings import ObjectiveSettings
 from stages.settings import (
     ColdStartSettings,
@@ -52,6 +53,7 @@ def violations(run: dict[str, Any]) -> Found:
     cold_start = _block(ColdStartSettings, run.get("cold_start"))
     merge = _block(MergeSettings, run.get("merge"))
     evaluation = _block(EvaluationSettings, run.get("evaluation", {}))
+    pool = _block(RewardPoolSettings, run.get("rewards", {}))
     domains = _domains(run)
     deterministic = run.get("deterministic") is True
 
@@ -68,6 +70,7 @@ def violations(run: dict[str, Any]) -> Found:
         yield from _name_rules(name)
         if domain:
             yield from _domain_rules(f"experts.{name}", domain, layout, engine)
+            yield from reward_rules(f"experts.{name}.rewards", domain, pool)
             yield from data_rules(f"experts.{name}", domain, model, engine, merge)
             yield from _rollout_rules(f"experts.{name}.rollout", domain.rollout, deterministic)
     valid = {name: domain for name, domain in domains.items() if domain}
@@ -166,7 +169,6 @@ def _domain_rules(
     yield from _schedule_rules(key, domain.optimizer, domain.loop, updates)
     yield from _sampling_rules(f"{key}.sampling", domain.sampling, layout, engine, updates)
     yield from _objective_rules(f"{key}.objective", domain.objective, domain.sampling)
-    yield from reward_rules(f"{key}.rewards", domain)
     if domain.sampling.group_size < 2:
         yield (
             f"{key}.sampling.group_size",
