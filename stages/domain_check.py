@@ -16,6 +16,7 @@ from typing import Any
 
 from parallel.files import write_atomically
 from parallel.last_word import say_last_word
+from parallel.settings import CHARACTERS
 from stages.domains.demonstrations import demonstrate
 from stages.domains.formats import FORMATS
 from stages.domains.problem import DomainError, Problem
@@ -38,7 +39,11 @@ def main() -> None:
     job = DomainCheckJob.model_validate_json(Path(sys.argv[1]).read_text())
     try:
         write_atomically(job.result, json.dumps(checked(job)) + "\n")
-    except (DomainError, OSError, RewardError, TokenizerError) as error:
+    except TokenizerError as error:
+        hint = "; name the model's tokenizer: --tokenizer FOLDER"
+        say_last_word(f"{error}{hint if job.tokenizer == CHARACTERS else ''}")
+        sys.exit(1)
+    except (DomainError, OSError, RewardError) as error:
         say_last_word(str(error))
         sys.exit(1)
 
@@ -105,8 +110,9 @@ def _tokens(text: str, tokenizer: Tokenizer, domain: str) -> int:
     try:
         return len(tokenizer.encode(text)) + 1
     except TokenizerError as error:
-        message = f"no policy can write the reference {text!r}: {error}"
-        raise DomainError(domain, "prompts.answer", message) from error
+        raise TokenizerError(
+            f"experts.{domain}.prompts.answer: no policy can write the reference {text!r}: {error}"
+        ) from error
 
 
 if __name__ == "__main__":
