@@ -1,4 +1,4 @@
-"""Experts of one run, each with an objective of its own: real policies on what fake engines draw."""
+"""Experts of one run, each with its own objective: real policies on what fake engines draw."""
 
 from __future__ import annotations
 
