@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 
-from parallel import checkpoints
+from parallel import batch, checkpoints
 from parallel.distributed import is_main
 from parallel.files import write_atomically
+from parallel.packing import Place
 from parallel.policy import Policy
+from parallel.sample import Sample
+from stages.agreement import MismatchError, measure_mismatch
 from stages.domains.prompts import PromptStream
 from stages.domains.rewards.grading import solved
 from stages.groups import Group, groups_of, seed_of
-from stages.metrics import MetricsLog
 from stages.rollout import Rollouts
 from stages.scoring import Scoring
 from stages.settings import DomainSettings, StageJob
@@ -33,11 +35,14 @@ def run(job: StageJob) -> None:
         scoring.expect(groups)
         rollouts.request(groups, domain.sampling)
 
-    def graded() -> bool | None:
+    def graded() -> list[Sample] | None:
         assert scoring is not None
-        return all(scoring.done(group) for group in groups) or None
+        if not all(scoring.done(group) for group in groups):
+            return None
+        return [sample for group in groups for sample in group.samples]
 
-    rollouts.wait(graded, version=1)
+    samples = rollouts.wait(graded, version=1)
+    _hold_engine(job, domain, policy, samples)
     rollouts.close()
     if scoring is not None:
         scoring.close()
@@ -49,6 +54,18 @@ def _groups(job: StageJob, name: str, domain: DomainSettings, rollouts: Rollouts
     stream = PromptStream(domain.prompts, rollouts.tokenizer, name, seed, job.stage)
     problems = stream.take(domain.sampling.prompts_per_step)
     return groups_of(problems, domain.sampling.group_size, seed_of(seed, job.stage, name))
+
+
+def _hold_engine(
+    job: StageJob, domain: DomainSettings, policy: Policy, samples: list[Sample]
+) -> None:
+    """Raise MismatchError where the engine did not draw from the checkpoint. Collective."""
+    replay = domain.routing.replay == "r3"
+    batches = batch.split(samples, Place.here(), domain.loop.micro_batch_tokens, replay)
+    largest = measure_mismatch(policy, batches, domain.sampling.temperature)["mismatch_max"]
+    bound = job.settings.engine.max_logprob_difference
+    if largest > bound:
+        raise MismatchError(largest, bound)
 
 
 def _write(job: StageJob, domain: DomainSettings, groups: list[Group]) -> None:
@@ -70,7 +87,3 @@ def _write(job: StageJob, domain: DomainSettings, groups: list[Group]) -> None:
     failures = [failure for group in groups for failure in group.failures]
     found = {"groups": samples, "failures": failures}
     write_atomically(job.directory / "results.json", json.dumps(found) + "\n")
-    earned = [each["reward"] for group in samples for each in group if each["reward"] is not None]
-    log = MetricsLog(job, steps=1, start=0)
-    log.write(1, {"reward": sum(earned) / max(len(earned), 1)})
-    log.close()
