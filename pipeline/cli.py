@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from argparse import (
+    SUPPRESS,
+    ArgumentParser,
+    ArgumentTypeError,
+    Namespace,
+    RawDescriptionHelpFormatter,
+)
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -228,6 +234,8 @@ def _add_domain_commands(command: Callable[[str, str, str], ArgumentParser]) -> 
         formatter_class=RawDescriptionHelpFormatter,
     )
     check.set_defaults(command="domain_check")
+    # Laid over the `domain`'s own, which may stand before the action.
+    check.add_argument("--runs-dir", type=Path, default=SUPPRESS, help="where runs lie")
     check.add_argument("file", type=Path, metavar="FILE", help="the domain's YAML file")
     check.add_argument(
         "--prompts", type=_positive, default=5, help="how many to show and score (default: 5)"

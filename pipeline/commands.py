@@ -166,7 +166,7 @@ def _check_with_run(arguments: Namespace) -> None:
         found = one_off.preview(run, settings, console, PROGRAMS, checkpoint, name)
     console.print()
     for line in domain_preview.lines(found["groups"], found["failures"]):
-        console.print(line, markup=False, highlight=False)
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     for histogram in domain_preview.histograms(found["groups"]):
         console.print()
         console.print(histogram)

@@ -29,17 +29,15 @@ def check(job: DomainCheckJob, console: Console) -> list[str]:
 
     Raises BraidError where the domain cannot be used at all.
     """
-    console.print("what differs from the defaults:", highlight=False)
-    for line in dump_differing(job.settings).splitlines():
-        console.print(f"  {line}", markup=False, highlight=False)
+    differing = [f"  {line}" for line in dump_differing(job.settings).splitlines()]
+    _print(console, "what differs from the defaults:", *differing)
     found = _looked_at(job, console)
-    console.print()
-    for line in described(job.settings, found["lengths"]):
-        console.print(line, markup=False, highlight=False)
+    _print(console, "", *described(job.settings, found["lengths"]))
     for number, prompt in enumerate(found["prompts"], start=1):
-        console.print()
-        console.print(_prompt_table(number, prompt))
-    console.print()
+        asked, answer = _short(prompt["prompt"]), _short(prompt["answer"])
+        _print(console, "", f"{number}. {asked}, {prompt['tokens']} tokens; answer {answer}")
+        console.print(_table(prompt))
+    _print(console, "")
     for note in notes(job.domain, job.settings, found["prompts"]):
         console.print(Text.assemble(("· ", "yellow"), note))
     return list(faults(job.domain, job.settings, found["prompts"]))
@@ -53,8 +51,7 @@ def _looked_at(job: DomainCheckJob, console: Console) -> dict[str, Any]:
     child = Child("the check", python_module(MODULE, path), folder / "log", {})
     try:
         wait_for_all([child], math.inf)
-        for notice in child.notices():
-            console.print(notice, markup=False, highlight=False)
+        _print(console, *child.notices())
         if child.status():
             failure = child.failure()
             raise BraidError("\n".join([failure.cause, *failure.tail]))
@@ -154,13 +151,15 @@ def _best_wrong(score: dict[str, float]) -> float:
     return max(score.get("empty", 0.0), score.get("garbage", 0.0))
 
 
-def _prompt_table(number: int, prompt: dict[str, Any]) -> Table:
-    """A prompt and what each response to it earned, reward by reward."""
+def _print(console: Console, *lines: str) -> None:
+    """Lines as they are, whatever stands in them and however long they are."""
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _table(prompt: dict[str, Any]) -> Table:
+    """What each response to a prompt earned, reward by reward."""
     table = plain_table("")
-    table.title = Text(
-        f"{number}. {_short(prompt['prompt'])}, {prompt['tokens']} tokens; "
-        f"answer {_short(prompt['answer'])}"
-    )
     names = list(dict.fromkeys(n for each in prompt["responses"] for n in each["parts"]))
     for heading in ("", "response", *names, "reward"):
         table.add_column(heading)

@@ -267,6 +267,16 @@ def test_options_that_need_each_other(braid: Braid, arguments: list[str], messag
     assert (code, message in err) == (1, True)
 
 
+def test_where_runs_lie_may_be_said_behind_the_action(
+    braid: Braid, runs: Path, tmp_path: Path
+) -> None:
+    asked = ("any.yaml", "--run", "a", "--stage", "merge")
+    elsewhere = tmp_path / "elsewhere"
+    assert f"no run a in {runs};" in braid("domain", "check", *asked)[2]
+    code, _, err = braid("domain", "check", *asked, "--runs-dir", elsewhere)
+    assert (code, f"no run a in {elsewhere};" in err) == (1, True)
+
+
 def test_an_action_is_needed(braid: Braid) -> None:
     assert braid("domain")[0] == 2
     assert braid("domain", "check", "any.yaml", "--prompts", "0")[0] == 2
