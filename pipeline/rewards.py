@@ -47,7 +47,7 @@ def reward_rules(key: str, domain: DomainSettings, pool: RewardPoolSettings | No
             yield from _judge_rules(own, reward)
         if reward.kind == "code":
             yield from _code_rules(own, reward, domain.prompts.source, pool)
-        if reward.kind in ("judge", "code"):
+        if isinstance(reward, JudgeReward | CodeReward):
             yield from _time_rules(own, reward, pool)
 
 

@@ -101,7 +101,8 @@ def _begun(
     for what, text in texts.items():
         if text is not None:
             response = Response(text, _tokens(text, tokenizer, problem.domain))
-            begun.append((what, text, *pool.submit(problem, [response])))
+            [future] = pool.submit(problem, [response])
+            begun.append((what, text, future))
     return begun
 
 
