@@ -28,6 +28,7 @@ from pipeline.cores import placement_fault
 from pipeline.data_checks import data_rules, missing_data, missing_tokenizer, tokenizer_rules
 from pipeline.rewards import reward_needs, reward_rules
 from pipeline.violations import hint, shown
+from stages.domains.rewards.settings import RewardPoolSettings
 from stages.objectives.settings import ObjectiveSettings
 from stages.settings import (
     ColdStartSettings,
@@ -55,6 +56,7 @@ def violations(run: dict[str, Any]) -> Found:
     merge = _block(MergeSettings, run.get("merge"))
     mixed = _block(MixedSettings, run.get("mixed"))
     evaluation = _block(EvaluationSettings, run.get("evaluation", {}))
+    pool = _block(RewardPoolSettings, run.get("rewards", {}))
     domains = _domains(run)
     deterministic = run.get("deterministic") is True
 
@@ -70,7 +72,8 @@ def violations(run: dict[str, Any]) -> Found:
     for name, domain in domains.items():
         yield from _name_rules(name)
         if domain:
-            yield from _domain_rules(f"experts.{name}", domain, layout, engine)
+            yield from _policy_rules(f"experts.{name}", domain, domain.rewards, layout, engine)
+            yield from reward_rules(f"experts.{name}.rewards", domain, pool)
             yield from data_rules(f"experts.{name}", domain, model, engine, (merge, mixed))
             yield from _rollout_rules(f"experts.{name}.rollout", domain.rollout, deterministic)
     valid = {name: domain for name, domain in domains.items() if domain}
@@ -161,16 +164,6 @@ def _name_rules(name: str) -> Found:
             f"experts.{name}",
             "a domain's name is made of letters, digits, _ and -, since it names a folder",
         )
-
-
-def _domain_rules(
-    key: str,
-    domain: DomainSettings,
-    layout: LayoutSettings | None,
-    engine: EngineSettings | None,
-) -> Found:
-    yield from _policy_rules(key, domain, domain.rewards, layout, engine)
-    yield from reward_rules(f"{key}.rewards", domain)
 
 
 def _policy_rules(

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from argparse import (
+    SUPPRESS,
+    ArgumentParser,
+    ArgumentTypeError,
+    Namespace,
+    RawDescriptionHelpFormatter,
+)
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -34,6 +40,16 @@ a first run, from its settings to its results:
 
 CONFIG_HELP = """\
 CONFIG is a YAML file. Any key may be laid over from the command line, as dotted.key=value:
+"""
+
+DOMAIN_HELP = """\
+  braid domain new geometry --source jsonl
+  braid domain check configs/domains/geometry.yaml --tokenizer /models/tokenizer
+  braid domain check configs/domains/geometry.yaml --run quickstart --stage cold_start
+
+`check` scores the reference answers, an empty response and one that answers nothing, and its exit
+code is 1 where a reward does not tell them apart. With --run it draws one step's responses from a
+model and shows what they earn. `new` never overwrites.
 """
 
 
@@ -107,6 +123,7 @@ def _parser() -> ArgumentParser:
 
     _add_config_commands(command)
     _add_run_commands(command)
+    _add_domain_commands(command)
     return parser
 
 
@@ -205,6 +222,43 @@ def _add_run_commands(command: Callable[[str, str, str], ArgumentParser]) -> Non
     )
     export.add_argument("--stage", required=True, help="whose model, such as merge")
     export.add_argument("--to", required=True, type=Path, help="a folder that is new or empty")
+
+
+def _add_domain_commands(command: Callable[[str, str, str], ArgumentParser]) -> None:
+    domain = command("domain", "write a domain's file, and check one", DOMAIN_HELP)
+    actions = domain.add_subparsers(metavar="ACTION", required=True)
+    check = actions.add_parser(
+        "check",
+        help="show a domain's prompts, and whether its rewards tell right from wrong",
+        epilog=DOMAIN_HELP,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    check.set_defaults(command="domain_check")
+    # Laid over the `domain`'s own, which may stand before the action.
+    check.add_argument("--runs-dir", type=Path, default=SUPPRESS, help="where runs lie")
+    check.add_argument("file", type=Path, metavar="FILE", help="the domain's YAML file")
+    check.add_argument(
+        "--prompts", type=_positive, default=5, help="how many to show and score (default: 5)"
+    )
+    check.add_argument(
+        "--tokenizer",
+        type=Path,
+        help="folder of a Hugging Face tokenizer (default: the run's, else single characters)",
+    )
+    check.add_argument("--run", metavar="RUN", help="also draw responses, with this run's engine")
+    check.add_argument("--stage", help="from the model of this finished stage of the run")
+    check.add_argument(
+        "--samples", type=_positive, help="responses to a prompt (default: sampling.group_size)"
+    )
+    new = actions.add_parser("new", help="write configs/domains/NAME.yaml, to begin with")
+    new.set_defaults(command="domain_new")
+    new.add_argument("name", metavar="NAME")
+    new.add_argument(
+        "--source",
+        choices=("reasoning_gym", "jsonl", "parquet"),
+        default="reasoning_gym",
+        help="where its problems come from (default: reasoning_gym)",
+    )
 
 
 def _positive(text: str) -> int:

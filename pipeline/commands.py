@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import json
 import shlex
+import tempfile
 from argparse import Namespace
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from parallel.files import write_atomically
-from pipeline import one_off, report
-from pipeline.config import differing_keys, dump_resolved, load
+from parallel.settings import CHARACTERS
+from pipeline import domain_preview, one_off, report
+from pipeline.config import (
+    differing_keys,
+    dump_resolved,
+    load,
+    load_domain,
+    load_with_domain,
+)
 from pipeline.doctor import sections, table
+from pipeline.domain_check import check
+from pipeline.domain_starter import write_starter
 from pipeline.errors import BraidError, reason
 from pipeline.graph import compile_graph, matches
+from pipeline.jobs import checkpoint_path
 from pipeline.launcher import JobFailed, Programs, Stopped
 from pipeline.memory import memory_report
 from pipeline.neutral import CHANGES_NO_RESULT, MAY_CHANGE
@@ -23,7 +35,8 @@ from pipeline.run_directory import RunDirectory
 from pipeline.runner import refuse_stale, run_stages
 from pipeline.states import derive
 from pipeline.violations import hint, shown
-from stages.settings import RunSettings
+from stages.domains.rewards.settings import RewardPoolSettings
+from stages.settings import DomainCheckJob, RunSettings
 
 PROGRAMS = Programs()
 PLAIN_WIDTH = 160  # where there is no terminal to ask
@@ -119,6 +132,67 @@ def export(arguments: Namespace) -> None:
     with run.lock():
         one_off.export(run, settings, _console(), PROGRAMS, arguments.stage, arguments.to)
     print(f"exported {arguments.stage} to {shown(arguments.to)}")
+
+
+def domain_new(arguments: Namespace) -> None:
+    """Write a domain's file to begin with."""
+    path = write_starter(arguments.name, arguments.source)
+    print(f"wrote {shown(path)}; see what it says with: braid domain check {shown(path)}")
+
+
+def domain_check(arguments: Namespace) -> None:
+    """Show a domain, and whether its rewards tell right from wrong; with a run, on a model too."""
+    if arguments.run is not None:
+        _check_with_run(arguments)
+        return
+    if arguments.stage or arguments.samples:
+        raise BraidError("--stage and --samples are of a --run, which is not given")
+    folder: Path | None = arguments.tokenizer
+    tokenizer = CHARACTERS if folder is None else str(folder.absolute())
+    _check_domain(arguments, RewardPoolSettings(), tokenizer, _console())
+
+
+def _check_with_run(arguments: Namespace) -> None:
+    """The same with a run's tokenizer and limits, and one step's responses from its model."""
+    if arguments.tokenizer or not arguments.stage:
+        raise BraidError("--run needs a --stage, and takes no --tokenizer: a run has its own")
+    run, own = _existing(arguments)
+    one_off.finished_training(run, own, arguments.stage)
+    name, console = arguments.file.stem, _console()
+    settings = load_with_domain(run.settings, arguments.file, arguments.samples)
+    _check_domain(arguments, own.rewards, own.model.tokenizer, console)
+    checkpoint = checkpoint_path(run, arguments.stage)
+    with run.lock():
+        found = one_off.preview(run, settings, console, PROGRAMS, checkpoint, name)
+    console.print()
+    for line in domain_preview.lines(found["groups"], found["failures"]):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for histogram in domain_preview.histograms(found["groups"]):
+        console.print()
+        console.print(histogram)
+
+
+def _check_domain(
+    arguments: Namespace, pool: RewardPoolSettings, tokenizer: str, console: Console
+) -> None:
+    """Raises BraidError where a reward does not tell right from wrong."""
+    path: Path = arguments.file
+    domain = load_domain(path, pool)
+    with tempfile.TemporaryDirectory(prefix="braid-domain-") as folder:
+        job = DomainCheckJob(
+            domain=path.stem,
+            settings=domain,
+            tokenizer=tokenizer,
+            pool=pool,
+            prompts=arguments.prompts,
+            result=Path(folder) / "found.json",
+        )
+        found = check(job, console)
+    for fault in found:
+        console.print(Text.assemble(("✗ ", "red"), fault))
+    if found:
+        raise BraidError(f"{shown(path)}: its rewards (✗) do not tell right from wrong")
+    print(f"{shown(path)} is valid, and its rewards tell right from wrong on these prompts")
 
 
 def _load(arguments: Namespace, *implied: str) -> RunSettings:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from parallel.settings import CHARACTERS
+from parallel.settings import CHARACTERS, Settings
 from pipeline import checks, schema
 from pipeline.violations import ConfigError, Place, Violation, dotted, hint
 from pipeline.yaml_source import Key, Leaf, Mapping, Reader, find, lay, nearest, plain
-from stages.settings import RunSettings
+from stages.domains.rewards.settings import RewardPoolSettings
+from stages.settings import DomainSettings, RunSettings
 
+Root = TypeVar("Root", bound=Settings)
 MAPPING = "a mapping of keys to values"
 TOKENIZER: Key = ("model", "tokenizer")
 # Paths that are written relative to the file that states them; `*` stands for every domain.
@@ -40,11 +42,55 @@ def load(path: Path, overrides: Sequence[str] = (), *, to_start: bool = True) ->
         ConfigError: with every violation in the files and the overrides.
     """
     reader = Reader()
-    tree = reader.file(path)
-    tree = _with_overrides(tree, overrides, reader)
+    tree = _with_overrides(reader.file(path), overrides, reader)
+    return _settings(RunSettings, tree, reader, to_start=to_start)
+
+
+def load_domain(path: Path, pool: RewardPoolSettings) -> DomainSettings:
+    """Read a domain's file by itself, as that of the domain it is named after.
+
+    What a run would add around it (the model, the engine, the other domains) is not there, and the
+    rules that need it are not asked. Raises ConfigError as `load` does.
+    """
+    reader = Reader()
+    tree = _with_domain(Mapping({}, Place(path)), path, reader)
+    around: dict[str, Any] = dict.fromkeys(set(RunSettings.model_fields) - {"experts"})
+    around["rewards"] = pool.model_dump()
+    return _settings(_Domains, tree, reader, around).experts[path.stem]
+
+
+def load_with_domain(run: Path, path: Path, samples: int | None = None) -> RunSettings:
+    """A run's settings with the domain of a file in place of all of the run's own, and with so many
+    samples of a prompt.
+
+    Raises ConfigError as `load` does.
+    """
+    reader = Reader()
+    tree = _with_domain(reader.file(run), path, reader)
+    if samples is not None:
+        key = ("experts", path.stem, "sampling", "group_size")
+        tree = lay(tree, key, Leaf(samples, Place(None)))
+    return _settings(RunSettings, tree, reader, to_start=False)
+
+
+class _Domains(Settings):
+    """What of a run's settings domains are."""
+
+    experts: dict[str, DomainSettings]
+
+
+def _settings(
+    root: type[Root],
+    tree: Mapping,
+    reader: Reader,
+    around: dict[str, Any] | None = None,
+    *,
+    to_start: bool = True,
+) -> Root:
+    """The settings in a tree that `reader` has read; `around` stands beside it in the rules."""
     tree = _with_absolute_paths(tree)
-    settings, invalid = _validated(tree, complete=not reader.broken)
-    run = plain(tree)
+    settings, invalid = _validated(root, tree, complete=not reader.broken)
+    run = {**(around or {}), **plain(tree)}
     broken = [*checks.violations(run), *(checks.surroundings(run) if to_start else ())]
     crossed = [
         Violation(nearest(tree, tuple(key.split("."))), key, message) for key, message in broken
@@ -55,9 +101,21 @@ def load(path: Path, overrides: Sequence[str] = (), *, to_start: bool = True) ->
     return settings
 
 
+def _with_domain(tree: Mapping, path: Path, reader: Reader) -> Mapping:
+    domain = reader.file(path, ("experts", path.stem))
+    domains = Mapping({path.stem: domain}, domain.place)
+    return Mapping({**tree.entries, "experts": domains}, tree.place)
+
+
 def dump_resolved(settings: RunSettings) -> str:
     """The settings as YAML with every default written out; `load` reads it back unchanged."""
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, width=100)
+
+
+def dump_differing(settings: Settings) -> str:
+    """What of settings differs from the defaults, as YAML. What says which settings a block has,
+    such as a reward's `kind`, stands with every block that is there."""
+    return yaml.safe_dump(_differing(settings), sort_keys=False, width=100)
 
 
 def differing_keys(old: RunSettings, new: RunSettings) -> dict[str, tuple[Any, Any]]:
@@ -68,6 +126,23 @@ def differing_keys(old: RunSettings, new: RunSettings) -> dict[str, tuple[Any, A
     return {
         key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)
     }
+
+
+def _differing(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _differing(child) for name, child in value.items()}
+    if not isinstance(value, Settings):
+        return value
+    leaves = value.model_dump(mode="json")
+    tags, others = {}, {}
+    for name, field in type(value).model_fields.items():
+        child = getattr(value, name)
+        if get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1:
+            tags[name] = child
+        elif child != field.get_default(call_default_factory=True):
+            blocks = isinstance(child, Settings | dict)
+            others[name] = _differing(child) if blocks else leaves[name]
+    return {**tags, **others}
 
 
 def _with_overrides(tree: Mapping, overrides: Iterable[str], reader: Reader) -> Mapping:
@@ -115,13 +190,15 @@ def _with_absolute_paths(tree: Mapping) -> Mapping:
     return tree
 
 
-def _validated(tree: Mapping, *, complete: bool) -> tuple[RunSettings | None, list[Violation]]:
+def _validated(
+    root: type[Root], tree: Mapping, *, complete: bool
+) -> tuple[Root | None, list[Violation]]:
     """A missing key counts only in a complete tree: else the unreadable file may have stated it."""
     # A YAML document has JSON's types, and JSON's strict mode is the one that knows a list may be
     # a tuple and a string a path, but neither "3" nor true a number.
     try:
         text = json.dumps(plain(tree), default=str)
-        return RunSettings.model_validate_json(text, strict=True), []
+        return root.model_validate_json(text, strict=True), []
     except ValidationError as error:
         return None, [
             _violation(tree, details)

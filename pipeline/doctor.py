@@ -20,6 +20,8 @@ from rich.text import Text
 from pipeline.memory import human
 from pipeline.probe import Findings
 from pipeline.report import plain_table
+from stages.domains.sandbox import SandboxError
+from stages.domains.sandbox import check as check_sandbox
 
 Verdict = Literal["ok", "note", "fault"]
 MARKS: dict[Verdict, Text] = {
@@ -190,6 +192,17 @@ def _machine(runs: Path) -> Iterator[Row]:
         "ok" if size >= LITTLE else "note",
         "" if size >= LITTLE else "NCCL and vLLM want 1 GiB: give a container --shm-size=8g",
     )
+    yield _sandbox()
+
+
+def _sandbox() -> Row:
+    """Only the `code` reward needs it."""
+    try:
+        check_sandbox()
+    except SandboxError as error:
+        value = f"{str(error).removeprefix('sandbox: ')}; no `code` reward here"
+        return Row("sandbox", value, "note", "docs/sandbox.md says what the host must allow")
+    return Row("sandbox", "programs run contained, for the `code` reward")
 
 
 def _choices(findings: Findings) -> Iterator[Row]:

@@ -1,10 +1,11 @@
-"""Jobs beside the graph, on the finished stages of a run: one more evaluation, one more export."""
+"""Jobs beside the graph, on the finished stages of a run: evaluations, exports, previews."""
 
 from __future__ import annotations
 
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -54,6 +55,36 @@ def evaluate(
     )
     _execute(run, job, console, programs)
     found: Models = json.loads(directory.results.read_text())["models"]
+    return found
+
+
+def preview(
+    run: RunDirectory,
+    settings: RunSettings,
+    console: Console,
+    programs: Programs,
+    checkpoint: Path,
+    domain: str,
+) -> dict[str, Any]:
+    """What the responses of a checkpoint earn in a domain of `settings`, which may be another than
+    the run's: one step's groups, as `stages.preview` writes them.
+
+    Raises:
+        BraidError: the engines or the rewards failed.
+    """
+    directory = _new_directory(run, "previews")
+    job = StageJob(
+        stage="preview",
+        kind="preview",
+        domain=domain,
+        directory=directory.path.absolute(),
+        attempt=1,
+        parent=checkpoint,
+        engine_addresses=engine_addresses(run, settings),
+        settings=settings,
+    )
+    _execute(run, job, console, programs)
+    found: dict[str, Any] = json.loads(directory.results.read_text())
     return found
 
 

@@ -16,13 +16,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pipeline.violations import shown
-from stages.domains.rewards.settings import JudgeReward
+from stages.domains.rewards.settings import CodeReward, JudgeReward, RewardPoolSettings
+from stages.domains.sandbox import MARGIN_SECONDS
 from stages.settings import DomainSettings
 
 Found = Iterator[tuple[str, str]]
 
 
-def reward_rules(key: str, domain: DomainSettings) -> Found:
+def reward_rules(key: str, domain: DomainSettings, pool: RewardPoolSettings | None) -> Found:
     """Every broken rule of a domain's rewards, which stand at `key`, as (dotted key, message)."""
     if not any(reward.weight for reward in domain.rewards.values()):
         yield key, "every weight is 0, so that no response is better than another"
@@ -44,6 +45,10 @@ def reward_rules(key: str, domain: DomainSettings) -> Found:
             yield f"{own}.at_least", f"{reward.at_least} is more than at_most = {reward.at_most}"
         if reward.kind == "judge":
             yield from _judge_rules(own, reward)
+        if reward.kind == "code":
+            yield from _code_rules(own, reward, domain.prompts.source, pool)
+        if isinstance(reward, JudgeReward | CodeReward):
+            yield from _time_rules(own, reward, pool)
 
 
 def reward_needs(key: str, domain: DomainSettings) -> Found:
@@ -87,13 +92,41 @@ def _judge_rules(key: str, judge: JudgeReward) -> Found:
         yield f"{key}.lowest", f"{judge.lowest:g} should be less than highest = {judge.highest:g}"
     if judge.api_key_file is not None and judge.api_key_variable is not None:
         yield f"{key}.api_key_variable", "api_key_file is given too, and there is one key"
-    longest = judge.longest_seconds
-    if judge.timeout_seconds is not None and longest >= judge.timeout_seconds:
+
+
+def _code_rules(key: str, code: CodeReward, source: str, pool: RewardPoolSettings | None) -> Found:
+    if source == "reasoning_gym":
+        yield f"{key}.kind", "problems of reasoning_gym have no tests; use jsonl or parquet"
+    for name in ("wall_seconds", "cpu_seconds"):
+        if (seconds := getattr(code, name)) > code.tests_seconds:
+            yield (
+                f"{key}.{name}",
+                f"{seconds:g} for one run is more than tests_seconds = {code.tests_seconds:g} for "
+                "all of them",
+            )
+    if pool and code.memory_mebibytes > pool.memory_mebibytes:
         yield (
-            f"{key}.timeout_seconds",
-            f"{judge.timeout_seconds:g} should be more than the {longest:g} seconds that "
-            f"{judge.attempts} attempts and the pauses between them may take",
+            f"{key}.memory_mebibytes",
+            f"{code.memory_mebibytes} is more than rewards.memory_mebibytes = "
+            f"{pool.memory_mebibytes}, which holds for all that a worker starts",
         )
+
+
+def _time_rules(
+    key: str, reward: JudgeReward | CodeReward, pool: RewardPoolSettings | None
+) -> Found:
+    """A reward that may take longer than its limit would lose samples for being slow."""
+    if reward.kind == "judge":
+        longest = reward.longest_seconds
+        what = f"{reward.attempts} attempts and the pauses between them may take"
+    else:
+        longest = reward.tests_seconds + MARGIN_SECONDS
+        what = f"tests_seconds = {reward.tests_seconds:g} and the sandbox's own work may take"
+    limit, name = reward.timeout_seconds, f"{key}.timeout_seconds"
+    if limit is None and pool:
+        limit, name = pool.timeout_seconds, "rewards.timeout_seconds"
+    if limit is not None and longest >= limit:
+        yield name, f"{limit:g} should be more than the {longest:g} seconds that {what}"
 
 
 def _find(module: str) -> ModuleSpec | None:

@@ -22,6 +22,7 @@ MODULES = {
     "distill": "stages.distill",
     "evaluate": "stages.evaluate",
     "export": "stages.export",
+    "preview": "stages.preview",
 }
 
 

@@ -211,7 +211,7 @@ class StageJob(Settings):
     """
 
     stage: str
-    kind: Literal["sft", "grpo", "mixed", "distill", "evaluate", "export"]
+    kind: Literal["sft", "grpo", "mixed", "distill", "evaluate", "export", "preview"]
     domain: str | None = None
     directory: Path
     attempt: Positive
@@ -224,3 +224,17 @@ class StageJob(Settings):
         description="of each engine, the file it writes when it is ready: an `Address`",
     )
     settings: RunSettings
+
+
+class DomainCheckJob(Settings):
+    """What `python -m stages.domain_check JOB` reads: a domain, before anything is trained on it.
+
+    It writes what it found to `result`.
+    """
+
+    domain: str
+    settings: DomainSettings
+    tokenizer: str
+    pool: RewardPoolSettings
+    prompts: Positive = Field(description="that are shown, and scored with their references")
+    result: Path

@@ -76,19 +76,22 @@ def load_tokenizer(model: ModelSettings) -> Tokenizer:
     Raises TokenizerError where there is none, it has no end token, or it has more ids than the
     model.
     """
-    tokenizer: Tokenizer
-    if model.tokenizer == CHARACTERS_NAME:
-        tokenizer = CharacterTokenizer()
-    else:
-        from stages.hugging_face_tokenizer import HuggingFaceTokenizer
-
-        tokenizer = HuggingFaceTokenizer(Path(model.tokenizer))
+    tokenizer = tokenizer_named(model.tokenizer)
     if tokenizer.vocabulary_size > model.vocabulary_size:
         raise TokenizerError(
             f"model.vocabulary_size: {model.vocabulary_size} is less than the"
             f" {tokenizer.vocabulary_size} ids of the tokenizer {model.tokenizer}"
         )
     return tokenizer
+
+
+def tokenizer_named(name: str) -> Tokenizer:
+    """The one of characters, or that of a folder. Raises TokenizerError where it cannot serve."""
+    if name == CHARACTERS_NAME:
+        return CharacterTokenizer()
+    from stages.hugging_face_tokenizer import HuggingFaceTokenizer
+
+    return HuggingFaceTokenizer(Path(name))
 
 
 def digest_of_template(template: str) -> str:

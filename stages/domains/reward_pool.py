@@ -28,6 +28,7 @@ from parallel.settings import LAST_WORD
 from stages.domains.problem import Problem
 from stages.domains.reward_worker import CLOCK_BYTES, Clock, Loaded, Setup
 from stages.domains.rewards.grading import Grade, failure
+from stages.domains.rewards.registry import check_machine
 from stages.domains.rewards.reward import Response, RewardError
 from stages.domains.rewards.settings import RewardPoolSettings, RewardSettings
 
@@ -68,7 +69,7 @@ class RewardPool:
     """The rewards of several domains, each `rewards` by its name.
 
     `on_graded` is called, in the pool's thread, whenever grades have come. The pool's files lie in
-    `directory`.
+    `directory`. Raises DomainError where this machine cannot give a reward.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class RewardPool:
         directory: Path,
         on_graded: Callable[[], None] = lambda: None,
     ) -> None:
+        check_machine(rewards)
         self._rewards = {domain: dict(own) for domain, own in rewards.items()}
         self._settings = settings
         self._setup = Setup(self._rewards, settings, directory)

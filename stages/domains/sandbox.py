@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import marshal
+import math
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -115,24 +116,38 @@ def run(program: str, stdin: str, limits: Limits) -> Outcome:
     return _run(program, stdin.encode(errors="replace"), b"", limits)
 
 
-def score(program: str, tests: Tests, limits: Limits, stop_early: bool = False) -> Score:
+def score(
+    program: str,
+    tests: Tests,
+    limits: Limits,
+    seconds: float = math.inf,
+    stop_early: bool = False,
+) -> Score:
     """Run `program` on `tests`: pairs of input and output, one run each, or asserts, one run.
 
     A pair is a mapping of `input` and `output`; what is expected never enters the sandbox. Asserts
     are Python statements that use the program's names, run in order, in a process of their own.
-    With `stop_early` the pairs after the first that fails are not run and count as it does.
+    All runs together may take `seconds`, as the program spends them; pairs that are left then
+    count as timed out. With `stop_early` the pairs after the first that fails are not run and count
+    as it does.
     Raises SandboxError; ValueError where the tests are neither or none.
     """
     if not tests:
         raise ValueError("there are no tests")
     if all(isinstance(test, str) for test in tests):
+        limits = replace(limits, wall_seconds=min(limits.wall_seconds, seconds))
         return _score_asserts(program, [str(test) for test in tests], limits)
     verdicts: list[Verdict] = []
     errors = ""
     for test in tests:
         if not isinstance(test, Mapping) or not {"input", "output"} <= test.keys():
             raise ValueError(f"a test is a mapping of input and output or a statement, not {test}")
-        outcome = run(program, test["input"], limits)
+        if seconds <= 0:
+            verdicts += ["timeout"] * (len(tests) - len(verdicts))
+            break
+        wall_seconds = min(limits.wall_seconds, seconds)
+        outcome = run(program, test["input"], replace(limits, wall_seconds=wall_seconds))
+        seconds -= outcome.seconds
         verdicts.append(_verdict(outcome, test["output"]))
         if verdicts[-1] != "passed":
             errors = errors or outcome.errors

@@ -14,7 +14,18 @@ from typing import Any
 
 import pytest
 import torch
-from runs import CONFIG, STAGES, TRAINING, braid, finish, kill, metrics, processes, wait_for
+from runs import (
+    CONFIG,
+    REPOSITORY,
+    STAGES,
+    TRAINING,
+    braid,
+    finish,
+    kill,
+    metrics,
+    processes,
+    wait_for,
+)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -146,6 +157,15 @@ def test_each_domain_has_its_own_kl(peaceful: Run) -> None:
     assert "kl" not in logged["chain_sum"]
     assert logged["spell_backward"]["kl"] >= 0
     assert "kl" in logged["number_sorting"]
+
+
+def test_a_domain_is_tried_on_a_finished_stage(peaceful: Run) -> None:
+    domain = str(REPOSITORY / "configs" / "domains" / "spell_backward.yaml")
+    asked = ("--run", "smoke", "--stage", "cold_start", "--samples", "4")
+    output = finish(braid(peaceful.path.parent, "domain", "check", domain, *asked))
+    assert "128 responses to 32 prompts" in output
+    assert "groups that teach nothing" in output
+    assert "reward/exact: " in output
 
 
 def test_metrics_go_to_weights_and_biases_offline(peaceful: Run) -> None:

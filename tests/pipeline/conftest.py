@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fake_launcher import fake_programs
 
+from pipeline import cli, commands
 from pipeline.config import load
 from pipeline.run_directory import RunDirectory
 from stages.settings import RunSettings
+
+Braid = Callable[..., tuple[int, str, str]]
 
 CONFIG = """\
 name: small
@@ -57,3 +62,24 @@ def settings(config: Path) -> RunSettings:
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory(tmp_path / "runs" / "small")
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def braid(runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Braid:
+    """Run `braid` with fake stages and return its exit code, its output and its error output."""
+
+    def run(command: str, *arguments: object, actions: dict | None = None) -> tuple[int, str, str]:
+        monkeypatch.setattr(commands, "PROGRAMS", fake_programs(actions or {}))
+        try:
+            code = cli.main([command, "--runs-dir", str(runs), *map(str, arguments)])
+        except SystemExit as error:
+            code = int(error.code or 0)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run

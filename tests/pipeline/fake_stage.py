@@ -34,8 +34,30 @@ def work(job: dict, rank: int) -> None:
         scores = dict.fromkeys(job["settings"]["experts"], score)
         results = {"models": dict.fromkeys(job["models"], scores)}
         (directory / "results.json").write_text(json.dumps(results))
+    elif job["kind"] == "preview":
+        preview(directory, job)
     else:
         save(directory, job["stage"])
+
+
+def preview(directory: Path, job: dict) -> None:
+    """Three groups: one all right, one all wrong, one of both."""
+    size = job["settings"]["experts"][job["domain"]]["sampling"]["group_size"]
+    groups = [
+        [
+            {
+                "reward": float(right),
+                "parts": {"exact": float(right)},
+                "solved": right,
+                "finished": right,
+                "tokens": 4,
+            }
+            for right in rights
+        ]
+        for rights in ([True] * size, [False] * size, [True] + [False] * (size - 1))
+    ]
+    found = {"groups": groups, "failures": [], "parent": job["parent"]}
+    (directory / "results.json").write_text(json.dumps(found))
 
 
 def save(directory: Path, digest: str) -> None:

@@ -32,6 +32,7 @@ WITHOUT_TORCH = {
     "parallel.files",
     "parallel.memory",
     "parallel.weights.engine",
+    "stages.domains.sandbox",
 }
 HEAVY = {
     "torch",

@@ -10,33 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fake_launcher import fake_programs
 
-from pipeline import cli, commands
 from pipeline.neutral import CHANGES_NO_RESULT
 
 Braid = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def runs(tmp_path: Path) -> Path:
-    return tmp_path / "runs"
-
-
-@pytest.fixture
-def braid(runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Braid:
-    """Run `braid` with fake stages and return its exit code, its output and its error output."""
-
-    def run(command: str, *arguments: object, actions: dict | None = None) -> tuple[int, str, str]:
-        monkeypatch.setattr(commands, "PROGRAMS", fake_programs(actions or {}))
-        try:
-            code = cli.main([command, "--runs-dir", str(runs), *map(str, arguments)])
-        except SystemExit as error:
-            code = int(error.code or 0)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
 
 
 def files(folder: Path) -> dict[str, str]:
@@ -127,7 +104,7 @@ def test_what_changes_no_result_may_change_in_a_run(braid: Braid, config: Path, 
     before = settings.read_text()
     code, _, err = braid("run", config, *neutral, "seed=1")
     assert code == 1
-    assert "only these settings may change:\n  logging\n  layout\n  engine: " in err
+    assert "only these settings may change:\n  logging\n  layout\n  rewards: " in err
     assert settings.read_text() == before
 
     code, out, err = braid("run", config, *neutral)

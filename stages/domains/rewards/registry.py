@@ -3,10 +3,11 @@ imported only where the kind is used."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 
+from stages.domains import sandbox
 from stages.domains.problem import DomainError
 from stages.domains.rewards.reward import Reward
 from stages.domains.rewards.settings import RewardSettings
@@ -18,6 +19,7 @@ MAKERS = {
     "instruction": "stages.domains.rewards.instruction:make",
     "json_schema": "stages.domains.rewards.schema:make",
     "judge": "stages.domains.rewards.judge:make",
+    "code": "stages.domains.rewards.code:make",
     "python": "stages.domains.rewards.own:make",
     "overlong": "stages.domains.rewards.length:make_overlong",
     "length": "stages.domains.rewards.length:make_length",
@@ -34,6 +36,19 @@ def make(domain: str, name: str, settings: RewardSettings, directory: Path) -> R
     except Exception as error:  # whatever a library or a module of one's own raises
         raise DomainError(domain, f"rewards.{name}", str(error) or repr(error)) from error
     return reward
+
+
+def check_machine(rewards: Mapping[str, Mapping[str, RewardSettings]]) -> None:
+    """Raise DomainError where a reward of these domains can never be had on this machine, before
+    anything is drawn for it."""
+    for domain, own in rewards.items():
+        for name, settings in own.items():
+            if settings.kind == "code":
+                try:
+                    sandbox.check()
+                except sandbox.SandboxError as error:
+                    message = f"{error}; docs/sandbox.md says what the host must allow"
+                    raise DomainError(domain, f"rewards.{name}", message) from error
 
 
 def modules(rewards: Iterable[RewardSettings]) -> list[str]:

@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 from parallel.settings import Positive, Settings
 
 Seconds = Annotated[float, Field(gt=0)]
+RunSeconds = Annotated[float, Field(gt=0, le=600)]
 Unfinished = Literal["zero", "score"]
 
 
@@ -113,6 +114,36 @@ class JudgeReward(RewardBase):
         return self.attempts * self.request_timeout_seconds + 2 ** (self.attempts - 1) - 1
 
 
+class CodeReward(RewardBase):
+    """The share of a problem's tests that the response's program passes, run in the sandbox.
+
+    Each pair of input and output is a run of its own; asserts share one (docs/sandbox.md).
+    """
+
+    kind: Literal["code"] = "code"
+    tests_field: str = Field(
+        default="tests", description="of the problem: pairs of input and output, or asserts"
+    )
+    credit: Literal["fraction", "all"] = Field(
+        default="fraction", description="fraction: of the tests passed; all: 1 for all, else 0"
+    )
+    wall_seconds: RunSeconds = Field(default=10.0, description="of one run, which is then killed")
+    cpu_seconds: RunSeconds = Field(
+        default=10.0, description="of all processes of one run together"
+    )
+    tests_seconds: Seconds = Field(
+        default=60.0, description="of all runs of one response; tests that are left then fail"
+    )
+    memory_mebibytes: Annotated[int, Field(ge=64)] = Field(
+        default=512, description="of the address space of a process, and in use by all of a run"
+    )
+    processes: Positive = Field(default=16, description="and threads, of one run at a time")
+    output_bytes: Positive = Field(
+        default=1 << 20, description="of one run's output, and as many of its error output"
+    )
+    timeout_seconds: Seconds | None = 120.0
+
+
 class PythonReward(RewardBase):
     """A function of one's own: (problem, response text) -> float or `Steps`."""
 
@@ -182,6 +213,7 @@ RewardSettings = Annotated[
     | InstructionReward
     | JSONSchemaReward
     | JudgeReward
+    | CodeReward
     | PythonReward
     | OverlongReward
     | LengthReward

@@ -1,14 +1,12 @@
-"""What stands beside the policy's loss: EDGE (vector 13), a critic, soft overlong (vector 4)."""
+"""What stands beside the policy's loss: EDGE (vector 13) and a critic."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from objective_cases import MASK, assert_close, draws, real, slope
 
 from stages.objectives.edge import edge
 from stages.objectives.gae import clipped_value_loss, gae
-from stages.objectives.overlong import soft_overlong
 
 
 def test_vector_13() -> None:
@@ -21,20 +19,6 @@ def test_vector_13() -> None:
 def test_certainty_is_not_divided_by_nothing() -> None:
     found = edge(real([[1.0, -1.0], [2.0, 2.0]]), real([0.0, 0.0]), real([1.0, 0.0]))
     assert_close(found, [[10.0, -10.0], [20.0, 20.0]])
-
-
-@pytest.mark.parametrize(
-    ("length", "expected"),
-    [(1, 0.0), (16384, 0.0), (18432, -0.5), (20480, -1.0), (20481, -1.0), (10**6, -1.0)],
-)
-def test_vector_4(length: int, expected: float) -> None:
-    assert soft_overlong(length, limit=20480, margin=4096) == expected
-
-
-@pytest.mark.parametrize("margin", [0, -1, 11])
-def test_a_margin_lies_within_the_limit(margin: int) -> None:
-    with pytest.raises(ValueError, match="below a limit of 10"):
-        soft_overlong(5, limit=10, margin=margin)
 
 
 def test_gae_by_hand() -> None:

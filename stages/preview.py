@@ -1,0 +1,89 @@
+"""What a checkpoint's responses earn in one domain, before anything is trained on them."""
+
+from __future__ import annotations
+
+import json
+
+from parallel import batch, checkpoints
+from parallel.distributed import is_main
+from parallel.files import write_atomically
+from parallel.packing import Place
+from parallel.policy import Policy
+from parallel.sample import Sample
+from stages.agreement import MismatchError, measure_mismatch
+from stages.domains.prompts import PromptStream
+from stages.domains.rewards.grading import solved
+from stages.groups import Group, groups_of, seed_of
+from stages.rollout import Rollouts
+from stages.scoring import Scoring
+from stages.settings import DomainSettings, StageJob
+
+
+def run(job: StageJob) -> None:
+    """Draw one step's groups of `job.domain` from the checkpoint `job.parent`, as its expert would,
+    and write what every sample earned to results.json."""
+    assert job.domain is not None and job.parent is not None
+    domain = job.settings.experts[job.domain]
+    policy = Policy(job.settings.model, job.settings.layout)
+    rollouts = Rollouts(job, policy)
+    scoring = Scoring(job, {job.domain: domain}, rollouts) if is_main() else None
+    checkpoints.load_weights(policy, job.parent)
+    rollouts.refit(version=1)
+    groups: list[Group] = []
+    if scoring is not None:
+        groups = _groups(job, job.domain, domain, rollouts)
+        scoring.expect(groups)
+        rollouts.request(groups, domain.sampling)
+
+    def graded() -> list[Sample] | None:
+        assert scoring is not None
+        if not all(scoring.done(group) for group in groups):
+            return None
+        return [sample for group in groups for sample in group.samples]
+
+    samples = rollouts.wait(graded, version=1)
+    _hold_engine(job, domain, policy, samples)
+    rollouts.close()
+    if scoring is not None:
+        scoring.close()
+        _write(job, domain, groups)
+
+
+def _groups(job: StageJob, name: str, domain: DomainSettings, rollouts: Rollouts) -> list[Group]:
+    seed = job.settings.seed
+    stream = PromptStream(domain.prompts, rollouts.tokenizer, name, seed, job.stage)
+    problems = stream.take(domain.sampling.prompts_per_step)
+    return groups_of(problems, domain.sampling.group_size, seed_of(seed, job.stage, name))
+
+
+def _hold_engine(
+    job: StageJob, domain: DomainSettings, policy: Policy, samples: list[Sample]
+) -> None:
+    """Raise MismatchError where the engine did not draw from the checkpoint. Collective."""
+    replay = domain.routing.replay == "r3"
+    batches = batch.split(samples, Place.here(), domain.loop.micro_batch_tokens, replay)
+    largest = measure_mismatch(policy, batches, domain.sampling.temperature)["mismatch_max"]
+    bound = job.settings.engine.max_logprob_difference
+    if largest > bound:
+        raise MismatchError(largest, bound)
+
+
+def _write(job: StageJob, domain: DomainSettings, groups: list[Group]) -> None:
+    """Of every group, its samples; a sample whose reward failed has a reward of null."""
+    samples = [
+        [
+            {
+                "reward": sample.reward,
+                "parts": sample.reward_parts,
+                "solved": sample.reward is not None
+                and solved(domain.rewards, sample.reward_parts or {}),
+                "finished": sample.finished,
+                "tokens": len(sample.response),
+            }
+            for sample in group.samples
+        ]
+        for group in groups
+    ]
+    failures = [failure for group in groups for failure in group.failures]
+    found = {"groups": samples, "failures": failures}
+    write_atomically(job.directory / "results.json", json.dumps(found) + "\n")

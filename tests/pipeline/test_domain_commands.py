@@ -1,0 +1,393 @@
+"""`braid domain new` and `braid domain check`, from a starter to what a model's responses teach."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from test_architecture import HEAVY
+
+from pipeline import domain_preview, domain_starter
+from pipeline.config import dump_differing, load_domain
+from pipeline.domain_check import described, faults, notes
+from pipeline.violations import ConfigError
+from stages.domains.rewards.settings import RewardPoolSettings
+from stages.settings import DomainSettings
+
+Braid = Callable[..., tuple[int, str, str]]
+
+REPOSITORY = Path(__file__).parents[2]
+ROWS = [{"question": f"say {n}", "answer": f'{{"n": {n}}}'} for n in range(40)]
+DOMAIN = """\
+prompts: {{source: jsonl, path: rows.jsonl, prompt: question, answer: answer}}
+rewards:
+  shape: {reward}
+demonstrations: {{source: jsonl, path: rows.jsonl, prompt: question, response: answer}}
+optimizer: {{learning_rate: 1e-3}}
+loop: {{steps: 2}}
+"""
+SHAPE = "{kind: json_schema, default_schema: {type: object, required: [%s]}}"
+
+
+@pytest.fixture
+def starters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where `braid domain new` writes; the shipped `_base.yaml` stands there."""
+    folder = tmp_path / "configs" / "domains"
+    folder.mkdir(parents=True)
+    (folder / "_base.yaml").write_text((REPOSITORY / "configs/domains/_base.yaml").read_text())
+    monkeypatch.setattr(domain_starter, "FOLDER", folder)
+    return folder
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Callable[[str], Path]:
+    """A domain of JSON answers with one reward, and its rows."""
+
+    def write(reward: str) -> Path:
+        rows = "".join(json.dumps(row) + "\n" for row in ROWS)
+        (tmp_path / "rows.jsonl").write_text(rows)
+        path = tmp_path / "shapes.yaml"
+        path.write_text(DOMAIN.format(reward=reward))
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that can write JSON, which the one of characters cannot."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    letters = {chr(code): code - 32 for code in range(32, 127)}
+    backend = Tokenizer(models.WordLevel({**letters, "[END]": len(letters)}))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="[END]").save_pretrained(folder)
+    return folder
+
+
+def test_a_starter_is_accepted_as_it_is_and_looked_at_without_torch(
+    braid: Braid, starters: Path
+) -> None:
+    code, out, err = braid("domain", "new", "mine")
+    path = starters / "mine.yaml"
+    assert (code, err) == (0, "")
+    assert out == f"wrote {path}; see what it says with: braid domain check {path}\n"
+    program = (
+        "import json, sys\n"
+        "from pipeline.cli import main\n"
+        f"code = main(['domain', 'check', {str(path)!r}, '--prompts', '2'])\n"
+        "print(json.dumps([code, *sys.modules]))\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+    *lines, last = found.stdout.splitlines()
+    code, *loaded = json.loads(last)
+    assert (code, found.stderr) == (0, "")
+    assert not {name.partition(".")[0] for name in loaded} & HEAVY
+    shown = "\n".join(lines)
+    assert "    dataset: chain_sum\n" in shown
+    assert "prompts: reasoning-gym's chain_sum, without end; 2000 drawn\n" in shown
+    assert "2. 'c" in shown
+    assert "3. 'c" not in shown
+    assert lines[-1] == f"{path} is valid, and its rewards tell right from wrong on these prompts"
+
+
+@pytest.mark.parametrize("source", ["jsonl", "parquet"])
+def test_a_starter_for_files_names_exactly_what_to_fill_in(
+    braid: Braid, starters: Path, tmp_path: Path, source: str
+) -> None:
+    assert braid("domain", "new", "mine", "--source", source)[0] == 0
+    path = starters / "mine.yaml"
+    code, _, err = braid("domain", "check", path)
+    lines = path.read_text().splitlines()
+    places = [number for number, line in enumerate(lines, 1) if "FILL IN" in line]
+    assert code == 1
+    assert err == (
+        "braid: the configuration has 2 faults:\n"
+        f"{path}:{places[0]}: experts.mine.prompts.path: no file at {tmp_path}/data/mine.{source}\n"
+        f"{path}:{places[1]}: experts.mine.demonstrations.path: no file at "
+        f"{tmp_path}/data/mine_demonstrations.{source}\n"
+    )
+
+
+def test_a_starter_overwrites_nothing_and_needs_a_name(braid: Braid, starters: Path) -> None:
+    path = starters / "mine.yaml"
+    path.write_text("my own")
+    assert braid("domain", "new", "mine")[2] == (
+        f"braid: {path} is there already, and is left as it is\n"
+    )
+    assert path.read_text() == "my own"
+    code, _, err = braid("domain", "new", "../mine")
+    assert (code, err) == (
+        1,
+        "braid: '../mine' is no name of a domain: use letters, digits, _ and -\n",
+    )
+
+
+def test_every_fault_of_a_file_is_told_at_once_as_in_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "sums.yaml"
+    path.write_text(
+        "prompts: {dataset: chain_sum, sourse: jsonl}\n"
+        "rewards:\n"
+        "  a: {kind: mth}\n"
+        "  b: {kind: python, function: 'nowhere:f'}\n"
+        "sampling: {group_size: 1, max_response_tokens: 4096}\n"
+        "optimizer: {learning_rate: 1e-3, warmup_steps: 9}\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_domain(path, RewardPoolSettings())
+    found = [str(each).removeprefix(f"{tmp_path}/") for each in caught.value.violations]
+    assert found[0] == (
+        'sums.yaml:1: experts.sums.prompts.sourse: unknown key; did you mean "source"?'
+    )
+    assert "sums.yaml:1: experts.sums.loop: required key is missing" in found
+    assert any(each.startswith("sums.yaml:3: experts.sums.rewards.a.kind: sho") for each in found)
+
+
+def test_rules_that_need_a_run_are_left_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "sums.yaml"
+    text = "prompts: {dataset: chain_sum}\noptimizer: {learning_rate: 1e-3}\nloop: {steps: 2}\n"
+    path.write_text(f"{text}sampling: {{max_response_tokens: 4096}}\n")
+    assert load_domain(path, RewardPoolSettings()).sampling.max_response_tokens == 4096
+    path.write_text(f"{text}sampling: {{group_size: 1}}\n")
+    with pytest.raises(ConfigError, match="a group of one has no advantage"):
+        load_domain(path, RewardPoolSettings())
+
+
+def test_what_differs_from_the_defaults_says_what_each_block_is() -> None:
+    stated: dict[str, Any] = {
+        "prompts": {"source": "reasoning_gym", "dataset": "chain_sum"},
+        "rewards": {
+            "right": {"kind": "math"},
+            "brief": {"kind": "overlong", "max_tokens": 9, "buffer_tokens": 3, "weight": 0.5},
+        },
+        "objective": {"ratio": {"name": "cispo"}, "kl": {"coefficient": 0.5}},
+        "optimizer": {"learning_rate": 0.001, "betas": [0.9, 0.99]},
+        "loop": {"steps": 2},
+    }
+    settings = DomainSettings.model_validate(
+        {**stated, "sampling": {"group_size": 8}, "updates_per_rollout": 1}
+    )
+    assert yaml.safe_load(dump_differing(settings)) == stated
+
+
+def test_a_domain_whose_references_score_is_right(
+    braid: Braid, written: Callable[[str], Path], tokenizer: Path
+) -> None:
+    path = written(SHAPE % "n")
+    code, out, err = braid("domain", "check", path, "--tokenizer", tokenizer, "--prompts", 1)
+    assert (code, err) == (0, "")
+    assert f"prompts: {path.parent}/rows.jsonl, 40 rows\n" in out
+    assert "tells right" not in out
+    row = next(line for line in out.splitlines() if line.startswith("reference"))
+    assert row.split()[-2:] == ["1", "1"]
+    row = next(line for line in out.splitlines() if line.startswith("garbage"))
+    assert row.split()[-2:] == ["0", "0"]
+
+
+def test_a_reference_that_does_not_score_is_told_loudly(
+    braid: Braid, written: Callable[[str], Path], tokenizer: Path
+) -> None:
+    path = written(SHAPE % "m")
+    code, out, err = braid("domain", "check", path, "--tokenizer", tokenizer)
+    assert code == 1
+    assert "✗ experts.shapes.rewards.shape: the reference scores 0, no more than a wrong" in out
+    assert "on 5 of 5 prompts" in " ".join(out.split())
+    assert err == f"braid: {path}: its rewards (✗) do not tell right from wrong\n"
+
+
+def test_a_tokenizer_that_cannot_read_the_prompts_is_one_message(
+    braid: Braid, written: Callable[[str], Path]
+) -> None:
+    code, _, err = braid("domain", "check", written(SHAPE % "n"))
+    assert code == 1
+    assert "no policy can write the reference" in err
+    assert err.endswith("name the model's tokenizer: --tokenizer FOLDER\n")
+
+
+def test_a_models_responses_are_shown_for_what_they_teach(
+    braid: Braid, config: Path, tmp_path: Path, runs: Path
+) -> None:
+    assert braid("run", config)[0] == 0
+    domain = tmp_path / "other.yaml"
+    domain.write_text(
+        "prompts: {dataset: number_sorting}\noptimizer: {learning_rate: 1e-3}\nloop: {steps: 1}\n"
+    )
+    asked = ("--run", "small", "--stage", "merge", "--samples", 4, "--prompts", 1)
+    code, out, err = braid("domain", "check", domain, *asked)
+    assert (code, err) == (0, "")
+    assert "12 responses to 3 prompts\n" in out
+    assert "all earned the same: 67 %\n    all right: 33 %; all wrong: 33 %\n" in out
+    assert "cut off at sampling.max_response_tokens: 58 %\n" in out
+    assert "reward/exact: 0.4167 on average" in out
+    [results] = runs.glob("small/previews/*/results.json")
+    assert json.loads(results.read_text())["parent"].endswith("merge/checkpoints/step_2")
+
+
+def test_a_domain_that_does_not_fit_a_run_is_refused(
+    braid: Braid, config: Path, tmp_path: Path
+) -> None:
+    assert braid("run", config)[0] == 0
+    domain = tmp_path / "long.yaml"
+    domain.write_text(
+        "prompts: {dataset: chain_sum}\noptimizer: {learning_rate: 1e-3}\nloop: {steps: 1}\n"
+        "sampling: {max_response_tokens: 4096}\n"
+    )
+    code, _, err = braid("domain", "check", domain, "--run", "small", "--stage", "cold_start")
+    assert code == 1
+    assert f"{domain}:4: experts.long.sampling.max_response_tokens: 4096 leaves no room" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--samples", "3"], "--stage and --samples are of a --run, which is not given"),
+        (["--run", "small"], "--run needs a --stage, and takes no --tokenizer"),
+        (["--run", "small", "--stage", "a", "--tokenizer", "b"], "--run needs a --stage, and"),
+        (["--run", "small", "--stage", "a"], "no run small in"),
+    ],
+)
+def test_options_that_need_each_other(braid: Braid, arguments: list[str], message: str) -> None:
+    code, _, err = braid("domain", "check", "any.yaml", *arguments)
+    assert (code, message in err) == (1, True)
+
+
+def test_where_runs_lie_may_be_said_behind_the_action(
+    braid: Braid, runs: Path, tmp_path: Path
+) -> None:
+    asked = ("any.yaml", "--run", "a", "--stage", "merge")
+    elsewhere = tmp_path / "elsewhere"
+    assert f"no run a in {runs};" in braid("domain", "check", *asked)[2]
+    code, _, err = braid("domain", "check", *asked, "--runs-dir", elsewhere)
+    assert (code, f"no run a in {elsewhere};" in err) == (1, True)
+
+
+def test_an_action_is_needed(braid: Braid) -> None:
+    assert braid("domain")[0] == 2
+    assert braid("domain", "check", "any.yaml", "--prompts", "0")[0] == 2
+
+
+# What is said of the scores
+
+
+def settings(**rewards: Any) -> DomainSettings:
+    return DomainSettings.model_validate(
+        {
+            "prompts": {"dataset": "chain_sum"},
+            "rewards": rewards,
+            "optimizer": {"learning_rate": 1},
+            "loop": {"steps": 1},
+        }
+    )
+
+
+def prompt(failure: str | None = None, **scores: float) -> dict[str, Any]:
+    """A prompt at which the reward `right` gave these scores."""
+    return {
+        "prompt": "1+1=",
+        "answer": "2",
+        "tokens": 4,
+        "responses": [
+            {
+                "what": what,
+                "text": what,
+                "parts": {"right": score},
+                "reward": score,
+                "failure": failure,
+            }
+            for what, score in scores.items()
+        ],
+    }
+
+
+RIGHT = {"right": {"kind": "math"}}
+
+
+@pytest.mark.parametrize(
+    ("scores", "fault"),
+    [
+        ({"reference": 1.0, "empty": 0.0, "garbage": 0.0}, None),
+        ({"reference": 0.5, "empty": 0.0, "garbage": 0.0}, None),
+        ({"reference": 0.0, "empty": 0.0, "garbage": 0.0}, "the reference scores 0, no more"),
+        ({"reference": 1.0, "empty": 1.0, "garbage": 0.0}, "the reference scores 1, no more"),
+        ({"empty": 1.0, "garbage": 0.0}, "the empty response scores 1 on every prompt"),
+        ({"empty": 0.0, "garbage": 1.0}, "the garbage response scores 1 on every prompt"),
+        ({"empty": 0.0, "garbage": 0.0}, None),
+    ],
+)
+def test_right_must_score_above_wrong(scores: dict[str, float], fault: str | None) -> None:
+    found = list(faults("sums", settings(**RIGHT), [prompt(**scores)] * 2))
+    assert len(found) == (fault is not None)
+    assert not found or found[0].startswith(f"experts.sums.rewards.right: {fault}")
+    # A reward that is only watched, or judges no answer, may give what it likes.
+    watched = settings(right={"kind": "math", "weight": 0}, form={"kind": "format", "pattern": "x"})
+    assert not list(faults("sums", watched, [prompt(**scores)]))
+
+
+def test_a_reward_that_fails_is_a_fault() -> None:
+    failed = prompt(failure="experts.sums.rewards.right: raised KeyError('x')", empty=0.0)
+    [found] = faults("sums", settings(**RIGHT), [failed, failed])
+    assert found.startswith("a reward failed on 2 responses, which then have none; experts.sums.re")
+
+
+def test_what_was_not_tried_is_noted() -> None:
+    whole = {"reference": 1.0, "empty": 0.0}
+    assert list(notes("sums", settings(**RIGHT), [prompt(**whole)])) == []
+    [partly] = notes("sums", settings(**RIGHT), [prompt(reference=0.5, empty=0.0)])
+    assert "the reference scores 0.5 on 1 of 1 prompts, and evaluation counts only 1" in partly
+    [untried] = notes("sums", settings(**RIGHT), [prompt(empty=0.0)])
+    assert untried.startswith("there are no reference answers")
+    form = settings(form={"kind": "format", "pattern": "x"})
+    assert next(iter(notes("sums", form, [prompt(**whole)]))).startswith("no reward judges")
+
+
+def test_counts_are_told() -> None:
+    lengths = {
+        "rows": 100,
+        "bad": 0,
+        "duplicates": 4,
+        "prompts": 96,
+        "held_out": 24,
+        "too_long": 0,
+        "tokens": {"0": 5, "100": 12},
+    }
+    assert list(described(settings(**RIGHT), lengths)) == [
+        "prompts: reasoning-gym's chain_sum, without end; 100 drawn",
+        "  4 repeated, 0 unusable: 72 to train on, 24 held out; 0 of all are too long",
+        "  tokens of a prompt, by percentile: 5 (0 %), 12 (100 %)",
+        "  the longest prompt and sampling.max_response_tokens = 24 are 36 tokens; "
+        "engine.max_model_tokens must hold them",
+    ]
+
+
+def test_a_histogram_counts_every_value_once() -> None:
+    assert domain_preview.binned([1.0, 0.0, 1.0]) == {"0": 1, "1": 2}
+    many = [n / 100 for n in range(101)]
+    counts = domain_preview.binned(many)
+    assert next(iter(counts)) == "0 to 0.1"
+    assert list(counts)[-1] == "0.9 to 1"
+    assert sum(counts.values()) == len(many)
+    assert set(counts.values()) <= {9, 10, 11}  # edges are rounded
+
+
+def test_a_sample_without_a_reward_is_in_no_histogram() -> None:
+    lost = {"reward": None, "parts": {}, "solved": False, "finished": True, "tokens": 1}
+    assert list(domain_preview.histograms([[lost]])) == []
+    assert list(domain_preview.lines([[lost]], ["it hung"]))[-1] == (
+        "  without a reward: 100 %; the first: it hung"
+    )

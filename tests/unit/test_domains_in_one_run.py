@@ -1,0 +1,93 @@
+"""Experts of one run, each with its own objective: real policies on what fake engines draw."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from fake_engines import MODEL, FakeEngine
+from test_rollout_modes import RefittedFleet, one_rank  # noqa: F401
+
+from parallel import checkpoints
+from parallel.policy import Policy
+from parallel.settings import EngineSettings, LayoutSettings
+from stages import grpo
+from stages.domains.rewards.settings import RewardPoolSettings
+from stages.settings import DomainSettings, LoggingSettings, RunSettings, StageJob
+
+SUMS = {"coefficient": 0.1, "estimator": "k3", "target": 1e-9}
+WORDS = {"coefficient": 0.001, "estimator": "k2", "target": 1e-9}
+MEASURED_ANEW = ("time", "seconds_")  # what two runs that do the same differ in
+
+
+def domain(dataset: str, kl: dict[str, Any]) -> DomainSettings:
+    return DomainSettings.model_validate(
+        {
+            "prompts": {"dataset": dataset},
+            "rewards": {"parity": {"kind": "python", "function": "small_rewards:parity"}},
+            "sampling": {"prompts_per_step": 4, "group_size": 4, "max_response_tokens": 8},
+            "routing": {"replay": "none"},
+            "optimizer": {"learning_rate": 1e-2},
+            "objective": {"kl": kl},
+            "loop": {"steps": 2, "micro_batch_tokens": 256},
+        }
+    )
+
+
+def start_elsewhere(policy: Policy, _checkpoint: Path) -> None:
+    """Stands for loading a checkpoint: the reference differs from the policy."""
+    policy.start_fresh(seed=1)
+
+
+def logged(directory: Path, **domains: DomainSettings) -> dict[str, list[dict[str, Any]]]:
+    """The metrics of each expert of a run with these domains, by its stage's name."""
+    settings = RunSettings.model_construct(
+        name="toy",
+        seed=0,
+        deterministic=False,
+        model=MODEL,
+        layout=LayoutSettings(),
+        engine=EngineSettings(max_logprob_difference=1e9),
+        rewards=RewardPoolSettings(workers=1),
+        experts=domains,
+        logging=LoggingSettings(wandb="disabled"),
+    )
+    found = {}
+    for name in domains:
+        job = StageJob.model_construct(
+            stage=f"experts.{name}",
+            domain=name,
+            directory=directory / f"experts.{name}",
+            attempt=1,
+            parent=directory,
+            models={},
+            engine_addresses=[FakeEngine()],
+            settings=settings,
+        )
+        job.directory.mkdir(parents=True)
+        with (
+            mock.patch("stages.rollout.Fleet", RefittedFleet),
+            mock.patch.object(checkpoints, "load_weights", start_elsewhere),
+        ):
+            grpo.run(job)
+        lines = (job.directory / "metrics.jsonl").read_text().splitlines()
+        found[job.stage] = [
+            {k: v for k, v in json.loads(line).items() if not k.startswith(MEASURED_ANEW)}
+            for line in lines
+        ]
+    return found
+
+
+def test_each_domain_has_its_own_kl_and_logs_it_under_its_own_name(tmp_path: Path) -> None:
+    together = logged(
+        tmp_path / "both", sums=domain("chain_sum", SUMS), words=domain("spell_backward", WORDS)
+    )
+    coefficients = {name: lines[0]["kl_coefficient"] for name, lines in together.items()}
+    assert coefficients == {"experts.sums": 0.1, "experts.words": 0.001}
+    # What one expert logs is what it logs without the other, to the last bit.
+    alone = logged(tmp_path / "alone", words=domain("spell_backward", WORDS))
+    assert together["experts.words"] == alone["experts.words"]
+    other = logged(tmp_path / "other", words=domain("spell_backward", {**WORDS, "estimator": "k3"}))
+    assert other["experts.words"][1]["kl"] != alone["experts.words"][1]["kl"]
