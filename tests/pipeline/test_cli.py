@@ -100,11 +100,16 @@ def test_another_configuration_under_the_same_name_is_refused(
 def test_what_changes_no_result_may_change_in_a_run(braid: Braid, config: Path, runs: Path) -> None:
     braid("run", config, actions={"merge": {"1": "say_why"}})
     settings = runs / "small" / "run.yaml"
-    neutral = ["engine.kv_cache_mebibytes=32", "experts.sums.loop.keep_last=1"]
+    neutral = [
+        "engine.kv_cache_mebibytes=32",
+        "experts.sums.loop.keep_last=1",
+        "experts.sums.guards.drift={threshold: 0.5, action: stop}",
+    ]
     before = settings.read_text()
     code, _, err = braid("run", config, *neutral, "seed=1")
     assert code == 1
     assert "only these settings may change:\n  logging\n  layout\n  rewards: " in err
+    assert "\n  every expert, mixed: guards\n" in err
     assert settings.read_text() == before
 
     code, out, err = braid("run", config, *neutral)
