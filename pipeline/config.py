@@ -133,7 +133,7 @@ def _differing(value: Any) -> Any:
         return {name: _differing(child) for name, child in value.items()}
     if not isinstance(value, Settings):
         return value
-    leaves = value.model_dump(mode="json")
+    leaves = value.model_dump(mode="json", by_alias=False)
     tags, others = {}, {}
     for name, field in type(value).model_fields.items():
         child = getattr(value, name)
@@ -141,7 +141,7 @@ def _differing(value: Any) -> Any:
             tags[name] = child
         elif child != field.get_default(call_default_factory=True):
             blocks = isinstance(child, Settings | dict)
-            others[name] = _differing(child) if blocks else leaves[name]
+            others[field.alias or name] = _differing(child) if blocks else leaves[name]
     return {**tags, **others}
 
 
