@@ -2,9 +2,10 @@
 
     python benchmarks/variants.py modes [--seeds 0 1 2] [--runs-dir runs]
 
-All variants of a seed are grown from one cold start on `chain_sum`, see as many samples and make
-as many updates. Prompts never repeat and training never sees one twice, so the reward of the last
-steps is the accuracy of the policy that drew them. Experts that are already trained under
+All variants of a seed are grown from one cold start on `chain_sum`, train on as many samples and
+make as many updates (dynamic sampling draws more than it trains on). Prompts never repeat and
+training never sees one twice, so the reward of all that the last steps drew is the accuracy of the
+policy that drew it. Experts that are already trained under
 --runs-dir are only read. Writes benchmarks/variants/NAME.json and prints a Markdown table.
 """
 
@@ -26,6 +27,7 @@ HERE = Path(__file__).parent
 CONFIGS = HERE.parent / "configs"
 LAST_STEPS = 10
 STEPS = 50
+TRAINED_A_STEP, GROUP_SIZE = 256, 8  # samples; of configs/domains/_base.yaml
 COLD_START_SEQUENCES = 96  # a step, over all variants
 
 TOKEN = {"name": "token"}
@@ -51,6 +53,13 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "rloo": {"objective": {"ratio": TOKEN, "advantage": {"name": "rloo"}}},
         "reinforce_pp": {
             "objective": {"ratio": TOKEN, "advantage": {"name": "reinforce_pp"}},
+        },
+        "ppo": {
+            "objective": {
+                "ratio": TOKEN,
+                "advantage": {"name": "gae", "critic": {"optimizer": {"learning_rate": 1e-3}}},
+                "aggregation": "token_mean",
+            },
         },
     },
     "updates": {
@@ -117,19 +126,27 @@ def configuration(name: str, run_name: str, seed: int) -> dict[str, Any]:
 def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
     """Accuracy before and after, and what the steps between were like."""
     last = lines[-LAST_STEPS:]
+    drawn = [drawn_in(line) for line in last]
+    right = sum(line["reward"] * samples for line, samples in zip(last, drawn, strict=True))
     return {
         "first_reward": lines[0]["reward"],
-        "last_reward": mean(line["reward"] for line in last),
-        "samples": 256 * len(last),
-        "seconds_a_step": (lines[-1]["time"] - lines[0]["time"]) / (len(lines) - 1),
+        "last_reward": right / sum(drawn),
+        "samples": sum(drawn),
+        "drawn_a_step": mean(drawn_in(line) for line in lines),
         "staleness": mean(line["staleness_mean"] for line in lines),
     }
+
+
+def drawn_in(line: dict[str, Any]) -> int:
+    """How many samples a step drew, those of prompts that dynamic sampling replaced included."""
+    return TRAINED_A_STEP + GROUP_SIZE * int(line["resampled_groups"])
 
 
 def table(seeds: dict[int, dict[str, Any]]) -> str:
     """One row a variant: every seed, their mean, and how far it is from the first variant."""
     first, *_ = variants = list(next(iter(seeds.values())))
-    heading = ["variant", *(f"seed {seed}" for seed in seeds), "mean", f"less {first}", "seconds"]
+    each_seed = [f"seed {seed}" for seed in seeds]
+    heading = ["variant", *each_seed, "mean", f"less {first}", "drawn a step"]
     lines = [heading, ["---"] * len(heading)]
     for each in variants:
         found = [results[each] for results in seeds.values()]
@@ -142,7 +159,7 @@ def table(seeds: dict[int, dict[str, Any]]) -> str:
                 *accuracies,
                 f"{100 * mean(one['last_reward'] for one in found):.1f}",
                 "" if each == first else "{:+.1f} [{:.1f}, {:.1f}]".format(*points),
-                f"{mean(one['seconds_a_step'] for one in found):.2f}",
+                f"{mean(one['drawn_a_step'] for one in found):.0f}",
             ]
         )
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

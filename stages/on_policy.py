@@ -130,10 +130,12 @@ class OnPolicyStage(ABC):
     def compose(self, batch: Batch, step: int) -> Rollout:
         """What step `step` trains on, with all that is known of its rollouts. Main rank only."""
         rollout = self.share_out(batch)
-        samples = [sample for group in batch.groups for sample in group.samples]
+        # Replaced groups count: without them the reward would tend to one half.
+        drawn = [sample for group in batch.drawn for sample in group.samples]
+        trained = [sample for group in batch.groups for sample in group.samples]
         rollout.metrics.update(
-            **rollout_metrics(samples),
-            **staleness_metrics(samples, step, self.settings.max_staleness),
+            **rollout_metrics(drawn),
+            **staleness_metrics(trained, step, self.settings.max_staleness),
             dropped_stale=float(batch.too_old),
             reward_failures=float(batch.failures),
         )
