@@ -232,9 +232,12 @@ def _arguments(job: EngineJob, directory: str) -> dict[str, Any]:
 
 def _prepare_cpu(config: Any, job: EngineJob) -> None:
     """On a CPU, fork vLLM's processes, which have then imported everything, and give each rank its
-    cores; vLLM would start each anew, in a quarter of a minute."""
+    cores; vLLM would start each anew, in a quarter of a minute. Use the norms that are fused."""
     if config.device_config.device_type != "cpu":
         return
+    from parallel.rollout import cpu_kernels
+
+    cpu_kernels.prefer(config.kernel_config)
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     if job.engine.tensor > 1:
         cores = sorted(os.sched_getaffinity(0))

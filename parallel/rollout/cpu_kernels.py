@@ -1,0 +1,72 @@
+"""vLLM's own fused RMS norms for CPUs, which it ships and does not use by itself.
+
+vLLM 0.30 offers them as `vllm_c` to GPUs alone and composes a CPU's norms of five operations each,
+about a fifth of a step of a small model (docs/rollouts.md). This names them to vLLM again, by its
+own way for that: `vllm.ir`. What they do not fit goes on to vLLM's composition.
+"""
+
+from typing import Any  # annotations must be evaluated: vLLM makes operators' schemas of them
+
+import torch
+from torch import Tensor
+from vllm import ir
+from vllm.platforms import current_platform
+
+NAME = "vllm_cpu"
+VECTOR = 8  # the kernels read rows in so many numbers at once, and refuse others
+
+
+def prefer(kernel_config: Any) -> None:
+    """Have vLLM take them where they fit; before the engine is made, in its process."""
+    current_platform.import_kernels()
+    _register()
+    for operator in ("rms_norm", "fused_add_rms_norm"):
+        setattr(kernel_config.ir_op_priority, operator, [NAME, "native"])
+
+
+def _register() -> None:
+    if NAME in ir.ops.rms_norm.impls:
+        return
+    supported = hasattr(torch.ops._C, "rms_norm")
+    ir.ops.rms_norm.register_impl(NAME, supported=supported, supports_args=_fits)(_rms_norm)
+    ir.ops.fused_add_rms_norm.register_impl(
+        NAME, supported=supported, supports_args=_fits_with_residual, inplace=True
+    )(_fused_add_rms_norm)
+
+
+def _fits(
+    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> bool:
+    plain = variance_size is None and weight is not None and weight.dtype == x.dtype
+    return plain and x.shape[-1] % VECTOR == 0
+
+
+def _fits_with_residual(
+    x: Tensor,
+    x_residual: Tensor,
+    weight: Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> bool:
+    whole = x.is_contiguous() and x_residual.is_contiguous()
+    return whole and _fits(x, weight, epsilon, variance_size)
+
+
+def _rms_norm(
+    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> Tensor:
+    rows = x.contiguous()  # the kernel knows no strides, which the heads of a fused QKV have
+    output = torch.empty_like(rows)
+    torch.ops._C.rms_norm(output, rows, weight, epsilon)
+    return output
+
+
+def _fused_add_rms_norm(
+    x: Tensor,
+    x_residual: Tensor,
+    weight: Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
+    return x, x_residual

@@ -1,0 +1,43 @@
+"""vLLM's fused CPU norms, as the engines use them, against the composition they stand for."""
+
+import pytest
+import torch
+from vllm import ir
+from vllm.config.kernel import KernelConfig
+
+from parallel.rollout import cpu_kernels
+
+
+@pytest.fixture
+def preferred():
+    config = KernelConfig()
+    cpu_kernels.prefer(config)
+    with config.ir_op_priority.set_priority():
+        yield
+
+
+def heads(width: int) -> torch.Tensor:
+    """The queries of a fused QKV of 5 tokens: three heads of four, with gaps between the rows."""
+    fused = torch.randn(5, 4 * width, generator=torch.Generator().manual_seed(width))
+    return fused[:, : 3 * width].view(5, 3, width)
+
+
+@pytest.mark.parametrize("width", [8, 24, 64, 20])
+def test_a_norm_of_strided_heads_is_the_composition(preferred, width):
+    x, weight = heads(width), torch.rand(width)
+    expected = ir.ops.rms_norm.impls["native"].impl_fn(x, weight, 1e-6)
+    provider = ir.ops.rms_norm.dispatch(x, weight, 1e-6).provider
+
+    torch.testing.assert_close(ir.ops.rms_norm(x, weight, 1e-6), expected, rtol=1e-6, atol=1e-6)
+    # A width the kernel refuses is vLLM's as before.
+    assert provider == (cpu_kernels.NAME if width % cpu_kernels.VECTOR == 0 else "native")
+
+
+def test_a_norm_after_a_residual_leaves_the_sum(preferred):
+    x, residual, weight = torch.randn(6, 64), torch.randn(6, 64), torch.rand(64)
+    expected = ir.ops.fused_add_rms_norm.impls["native"].impl_fn(x, residual, weight, 1e-6)
+    operands = x.clone(), residual.clone(), weight, 1e-6
+
+    assert ir.ops.fused_add_rms_norm.dispatch(*operands).provider == cpu_kernels.NAME
+    found = ir.ops.fused_add_rms_norm.maybe_inplace(*operands)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
