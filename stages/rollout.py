@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TypeVar, cast
+
+import msgspec
 
 from parallel.distributed import broadcast, is_main
 from parallel.files import write_atomically
@@ -167,7 +168,7 @@ class Rollouts:
             for sample in samples
         ]
         path = self.job.directory / "rollouts" / f"step_{step:06d}.jsonl"
-        write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
+        write_atomically(path, msgspec.json.Encoder().encode_lines(lines).decode())
 
     def close(self) -> None:
         """Give up what is still under way."""
