@@ -31,8 +31,8 @@ TRAINED_A_STEP, GROUP_SIZE = 256, 8  # samples; of configs/domains/_base.yaml
 COLD_START_SEQUENCES = 96  # a step, over all variants
 
 TOKEN = {"name": "token"}
-# Gradients are clipped to one length here, and an eighth of the samples gives them a share of signal
-# that is sqrt(8) smaller: with a rate that is sqrt(8) smaller, eight move as far as one of all.
+# Gradients are clipped to one length here, and in those of an eighth of the samples the share of
+# signal is sqrt(8) smaller: at a rate that is sqrt(8) smaller, eight move as far as one of all.
 SEVERAL_UPDATES = {"updates_per_rollout": 8, "optimizer": {"learning_rate": 2.8}}
 
 # Those of a name are grown from one cold start.
