@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
-from pipeline.schema import flatten
+from pipeline.schema import leaves
 from stages.settings import PolicySettings, RunSettings
 
 Kind = Literal["sft", "grpo", "mixed", "distill", "evaluate", "export"]
@@ -135,16 +135,17 @@ class Stage:
     @property
     def data_digest(self) -> str:
         """Changes when the stage's problems or demonstrations change."""
-        return digest({key: self.reads[key] for key in _selected(self.reads, DATA_KEYS)})
+        keys = [key for key in self.reads if any(matches(key, each) for each in DATA_KEYS)]
+        return digest({key: self.reads[key] for key in keys})
 
 
 def compile_graph(settings: RunSettings) -> tuple[Stage, ...]:
     """The run's stages in the order they run: each after all of its inputs."""
-    flat = dict(flatten(settings.model_dump(mode="json")))
+    tree = settings.model_dump(mode="json")
 
     def stage(name: str, kind: Kind, **fields: Any) -> Stage:
-        keys = [key.format(domain=fields.get("domain")) for key in READS[kind]]
-        reads = {key: flat[key] for key in _selected(flat, keys)}
+        patterns = [pattern.format(domain=fields.get("domain")) for pattern in READS[kind]]
+        reads = dict(chain.from_iterable(leaves(tree, pattern) for pattern in patterns))
         return Stage(name, kind, reads=reads, **fields)
 
     experts = {domain: f"experts.{domain}" for domain in settings.experts}
@@ -208,7 +209,3 @@ def _compared_with(expert: PolicySettings) -> dict[str, str]:
     if kl.coefficient > 0 and kl.reference == "cold_start":
         return {"cold_start": "cold_start"}
     return {}
-
-
-def _selected(flat: dict[str, Any], patterns: Sequence[str]) -> list[str]:
-    return [key for key in flat if any(matches(key, pattern) for pattern in patterns)]

@@ -69,6 +69,22 @@ def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield from flatten(child, f"{prefix}.{name}" if prefix else name)
 
 
+def leaves(tree: Mapping[str, Any], pattern: str) -> Iterator[tuple[str, Any]]:
+    """Every leaf that a dotted pattern names, or that stands below what it names, as `flatten`
+    gives them; `*` stands for any one name."""
+    found = [("", tree)]
+    for part in pattern.split("."):
+        found = [
+            (f"{prefix}.{name}" if prefix else name, value[name])
+            for prefix, value in found
+            if isinstance(value, Mapping)
+            for name in (value if part == "*" else [part])
+            if name in value
+        ]
+    for prefix, value in found:
+        yield from flatten(value, prefix)
+
+
 def _is_settings(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 

@@ -72,9 +72,20 @@ class Reader:
         self.violations: list[Violation] = []
         self.broken = False
         self._open: list[Path] = []
+        # What many domains extend is read once; its faults would be told for each of them.
+        self._faultless: dict[Path, Mapping] = {}
 
     def file(self, path: Path, key: Key = ()) -> Mapping:
         """The mapping in a file, which stands at `key` of the whole; `extends` is resolved."""
+        if path not in self._faultless:
+            faults = len(self.violations)
+            tree = self._read(path, key)
+            if len(self.violations) > faults:
+                return tree
+            self._faultless[path] = tree
+        return self._faultless[path]
+
+    def _read(self, path: Path, key: Key) -> Mapping:
         place = Place(path)
         try:
             text = path.read_text(encoding="utf-8")
