@@ -140,7 +140,8 @@ def _add_config_commands(command: Callable[[str, str, str], ArgumentParser]) -> 
         "plan",
         "show the stages of a configuration and which of them are done",
         CONFIG_HELP
-        + "  braid plan configs/quickstart.yaml seed=1 --name second\n\n"
+        + "  braid plan configs/quickstart.yaml seed=1 --name second\n"
+        + "  braid plan configs/quickstart.yaml --dot | dot -Tsvg > quickstart.svg\n\n"
         + "Does it fit? Bytes a rank and the engine hold, before anything is started:\n"
         + "  braid plan configs/quickstart.yaml --memory\n"
         + "  braid plan configs/quickstart.yaml --memory layout.recompute=full",
@@ -148,6 +149,7 @@ def _add_config_commands(command: Callable[[str, str, str], ArgumentParser]) -> 
     plan.add_argument(
         "--memory", action="store_true", help="show the memory that every stage needs instead"
     )
+    plan.add_argument("--dot", action="store_true", help="print the graph for Graphviz instead")
     run = command(
         "run",
         "run a configuration on this machine",
@@ -202,6 +204,16 @@ def _add_run_commands(command: Callable[[str, str, str], ArgumentParser]) -> Non
         "show where a run stands, or all runs",
         "  braid status\n  braid status quickstart",
     )
+    why = command(
+        "why",
+        "explain a stage's state: what it was made from, and what happened to it",
+        "  braid why quickstart merge",
+    )
+    diff = command(
+        "diff",
+        "show what differs between two runs: settings, data, parents, code, versions",
+        "  braid diff quickstart no-kl",
+    )
     evaluate = command(
         "evaluate",
         "evaluate the finished stages of a run once more",
@@ -213,9 +225,11 @@ def _add_run_commands(command: Callable[[str, str, str], ArgumentParser]) -> Non
         "write a finished stage's model as a Hugging Face checkpoint",
         "  braid export quickstart --stage experts.chain_sum --to /tmp/chain_sum",
     )
-    for parser in (resume, evaluate, export):
+    for parser in (resume, why, diff, evaluate, export):
         parser.add_argument("run", metavar="RUN", help="the run's name, or its folder")
     status.add_argument("run", metavar="RUN", nargs="?", help="the run's name, or its folder")
+    why.add_argument("stage", metavar="STAGE", help="its name, as `braid status` shows it")
+    diff.add_argument("other", metavar="OTHER_RUN", help="another run's name, or its folder")
     evaluate.add_argument("--stage", help="only this stage's model (default: all finished ones)")
     evaluate.add_argument(
         "--problems", type=_positive, help="problems a domain (default: the configuration's)"

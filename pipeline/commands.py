@@ -13,7 +13,7 @@ from rich.text import Text
 
 from parallel.files import write_atomically
 from parallel.settings import CHARACTERS
-from pipeline import domain_preview, one_off, report
+from pipeline import domain_preview, explain, one_off, report
 from pipeline.config import (
     differing_keys,
     dump_resolved,
@@ -62,6 +62,10 @@ def plan(arguments: Namespace) -> None:
             console.print(part)
         return
     run = RunDirectory(arguments.runs_dir / settings.name)
+    if arguments.dot:
+        states = derive(run, settings, compile_graph(settings))
+        print("\n".join(explain.dot(settings, states)))
+        return
     _show_plan(run, settings)
 
 
@@ -113,6 +117,20 @@ def status(arguments: Namespace) -> None:
         print(f"no runs in {shown(arguments.runs_dir)}")
     for path in _runs(arguments.runs_dir):
         print(f"{path.name}: {_summary(RunDirectory(path))}")
+
+
+def why(arguments: Namespace) -> None:
+    """Show why a stage stands where it stands."""
+    run, settings = _existing(arguments)
+    for line in explain.why(run, settings, arguments.stage):
+        print(line)
+
+
+def diff(arguments: Namespace) -> None:
+    """Show how two runs differ."""
+    runs = [_named(arguments, name) for name in (arguments.run, arguments.other)]
+    lines = list(explain.difference(*runs))
+    print("\n".join(lines) if lines else "no difference")
 
 
 def evaluate(arguments: Namespace) -> None:
@@ -201,14 +219,19 @@ def _load(arguments: Namespace, *implied: str) -> RunSettings:
 
 
 def _existing(arguments: Namespace, to_start: bool = False) -> tuple[RunDirectory, RunSettings]:
-    """The run that a person named, by its name or by its folder."""
-    for path in (arguments.runs_dir / arguments.run, Path(arguments.run)):
+    return _named(arguments, arguments.run, to_start)
+
+
+def _named(
+    arguments: Namespace, name: str, to_start: bool = False
+) -> tuple[RunDirectory, RunSettings]:
+    """The run of a name, or in a folder."""
+    for path in (arguments.runs_dir / name, Path(name)):
         run = RunDirectory(path)
         if run.settings.exists():
             return run, load(run.settings, to_start=to_start)
     known = [path.name for path in _runs(arguments.runs_dir)]
-    where = shown(arguments.runs_dir)
-    raise BraidError(f"no run {arguments.run} in {where}; {hint(arguments.run, known)}")
+    raise BraidError(f"no run {name} in {shown(arguments.runs_dir)}; {hint(name, known)}")
 
 
 def _runs(runs_dir: Path) -> list[Path]:

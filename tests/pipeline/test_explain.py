@@ -1,0 +1,59 @@
+"""What `braid why`, `braid diff` and `braid plan --dot` say of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+Braid = Callable[..., tuple[int, str, str]]
+
+
+def test_why_tells_the_cause_the_parents_and_the_history(braid: Braid, config: Path) -> None:
+    assert braid("run", config, actions={"merge": {"1": "say_why"}})[0] == 1
+    code, out, _ = braid("why", "small", "merge")
+    assert code == 0
+    first, *lines = out.splitlines()
+    assert first.startswith("merge is failed: ")
+    used = "  from experts.sums, which is done: finished; it was made from "
+    assert any(line.startswith(used) for line in lines)
+    begun, ended = [line.partition("  attempt 1: ")[2] for line in lines if "  attempt " in line]
+    assert begun == "running: from the start"
+    assert ended.startswith("failed after ")
+
+    code, out, _ = braid("why", "small", "evaluate")
+    assert out.splitlines()[:2] == ["evaluate is pending", "  it was never begun"]
+    assert f"  from {first.replace(' is ', ', which is ')}" in out
+
+
+def test_why_knows_the_names_of_stages(braid: Braid, config: Path) -> None:
+    braid("run", config)
+    code, _, err = braid("why", "small", "experts.sum")
+    assert code == 1
+    assert 'has no stage experts.sum; did you mean "experts.sums"?' in err
+
+
+def test_diff_tells_settings_and_checkpoints_apart(braid: Braid, config: Path) -> None:
+    for name, seed in (("one", 1), ("two", 2)):
+        assert braid("run", config, "--name", name, f"seed={seed}")[0] == 0
+    code, out, _ = braid("diff", "one", "two")
+    assert code == 0
+    assert out.startswith("settings\n  seed: 1 | 2\n")
+    assert braid("diff", "one", "one")[:2] == (0, "no difference\n")
+
+
+def test_diff_tells_what_only_one_run_has_begun(braid: Braid, config: Path) -> None:
+    braid("run", config, "--name", "one")
+    braid("run", config, "--name", "two", actions={"merge": {"1": "say_why"}})
+    _, out, _ = braid("diff", "one", "two")
+    assert "evaluate\n  begun: true | false\n" in out
+
+
+def test_the_drawing_has_an_arrow_for_every_input(braid: Braid, config: Path) -> None:
+    code, out, _ = braid("plan", config, "--dot")
+    assert code == 0
+    lines = [line.strip() for line in out.splitlines()]
+    assert lines[0] == 'digraph "small" {'
+    assert lines[-1] == "}"
+    assert '"cold_start" -> "experts.sums";' in lines
+    assert '"experts.sums" -> "merge" [style=dashed, label=teaches];' in lines
+    assert sum("->" in line for line in lines) == 2 + 3 + 4 + 1
