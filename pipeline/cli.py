@@ -158,12 +158,24 @@ def _add_config_commands(command: Callable[[str, str, str], ArgumentParser]) -> 
         + "  braid run configs/quickstart.yaml --name no-kl "
         + "experts.spell_backward.objective.kl.coefficient=0\n\n"
         + "Everything of the run lies in runs/NAME. Run again, the same configuration continues,\n"
-        + "and nothing that is done is done twice; another one under the same name is refused,\n"
-        + "unless it differs only in what `braid resume --help` names.",
+        + "and nothing that is done is done twice. Another one under the same name is refused\n"
+        + "where stages have work that its settings would have made otherwise: --from makes those\n"
+        + "anew. What `braid resume --help` names may always differ.\n\n"
+        + "  braid run configs/quickstart.yaml --only cold_start --only experts.chain_sum\n"
+        + "  braid run configs/quickstart.yaml experts.chain_sum.loop.steps=80 "
+        + "--from experts.chain_sum\n"
+        + "  braid run configs/quickstart.yaml --name no-kl --fork quickstart "
+        + "experts.spell_backward.objective.kl.coefficient=0",
     )
     run.add_argument(
         "--dry-run", action="store_true", help="show the plan and the commands, and run nothing"
     )
+    run.add_argument(
+        "--fork",
+        metavar="OTHER_RUN",
+        help="take over its finished stages that this run would make from the same things",
+    )
+    _add_selection(run)
     run.add_argument(
         "--check-refit",
         dest="implied",
@@ -179,6 +191,24 @@ def _add_config_commands(command: Callable[[str, str, str], ArgumentParser]) -> 
             "overrides", nargs="*", default=[], metavar="KEY=VALUE", help="laid over the file"
         )
         parser.add_argument("--name", help="the run's name, instead of the configuration's")
+
+
+def _add_selection(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--only",
+        metavar="STAGE",
+        action="append",
+        default=[],
+        help="run this stage alone, as experts.math; may be given again for others",
+    )
+    parser.add_argument(
+        "--from",
+        dest="anew",
+        metavar="STAGE",
+        action="append",
+        default=[],
+        help="make this stage and all that follows it anew; what they left is kept in replaced/",
+    )
 
 
 def _add_run_commands(command: Callable[[str, str, str], ArgumentParser]) -> None:
@@ -199,6 +229,7 @@ def _add_run_commands(command: Callable[[str, str, str], ArgumentParser]) -> Non
         "To continue with other settings, `braid run` the configuration with them under the same\n"
         f"name. These may change, since they decide no result:\n{MAY_CHANGE}",
     )
+    _add_selection(resume)
     status = command(
         "status",
         "show where a run stands, or all runs",

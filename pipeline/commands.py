@@ -25,6 +25,7 @@ from pipeline.doctor import sections, table
 from pipeline.domain_check import check
 from pipeline.domain_starter import write_starter
 from pipeline.errors import BraidError, reason
+from pipeline.fork import fork
 from pipeline.graph import compile_graph, matches
 from pipeline.jobs import checkpoint_path
 from pipeline.launcher import JobFailed, Programs, Stopped
@@ -33,6 +34,7 @@ from pipeline.neutral import CHANGES_NO_RESULT, MAY_CHANGE
 from pipeline.probe import probe
 from pipeline.run_directory import RunDirectory
 from pipeline.runner import refuse_stale, run_stages
+from pipeline.selection import chosen, following, put_aside
 from pipeline.states import derive
 from pipeline.violations import hint, shown
 from stages.domains.rewards.settings import RewardPoolSettings
@@ -91,18 +93,23 @@ def run(arguments: Namespace) -> None:
         _show_plan(run, settings)
         _show_commands(run, settings)
         return
+    chosen(run, compile_graph(settings), [*arguments.only, *arguments.anew])
+    other = _named(arguments, arguments.fork)[0] if arguments.fork else None
     with run.lock():
         if run.settings.exists():
-            _refuse_other_configuration(run, settings)
+            _refuse_other_configuration(run, settings, arguments.anew)
         write_atomically(run.settings, dump_resolved(settings))
-        _run_to_the_end(run, settings)
+        if other is not None:
+            _take_over(run, settings, other)
+        _run_to_the_end(run, settings, arguments)
 
 
 def resume(arguments: Namespace) -> None:
     """Continue a run from where it stands."""
     run, settings = _existing(arguments, to_start=True)
+    chosen(run, compile_graph(settings), [*arguments.only, *arguments.anew])
     with run.lock():
-        _run_to_the_end(run, settings)
+        _run_to_the_end(run, settings, arguments)
 
 
 def status(arguments: Namespace) -> None:
@@ -246,8 +253,8 @@ def _summary(run: RunDirectory) -> str:
         return reason(error).replace("\n", "\n  ")
 
 
-def _refuse_other_configuration(run: RunDirectory, settings: RunSettings) -> None:
-    """Raise BraidError where the run has settings with which it would have another result."""
+def _refuse_other_configuration(run: RunDirectory, settings: RunSettings, anew: list[str]) -> None:
+    """Raise BraidError where stages have work of other settings and are not to be made `anew`."""
     differing = differing_keys(load(run.settings, to_start=False), settings)
     if not differing:
         print(f"{shown(run.path)} holds a run of this very configuration: continuing it")
@@ -256,30 +263,47 @@ def _refuse_other_configuration(run: RunDirectory, settings: RunSettings) -> Non
         f"  {key}: {json.dumps(there)} there, {json.dumps(here)} here"
         for key, (there, here) in differing.items()
     ]
-    allowed = [key for key in CHANGES_NO_RESULT if key != "name"]
-    if all(any(matches(key, pattern) for pattern in allowed) for key in differing):
-        refuse_stale(run, settings)
+    stages = compile_graph(settings)
+    states = derive(run, settings, stages)
+    stale = [stage.name for stage in stages if states[stage.name].state == "stale"]
+    if not set(stale) - {stage.name for stage in following(stages, anew)}:
         print("\n".join([f"continuing {shown(run.path)} with other settings:", *lines]))
         return
+    if all(any(matches(key, each) for each in CHANGES_NO_RESULT) for key in differing):
+        refuse_stale(run, settings, stages)
     raise BraidError(
         "\n".join([f"{shown(run.path)} holds a run of another configuration:", *lines])
+        + f"\nwith which these were made that are done or begun: {', '.join(stale)}"
         + "\nname this one otherwise with --name NAME, continue that one with "
-        + f"`braid resume {shown(run.path)}`, or remove its folder;\n"
-        + f"in a run that has begun, only these settings may change:\n{MAY_CHANGE}"
+        + f"`braid resume {shown(run.path)}`, or make\nanew what depends on it with "
+        + f"--from {stale[0]}; for all stages, only these settings may change:\n{MAY_CHANGE}"
     )
 
 
-def _run_to_the_end(run: RunDirectory, settings: RunSettings) -> None:
+def _run_to_the_end(run: RunDirectory, settings: RunSettings, arguments: Namespace) -> None:
     console = _console()
+    stages = compile_graph(settings)
+    if arguments.anew:
+        for folder in put_aside(run, following(stages, arguments.anew)):
+            print(f"put aside {shown(folder)}")
     try:
-        run_stages(run, settings, console, PROGRAMS)
+        run_stages(run, settings, console, PROGRAMS, arguments.only)
     except (JobFailed, Stopped) as error:
         error.add_note(f"what is done is kept; continue with: braid resume {shown(run.path)}")
         raise
+    if arguments.only:
+        print(f"{shown(run.path)}: {report.summary(derive(run, settings, stages))}")
+        return
     models = report.write_results(run)
     console.print()
     console.print(report.results_table(models))
     print(f"\nresults: {shown(run.results)}\nmerged model: {shown(report.exported_model(run))}")
+
+
+def _take_over(run: RunDirectory, settings: RunSettings, other: RunDirectory) -> None:
+    taken = fork(run, settings, other)
+    what = ", ".join(taken) if taken else "no stage, since none is done that this run would make so"
+    print(f"took over from {shown(other.path)}: {what}")
 
 
 def _show_plan(run: RunDirectory, settings: RunSettings) -> None:

@@ -127,6 +127,11 @@ class RunDirectory:
     def results(self) -> Path:
         return self.path / "results.json"
 
+    @property
+    def replaced(self) -> Path:
+        """What stages left that were then made anew."""
+        return self.path / "replaced"
+
     def engine(self, index: int) -> EngineDirectory:
         return EngineDirectory(self.path / "engine" / str(index))
 

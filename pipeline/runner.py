@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -17,6 +17,7 @@ from pipeline.ledger import Ledger, State, latest
 from pipeline.lineage import lineage_now, write_manifest
 from pipeline.progress import watching
 from pipeline.run_directory import RunDirectory
+from pipeline.selection import chosen, refuse_missing_inputs
 from pipeline.states import StageState, derive, lacks
 from pipeline.violations import shown
 from stages.settings import RunSettings
@@ -27,30 +28,38 @@ class StaleStages(BraidError):
 
     def __init__(self, run: RunDirectory, stale: dict[str, StageState]) -> None:
         lines = [f"{name}: {state.cause}" for name, state in stale.items()]
-        folders = " ".join(shown(run.stage(name).path) for name in stale)
         super().__init__(
             "\n  ".join(["stages no longer match what they were made from:", *lines])
-            + f"\nrestore what changed, or make them anew by deleting {folders}"
+            + f"\nrestore what changed, or make them anew, and all that follows them, with "
+            f"--from {next(iter(stale))}; what they left is kept in {shown(run.replaced)}"
         )
 
 
 def run_stages(
-    run: RunDirectory, settings: RunSettings, console: Console, programs: Programs
+    run: RunDirectory,
+    settings: RunSettings,
+    console: Console,
+    programs: Programs,
+    only: Iterable[str] = (),
 ) -> None:
-    """Run every stage that is not done, in order. The caller holds the run's lock.
+    """Run every stage that is not done, or `only` some of them, in order. The caller holds the
+    run's lock.
 
     Raises:
         StaleStages: before anything is started.
+        BraidError: `only` names no stage, or one that lacks what it is made from.
         JobFailed: a stage failed; those before it are done.
         Stopped: a signal asked for it.
     """
     stages = compile_graph(settings)
     ledger = Ledger(run.ledger)
     _close_abandoned(run, ledger)
-    states = refuse_stale(run, settings)
+    wanted = chosen(run, stages, only)
+    states = refuse_stale(run, settings, wanted)
+    refuse_missing_inputs(wanted, states)
     with Launcher(run, settings, programs) as launcher:
         for number, stage in enumerate(stages, start=1):
-            if states[stage.name].state == "done":
+            if stage not in wanted or states[stage.name].state == "done":
                 continue
             title = f"[{number}/{len(stages)}] {stage.name}"
             with (
@@ -65,14 +74,20 @@ def _note(ledger: Ledger, stage: Stage, attempt: int, notice: str) -> None:
     ledger.append(stage.name, "running", notice, attempt)
 
 
-def refuse_stale(run: RunDirectory, settings: RunSettings) -> dict[str, StageState]:
+def refuse_stale(
+    run: RunDirectory, settings: RunSettings, wanted: Sequence[Stage]
+) -> dict[str, StageState]:
     """The state of every stage.
 
     Raises:
-        StaleStages: finished or half-finished work was made from other settings or inputs.
+        StaleStages: finished or half-finished work of a stage that is wanted, or of an input of
+            one, was made from other settings or inputs.
     """
     states = derive(run, settings, compile_graph(settings))
-    stale = {name: state for name, state in states.items() if state.state == "stale"}
+    touched = {name for stage in wanted for name in (stage.name, *stage.inputs)}
+    stale = {
+        name: state for name, state in states.items() if name in touched and state.state == "stale"
+    }
     for name, state in stale.items():
         Ledger(run.ledger).append(name, "stale", state.cause, state.attempts)
     if stale:

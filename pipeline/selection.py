@@ -1,0 +1,65 @@
+"""Which of a run's stages a command runs: all that are not done, some of them, or some anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from pipeline.errors import BraidError
+from pipeline.graph import Stage
+from pipeline.ledger import Ledger
+from pipeline.run_directory import RunDirectory
+from pipeline.states import StageState
+from pipeline.violations import hint, shown
+
+
+def chosen(run: RunDirectory, stages: Sequence[Stage], names: Iterable[str]) -> list[Stage]:
+    """The stages so called, in the order of the graph; all where no names are given.
+
+    Raises BraidError for a name that the run does not have.
+    """
+    known = {stage.name: stage for stage in stages}
+    wanted = set(names)
+    for name in sorted(wanted - known.keys()):
+        raise BraidError(f"{shown(run.path)} has no stage {name}; {hint(name, known)}")
+    return [stage for stage in stages if not wanted or stage.name in wanted]
+
+
+def refuse_missing_inputs(wanted: Sequence[Stage], states: Mapping[str, StageState]) -> None:
+    """Raise BraidError where a stage that is to run needs one that neither is done nor runs."""
+    running = {stage.name for stage in wanted}
+    lines = [
+        f"  {stage.name} needs {name}, which is {states[name].state}"
+        for stage in wanted
+        if states[stage.name].state != "done"
+        for name in stage.inputs
+        if states[name].state != "done" and name not in running
+    ]
+    if lines:
+        remedy = "name those too with --only, or run without it"
+        raise BraidError("\n".join(["stages lack what they are made from:", *lines, remedy]))
+
+
+def following(stages: Sequence[Stage], names: Iterable[str]) -> list[Stage]:
+    """The stages so called, and all that are made from them, in the order of the graph."""
+    found = set(names)
+    for stage in stages:  # inputs come first
+        if found & set(stage.inputs):
+            found.add(stage.name)
+    return [stage for stage in stages if stage.name in found]
+
+
+def put_aside(run: RunDirectory, stages: Iterable[Stage]) -> list[Path]:
+    """Move what stages have left to `replaced/`, so that they begin anew; returns where it is."""
+    moved = []
+    for stage in stages:
+        folder = run.stage(stage.name).path
+        if not folder.exists():
+            continue
+        number = 1 + len(list(run.replaced.glob(f"{stage.name}.*")))
+        to = run.replaced / f"{stage.name}.{number}"
+        to.parent.mkdir(exist_ok=True)
+        folder.rename(to)
+        Ledger(run.ledger).append(stage.name, "pending", f"put aside as {shown(to)}", 0)
+        moved.append(to)
+    return moved

@@ -1,0 +1,107 @@
+"""Running some of a run's stages, making some anew, and taking over those of another run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+Braid = Callable[..., tuple[int, str, str]]
+
+
+def digests(run: Path) -> dict[str, str]:
+    """Of the newest checkpoint of every stage that has one."""
+    found = sorted(run.glob("stages/*/checkpoints/step_*/checksums.json"))
+    return {path.parts[-4]: json.loads(path.read_text())["digest"] for path in found}
+
+
+def attempts(run: Path) -> dict[str, int]:
+    return {
+        stage.name: len(list(stage.glob("attempt_*"))) for stage in sorted(run.glob("stages/*"))
+    }
+
+
+def test_only_the_named_stages_run(braid: Braid, config: Path, runs: Path) -> None:
+    code, out, err = braid("run", config, "--only", "cold_start", "--only", "experts.words")
+    assert (code, err) == (0, "")
+    assert out.endswith("small: 2 done, 4 pending\n")
+    assert attempts(runs / "small") == {"cold_start": 1, "experts.words": 1}
+    assert braid("resume", "small")[0] == 0
+    assert set(attempts(runs / "small").values()) == {1}
+
+
+def test_a_stage_alone_needs_its_inputs(braid: Braid, config: Path, runs: Path) -> None:
+    code, _, err = braid("run", config, "--only", "merge")
+    assert code == 1
+    assert "  merge needs cold_start, which is pending\n" in err
+    assert "  merge needs experts.sums, which is pending\n" in err
+    assert attempts(runs / "small") == {}
+    code, _, err = braid("run", config, "--only", "merg")
+    assert code == 1
+    assert 'has no stage merg; did you mean "merge"?' in err
+
+
+def test_an_edited_domain_makes_its_expert_anew_and_what_follows(
+    braid: Braid, config: Path, runs: Path
+) -> None:
+    assert braid("run", config)[0] == 0
+    before = digests(runs / "small")
+    edit = "experts.sums.objective.kl.coefficient=0.5"
+    code, _, err = braid("run", config, edit)
+    assert code == 1
+    assert "that are done or begun: experts.sums, merge, evaluate, export\n" in err
+    assert "--from experts.sums" in err
+    assert digests(runs / "small") == before
+
+    code, out, err = braid("run", config, edit, "--from", "experts.sums")
+    assert (code, err) == (0, "")
+    assert f"put aside {runs}/small/replaced/experts.sums.1\n" in out
+    assert "] experts.words" not in out
+    assert (runs / "small" / "replaced" / "merge.1" / "manifest.json").exists()
+    ledger = (runs / "small" / "ledger.jsonl").read_text()
+    assert "put aside as" in ledger
+    assert braid("resume", "small", "--from", "merge")[0] == 0
+    assert (runs / "small" / "replaced" / "merge.2").exists()
+    assert braid("resume", "small", "--from", "nothing")[0] == 1
+
+
+def test_work_that_is_not_made_anew_is_still_refused(braid: Braid, config: Path) -> None:
+    assert braid("run", config)[0] == 0
+    edit = "experts.sums.objective.kl.coefficient=0.5"
+    code, _, err = braid("run", config, edit, "--from", "merge")
+    assert code == 1
+    assert "--from experts.sums" in err
+
+
+def test_settings_that_nothing_was_made_with_may_change(braid: Braid, config: Path) -> None:
+    assert braid("run", config, "--only", "cold_start")[0] == 0
+    code, out, err = braid("run", config, "merge.optimizer.learning_rate=0.5")
+    assert (code, err) == (0, "")
+    assert "merge.optimizer.learning_rate: 0.001 there, 0.5 here\n" in out
+
+
+def test_a_fork_takes_over_what_it_would_make_alike(braid: Braid, config: Path, runs: Path) -> None:
+    assert braid("run", config, "--name", "one")[0] == 0
+    edit = "experts.sums.objective.kl.coefficient=0.5"
+    code, out, err = braid("run", config, "--name", "two", "--fork", "one", edit)
+    assert (code, err) == (0, "")
+    assert f"took over from {runs}/one: cold_start, experts.words\n" in out
+    assert "] cold_start" not in out
+    assert "] experts.sums  done" in out
+    ours, theirs = digests(runs / "two"), digests(runs / "one")
+    assert ours["cold_start"] == theirs["cold_start"]
+    assert ours["experts.words"] == theirs["experts.words"]
+    assert attempts(runs / "two")["experts.words"] == 0
+
+    code, out, _ = braid(
+        "run", config, "--name", "three", "--fork", "one", "seed=3", "--only", "cold_start"
+    )
+    assert code == 0
+    assert "no stage, since none" in out
+
+
+def test_a_fork_of_no_run_says_so(braid: Braid, config: Path, runs: Path) -> None:
+    code, _, err = braid("run", config, "--name", "two", "--fork", "none")
+    assert code == 1
+    assert "no run none in" in err
+    assert not (runs / "two").exists()
