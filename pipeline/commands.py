@@ -11,9 +11,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from parallel.files import write_atomically
 from parallel.settings import CHARACTERS
-from pipeline import domain_preview, explain, one_off, report
+from pipeline import domain_preview, explain, one_off, report, resolved
 from pipeline.config import (
     differing_keys,
     dump_resolved,
@@ -98,7 +97,7 @@ def run(arguments: Namespace) -> None:
     with run.lock():
         if run.settings.exists():
             _refuse_other_configuration(run, settings, arguments.anew)
-        write_atomically(run.settings, dump_resolved(settings))
+        resolved.write(run, settings)
         if other is not None:
             _take_over(run, settings, other)
         _run_to_the_end(run, settings, arguments)
@@ -236,7 +235,7 @@ def _named(
     for path in (arguments.runs_dir / name, Path(name)):
         run = RunDirectory(path)
         if run.settings.exists():
-            return run, load(run.settings, to_start=to_start)
+            return run, resolved.read(run, to_start=to_start)
     known = [path.name for path in _runs(arguments.runs_dir)]
     raise BraidError(f"no run {name} in {shown(arguments.runs_dir)}; {hint(name, known)}")
 
@@ -247,7 +246,7 @@ def _runs(runs_dir: Path) -> list[Path]:
 
 def _summary(run: RunDirectory) -> str:
     try:
-        settings = load(run.settings, to_start=False)
+        settings = resolved.read(run)
         return report.summary(derive(run, settings, compile_graph(settings)))
     except (BraidError, OSError) as error:
         return reason(error).replace("\n", "\n  ")
@@ -255,7 +254,7 @@ def _summary(run: RunDirectory) -> str:
 
 def _refuse_other_configuration(run: RunDirectory, settings: RunSettings, anew: list[str]) -> None:
     """Raise BraidError where stages have work of other settings and are not to be made `anew`."""
-    differing = differing_keys(load(run.settings, to_start=False), settings)
+    differing = differing_keys(resolved.read(run), settings)
     if not differing:
         print(f"{shown(run.path)} holds a run of this very configuration: continuing it")
         return

@@ -109,7 +109,10 @@ def _with_domain(tree: Mapping, path: Path, reader: Reader) -> Mapping:
 
 def dump_resolved(settings: RunSettings) -> str:
     """The settings as YAML with every default written out; `load` reads it back unchanged."""
-    return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, width=100)
+    # The C library's, where PyYAML was built with it, is ten times as fast and writes the same.
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    values = settings.model_dump(mode="json")
+    return str(yaml.dump(values, Dumper=dumper, sort_keys=False, width=100))
 
 
 def dump_differing(settings: Settings) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
@@ -94,7 +95,7 @@ READS: dict[Kind, tuple[str, ...]] = {
 
 TRAINING: tuple[Kind, ...] = ("sft", "grpo", "mixed", "distill")
 SAMPLING: tuple[Kind, ...] = ("grpo", "mixed", "distill", "evaluate")
-DATA_KEYS = ("experts.*.prompts", "experts.*.demonstrations")
+DATA_KEYS = (".prompts", ".demonstrations")  # what patterns that name problems end with
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ class Stage:
     steps: int | None = None
     routing: str | None = None
     reads: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)  # of these, the problems it reads
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -135,8 +137,7 @@ class Stage:
     @property
     def data_digest(self) -> str:
         """Changes when the stage's problems or demonstrations change."""
-        keys = [key for key in self.reads if any(matches(key, each) for each in DATA_KEYS)]
-        return digest({key: self.reads[key] for key in keys})
+        return digest(self.data)
 
 
 def compile_graph(settings: RunSettings) -> tuple[Stage, ...]:
@@ -145,8 +146,9 @@ def compile_graph(settings: RunSettings) -> tuple[Stage, ...]:
 
     def stage(name: str, kind: Kind, **fields: Any) -> Stage:
         patterns = [pattern.format(domain=fields.get("domain")) for pattern in READS[kind]]
-        reads = dict(chain.from_iterable(leaves(tree, pattern) for pattern in patterns))
-        return Stage(name, kind, reads=reads, **fields)
+        found = {pattern: dict(leaves(tree, pattern)) for pattern in patterns}
+        data = [found[pattern] for pattern in patterns if pattern.endswith(DATA_KEYS)]
+        return Stage(name, kind, reads=_joined(found.values()), data=_joined(data), **fields)
 
     experts = {domain: f"experts.{domain}" for domain in settings.experts}
     baseline = []
@@ -201,6 +203,10 @@ def digest(value: Any) -> str:
     """SHA-256 of the value as canonical JSON."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    return dict(chain.from_iterable(part.items() for part in parts))
 
 
 def _compared_with(expert: PolicySettings) -> dict[str, str]:

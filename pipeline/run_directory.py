@@ -120,6 +120,10 @@ class RunDirectory:
         return self.path / "run.yaml"
 
     @property
+    def settings_for_programs(self) -> Path:
+        return self.path / ".run.json"
+
+    @property
     def ledger(self) -> Path:
         return self.path / "ledger.jsonl"
 

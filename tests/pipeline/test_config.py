@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from pipeline import resolved
 from pipeline.config import differing_keys, dump_resolved, load
 from pipeline.rewards import function_fault
+from pipeline.run_directory import RunDirectory
 from pipeline.violations import ConfigError
 from stages.domains.rewards.settings import PythonReward
 from stages.objectives.settings import SequenceRatioSettings, TokenRatioSettings
@@ -449,3 +451,17 @@ def test_differing_keys_name_both_values(config: Path) -> None:
         "experts.sums.prompts.config": ({}, None),
         "experts.sums.prompts.config.a": (None, 1),
     }
+
+
+def test_a_runs_settings_are_read_as_run_yaml_has_them(config: Path, run: RunDirectory) -> None:
+    settings = load(config)
+    resolved.write(run, settings)
+    assert resolved.read(run) == resolved.read(run, to_start=True) == settings
+    edited = run.settings.read_text().replace("seed: 0", "seed: 7")
+    run.settings.write_text(edited)
+    assert resolved.read(run).seed == 7
+    run.settings_for_programs.write_text("no digest\n{}")
+    assert resolved.read(run).seed == 7
+    run.settings.write_text("nam: small\n")
+    with pytest.raises(ConfigError, match="did you mean"):
+        resolved.read(run)
