@@ -33,7 +33,7 @@ from pipeline.neutral import CHANGES_NO_RESULT, MAY_CHANGE
 from pipeline.probe import probe
 from pipeline.run_directory import RunDirectory
 from pipeline.runner import refuse_stale, run_stages
-from pipeline.selection import chosen, following, put_aside
+from pipeline.selection import chosen, following, put_aside, to_make_anew
 from pipeline.states import derive
 from pipeline.violations import hint, shown
 from stages.domains.rewards.settings import RewardPoolSettings
@@ -275,7 +275,8 @@ def _refuse_other_configuration(run: RunDirectory, settings: RunSettings, anew: 
         + f"\nwith which these were made that are done or begun: {', '.join(stale)}"
         + "\nname this one otherwise with --name NAME, continue that one with "
         + f"`braid resume {shown(run.path)}`, or make\nanew what depends on it with "
-        + f"--from {stale[0]}; for all stages, only these settings may change:\n{MAY_CHANGE}"
+        + f"{to_make_anew(stages, stale)};\n"
+        + f"for all stages, only these settings may change:\n{MAY_CHANGE}"
     )
 
 
@@ -296,7 +297,9 @@ def _run_to_the_end(run: RunDirectory, settings: RunSettings, arguments: Namespa
     models = report.write_results(run)
     console.print()
     console.print(report.results_table(models))
-    print(f"\nresults: {shown(run.results)}\nmerged model: {shown(report.exported_model(run))}")
+    print(f"\nresults: {shown(run.results)}")
+    if settings.merge is not None:
+        print(f"merged model: {shown(run.stage('export').exported)}")
 
 
 def _take_over(run: RunDirectory, settings: RunSettings, other: RunDirectory) -> None:

@@ -4,6 +4,9 @@ cold_start ─┬─ mixed (where there is one; evaluated, and no teacher)
             ├─ experts.A ─┐
             ├─ experts.B ─┼─ merge ─┬─ evaluate (of every model)
             └─ experts.C ─┘         └─ export
+
+An expert may grow from another one (`from: experts.A`), there may be no merge, and with `rounds`
+experts and a merge grow again from the merge before: round_2.experts.A, round_2.merge.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from itertools import chain
 from typing import Any, Literal
 
 from pipeline.schema import leaves
-from stages.settings import PolicySettings, RunSettings
+from stages.settings import DomainSettings, MergeSettings, PolicySettings, RunSettings
 
 Kind = Literal["sft", "grpo", "mixed", "distill", "evaluate", "export"]
 
@@ -50,6 +53,7 @@ READS: dict[Kind, tuple[str, ...]] = {
         "experts.{domain}.updates_per_rollout",
         "experts.{domain}.loop.steps",
         "experts.{domain}.stop",
+        "experts.{domain}.from",
     ),
     "mixed": (
         "seed",
@@ -95,6 +99,7 @@ READS: dict[Kind, tuple[str, ...]] = {
 
 TRAINING: tuple[Kind, ...] = ("sft", "grpo", "mixed", "distill")
 SAMPLING: tuple[Kind, ...] = ("grpo", "mixed", "distill", "evaluate")
+EXPERT = "experts."
 DATA_KEYS = (".prompts", ".demonstrations")  # what patterns that name problems end with
 
 
@@ -150,46 +155,23 @@ def compile_graph(settings: RunSettings) -> tuple[Stage, ...]:
         data = [found[pattern] for pattern in patterns if pattern.endswith(DATA_KEYS)]
         return Stage(name, kind, reads=_joined(found.values()), data=_joined(data), **fields)
 
-    experts = {domain: f"experts.{domain}" for domain in settings.experts}
-    baseline = []
-    if settings.mixed is not None:
-        baseline.append(
-            stage(
-                "mixed",
-                "mixed",
-                parent="cold_start",
-                models=_compared_with(settings.mixed),
-                steps=settings.mixed.loop.steps,
-                routing=settings.mixed.routing.replay,
-            )
-        )
-    trained = ("cold_start", *experts.values(), *(each.name for each in baseline), "merge")
-    return (
-        stage("cold_start", "sft", steps=settings.cold_start.loop.steps),
-        *(
-            stage(
-                experts[domain],
-                "grpo",
-                domain=domain,
-                parent="cold_start",
-                models=_compared_with(expert),
-                steps=expert.loop.steps,
-                routing=expert.routing.replay,
-            )
-            for domain, expert in settings.experts.items()
-        ),
-        *baseline,
-        stage(
-            "merge",
-            "distill",
-            parent="cold_start",
-            teachers=experts,
-            steps=settings.merge.loop.steps,
-            routing=settings.merge.routing.replay,
-        ),
-        stage("evaluate", "evaluate", models={name: name for name in trained}),
-        stage("export", "export", parent="merge"),
-    )
+    stages = [stage("cold_start", "sft", steps=settings.cold_start.loop.steps)]
+    base = "cold_start"
+    for number in range(1, settings.rounds + 1):
+        prefix = "" if number == 1 else f"round_{number}."
+        for domain in _parents_first(settings.experts):
+            stages.append(stage(**_expert(settings, domain, prefix, base)))
+        if number == 1 and settings.mixed is not None:
+            mixed = _policy(settings.mixed, base)
+            stages.append(stage(name="mixed", kind="mixed", **mixed))
+        if settings.merge is not None:
+            stages.append(stage(**_merge(settings, settings.merge, prefix, base)))
+            base = stages[-1].name
+    trained = {each.name: each.name for each in stages}
+    stages.append(stage("evaluate", "evaluate", models=trained))
+    if settings.merge is not None:
+        stages.append(stage("export", "export", parent=base))
+    return tuple(stages)
 
 
 def matches(key: str, pattern: str) -> bool:
@@ -209,9 +191,54 @@ def _joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return dict(chain.from_iterable(part.items() for part in parts))
 
 
-def _compared_with(expert: PolicySettings) -> dict[str, str]:
-    """The stage whose model a KL penalty is measured against, where it is not the parent."""
-    kl = expert.objective.kl
-    if kl.coefficient > 0 and kl.reference == "cold_start":
-        return {"cold_start": "cold_start"}
-    return {}
+def _parents_first(experts: dict[str, DomainSettings]) -> list[str]:
+    """The domains as they are written, but for those that another one grows from."""
+    found: dict[str, None] = {}
+
+    def add(domain: str) -> None:
+        parent = experts[domain].from_ or ""
+        if parent.startswith(EXPERT):
+            add(parent.removeprefix(EXPERT))
+        found[domain] = None
+
+    for domain in experts:
+        add(domain)
+    return list(found)
+
+
+def _expert(settings: RunSettings, domain: str, prefix: str, base: str) -> dict[str, Any]:
+    """What the stage of a domain's expert is; `base` is what all grow from in this round."""
+    expert = settings.experts[domain]
+    parent = expert.from_ or base
+    if parent.startswith(EXPERT):
+        parent = prefix + parent
+    return {
+        "name": f"{prefix}{EXPERT}{domain}",
+        "kind": "grpo",
+        "domain": domain,
+        **_policy(expert, parent),
+    }
+
+
+def _policy(policy: PolicySettings, parent: str) -> dict[str, Any]:
+    """What the stages of policies that learn from rewards have in common."""
+    kl = policy.objective.kl
+    # The model that a KL penalty is measured against, where it is not the parent.
+    elsewhere = kl.coefficient > 0 and kl.reference == "cold_start"
+    return {
+        "parent": parent,
+        "models": {"cold_start": "cold_start"} if elsewhere else {},
+        "steps": policy.loop.steps,
+        "routing": policy.routing.replay,
+    }
+
+
+def _merge(settings: RunSettings, merge: MergeSettings, prefix: str, base: str) -> dict[str, Any]:
+    return {
+        "name": f"{prefix}merge",
+        "kind": "distill",
+        "parent": base,
+        "teachers": {domain: f"{prefix}{EXPERT}{domain}" for domain in settings.experts},
+        "steps": merge.loop.steps,
+        "routing": merge.routing.replay,
+    }

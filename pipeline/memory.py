@@ -19,7 +19,7 @@ from parallel.memory import (
 )
 from parallel.settings import EngineSettings, OptimizerSettings
 from pipeline.graph import Stage, compile_graph
-from pipeline.report import depth, layout_text, plain_table
+from pipeline.report import indented, layout_text, plain_table
 from stages.settings import LoopSettings, PolicySettings, RunSettings
 
 HEADINGS = ("parameters", "gradients", "optimizer", "frozen models", "activations", "total")
@@ -73,6 +73,7 @@ def _trained_by(stage: Stage, settings: RunSettings) -> tuple[OptimizerSettings,
     if (policy := _rewarded(stage, settings)) is not None:
         return policy.optimizer, policy.loop
     block = settings.cold_start if stage.kind == "sft" else settings.merge
+    assert block is not None
     return block.optimizer, block.loop
 
 
@@ -93,8 +94,9 @@ def _stage_table(settings: RunSettings, stages: list[tuple[Stage, list[RankMemor
     table = plain_table(f"{settings.name}: memory of {where}, by stage")
     table.add_column("stage")
     _add_headings(table)
+    names = indented([stage for stage, _ in stages])
     for stage, ranks in stages:
-        table.add_row(f"{'  ' * depth(stage)}{stage.name}", *_cells(fullest(ranks)))
+        table.add_row(names[stage.name], *_cells(fullest(ranks)))
     return table
 
 

@@ -28,6 +28,7 @@ LOOPS = ("cold_start", "experts.*", "mixed", "merge")
 
 CHANGES_NO_RESULT = (
     "name",
+    "rounds",
     "layout",
     "logging",
     "rewards",
@@ -39,6 +40,7 @@ CHANGES_NO_RESULT = (
 MAY_CHANGE = f"""\
   logging
   layout
+  rounds
   rewards: workers, timeout_seconds, memory_mebibytes, max_failed_fraction
   engine: {", ".join(ENGINE_KEYS[:6])},
           {", ".join(ENGINE_KEYS[6:10])},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from parallel.files import write_atomically
 from parallel.settings import LayoutSettings
-from pipeline.graph import Stage
+from pipeline.graph import EXPERT, Stage
 from pipeline.ledger import Ledger, minutes
 from pipeline.progress import clock, latest
 from pipeline.run_directory import RunDirectory
@@ -36,10 +36,11 @@ def plan_table(
     table = plain_table(f"{settings.name}: seed {settings.seed}, {layout_text(settings.layout)}")
     for heading in ("stage", "kind", "from", "steps", "engine", "state"):
         table.add_column(heading)
+    names = indented(stages)
     for stage in stages:
         state = states[stage.name]
         table.add_row(
-            f"{'  ' * depth(stage)}{stage.name}",
+            names[stage.name],
             stage.kind,
             _origin(stage),
             str(stage.steps or ""),
@@ -96,9 +97,14 @@ def results_table(models: Models) -> Table:
     for domain in domains:
         table.add_column(domain, justify="right")
     for model, scores in models.items():
-        cells = [_score_text(scores[domain], model == f"experts.{domain}") for domain in domains]
+        cells = [_score_text(scores[domain], is_of(domain, model)) for domain in domains]
         table.add_row(model, *cells)
     return table
+
+
+def is_of(domain: str, model: str) -> bool:
+    """Whether a model is an expert of the domain, of any round."""
+    return f".{model}".endswith(f".{EXPERT}{domain}")
 
 
 def layout_text(layout: LayoutSettings) -> str:
@@ -116,14 +122,12 @@ def plain_table(title: str) -> Table:
     return Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False)
 
 
-def depth(stage: Stage) -> int:
-    """How many stages deep a stage grows out of the cold start, to indent its name."""
-    return {"sft": 0, "grpo": 1, "mixed": 1, "distill": 2}.get(stage.kind, 3)
-
-
-def exported_model(run: RunDirectory) -> Path:
-    """Where the merged model lies for transformers and vLLM."""
-    return run.stage("export").exported
+def indented(stages: Sequence[Stage]) -> dict[str, str]:
+    """The stages' names, each as far to the right as it is deep below the cold start."""
+    depths: dict[str, int] = {}
+    for stage in stages:  # inputs come first
+        depths[stage.name] = 1 + max((depths[name] for name in stage.inputs), default=-1)
+    return {name: f"{'  ' * depth}{name}" for name, depth in depths.items()}
 
 
 def _origin(stage: Stage) -> str:

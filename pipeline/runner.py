@@ -17,7 +17,7 @@ from pipeline.ledger import Ledger, State, latest
 from pipeline.lineage import lineage_now, write_manifest
 from pipeline.progress import watching
 from pipeline.run_directory import RunDirectory
-from pipeline.selection import chosen, refuse_missing_inputs
+from pipeline.selection import chosen, refuse_missing_inputs, to_make_anew
 from pipeline.states import StageState, derive, lacks
 from pipeline.violations import shown
 from stages.settings import RunSettings
@@ -26,12 +26,14 @@ from stages.settings import RunSettings
 class StaleStages(BraidError):
     """Finished or half-finished work no longer matches what it was made from."""
 
-    def __init__(self, run: RunDirectory, stale: dict[str, StageState]) -> None:
+    def __init__(
+        self, run: RunDirectory, stages: Sequence[Stage], stale: dict[str, StageState]
+    ) -> None:
         lines = [f"{name}: {state.cause}" for name, state in stale.items()]
         super().__init__(
             "\n  ".join(["stages no longer match what they were made from:", *lines])
-            + f"\nrestore what changed, or make them anew, and all that follows them, with "
-            f"--from {next(iter(stale))}; what they left is kept in {shown(run.replaced)}"
+            + "\nrestore what changed, or make them anew, and all that follows them, with\n"
+            f"{to_make_anew(stages, stale)}; what they left is kept in {shown(run.replaced)}"
         )
 
 
@@ -83,7 +85,8 @@ def refuse_stale(
         StaleStages: finished or half-finished work of a stage that is wanted, or of an input of
             one, was made from other settings or inputs.
     """
-    states = derive(run, settings, compile_graph(settings))
+    stages = compile_graph(settings)
+    states = derive(run, settings, stages)
     touched = {name for stage in wanted for name in (stage.name, *stage.inputs)}
     stale = {
         name: state for name, state in states.items() if name in touched and state.state == "stale"
@@ -91,7 +94,7 @@ def refuse_stale(
     for name, state in stale.items():
         Ledger(run.ledger).append(name, "stale", state.cause, state.attempts)
     if stale:
-        raise StaleStages(run, stale)
+        raise StaleStages(run, stages, stale)
     return states
 
 

@@ -49,6 +49,16 @@ def following(stages: Sequence[Stage], names: Iterable[str]) -> list[Stage]:
     return [stage for stage in stages if stage.name in found]
 
 
+def to_make_anew(stages: Sequence[Stage], names: Iterable[str]) -> str:
+    """The options that make the stages so called anew, no more of them than it takes."""
+    left, options = set(names), []
+    for stage in stages:
+        if stage.name in left:
+            options.append(f"--from {stage.name}")
+            left -= {each.name for each in following(stages, [stage.name])}
+    return " ".join(options)
+
+
 def put_aside(run: RunDirectory, stages: Iterable[Stage]) -> list[Path]:
     """Move what stages have left to `replaced/`, so that they begin anew; returns where it is."""
     moved = []

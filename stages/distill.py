@@ -40,6 +40,7 @@ class Merge(OnPolicyStage):
 
     def __init__(self, job: StageJob) -> None:
         settings = job.settings.merge
+        assert settings is not None
         policy = TrainedPolicy(
             job.settings.model,
             job.settings.layout,

@@ -141,6 +141,12 @@ class DomainSettings(PolicySettings):
     )
     demonstrations: DemonstrationSettings = GeneratedDemonstrationSettings()
     curriculum: CurriculumSettings = NoCurriculumSettings()
+    from_: str | None = Field(
+        default=None,
+        alias="from",
+        description="the stage it grows from: cold_start, or experts.NAME of the same round; null"
+        " is cold_start, and the merge before in later rounds",
+    )
 
 
 class MixedSettings(PolicySettings):
@@ -193,7 +199,10 @@ class RunSettings(Settings):
     engine: EngineSettings = EngineSettings()
     cold_start: ColdStartSettings
     experts: Annotated[dict[str, DomainSettings], Field(min_length=1)]
-    merge: MergeSettings
+    merge: MergeSettings | None = Field(description="null leaves the experts as they are")
+    rounds: Positive = Field(
+        default=1, description="experts and their merge, grown again from the merge before"
+    )
     mixed: MixedSettings | None = Field(
         default=None, description="trains one policy on all domains beside the experts; null none"
     )

@@ -12,6 +12,7 @@ from pipeline.lineage import changes, lineage_now
 from pipeline.neutral import CHANGES_NO_RESULT
 from pipeline.run_directory import RunDirectory
 from pipeline.schema import flatten
+from pipeline.violations import ConfigError
 from stages.settings import RunSettings
 
 MIXED = "mixed={optimizer: {learning_rate: 1e-3}, loop: {steps: 2}}"
@@ -92,6 +93,61 @@ def test_the_data_digest_changes_with_the_problems_alone(config: Path) -> None:
 
     assert data("seed=1") == data("seed=2")
     assert data("experts.sums.prompts.dataset=a") != data("experts.sums.prompts.dataset=b")
+
+
+def test_an_expert_may_grow_from_another(config: Path) -> None:
+    stages = compile_graph(load(config, ["experts.sums.from=experts.words"]))
+    names = [stage.name for stage in stages]
+    assert names[:3] == ["cold_start", "experts.words", "experts.sums"]
+    assert stages[2].parent == "experts.words"
+    assert stages[3].parent == "cold_start"
+
+
+def test_rounds_grow_from_the_merge_before(config: Path) -> None:
+    stages = {stage.name: stage for stage in compile_graph(load(config, ["rounds=2"]))}
+    first = ["cold_start", "experts.sums", "experts.words", "merge"]
+    second = ["round_2.experts.sums", "round_2.experts.words", "round_2.merge"]
+    assert list(stages) == [*first, *second, "evaluate", "export"]
+    assert {stages[name].parent for name in second} == {"merge"}
+    assert stages["round_2.merge"].teachers == {"sums": second[0], "words": second[1]}
+    assert list(stages["evaluate"].models) == [*first, *second]
+    assert stages["export"].parent == "round_2.merge"
+    assert [each.config_digest for each in compile_graph(load(config))[:4]] == [
+        stages[name].config_digest for name in first
+    ]
+
+
+def test_a_later_round_may_start_over(config: Path) -> None:
+    overrides = ["rounds=2", "experts.sums.from=cold_start", "experts.words.from=experts.sums"]
+    stages = {stage.name: stage for stage in compile_graph(load(config, overrides))}
+    assert stages["round_2.experts.sums"].parent == "cold_start"
+    assert stages["round_2.experts.words"].parent == "round_2.experts.sums"
+
+
+def test_experts_may_stay_unmerged(config: Path) -> None:
+    names = [stage.name for stage in compile_graph(load(config, ["merge=null"]))]
+    assert names == ["cold_start", "experts.sums", "experts.words", "evaluate"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["experts.sums.from=experts.sum"], 'no such stage: experts.sum; did you mean "experts.s'),
+        (["experts.sums.from=merge"], "experts.sums.from: no such stage: merge"),
+        (["experts.sums.from=experts.sums"], "itself: experts.sums from experts.sums"),
+        (
+            ["experts.sums.from=experts.words", "experts.words.from=experts.sums"],
+            "experts.sums from experts.words from experts.sums",
+        ),
+        (["rounds=2", "merge=null"], "rounds: 2 rounds need a merge"),
+    ],
+)
+def test_what_no_graph_can_be_made_of_is_refused(
+    config: Path, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(config, overrides)
+    assert message in str(caught.value)
 
 
 @pytest.fixture

@@ -105,3 +105,30 @@ def test_a_fork_of_no_run_says_so(braid: Braid, config: Path, runs: Path) -> Non
     assert code == 1
     assert "no run none in" in err
     assert not (runs / "two").exists()
+
+
+def test_experts_without_a_merge_end_with_their_results(
+    braid: Braid, config: Path, runs: Path
+) -> None:
+    code, out, err = braid("run", config, "merge=null")
+    assert (code, err) == (0, "")
+    assert out.endswith(f"results: {runs}/small/results.json\n")
+    assert "merge" not in attempts(runs / "small")
+
+
+def test_two_rounds_run_one_after_another(braid: Braid, config: Path, runs: Path) -> None:
+    code, out, err = braid("run", config, "rounds=2")
+    assert (code, err) == (0, "")
+    assert "◆" in next(line for line in out.splitlines() if line.startswith("round_2.experts.s"))
+    assert attempts(runs / "small")["round_2.merge"] == 1
+
+
+def test_a_finished_run_goes_on_to_another_round(braid: Braid, config: Path, runs: Path) -> None:
+    assert braid("run", config)[0] == 0
+    code, _, err = braid("run", config, "rounds=2")
+    assert code == 1
+    assert "--from evaluate --from export; what they left is kept in" in err
+    code, out, err = braid("run", config, "rounds=2", "--from", "evaluate", "--from", "export")
+    assert (code, err) == (0, "")
+    assert "] merge" not in out
+    assert "] round_2.merge  done" in out
