@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, get_args
+from typing import IO, Literal, get_args
 
 from parallel.files import naming
 
@@ -46,15 +48,15 @@ class Ledger:
     def append(
         self, stage: str, state: State, cause: str, attempt: int, seconds: float | None = None
     ) -> None:
-        """Write one line, durably and in a single write, so that writers never mix their lines."""
+        """Write one line, durably. Writers of any machine that shares the file take turns."""
         rounded = None if seconds is None else round(seconds, 3)
         event = Event(_now(), stage, state, cause, attempt, rounded)
         fields = {name: value for name, value in asdict(event).items() if value is not None}
-        line = json.dumps(fields) + "\n"
-        if self._ends_in_half_a_line():
-            line = "\n" + line
-        with naming(self.path), self.path.open("ab", buffering=0) as file:
-            if file.write(line.encode()) < len(line):
+        line = (json.dumps(fields) + "\n").encode()
+        with naming(self.path), self.path.open("a+b", buffering=0) as file, _alone(file):
+            if _ends_in_half_a_line(file):
+                line = b"\n" + line
+            if file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(file.fileno())
 
@@ -72,13 +74,6 @@ class Ledger:
                 events.append(event)
         return events
 
-    def _ends_in_half_a_line(self) -> bool:
-        if not self.path.exists() or not self.path.stat().st_size:
-            return False
-        with self.path.open("rb") as file:
-            file.seek(-1, os.SEEK_END)
-            return file.read() != b"\n"
-
 
 def latest(events: Iterable[Event]) -> dict[str, Event]:
     """Each stage's newest event. Staleness is left out: it is found anew from the lineage."""
@@ -92,6 +87,25 @@ def minutes(events: Iterable[Event]) -> dict[str, float]:
         if event.seconds is not None:
             total[event.stage] = total.get(event.stage, 0.0) + event.seconds / 60
     return {stage: round(value, 3) for stage, value in total.items()}
+
+
+@contextmanager
+def _alone(file: IO[bytes]) -> Iterator[None]:
+    """Hold the file, by a lock that NFS and Lustre know too, which the kernel gives back when this
+    process ends. Where there are none at all, a line is still a single write."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+    yield
+
+
+def _ends_in_half_a_line(file: IO[bytes]) -> bool:
+    if not file.seek(0, os.SEEK_END):
+        return False
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) != b"\n"
 
 
 def _now() -> str:

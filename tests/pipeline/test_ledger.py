@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -46,3 +48,26 @@ def test_minutes_are_summed_over_attempts(ledger: Ledger) -> None:
 def test_a_full_disk_names_the_ledger() -> None:
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
         Ledger(Path("/dev/full")).append("merge", "done", "finished", 1)
+
+
+def append_many(path: Path, writer: int) -> None:
+    for number in range(50):
+        Ledger(path).append(f"stage_{writer}", "running", "x" * number, number)
+        if number % 10 == writer:  # as one that is killed in the middle of a line
+            with path.open("ab") as file:
+                fcntl.lockf(file, fcntl.LOCK_EX)
+                file.write(b'{"time": "2026-')
+
+
+def test_writers_of_several_processes_never_mix_their_lines(ledger: Ledger) -> None:
+    context = multiprocessing.get_context("fork")
+    writers = [
+        context.Process(target=append_many, args=(ledger.path, writer)) for writer in range(4)
+    ]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    found = [(event.stage, event.attempt) for event in ledger.events()]
+    assert len(found) == len(set(found)) == 4 * 50
+    assert [writer.exitcode for writer in writers] == [0, 0, 0, 0]
