@@ -11,8 +11,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from fake_engines import MODEL, FakeEngine
-from test_rollout_modes import RefittedFleet, one_rank  # noqa: F401
+from fake_engines import GROUP, MODEL, PROMPTS, RefittedFleet, toy_domain, toy_job, toy_run
+from test_rollout_modes import one_rank  # noqa: F401
 
 from parallel import checkpoints
 from parallel.batch import collate
@@ -20,15 +20,9 @@ from parallel.checkpoint_saver import Saver
 from parallel.packing import Place
 from parallel.policy import Policy, TrainedPolicy
 from parallel.sample import Sample
-from parallel.settings import (
-    EngineSettings,
-    LayoutSettings,
-    OptimizerSettings,
-    RoutingLossSettings,
-)
+from parallel.settings import LayoutSettings, OptimizerSettings, RoutingLossSettings
 from stages.agreement import measure_mismatch
 from stages.backlog import Batch
-from stages.domains.rewards.settings import RewardPoolSettings
 from stages.grading import add_advantages, graded
 from stages.group_weights import LengthWeights, scale_by_entropy
 from stages.groups import Group
@@ -44,9 +38,7 @@ from stages.objectives.settings import (
 )
 from stages.on_policy import Rollout, weights
 from stages.reference import Reference
-from stages.settings import DomainSettings, LoggingSettings, RunSettings, StageJob
-
-PROMPTS, GROUP = 4, 4
+from stages.settings import RunSettings, StageJob
 
 
 @torch.no_grad()
@@ -60,44 +52,17 @@ def start_elsewhere(policy: Policy, _checkpoint: Path, head: bool = True) -> Non
         policy.weights_changed()
 
 
-def expert(directory: Path, objective: dict[str, Any], steps: int = 3, updates: int = 2) -> Expert:
-    domain = DomainSettings.model_validate(
-        {
-            "prompts": {"dataset": "chain_sum"},
-            "rewards": {"parity": {"kind": "python", "function": "small_rewards:parity"}},
-            "sampling": {
-                "prompts_per_step": PROMPTS,
-                "group_size": GROUP,
-                "max_response_tokens": 8,
-            },
-            "routing": {"replay": "none"},
-            "optimizer": {"learning_rate": 1e-2},
-            "objective": objective,
-            "updates_per_rollout": updates,
-            "loop": {"steps": steps, "micro_batch_tokens": 256},
-        }
+def expert(
+    directory: Path, objective: dict[str, Any], steps: int = 3, updates: int = 2, **given: Any
+) -> Expert:
+    domain = toy_domain(
+        optimizer={"learning_rate": 1e-2},
+        objective=objective,
+        updates_per_rollout=updates,
+        loop={"steps": steps, "micro_batch_tokens": 256},
+        **given,
     )
-    settings = RunSettings.model_construct(
-        name="toy",
-        seed=0,
-        deterministic=False,
-        model=MODEL,
-        layout=LayoutSettings(),
-        engine=EngineSettings(max_logprob_difference=1e9),
-        rewards=RewardPoolSettings(workers=1),
-        experts={"sums": domain},
-        logging=LoggingSettings(wandb="disabled"),
-    )
-    job = StageJob.model_construct(
-        stage="experts.sums",
-        domain="sums",
-        directory=directory,
-        attempt=1,
-        parent=directory,
-        models={"cold_start": directory},
-        engine_addresses=[FakeEngine()],
-        settings=settings,
-    )
+    job = toy_job(directory, toy_run(sums=domain), models={"cold_start": directory})
     with (
         mock.patch("stages.rollout.Fleet", RefittedFleet),
         mock.patch.object(checkpoints, "load_weights", start_elsewhere),
