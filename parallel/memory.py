@@ -34,7 +34,7 @@ CACHE_BLOCK = 32
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes one rank holds while a stage runs; `frozen` are models that are only read."""
+    """Bytes one rank holds while a stage runs; `frozen` are models that no optimizer changes."""
 
     parameters: int
     gradients: int = 0
@@ -81,6 +81,7 @@ def training_memory(
     algorithm: Literal["adam", "sgd"],
     micro_batch_tokens: int,
     frozen_models: int = 0,
+    averages: int = 0,
     values: bool = False,
 ) -> list[RankMemory]:
     """What a rank of every pipeline rank holds while it trains, the first pipeline rank first.
@@ -91,6 +92,7 @@ def training_memory(
         algorithm: the optimizer's.
         micro_batch_tokens: tokens of a micro-batch, before context parallelism splits it.
         frozen_models: references and teachers held beside the policy.
+        averages: of the policy's weights over its updates, which are kept in fp32.
         values: whether it is a critic's model, whose head says one value and no logits.
     """
     if algorithm != "adam":  # megatron-core's distributed optimizer has only Adam
@@ -102,13 +104,13 @@ def training_memory(
         chunks = _chunks(model, layout, rank, values)
         buffers = sum(_buffered(chunk, layout) for chunk in chunks)
         updated = sum(_updated(chunk, layout) for chunk in chunks)
-        weights = precision * sum(chunk.elements for chunk in chunks)
+        weights = sum(chunk.elements for chunk in chunks)
         found.append(
             RankMemory(
                 parameters=precision * buffers,
                 gradients=FP32 * buffers,
                 optimizer=FP32 * states * updated,
-                frozen=weights * frozen_models,
+                frozen=weights * (precision * frozen_models + FP32 * averages),
                 activations=_activations(model, layout, rank, micro_batch_tokens, values),
             )
         )

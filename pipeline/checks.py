@@ -27,7 +27,7 @@ from parallel.weights.engine import engine_violations
 from pipeline.cores import placement_fault
 from pipeline.data_checks import data_rules, missing_data, missing_tokenizer, tokenizer_rules
 from pipeline.graph_checks import graph_rules
-from pipeline.rewards import reward_needs, reward_rules
+from pipeline.rewards import reward_needs, reward_rules, step_rules
 from pipeline.violations import hint, shown
 from stages.domains.rewards.settings import RewardPoolSettings
 from stages.objectives.settings import ObjectiveSettings
@@ -75,6 +75,7 @@ def violations(run: dict[str, Any]) -> Found:
         if domain:
             yield from _policy_rules(f"experts.{name}", domain, domain.rewards, layout, engine)
             yield from reward_rules(f"experts.{name}.rewards", domain, pool)
+            yield from _step_rules(name, domain, (f"experts.{name}", domain), ("mixed", mixed))
             yield from data_rules(f"experts.{name}", domain, model, engine, (merge, mixed))
             yield from _rollout_rules(f"experts.{name}.rollout", domain.rollout, deterministic)
     yield from graph_rules(run, domains)
@@ -188,6 +189,16 @@ def _policy_rules(
             f"{updates} does not divide {key}.sampling.prompts_per_step = "
             f"{policy.sampling.prompts_per_step}, and every update takes as many whole groups",
         )
+
+
+def _step_rules(
+    name: str, domain: DomainSettings, *policies: tuple[str, PolicySettings | None]
+) -> Found:
+    """Those of the first of the policies, which learn from a domain, that compares steps."""
+    for key, policy in policies:
+        if policy and policy.objective.advantage.name == "process":
+            yield from step_rules(f"experts.{name}.rewards", domain, f"{key}.objective")
+            return
 
 
 def _group_rules(key: str, policy: PolicySettings) -> Found:

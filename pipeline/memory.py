@@ -43,9 +43,10 @@ def stage_memory(stage: Stage, settings: RunSettings) -> list[RankMemory]:
         return reading_memory(settings.model, settings.layout)
     optimizer, loop = _trained_by(stage, settings)
     model, layout, tokens = settings.model, settings.layout, loop.micro_batch_tokens
-    frozen = _frozen_models(stage, settings)
-    ranks = training_memory(model, layout, optimizer.algorithm, tokens, frozen)
-    advantage = settings.experts[stage.domain].objective.advantage if stage.domain else None
+    frozen, averages = _compared_with(stage, settings)
+    ranks = training_memory(model, layout, optimizer.algorithm, tokens, frozen, averages)
+    rewarded = _rewarded(stage, settings)
+    advantage = rewarded.objective.advantage if rewarded else None
     if advantage is None or advantage.name != "gae":
         return ranks
     algorithm = advantage.critic.optimizer.algorithm
@@ -82,11 +83,14 @@ def _rewarded(stage: Stage, settings: RunSettings) -> PolicySettings | None:
     return settings.mixed if stage.kind == "mixed" else settings.experts.get(stage.domain or "")
 
 
-def _frozen_models(stage: Stage, settings: RunSettings) -> int:
-    """A teacher for every domain, or the reference that a KL penalty is measured against."""
+def _compared_with(stage: Stage, settings: RunSettings) -> tuple[int, int]:
+    """How many teachers, or references of a KL penalty, are only read, and how many are averages of
+    the policy."""
     if (block := _rewarded(stage, settings)) is not None:
-        return int(block.objective.kl.coefficient > 0)
-    return len(stage.teachers)
+        kl = block.objective.kl
+        penalised, average = kl.coefficient > 0, kl.reference == "ema"
+        return int(penalised and not average), int(penalised and average)
+    return len(stage.teachers), 0
 
 
 def _stage_table(settings: RunSettings, stages: list[tuple[Stage, list[RankMemory]]]) -> Table:

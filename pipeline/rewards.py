@@ -51,6 +51,19 @@ def reward_rules(key: str, domain: DomainSettings, pool: RewardPoolSettings | No
             yield from _time_rules(own, reward, pool)
 
 
+def step_rules(key: str, domain: DomainSettings, objective: str) -> Found:
+    """What the advantage `process` of an objective asks of the rewards at `key`."""
+    own = [reward for reward in domain.rewards.values() if reward.kind == "python"]
+    if not own:
+        yield key, f"{objective}.advantage process compares steps, which only kind: python judges"
+    elif all(reward.unfinished == "zero" for reward in own):
+        yield (
+            key,
+            f"{objective}.advantage process compares steps, and a response that was cut off has"
+            " none unless the reward that judges them has unfinished: score",
+        )
+
+
 def reward_needs(key: str, domain: DomainSettings) -> Found:
     """What a domain's rewards need around them and do not find, as (dotted key, message)."""
     for name, reward in domain.rewards.items():

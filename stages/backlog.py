@@ -47,6 +47,7 @@ class Backlog:
         }
         self._saved: dict[str, deque[int]] = {domain: deque() for domain in domains}
         self._begun: dict[str, list[Group]] = {domain: [] for domain in domains}
+        self._told_too_long = 0  # of what the streams counted
 
     def begin(self, wanted: Mapping[str, int]) -> int:
         """Ask for samples of further prompts, until so many of each domain are begun; returns how
@@ -105,9 +106,15 @@ class Backlog:
         counts = [frontier.passed_over() for frontier in self._frontiers.values()]
         return {"passed_over": float(sum(counts))} if counts else {}
 
+    def too_long(self) -> float:
+        """How many prompts were skipped for their length since the last call."""
+        count = self._untold_too_long()
+        self._told_too_long += count
+        return float(count)
+
     def state(self) -> dict[str, Any]:
-        """Where every domain's prompts continue, those before that were begun, and what the
-        curricula have learned, as JSON."""
+        """Where every domain's prompts continue, those before that were begun, how many were too
+        long and are not told yet, and what the curricula have learned, as JSON."""
         learned = {domain: each.state() for domain, each in self._frontiers.items()}
         return {
             "cursors": {domain: stream.cursor for domain, stream in self._streams.items()},
@@ -115,6 +122,7 @@ class Backlog:
                 domain: [*self._saved[domain], *(group.problem.index for group in begun)]
                 for domain, begun in self._begun.items()
             },
+            "too_long": self._untold_too_long(),
             **({"curricula": learned} if learned else {}),
         }
 
@@ -123,12 +131,17 @@ class Backlog:
         for domain in self.domains:
             self._streams[domain] = self._stream(domain, state["cursors"][domain])
             self._saved[domain] = deque(sorted(state["begun"][domain]))
+        self._told_too_long = -state["too_long"]
         for domain, frontier in self._frontiers.items():
             frontier.restore(state["curricula"][domain])
 
     def close(self) -> None:
         """Leave what is not graded."""
         self._scoring.close()
+
+    def _untold_too_long(self) -> int:
+        counted = sum(stream.too_long for stream in self._streams.values())
+        return counted - self._told_too_long
 
     def _ask(self, groups: list[Group]) -> None:
         for group in groups:
@@ -159,9 +172,16 @@ class Backlog:
         return Frontier(settings, domain, lambda prompt: len(encode(prompt)), seed)
 
     def _stream(self, domain: str, cursor: int) -> PromptStream:
-        seed, stage = self._job.settings.seed, self._job.stage
-        tokenizer = self._rollouts.tokenizer
-        return PromptStream(self._prompts[domain], tokenizer, domain, seed, stage, cursor=cursor)
+        settings = self._job.settings
+        return PromptStream(
+            self._prompts[domain],
+            self._rollouts.tokenizer,
+            domain,
+            settings.seed,
+            self._job.stage,
+            cursor=cursor,
+            longest=settings.longest_prompt(self.sampling),
+        )
 
 
 @dataclass

@@ -8,10 +8,11 @@ import numpy as np
 import torch
 
 from parallel.sample import Sample
+from stages.domains.rewards.reward import RewardError
 from stages.groups import Group
 from stages.objectives.advantages import advantages
 from stages.objectives.graded import Graded
-from stages.objectives.settings import AdvantageSettings
+from stages.objectives.settings import AdvantageSettings, ProcessSettings
 
 
 def graded(groups: list[Group], weights: Mapping[str, float] | None = None) -> Graded:
@@ -45,7 +46,12 @@ def add_advantages(
     first: int = 0,
 ) -> list[list[Sample]]:
     """Give every graded sample its advantage; returns those of each group, as
-    `graded_samples`."""
+    `graded_samples`.
+
+    Raises RewardError where the advantage is of steps and a graded sample has none.
+    """
+    if isinstance(settings, ProcessSettings):
+        _hold_to_steps(groups)
     found = advantages(graded(groups, weights), settings).float().numpy()
     for number, group in enumerate(groups):
         for sample, values in zip(group.samples, found[number], strict=False):
@@ -62,6 +68,20 @@ def graded_samples(groups: list[Group], first: int = 0) -> list[list[Sample]]:
         for sample in group.samples:
             sample.group = first + number
     return [[each for each in group.samples if each.reward is not None] for group in groups]
+
+
+def _hold_to_steps(groups: list[Group]) -> None:
+    graded = [each for group in groups for each in group.samples if each.reward is not None]
+    without = [sample for sample in graded if not sample.step_rewards]
+    if not without:
+        return
+    cut_off = sum(not sample.finished for sample in without)
+    raise RewardError(
+        f"experts.{without[0].domain}.rewards: objective.advantage process compares steps, but"
+        f" {len(without)} of {len(graded)} responses have none, {cut_off} of which were cut off;"
+        " give the reward that judges steps unfinished: score, have it return Steps for every"
+        " response, or use another advantage"
+    )
 
 
 def _parts(

@@ -143,6 +143,10 @@ class Expert(OnPolicyStage):
         shares["loss"] = sum(value for value, _ in parts)
         return sum_over_data(shares)
 
+    def policy_learns(self, step: int) -> bool:
+        """Not while a critic learns alone."""
+        return self.critic is None or not self.critic.learns_alone(step)
+
     def update(
         self,
         samples: list[Sample],
@@ -154,7 +158,7 @@ class Expert(OnPolicyStage):
         if self.critic is None:
             return super().update(samples, batches, measured)
         learned = self.critic.learn(samples, batches)
-        if self.critic.learns_alone(self._version):
+        if not self.policy_learns(self._version):
             return learned
         return {**super().update(samples, batches, measured), **learned}
 

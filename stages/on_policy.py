@@ -105,6 +105,10 @@ class OnPolicyStage(ABC):
         """Leave those of one update on `batches`, this rank's share of `samples`, in the policy;
         `remember` what it says of them. Returns what there is to log. Collective."""
 
+    def policy_learns(self, step: int) -> bool:
+        """Whether the policy is updated in this step."""
+        return True
+
     def learn(self, measured: dict[str, float]) -> dict[str, float]:
         """Whatever else learns from an update whose gradients were `measured`, once it is made;
         returns what there is to log. Collective."""
@@ -138,6 +142,7 @@ class OnPolicyStage(ABC):
             **staleness_metrics(trained, step, self.settings.max_staleness),
             dropped_stale=float(batch.too_old),
             reward_failures=float(batch.failures),
+            too_long=self.backlog.too_long(),
         )
         return rollout
 
@@ -153,11 +158,11 @@ class OnPolicyStage(ABC):
     def prepare(self, rollout: Rollout, step: int) -> Prepared:
         """Split the samples, and compare pi_old to mu. Collective.
 
-        Where there is one update, one pass gives pi_old and the gradients.
+        Where there is one update of the policy, one pass gives pi_old and the gradients.
         """
         self._version = step
         updates = self.divide(rollout)
-        if self.one_pass and len(updates) == 1:
+        if self.one_pass and len(updates) == 1 and self.policy_learns(step):
             measured = self.gradients(rollout.updates[0], updates[0])
             return Prepared(updates, compare(updates[0]), measured)
         parts = [part for batches in updates for part in batches]

@@ -212,7 +212,8 @@ class Rollouts:
                 problem.domain,
                 "prompts",
                 f"the {len(tokens)} tokens of {problem.prompt!r} leave no room for"
-                f" {response} tokens of response within engine.max_model_tokens = {limit}",
+                f" {response} tokens of response within engine.max_model_tokens = {limit};"
+                " raise it, or ask for shorter prompts",
             )
         return tokens
 

@@ -210,6 +210,10 @@ class RunSettings(Settings):
     evaluation: EvaluationSettings = EvaluationSettings()
     logging: LoggingSettings = LoggingSettings()
 
+    def longest_prompt(self, sampling: SamplingSettings) -> int:
+        """Tokens of a prompt beside which a response fits into the engine."""
+        return self.engine.max_model_tokens - sampling.max_response_tokens
+
 
 class StageJob(Settings):
     """Everything one stage process needs; `python -m stages.main JOB` reads it on every rank.

@@ -130,7 +130,9 @@ def _sources(job: StageJob) -> dict[str, DemonstrationSource]:
 def _source(job: StageJob, domain: str, tokenizer: Tokenizer) -> DemonstrationSource:
     seed, settings = job.settings.seed, job.settings.experts[domain]
     # Before hours of training rather than after: is there enough to evaluate on?
-    held_out_problems(settings.prompts, tokenizer, domain, job.settings.evaluation.problems)
+    longest = job.settings.longest_prompt(settings.sampling)
+    problems = job.settings.evaluation.problems
+    held_out_problems(settings.prompts, tokenizer, domain, problems, longest)
     wanted = settings.demonstrations
     if isinstance(wanted, GeneratedDemonstrationSettings):
         prompts = PromptStream(settings.prompts, tokenizer, domain, seed, job.stage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from hashlib import sha256
 from typing import Literal, Protocol
 
@@ -39,7 +40,8 @@ class PromptStream:
 
     The split is by content: a prompt is held out or not whatever seed, purpose or domain drew it.
     Training streams may repeat a prompt; one of files does so only when all rows have had their
-    turn. `too_long` counts the prompts that were skipped for their length.
+    turn. `too_long` counts the prompts that were skipped for their length: `longest` tokens is what
+    there is room for, beside what the settings say.
     Raises DomainError where the settings make no problems.
     """
 
@@ -52,15 +54,15 @@ class PromptStream:
         purpose: str,
         split: Split = "train",
         cursor: int = 0,
+        longest: int | None = None,
     ) -> None:
         self.domain = domain
         self.split: Split = split
         self.cursor = cursor
         self.too_long = 0
         self._settings = settings
-        self._source = _source(
-            settings, tokenizer, domain, _stream_seed(seed, domain, purpose), split
-        )
+        stream_seed = _stream_seed(seed, domain, purpose)
+        self._source = _source(settings, tokenizer, domain, stream_seed, split, longest)
 
     def take(self, count: int) -> list[Problem]:
         """The next `count` problems. Raises DomainError when the split yields no more."""
@@ -82,7 +84,8 @@ class PromptStream:
             problem = self._source.problem(self.cursor)
             self.cursor += 1
             if problem is None:
-                self._note_too_long()
+                self.too_long += 1
+                _tell_of_too_long(self.domain)
             elif self._in_split(problem) and problem.key not in exclude:
                 return problem
         skipped = f" and {self.too_long} too long ones" if self.too_long else ""
@@ -93,25 +96,23 @@ class PromptStream:
             " have more problems, more varied ones, or change prompts.held_out_fraction",
         )
 
-    def _note_too_long(self) -> None:
-        self.too_long += 1
-        if self.too_long == 1:
-            say_notice(
-                f"experts.{self.domain}.prompts: prompts of more than max_prompt_tokens are skipped"
-            )
-
     def _in_split(self, problem: Problem) -> bool:
         return is_held_out(problem, self._settings.held_out_fraction) == (self.split == "held_out")
 
 
 def held_out_problems(
-    settings: PromptSettings, tokenizer: Tokenizer, domain: str, count: int
+    settings: PromptSettings,
+    tokenizer: Tokenizer,
+    domain: str,
+    count: int,
+    longest: int | None = None,
 ) -> list[Problem]:
-    """The problems a domain is evaluated on: `count` distinct ones, the same in every run.
+    """The problems a domain is evaluated on: `count` distinct ones of at most `longest` tokens, the
+    same in every run.
 
     Raises DomainError when the held-out split does not hold so many.
     """
-    stream = PromptStream(settings, tokenizer, domain, 0, "evaluate", "held_out")
+    stream = PromptStream(settings, tokenizer, domain, 0, "evaluate", "held_out", longest=longest)
     return stream.take_distinct(count)
 
 
@@ -120,12 +121,26 @@ def is_held_out(problem: Problem, fraction: float) -> bool:
     return int(problem.key, base=16) < fraction * 2**256
 
 
+@cache
+def _tell_of_too_long(domain: str) -> None:
+    """Once a process, which may have many streams of a domain."""
+    say_notice(
+        f"experts.{domain}.prompts: prompts are skipped that are longer than max_prompt_tokens, or"
+        " leave no room for a response; the metric too_long counts them"
+    )
+
+
 def _source(
-    settings: PromptSettings, tokenizer: Tokenizer, domain: str, seed: int, split: Split
+    settings: PromptSettings,
+    tokenizer: Tokenizer,
+    domain: str,
+    seed: int,
+    split: Split,
+    longest: int | None,
 ) -> Source:
     if isinstance(settings, ReasoningGymPromptSettings):
         return ReasoningGymSource(settings, domain, seed)
-    return FileSource(settings, tokenizer, domain, seed, held_out=split == "held_out")
+    return FileSource(settings, tokenizer, domain, seed, split == "held_out", longest)
 
 
 def _stream_seed(seed: int, domain: str, purpose: str) -> int:

@@ -18,6 +18,8 @@ from parallel.settings import LayoutSettings
         ("TP2", "PP2", "adam_distributed"),
         ("EP2", "TP2", "adam_distributed"),
         ("CP2", "TP2", "adam"),
+        ("VPP2", "EP2", "adam_distributed"),
+        ("PP2", "TP2 EP2 PP2", "adam"),
     ],
 )
 def test_a_critic_goes_on_under_another_layout(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cases import MATRIX
@@ -12,21 +13,30 @@ from ranks import On
 
 from parallel.settings import LayoutSettings
 
+LAYOUTS = ["DP2", "TP2", "CP2", "PP2", "VPP2", "EP2", "TP2 EP2 PP2", "CP2 EP2 VPP2"]
 
-@pytest.fixture(scope="module", params=OBJECTIVES)
-def one_process(request: pytest.FixtureRequest, on: On, tmp_path_factory: Any) -> tuple[str, Path]:
+
+@pytest.fixture(scope="module")
+def one_process(on: On, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Where one process has left what it makes of an objective; it does so once."""
     directory = tmp_path_factory.mktemp("alone")
-    on(LayoutSettings(), alone, str(directory), request.param)
-    return request.param, directory
+
+    @cache
+    def made(name: str) -> Path:
+        on(LayoutSettings(), alone, str(directory), name)
+        return directory
+
+    return made
 
 
-@pytest.mark.parametrize("layout", ["DP2", "TP2", "CP2", "PP2"])
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_update_does_not_know_the_layout(
-    layout: str, on: On, one_process: tuple[str, Path]
+    layout: str, name: str, on: On, one_process: Callable[[str], Path]
 ) -> None:
     """Entropies, KL over the vocabulary and weights by length and by group, for tokens with
     advantages of their own, in several micro-batches."""
-    name, directory = one_process
+    directory = one_process(name)
     for found in on(MATRIX[layout], differences, MATRIX[layout], str(directory), name):
         assert found["gradient"] < 1e-5, found
         assert max(found["metrics"].values()) < 1e-6, found

@@ -32,9 +32,15 @@ NAMED = [
 ]
 
 
-def fault(config: Path, override: str) -> str:
+STEPS = (
+    "experts.sums.rewards={steps: {kind: python, function: stages.domains.prompts:is_held_out,"
+    " unfinished: score}}"
+)
+
+
+def fault(config: Path, *overrides: str) -> str:
     with pytest.raises(ConfigError) as raised:
-        load(config, [override])
+        load(config, overrides)
     [violation] = raised.value.violations
     return str(violation)
 
@@ -42,7 +48,8 @@ def fault(config: Path, override: str) -> str:
 @pytest.mark.parametrize(("key", "kind"), NAMED, ids=lambda value: getattr(value, "__name__", ""))
 def test_every_name_has_settings_of_its_own(config: Path, key: str, kind: type) -> None:
     name = kind.model_fields["name"].default  # type: ignore[attr-defined]
-    settings = load(config, [f"{EXPERT}.{key}.name={name}"])
+    asked = [STEPS] if name == "process" else []
+    settings = load(config, [f"{EXPERT}.{key}.name={name}", *asked])
     assert getattr(settings.experts["sums"].objective, key) == kind()
     config.write_text(dump_resolved(settings))
     assert load(config) == settings
@@ -123,6 +130,20 @@ def test_every_name_has_a_function() -> None:
 )
 def test_a_wrong_objective_is_reported(config: Path, override: str, message: str) -> None:
     assert fault(config, f"{EXPERT}.{override}").startswith(f"command line: {EXPERT}.{message}")
+
+
+def test_steps_are_asked_of_the_rewards(config: Path) -> None:
+    process = f"{EXPERT}.advantage.name=process"
+    start = f"experts.sums.rewards: {EXPERT}.advantage process compares steps, "
+    assert f"{start}which only kind: python judges" in fault(config, process)
+    cut_off = fault(config, process, STEPS.replace("score", "zero"))
+    assert cut_off.startswith(f"command line: {start}and a response that was cut off has none")
+    load(config, [process, STEPS])
+    mixed = (
+        "mixed={optimizer: {learning_rate: 1e-3}, loop: {steps: 2},"
+        " objective: {advantage: {name: process}}}"
+    )
+    assert "words.rewards: mixed.objective.advantage process" in fault(config, mixed, STEPS)
 
 
 def test_a_critic_needs_no_group(config: Path) -> None:

@@ -71,6 +71,24 @@ def test_a_critic_is_held_beside_its_policy(config: Path) -> None:
     assert expert.optimizer == 2 * alone.optimizer - 2 * head
 
 
+def test_a_baseline_s_critic_and_an_average_in_fp32_are_counted(config: Path) -> None:
+    overrides = [
+        "layout.distributed_optimizer=false",
+        "model.precision=bf16",
+        "experts.sums.objective.kl={coefficient: 0.1, reference: ema}",
+        "experts.words.objective.kl={coefficient: 0.1}",
+        "mixed={optimizer: {learning_rate: 1e-3}, loop: {steps: 2},"
+        " objective: {advantage: {name: gae}}}",
+    ]
+    settings: RunSettings = load(config, overrides)
+    found = {stage.name: stage_memory(stage, settings) for stage in compile_graph(settings)}
+    frozen = {name: ranks[0].frozen for name, ranks in found.items()}
+    assert (frozen["experts.sums"], frozen["experts.words"]) == (ONE_MODEL, ONE_MODEL // 2)
+    assert frozen["mixed"] == 0
+    head = 2 * (settings.model.vocabulary_size - 1) * settings.model.hidden_size
+    assert found["mixed"][0].parameters == ONE_MODEL - head
+
+
 def test_the_plan_tells_what_fits(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def plan(*overrides: str) -> str:
         assert cli.main(["plan", str(config), "--memory", *overrides]) == 0

@@ -1,4 +1,5 @@
-"""Engines that answer at once, one by one, and fail in every way that an engine can."""
+"""Engines that answer at once, one by one, and fail in every way that an engine can; and toy stages
+that sample from them."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,7 +16,9 @@ import numpy as np
 
 from parallel.rollout.client import EngineError, EngineRefused
 from parallel.rollout.wire import PROTOCOL, Description, Generate, Generation, Prompt, Sampling
-from parallel.settings import ModelSettings
+from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
+from stages.domains.rewards.settings import RewardPoolSettings
+from stages.settings import DomainSettings, LoggingSettings, RunSettings, StageJob
 
 MODEL = ModelSettings(
     vocabulary_size=80,
@@ -27,6 +31,7 @@ MODEL = ModelSettings(
     experts_per_token=2,
     expert_hidden_size=16,
 )
+PROMPTS, GROUP = 4, 4  # of a step of a toy domain
 
 
 def answer(prompt: Prompt, sampling: Sampling, first: int, last: int | None = None) -> Generation:
@@ -126,3 +131,77 @@ class FakeFleet:
         for engine in self.gone:
             engine.instance += 1
         self.gone.clear()
+
+
+class RefittedFleet(FakeFleet):
+    """What a stage makes of its addresses; refits bring engines back."""
+
+    def __init__(self, engines: list[FakeEngine], *_: Any) -> None:
+        super().__init__(*engines)
+        self.losses = 0
+        self.versions: list[int] = []
+
+    def lost(self, client: FakeEngine, reason: str) -> None:
+        super().lost(client, reason)
+        self.losses += 1
+
+    def refit(self, policy: Any, version: int) -> dict[str, float]:
+        self.mend()
+        self.versions.append(version)
+        for engine in self.engines:
+            engine.version = version
+        return {}
+
+
+def toy_domain(**given: Any) -> DomainSettings:
+    """A domain of short sums, some of whose groups are flat; blocks that are given replace its
+    own."""
+    return DomainSettings.model_validate(
+        {
+            "prompts": {"dataset": "chain_sum"},
+            "rewards": {"parity": {"kind": "python", "function": "small_rewards:parity"}},
+            "sampling": {
+                "prompts_per_step": PROMPTS,
+                "group_size": GROUP,
+                "max_response_tokens": 8,
+            },
+            "routing": {"replay": "none"},
+            "optimizer": {"learning_rate": 1e-3},
+            "loop": {"steps": 4},
+            **given,
+        }
+    )
+
+
+def toy_run(bound: float = 1e9, **experts: DomainSettings) -> RunSettings:
+    """A run of one rank. Fake engines make their log-probabilities up, which by default no `bound`
+    forbids."""
+    return RunSettings.model_construct(
+        name="toy",
+        seed=0,
+        deterministic=False,
+        model=MODEL,
+        layout=LayoutSettings(),
+        engine=EngineSettings(max_logprob_difference=bound),
+        rewards=RewardPoolSettings(workers=1),
+        experts=experts,
+        logging=LoggingSettings(wandb="disabled"),
+    )
+
+
+def toy_job(directory: Path, settings: RunSettings, *engines: FakeEngine, **given: Any) -> StageJob:
+    """The stage of the expert `sums`, unless other fields are given, in its first attempt."""
+    fields = {
+        "stage": "experts.sums",
+        "domain": "sums",
+        "parent": directory,
+        "models": {},
+        **given,
+    }
+    return StageJob.model_construct(
+        directory=directory,
+        attempt=1,
+        engine_addresses=list(engines) or [FakeEngine()],
+        settings=settings,
+        **fields,
+    )

@@ -57,5 +57,9 @@ def lines(problem: Problem, response: str) -> Steps:
     return Steps(ends, [float(end - start) for start, end in zip(starts, ends, strict=True)])
 
 
+def lost(problem: Problem, response: str) -> Steps:
+    return Steps([1, 3], [1.0, float("nan")])
+
+
 def backwards(problem: Problem, response: str) -> Steps:
     return Steps([2, 1], [0.0, 0.0])

@@ -134,7 +134,11 @@ def test_a_step_takes_the_prompts_of_its_stream_in_their_order() -> None:
         assert [sample.reward for sample in batch.groups[0].samples] == [1.0, 2.0]
         seen += indices(batch.groups)
     assert seen == sorted(set(seen))
-    assert source.state() == {"cursors": {"sums": seen[-1] + 1}, "begun": {"sums": []}}
+    assert source.state() == {
+        "cursors": {"sums": seen[-1] + 1},
+        "begun": {"sums": []},
+        "too_long": 0,
+    }
 
 
 def test_every_domain_gives_its_own_share() -> None:

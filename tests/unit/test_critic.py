@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,8 +23,10 @@ from parallel.responses import Responses
 from parallel.sample import Sample
 from parallel.settings import LayoutSettings, OptimizerSettings, RoutingLossSettings
 from parallel.value_model import ValueModel, values
+from stages.backlog import Batch
 from stages.critic import Critic, rewards
 from stages.grpo import Expert
+from stages.on_policy import Rollout
 
 ADAM = {"learning_rate": 1e-2}
 
@@ -167,17 +170,38 @@ def test_the_critic_learns_alone_first(updates: int, tmp_path: Path) -> None:
     stage = ppo(tmp_path, updates=updates, warmup_steps=1)
     _, model = critic_of(stage)
     policy, critic = copied(stage.policy), copied(model)
+    accumulate = mock.Mock(wraps=stage.policy.accumulate)
+    stage.policy.accumulate = accumulate  # type: ignore[method-assign]
     alone = stage.step(1)
+    assert not accumulate.called  # nothing is computed that would be thrown away
     assert same(policy, copied(stage.policy))
     assert stage.policy.schedule.num_steps == 0
     assert not same(critic, copied(model))
     assert alone["value_loss"] > 0
     assert "gradient_norm" not in alone
     both = stage.step(2)
+    assert accumulate.call_count == updates
     assert not same(policy, copied(stage.policy))
     assert both["gradient_norm"] > 0
     assert np.isfinite([*alone.values(), *both.values()]).all()
     assert "zero_variance" not in both
+
+
+def test_an_update_without_a_graded_response_moves_nothing(tmp_path: Path) -> None:
+    stage = ppo(tmp_path, updates=1)
+    _, model = critic_of(stage)
+    share_out, critic = stage.share_out, copied(model)
+
+    def failing(batch: Batch) -> Rollout:
+        for sample in (sample for each in batch.groups for sample in each.samples):
+            sample.reward = None
+        return share_out(batch)
+
+    stage.share_out = failing  # type: ignore[method-assign]
+    nothing = stage.step(1)
+    assert nothing["value_loss"] == nothing["loss"] == nothing["gradient_norm"] == 0
+    assert np.isfinite(list(nothing.values())).all()
+    assert same(critic, copied(model))
 
 
 def test_the_critic_survives_and_a_child_takes_none_of_it(tmp_path: Path) -> None:

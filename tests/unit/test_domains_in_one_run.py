@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from fake_engines import MODEL, FakeEngine
-from test_rollout_modes import RefittedFleet, one_rank  # noqa: F401
+from fake_engines import RefittedFleet, toy_domain, toy_job, toy_run
+from test_rollout_modes import one_rank  # noqa: F401
 
 from parallel import checkpoints
 from parallel.policy import Policy
-from parallel.settings import EngineSettings, LayoutSettings
 from stages import grpo
-from stages.domains.rewards.settings import RewardPoolSettings
-from stages.settings import DomainSettings, LoggingSettings, RunSettings, StageJob
+from stages.settings import DomainSettings
 
 SUMS = {"coefficient": 0.1, "estimator": "k3", "target": 1e-9}
 WORDS = {"coefficient": 0.001, "estimator": "k2", "target": 1e-9}
@@ -23,16 +21,11 @@ MEASURED_ANEW = ("time", "seconds_")  # what two runs that do the same differ in
 
 
 def domain(dataset: str, kl: dict[str, Any]) -> DomainSettings:
-    return DomainSettings.model_validate(
-        {
-            "prompts": {"dataset": dataset},
-            "rewards": {"parity": {"kind": "python", "function": "small_rewards:parity"}},
-            "sampling": {"prompts_per_step": 4, "group_size": 4, "max_response_tokens": 8},
-            "routing": {"replay": "none"},
-            "optimizer": {"learning_rate": 1e-2},
-            "objective": {"kl": kl},
-            "loop": {"steps": 2, "micro_batch_tokens": 256},
-        }
+    return toy_domain(
+        prompts={"dataset": dataset},
+        optimizer={"learning_rate": 1e-2},
+        objective={"kl": kl},
+        loop={"steps": 2, "micro_batch_tokens": 256},
     )
 
 
@@ -43,29 +36,11 @@ def start_elsewhere(policy: Policy, _checkpoint: Path) -> None:
 
 def logged(directory: Path, **domains: DomainSettings) -> dict[str, list[dict[str, Any]]]:
     """The metrics of each expert of a run with these domains, by its stage's name."""
-    settings = RunSettings.model_construct(
-        name="toy",
-        seed=0,
-        deterministic=False,
-        model=MODEL,
-        layout=LayoutSettings(),
-        engine=EngineSettings(max_logprob_difference=1e9),
-        rewards=RewardPoolSettings(workers=1),
-        experts=domains,
-        logging=LoggingSettings(wandb="disabled"),
-    )
+    settings = toy_run(**domains)
     found = {}
     for name in domains:
-        job = StageJob.model_construct(
-            stage=f"experts.{name}",
-            domain=name,
-            directory=directory / f"experts.{name}",
-            attempt=1,
-            parent=directory,
-            models={},
-            engine_addresses=[FakeEngine()],
-            settings=settings,
-        )
+        stage = f"experts.{name}"
+        job = toy_job(directory / stage, settings, stage=stage, domain=name)
         job.directory.mkdir(parents=True)
         with (
             mock.patch("stages.rollout.Fleet", RefittedFleet),

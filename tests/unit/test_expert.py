@@ -11,8 +11,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from fake_engines import MODEL, FakeEngine
-from test_rollout_modes import RefittedFleet, one_rank  # noqa: F401
+from fake_engines import GROUP, MODEL, PROMPTS, RefittedFleet, toy_domain, toy_job, toy_run
+from test_rollout_modes import one_rank  # noqa: F401
 
 from parallel import checkpoints
 from parallel.batch import collate
@@ -28,7 +28,7 @@ from parallel.settings import (
 )
 from stages.agreement import measure_mismatch
 from stages.backlog import Batch
-from stages.domains.rewards.settings import RewardPoolSettings
+from stages.domains.rewards.reward import RewardError
 from stages.grading import add_advantages, graded
 from stages.group_weights import LengthWeights, scale_by_entropy
 from stages.groups import Group
@@ -44,9 +44,7 @@ from stages.objectives.settings import (
 )
 from stages.on_policy import Rollout, weights
 from stages.reference import Reference
-from stages.settings import DomainSettings, LoggingSettings, RunSettings, StageJob
-
-PROMPTS, GROUP = 4, 4
+from stages.settings import RunSettings, StageJob
 
 
 @torch.no_grad()
@@ -60,44 +58,25 @@ def start_elsewhere(policy: Policy, _checkpoint: Path, head: bool = True) -> Non
         policy.weights_changed()
 
 
-def expert(directory: Path, objective: dict[str, Any], steps: int = 3, updates: int = 2) -> Expert:
-    domain = DomainSettings.model_validate(
-        {
-            "prompts": {"dataset": "chain_sum"},
-            "rewards": {"parity": {"kind": "python", "function": "small_rewards:parity"}},
-            "sampling": {
-                "prompts_per_step": PROMPTS,
-                "group_size": GROUP,
-                "max_response_tokens": 8,
-            },
-            "routing": {"replay": "none"},
-            "optimizer": {"learning_rate": 1e-2},
-            "objective": objective,
-            "updates_per_rollout": updates,
-            "loop": {"steps": steps, "micro_batch_tokens": 256},
-        }
+def expert(
+    directory: Path,
+    objective: dict[str, Any],
+    steps: int = 3,
+    updates: int = 2,
+    engine: EngineSettings | None = None,
+    **given: Any,
+) -> Expert:
+    domain = toy_domain(
+        optimizer={"learning_rate": 1e-2},
+        objective=objective,
+        updates_per_rollout=updates,
+        loop={"steps": steps, "micro_batch_tokens": 256},
+        **given,
     )
-    settings = RunSettings.model_construct(
-        name="toy",
-        seed=0,
-        deterministic=False,
-        model=MODEL,
-        layout=LayoutSettings(),
-        engine=EngineSettings(max_logprob_difference=1e9),
-        rewards=RewardPoolSettings(workers=1),
-        experts={"sums": domain},
-        logging=LoggingSettings(wandb="disabled"),
-    )
-    job = StageJob.model_construct(
-        stage="experts.sums",
-        domain="sums",
-        directory=directory,
-        attempt=1,
-        parent=directory,
-        models={"cold_start": directory},
-        engine_addresses=[FakeEngine()],
-        settings=settings,
-    )
+    settings = toy_run(sums=domain)
+    if engine is not None:
+        settings = settings.model_copy(update={"engine": engine})
+    job = toy_job(directory, settings, models={"cold_start": directory})
     with (
         mock.patch("stages.rollout.Fleet", RefittedFleet),
         mock.patch.object(checkpoints, "load_weights", start_elsewhere),
@@ -290,6 +269,25 @@ def test_what_has_no_reward_is_not_trained_on(tmp_path: Path) -> None:
     assert np.isfinite(list(nothing.values())).all()
 
 
+def test_prompts_that_are_too_long_are_counted_by_the_steps_that_skip_them(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{number}{'+0' * (number % 2)}="} for number in range(10, 30)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = {"source": "jsonl", "path": file, "held_out_fraction": 1e-9}
+    # Either the settings leave out the longer ones, or the engine has no room for them.
+    for limits in ({"max_prompt_tokens": 3}, {}):
+        make = partial(expert, objective={}, prompts={**prompts, **limits})
+        engine = EngineSettings(max_model_tokens=8 + 3, max_logprob_difference=1e9)
+        room = None if limits else engine
+        stage = make(tmp_path, engine=room)
+        counts = [stage.step(step)["too_long"] for step in (1, 2, 3)]
+        resumed = make(tmp_path, engine=room)
+        resumed.restore(json.loads(json.dumps(stage.state())))
+        counts.append(resumed.step(4)["too_long"])
+        assert sum(counts) == resumed.state()["cursors"]["sums"] - 4 * PROMPTS
+        assert 10 <= sum(counts) <= 20  # an epoch has ten short ones and ten long ones
+
+
 def drawn(lengths: list[int], groups: list[int] | None = None) -> list[Sample]:
     draw = np.random.default_rng(0)
     return [
@@ -348,6 +346,19 @@ def test_steps_give_every_token_its_own_advantage() -> None:
     part = collate([short, long], Place(), replay=False)
     expected = torch.tensor([[bad, bad, 0, 0], [good + bad] * 2 + [bad] * 2])
     torch.testing.assert_close(part.advantages, expected.float(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_response_without_steps_is_told_with_the_mend(finished: bool) -> None:
+    samples = drawn([4, 2, 3])
+    samples[0].step_rewards, samples[1].finished = [(1, 1.0)], finished
+    message = (
+        r"^experts\.sums\.rewards: objective\.advantage process compares steps, but 1 of 2"
+        rf" responses have none, {int(not finished)} of which were cut off; .* unfinished: score"
+    )
+    with pytest.raises(RewardError, match=message):
+        add_advantages([group(samples, [1.0, 0.0, None])], ProcessSettings())
+    add_advantages([group(samples, [1.0, 0.0, None])], GrpoSettings())
 
 
 def test_edge_compares_entropies_within_groups_over_all_micro_batches() -> None:

@@ -143,12 +143,17 @@ def test_what_repeats_is_dropped_and_counted(
     assert "experts.math.prompts: skipped of 33 rows: 13 repeat another" in capfd.readouterr().err
 
 
-def test_prompts_over_the_limit_are_skipped_and_counted(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stated", "room"), [(0, None), (None, 0), (0, 9), (9, 0)])
+def test_prompts_over_the_limit_are_skipped_and_counted(
+    stated: int | None, room: int | None, tmp_path: Path
+) -> None:
+    """The limit is the settings', or what there is room for, whichever is less."""
     path = write_jsonl(tmp_path / "a.jsonl", rows(40))
     lengths = {row["answer"]: len(row["prompt"][1]["content"]) + 30 for row in rows(40)}
     limit = sorted(lengths.values())[30]
-    settings = jsonl(path, held_out_fraction=1e-9, max_prompt_tokens=limit)
-    drawing = stream(settings)
+    most, longest = (None if more is None else limit + more for more in (stated, room))
+    settings = jsonl(path, held_out_fraction=1e-9, max_prompt_tokens=most)
+    drawing = stream(settings, longest=longest)
     short = sum(length <= limit for length in lengths.values())
     drawn = drawing.take(short)
     assert {each.answer for each in drawn} == {n for n, size in lengths.items() if size <= limit}
@@ -160,6 +165,12 @@ def test_prompts_over_the_limit_are_skipped_and_counted(tmp_path: Path) -> None:
 
 
 BAD_LINES = [
+    (
+        '{"prompt": "\udcff"}',
+        "not UTF-8: 'utf-8' codec can't decode byte 0xff in position 12: invalid start byte",
+    ),
+    (f'{{"prompt": "1", "answer": {"1" * 5000}}}', "a whole number has too many digits"),
+    ("[" * 100_000, "nested too deeply"),
     ('{"prompt": "1+1=", "answer"}', "not valid JSON: Expecting ':' delimiter at column 28"),
     ("[1]", "not a JSON object"),
     ('{"question": "1+1="}', "no column 'prompt'; there are 'question'"),
@@ -183,7 +194,8 @@ def test_a_bad_row_stops_with_file_and_line_or_is_counted(
     tmp_path: Path, line: str, message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text(f'{{"prompt": "0+1=", "answer": 1}}\n\n{line}\n{{"prompt": "2", "answer": 4}}')
+    text = f'{{"prompt": "0+1=", "answer": 1}}\n\n{line}\n{{"prompt": "2", "answer": 4}}'
+    path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(DomainError) as caught:
         stream(jsonl(path))
     mend = "mend it, or skip such rows with prompts.on_bad_row: skip"

@@ -124,6 +124,13 @@ def test_frozen_models_are_weights_alone() -> None:
         )
 
 
+def test_an_average_is_kept_in_fp32() -> None:
+    low = TINY.model_copy(update={"precision": "bf16"})
+    [read] = memory.reading_memory(low, LayoutSettings())
+    [rank] = memory.training_memory(low, LayoutSettings(), "adam", 1000, 1, averages=1)
+    assert rank.frozen == (1 + 2) * read.parameters
+
+
 def test_a_critic_has_one_value_in_place_of_the_vocabulary() -> None:
     layout = LayoutSettings(ranks=4, tensor=2, pipeline=2, distributed_optimizer=False)
     first, last = memory.training_memory(TINY, layout, "adam", 1000)

@@ -7,50 +7,21 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from fake_engines import MODEL, FakeEngine
-from test_rollout_modes import RefittedFleet, one_rank  # noqa: F401
+from fake_engines import RefittedFleet, toy_domain, toy_job, toy_run
+from test_rollout_modes import one_rank  # noqa: F401
 
 from parallel import checkpoints
 from parallel.policy import Policy
-from parallel.settings import EngineSettings, LayoutSettings
 from stages import preview
 from stages.agreement import MismatchError
-from stages.domains.rewards.settings import RewardPoolSettings
-from stages.settings import DomainSettings, LoggingSettings, RunSettings, StageJob
+from stages.settings import StageJob
 
 
 def job(directory: Path, bound: float) -> StageJob:
     """A preview of 3 prompts, 5 responses to each; engine and trainer may differ by `bound`."""
-    domain = DomainSettings.model_validate(
-        {
-            "prompts": {"dataset": "chain_sum"},
-            "rewards": {"parity": {"kind": "python", "function": "small_rewards:parity"}},
-            "sampling": {"prompts_per_step": 3, "group_size": 5, "max_response_tokens": 8},
-            "routing": {"replay": "none"},
-            "optimizer": {"learning_rate": 1e-2},
-            "loop": {"steps": 1},
-        }
-    )
-    settings = RunSettings.model_construct(
-        name="toy",
-        seed=0,
-        deterministic=False,
-        model=MODEL,
-        layout=LayoutSettings(),
-        engine=EngineSettings(max_logprob_difference=bound),
-        rewards=RewardPoolSettings(workers=1),
-        experts={"sums": domain},
-        logging=LoggingSettings(wandb="disabled"),
-    )
-    return StageJob.model_construct(
-        stage="preview",
-        domain="sums",
-        directory=directory,
-        attempt=1,
-        parent=directory / "step_2",
-        engine_addresses=[FakeEngine()],
-        settings=settings,
-    )
+    sampling = {"prompts_per_step": 3, "group_size": 5, "max_response_tokens": 8}
+    settings = toy_run(bound, sums=toy_domain(sampling=sampling))
+    return toy_job(directory, settings, stage="preview", parent=directory / "step_2")
 
 
 def start_elsewhere(policy: Policy, checkpoint: Path) -> None:

@@ -192,6 +192,7 @@ def test_parts_add_up_by_weight_and_a_cut_off_response_is_what_each_says(tmp_pat
     ("functions", "reason"),
     [
         (["backwards"], "whose ends should rise from above 0 to 3 at most"),
+        (["lost"], "returned nan, not a finite number"),
         (["lines", "lines"], "is the second of its domain to give steps"),
     ],
 )
@@ -207,3 +208,5 @@ def test_steps_end_where_their_text_ends(tmp_path: Path) -> None:
     grader = Grader("sums", rewards(steps=own("lines", weight=2.0)), tmp_path)
     grade = grader.grade(problem(), response("ab,c"))
     assert grade == Grade(4.0, {"steps": 2.0}, steps=((3, 6.0), (4, 2.0)))
+    nothing = grader.grade(problem(), response(""))
+    assert nothing == Grade(0.0, {"steps": 0.0}, steps=((0, 0.0),))

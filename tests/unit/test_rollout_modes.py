@@ -11,17 +11,23 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from fake_engines import MODEL, FakeEngine, FakeFleet
+from fake_engines import (
+    GROUP,
+    PROMPTS,
+    FakeEngine,
+    RefittedFleet,
+    toy_domain,
+    toy_job,
+    toy_run,
+)
 
 from parallel.distributed import process_groups
 from parallel.rollout.wire import Prompt
-from parallel.settings import EngineSettings, LayoutSettings
+from parallel.settings import LayoutSettings
 from stages.agreement import MismatchError
-from stages.domains.rewards.settings import RewardPoolSettings
 from stages.grpo import Expert
-from stages.settings import DomainSettings, LoggingSettings, RunSettings, StageJob
 
-STEPS, PROMPTS, GROUP = 4, 4, 4
+STEPS = 4
 MADE: list[Expert] = []
 
 
@@ -45,65 +51,12 @@ def closed() -> Iterator[None]:
         MADE.pop().close()
 
 
-class RefittedFleet(FakeFleet):
-    """What a stage makes of its addresses; refits bring engines back."""
-
-    def __init__(self, engines: list[FakeEngine], *_: Any) -> None:
-        super().__init__(*engines)
-        self.losses = 0
-        self.versions: list[int] = []
-
-    def lost(self, client: FakeEngine, reason: str) -> None:
-        super().lost(client, reason)
-        self.losses += 1
-
-    def refit(self, policy: Any, version: int) -> dict[str, float]:
-        self.mend()
-        self.versions.append(version)
-        for engine in self.engines:
-            engine.version = version
-        return {}
-
-
 def expert(
     directory: Path, *engines: FakeEngine, bound: float = 1e9, **rollout: Any
 ) -> tuple[Expert, RefittedFleet]:
     """An expert that begins with random weights."""
-    domain = DomainSettings.model_validate(
-        {
-            "prompts": {"dataset": "chain_sum"},
-            "rewards": {"parity": {"kind": "python", "function": "small_rewards:parity"}},
-            "sampling": {
-                "prompts_per_step": PROMPTS,
-                "group_size": GROUP,
-                "max_response_tokens": 8,
-            },
-            "rollout": rollout,
-            "routing": {"replay": "none"},
-            "optimizer": {"learning_rate": 1e-3},
-            "loop": {"steps": STEPS},
-        }
-    )
-    settings = RunSettings.model_construct(
-        name="toy",
-        seed=0,
-        deterministic=False,
-        model=MODEL,
-        layout=LayoutSettings(),
-        engine=EngineSettings(max_logprob_difference=bound),
-        rewards=RewardPoolSettings(workers=1),
-        experts={"sums": domain},
-        logging=LoggingSettings(wandb="disabled"),
-    )
-    job = StageJob.model_construct(
-        stage="experts.sums",
-        domain="sums",
-        directory=directory,
-        attempt=1,
-        parent=directory,
-        engine_addresses=list(engines),
-        settings=settings,
-    )
+    settings = toy_run(bound, sums=toy_domain(rollout=rollout, loop={"steps": STEPS}))
+    job = toy_job(directory, settings, *engines)
     with mock.patch("stages.rollout.Fleet", RefittedFleet):
         stage = Expert(job)
     MADE.append(stage)

@@ -8,24 +8,16 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from fake_engines import MODEL, FakeEngine
+from fake_engines import RefittedFleet, toy_domain, toy_job, toy_run
 from test_expert import start_elsewhere
-from test_rollout_modes import MADE, RefittedFleet, closed, one_rank, trained  # noqa: F401
+from test_rollout_modes import MADE, closed, one_rank, trained  # noqa: F401
 
 from parallel import checkpoints
 from parallel.files import whole_checkpoints
 from parallel.sample import Sample
-from parallel.settings import EngineSettings, LayoutSettings
-from stages.domains.rewards.settings import RewardPoolSettings
 from stages.grpo import Expert
 from stages.loop import GuardStopped, StageStopped, train
-from stages.settings import (
-    DomainSettings,
-    LoggingSettings,
-    MixedSettings,
-    RunSettings,
-    StageJob,
-)
+from stages.settings import MixedSettings, StageJob
 
 STEPS = 4
 QUIET = {"mismatch": {"action": "off"}}  # fake engines make their log-probabilities up
@@ -33,47 +25,12 @@ QUIET = {"mismatch": {"action": "off"}}  # fake engines make their log-probabili
 
 def run(directory: Path, stop_after: int | None = None, **given: Any) -> Expert:
     """An expert after its training; with `stop_after`, a signal comes in that step."""
-    domain = DomainSettings.model_validate(
-        {
-            "prompts": {"dataset": "chain_sum"},
-            "rewards": {"parity": {"kind": "python", "function": "small_rewards:parity"}},
-            "sampling": {"prompts_per_step": 4, "group_size": 4, "max_response_tokens": 8},
-            "routing": {"replay": "none"},
-            "optimizer": {"learning_rate": 1e-3},
-            "loop": {"steps": STEPS, "async_checkpoints": False},
-            **given,
-        }
-    )
-    stage, job = made(directory, toy_run({"sums": domain}), "experts.sums", "sums")
+    domain = toy_domain(loop={"steps": STEPS, "async_checkpoints": False}, **given)
+    stage, job = made(toy_job(directory, toy_run(sums=domain)))
     return looped(stage, job, stop_after)
 
 
-def toy_run(experts: dict[str, DomainSettings]) -> RunSettings:
-    return RunSettings.model_construct(
-        name="toy",
-        seed=0,
-        deterministic=False,
-        model=MODEL,
-        layout=LayoutSettings(),
-        engine=EngineSettings(max_logprob_difference=1e9),
-        rewards=RewardPoolSettings(workers=1),
-        experts=experts,
-        logging=LoggingSettings(wandb="disabled"),
-    )
-
-
-def made(
-    directory: Path, settings: RunSettings, stage: str, domain: str | None = None
-) -> tuple[Expert, StageJob]:
-    job = StageJob.model_construct(
-        stage=stage,
-        domain=domain,
-        directory=directory,
-        attempt=1,
-        parent=directory,
-        engine_addresses=[FakeEngine()],
-        settings=settings,
-    )
+def made(job: StageJob) -> tuple[Expert, StageJob]:
     with mock.patch("stages.rollout.Fleet", RefittedFleet):
         found = Expert(job)
     MADE.append(found)
@@ -167,16 +124,6 @@ def test_a_resumed_stage_remembers_and_takes_the_same_prompts(tmp_path: Path) ->
 
 
 def test_one_policy_is_trained_on_all_domains_with_their_own_rewards(tmp_path: Path) -> None:
-    def domain(dataset: str, **rewards: Any) -> DomainSettings:
-        return DomainSettings.model_validate(
-            {
-                "prompts": {"dataset": dataset},
-                "rewards": rewards,
-                "optimizer": {"learning_rate": 1.0},
-                "loop": {"steps": 1},
-            }
-        )
-
     own = {"kind": "python", "function": "small_rewards:parity"}
     length = {"kind": "length", "at_most": 4, "slack": 4}
     mixed = MixedSettings.model_validate(
@@ -190,12 +137,11 @@ def test_one_policy_is_trained_on_all_domains_with_their_own_rewards(tmp_path: P
             "guards": QUIET,
         }
     )
-    experts = {
-        "sums": domain("chain_sum", parity=own, brief={**length, "weight": 0.5}),
-        "words": domain("spell_backward", odd=own),
-    }
-    settings = toy_run(experts).model_copy(update={"mixed": mixed})
-    stage, job = made(tmp_path, settings, stage="mixed")
+    settings = toy_run(
+        sums=toy_domain(rewards={"parity": own, "brief": {**length, "weight": 0.5}}),
+        words=toy_domain(prompts={"dataset": "spell_backward"}, rewards={"odd": own}),
+    ).model_copy(update={"mixed": mixed})
+    stage, job = made(toy_job(tmp_path, settings, stage="mixed", domain=None))
     shares: list[list[str]] = []
     gradients = stage.gradients
 

@@ -99,7 +99,7 @@ def _checked(score: Score, characters: int) -> float | Steps:
         return float(score)
     if len(score.ends) != len(score.rewards) or not score.ends:
         raise RewardError(f"returned {score!r}, which should have a reward for each of its ends")
-    ends = [0, *score.ends]
+    ends = [0 if characters else -1, *score.ends]  # no text is one step, which ends at 0
     if any(before >= after for before, after in pairwise(ends)) or ends[-1] > characters:
         raise RewardError(
             f"returned {score!r}, whose ends should rise from above 0 to {characters} at most"

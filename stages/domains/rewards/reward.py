@@ -25,7 +25,8 @@ class Response:
 class Steps:
     """A reward for each step of a response.
 
-    Step i ends before character `ends[i]` of the response's text; the ends rise.
+    Step i ends before character `ends[i]` of the response's text; the ends rise. A response of no
+    text has one step, which ends at 0.
     """
 
     ends: list[int]

@@ -16,7 +16,8 @@ from stages.tokenizer import Tokenizer, TokenizerError
 class FileSource:
     """The rows of one split, each once an epoch, in an order that the seed decides; without end.
 
-    Raises DomainError where the files or their rows cannot be used, or the split is empty.
+    Prompts of more than `longest` tokens are too long, whatever the settings say of them. Raises
+    DomainError where the files or their rows cannot be used, or the split is empty.
     """
 
     key = "prompts.path"
@@ -28,7 +29,10 @@ class FileSource:
         domain: str,
         seed: int,
         held_out: bool,
+        longest: int | None = None,
     ) -> None:
+        limits = [each for each in (settings.max_prompt_tokens, longest) if each is not None]
+        self._limit = min(limits, default=None)
         self._settings = settings
         self._tokenizer = tokenizer
         self._domain = domain
@@ -48,8 +52,7 @@ class FileSource:
             tokens = len(self._tokenizer.encode(problem.prompt))
         except TokenizerError as fault:
             raise TokenizerError(f"{fault}; in {self._index.place(row)}") from fault
-        limit = self._settings.max_prompt_tokens
-        return None if limit is not None and tokens > limit else problem
+        return None if self._limit is not None and tokens > self._limit else problem
 
 
 @cache

@@ -121,6 +121,8 @@ def _parsed(line: bytes) -> Row | RowFault:
         return RowFault(f"not UTF-8: {error}")
     except json.JSONDecodeError as error:
         return RowFault(f"not valid JSON: {error.msg} at column {error.colno}")
+    except ValueError:
+        return RowFault("a whole number has too many digits")
     except RecursionError:
         return RowFault("nested too deeply")
     return row if isinstance(row, dict) else RowFault("not a JSON object")

@@ -56,7 +56,9 @@ class FilePromptSettings(FileSettings):
         default=None, description="column of the reference answer, for rewards that want one"
     )
     max_prompt_tokens: Positive | None = Field(
-        default=None, description="longer prompts are skipped and counted; null takes all"
+        default=None,
+        description="longer prompts are skipped and counted, as are those that leave no room for a"
+        " response in engine.max_model_tokens",
     )
     held_out_fraction: HeldOutFraction = 0.25
 

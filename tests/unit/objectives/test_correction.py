@@ -57,6 +57,17 @@ def test_tokens_are_weighed_one_by_one() -> None:
     assert torch.isfinite(weights).all()
 
 
+def test_a_response_without_tokens_weighs_as_any_other() -> None:
+    nothing = real([[torch.nan, torch.nan]])
+    mask = torch.zeros(1, 2, dtype=torch.bool)
+    for kind in (TisSettings, IcePopSettings):
+        for level in ("token", "sequence"):
+            weights = correction_weights(nothing, nothing, mask, kind(level=level))
+            assert weights.tolist() == [[1.0, 1.0]]
+    settings = SequenceMaskSettings(enabled=True, delta=0.1)
+    assert sequence_mask(nothing, nothing, -torch.ones(1, 2), mask, settings).all()
+
+
 @pytest.mark.parametrize(
     ("advantage", "delta", "kept"),
     [(-1, 0.1, False), (1, 0.1, True), (-1, 0.21, True), (-1, 0.19, False), (0, 0.1, True)],

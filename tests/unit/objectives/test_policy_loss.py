@@ -108,13 +108,38 @@ def test_masked_positions_touch_nothing(ratio: str, estimator: str) -> None:
     assert all(result == results[0] for result in results)
 
 
-@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "constant"])
-def test_an_empty_mask_gives_zero_and_no_nan(aggregation: str) -> None:
-    tokens = replace(batch(), mask=torch.zeros_like(MASK))
-    result = loss_of(tokens, Totals(0, 0), **EVERYTHING, aggregation=aggregation)
+@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "constant", "lambda"])
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_an_empty_mask_gives_zero_and_no_nan(ratio: str, aggregation: str) -> None:
+    tokens = replace(batch(), mask=torch.zeros_like(MASK), length_weights=real([1.0] * 4))
+    objective = {**EVERYTHING, "ratio": {"name": ratio}, "aggregation": aggregation}
+    result = loss_of(tokens, Totals(0, 0), **objective)
     assert result.loss.item() == 0.0
     assert not gradient(result, tokens).any()
     assert all(metric.total.item() == 0.0 for metric in result.metrics.values())
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_groups_that_earned_the_same_move_nothing(ratio: str) -> None:
+    """Their advantages are 0, however far the policy has moved."""
+    nothing = torch.zeros(4, 5, dtype=torch.float64)
+    still = replace(batch(), advantages=nothing, old_log_probs=nothing - 9)
+    result = loss_of(still, ratio={"name": ratio})
+    assert result.loss.item() == 0.0
+    assert not gradient(result, still).any()
+
+
+def test_gspo_token_is_gspo_where_the_tokens_of_a_response_share_an_advantage() -> None:
+    advantages = real([1.0, 2.0, -0.5, 0.25])[:, None].expand(4, 5)
+    tokens = replace(batch(), advantages=advantages, weights=None)
+    wide = {"clip_low": 0.9, "clip_high": 9.0}
+    one, other = (
+        loss_of(tokens, ratio={"name": name, **wide}) for name in ("sequence", "sequence_token")
+    )
+    assert one.loss.item() == pytest.approx(other.loss.item())
+    slopes = gradient(one, tokens)
+    assert slopes.any()
+    torch.testing.assert_close(slopes, gradient(other, tokens))
 
 
 @pytest.mark.parametrize("ratio", ["sequence", "token", "geometric", "rspo"])

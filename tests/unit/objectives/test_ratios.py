@@ -138,6 +138,34 @@ def test_cispo_bounds_the_weight_and_keeps_the_gradient(advantage: float) -> Non
     assert_close(log_ratios.grad, -weights * advantage, tolerance=1e-12)
 
 
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize(
+    ("settings", "lowest", "highest"),
+    [
+        (GSPO, math.log(1 - 3e-4), math.log(1 + 4e-4)),
+        (GSPO_TOKEN, math.log(1 - 3e-4), math.log(1 + 4e-4)),
+        (DAPO, math.log(0.8), math.log(1.28)),
+        (GMPO, -0.4, 0.4),
+    ],
+    ids=lambda given: getattr(given, "name", None),
+)
+def test_the_gradient_ends_where_the_clip_begins(
+    settings: RatioSettings, lowest: float, highest: float, advantage: float
+) -> None:
+    """Of a response of one token: on the side that the advantage pushes to, and on no other."""
+    end, behind = (highest, lowest - 1) if advantage > 0 else (lowest, highest + 1)
+    within, beyond = end - 1e-9 * advantage, end + 1e-9 * advantage
+    for log_ratio, learns in [(within, True), (beyond, False), (behind, True)]:
+        given = real([log_ratio]).requires_grad_()
+        found = surrogate(given, real([advantage]), settings)
+        found.loss.sum().backward()
+        assert given.grad is not None
+        ratio = math.exp(log_ratio)
+        assert_close(given.grad, [-ratio * advantage if learns else 0.0], tolerance=1e-12)
+        assert_close(found.loss, [[-ratio * advantage]], tolerance=1e-8)
+        assert found.clipped.item() is not learns
+
+
 @pytest.mark.parametrize("settings", ALL, ids=lambda settings: settings.name)
 def test_on_policy_gradient_is_that_of_reinforce(settings: RatioSettings) -> None:
     log_ratios = torch.zeros(5, dtype=torch.float64, requires_grad=True)
@@ -192,6 +220,8 @@ def test_rspo_scales_ratios_before_they_are_clipped() -> None:
     held = [0.1 + math.log(0.8), 0.4, -0.2]
     assert_close(found.ratio, [[math.exp(sum(held) / 3)] * 3], tolerance=1e-12)
     assert found.clipped.tolist() == [[False, True, False]]
+    slopes = torch.autograd.grad(found.loss.sum(), log_ratios)[0]
+    assert (slopes == 0).tolist() == [[False, True, False]]
     plain = geometric_ratio(log_ratios, old, torch.ones_like(old), mask, GMPO)
     same = rspo_ratio(log_ratios, old, torch.ones_like(old), mask, RSPO, torch.zeros_like(old))
     assert torch.equal(plain.loss, same.loss)

@@ -1,0 +1,44 @@
+"""Gates of replayed routing and the z-loss against the vectors of the algorithms (section 8)."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from fake_engines import MODEL
+from test_rollout_modes import one_rank  # noqa: F401
+
+from parallel.packing import Place, lay_out
+from parallel.policy import Policy
+from parallel.routing import RoutingLosses
+from parallel.settings import LayoutSettings, RoutingLossSettings
+
+
+def test_vector_9() -> None:
+    """The gates are of the replayed experts, and their gradient reaches the training logits."""
+    model = MODEL.model_copy(update={"experts": 3, "experts_per_token": 2})
+    [router, *_] = Policy(model, LayoutSettings()).routers
+    router.row = lay_out([1], Place())
+    logits = torch.tensor([[[1.0, 0.5, 0.4]]], requires_grad=True)
+    _, free = router.routing(logits)
+    assert free.tolist() == [[True, True, False]]
+    router.row.routes = torch.tensor([[[0, 2]]] * model.layers)
+    gates, chosen = router.routing(logits)
+    assert chosen.tolist() == [[True, False, True]]
+    assert gates[0].tolist() == pytest.approx([0.6456563, 0, 0.3543437], abs=1e-7)
+    gates[0, 0].backward()
+    slope = 0.6456563 * 0.3543437  # of a softmax of two
+    assert logits.grad is not None
+    assert logits.grad[0, 0].tolist() == pytest.approx([slope, 0, -slope], abs=1e-7)
+
+
+def test_vector_11() -> None:
+    """Of a real token; padding counts for nothing."""
+    losses = RoutingLosses(RoutingLossSettings(z_loss=0.5), [mock.Mock()])
+    losses.start(tokens=1.0)
+    logits = torch.tensor([[2.0, 0, 0, 0], [99.0, 0, 0, 0]], requires_grad=True)
+    gates, real = torch.ones(2, 4), torch.tensor([True, False])
+    attached = losses.attach(mock.Mock(), gates, gates > 0, logits, real)
+    assert torch.equal(attached, gates)
+    assert losses.sums["z_loss"] == pytest.approx(5.479124, abs=2e-6)
