@@ -161,7 +161,9 @@ class Backlog:
     def _stream(self, domain: str, cursor: int) -> PromptStream:
         seed, stage = self._job.settings.seed, self._job.stage
         tokenizer = self._rollouts.tokenizer
-        return PromptStream(self._prompts[domain], tokenizer, domain, seed, stage, cursor=cursor)
+        longest = self.sampling.room(self._job.settings.engine)
+        prompts = self._prompts[domain]
+        return PromptStream(prompts, tokenizer, domain, seed, stage, cursor=cursor, longest=longest)
 
 
 @dataclass

@@ -53,7 +53,11 @@ class Evaluation:
             self.log = MetricsLog(job, a_model * len(job.models), start=self.answered)
             self.problems = {
                 domain: held_out_problems(
-                    settings.prompts, self.rollouts.tokenizer, domain, self.settings.problems
+                    settings.prompts,
+                    self.rollouts.tokenizer,
+                    domain,
+                    self.settings.problems,
+                    settings.sampling.room(job.settings.engine),
                 )
                 for domain, settings in self.domains.items()
             }

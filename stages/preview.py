@@ -51,7 +51,10 @@ def run(job: StageJob) -> None:
 
 def _groups(job: StageJob, name: str, domain: DomainSettings, rollouts: Rollouts) -> list[Group]:
     seed = job.settings.seed
-    stream = PromptStream(domain.prompts, rollouts.tokenizer, name, seed, job.stage)
+    longest = domain.sampling.room(job.settings.engine)
+    stream = PromptStream(
+        domain.prompts, rollouts.tokenizer, name, seed, job.stage, longest=longest
+    )
     problems = stream.take(domain.sampling.prompts_per_step)
     return groups_of(problems, domain.sampling.group_size, seed_of(seed, job.stage, name))
 

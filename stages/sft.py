@@ -130,7 +130,8 @@ def _sources(job: StageJob) -> dict[str, DemonstrationSource]:
 def _source(job: StageJob, domain: str, tokenizer: Tokenizer) -> DemonstrationSource:
     seed, settings = job.settings.seed, job.settings.experts[domain]
     # Before hours of training rather than after: is there enough to evaluate on?
-    held_out_problems(settings.prompts, tokenizer, domain, job.settings.evaluation.problems)
+    room = settings.sampling.room(job.settings.engine)
+    held_out_problems(settings.prompts, tokenizer, domain, job.settings.evaluation.problems, room)
     wanted = settings.demonstrations
     if isinstance(wanted, GeneratedDemonstrationSettings):
         prompts = PromptStream(settings.prompts, tokenizer, domain, seed, job.stage)

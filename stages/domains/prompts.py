@@ -39,7 +39,8 @@ class PromptStream:
 
     The split is by content: a prompt is held out or not whatever seed, purpose or domain drew it.
     Training streams may repeat a prompt; one of files does so only when all rows have had their
-    turn. `too_long` counts the prompts that were skipped for their length.
+    turn. Prompts of more than `longest` tokens are skipped, as are those that the settings say;
+    `too_long` counts both.
     Raises DomainError where the settings make no problems.
     """
 
@@ -52,12 +53,15 @@ class PromptStream:
         purpose: str,
         split: Split = "train",
         cursor: int = 0,
+        longest: int | None = None,
     ) -> None:
         self.domain = domain
         self.split: Split = split
         self.cursor = cursor
         self.too_long = 0
         self._settings = settings
+        self._encode = tokenizer.encode
+        self._longest = longest
         self._source = _source(
             settings, tokenizer, domain, _stream_seed(seed, domain, purpose), split
         )
@@ -82,36 +86,45 @@ class PromptStream:
             problem = self._source.problem(self.cursor)
             self.cursor += 1
             if problem is None:
-                self._note_too_long()
+                self._note_too_long("max_prompt_tokens")
             elif self._in_split(problem) and problem.key not in exclude:
-                return problem
+                if self._longest is None or len(self._encode(problem.prompt)) <= self._longest:
+                    return problem
+                self._note_too_long(
+                    f"{self._longest} tokens, which with a response are more than"
+                    " engine.max_model_tokens,"
+                )
         skipped = f" and {self.too_long} too long ones" if self.too_long else ""
         raise DomainError(
             self.domain,
             self._source.key,
             f"only {len(exclude)} distinct {self.split} prompts{skipped} found, {wanted} needed;"
-            " have more problems, more varied ones, or change prompts.held_out_fraction",
+            " have more problems, more varied ones, or change prompts.held_out_fraction"
+            f"{' or the limits on tokens' if self.too_long else ''}",
         )
 
-    def _note_too_long(self) -> None:
+    def _note_too_long(self, limit: str) -> None:
         self.too_long += 1
         if self.too_long == 1:
-            say_notice(
-                f"experts.{self.domain}.prompts: prompts of more than max_prompt_tokens are skipped"
-            )
+            say_notice(f"experts.{self.domain}.prompts: prompts of more than {limit} are skipped")
 
     def _in_split(self, problem: Problem) -> bool:
         return is_held_out(problem, self._settings.held_out_fraction) == (self.split == "held_out")
 
 
 def held_out_problems(
-    settings: PromptSettings, tokenizer: Tokenizer, domain: str, count: int
+    settings: PromptSettings,
+    tokenizer: Tokenizer,
+    domain: str,
+    count: int,
+    longest: int | None = None,
 ) -> list[Problem]:
-    """The problems a domain is evaluated on: `count` distinct ones, the same in every run.
+    """The problems a domain is evaluated on: `count` distinct ones, the same in every run that has
+    room for prompts of as many tokens.
 
     Raises DomainError when the held-out split does not hold so many.
     """
-    stream = PromptStream(settings, tokenizer, domain, 0, "evaluate", "held_out")
+    stream = PromptStream(settings, tokenizer, domain, 0, "evaluate", "held_out", longest=longest)
     return stream.take_distinct(count)
 
 
