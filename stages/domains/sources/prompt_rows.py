@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from functools import cache
 
 from stages.chat import ASSISTANT, Message, as_messages, content_key
@@ -110,8 +111,8 @@ def messages_of(row: Row, column: str) -> list[Message]:
 
 
 def answer_of(row: Row, settings: FilePromptSettings) -> str:
-    """The reference answer: text as it stands, a number as JSON writes it; "" where none is asked
-    for. Raises RowFault where it is neither."""
+    """The reference answer: text as it stands, a finite number as JSON writes it; "" where none is
+    asked for. Raises RowFault where it is neither."""
     if settings.answer is None:
         return ""
     if settings.answer not in row:
@@ -119,6 +120,6 @@ def answer_of(row: Row, settings: FilePromptSettings) -> str:
     value = row[settings.answer]
     if isinstance(value, str):
         return value
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf:
         return json.dumps(value)
-    raise RowFault(f"{settings.answer!r} is neither text nor a number")
+    raise RowFault(f"{settings.answer!r} is neither text nor a finite number")
