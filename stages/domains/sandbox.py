@@ -132,6 +132,10 @@ def score(
     as it does.
     Raises SandboxError; ValueError where the tests are neither or none.
     """
+    if isinstance(tests, str | Mapping) or not isinstance(tests, Sequence):
+        raise ValueError(
+            f"tests are a list of pairs or of statements, not a {type(tests).__name__}"
+        )
     if not tests:
         raise ValueError("there are no tests")
     if all(isinstance(test, str) for test in tests):
@@ -140,8 +144,7 @@ def score(
     verdicts: list[Verdict] = []
     errors = ""
     for test in tests:
-        if not isinstance(test, Mapping) or not {"input", "output"} <= test.keys():
-            raise ValueError(f"a test is a mapping of input and output or a statement, not {test}")
+        _check_pair(test)
         if seconds <= 0:
             verdicts += ["timeout"] * (len(tests) - len(verdicts))
             break
@@ -191,6 +194,14 @@ import hashlib, json, math, random, zlib
 print("contained", flush=True)
 os._exit(0)
 """
+
+
+def _check_pair(test: Any) -> None:
+    if not isinstance(test, Mapping) or not {"input", "output"} <= test.keys():
+        raise ValueError(f"a test is a mapping of input and output or a statement, not {test!r}")
+    for name in ("input", "output"):
+        if not isinstance(test[name], str):
+            raise ValueError(f"the {name} of a test is text, not {test[name]!r}")
 
 
 def _verdict(outcome: Outcome, expected: str) -> Verdict:
