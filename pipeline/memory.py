@@ -45,12 +45,13 @@ def stage_memory(stage: Stage, settings: RunSettings) -> list[RankMemory]:
     model, layout, tokens = settings.model, settings.layout, loop.micro_batch_tokens
     frozen = _frozen_models(stage, settings)
     ranks = training_memory(model, layout, optimizer.algorithm, tokens, frozen)
-    advantage = settings.experts[stage.domain].objective.advantage if stage.domain else None
+    policy = _rewarded(stage, settings)
+    advantage = policy.objective.advantage if policy else None
     if advantage is None or advantage.name != "gae":
         return ranks
     algorithm = advantage.critic.optimizer.algorithm
     critic = training_memory(model, layout, algorithm, tokens, values=True)
-    return [policy.beside(other) for policy, other in zip(ranks, critic, strict=True)]
+    return [rank.beside(other) for rank, other in zip(ranks, critic, strict=True)]
 
 
 def fullest(ranks: list[RankMemory]) -> RankMemory:

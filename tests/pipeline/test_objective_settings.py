@@ -32,9 +32,13 @@ NAMED = [
 ]
 
 
-def fault(config: Path, override: str) -> str:
+RATIO = f"{EXPERT}.ratio.name=token"
+STEPS = "experts.sums.rewards={steps: {kind: python, function: 'json:loads'}}"
+
+
+def fault(config: Path, *overrides: str) -> str:
     with pytest.raises(ConfigError) as raised:
-        load(config, [override])
+        load(config, overrides)
     [violation] = raised.value.violations
     return str(violation)
 
@@ -42,7 +46,7 @@ def fault(config: Path, override: str) -> str:
 @pytest.mark.parametrize(("key", "kind"), NAMED, ids=lambda value: getattr(value, "__name__", ""))
 def test_every_name_has_settings_of_its_own(config: Path, key: str, kind: type) -> None:
     name = kind.model_fields["name"].default  # type: ignore[attr-defined]
-    settings = load(config, [f"{EXPERT}.{key}.name={name}"])
+    settings = load(config, [RATIO, STEPS, f"{EXPERT}.{key}.name={name}"])
     assert getattr(settings.experts["sums"].objective, key) == kind()
     config.write_text(dump_resolved(settings))
     assert load(config) == settings
@@ -122,11 +126,35 @@ def test_every_name_has_a_function() -> None:
     ],
 )
 def test_a_wrong_objective_is_reported(config: Path, override: str, message: str) -> None:
-    assert fault(config, f"{EXPERT}.{override}").startswith(f"command line: {EXPERT}.{message}")
+    found = fault(config, RATIO, f"{EXPERT}.{override}")
+    assert found.startswith(f"command line: {EXPERT}.{message}")
+
+
+@pytest.mark.parametrize("ratio", ["sequence", "geometric", "rspo"])
+@pytest.mark.parametrize("advantage", ["process", "gae"])
+def test_a_ratio_of_responses_undoes_an_advantage_of_tokens(
+    config: Path, advantage: str, ratio: str
+) -> None:
+    objective = f"objective={{advantage: {{name: {advantage}}}, ratio: {{name: {ratio}}}}}"
+    message = f"objective.ratio.name: {ratio} gives all tokens of a response one gradient, which"
+    assert fault(config, STEPS, f"experts.sums.{objective}").startswith(
+        f"command line: experts.sums.{message} undoes the advantage {advantage} of each; use token"
+    )
+
+
+def test_steps_are_judged_by_a_function_alone(config: Path) -> None:
+    message = f"command line: {EXPERT}.advantage.name: process needs the rewards of a response's"
+    process = f"{EXPERT}.advantage.name=process"
+    assert fault(config, RATIO, process).startswith(message)
+    assert load(config, [RATIO, process, STEPS])
+    mixed = "mixed={optimizer: {learning_rate: 1e-3}, loop: {steps: 2}}"
+    everybody = ["mixed.objective={advantage: {name: process}, ratio: {name: token}}", STEPS]
+    assert "mixed.objective.advantage.name" in fault(config, mixed, *everybody)
 
 
 def test_a_critic_needs_no_group(config: Path) -> None:
     critic = f"{EXPERT}.advantage={{name: gae, gamma: 0.9, lambda: 0.8}}"
+    config.write_text(dump_resolved(load(config, [RATIO])))
     alone = "experts.sums.sampling.group_size=1"
     settings = load(config, [critic, alone])
     advantage = settings.experts["sums"].objective.advantage
