@@ -25,7 +25,8 @@ def say_notice(text: str) -> None:
 
 
 def _say(text: str, log: int) -> None:
-    line = " ".join(text.split()).encode()[:LONGEST] + b"\n"
+    # A file's name may hold what is no text.
+    line = " ".join(text.split()).encode(errors="backslashreplace")[:LONGEST] + b"\n"
     for descriptor in {int(os.environ.get(LAST_WORD, log)), log}:
         with contextlib.suppress(OSError):
             os.write(descriptor, line)

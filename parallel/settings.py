@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Settings(BaseModel):
@@ -126,7 +127,7 @@ class OptimizerSettings(Settings):
 
     algorithm: Literal["adam", "sgd"] = "adam"
     learning_rate: Annotated[float, Field(gt=0)]
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     momentum: Fraction = 0.9
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     warmup_steps: Annotated[int, Field(ge=0)] = 0

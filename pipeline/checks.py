@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from parallel.families import FAMILIES, architecture, family_violations
+from parallel.memory import CACHE_BLOCK, cached_tokens
 from parallel.settings import (
     EngineSettings,
     LayoutSettings,
@@ -25,6 +26,7 @@ from parallel.settings import (
 )
 from parallel.weights.engine import engine_violations
 from pipeline.cores import placement_fault
+from pipeline.credit_checks import credit_rules
 from pipeline.data_checks import data_rules, missing_data, missing_tokenizer, tokenizer_rules
 from pipeline.graph_checks import graph_rules
 from pipeline.rewards import reward_needs, reward_rules, step_rules
@@ -74,6 +76,8 @@ def violations(run: dict[str, Any]) -> Found:
         yield from _name_rules(name)
         if domain:
             yield from _policy_rules(f"experts.{name}", domain, domain.rewards, layout, engine)
+            yield from _vocabulary_rules(f"experts.{name}.sampling", domain.sampling, model)
+            yield from credit_rules(f"experts.{name}.objective", domain.objective)
             yield from reward_rules(f"experts.{name}.rewards", domain, pool)
             yield from _step_rules(name, domain, (f"experts.{name}", domain), ("mixed", mixed))
             yield from data_rules(f"experts.{name}", domain, model, engine, (merge, mixed))
@@ -83,6 +87,8 @@ def violations(run: dict[str, Any]) -> Found:
     if mixed:
         rewards = {name for domain in valid.values() for name in domain.rewards}
         yield from _policy_rules("mixed", mixed, rewards, layout, engine)
+        yield from _vocabulary_rules("mixed.sampling", mixed.sampling, model)
+        yield from credit_rules("mixed.objective", mixed.objective)
         yield from _rollout_rules("mixed.rollout", mixed.rollout, deterministic)
     if valid:
         yield from _split_rules(valid)
@@ -91,6 +97,7 @@ def violations(run: dict[str, Any]) -> Found:
     if merge:
         yield from _schedule_rules("merge", merge.optimizer, merge.loop)
         yield from _sampling_rules("merge.sampling", merge.sampling, layout, engine)
+        yield from _vocabulary_rules("merge.sampling", merge.sampling, model)
         yield from _rollout_rules("merge.rollout", merge.rollout, deterministic)
     if evaluation and layout and evaluation.problems < layout.data:
         yield "evaluation.problems", f"{evaluation.problems} is {_too_few(layout)}"
@@ -157,15 +164,24 @@ def _engine_rules(model: ModelSettings, engine: EngineSettings) -> Found:
             "engine.max_model_tokens",
             f"{engine.max_model_tokens} is more than model.max_positions = {model.max_positions}",
         )
-    if not list(_architecture_faults(model)):
-        yield from engine_violations(model, engine.tensor)
+    if list(_architecture_faults(model)):
+        return
+    yield from engine_violations(model, engine.tensor)
+    room = cached_tokens(model, engine) // CACHE_BLOCK * CACHE_BLOCK - CACHE_BLOCK
+    if room < engine.max_model_tokens:
+        yield (
+            "engine.kv_cache_mebibytes",
+            f"{engine.kv_cache_mebibytes} hold the keys and values of {max(room, 0)} tokens, less "
+            f"than engine.max_model_tokens = {engine.max_model_tokens}",
+        )
 
 
 def _name_rules(name: str) -> Found:
-    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", name):
         yield (
             f"experts.{name}",
-            "a domain's name is made of letters, digits, _ and -, since it names a folder",
+            "a domain's name is made of letters, digits, _ and -, 100 at most, since it names a"
+            " folder",
         )
 
 
@@ -310,6 +326,15 @@ def _sampling_rules(
             f"{key}.prompts_per_step",
             f"{sampling.prompts_per_step} prompts x {sampling.group_size} samples in {updates} "
             f"updates make {samples} an update, {_too_few(layout)}",
+        )
+
+
+def _vocabulary_rules(key: str, sampling: SamplingSettings, model: ModelSettings | None) -> Found:
+    if model and sampling.top_k > model.vocabulary_size:
+        yield (
+            f"{key}.top_k",
+            f"{sampling.top_k} is more than model.vocabulary_size = {model.vocabulary_size}; use 0 "
+            "for all tokens",
         )
 
 

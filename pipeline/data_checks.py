@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from parallel.settings import CHARACTERS, TOKENIZER_SIZE, EngineSettings, ModelSettings
-from pipeline.violations import shown
+from pipeline.violations import hint, shown
+from stages.domains.formats import FORMATS
 from stages.domains.sources.settings import (
     FileDemonstrationSettings,
     FilePromptSettings,
@@ -38,6 +39,8 @@ def data_rules(
     """What a domain's prompts and demonstrations ask of each other and of the other blocks;
     `others` sample its prompts too."""
     prompts, demonstrations = domain.prompts, domain.demonstrations
+    if isinstance(prompts, ReasoningGymPromptSettings) and prompts.dataset not in FORMATS:
+        yield f"{key}.prompts.dataset", f"unknown dataset; {hint(prompts.dataset, FORMATS)}"
     if isinstance(demonstrations, FileDemonstrationSettings):
         longest = demonstrations.max_tokens
         if model and longest and longest > model.max_positions:

@@ -139,7 +139,7 @@ def notes(domain: str, settings: DomainSettings, prompts: list[dict[str, Any]]) 
 
 def _judging(settings: DomainSettings) -> list[str]:
     """The rewards whose 1 says that a problem is solved."""
-    return [n for n, each in settings.rewards.items() if each.judges_answer and each.weight]
+    return [n for n, each in settings.rewards.items() if each.judges_answer and each.weight > 0]
 
 
 def _scores(prompt: dict[str, Any], name: str) -> dict[str, float]:

@@ -51,7 +51,7 @@ def stage_memory(stage: Stage, settings: RunSettings) -> list[RankMemory]:
         return ranks
     algorithm = advantage.critic.optimizer.algorithm
     critic = training_memory(model, layout, algorithm, tokens, values=True)
-    return [policy.beside(other) for policy, other in zip(ranks, critic, strict=True)]
+    return [rank.beside(other) for rank, other in zip(ranks, critic, strict=True)]
 
 
 def fullest(ranks: list[RankMemory]) -> RankMemory:

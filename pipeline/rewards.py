@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from pipeline.violations import shown
 from stages.domains.rewards.settings import CodeReward, JudgeReward, RewardPoolSettings
@@ -43,6 +44,8 @@ def reward_rules(key: str, domain: DomainSettings, pool: RewardPoolSettings | No
             )
         if reward.kind == "length" and reward.at_least > (reward.at_most or math.inf):
             yield f"{own}.at_least", f"{reward.at_least} is more than at_most = {reward.at_most}"
+        if reward.kind == "json_schema" and reward.default_schema is not None:
+            yield from _schema_rules(own, reward.default_schema)
         if reward.kind == "judge":
             yield from _judge_rules(own, reward)
         if reward.kind == "code":
@@ -98,6 +101,16 @@ def function_fault(reference: str) -> str | None:
         return f"{shown(Path(spec.origin))}:{error.lineno} is not valid Python: {error.msg}"
     known = function in names or "*" in names
     return None if known else f"{shown(Path(spec.origin))} defines no {function}"
+
+
+def _schema_rules(key: str, schema: dict[str, Any]) -> Found:
+    from stages.domains.rewards.reward import RewardError
+    from stages.domains.rewards.schema import check_schema  # whose library takes a while to import
+
+    try:
+        check_schema(schema)
+    except RewardError as error:
+        yield f"{key}.default_schema", str(error)
 
 
 def _judge_rules(key: str, judge: JudgeReward) -> Found:

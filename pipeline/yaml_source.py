@@ -106,6 +106,9 @@ class Reader:
         place = Place(None)
         try:
             composed = yaml.compose(text, Loader=_Loader)
+        except RecursionError:
+            self._note(place, key, "nested too deeply")
+            return None
         except yaml.YAMLError as error:
             self._note(place, key, f"not a YAML value: {_problem(error)}")
             return None

@@ -35,11 +35,14 @@ from stages.objectives.settings import ObjectiveSettings
 
 
 class SamplingSettings(Settings):
-    """One step's rollouts: prompts, samples of each prompt, and the sampling distribution."""
+    """One step's rollouts: prompts, samples of each prompt, and the sampling distribution.
+
+    vLLM draws at no other temperatures: it raises lower ones, and refuses higher ones.
+    """
 
     prompts_per_step: Positive = 32
     group_size: Positive = 8
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(ge=0.01, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
         default=1.0, description="draw from the likeliest tokens that together have so much"
     )
@@ -177,7 +180,7 @@ class EvaluationSettings(Settings):
     """Held-out problems of every domain, one sample each."""
 
     problems: Positive = 2000
-    temperature: Annotated[float, Field(ge=0)] = 1.0
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     sampling_seed: Annotated[int, Field(ge=0)] = 20_000
 
 

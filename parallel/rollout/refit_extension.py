@@ -7,6 +7,8 @@ and takes the layers' steps itself where vLLM would wait for weights that never 
 
 from __future__ import annotations
 
+import ctypes
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,6 +30,8 @@ from parallel.weights.names import bucket, tensors
 from parallel.weights.planner import Bucket, Fleet, Plan
 from parallel.weights.transport import Meeting
 
+_PR_SET_PDEATHSIG = 1
+
 
 class RefitExtension:
     """Methods vLLM adds to its worker; called on every tensor-parallel rank by `collective_rpc`."""
@@ -40,6 +44,8 @@ class RefitExtension:
 
         Raises RuntimeError when they differ: this vLLM, or this model, is not what was planned for.
         """
+        if _place()[1] > 1:  # else it is the engine's own process
+            _die_with_parent()
         self._settings = ModelSettings.model_validate_json(model)
         self._shapes = tensors(self._settings)
         self._inbox: Inbox | None = None
@@ -211,6 +217,12 @@ class _Landed:
         for (name, _), value in self._found.items():
             summed[bucket(name)] = checksums.add(summed.get(bucket(name), 0), value)
         return {str(key): str(value) for key, value in summed.items()}
+
+
+def _die_with_parent() -> None:
+    """vLLM's workers look whether the engine lives, and go on with what they are at until then: a
+    meeting of ranks, say, of whom none is left."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _place() -> tuple[int, int]:

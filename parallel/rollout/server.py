@@ -53,8 +53,8 @@ class Server:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        shown = request.headers.get("Authorization", "")
-        if not hmac.compare_digest(shown.encode(), f"Bearer {self.token}".encode()):
+        shown = request.headers.get("Authorization", "").encode(errors="replace")
+        if not hmac.compare_digest(shown, f"Bearer {self.token}".encode()):
             return _failure(403, "wrong token")
         try:
             return await handler(request)

@@ -61,8 +61,10 @@ class PromptStream:
         self.cursor = cursor
         self.too_long = 0
         self._settings = settings
+        self._encode = tokenizer.encode
+        self._longest = longest
         stream_seed = _stream_seed(seed, domain, purpose)
-        self._source = _source(settings, tokenizer, domain, stream_seed, split, longest)
+        self._source = _source(settings, tokenizer, domain, stream_seed, split)
 
     def take(self, count: int) -> list[Problem]:
         """The next `count` problems. Raises DomainError when the split yields no more."""
@@ -83,18 +85,24 @@ class PromptStream:
         for _ in range(self._source.patience):
             problem = self._source.problem(self.cursor)
             self.cursor += 1
-            if problem is None:
+            if problem is not None and not self._in_split(problem):
+                continue
+            if problem is None or self._has_no_room(problem):
                 self.too_long += 1
                 _tell_of_too_long(self.domain)
-            elif self._in_split(problem) and problem.key not in exclude:
+            elif problem.key not in exclude:
                 return problem
         skipped = f" and {self.too_long} too long ones" if self.too_long else ""
         raise DomainError(
             self.domain,
             self._source.key,
             f"only {len(exclude)} distinct {self.split} prompts{skipped} found, {wanted} needed;"
-            " have more problems, more varied ones, or change prompts.held_out_fraction",
+            " have more problems, more varied ones, or change prompts.held_out_fraction"
+            f"{' or the limits on tokens' if self.too_long else ''}",
         )
+
+    def _has_no_room(self, problem: Problem) -> bool:
+        return self._longest is not None and len(self._encode(problem.prompt)) > self._longest
 
     def _in_split(self, problem: Problem) -> bool:
         return is_held_out(problem, self._settings.held_out_fraction) == (self.split == "held_out")
@@ -136,11 +144,10 @@ def _source(
     domain: str,
     seed: int,
     split: Split,
-    longest: int | None,
 ) -> Source:
     if isinstance(settings, ReasoningGymPromptSettings):
         return ReasoningGymSource(settings, domain, seed)
-    return FileSource(settings, tokenizer, domain, seed, split == "held_out", longest)
+    return FileSource(settings, tokenizer, domain, seed, split == "held_out")
 
 
 def _stream_seed(seed: int, domain: str, purpose: str) -> int:

@@ -2,7 +2,8 @@
 
 It imports what the rewards need, once and without torch, and forks a worker whenever the pool asks,
 which takes milliseconds. It runs no reward itself and so always answers. When the pool is gone it
-ends, and the kernel ends its workers, even those that hang.
+ends its workers, even those that hang, and what rewards have left behind; where it is killed, the
+kernel ends its workers.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from importlib import import_module
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
@@ -23,12 +25,18 @@ from typing import NoReturn
 from stages.domains.reward_worker import Clock, Setup, serve
 from stages.domains.rewards.registry import modules
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+REAPING_SECONDS = 1.0  # between two looks at what has ended
+ENDING_ROUNDS, ENDING_SECONDS = 100, 0.01  # in which what still starts processes is ended
 _libc = ctypes.CDLL(None)
 
 
 def main() -> None:
-    """Fork and end workers as the pool asks, until it is gone."""
+    """Fork and end workers as the pool asks, until it is gone.
+
+    What a reward starts and leaves becomes this process's child, so that none outlives it.
+    """
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     control = Connection(int(sys.argv[1]))
     setup: Setup = control.recv()
     settings = [each for rewards in setup.rewards.values() for each in rewards.values()]
@@ -36,10 +44,20 @@ def main() -> None:
         with contextlib.suppress(Exception):  # a worker says what is wrong with it
             import_module(module)
     gc.freeze()  # else collecting garbage would give every worker pages of its own
+    workers: set[int] = set()
     with contextlib.suppress(EOFError, OSError):
         while True:
+            while not control.poll(REAPING_SECONDS):
+                _reap(_children(os.getpid()) - workers)
             wanted: int | None = control.recv()
-            control.send(_forked(control, setup) if wanted is None else _ended(wanted))
+            if wanted is None:
+                process = _forked(control, setup)
+                workers.add(process)
+                control.send(process)
+            else:
+                control.send(_ended(wanted))
+                workers.remove(wanted)
+    _end_all()
 
 
 def _forked(control: Connection, setup: Setup) -> int:
@@ -70,7 +88,8 @@ def _work(setup: Setup, descriptor: int, shared: int) -> NoReturn:
             signal.signal(ignored, signal.SIG_IGN)
         limit = setup.settings.memory_mebibytes << 20
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        serve(setup, Connection(descriptor), Clock(shared))
+        connection = Connection(descriptor)  # open until the end, which the pool waits for
+        serve(setup, connection, Clock(shared))
         status = 0
     except (EOFError, OSError):
         status = 0  # the pool is gone
@@ -82,14 +101,40 @@ def _work(setup: Setup, descriptor: int, shared: int) -> NoReturn:
         os._exit(status)
 
 
+def _end_all() -> None:
+    """Kill whatever this process or a reward has started."""
+    for _ in range(ENDING_ROUNDS):
+        found = _descendants(os.getpid())
+        if not found:
+            return
+        for each in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
+        time.sleep(ENDING_SECONDS)
+        _reap(_children(os.getpid()))
+
+
+def _reap(processes: set[int]) -> None:
+    """Let go of the children that have ended."""
+    for each in processes:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(each, os.WNOHANG)
+
+
 def _descendants(process: int) -> list[int]:
     """Processes that a process started, those that they started, and so on."""
-    try:
-        text = Path(f"/proc/{process}/task/{process}/children").read_text()
-    except OSError:  # it has ended, or the kernel does not list them
-        return []
-    children = [int(number) for number in text.split()]
+    children = _children(process)
     return [*children, *(each for child in children for each in _descendants(child))]
+
+
+def _children(process: int) -> set[int]:
+    try:
+        threads = Path(f"/proc/{process}/task").iterdir()
+        return {
+            int(child) for thread in threads for child in (thread / "children").read_text().split()
+        }
+    except OSError:  # it has ended, or the kernel does not list them
+        return set()
 
 
 if __name__ == "__main__":

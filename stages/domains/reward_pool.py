@@ -7,10 +7,12 @@ to others. `reward_nursery` and `reward_worker` run on the other side.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -37,6 +39,8 @@ LONGEST_CHUNK = 32  # responses in one message
 TURNS = 2  # chunks that each worker would get of what waits, so that all end at about the same time
 LOOK_SECONDS = 0.25  # how often the clocks of busy workers are looked at
 LOADING_SECONDS = 300.0
+NURSERY_SECONDS = 60.0  # that it may take to fork a worker, or to end one
+CLOSING_SECONDS = 5.0  # that it may take to end them all
 ATTEMPTS = 3  # a response whose worker is lost so often, and no reward is to blame, has failed
 SHOWN_IN_FULL, SHOWN_CHARACTERS = 3, 300
 
@@ -135,14 +139,23 @@ class RewardPool:
         if self._closing:
             return
         self._closing = True
-        self._nursery.kill()  # and the kernel its workers
-        self._nursery.wait()
+        self._end_nursery()
         os.eventfd_write(self._called, 1)
         self._thread.join()
         for worker in self._workers:
             worker.connection.close()
         self._control.close()
         os.close(self._called)
+
+    def _end_nursery(self) -> None:
+        """Have it end all that a reward has started, and then itself."""
+        # Not closed yet: the pool's thread may be at it.
+        with socket.socket(fileno=os.dup(self._control.fileno())) as control:
+            control.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._nursery.wait(CLOSING_SECONDS if self._workers else 0)
+        self._nursery.kill()  # and the kernel its workers
+        self._nursery.wait()
 
     def _run(self) -> None:
         """What the pool's thread does."""
@@ -167,10 +180,20 @@ class RewardPool:
         self._control.send(None)
         send_handle(self._control, theirs.fileno(), self._nursery.pid)
         send_handle(self._control, shared, self._nursery.pid)
-        process: int = self._control.recv()
+        process = self._answer()
         theirs.close()
         os.close(shared)
         self._workers.append(_Worker(process, ours, clock, time.monotonic()))
+
+    def _answer(self) -> int:
+        """The nursery's. Raises RewardError where it does not come."""
+        patience = NURSERY_SECONDS if self._workers else LOADING_SECONDS
+        if not self._control.poll(patience):
+            raise RewardError(
+                f"the process that starts those of the rewards has said nothing for {patience:g} s"
+            )
+        answer: int = self._control.recv()
+        return answer
 
     def _deal(self) -> None:
         """Give those that have nothing to do what waits, less as less is left."""
@@ -182,6 +205,7 @@ class RewardPool:
             if not taken:
                 return
             worker.owed = dict(taken)
+            worker.clock.rest()
             chunk = [(number, task.problem, task.response) for number, task in taken]
             try:
                 worker.connection.send(chunk)
@@ -228,13 +252,16 @@ class RewardPool:
     def _replace(self, worker: _Worker, overdue: bool) -> None:
         """End a worker, blame what it was at, and put back the rest; `_run` forks another."""
         self._control.send(worker.process)
-        status: int = self._control.recv()
+        status = self._answer()
         self._workers.remove(worker)
         while worker.connection.poll() and self._hear(worker):
             pass  # what it had sent counts
         worker.connection.close()
         if not worker.loaded:
-            raise RewardError(f"a process for rewards {_ending(status)} before it was ready")
+            raise RewardError(
+                f"a process for rewards {_ending(status)} before it was ready; is rewards."
+                f"memory_mebibytes = {self._settings.memory_mebibytes} enough for it?"
+            )
         number, reward, deadline = worker.clock.read()
         late = time.monotonic() > deadline
         # One that is killed when it has just gone on to the next response is to blame for neither.
@@ -280,7 +307,9 @@ class RewardPool:
     def _give_up(self, error: Exception) -> None:
         """Nothing can be graded any more: whoever waits, now or later, hears why."""
         if not isinstance(error, RewardError):
-            found = RewardError(f"the rewards' processes failed: {error!r}")
+            ended = self._nursery.poll()
+            why = repr(error) if ended is None else f"the one that starts them {_ending(ended)}"
+            found = RewardError(f"the rewards' processes failed: {why}")
             found.__cause__ = error
             error = found
         with self._lock:

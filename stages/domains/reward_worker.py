@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import mmap
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from stages.domains.rewards.reward import Response
 from stages.domains.rewards.settings import RewardPoolSettings, RewardSettings
 
 FLUSH_SECONDS = 0.05  # what is graded waits no longer for the rest of its chunk
+REST_SECONDS = 60.0  # that a worker which owes something may be at none of it
 CLOCK_BYTES = 24
 
 Chunk = list[tuple[int, Problem, Response]]
@@ -50,7 +51,7 @@ class Clock:
         self._shared[0] = number
 
     def rest(self) -> None:
-        self.begin(-1, 0, math.inf)
+        self.begin(-1, 0, time.monotonic() + REST_SECONDS)
 
     def read(self) -> tuple[int, int, float]:
         """The number, or -1 between responses; the reward; and the deadline, by CLOCK_MONOTONIC."""
@@ -68,6 +69,7 @@ def serve(setup: Setup, connection: Connection, clock: Clock) -> None:
         connection.send(Loaded(str(error)))
         return
     connection.send(Loaded())
+    process = os.getpid()
     while True:
         chunk: Chunk = connection.recv()
         grades: Grades = []
@@ -79,6 +81,8 @@ def serve(setup: Setup, connection: Connection, clock: Clock) -> None:
                 clock.begin(number, reward, time.monotonic() + limit)
 
             grades.append((number, graders[problem.domain].grade(problem, response, begin)))
+            if os.getpid() != process:  # a reward has forked, and its child returned
+                os._exit(0)
             clock.rest()
             if time.monotonic() - flushed > FLUSH_SECONDS:
                 connection.send(grades)

@@ -132,6 +132,10 @@ def score(
     as it does.
     Raises SandboxError; ValueError where the tests are neither or none.
     """
+    if isinstance(tests, str | Mapping) or not isinstance(tests, Sequence):
+        raise ValueError(
+            f"tests are a list of pairs or of statements, not a {type(tests).__name__}"
+        )
     if not tests:
         raise ValueError("there are no tests")
     if all(isinstance(test, str) for test in tests):
@@ -140,15 +144,14 @@ def score(
     verdicts: list[Verdict] = []
     errors = ""
     for test in tests:
-        if not isinstance(test, Mapping) or not {"input", "output"} <= test.keys():
-            raise ValueError(f"a test is a mapping of input and output or a statement, not {test}")
+        pair = _pair(test)
         if seconds <= 0:
             verdicts += ["timeout"] * (len(tests) - len(verdicts))
             break
         wall_seconds = min(limits.wall_seconds, seconds)
-        outcome = run(program, test["input"], replace(limits, wall_seconds=wall_seconds))
+        outcome = run(program, pair["input"], replace(limits, wall_seconds=wall_seconds))
         seconds -= outcome.seconds
-        verdicts.append(_verdict(outcome, test["output"]))
+        verdicts.append(_verdict(outcome, pair["output"]))
         if verdicts[-1] != "passed":
             errors = errors or outcome.errors
             if stop_early:
@@ -191,6 +194,15 @@ import hashlib, json, math, random, zlib
 print("contained", flush=True)
 os._exit(0)
 """
+
+
+def _pair(test: Any) -> Mapping[str, str]:
+    if not isinstance(test, Mapping) or not {"input", "output"} <= test.keys():
+        raise ValueError(f"a test is a mapping of input and output or a statement, not {test!r}")
+    for name in ("input", "output"):
+        if not isinstance(test[name], str):
+            raise ValueError(f"the {name} of a test is text, not {test[name]!r}")
+    return test
 
 
 def _verdict(outcome: Outcome, expected: str) -> Verdict:

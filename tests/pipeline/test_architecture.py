@@ -32,6 +32,9 @@ WITHOUT_TORCH = {
     "parallel.files",
     "parallel.memory",
     "parallel.weights.engine",
+    "stages.domains.formats",
+    "stages.domains.rewards.reward",
+    "stages.domains.rewards.schema",
     "stages.domains.sandbox",
 }
 HEAVY = {

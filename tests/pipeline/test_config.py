@@ -132,6 +132,14 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
         ("model.max_positions=32", "engine.max_model_tokens: 64 is more than model.max_positions"),
         ("engine.tensor=3", "engine.tensor: 3 does not divide model.attention_heads = 4"),
         ("engine={count: 9999, placement: own}", "engine.placement: own needs 10000 cores, one"),
+        (
+            "engine={kv_cache_mebibytes: 1, max_model_tokens: 99}\tmodel.layers=16",
+            "engine.kv_cache_mebibytes: 1 hold the keys and values of 96 tokens, less than engine",
+        ),
+        ("experts.sums.sampling.temperature=0.009", "should be greater than or equal to 0.01, not"),
+        ("merge.sampling.temperature=2.1", "merge.sampling.temperature: should be less than or eq"),
+        ("merge.sampling.top_k=81", "merge.sampling.top_k: 81 is more than model.vocabulary_size"),
+        ("experts.sums.loop.steps=" + "[" * 2000, "experts.sums.loop.steps: nested too deeply"),
         ("model.experts_per_token=1", "model.experts_per_token: 1 leaves the router nothing"),
         ("model.architecture={n_group: 2}", "model.architecture.n_group: unknown key of qwen3_moe"),
         (
@@ -184,6 +192,21 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
         ("experts.sums.rewards={}", "experts.sums.rewards: dictionary should have at least 1 item"),
         ("experts.sums.rewards={a b: {kind: math}}", "a reward's name is made of letters, digits,"),
         (judge(lowest=10), "experts.sums.rewards.a.lowest: 10 should be less than highest = 10"),
+        (judge(verdict="good"), "a.verdict: should have a group, (...), which is the score"),
+        (judge(base_url="http://"), "a.base_url: string should match pattern"),
+        (judge(attempts=99), "a.attempts: should be less than or equal to 16, not 99"),
+        (
+            rewards("{kind: json_schema, default_schema: {type: 7}}"),
+            "a.default_schema: not a JSON schema: 7 is not valid under any of the given schemas at",
+        ),
+        (
+            "experts.sums.prompts.dataset=chain_som",
+            'dataset: unknown dataset; did you mean "chain_',
+        ),
+        (
+            "experts.sums.optimizer.betas=[0.9, 1]",
+            "optimizer.betas.1: should be less than 1, not 1",
+        ),
         (judge(attempts=5), "a.timeout_seconds: 300 should be more than the 315 seconds that 5"),
         (rewards("{kind: code}"), "rewards.a.kind: problems of reasoning_gym have no tests; use j"),
         (
@@ -218,7 +241,7 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
     ],
 )
 def test_rules_between_blocks(config: Path, override: str, message: str) -> None:
-    assert any(message in fault for fault in faults(config, override))
+    assert any(message in fault for fault in faults(config, *override.split("\t")))
 
 
 def test_a_key_that_has_another_name_now_says_so_where_it_stands(config: Path) -> None:
@@ -356,7 +379,7 @@ def test_extends_merges_mappings_and_replaces_lists(config: Path) -> None:
     edited(
         config,
         "prompts: {dataset: chain_sum}\n    optimizer: {learning_rate: 1e-3}",
-        "extends: domains/sums.yaml\n    prompts: {dataset: x, config: {b: 2}}\n"
+        "extends: domains/sums.yaml\n    prompts: {dataset: chain_sum, config: {b: 2}}\n"
         "    optimizer: {betas: [0.3, 0.4]}",
     )
     sums = load(config).experts["sums"]

@@ -32,6 +32,7 @@ NAMED = [
 ]
 
 
+RATIO = f"{EXPERT}.ratio.name=token"
 STEPS = (
     "experts.sums.rewards={steps: {kind: python, function: stages.domains.prompts:is_held_out,"
     " unfinished: score}}"
@@ -48,8 +49,7 @@ def fault(config: Path, *overrides: str) -> str:
 @pytest.mark.parametrize(("key", "kind"), NAMED, ids=lambda value: getattr(value, "__name__", ""))
 def test_every_name_has_settings_of_its_own(config: Path, key: str, kind: type) -> None:
     name = kind.model_fields["name"].default  # type: ignore[attr-defined]
-    asked = [STEPS] if name == "process" else []
-    settings = load(config, [f"{EXPERT}.{key}.name={name}", *asked])
+    settings = load(config, [RATIO, STEPS, f"{EXPERT}.{key}.name={name}"])
     assert getattr(settings.experts["sums"].objective, key) == kind()
     config.write_text(dump_resolved(settings))
     assert load(config) == settings
@@ -129,25 +129,39 @@ def test_every_name_has_a_function() -> None:
     ],
 )
 def test_a_wrong_objective_is_reported(config: Path, override: str, message: str) -> None:
-    assert fault(config, f"{EXPERT}.{override}").startswith(f"command line: {EXPERT}.{message}")
+    found = fault(config, RATIO, f"{EXPERT}.{override}")
+    assert found.startswith(f"command line: {EXPERT}.{message}")
+
+
+@pytest.mark.parametrize("ratio", ["sequence", "geometric", "rspo"])
+@pytest.mark.parametrize("advantage", ["process", "gae"])
+def test_a_ratio_of_responses_undoes_an_advantage_of_tokens(
+    config: Path, advantage: str, ratio: str
+) -> None:
+    objective = f"objective={{advantage: {{name: {advantage}}}, ratio: {{name: {ratio}}}}}"
+    message = f"objective.ratio.name: {ratio} gives all tokens of a response one gradient, which"
+    assert fault(config, STEPS, f"experts.sums.{objective}").startswith(
+        f"command line: experts.sums.{message} undoes the advantage {advantage} of each; use token"
+    )
 
 
 def test_steps_are_asked_of_the_rewards(config: Path) -> None:
     process = f"{EXPERT}.advantage.name=process"
     start = f"experts.sums.rewards: {EXPERT}.advantage process compares steps, "
-    assert f"{start}which only kind: python judges" in fault(config, process)
-    cut_off = fault(config, process, STEPS.replace("score", "zero"))
+    assert f"{start}which only kind: python judges" in fault(config, RATIO, process)
+    cut_off = fault(config, RATIO, process, STEPS.replace("score", "zero"))
     assert cut_off.startswith(f"command line: {start}and a response that was cut off has none")
-    load(config, [process, STEPS])
+    load(config, [RATIO, process, STEPS])
     mixed = (
         "mixed={optimizer: {learning_rate: 1e-3}, loop: {steps: 2},"
-        " objective: {advantage: {name: process}}}"
+        " objective: {advantage: {name: process}, ratio: {name: token}}}"
     )
     assert "words.rewards: mixed.objective.advantage process" in fault(config, mixed, STEPS)
 
 
 def test_a_critic_needs_no_group(config: Path) -> None:
     critic = f"{EXPERT}.advantage={{name: gae, gamma: 0.9, lambda: 0.8}}"
+    config.write_text(dump_resolved(load(config, [RATIO])))
     alone = "experts.sums.sampling.group_size=1"
     settings = load(config, [critic, alone])
     advantage = settings.experts["sums"].objective.advantage

@@ -61,7 +61,9 @@ def test_a_stage_holds_the_models_it_compares_with(config: Path) -> None:
 def test_a_critic_is_held_beside_its_policy(config: Path) -> None:
     overrides = [
         "layout.distributed_optimizer=false",
-        "experts.sums.objective={advantage: {name: gae}, kl: {coefficient: 0}}",
+        "experts.sums.objective={advantage: {name: gae}, ratio: {name: token}}",
+        "mixed={optimizer: {learning_rate: 1e-3}, loop: {steps: 2}}",
+        "mixed.objective={advantage: {name: gae}, ratio: {name: token}}",
     ]
     settings: RunSettings = load(config, overrides)
     found = {stage.name: stage_memory(stage, settings) for stage in compile_graph(settings)}
@@ -69,6 +71,7 @@ def test_a_critic_is_held_beside_its_policy(config: Path) -> None:
     head = 4 * (settings.model.vocabulary_size - 1) * settings.model.hidden_size
     assert expert.parameters == 2 * alone.parameters - head
     assert expert.optimizer == 2 * alone.optimizer - 2 * head
+    assert found["mixed"] == found["experts.sums"]
 
 
 def test_a_baseline_s_critic_and_an_average_in_fp32_are_counted(config: Path) -> None:
@@ -78,7 +81,7 @@ def test_a_baseline_s_critic_and_an_average_in_fp32_are_counted(config: Path) ->
         "experts.sums.objective.kl={coefficient: 0.1, reference: ema}",
         "experts.words.objective.kl={coefficient: 0.1}",
         "mixed={optimizer: {learning_rate: 1e-3}, loop: {steps: 2},"
-        " objective: {advantage: {name: gae}}}",
+        " objective: {advantage: {name: gae}, ratio: {name: token}}}",
     ]
     settings: RunSettings = load(config, overrides)
     found = {stage.name: stage_memory(stage, settings) for stage in compile_graph(settings)}

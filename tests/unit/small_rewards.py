@@ -21,11 +21,22 @@ def parity(problem: Problem, response: str) -> float:
     return float(len(response) % 2)
 
 
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+    __repr__ = __str__
+
+
 def does(problem: Problem, response: str) -> Any:
     """What the response says."""
     what, _, rest = response.partition(" ")
     if what == "raise":
         raise ZeroDivisionError(rest)
+    if what == "much":
+        raise ZeroDivisionError("x" * int(rest))
+    if what == "mute":
+        raise Mute
     if what == "exit":
         sys.exit(rest)
     if what == "die":
@@ -35,6 +46,16 @@ def does(problem: Problem, response: str) -> Any:
     if what == "child":  # hangs in a process of its own, whose number it leaves behind
         Path(rest).write_text(str(os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "1000")))
         time.sleep(1000)
+    if what == "daemon":  # leaves behind what has left it
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                Path(rest).write_text(str(os.getpid()))
+                time.sleep(1000)
+            os._exit(0)
+        return 1.0
+    if what == "fork":  # both return
+        os.fork()
     if what == "spin":
         while True:
             pass
@@ -45,8 +66,15 @@ def does(problem: Problem, response: str) -> Any:
         return float(rest)
     if what == "modules":
         return float(rest in sys.modules)
-    strange = {"nan": float("nan"), "inf": float("inf"), "text": "1.0", "none": None}
+    strange = {"nan": float("nan"), "inf": float("inf"), "text": "1.0", "none": None, "huge": 1e308}
     return strange[what] if what in strange else float(len(response))
+
+
+def notes(problem: Problem, response: str) -> float:
+    """How often it was called with this problem, by what it has written there."""
+    seen: Any = problem.fields
+    seen["calls"] = seen.get("calls", 0) + 1
+    return float(seen["calls"])
 
 
 def lines(problem: Problem, response: str) -> Steps:

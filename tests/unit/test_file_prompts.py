@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -164,6 +165,23 @@ def test_prompts_over_the_limit_are_skipped_and_counted(
         stream(jsonl(path, max_prompt_tokens=3)).take(1)
 
 
+@pytest.mark.parametrize("kind", ["files", "reasoning_gym"])
+def test_prompts_that_leave_no_room_are_skipped_and_counted(tmp_path: Path, kind: str) -> None:
+    settings: Any = jsonl(write_jsonl(tmp_path / "a.jsonl", rows(40)), held_out_fraction=1e-9)
+    if kind == "reasoning_gym":
+        settings = ReasoningGymPromptSettings(dataset="chain_sum", held_out_fraction=1e-9)
+    lengths = sorted(len(TOKENIZER.encode(each.prompt)) for each in stream(settings).take(40))
+    limit = lengths[20]
+    drawing = stream(settings, longest=limit)
+    drawn = drawing.take(20)
+    assert max(len(TOKENIZER.encode(each.prompt)) for each in drawn) <= limit
+    assert drawing.too_long == drawing.cursor - 20 > 0
+    [again] = stream(settings, cursor=drawn[-1].index, longest=limit).take(1)
+    assert seen([again]) == seen(drawn[-1:])
+    with pytest.raises(DomainError, match=r"only 0 .* and \d+ too long ones .* limits on tokens"):
+        stream(settings, longest=1).take(1)
+
+
 BAD_LINES = [
     (
         '{"prompt": "\udcff"}',
@@ -175,9 +193,14 @@ BAD_LINES = [
     ("[1]", "not a JSON object"),
     ('{"question": "1+1="}', "no column 'prompt'; there are 'question'"),
     ('{"prompt": "1+1="}', "no column 'answer'; there are 'prompt'"),
+    ('{"prompt": "1+1=", "answer": NaN}', "'answer' is neither text nor a finite number"),
+    (
+        '{"prompt": "\\ud83d", "answer": "2"}',
+        "half of a surrogate pair, which is no text",
+    ),
     ('{"prompt": "", "answer": "2"}', "'prompt' is empty"),
     ('{"prompt": 3, "answer": "2"}', "'prompt' is neither text nor a list of messages"),
-    ('{"prompt": "1+1=", "answer": [2]}', "'answer' is neither text nor a number"),
+    ('{"prompt": "1+1=", "answer": [2]}', "'answer' is neither text nor a finite number"),
     (
         '{"prompt": [{"role": "user", "content": null}], "answer": "2"}',
         "'prompt' has a message, the 1., whose content is no text",
@@ -206,6 +229,26 @@ def test_a_bad_row_stops_with_file_and_line_or_is_counted(
     assert f"1 cannot be used ({path}:3: {message})" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "latin-1"])
+def test_another_encoding_than_utf_8_is_named(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes('{"prompt": "caf\u00e9", "answer": 1}\r\n'.encode(encoding))
+    with pytest.raises(DomainError, match=r"a\.jsonl:1: not UTF-8: 'utf-8' codec"):
+        stream(jsonl(path))
+
+
+def test_a_mark_of_the_byte_order_and_returns_of_the_carriage_are_no_part_of_a_row(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(
+        b'\xef\xbb\xbf{"prompt": "1", "answer": 1}\r\n\r\n'
+        b'{"prompt": "\\ud83d\\ude00 2", "answer": 2}\r\n'
+    )
+    counts = prompt_index(jsonl(path), "math").counts
+    assert (counts.rows, counts.bad) == (2, 0)
+
+
 def test_rows_that_are_all_bad_are_an_error_even_where_they_may_be_skipped(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"question": "1"}] * 3)
     message = r"no usable row in .*: .*a\.jsonl:1: no column 'prompt'; there are 'question'"
@@ -223,6 +266,16 @@ def test_a_parquet_file_without_the_column_names_those_it_has(tmp_path: Path) ->
     broken.write_text("no parquet")
     with pytest.raises(DomainError, match=r"b\.parquet: not a Parquet file"):
         stream(ParquetPromptSettings(path=broken))
+
+
+def test_a_parquet_file_whose_pages_are_damaged_is_named(tmp_path: Path) -> None:
+    made = [{"prompt": "".join(map(str, range(n, n + 99))), "answer": str(n)} for n in range(999)]
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(made), path, row_group_size=100)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:1000] + bytes(1 << 16) + whole[1000 + (1 << 16) :])
+    with pytest.raises(DomainError, match=r"experts\.math\.prompts: .*a\.parquet: "):
+        stream(ParquetPromptSettings(path=path, answer="answer"))
 
 
 def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None:
@@ -265,6 +318,19 @@ def test_a_pattern_names_files(tmp_path: Path) -> None:
     assert names(tmp_path / "[ab].jsonl") == ["a.jsonl", "b.jsonl"]
     assert names(tmp_path / "c.jsonl") == ["c.jsonl"]
     assert names(tmp_path / "none.jsonl") == names(tmp_path / "**x") == []
+
+
+def test_only_files_are_files(tmp_path: Path) -> None:
+    inside = tmp_path / "all.jsonl"  # a folder that is called as a file, as Spark does
+    inside.mkdir()
+    write_jsonl(inside / "part.jsonl", rows(2))
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
+    (tmp_path / "endless.jsonl").symlink_to("/dev/zero")
+    (inside / "around").symlink_to(tmp_path)
+    assert jsonl(tmp_path).files() == [inside / "part.jsonl"]
+    for name in ("pipe", "loop", "endless"):
+        assert jsonl(tmp_path / f"{name}.jsonl").files() == []
 
 
 def test_row_groups_that_were_read_are_dropped_for_others(

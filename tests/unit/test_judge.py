@@ -47,6 +47,8 @@ class _Handler(BaseHTTPRequestHandler):
         if isinstance(said, str):
             said = json.dumps({"choices": [{"message": {"content": said}}]}).encode()
         self.send_response(status or 200)
+        if status == 302:
+            self.send_header("Location", "http://127.0.0.1:9/")
         self.end_headers()
         self.wfile.write(said)
 
@@ -136,6 +138,37 @@ def test_without_a_verdict_there_is_no_reward_and_nothing_is_kept(
     with pytest.raises(RewardError, match=message):
         judged(service, tmp_path, attempts=2, request_timeout_seconds=0.3)
     assert list(tmp_path.rglob("*.json")) == []
+
+
+def test_nobody_is_sent_elsewhere_with_the_key(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_KEY", "abc123")
+    service.script = [(302, b""), (200, "score: 5")]
+    with pytest.raises(RewardError, match="refused: 302 Found: it is moved to http://127"):
+        judged(service, tmp_path, api_key_variable="A_KEY")
+    assert len(service.requests) == 1
+
+
+def test_an_answer_without_end_is_not_read_to_it(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stages.domains.rewards.judge.LONGEST_ANSWER", 1 << 20)
+    service.script = [(200, b" " * (2 << 20))]
+    with pytest.raises(RewardError, match="the last: its answer is longer than 1 MiB"):
+        judged(service, tmp_path, attempts=1)
+
+
+@pytest.mark.parametrize("key", ["abc\n123", "cl\u00e9", ""])
+def test_a_key_that_is_none_is_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("A_KEY", key)
+    with pytest.raises(DomainError) as caught:
+        judged("http://127.0.0.1:9/v1", tmp_path, api_key_variable="A_KEY")
+    assert str(caught.value).endswith(
+        "api_key_variable: A_KEY holds no key, which is one line of ASCII"
+    )
 
 
 def test_a_service_that_is_not_there(tmp_path: Path) -> None:

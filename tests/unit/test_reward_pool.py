@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
@@ -77,6 +78,8 @@ def test_the_pool_says_what_one_process_says_in_the_same_order(
     [
         ("raise it", r"raised ZeroDivisionError('it') at small_rewards.py:"),
         ("exit", "raised SystemExit('') at small_rewards.py:"),
+        ("mute", "raised Mute at small_rewards.py:"),
+        ("much 5000", f"raised ZeroDivisionError('{'x' * 900}"),
         ("nan", "returned nan, not a finite number"),
         ("inf", "returned inf, not a finite number"),
         ("text", "returned '1.0', not a finite number"),
@@ -158,10 +161,62 @@ def test_a_pool_that_is_closed_leaves_no_process(pool: Made, tmp_path: Path) -> 
         time.sleep(0.01)
     processes = [made._nursery.pid, *(worker.process for worker in made._workers)]
     made.close()
+    processes.append(int((tmp_path / "number").read_text()))
     while any(Path(f"/proc/{each}").exists() for each in processes):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    os.kill(int((tmp_path / "number").read_text()), 9)
+
+
+def test_what_a_reward_leaves_behind_ends_with_the_pool(pool: Made, tmp_path: Path) -> None:
+    made = pool(odd=own("does"))
+    [grade] = graded(made, f"daemon {tmp_path / 'number'}")
+    assert grade.reward == 1.0
+    deadline = time.monotonic() + SECONDS
+    while not (left := tmp_path / "number").exists() or not left.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    made.close()
+    assert not Path(f"/proc/{left.read_text()}").exists()
+
+
+def test_a_reward_that_forks_answers_once(pool: Made) -> None:
+    found = graded(pool(odd=own("does")), "fork", *["two"] * 100)
+    assert [grade.reward for grade in found] == [4.0, *[3.0] * 100]
+
+
+def test_what_a_reward_writes_into_its_problem_nobody_reads(pool: Made) -> None:
+    found = graded(pool(first=own("notes"), second=own("notes")), *["a"] * 50)
+    assert [grade.parts for grade in found] == [{"first": 1.0, "second": 1.0}] * 50
+
+
+def test_a_sum_of_rewards_is_finite(pool: Made) -> None:
+    [grade] = graded(pool(odd=own("does", weight=10.0)), "huge")
+    assert grade.reward is None
+    assert grade.failure is not None
+    assert "rewards.odd: returned 1e+308, which makes the sum of rewards inf" in grade.failure
+
+
+def test_a_worker_that_is_stopped_is_replaced(pool: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stages.domains.reward_worker.REST_SECONDS", 1.0)
+    made = pool(odd=own("does"))
+    graded(made, "one")
+    os.kill(made._workers[0].process, signal.SIGSTOP)
+    assert [grade.reward for grade in graded(made, "two", "three")] == [3.0, 5.0]
+
+
+@pytest.mark.parametrize(("number", "why"), [(9, "was killed by SIGKILL"), (19, "said nothing")])
+def test_a_nursery_that_is_gone_ends_the_stage(
+    pool: Made, number: int, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stages.domains.reward_pool.NURSERY_SECONDS", 1.0)
+    monkeypatch.setattr("stages.domains.reward_pool.CLOSING_SECONDS", 0.5)
+    made = pool(odd=own("does"))
+    graded(made, "one")
+    os.kill(made._nursery.pid, number)
+    [future] = made.submit(problem(), [response("die 1")])
+    with pytest.raises(RewardError, match=why):
+        future.result(SECONDS)
+    made.close()
 
 
 def test_what_stops_a_stage() -> None:

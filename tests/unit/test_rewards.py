@@ -16,6 +16,7 @@ from stages.domains.rewards.instruction import CHECKS
 from stages.domains.rewards.length import soft_overlong
 from stages.domains.rewards.registry import MAKERS, make
 from stages.domains.rewards.reward import Response, Reward, RewardError, Score
+from stages.domains.rewards.schema import valid
 from stages.domains.rewards.settings import RewardBase, RewardSettings
 from stages.domains.sources.settings import ReasoningGymPromptSettings
 from stages.tokenizer import CharacterTokenizer
@@ -140,6 +141,15 @@ def test_json_is_held_to_its_schema(text: str, right: int, stated: str) -> None:
     asked = {"field": problem(schema=SCHEMA), "text": problem(schema=json.dumps(SCHEMA))}
     made = reward("json_schema", default_schema=SCHEMA if stated == "settings" else None)
     assert score(made, text, asked.get(stated)) == right
+
+
+def test_no_response_is_too_strange_for_its_schema() -> None:
+    tree = {"items": {"$ref": "#"}, "multipleOf": 0.01}
+    deep = "[" * 400 + "]" * 400
+    for text in (deep, "1e999"):
+        assert not valid(text, tree)
+    with pytest.raises(RewardError, match="the schema refers to itself without end"):
+        valid("1", {"$ref": "#"})
 
 
 def test_a_schema_that_is_none() -> None:
@@ -349,7 +359,8 @@ def test_a_function_that_cannot_be_loaded(function: str, message: str) -> None:
 
 def test_what_counts_as_solved() -> None:
     def kinds(*given: str, weight: float = 1.0) -> dict[str, RewardBase]:
-        own: dict[str, dict[str, Any]] = {"format": {"pattern": "x"}}
+        judge = {"base_url": "http://j", "model": "m", "rubric": "{response}"}
+        own: dict[str, dict[str, Any]] = {"format": {"pattern": "x"}, "judge": judge}
         return {kind: settings(kind, **own.get(kind, {}), weight=weight) for kind in given}
 
     both = kinds("math", "format")
@@ -359,3 +370,5 @@ def test_what_counts_as_solved() -> None:
     assert not solved(kinds("format"), {"format": 0.0})
     watched = {**kinds("math"), **kinds("json_schema", weight=0.0)}
     assert solved(watched, {"math": 1.0, "json_schema": 0.0})
+    punished = {**kinds("math"), **kinds("judge", weight=-1.0)}
+    assert solved(punished, {"math": 1.0, "judge": 0.0})

@@ -128,6 +128,17 @@ GIVES_UP = {
     "killing everybody": ("exited error killed", "import os\nos.kill(-1, 9)"),
     "killing the first": ("error", "import os\nos.kill(1, 9)\n1 / 0"),
     "stopping the first": ("error", "import os\nos.kill(1, 19)\n1 / 0"),
+    "interrupting the first": (
+        "error",
+        "import os\ntry: os.kill(1, 2)\nexcept PermissionError: pass\n1 / 0",
+    ),
+    "memory behind a thread that has ended": (
+        "memory",
+        "import ctypes, os, threading, time\ndef hold():\n  x = b'x' * (60 << 20)\n"
+        "  time.sleep(20)\nthreading.stack_size(1 << 20)\nfor _ in range(3):\n"
+        "  if not os.fork():\n    threading.Thread(target=hold).start()\n"
+        "    ctypes.CDLL(None).syscall(EXIT, 0)\ntime.sleep(20)",
+    ),
     "another's limits": (
         "error",
         "import resource\nresource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0))\nprint('escaped')",
@@ -220,7 +231,8 @@ def complete(program: str, sentinel: subprocess.Popen[bytes]) -> str:
         "    raise OSError(ctypes.get_errno(), 'refused')\n"
     )
     program = call * ("CALL(" in program) + program
-    program = program.replace("SENTINEL", str(sentinel.pid))
+    end_of_a_thread = 60 if os.uname().machine == "x86_64" else 93
+    program = program.replace("SENTINEL", str(sentinel.pid)).replace("EXIT", str(end_of_a_thread))
     return program.replace("REPOSITORY", str(REPOSITORY)).replace("MARK", MARK)
 
 
@@ -397,3 +409,18 @@ def test_a_sandbox_at_fault_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "_host", lambda: host)
     with pytest.raises(SandboxError, match=r"cannot build the file system: .*/nowhere/python"):
         run("print(1)", "", Limits())
+
+
+def test_one_user_cannot_interrupt_the_first_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where anybody but root runs it: then the program may send the signal."""
+    alone = """
+from stages.domains.containment import supervisor
+def write_maps(process, own, root, original=supervisor._write_maps):
+    return original(process, own, False)
+supervisor._write_maps = write_maps
+"""
+    path, start = sandbox.SUPERVISOR.split("; ", 2)[1:]
+    monkeypatch.setattr(sandbox, "SUPERVISOR", f"import sys; {path}\n{alone}\n{start}")
+    program = "import os, time\nos.kill(1, 2)\ntime.sleep(0.3)\nprint('goes on')\n1 / 0"
+    outcome = run(program, "", PATIENT)
+    assert (outcome.ending, outcome.output) == ("error", b"goes on\n")

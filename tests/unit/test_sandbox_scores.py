@@ -171,6 +171,14 @@ def test_no_assert_is_passed_by_pretending(name: str) -> None:
 
 
 def test_tests_that_are_none_are_a_fault_of_the_problem() -> None:
-    for tests in ([], [{"input": "1"}], [{"input": "", "output": ""}, "assert True"]):
+    wrong = [
+        [],
+        [{"input": "1"}],
+        [{"input": "", "output": ""}, "assert True"],
+        [{"input": "", "output": 3}],
+        {"input": "1", "output": "1"},  # its keys would be statements, and `input` is no fault
+        "assert False",
+    ]
+    for tests in wrong:
         with pytest.raises(ValueError):
             score("", tests, Limits())  # type: ignore[arg-type]

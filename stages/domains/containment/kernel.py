@@ -13,6 +13,7 @@ NO_SETUID, NO_DEVICES, NO_EXECUTION = 0x2, 0x4, 0x8
 BIND, RECURSIVE, PRIVATE = 0x1000, 0x4000, 0x40000
 
 KILL = 9
+_INTERRUPT = 2
 
 _DETACH = 2
 _READ_ONLY_ATTRIBUTE, _NO_SETUID_ATTRIBUTE = 0x1, 0x2
@@ -67,6 +68,11 @@ def pivot_root(new_root: str, old_root: str) -> None:
 def die_with_parent() -> None:
     """Be killed when the parent ends, however it ends."""
     _prctl(_SET_PARENT_DEATH_SIGNAL, KILL)
+
+
+def handle_no_interrupt() -> None:
+    """Leave SIGINT to the kernel, as all other signals are; Python has a handler for it."""
+    _libc.signal(_INTERRUPT, None)
 
 
 def bound_capabilities() -> None:

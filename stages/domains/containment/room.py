@@ -42,6 +42,7 @@ def live(request: dict[str, Any], pipes: dict[str, int]) -> None:
     report = fcntl.fcntl(pipes["report"], fcntl.F_DUPFD_CLOEXEC, WAITING)
     try:
         kernel.die_with_parent()
+        kernel.handle_no_interrupt()  # a signal that is handled gets in here from inside
         os.umask(0o022)
         with _Step("make namespaces of mounts"):
             kernel.unshare(kernel.NEW_MOUNTS)

@@ -231,24 +231,33 @@ def _usage(first: int) -> tuple[int, int, float]:
         try:
             after_name = _read_text(f"/proc/{process}/stat").rpartition(")")[2].split()
             ticks += sum(map(int, after_name[11:15]))
+            tasks = [f"/proc/{process}/task/{each}" for each in os.listdir(f"/proc/{process}/task")]
             if process != first:
                 threads += int(after_name[17])
-                memory += _memory(process)
-            for thread in os.listdir(f"/proc/{process}/task"):
-                children = _read_text(f"/proc/{process}/task/{thread}/children")
-                unseen += map(int, children.split())
+                # A first thread that has ended has no memory any more, and the others have it.
+                memory += next(filter(None, map(_memory, tasks)), 0)
+            for task in tasks:
+                unseen += map(int, _read_if_there(f"{task}/children").split())
         except (FileNotFoundError, ProcessLookupError):  # it has just ended
             continue
     return threads, memory, ticks / TICKS
 
 
-def _memory(process: int) -> int:
+def _memory(task: str) -> int:
     """Bytes in memory that are not a file's: those of the heap, stacks and shared mappings."""
     total = 0
-    for line in _read_text(f"/proc/{process}/status").splitlines():
+    for line in _read_if_there(f"{task}/status").splitlines():
         if line.startswith(("RssAnon", "RssShmem")):
             total += int(line.split()[1]) << 10
     return total
+
+
+def _read_if_there(path: str) -> str:
+    """Nothing where a thread has just ended: else one after another would hide all the rest."""
+    try:
+        return _read_text(path)
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def _read_text(path: str) -> str:

@@ -16,6 +16,7 @@ from stages.domains.rewards.reward import Response, RewardError, Score, Steps
 from stages.domains.rewards.settings import RewardBase, RewardSettings
 
 SOLVED = 1.0
+LONGEST = 1000  # characters of what went wrong
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,9 @@ class Grader:
                 return Grade(None, parts, failure=failure(problem, response, name, _said(error)))
             parts[name] = score
             total += settings.weight * score
+            if not isfinite(total):
+                what = f"returned {score!r}, which makes the sum of rewards {total}"
+                return Grade(None, parts, failure=failure(problem, response, name, what))
         return Grade(total, parts, steps)
 
     def _score(
@@ -80,6 +84,7 @@ class Grader:
 
 def failure(problem: Problem, response: Response, reward: str, what: str) -> str:
     """One line about a reward that failed on a response."""
+    what = what if len(what) <= LONGEST else f"{what[:LONGEST]}..."
     return (
         f"experts.{problem.domain}.rewards.{reward}: {what} for problem {problem.prompt!r}"
         f" ({problem.key[:12]}) and response {response.text!r}"
@@ -88,7 +93,7 @@ def failure(problem: Problem, response: Response, reward: str, what: str) -> str
 
 def solved(settings: Mapping[str, RewardSettings], parts: Mapping[str, float]) -> bool:
     """Whether every reward that judges the answer is 1; where none does, every reward."""
-    judging = [name for name, each in settings.items() if each.judges_answer and each.weight]
+    judging = [name for name, each in settings.items() if each.judges_answer and each.weight > 0]
     return all(parts[name] >= SOLVED for name in judging or settings)
 
 
@@ -118,4 +123,8 @@ def _said(error: BaseException) -> str:
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-    return f"raised {error!r}{where}"
+    try:
+        said = repr(error)
+    except Exception:  # it is whatever somebody made it
+        said = type(error).__name__
+    return f"raised {said}{where}"

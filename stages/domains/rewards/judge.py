@@ -9,7 +9,7 @@ import re
 import time
 import urllib.error
 import urllib.request
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from stages.domains.rewards.settings import JudgeReward
 
 TRANSIENT = {408, 409, 425, 429}  # and all of 500 and above
 SHOWN = 300  # characters of what the judge said, in an error
+LONGEST_ANSWER = 16 << 20  # bytes
 
 
 def make(settings: JudgeReward, directory: Path) -> Reward:
@@ -35,6 +36,16 @@ def make(settings: JudgeReward, directory: Path) -> Reward:
         return judge.score(filled)
 
     return reward
+
+
+class _Staying(urllib.request.HTTPRedirectHandler):
+    """Follows nobody: the key would go along, and the request would not."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """Leave the answer as it is, an error of its own status."""
+
+
+_opener = urllib.request.build_opener(_Staying)
 
 
 class Judge:
@@ -77,17 +88,15 @@ class Judge:
                 time.sleep(2 ** (attempt - 1))
             request = urllib.request.Request(self._url, body, self._headers)
             try:
-                with urllib.request.urlopen(
+                with _opener.open(
                     request, timeout=self._settings.request_timeout_seconds
                 ) as answer:
-                    return _content(json.loads(answer.read()))
+                    return _content(_read(answer))
             except urllib.error.HTTPError as error:
-                reason = (
-                    f"{error.code} {error.reason}: {error.read(SHOWN).decode(errors='replace')}"
-                )
+                reason = _refusal(error)
                 if error.code < 500 and error.code not in TRANSIENT:
                     raise RewardError(f"{self._url} refused: {reason}") from error
-            except (OSError, HTTPException, ValueError) as error:
+            except (OSError, HTTPException, ValueError, RecursionError) as error:
                 reason = str(error) or repr(error)
         raise RewardError(
             f"{self._url} gave no answer in {self._settings.attempts} attempts; the last: {reason}"
@@ -110,13 +119,37 @@ class Judge:
 
 def _key(settings: JudgeReward) -> str | None:
     if settings.api_key_file is not None:
-        return settings.api_key_file.read_text().strip()
-    if settings.api_key_variable is not None:
+        where = f"api_key_file: {settings.api_key_file}"
+        key = settings.api_key_file.read_text(errors="replace").strip()
+    elif settings.api_key_variable is not None:
+        where = f"api_key_variable: {settings.api_key_variable}"
         try:
-            return os.environ[settings.api_key_variable]
+            key = os.environ[settings.api_key_variable].strip()
         except KeyError:
             raise RewardError(f"{settings.api_key_variable} is not set") from None
-    return None
+    else:
+        return None
+    if not (key.isascii() and key.isprintable() and key):  # http.client would show it in an error
+        raise RewardError(f"{where} holds no key, which is one line of ASCII")
+    return key
+
+
+def _read(answer: HTTPResponse) -> Any:
+    """The JSON of an answer. Raises ValueError where it is none, or has no end."""
+    body = answer.read(LONGEST_ANSWER + 1)
+    if len(body) > LONGEST_ANSWER:
+        raise ValueError(f"its answer is longer than {LONGEST_ANSWER >> 20} MiB")
+    return json.loads(body)
+
+
+def _refusal(error: urllib.error.HTTPError) -> str:
+    if target := error.headers.get("Location"):
+        return f"{error.code} {error.reason}: it is moved to {target}; state that as base_url"
+    try:
+        said = error.read(SHOWN).decode(errors="replace")
+    except (OSError, HTTPException):  # it broke off
+        said = ""
+    return f"{error.code} {error.reason}: {said}"
 
 
 def _content(answer: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
 
@@ -10,7 +11,11 @@ from stages.domains.rewards.settings import PythonReward
 
 
 def make(settings: PythonReward, _directory: Path) -> Reward:
-    """The function that the settings name. Raises RewardError where there is none."""
+    """The function that the settings name. Raises RewardError where there is none.
+
+    It is given a problem of its own: a group's responses share theirs, and what one function writes
+    into it no other reward should read.
+    """
     module_name, _, function_name = settings.function.partition(":")
     try:
         module = import_module(module_name)
@@ -19,4 +24,4 @@ def make(settings: PythonReward, _directory: Path) -> Reward:
     function = getattr(module, function_name, None)
     if not callable(function):
         raise RewardError(f"{module_name} has no function {function_name!r}")
-    return lambda problem, response: function(problem, response.text)
+    return lambda problem, response: function(deepcopy(problem), response.text)

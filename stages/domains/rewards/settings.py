@@ -22,10 +22,16 @@ Unfinished = Literal["zero", "score"]
 def _regular_expression(text: str) -> str:
     try:
         re.compile(text)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise PydanticCustomError(
             "pattern", "should be a regular expression ({reason})", {"reason": str(error)}
         ) from None
+    return text
+
+
+def _with_a_group(text: str) -> str:
+    if not re.compile(text).groups:
+        raise PydanticCustomError("pattern", "should have a group, (...), which is the score")
     return text
 
 
@@ -83,14 +89,14 @@ class JudgeReward(RewardBase):
     """A rubric scored by a model behind any OpenAI-compatible endpoint, as a number in [0, 1]."""
 
     kind: Literal["judge"] = "judge"
-    base_url: Annotated[str, Field(pattern=r"^https?://")] = Field(
+    base_url: Annotated[str, Field(pattern=r"^https?://[^\s/]+\S*$")] = Field(
         description="up to and including /v1"
     )
     model: str
     rubric: Annotated[str, Field(pattern=r"\{response\}")] = Field(
         description="the judge's prompt; {prompt}, {answer} and {response} are filled in"
     )
-    verdict: Pattern = Field(
+    verdict: Annotated[Pattern, AfterValidator(_with_a_group)] = Field(
         default=r"(?i)score:\s*(-?\d+(?:\.\d+)?)",
         description="its last match in what the judge says; group 1 is the score",
     )
@@ -102,7 +108,7 @@ class JudgeReward(RewardBase):
     api_key_variable: str | None = Field(
         default=None, description="environment variable that holds the key"
     )
-    attempts: Positive = Field(
+    attempts: Annotated[int, Field(gt=0, le=16)] = Field(
         default=4, description="of one request; after 1 second, and twice as many each time"
     )
     request_timeout_seconds: Seconds = 60.0

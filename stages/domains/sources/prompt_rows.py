@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from functools import cache
 
 from stages.chat import ASSISTANT, Message, as_messages, content_key
@@ -16,8 +17,7 @@ from stages.tokenizer import Tokenizer, TokenizerError
 class FileSource:
     """The rows of one split, each once an epoch, in an order that the seed decides; without end.
 
-    Prompts of more than `longest` tokens are too long, whatever the settings say of them. Raises
-    DomainError where the files or their rows cannot be used, or the split is empty.
+    Raises DomainError where the files or their rows cannot be used, or the split is empty.
     """
 
     key = "prompts.path"
@@ -29,10 +29,7 @@ class FileSource:
         domain: str,
         seed: int,
         held_out: bool,
-        longest: int | None = None,
     ) -> None:
-        limits = [each for each in (settings.max_prompt_tokens, longest) if each is not None]
-        self._limit = min(limits, default=None)
         self._settings = settings
         self._tokenizer = tokenizer
         self._domain = domain
@@ -52,7 +49,8 @@ class FileSource:
             tokens = len(self._tokenizer.encode(problem.prompt))
         except TokenizerError as fault:
             raise TokenizerError(f"{fault}; in {self._index.place(row)}") from fault
-        return None if self._limit is not None and tokens > self._limit else problem
+        limit = self._settings.max_prompt_tokens
+        return None if limit is not None and tokens > limit else problem
 
 
 @cache
@@ -113,8 +111,8 @@ def messages_of(row: Row, column: str) -> list[Message]:
 
 
 def answer_of(row: Row, settings: FilePromptSettings) -> str:
-    """The reference answer: text as it stands, a number as JSON writes it; "" where none is asked
-    for. Raises RowFault where it is neither."""
+    """The reference answer: text as it stands, a finite number as JSON writes it; "" where none is
+    asked for. Raises RowFault where it is neither."""
     if settings.answer is None:
         return ""
     if settings.answer not in row:
@@ -122,6 +120,6 @@ def answer_of(row: Row, settings: FilePromptSettings) -> str:
     value = row[settings.answer]
     if isinstance(value, str):
         return value
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf:
         return json.dumps(value)
-    raise RowFault(f"{settings.answer!r} is neither text nor a number")
+    raise RowFault(f"{settings.answer!r} is neither text nor a finite number")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +19,7 @@ Row = dict[str, Any]
 
 KEPT_BYTES = 256 << 20  # of decoded row groups, the newest of them kept in any case
 OPEN_FILES = 64
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # as JSON spells one
 
 
 class RowFault(ValueError):
@@ -77,8 +80,9 @@ class ParquetRows:
                 if column not in known:
                     raise missing(column, known)
             at = 0
-            for batch in source.iter_batches(batch_size=1000, columns=list(columns)):
-                for row in batch.to_pylist():
+            batches = source.iter_batches(batch_size=1000, columns=list(columns))
+            while rows := _next_rows(batches):
+                for row in rows:
                     yield at, row
                     at += 1
 
@@ -87,9 +91,10 @@ class ParquetRows:
         group = int(np.searchsorted(ends, at, side="right"))
         if group == len(ends):
             raise RowFault("the row is gone")
-        table = self._group(file, group)
-        place = at - int(ends[group] - table.num_rows)
-        return table.slice(place, 1).to_pylist()[0]
+        with _parquet_faults():
+            table = self._group(file, group)
+            place = at - int(ends[group] - table.num_rows)
+            return table.slice(place, 1).to_pylist()[0]
 
     def place(self, file: Path, at: int) -> str:
         """FILE, row N, counted from 1."""
@@ -116,7 +121,7 @@ def missing(column: str, known: Sequence[str]) -> RowFault:
 
 def _parsed(line: bytes) -> Row | RowFault:
     try:
-        row = json.loads(line)
+        row = json.loads(line.decode("utf-8-sig"))  # of bytes, json would take UTF-16 for text too
     except UnicodeDecodeError as error:
         return RowFault(f"not UTF-8: {error}")
     except json.JSONDecodeError as error:
@@ -125,7 +130,35 @@ def _parsed(line: bytes) -> Row | RowFault:
         return RowFault("a whole number has too many digits")
     except RecursionError:
         return RowFault("nested too deeply")
+    if SURROGATE.search(line) and not _is_text(row):
+        return RowFault("half of a surrogate pair, which is no text")
     return row if isinstance(row, dict) else RowFault("not a JSON object")
+
+
+def _is_text(row: Any) -> bool:
+    """Whether all text in a row is text: JSON can spell half a pair, which no tokenizer reads."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _next_rows(batches: Iterator[pyarrow.RecordBatch]) -> list[Row]:
+    """Those of the next batch that has any; none at the end."""
+    with _parquet_faults():
+        return next(filter(None, (batch.to_pylist() for batch in batches)), [])
+
+
+@contextmanager
+def _parquet_faults() -> Iterator[None]:
+    """Raises RowFault for whatever pyarrow raises at contents that are damaged or strange."""
+    try:
+        yield
+    except RowFault:
+        raise
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
+        raise RowFault(f"cannot be read as Parquet: {error}") from error
 
 
 def _opened(file: Path) -> parquet.ParquetFile:

@@ -34,14 +34,18 @@ class FileSettings(Settings):
     )
 
     def files(self) -> list[Path]:
-        """The files, sorted by name; none where there are none."""
-        if self.path.is_dir():
-            return sorted(self.path.rglob(f"*.{self.source}"))
+        """The files, sorted by name; none where there are none.
+
+        A folder may be called as files are, and a pipe or a device has no end to read to.
+        """
         if self.path.is_file():
             return [self.path]
-        root = Path(self.path.anchor)
+        root, pattern = self.path, f"**/*.{self.source}"
+        if not root.is_dir():
+            root = Path(self.path.anchor)
+            pattern = str(self.path.relative_to(root))
         try:
-            return sorted(root.glob(str(self.path.relative_to(root))))
+            return sorted(path for path in root.glob(pattern) if path.is_file())
         except ValueError:  # no pattern at all
             return []
 
