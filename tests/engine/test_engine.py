@@ -180,12 +180,8 @@ def test_a_client_gives_up_an_engine_that_hangs(engine: Running, refit: Refit) -
 def test_strangers_are_refused(client: EngineClient, engine: Running) -> None:
     assert client.address is not None
     connection = http.client.HTTPConnection(client.address.host, client.address.port, timeout=10)
-    for name, shown in zip(
-        ("describe", "generate", "join", "refit", "stop"),
-        ("guess", "", "guess", "\xff", "guess"),
-        strict=True,
-    ):
-        connection.request("POST", f"/{name}", b"", {"Authorization": f"Bearer {shown}"})
+    for name in ("describe", "generate", "join", "refit", "stop"):
+        connection.request("POST", f"/{name}", b"", {"Authorization": "Bearer guess"})
         response = connection.getresponse()
         assert response.status == 403
         assert client.address.token.encode() not in response.read()
