@@ -173,7 +173,8 @@ def domain_check(arguments: Namespace) -> None:
         raise BraidError("--stage and --samples are of a --run, which is not given")
     folder: Path | None = arguments.tokenizer
     tokenizer = CHARACTERS if folder is None else str(folder.absolute())
-    _check_domain(arguments, RewardPoolSettings(), tokenizer, _console())
+    console = _console()
+    _judge(arguments, _faults(arguments, RewardPoolSettings(), tokenizer, console), console)
 
 
 def _check_with_run(arguments: Namespace) -> None:
@@ -184,22 +185,27 @@ def _check_with_run(arguments: Namespace) -> None:
     one_off.finished_training(run, own, arguments.stage)
     name, console = arguments.file.stem, _console()
     settings = load_with_domain(run.settings, arguments.file, arguments.samples)
-    _check_domain(arguments, own.rewards, own.model.tokenizer, console)
+    faults = _faults(arguments, own.rewards, own.model.tokenizer, console)
     checkpoint = checkpoint_path(run, arguments.stage)
+    console.print()
     with run.lock():
         found = one_off.preview(run, settings, console, PROGRAMS, checkpoint, name)
+    console.print()
+    console.print(domain_preview.examples(found["groups"]))
     console.print()
     for line in domain_preview.lines(found["groups"], found["failures"]):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     for histogram in domain_preview.histograms(found["groups"]):
         console.print()
         console.print(histogram)
+    console.print()
+    _judge(arguments, faults, console)
 
 
-def _check_domain(
+def _faults(
     arguments: Namespace, pool: RewardPoolSettings, tokenizer: str, console: Console
-) -> None:
-    """Raises BraidError where a reward does not tell right from wrong."""
+) -> list[str]:
+    """Show the domain; where its rewards do not tell right from wrong."""
     path: Path = arguments.file
     domain = load_domain(path, pool)
     with tempfile.TemporaryDirectory(prefix="braid-domain-") as folder:
@@ -211,10 +217,15 @@ def _check_domain(
             prompts=arguments.prompts,
             result=Path(folder) / "found.json",
         )
-        found = check(job, console)
-    for fault in found:
+        return check(job, console)
+
+
+def _judge(arguments: Namespace, faults: list[str], console: Console) -> None:
+    """Raises BraidError where a reward does not tell right from wrong."""
+    path: Path = arguments.file
+    for fault in faults:
         console.print(Text.assemble(("✗ ", "red"), fault))
-    if found:
+    if faults:
         raise BraidError(f"{shown(path)}: its rewards (✗) do not tell right from wrong")
     print(f"{shown(path)} is valid, and its rewards tell right from wrong on these prompts")
 

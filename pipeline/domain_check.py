@@ -13,6 +13,7 @@ from rich.text import Text
 
 from parallel.files import write_atomically
 from pipeline.config import dump_differing
+from pipeline.domain_preview import short
 from pipeline.errors import BraidError
 from pipeline.processes import Child, kill, python_module, wait_for_all
 from pipeline.report import plain_table
@@ -20,8 +21,11 @@ from pipeline.violations import shown
 from stages.domains.sources.settings import ReasoningGymPromptSettings
 from stages.settings import DomainCheckJob, DomainSettings
 
-SHOWN_CHARACTERS = 60
 MODULE = "stages.domain_check"
+AS_IT_STANDS = (
+    ". The reference of a row is its answer as it stands: where a reward wants more of a response, "
+    "such as a format, have the column hold a whole one"
+)
 
 
 def check(job: DomainCheckJob, console: Console) -> list[str]:
@@ -34,7 +38,7 @@ def check(job: DomainCheckJob, console: Console) -> list[str]:
     found = _looked_at(job, console)
     _print(console, "", *described(job.settings, found["lengths"]))
     for number, prompt in enumerate(found["prompts"], start=1):
-        asked, answer = _short(prompt["prompt"]), _short(prompt["answer"])
+        asked, answer = short(prompt["prompt"]), short(prompt["answer"])
         _print(console, "", f"{number}. {asked}, {prompt['tokens']} tokens; answer {answer}")
         console.print(_table(prompt))
     _print(console, "")
@@ -86,7 +90,8 @@ def described(settings: DomainSettings, lengths: dict[str, Any]) -> Iterator[str
 
 
 def faults(domain: str, settings: DomainSettings, prompts: list[dict[str, Any]]) -> Iterator[str]:
-    """Rewards that fail, and those that judge answers and do not tell right from wrong."""
+    """Rewards that fail, and those that do not tell right from wrong: one that judges answers,
+    where the sum of all does not either, or, where none judges, the sum."""
     failed = [
         response["failure"]
         for prompt in prompts
@@ -97,31 +102,38 @@ def faults(domain: str, settings: DomainSettings, prompts: list[dict[str, Any]])
         yield f"a reward failed on {len(failed)} responses, which then have none; {failed[0]}"
     for name in _judging(settings):
         scores = [(prompt, _scores(prompt, name)) for prompt in prompts]
-        below = [
-            (prompt, score)
-            for prompt, score in scores
-            if "reference" in score and score["reference"] <= _best_wrong(score)
-        ]
+        below = [(p, score) for p, score in scores if _is_below(score) and _is_below(_sums(p))]
         if below:
-            prompt, score = below[0]
-            text = next(e["text"] for e in prompt["responses"] if e["what"] == "reference")
-            yield (
-                f"experts.{domain}.rewards.{name}: the reference scores {score['reference']:g}, no "
-                f"more than a wrong response, on {len(below)} of {len(prompts)} prompts; the first "
-                f"is {_short(prompt['prompt'])} with {_short(text)}"
-            )
+            where = f"experts.{domain}.rewards.{name}: the reference scores"
+            yield f"{where} {_told(below, len(prompts))}{AS_IT_STANDS}"
+        if any("reference" in score for _, score in scores):
+            continue
         for wrong in ("empty", "garbage"):
-            if all(score.get(wrong, 0.0) >= 1 for _, score in scores) and not below:
+            if all(score.get(wrong, 0.0) >= 1 for _, score in scores):
                 yield (
                     f"experts.{domain}.rewards.{name}: the {wrong} response scores 1 on every "
                     "prompt, as a right answer should"
                 )
+    sums = [(prompt, _sums(prompt)) for prompt in prompts if _is_below(_sums(prompt))]
+    if sums and not _judging(settings):
+        yield (
+            f"experts.{domain}.rewards: none of them judges the answer, and the reference earns "
+            f"{_told(sums, len(prompts))}. Naming rewards leaves out the default one, which may be "
+            "named with them: exact: {kind: reasoning_gym}"
+        )
 
 
 def notes(domain: str, settings: DomainSettings, prompts: list[dict[str, Any]]) -> Iterator[str]:
     """What is worth knowing and no fault."""
     if not any(each["what"] == "reference" for prompt in prompts for each in prompt["responses"]):
         yield "there are no reference answers: whether a right answer earns anything was not tried"
+    for name in _judging(settings):
+        alone = [p for p in prompts if _is_below(_scores(p, name)) and not _is_below(_sums(p))]
+        if alone:
+            yield (
+                f"experts.{domain}.rewards.{name}: by itself it does not tell right from wrong on "
+                f"{len(alone)} of {len(prompts)} prompts; the sum of all rewards does"
+            )
     if not _judging(settings):
         yield "no reward judges the answer: evaluation counts as solved where every one is 1"
     for name in _judging(settings):
@@ -147,8 +159,27 @@ def _scores(prompt: dict[str, Any], name: str) -> dict[str, float]:
     return {e["what"]: e["parts"][name] for e in prompt["responses"] if name in e["parts"]}
 
 
+def _sums(prompt: dict[str, Any]) -> dict[str, float]:
+    """What each of the responses earned in all, where no reward failed on it."""
+    return {e["what"]: e["reward"] for e in prompt["responses"] if e["reward"] is not None}
+
+
+def _is_below(score: dict[str, float]) -> bool:
+    """Whether the reference, if there is one, is worth no more than a wrong response."""
+    return "reference" in score and score["reference"] <= _best_wrong(score)
+
+
+def _told(below: list[tuple[dict[str, Any], dict[str, float]]], of: int) -> str:
+    prompt, score = below[0]
+    text = next(e["text"] for e in prompt["responses"] if e["what"] == "reference")
+    return (
+        f"{score['reference']:g}, no more than a wrong response, on {len(below)} of {of} prompts; "
+        f"the first is {short(prompt['prompt'])} with {short(text)}"
+    )
+
+
 def _best_wrong(score: dict[str, float]) -> float:
-    return max(score.get("empty", 0.0), score.get("garbage", 0.0))
+    return max((score[what] for what in ("empty", "garbage") if what in score), default=0.0)
 
 
 def _print(console: Console, *lines: str) -> None:
@@ -166,12 +197,6 @@ def _table(prompt: dict[str, Any]) -> Table:
     for each in prompt["responses"]:
         parts = [f"{each['parts'][n]:g}" if n in each["parts"] else "failed" for n in names]
         total = "failed" if each["reward"] is None else f"{each['reward']:g}"
-        cells = [each["what"], _short(each["text"]), *parts, total]
+        cells = [each["what"], short(each["text"]), *parts, total]
         table.add_row(*map(Text, cells))
     return table
-
-
-def _short(text: str) -> str:
-    """Text as a literal on one line, its middle left out where it is long."""
-    half = SHOWN_CHARACTERS // 2
-    return repr(text if len(text) <= SHOWN_CHARACTERS else f"{text[:half]} … {text[-half:]}")

@@ -7,12 +7,34 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from pipeline.report import plain_table
 
+EXAMPLES, CHARACTERS = 5, 60  # responses that are shown, and the most of each
 BINS, WIDTH = 10, 40  # lines of a histogram, and characters of its longest bar
 
 Groups = list[list[dict[str, Any]]]
+
+
+def examples(groups: Groups) -> Table:
+    """The first response to each of the first prompts, and what it earned."""
+    table = plain_table("responses")
+    shown = [group[0] for group in groups[:EXAMPLES]]
+    names = list(dict.fromkeys(name for sample in shown for name in sample["parts"] or {}))
+    for heading in ("prompt", "response", *names, "reward"):
+        table.add_column(heading)
+    for sample in shown:
+        parts = [_number((sample["parts"] or {}).get(name)) for name in names]
+        texts = [short(sample["prompt"]), short(sample["response"])]
+        table.add_row(*map(Text, (*texts, *parts, _number(sample["reward"]))))
+    return table
+
+
+def short(text: str) -> str:
+    """Text as a literal on one line, its middle left out where it is long."""
+    half = CHARACTERS // 2
+    return repr(text if len(text) <= CHARACTERS else f"{text[:half]} … {text[-half:]}")
 
 
 def lines(groups: Groups, failures: list[str]) -> Iterator[str]:
@@ -70,6 +92,10 @@ def binned(values: list[float]) -> dict[str, int]:
     counts = Counter(min(int((value - lowest) / width), BINS - 1) for value in values)
     edges = [lowest + width * place for place in range(BINS + 1)]
     return {f"{edges[b]:.3g} to {edges[b + 1]:.3g}": counts[b] for b in range(BINS)}
+
+
+def _number(value: float | None) -> str:
+    return "failed" if value is None else f"{value:g}"
 
 
 def _earned(group: list[dict[str, Any]]) -> list[float]:

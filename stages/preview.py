@@ -46,7 +46,7 @@ def run(job: StageJob) -> None:
     rollouts.close()
     if scoring is not None:
         scoring.close()
-        _write(job, domain, groups)
+        _write(job, domain, groups, rollouts)
 
 
 def _groups(job: StageJob, name: str, domain: DomainSettings, rollouts: Rollouts) -> list[Group]:
@@ -71,11 +71,13 @@ def _hold_engine(
         raise MismatchError(largest, bound)
 
 
-def _write(job: StageJob, domain: DomainSettings, groups: list[Group]) -> None:
+def _write(job: StageJob, domain: DomainSettings, groups: list[Group], rollouts: Rollouts) -> None:
     """Of every group, its samples; a sample whose reward failed has a reward of null."""
     samples = [
         [
             {
+                "prompt": group.problem.prompt,
+                "response": rollouts.text(sample),
                 "reward": sample.reward,
                 "parts": sample.reward_parts,
                 "solved": sample.reward is not None

@@ -46,6 +46,8 @@ def preview(directory: Path, job: dict) -> None:
     groups = [
         [
             {
+                "prompt": "12-3=",
+                "response": "<9>9",
                 "reward": float(right),
                 "parts": {"exact": float(right)},
                 "solved": right,

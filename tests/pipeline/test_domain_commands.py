@@ -207,6 +207,7 @@ def test_a_reference_that_does_not_score_is_told_loudly(
     assert code == 1
     assert "✗ experts.shapes.rewards.shape: the reference scores 0, no more than a wrong" in out
     assert "on 5 of 5 prompts" in " ".join(out.split())
+    assert "such as a format, have the column hold a whole one" in " ".join(out.split())
     assert err == f"braid: {path}: its rewards (✗) do not tell right from wrong\n"
 
 
@@ -230,6 +231,9 @@ def test_a_models_responses_are_shown_for_what_they_teach(
     asked = ("--run", "small", "--stage", "merge", "--samples", 4, "--prompts", 1)
     code, out, err = braid("domain", "check", domain, *asked)
     assert (code, err) == (0, "")
+    assert [line.split()[:4] for line in out.splitlines() if "12-3" in line] == [
+        ["'12-3='", "'<9>9'", earned, earned] for earned in ("1", "0", "1")
+    ]
     assert "12 responses to 3 prompts\n" in out
     assert "all earned the same: 67 %\n    all right: 33 %; all wrong: 33 %\n" in out
     assert "cut off at sampling.max_response_tokens: 58 %\n" in out
@@ -333,9 +337,25 @@ def test_right_must_score_above_wrong(scores: dict[str, float], fault: str | Non
     found = list(faults("sums", settings(**RIGHT), [prompt(**scores)] * 2))
     assert len(found) == (fault is not None)
     assert not found or found[0].startswith(f"experts.sums.rewards.right: {fault}")
-    # A reward that is only watched, or judges no answer, may give what it likes.
+
+
+def test_what_judges_no_answer_may_give_what_it_likes_where_the_sum_is_right() -> None:
     watched = settings(right={"kind": "math", "weight": 0}, form={"kind": "format", "pattern": "x"})
-    assert not list(faults("sums", watched, [prompt(**scores)]))
+    assert not list(faults("sums", watched, [prompt(reference=1.0, empty=0.0)]))
+    [fault] = faults("sums", watched, [prompt(reference=0.0, empty=0.0)] * 2)
+    assert fault.startswith(
+        "experts.sums.rewards: none of them judges the answer, and the reference earns 0, no more"
+    )
+    assert fault.endswith("named with them: exact: {kind: reasoning_gym}")
+
+
+def test_one_reward_of_several_may_be_met_by_a_wrong_response() -> None:
+    auxiliary = prompt(reference=1.0, empty=1.0)
+    for response, reward in zip(auxiliary["responses"], (1.2, 0.2), strict=True):
+        response["reward"] = reward
+    assert not list(faults("sums", settings(**RIGHT), [auxiliary]))
+    [note] = notes("sums", settings(**RIGHT), [auxiliary])
+    assert note.startswith("experts.sums.rewards.right: by itself it does not tell right from wro")
 
 
 def test_a_reward_that_fails_is_a_fault() -> None:

@@ -49,6 +49,8 @@ def test_every_sample_of_one_step_is_graded_and_written(tmp_path: Path) -> None:
         assert sample["parts"] == {"parity": sample["reward"]}
         assert sample["solved"] == (sample["reward"] == 1.0)
         assert 1 <= sample["tokens"] <= 8
+        assert sample["prompt"].endswith("=")
+        assert len(sample["response"]) in (sample["tokens"], sample["tokens"] - 1)
         assert sample["finished"] or sample["tokens"] == 8
 
 
