@@ -79,6 +79,8 @@ def described(settings: DomainSettings, lengths: dict[str, Any]) -> Iterator[str
         f"  {lengths['duplicates']} repeated, {lengths['bad']} unusable: {train} to train on, "
         f"{lengths['held_out']} held out; {lengths['too_long']} of all are too long"
     )
+    if not isinstance(prompts, ReasoningGymPromptSettings):
+        yield f"  evaluation.problems of a run may be {lengths['held_out']} at most"
     tokens = {int(percent): count for percent, count in lengths["tokens"].items()}
     spread = ", ".join(f"{count} ({percent} %)" for percent, count in tokens.items())
     yield f"  tokens of a prompt, by percentile: {spread}"

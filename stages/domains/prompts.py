@@ -98,7 +98,8 @@ class PromptStream:
             self._source.key,
             f"only {len(exclude)} distinct {self.split} prompts{skipped} found, {wanted} needed;"
             " have more problems, more varied ones, or change prompts.held_out_fraction"
-            f"{' or the limits on tokens' if self.too_long else ''}",
+            f"{' or the limits on tokens' if self.too_long else ''}"
+            f"{', or lower evaluation.problems' if self.split == 'held_out' else ''}",
         )
 
     def _has_no_room(self, problem: Problem) -> bool:
