@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable
 from itertools import pairwise
 from random import Random
-from time import perf_counter
 from typing import Any
 
 import pytest
@@ -134,11 +133,9 @@ def test_purposes_seeds_and_domains_draw_differently() -> None:
 
 
 @every_dataset
-def test_two_thousand_problems_take_well_under_a_second(dataset: str) -> None:
-    problems = stream(dataset, split="held_out")
-    start = perf_counter()
-    problems.take_distinct(2000)
-    assert perf_counter() - start < 2  # measured 0.2 to 0.4 s; the rest is for a busy machine
+def test_two_thousand_held_out_problems_are_found(dataset: str) -> None:
+    found = stream(dataset, split="held_out").take_distinct(2000)
+    assert len({problem.prompt for problem in found}) == 2000
 
 
 # Domains that cannot be trained on
