@@ -15,6 +15,7 @@ from pipeline.schema import flatten
 from pipeline.violations import ConfigError
 from stages.settings import RunSettings
 
+DATASETS = ("number_sorting", "spell_backward")
 MIXED = "mixed={optimizer: {learning_rate: 1e-3}, loop: {steps: 2}}"
 
 
@@ -92,7 +93,8 @@ def test_the_data_digest_changes_with_the_problems_alone(config: Path) -> None:
         return [stage.data_digest for stage in compile_graph(load(config, [override]))]
 
     assert data("seed=1") == data("seed=2")
-    assert data("experts.sums.prompts.dataset=a") != data("experts.sums.prompts.dataset=b")
+    one, other = (data(f"experts.sums.prompts.dataset={name}") for name in DATASETS)
+    assert one != other
 
 
 def test_an_expert_may_grow_from_another(config: Path) -> None:
