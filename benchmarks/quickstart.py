@@ -3,7 +3,7 @@
     python benchmarks/quickstart.py --seeds 0 1 2
 
 Runs that are already finished under --runs-dir are only read. Writes the numbers as JSON beside
-this file and prints them as the Markdown tables of README.md.
+this file and prints them as the Markdown tables of docs/results.md.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def merge_share(models: Models, domain: str) -> float:
 
 
 def tables(runs: dict[int, dict[str, Any]]) -> str:
-    """The two tables of README.md."""
+    """The two tables of docs/results.md."""
     domains = list(next(iter(runs.values()))["models"]["cold_start"])
     names = list(next(iter(runs.values()))["models"])
     gained = [f"{domain}: expert gains" for domain in domains]
