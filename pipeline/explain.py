@@ -7,14 +7,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pipeline.config import differing_keys
-from pipeline.errors import BraidError
 from pipeline.graph import Stage, compile_graph
 from pipeline.ledger import Ledger
 from pipeline.lineage import Manifest, read_manifest
 from pipeline.progress import clock
 from pipeline.run_directory import RunDirectory
+from pipeline.selection import chosen
 from pipeline.states import StageState, derive
-from pipeline.violations import hint, shown
 from stages.settings import RunSettings
 
 DIGEST_LENGTH = 12  # characters of a digest that are shown
@@ -32,10 +31,9 @@ def why(run: RunDirectory, settings: RunSettings, name: str) -> Iterator[str]:
 
     Raises BraidError for a stage that the run does not have.
     """
-    stages = {stage.name: stage for stage in compile_graph(settings)}
-    if name not in stages:
-        raise BraidError(f"{shown(run.path)} has no stage {name}; {hint(name, stages)}")
-    states = derive(run, settings, tuple(stages.values()))
+    stages = compile_graph(settings)
+    [stage] = chosen(run, stages, [name])
+    states = derive(run, settings, stages)
     yield f"{name} is {_with_cause(states[name])}"
     directory = run.stage(name)
     if checkpoint := directory.newest_checkpoint():
@@ -43,7 +41,7 @@ def why(run: RunDirectory, settings: RunSettings, name: str) -> Iterator[str]:
     manifest = read_manifest(directory)
     if manifest is None:
         yield "  it was never begun"
-    for parent in stages[name].inputs:
+    for parent in stage.inputs:
         used = manifest.parents.get(parent) if manifest else None
         made_from = f"; it was made from {used[:DIGEST_LENGTH]} of it" if used else ""
         yield f"  from {parent}, which is {_with_cause(states[parent])}{made_from}"
