@@ -11,6 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from parallel.network import LOOPBACK
+
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -181,6 +183,7 @@ class EngineJob(Settings):
     engine: EngineSettings
     index: int
     address: Path
+    interface: str = Field(default=LOOPBACK, description="where it listens: parallel.network")
     seed: int
 
 

@@ -209,6 +209,13 @@ def _add_selection(parser: ArgumentParser) -> None:
         default=[],
         help="make this stage and all that follows it anew; what they left is kept in replaced/",
     )
+    parser.add_argument(
+        "--side-by-side",
+        metavar="N",
+        type=_positive,
+        default=1,
+        help="so many stages at once, each on its part of the cores and with engines of its own",
+    )
 
 
 def _add_run_commands(command: Callable[[str, str, str], ArgumentParser]) -> None:

@@ -27,13 +27,14 @@ from pipeline.errors import BraidError, reason
 from pipeline.fork import fork
 from pipeline.graph import compile_graph, matches
 from pipeline.jobs import checkpoint_path
-from pipeline.launcher import JobFailed, Programs, Stopped
+from pipeline.launcher import JobFailed, Programs
 from pipeline.memory import memory_report
 from pipeline.neutral import CHANGES_NO_RESULT, MAY_CHANGE
 from pipeline.probe import probe
 from pipeline.run_directory import RunDirectory
 from pipeline.runner import refuse_stale, run_stages
 from pipeline.selection import chosen, following, put_aside, to_make_anew
+from pipeline.signals import Stopped
 from pipeline.states import derive
 from pipeline.violations import hint, shown
 from stages.domains.rewards.settings import RewardPoolSettings
@@ -298,7 +299,7 @@ def _run_to_the_end(run: RunDirectory, settings: RunSettings, arguments: Namespa
         for folder in put_aside(run, following(stages, arguments.anew)):
             print(f"put aside {shown(folder)}")
     try:
-        run_stages(run, settings, console, PROGRAMS, arguments.only)
+        run_stages(run, settings, console, PROGRAMS, arguments.only, arguments.side_by_side)
     except (JobFailed, Stopped) as error:
         error.add_note(f"what is done is kept; continue with: braid resume {shown(run.path)}")
         raise

@@ -1,4 +1,4 @@
-"""A run's engines: processes that stay up from stage to stage, and are restarted when they fail."""
+"""Engines: processes that stay up from stage to stage, and are restarted when they fail."""
 
 from __future__ import annotations
 
@@ -7,25 +7,38 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.cores import share_out
 from pipeline.jobs import write_engine_job
-from pipeline.processes import Child, Failure, kill
-from pipeline.run_directory import RunDirectory
+from pipeline.placement import Placement
+from pipeline.processes import Failure, Process, kill
+from pipeline.run_directory import EngineDirectory
 from stages.settings import RunSettings
 
 Tell = Callable[[str], None]
 
 
 class Engines:
-    """All engines of a run. None runs before the first `begin`."""
+    """The engines of a launcher, each in a folder of its own below `folder`. None runs before the
+    first `begin`."""
 
     def __init__(
-        self, run: RunDirectory, settings: RunSettings, program: Callable[[Path], list[str]]
+        self,
+        folder: Path,
+        settings: RunSettings,
+        program: Callable[[Path], list[str]],
+        placement: Placement,
     ) -> None:
-        self._run = run
         self._settings = settings
+        self._placement = placement
+        self._directories = [
+            EngineDirectory(folder / str(index)) for index in range(settings.engine.count)
+        ]
         self._program = program
         self._engines: list[Engine] = []
+
+    @property
+    def addresses(self) -> list[Path]:
+        """Where each engine says how to reach it."""
+        return [directory.address.absolute() for directory in self._directories]
 
     def begin(self, tell: Tell) -> None:
         """Have every engine running for a new attempt at a stage, whose restarts count from 0.
@@ -34,8 +47,8 @@ class Engines:
             BraidError: the machine has too few cores for engines on cores of their own.
         """
         if not self._engines:
-            for index, cores in enumerate(share_out(self._settings.engine).engines):
-                self._engines.append(self._first(index, cores))
+            for index in range(len(self._directories)):
+                self._engines.append(self._first(index))
             return
         for engine in self._engines:
             engine.restarts = 0
@@ -67,10 +80,11 @@ class Engines:
         for engine in self._engines:
             engine.stop()
 
-    def _first(self, index: int, cores: list[int] | None) -> Engine:
-        command = self._program(write_engine_job(self._run, self._settings, index))
+    def _first(self, index: int) -> Engine:
+        directory = self._directories[index]
+        job = write_engine_job(directory, self._settings, index, self._placement.interface)
         patience = self._settings.engine.start_timeout_seconds
-        return Engine(self._run, index, command, cores, patience)
+        return Engine(directory, index, self._program(job), self._placement, patience)
 
 
 class Engine:
@@ -78,20 +92,21 @@ class Engine:
 
     def __init__(
         self,
-        run: RunDirectory,
+        directory: EngineDirectory,
         index: int,
         command: list[str],
-        cores: list[int] | None,
+        placement: Placement,
         start_seconds: float,
     ) -> None:
         self.restarts = 0
         self.was_ready = False
         self._name = f"engine {index}"
-        self._directory = run.engine(index)
+        self._index = index
+        self._directory = directory
         self._command = command
-        self._cores = cores
+        self._placement = placement
         self._start_seconds = start_seconds
-        self._child: Child | None = None
+        self._process: Process | None = None
         self._started = 0.0
         self.start()
 
@@ -100,24 +115,25 @@ class Engine:
         self.stop()
         self._directory.address.unlink(missing_ok=True)
         self._directory.restart.unlink(missing_ok=True)
-        log = self._directory.log
-        self._child = Child(self._name, self._command, log, {}, self._cores)
+        self._process = self._placement.start_engine(
+            self._name, self._index, self._command, self._directory.log
+        )
         self._started = time.monotonic()
 
     def stop(self) -> None:
         """End the process and everything it started."""
-        if self._child:
-            kill([self._child])
-            self._child = None
+        if self._process:
+            kill([self._process])
+            self._process = None
 
     def failure(self) -> Failure | None:
         """Why it cannot be used any more: it ended, it does not get ready, or a rank says so."""
-        assert self._child is not None
-        ended = self._child.status() is not None
+        assert self._process is not None
+        ended = self._process.status() is not None
         ready = self._directory.address.exists()  # looked for last: it may have ended just now
         self.was_ready = self.was_ready or ready
         if ended:
-            failure = self._child.failure()
+            failure = self._process.failure()
             named = self.was_ready and failure.stated
             return replace(failure, cause=f"{self._name}: {failure.cause}") if named else failure
         if ready:

@@ -14,7 +14,10 @@ from pipeline.states import lacks
 from pipeline.violations import shown
 from stages.settings import RunSettings
 
-LEFT_BEHIND = ("attempt_*", "rollouts", "models", "wandb", "tmp_step_*", "damaged_step_*")
+LEFT_BEHIND = (
+    *("attempt_*", "rollouts", "models", "wandb", "tmp_step_*", "damaged_step_*"),
+    *("stage.lock", "engine"),
+)
 
 
 def fork(run: RunDirectory, settings: RunSettings, other: RunDirectory) -> list[str]:

@@ -8,7 +8,7 @@ from parallel.files import write_atomically
 from parallel.settings import EngineJob
 from pipeline.errors import BraidError
 from pipeline.graph import Stage
-from pipeline.run_directory import RunDirectory, StageDirectory
+from pipeline.run_directory import EngineDirectory, RunDirectory, StageDirectory
 from pipeline.violations import shown
 from stages.settings import RunSettings, StageJob
 
@@ -17,13 +17,8 @@ class MissingCheckpoint(BraidError):
     """A checkpoint is needed that no stage has written."""
 
 
-def engine_addresses(run: RunDirectory, settings: RunSettings) -> list[Path]:
-    """Where each of the run's engines says how to reach it."""
-    return [run.engine(index).address.absolute() for index in range(settings.engine.count)]
-
-
 def stage_job(stage: Stage, settings: RunSettings, run: RunDirectory, attempt: int) -> StageJob:
-    """The job of one attempt at a stage of the graph."""
+    """The job of one attempt at a stage of the graph; a launcher adds where its engines are."""
     directory = run.stage(stage.name)
     return StageJob(
         stage=stage.name,
@@ -35,7 +30,7 @@ def stage_job(stage: Stage, settings: RunSettings, run: RunDirectory, attempt: i
         teachers={key: checkpoint_path(run, name) for key, name in stage.teachers.items()},
         models={key: checkpoint_path(run, name) for key, name in stage.models.items()},
         output=directory.exported.absolute() if stage.kind == "export" else None,
-        engine_addresses=engine_addresses(run, settings) if stage.needs_engine else [],
+        samples=stage.needs_engine,
         settings=settings,
     )
 
@@ -59,14 +54,16 @@ def write_stage_job(job: StageJob) -> Path:
     return path
 
 
-def write_engine_job(run: RunDirectory, settings: RunSettings, index: int) -> Path:
+def write_engine_job(
+    directory: EngineDirectory, settings: RunSettings, index: int, interface: str
+) -> Path:
     """Write one engine's job; its seed is the run's."""
-    directory = run.engine(index)
     job = EngineJob(
         model=settings.model,
         engine=settings.engine,
         index=index,
         address=directory.address.absolute(),
+        interface=interface,
         seed=settings.seed,
     )
     write_atomically(directory.job, job.model_dump_json(indent=2) + "\n")

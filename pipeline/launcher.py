@@ -1,40 +1,38 @@
-"""Runs one job at a time on this machine: the ranks of a stage, beside engines that stay up."""
+"""Runs one job at a time: the ranks of a stage, beside engines that stay up from job to job."""
 
 from __future__ import annotations
 
 import contextlib
-import signal
-import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any
+from types import TracebackType
 
 from parallel.settings import LOST_PEER
-from pipeline.cores import share_out
 from pipeline.engines import Engines, Tell
 from pipeline.errors import BraidError
 from pipeline.jobs import write_stage_job
+from pipeline.placement import Placement
 from pipeline.processes import (
     POLL_SECONDS,
-    Child,
     Failure,
+    Process,
     ask_to_stop,
     kill,
     python_module,
     wait_for_all,
 )
 from pipeline.progress import StageView
-from pipeline.run_directory import RunDirectory
+from pipeline.signals import Signals, Stopped
 from pipeline.violations import shown
 from stages.settings import RunSettings, StageJob
+
+Work = Generator[None, None, None]  # what yields whenever there is nothing to do but wait
 
 SAVE_SECONDS = 30.0  # what a stage that is asked to stop may take for its checkpoint
 SETTLE_SECONDS = 1.0  # what the other ranks of a failed one may take to say what they saw
 SIGN_SECONDS = 1.0  # how often the job's file is touched, to tell later how long a killed run ran
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class JobFailed(BraidError):
@@ -44,15 +42,12 @@ class JobFailed(BraidError):
         tail = [f"    | {line}" for line in failure.tail]
         lines = [f"stage {stage} failed: {failure.cause}", f"  log: {shown(failure.log)}", *tail]
         super().__init__("\n".join(lines))
-        self.cause = failure.cause
+        self.failure = failure
 
-
-class Stopped(BraidError):
-    """A signal asked the launcher to stop."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.exit_code = 128 + number
+    @property
+    def cause(self) -> str:
+        """In one line."""
+        return self.failure.cause
 
 
 @dataclass(frozen=True)
@@ -66,17 +61,25 @@ class Programs:
 class Launcher:
     """Context in which jobs run; on leaving it nothing it started is left running."""
 
-    def __init__(self, run: RunDirectory, settings: RunSettings, programs: Programs) -> None:
+    def __init__(
+        self,
+        engines: Path,
+        settings: RunSettings,
+        programs: Programs,
+        placement: Placement,
+        signals: Signals,
+        save_seconds: float = SAVE_SECONDS,
+    ) -> None:
+        """`engines` is the folder for the engines' own folders."""
         self._settings = settings
         self._programs = programs
-        self._engines = Engines(run, settings, programs.engine)
-        self._received: list[int] = []
+        self._placement = placement
+        self._signals = signals
+        self._save_seconds = save_seconds
+        self._engines = Engines(engines, settings, programs.engine, placement)
         self._next_sign = 0.0
-        self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Launcher:
-        for number in STOP_SIGNALS:
-            self._handlers[number] = signal.signal(number, self._note_signal)
         return self
 
     def __exit__(
@@ -86,13 +89,12 @@ class Launcher:
         trace: TracebackType | None,
     ) -> None:
         self._engines.stop()
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
 
     def execute(
         self, job: StageJob, view: StageView, record: Callable[[str], None] = lambda _: None
-    ) -> None:
-        """Run a job to its end; nothing of it runs any more when this returns or raises.
+    ) -> Work:
+        """Run a job to its end, yielding whenever there is nothing to do but wait; nothing of it
+        runs any more when this returns, raises or is closed.
 
         What a rank wants known meanwhile, and every restart of an engine, is shown and handed to
         `record`.
@@ -106,92 +108,75 @@ class Launcher:
             view.say(notice)
             record(notice)
 
-        self._check_signal()
-        path = write_stage_job(job)
-        if job.engine_addresses:
+        self._signals.check()
+        engines = self._engines.addresses if job.samples else []
+        reached = {"engine_addresses": engines, "interface": self._placement.interface}
+        path = write_stage_job(job.model_copy(update=reached))
+        if job.samples:
             self._engines.begin(tell)
-        ranks = self._start_ranks(job, path)
+        ranks = self._placement.start_ranks(
+            self._programs.stage(path), self._settings.layout.ranks, path.parent, job.samples
+        )
         try:
             while not self._finished(job, ranks, tell):
                 view.poll()
                 self._show_life(path)
                 _pass_on(ranks, tell)
-                self._check_signal()
-                time.sleep(POLL_SECONDS)
+                self._signals.check()
+                yield
         except Stopped:
             view.say("stopping when the stage has saved; the same signal again stops at once")
-            self._let_save(ranks)
+            yield from self._let_save(ranks)
             raise
         finally:
             kill(ranks)
             with contextlib.suppress(OSError):  # a full disk is told by what ended the job
                 _pass_on(ranks, tell)
 
-    def _start_ranks(self, job: StageJob, path: Path) -> list[Child]:
-        world = self._settings.layout.ranks
-        common = {
-            "WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
-            "OMP_NUM_THREADS": "1",
-        }
-        # Beside engines that have nothing to do, the ranks may use every core.
-        cores = share_out(self._settings.engine).ranks if job.engine_addresses else None
-        ranks: list[Child] = []
-        try:
-            for rank in range(world):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                log = path.parent / f"rank_{rank}.log"
-                command = self._programs.stage(path)
-                ranks.append(Child(f"rank {rank}", command, log, {**common, **own}, cores))
-        except OSError:
-            kill(ranks)
-            raise
-        return ranks
-
-    def _finished(self, job: StageJob, ranks: list[Child], tell: Tell) -> bool:
+    def _finished(self, job: StageJob, ranks: Sequence[Process], tell: Tell) -> bool:
         """Whether every rank ended well; restarts the engines that need it.
 
         Raises:
             JobFailed: a rank ended otherwise, or a restart is no remedy.
         """
-        if job.engine_addresses and (failure := self._engines.mend(tell)):
+        if job.samples and (failure := self._engines.mend(tell)):
             raise JobFailed(job.stage, failure)
         if first := _failed(ranks):
             wait_for_all(ranks, SETTLE_SECONDS)
-            if job.engine_addresses and (failure := self._engines.failed()):
+            if job.samples and (failure := self._engines.failed()):
                 raise JobFailed(job.stage, failure)
             raise JobFailed(job.stage, first_cause(_failed(ranks), first))
         return all(rank.status() == 0 for rank in ranks)
 
-    def _let_save(self, ranks: list[Child]) -> None:
-        received = len(self._received)
+    def _let_save(self, ranks: Sequence[Process]) -> Iterator[None]:
+        received = self._signals.count
         ask_to_stop(ranks)
-        wait_for_all(ranks, SAVE_SECONDS, cut_short=lambda: len(self._received) > received)
+        deadline = time.monotonic() + self._save_seconds
+        while any(rank.status() is None for rank in ranks):
+            if time.monotonic() > deadline or self._signals.count > received:
+                return
+            yield
 
     def _show_life(self, job: Path) -> None:
         if time.monotonic() >= self._next_sign:
             job.touch()
             self._next_sign = time.monotonic() + SIGN_SECONDS
 
-    def _check_signal(self) -> None:
-        if self._received:
-            raise Stopped(self._received[0])
 
-    def _note_signal(self, number: int, frame: FrameType | None) -> None:
-        # Only noted: an exception from here could fall between starting a process and
-        # remembering it.
-        self._received.append(number)
+def to_the_end(work: Work) -> None:
+    """Go through what yields when it has to wait, with nothing else to do meanwhile."""
+    for _ in work:
+        time.sleep(POLL_SECONDS)
 
 
-def first_cause(failed: list[Child], first: list[Child]) -> Failure:
+def first_cause(failed: Sequence[Process], first: Sequence[Process]) -> Failure:
     """The failure that explains the others; `first` holds the ranks that failed before the rest.
 
     A rank that gives its reason knows best. One that only lost its connection to another is the
     last to ask; a killed rank had no time to say anything, and pulled down others that had.
     """
 
-    def doubt(rank: Child) -> tuple[bool, bool, bool, bool]:
+    def doubt(rank: Process) -> tuple[bool, bool, bool, bool]:
         failure = rank.failure()
         lost_another = any(LOST_PEER in line for line in failure.tail)
         survived = (rank.status() or 0) >= 0
@@ -200,17 +185,11 @@ def first_cause(failed: list[Child], first: list[Child]) -> Failure:
     return min(failed, key=doubt).failure()
 
 
-def _pass_on(ranks: list[Child], tell: Tell) -> None:
+def _pass_on(ranks: Sequence[Process], tell: Tell) -> None:
     for rank in ranks:
         for notice in rank.notices():
             tell(notice)
 
 
-def _failed(ranks: list[Child]) -> list[Child]:
+def _failed(ranks: Sequence[Process]) -> list[Process]:
     return [rank for rank in ranks if rank.status()]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

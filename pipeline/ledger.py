@@ -15,7 +15,7 @@ from typing import IO, Literal, get_args
 
 from parallel.files import naming
 
-State = Literal["pending", "running", "done", "failed", "stale"]
+State = Literal["pending", "submitted", "running", "done", "failed", "stale"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Event:
     """A stage entered a state.
 
     `seconds` is the wall time of the attempt that ended with this event, and absent from events
-    that end none.
+    that end none. `job` is the number of the job that Slurm has for it, where there is one.
     """
 
     time: str
@@ -32,6 +32,7 @@ class Event:
     cause: str
     attempt: int
     seconds: float | None = None
+    job: str | None = None
 
     @property
     def timestamp(self) -> float:
@@ -46,11 +47,17 @@ class Ledger:
         self.path = path
 
     def append(
-        self, stage: str, state: State, cause: str, attempt: int, seconds: float | None = None
+        self,
+        stage: str,
+        state: State,
+        cause: str,
+        attempt: int,
+        seconds: float | None = None,
+        job: str | None = None,
     ) -> None:
         """Write one line, durably. Writers of any machine that shares the file take turns."""
         rounded = None if seconds is None else round(seconds, 3)
-        event = Event(_now(), stage, state, cause, attempt, rounded)
+        event = Event(_now(), stage, state, cause, attempt, rounded, job)
         fields = {name: value for name, value in asdict(event).items() if value is not None}
         line = (json.dumps(fields) + "\n").encode()
         with naming(self.path), self.path.open("a+b", buffering=0) as file, _alone(file):

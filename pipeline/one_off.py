@@ -11,11 +11,13 @@ from rich.console import Console
 
 from pipeline.errors import BraidError
 from pipeline.graph import compile_graph
-from pipeline.jobs import checkpoint_path, engine_addresses
-from pipeline.launcher import Launcher, Programs
+from pipeline.jobs import checkpoint_path
+from pipeline.launcher import Launcher, Programs, to_the_end
+from pipeline.placement import ThisMachine
 from pipeline.progress import watching
 from pipeline.report import Models
 from pipeline.run_directory import RunDirectory, StageDirectory
+from pipeline.signals import Signals
 from pipeline.states import derive
 from pipeline.violations import hint, shown
 from stages.settings import RunSettings, StageJob
@@ -50,7 +52,7 @@ def evaluate(
         directory=directory.path.absolute(),
         attempt=1,
         models=models,
-        engine_addresses=engine_addresses(run, settings),
+        samples=True,
         settings=settings,
     )
     _execute(run, job, console, programs)
@@ -80,7 +82,7 @@ def preview(
         directory=directory.path.absolute(),
         attempt=1,
         parent=checkpoint,
-        engine_addresses=engine_addresses(run, settings),
+        samples=True,
         settings=settings,
     )
     _execute(run, job, console, programs)
@@ -144,8 +146,10 @@ def _new_directory(run: RunDirectory, folder: str) -> StageDirectory:
 
 def _execute(run: RunDirectory, job: StageJob, console: Console, programs: Programs) -> None:
     metrics = StageDirectory(job.directory).metrics
+    placement = ThisMachine(job.settings.engine)
     with (
-        Launcher(run, job.settings, programs) as launcher,
+        Signals() as signals,
+        Launcher(run.engines, job.settings, programs, placement, signals) as launcher,
         watching(console, job.stage, None, metrics) as view,
     ):
-        launcher.execute(job, view)
+        to_the_end(launcher.execute(job, view))

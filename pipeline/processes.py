@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from parallel.settings import ERROR_MARK, LAST_WORD, NOTICE_MARK
 
@@ -33,6 +34,28 @@ class Failure:
     log: Path
     stated: bool = False
     tail: tuple[str, ...] = ()
+
+
+class Process(Protocol):
+    """What runs for a launcher: a child on this machine, or the tasks of a step of Slurm's."""
+
+    name: str
+    log: Path
+
+    def status(self) -> int | None:
+        """None while it runs; then its exit status, or minus the signal that killed it."""
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal it and everything it started."""
+
+    def reap(self) -> None:
+        """Kill what is left of it and of everything it started, and wait for it."""
+
+    def notices(self) -> list[str]:
+        """What it said since the last call that a person should know, though it goes on."""
+
+    def failure(self) -> Failure:
+        """Why it failed, once it has ended: its own last word, if it had one."""
 
 
 class Child:
@@ -112,15 +135,8 @@ class Child:
 
     def failure(self) -> Failure:
         """Why the ended process failed: its own last word, if it had one."""
-        with self.log.open("rb") as file:
-            file.seek(self._log_start)
-            lines = file.read().decode(errors="replace").rstrip().splitlines()
         self._listen()
-        for line in [self._said, *reversed(lines)]:
-            if line.startswith(ERROR_MARK):
-                return Failure(line.removeprefix(ERROR_MARK), self.log, stated=True)
-        tail = tuple(lines[-TAIL_LINES:])
-        return Failure(f"{self.name} {self._ending()}", self.log, tail=tail)
+        return told_failure(f"{self.name} {self._ending()}", self.log, self._log_start, self._said)
 
     def _listen(self) -> None:
         """Take in what was said, which reaches us even where the log could not be written."""
@@ -143,13 +159,25 @@ class Child:
         return f"was killed by {signal.Signals(-status).name}{hint}"
 
 
-def ask_to_stop(children: Sequence[Child]) -> None:
+def told_failure(ending: str, log: Path, start: int, said: str = "") -> Failure:
+    """The last word of a process that it `said`, or wrote to its log from byte `start` on; else
+    how it ended, with the end of the log."""
+    with log.open("rb") as file:
+        file.seek(start)
+        lines = file.read().decode(errors="replace").rstrip().splitlines()
+    for line in [said, *reversed(lines)]:
+        if line.startswith(ERROR_MARK):
+            return Failure(line.removeprefix(ERROR_MARK), log, stated=True)
+    return Failure(ending, log, tail=tuple(lines[-TAIL_LINES:]))
+
+
+def ask_to_stop(children: Sequence[Process]) -> None:
     """Send SIGTERM to all; a stage then saves what it has."""
     for child in children:
         child.send(signal.SIGTERM)
 
 
-def kill(children: Sequence[Child]) -> None:
+def kill(children: Sequence[Process]) -> None:
     """End all at once, with everything they started."""
     for child in children:
         child.send(signal.SIGKILL)
@@ -158,7 +186,7 @@ def kill(children: Sequence[Child]) -> None:
 
 
 def wait_for_all(
-    children: Sequence[Child], seconds: float, cut_short: Callable[[], bool] = lambda: False
+    children: Sequence[Process], seconds: float, cut_short: Callable[[], bool] = lambda: False
 ) -> None:
     """Return when every child has ended, after so many seconds, or when `cut_short` says so."""
     deadline = time.monotonic() + seconds

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
 from rich.progress_bar import ProgressBar
@@ -85,16 +86,13 @@ class Progress:
 
 
 class StageView:
-    """One stage as it goes by; `live` is the line it redraws on a terminal."""
+    """One stage as it goes by."""
 
-    def __init__(
-        self, console: Console, title: str, steps: int | None, metrics: Path, live: Live | None
-    ) -> None:
-        self._console = console
+    def __init__(self, screen: Screen, title: str, steps: int | None, metrics: Path) -> None:
+        self._screen = screen
         self._title = title
         self._tail = MetricsTail(metrics)
         self._progress = Progress(time.monotonic(), steps)
-        self._live = live
         self._next = 0.0
 
     def poll(self) -> None:
@@ -103,37 +101,76 @@ class StageView:
             self._progress.add(line)
         if time.monotonic() < self._next:
             return
-        if self._live:
+        if self._screen.redraw():
             self._next = time.monotonic() + LIVE_SECONDS
-            self._live.update(self._line(), refresh=True)
         else:
             self._next = time.monotonic() + PLAIN_SECONDS
             self.say(self._progress.describe())
 
     def say(self, text: str) -> None:
         """Print a line about the stage that stays."""
-        self._console.print(f"{self._title}  {text}", markup=False, highlight=False)
+        self._screen.console.print(f"{self._title}  {text}", markup=False, highlight=False)
 
     def say_done(self) -> None:
         """Print how long the stage took."""
         self.say(f"done in {clock(time.monotonic() - self._progress.started)}")
 
-    def _line(self) -> Table:
+    def line(self) -> Table:
+        """Its line of the screen."""
         line = Table.grid(padding=(0, 1))
         bar = ProgressBar(total=self._progress.steps or 1, completed=self._progress.step, width=24)
         line.add_row(escape(self._title), bar, self._progress.describe())
         return line
 
 
+class Screen:
+    """Context in which stages are shown: on a terminal, a line for each that it redraws."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._views: list[StageView] = []
+        # No refresh thread: children may be started only from a process with one thread.
+        live = Live(console=console, auto_refresh=False, transient=True)
+        self._live = live if console.is_terminal else None
+
+    def __enter__(self) -> Screen:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live:
+            self._live.stop()
+
+    @contextmanager
+    def watching(self, title: str, steps: int | None, metrics: Path) -> Iterator[StageView]:
+        """Show a stage while it runs, and how long it took if it ends well."""
+        view = StageView(self, title, steps, metrics)
+        self._views.append(view)
+        try:
+            yield view
+        finally:
+            self._views.remove(view)
+        view.say_done()
+
+    def redraw(self) -> bool:
+        """Draw every stage's line anew; returns whether there is a terminal for it."""
+        if self._live is None:
+            return False
+        self._live.update(Group(*(view.line() for view in self._views)), refresh=True)
+        return True
+
+
 @contextmanager
 def watching(console: Console, title: str, steps: int | None, metrics: Path) -> Iterator[StageView]:
-    """Show a stage while it runs, and how long it took if it ends well."""
-    # No refresh thread: children may be started only from a process with one thread.
-    live = Live(console=console, auto_refresh=False, transient=True)
-    with live if console.is_terminal else nullcontext() as shown:
-        view = StageView(console, title, steps, metrics, shown)
+    """Show a single stage."""
+    with Screen(console) as screen, screen.watching(title, steps, metrics) as view:
         yield view
-        view.say_done()
 
 
 def latest(metrics: Path) -> str:

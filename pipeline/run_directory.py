@@ -39,6 +39,16 @@ class StageDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def lock(self) -> Path:
+        """Held by the launcher that works on the stage."""
+        return self.path / "stage.lock"
+
+    @property
+    def engines(self) -> Path:
+        """The folder of engines that are this stage's alone."""
+        return self.path / "engine"
+
+    @property
     def results(self) -> Path:
         """What an evaluation found."""
         return self.path / "results.json"
@@ -136,40 +146,75 @@ class RunDirectory:
         """What stages left that were then made anew."""
         return self.path / "replaced"
 
+    @property
+    def engines(self) -> Path:
+        """The folder of the engines that stay up from stage to stage."""
+        return self.path / "engine"
+
     def engine(self, index: int) -> EngineDirectory:
-        return EngineDirectory(self.path / "engine" / str(index))
+        return EngineDirectory(self.engines / str(index))
 
     def stage(self, name: str) -> StageDirectory:
         return StageDirectory(self.path / "stages" / name)
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Hold the run for this process alone; the kernel lets go when the process ends.
+    def lock(self, shared: bool = False) -> Iterator[None]:
+        """Hold the run for this process alone, or `shared` with others that each hold a stage; the
+        kernel lets go when the process ends.
 
         Raises:
             RunLocked: another launcher holds it.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / "run.lock").open("a+") as file:
-            deadline = time.monotonic() + LOCK_PATIENCE_SECONDS
-            while not _try_lock(file.fileno(), fcntl.LOCK_EX):
-                # `is_running` holds the lock for an instant when it looks.
-                if time.monotonic() > deadline:
-                    file.seek(0)
-                    raise RunLocked(f"{shown(self.path)} is being run by {file.read().strip()}")
-                time.sleep(0.05)
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}")
-            file.flush()
+        with _locked(self._lock, f"{shown(self.path)} is", shared):
+            yield
+
+    @contextmanager
+    def lock_stage(self, name: str) -> Iterator[None]:
+        """Hold one stage for this process alone; the caller has the run's lock, shared or not.
+
+        Raises:
+            RunLocked: another launcher works on the stage.
+        """
+        stage = self.stage(name)
+        with _locked(stage.lock, f"stage {name} of {shown(self.path)} is"):
             yield
 
     def is_running(self) -> bool:
-        """Whether a launcher works on the run now."""
-        try:
-            with (self.path / "run.lock").open("r") as file:
-                return not _try_lock(file.fileno(), fcntl.LOCK_SH)
-        except FileNotFoundError:
-            return False
+        """Whether a launcher has the run for itself now."""
+        return _is_locked(self._lock)
+
+    def stage_is_running(self, name: str) -> bool:
+        """Whether a launcher works on the stage now, as far as locks of its machine reach."""
+        return _is_locked(self.stage(name).lock)
+
+    @property
+    def _lock(self) -> Path:
+        return self.path / "run.lock"
+
+
+@contextmanager
+def _locked(path: Path, what: str, shared: bool = False) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+") as file:
+        deadline = time.monotonic() + LOCK_PATIENCE_SECONDS
+        while not _try_lock(file.fileno(), fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
+            # `_is_locked` holds the lock for an instant when it looks.
+            if time.monotonic() > deadline:
+                file.seek(0)
+                raise RunLocked(f"{what} being run by {file.read().strip()}")
+            time.sleep(0.05)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        with path.open("r") as file:
+            return not _try_lock(file.fileno(), fcntl.LOCK_SH)
+    except FileNotFoundError:
+        return False
 
 
 def _number(path: Path, prefix: str) -> int | None:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 
 from rich.console import Console
 
+from pipeline.attempt import attempt, close_abandoned
 from pipeline.errors import BraidError, reason
 from pipeline.graph import Stage, compile_graph
-from pipeline.jobs import stage_job
-from pipeline.launcher import JobFailed, Launcher, Programs, Stopped
-from pipeline.ledger import Ledger, State, latest
-from pipeline.lineage import lineage_now, write_manifest
-from pipeline.progress import watching
+from pipeline.launcher import Launcher, Programs, Work
+from pipeline.ledger import Ledger
+from pipeline.placement import ThisMachine
+from pipeline.processes import POLL_SECONDS
+from pipeline.progress import Screen
 from pipeline.run_directory import RunDirectory
-from pipeline.selection import chosen, refuse_missing_inputs, to_make_anew
-from pipeline.states import StageState, derive, lacks
+from pipeline.selection import chosen, following, refuse_missing_inputs, to_make_anew
+from pipeline.signals import Signals, Stopped
+from pipeline.states import StageState, derive
 from pipeline.violations import shown
 from stages.settings import RunSettings
 
@@ -43,37 +46,111 @@ def run_stages(
     console: Console,
     programs: Programs,
     only: Iterable[str] = (),
+    side_by_side: int = 1,
 ) -> None:
-    """Run every stage that is not done, or `only` some of them, in order. The caller holds the
-    run's lock.
+    """Run every stage that is not done, or `only` some of them, so many at once at most. The caller
+    holds the run's lock.
+
+    A stage that fails takes those with it that are made from it, and no others.
 
     Raises:
         StaleStages: before anything is started.
-        BraidError: `only` names no stage, or one that lacks what it is made from.
-        JobFailed: a stage failed; those before it are done.
+        BraidError: `only` names no stage, or one that lacks what it is made from; or there are too
+            few cores for so many stages at once.
+        JobFailed: a stage failed; the others that do not need it are done.
         Stopped: a signal asked for it.
     """
     stages = compile_graph(settings)
-    ledger = Ledger(run.ledger)
-    _close_abandoned(run, ledger)
+    close_abandoned(run, Ledger(run.ledger), stages)
     wanted = chosen(run, stages, only)
     states = refuse_stale(run, settings, wanted)
     refuse_missing_inputs(wanted, states)
-    with Launcher(run, settings, programs) as launcher:
-        for number, stage in enumerate(stages, start=1):
-            if stage not in wanted or states[stage.name].state == "done":
-                continue
-            title = f"[{number}/{len(stages)}] {stage.name}"
-            with (
-                watching(console, title, stage.steps, run.stage(stage.name).metrics) as view,
-                _recorded(run, settings, stage, ledger) as attempt,
-            ):
-                job = stage_job(stage, settings, run, attempt)
-                launcher.execute(job, view, partial(_note, ledger, stage, attempt))
+    with Signals() as signals, Screen(console) as screen, ExitStack() as stack:
+        lanes = [
+            stack.enter_context(Launcher(folder, settings, programs, placement, signals))
+            for folder, placement in _lanes(run, settings, side_by_side)
+        ]
+        titles = {
+            stage.name: f"[{number}/{len(stages)}] {stage.name}"
+            for number, stage in enumerate(stages, start=1)
+        }
+
+        def begin(stage: Stage, lane: Launcher) -> Work:
+            return attempt(run, settings, stage, lane, screen, titles[stage.name])
+
+        _Course([stage for stage in wanted if states[stage.name].state != "done"], begin).go(lanes)
 
 
-def _note(ledger: Ledger, stage: Stage, attempt: int, notice: str) -> None:
-    ledger.append(stage.name, "running", notice, attempt)
+class _Course:
+    """Takes stages to their ends, each in a launcher that is free, after those it is made from."""
+
+    def __init__(self, stages: Sequence[Stage], begin: Callable[[Stage, Launcher], Work]) -> None:
+        self._waiting = list(stages)
+        self._begin = begin
+        self._going: dict[Launcher, tuple[Stage, Work]] = {}
+        self._stopped: Stopped | None = None
+        self._failures: list[BraidError | OSError] = []
+
+    def go(self, lanes: Sequence[Launcher]) -> None:
+        """Raises what the first stage did that failed, when the others have ended."""
+        try:
+            while self._going or (self._waiting and not self._stopped):
+                for lane in lanes:
+                    self._fill(lane)
+                for lane in list(self._going):
+                    self._advance(lane)
+                time.sleep(POLL_SECONDS)
+        finally:
+            for _, work in self._going.values():
+                work.close()
+        if self._stopped:
+            raise self._stopped
+        if self._failures:
+            first, *others = self._failures
+            for other in others:
+                first.add_note(f"and {reason(other)}")
+            raise first
+
+    def _fill(self, lane: Launcher) -> None:
+        unfinished = {stage.name for stage, _ in self._going.values()}
+        unfinished |= {stage.name for stage in self._waiting}
+        for stage in self._waiting:
+            if lane not in self._going and not self._stopped and not unfinished & {*stage.inputs}:
+                self._waiting.remove(stage)
+                self._going[lane] = stage, self._begin(stage, lane)
+                return
+
+    def _advance(self, lane: Launcher) -> None:
+        stage, work = self._going[lane]
+        try:
+            next(work)
+            return
+        except StopIteration:
+            pass
+        except Stopped as stopped:
+            self._stopped = stopped
+        except (BraidError, OSError) as failure:
+            self._failures.append(failure)
+            without = {each.name for each in following([stage, *self._waiting], [stage.name])}
+            self._waiting = [each for each in self._waiting if each.name not in without]
+        del self._going[lane]
+
+
+def _lanes(
+    run: RunDirectory, settings: RunSettings, count: int
+) -> Iterator[tuple[Path, ThisMachine]]:
+    """The folder of its engines, and the cores, of each of so many launchers."""
+    if count == 1:
+        yield run.engines, ThisMachine(settings.engine)
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    if (part := len(cores) // count) == 0:
+        raise BraidError(
+            f"--side-by-side {count} needs as many cores, and here are {len(cores)}; use fewer"
+        )
+    for lane in range(count):
+        own = cores[lane * part : (lane + 1) * part]
+        yield run.engines / f"lane_{lane}", ThisMachine(settings.engine, own)
 
 
 def refuse_stale(
@@ -96,44 +173,3 @@ def refuse_stale(
     if stale:
         raise StaleStages(run, stages, stale)
     return states
-
-
-@contextmanager
-def _recorded(
-    run: RunDirectory, settings: RunSettings, stage: Stage, ledger: Ledger
-) -> Iterator[int]:
-    """Write the lineage of a new attempt, and its beginning and its end into the ledger."""
-    directory = run.stage(stage.name)
-    attempt = directory.attempts() + 1
-    write_manifest(directory, lineage_now(stage, settings, run))
-    checkpoint = directory.newest_checkpoint()
-    cause = f"from step {checkpoint.step}" if checkpoint else "from the start"
-    ledger.append(stage.name, "running", cause, attempt)
-    started = time.monotonic()
-    try:
-        yield attempt
-        if lack := lacks(stage, directory):
-            raise BraidError(f"stage {stage.name} ended as if it were done, but {lack}")
-    except Exception as error:
-        state: State = "pending" if isinstance(error, Stopped) else "failed"
-        why = error.cause if isinstance(error, JobFailed) else reason(error)
-        try:
-            ledger.append(stage.name, state, why, attempt, time.monotonic() - started)
-        except OSError as unwritten:
-            error.add_note(f"the ledger does not tell so: {reason(unwritten)}")
-        raise
-    cause = directory.ended_early() or "finished"
-    ledger.append(stage.name, "done", cause, attempt, time.monotonic() - started)
-
-
-def _close_abandoned(run: RunDirectory, ledger: Ledger) -> None:
-    """A launcher that was killed wrote no end of its attempt: count it to its last sign of life."""
-    events = ledger.events()
-    for event in latest(events).values():
-        if event.state == "running":
-            job = run.stage(event.stage).job(event.attempt)
-            # The newest event may be a notice, written when the attempt had run for a while.
-            begun = next(e for e in events if (e.stage, e.attempt) == (event.stage, event.attempt))
-            seen = job.stat().st_mtime if job.exists() else begun.timestamp
-            seconds = max(0.0, seen - begun.timestamp)
-            ledger.append(event.stage, "failed", "its launcher was killed", event.attempt, seconds)

@@ -26,10 +26,9 @@ def derive(
 ) -> dict[str, StageState]:
     """Every stage's state, in the order of the graph."""
     events = latest(Ledger(run.ledger).events())
-    running = run.is_running()
     states: dict[str, StageState] = {}
     for stage in stages:
-        states[stage.name] = _state(run, settings, stage, events.get(stage.name), running, states)
+        states[stage.name] = _state(run, settings, stage, events.get(stage.name), states)
     return states
 
 
@@ -38,7 +37,6 @@ def _state(
     settings: RunSettings,
     stage: Stage,
     event: Event | None,
-    running: bool,
     earlier: dict[str, StageState],
 ) -> StageState:
     directory = run.stage(stage.name)
@@ -61,7 +59,7 @@ def _state(
             return StageState("stale", "; ".join(reasons), attempts, step)
         if lack:  # a damaged last checkpoint was removed, and an older one is still there
             return StageState("pending", lack, attempts, step)
-    if event.state == "running" and not running:
+    if event.state == "running" and not run.stage_is_running(stage.name):
         return StageState("failed", "its launcher was killed", attempts, step)
     return StageState(event.state, event.cause, attempts, step)
 

@@ -38,7 +38,9 @@ class Rollouts:
         self.version: int | None = None  # of the weights that the engines have
         self.tokenizer = load_tokenizer(job.settings.model)
         settings = job.settings
-        self.fleet = Fleet(job.engine_addresses, settings.model, settings.layout, settings.engine)
+        self.fleet = Fleet(
+            job.engine_addresses, settings.model, settings.layout, settings.engine, job.interface
+        )
         self._scheduler: Scheduler | None = None
         if is_main():
             self._scheduler = Scheduler(

@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from parallel.network import LOOPBACK
 from parallel.settings import (
     EngineSettings,
     LayoutSettings,
@@ -235,9 +236,13 @@ class StageJob(Settings):
     teachers: dict[str, Path] = Field(default_factory=dict)
     models: dict[str, Path] = Field(default_factory=dict)
     output: Path | None = None
+    samples: bool = Field(default=False, description="whether it needs engines")
     engine_addresses: list[Path] = Field(
         default_factory=list,
         description="of each engine, the file it writes when it is ready: an `Address`",
+    )
+    interface: str = Field(
+        default=LOOPBACK, description="where the main rank meets the engines: parallel.network"
     )
     settings: RunSettings
 

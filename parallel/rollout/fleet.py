@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from parallel.device import device
 from parallel.distributed import any_rank, broadcast, gather, is_main, on_main
 from parallel.last_word import say_notice
+from parallel.network import LOOPBACK, address_of
 from parallel.policy import Policy
 from parallel.rollout.client import EngineClient, EngineError, EngineRefused
 from parallel.rollout.wire import Description, Join, Refit, Refitted, model_digest
@@ -53,9 +53,11 @@ class Fleet:
         model: ModelSettings,
         layout: LayoutSettings,
         settings: EngineSettings,
+        interface: str = LOOPBACK,
         notify: Callable[[str], None] = say_notice,
     ) -> None:
         self.model, self.layout, self.settings = model, layout, settings
+        self.interface = interface
         self.notify = notify
         self.descriptions: dict[EngineClient, Description] = {}  # of the engines that live
         self.losses = 0
@@ -142,7 +144,7 @@ class Fleet:
 
     def _meet(self, sizes: tuple[int, ...], local: bool) -> Meeting:
         """A new place in the store, which is this rank's."""
-        host = "127.0.0.1" if local else socket.gethostname()
+        host = "127.0.0.1" if local else address_of(self.interface)
         if self._store is None:
             self._store = store_host()
         ranks = self.layout.ranks

@@ -21,6 +21,7 @@ import msgspec
 from aiohttp import web
 
 from parallel.last_word import say_last_word
+from parallel.network import address_of
 from parallel.rollout.engine import Engine
 from parallel.rollout.wire import BEAT, Address, Failure, Generate, Join, Refit, frame
 from parallel.settings import EngineJob
@@ -96,10 +97,10 @@ def main() -> None:
     except Exception as error:
         say_last_word(f"the engine did not start with engine: {job.engine!r}: {error!r}")
         raise
-    asyncio.run(_serve(engine, job.address))
+    asyncio.run(_serve(engine, job.address, job.interface))
 
 
-async def _serve(engine: Engine, address: Path) -> None:
+async def _serve(engine: Engine, address: Path, interface: str) -> None:
     try:
         await engine.prepare()
     except Exception as error:
@@ -108,7 +109,7 @@ async def _serve(engine: Engine, address: Path) -> None:
     server = Server(engine)
     runner = web.AppRunner(server.application(), access_log=None)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, address_of(interface), 0)
     await site.start()
     assert runner.addresses
     host, port = runner.addresses[0][:2]

@@ -31,6 +31,7 @@ WITHOUT_TORCH = {
     "parallel.families",
     "parallel.files",
     "parallel.memory",
+    "parallel.network",
     "parallel.weights.engine",
     "stages.domains.formats",
     "stages.domains.rewards.reward",

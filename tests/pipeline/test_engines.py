@@ -20,13 +20,15 @@ from pipeline.config import load
 from pipeline.cores import Cores, share_out
 from pipeline.engines import Engine
 from pipeline.errors import BraidError
-from pipeline.jobs import engine_addresses
-from pipeline.launcher import JobFailed, Launcher
+from pipeline.launcher import JobFailed, Launcher, to_the_end
+from pipeline.placement import ThisMachine
 from pipeline.progress import watching
 from pipeline.run_directory import RunDirectory
+from pipeline.signals import Signals
 from stages.settings import RunSettings, StageJob
 
 Execute = Callable[..., list[str]]
+HERE = ThisMachine(EngineSettings())
 KILLED = "was killed by SIGKILL (was the memory used up?)"
 
 
@@ -42,7 +44,11 @@ def launched(
 ) -> Iterator[Execute]:
     """A launcher; what is yielded executes a stage in it and returns what was told of it."""
     programs = fake_programs({stage: {"0": action} for stage, action in actions.items()}, engine)
-    with Launcher(run, settings, programs) as launcher:
+    placement = ThisMachine(settings.engine)
+    with (
+        Signals() as signals,
+        Launcher(run.engines, settings, programs, placement, signals) as launcher,
+    ):
 
         def execute(stage: str, *, samples: bool = True) -> list[str]:
             told: list[str] = []
@@ -52,11 +58,11 @@ def launched(
                 kind="grpo",
                 directory=directory.path.absolute(),
                 attempt=1,
-                engine_addresses=engine_addresses(run, settings) if samples else [],
+                samples=samples,
                 settings=settings,
             )
             with watching(Console(quiet=True), stage, 2, directory.metrics) as view:
-                launcher.execute(job, view, told.append)
+                to_the_end(launcher.execute(job, view, told.append))
             return told
 
         yield execute
@@ -83,7 +89,9 @@ def test_an_engine_that_is_killed_is_restarted_and_the_others_stay(
     assert not any(map(is_alive, starts(run, 0) + starts(run, 1)))
     jobs = [json.loads(run.engine(index).job.read_text()) for index in (0, 1)]
     assert [job["index"] for job in jobs] == [0, 1]
-    assert [job["address"] for job in jobs] == list(map(str, engine_addresses(run, settings)))
+    assert [job["address"] for job in jobs] == [
+        str(run.engine(index).address.absolute()) for index in (0, 1)
+    ]
 
 
 def test_an_engine_that_a_rank_gives_up_is_restarted(run: RunDirectory, config: Path) -> None:
@@ -135,7 +143,7 @@ def test_an_engine_that_dies_between_stages_is_replaced_for_the_next_that_sample
 
 
 def test_an_engine_that_does_not_get_ready_in_time_has_failed(run: RunDirectory) -> None:
-    engine = Engine(run, 0, ["sleep", "600"], None, start_seconds=0.05)
+    engine = Engine(run.engine(0), 0, ["sleep", "600"], HERE, start_seconds=0.05)
     try:
         wait_until(lambda: engine.failure() is not None)
         failure = engine.failure()
@@ -151,7 +159,7 @@ def test_an_engine_that_does_not_get_ready_in_time_has_failed(run: RunDirectory)
 def test_nothing_of_an_engine_outlives_its_restart(run: RunDirectory, tmp_path: Path) -> None:
     worker = tmp_path / "worker"
     program = f"sleep 600 & echo $! >{worker}; exec sleep 600"
-    engine = Engine(run, 0, ["sh", "-c", program], None, 60)
+    engine = Engine(run.engine(0), 0, ["sh", "-c", program], HERE, 60)
     try:
         wait_until(lambda: worker.exists() and worker.read_text().endswith("\n"))
         first = int(worker.read_text())
@@ -164,7 +172,7 @@ def test_nothing_of_an_engine_outlives_its_restart(run: RunDirectory, tmp_path: 
 
 
 def test_a_complaint_of_the_engine_before_is_not_taken_for_one_of_this(run: RunDirectory) -> None:
-    engine = Engine(run, 0, ["sleep", "600"], None, 60)
+    engine = Engine(run.engine(0), 0, ["sleep", "600"], HERE, 60)
     try:
         run.engine(0).restart.write_text("no answer for 120 s\n")
         assert engine.failure() is None

@@ -98,10 +98,50 @@ def test_a_rank_that_dies_ends_the_ranks_that_hang(
     assert "attempt_1/rank_1.log" in str(caught.value)
     assert "    | ValueError: broken" in str(caught.value)
     assert not is_alive(int((run.stage("experts.sums").path / "pid_0").read_text()))
-    assert states(run, settings) == ["done", "failed", *["pending"] * 4]
+    assert states(run, settings) == ["done", "failed", "done", *["pending"] * 3]
 
     go(run, settings)
-    assert started(run) == ["cold_start", "experts.sums", *STAGES[1:]]
+    assert started(run) == [
+        "cold_start",
+        "experts.sums",
+        "experts.words",
+        "experts.sums",
+        *STAGES[3:],
+    ]
+
+
+def test_every_stage_that_fails_is_told(run: RunDirectory, settings: RunSettings) -> None:
+    fail = {"1": "break_down"}
+    with pytest.raises(JobFailed, match=r"stage experts\.sums failed: rank 1 ended") as caught:
+        go(run, settings, {"experts.sums": fail, "experts.words": fail})
+    [note] = caught.value.__notes__
+    assert note.startswith("and stage experts.words failed: rank 1 ended with exit status 3")
+
+
+def test_stages_run_side_by_side_on_cores_of_their_own(
+    run: RunDirectory, settings: RunSettings
+) -> None:
+    together = {"0": "meet_the_other_expert"}
+    actions = {"experts.sums": together, "experts.words": together}
+    with run.lock():
+        programs = fake_programs(actions)
+        run_stages(run, settings, Console(quiet=True), programs, side_by_side=2)
+    assert states(run, settings) == ["done"] * 6
+    where = [
+        json.loads((run.stage(f"experts.{each}").path / "cores").read_text())
+        for each in ("sums", "words")
+    ]
+    assert all(where)
+    assert not {*where[0]} & {*where[1]}
+    engines = [(run.engines / f"lane_{lane}" / "0" / "starts").exists() for lane in (0, 1)]
+    assert engines == [True, True]
+
+
+def test_more_stages_at_once_than_cores_are_refused(
+    run: RunDirectory, settings: RunSettings
+) -> None:
+    with run.lock(), pytest.raises(BraidError, match="--side-by-side 1000 needs as many cores"):
+        run_stages(run, settings, Console(quiet=True), fake_programs({}), side_by_side=1000)
 
 
 def test_a_rank_that_lost_the_other_is_not_blamed(run: RunDirectory, settings: RunSettings) -> None:
@@ -193,10 +233,10 @@ def test_a_ledger_that_cannot_be_written_hides_no_failure(
 ) -> None:
     append = Ledger.append
 
-    def fail_at_the_end(ledger: Ledger, stage: str, state: State, *rest: Any) -> None:
+    def fail_at_the_end(ledger: Ledger, stage: str, state: State, *rest: Any, **more: Any) -> None:
         if state == "failed":
             full_disk()
-        append(ledger, stage, state, *rest)
+        append(ledger, stage, state, *rest, **more)
 
     monkeypatch.setattr(Ledger, "append", fail_at_the_end)
     with pytest.raises(JobFailed, match="rank 1 ended with exit status 3") as caught:
@@ -214,7 +254,8 @@ def test_an_engine_that_dies_at_start_fails_the_stage(
     assert "stage experts.sums failed: engine 0 ended with exit status 1" in str(caught.value)
     assert "engine/0/engine.log" in str(caught.value)
     assert "    | RuntimeError: not enough memory for the cache" in str(caught.value)
-    assert len((run.engine(0).path / "starts").read_text().split()) == 1
+    # Once for each of the two experts, and never twice for one.
+    assert len((run.engine(0).path / "starts").read_text().split()) == 2
 
 
 def test_killing_the_launcher_leaves_no_process(

@@ -81,7 +81,7 @@ def test_a_stage_left_running_by_a_killed_launcher_has_failed(
     run: RunDirectory, settings: RunSettings
 ) -> None:
     record(run, settings, compile_graph(settings)[0], "running")
-    with run.lock():
+    with run.lock(shared=True), run.lock_stage("cold_start"):
         assert states(run, settings) == {"cold_start": "running"}
     assert states(run, settings) == {"cold_start": "failed"}
 

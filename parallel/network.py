@@ -1,0 +1,36 @@
+"""Which of a machine's addresses its processes listen on.
+
+An interface is named as the system does (`ib0`); "" is the one that the host's name resolves to,
+and `LOOPBACK` this machine alone. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+
+LOOPBACK = "lo"
+
+_SIOCGIFADDR = 0x8915  # of Linux: the IPv4 address of an interface
+
+
+def address_of(interface: str) -> str:
+    """The IPv4 address of this machine on an interface.
+
+    Raises OSError, with the interface's name, where there is no such interface or it has no
+    address.
+    """
+    if not interface:
+        return socket.gethostbyname(socket.gethostname())
+    if interface == LOOPBACK:
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        request = struct.pack("256s", interface.encode()[:15])
+        try:
+            answer = fcntl.ioctl(asking, _SIOCGIFADDR, request)
+        except OSError as error:
+            known = ", ".join(name for _, name in socket.if_nameindex())
+            message = f"{error.strerror}; the network interfaces here are {known}"
+            raise OSError(error.errno, message, interface) from error
+    return socket.inet_ntoa(answer[20:24])

@@ -1,0 +1,95 @@
+"""One attempt at a stage: its lineage, its job, and its lines in the ledger."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from pipeline.errors import BraidError, reason
+from pipeline.graph import Stage
+from pipeline.jobs import stage_job
+from pipeline.launcher import JobFailed, Launcher, Work
+from pipeline.ledger import Ledger, State, latest
+from pipeline.lineage import lineage_now, write_manifest
+from pipeline.progress import Screen
+from pipeline.run_directory import RunDirectory
+from pipeline.signals import Stopped
+from pipeline.states import lacks
+from stages.settings import RunSettings
+
+
+def attempt(
+    run: RunDirectory,
+    settings: RunSettings,
+    stage: Stage,
+    launcher: Launcher,
+    screen: Screen,
+    title: str,
+    slurm_job: str | None = None,
+) -> Work:
+    """Try a stage, yielding whenever there is nothing to do but wait.
+
+    Raises:
+        JobFailed: it failed.
+        Stopped: a signal asked for it.
+        RunLocked: another launcher works on it.
+    """
+    ledger = Ledger(run.ledger)
+    with run.lock_stage(stage.name):
+        close_abandoned(run, ledger, [stage])
+        with (
+            screen.watching(title, stage.steps, run.stage(stage.name).metrics) as view,
+            _recorded(run, settings, stage, ledger, slurm_job) as number,
+        ):
+            job = stage_job(stage, settings, run, number)
+            note = partial(ledger.append, stage.name, "running", attempt=number, job=slurm_job)
+            try:
+                yield from launcher.execute(job, view, note)
+            except JobFailed as failed:
+                view.say(f"failed: {failed.cause}")
+                raise
+
+
+@contextmanager
+def _recorded(
+    run: RunDirectory, settings: RunSettings, stage: Stage, ledger: Ledger, slurm_job: str | None
+) -> Iterator[int]:
+    """Write the lineage of a new attempt, and its beginning and its end into the ledger."""
+    directory = run.stage(stage.name)
+    number = directory.attempts() + 1
+    write_manifest(directory, lineage_now(stage, settings, run))
+    checkpoint = directory.newest_checkpoint()
+    cause = f"from step {checkpoint.step}" if checkpoint else "from the start"
+    ledger.append(stage.name, "running", cause, number, job=slurm_job)
+    started = time.monotonic()
+    try:
+        yield number
+        if lack := lacks(stage, directory):
+            raise BraidError(f"stage {stage.name} ended as if it were done, but {lack}")
+    except Exception as error:
+        state: State = "pending" if isinstance(error, Stopped) else "failed"
+        why = error.cause if isinstance(error, JobFailed) else reason(error)
+        try:
+            ledger.append(stage.name, state, why, number, time.monotonic() - started)
+        except OSError as unwritten:
+            error.add_note(f"the ledger does not tell so: {reason(unwritten)}")
+        raise
+    cause = directory.ended_early() or "finished"
+    ledger.append(stage.name, "done", cause, number, time.monotonic() - started)
+
+
+def close_abandoned(run: RunDirectory, ledger: Ledger, stages: Iterable[Stage]) -> None:
+    """A launcher that was killed wrote no end of its attempt: count it to its last sign of life."""
+    events = ledger.events()
+    newest = latest(events)
+    for stage in stages:
+        event = newest.get(stage.name)
+        if event is not None and event.state == "running":
+            job = run.stage(event.stage).job(event.attempt)
+            # The newest event may be a notice, written when the attempt had run for a while.
+            begun = next(e for e in events if (e.stage, e.attempt) == (event.stage, event.attempt))
+            seen = job.stat().st_mtime if job.exists() else begun.timestamp
+            seconds = max(0.0, seen - begun.timestamp)
+            ledger.append(event.stage, "failed", "its launcher was killed", event.attempt, seconds)
