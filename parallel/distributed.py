@@ -14,6 +14,12 @@ import torch.distributed as dist
 from parallel import device
 from parallel.settings import LayoutSettings
 
+# What torch.distributed reads, and under which name srun says it to a task.
+SRUN = {
+    "RANK": "SLURM_PROCID",
+    "LOCAL_RANK": "SLURM_LOCALID",
+    "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
+}
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
@@ -21,11 +27,13 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 def process_groups(layout: LayoutSettings, seed: int) -> Iterator[None]:
     """Join this rank to the job and build Megatron's groups for `layout`; leave them at the end.
 
-    The launcher (ours, torchrun or srun) says who this rank is through RANK, WORLD_SIZE,
-    MASTER_ADDR and MASTER_PORT.
+    Our launcher or torchrun says who this rank is through RANK, LOCAL_RANK and WORLD_SIZE, srun
+    through variables of its own; where to meet stands in MASTER_ADDR and MASTER_PORT.
 
     Raises ValueError when the number of ranks started is not `layout.ranks`.
     """
+    if "RANK" not in os.environ:
+        os.environ.update({name: os.environ[of] for name, of in SRUN.items() if of in os.environ})
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != layout.ranks:
         raise ValueError(f"layout.ranks is {layout.ranks}, but {started} ranks were started")

@@ -14,7 +14,7 @@ from pipeline.launcher import JobFailed, Launcher, Work
 from pipeline.ledger import Ledger, State, latest
 from pipeline.lineage import lineage_now, write_manifest
 from pipeline.progress import Screen
-from pipeline.run_directory import RunDirectory
+from pipeline.run_directory import LOCK_PATIENCE_SECONDS, RunDirectory
 from pipeline.signals import Stopped
 from pipeline.states import lacks
 from stages.settings import RunSettings
@@ -28,8 +28,10 @@ def attempt(
     screen: Screen,
     title: str,
     slurm_job: str | None = None,
+    patience: float = LOCK_PATIENCE_SECONDS,
 ) -> Work:
-    """Try a stage, yielding whenever there is nothing to do but wait.
+    """Try a stage, yielding whenever there is nothing to do but wait. Another launcher that works
+    on it may take `patience` seconds to end.
 
     Raises:
         JobFailed: it failed.
@@ -37,7 +39,7 @@ def attempt(
         RunLocked: another launcher works on it.
     """
     ledger = Ledger(run.ledger)
-    with run.lock_stage(stage.name):
+    with run.lock_stage(stage.name, patience):
         close_abandoned(run, ledger, [stage])
         with (
             screen.watching(title, stage.steps, run.stage(stage.name).metrics) as view,
@@ -72,7 +74,7 @@ def _recorded(
         state: State = "pending" if isinstance(error, Stopped) else "failed"
         why = error.cause if isinstance(error, JobFailed) else reason(error)
         try:
-            ledger.append(stage.name, state, why, number, time.monotonic() - started)
+            ledger.append(stage.name, state, why, number, time.monotonic() - started, slurm_job)
         except OSError as unwritten:
             error.add_note(f"the ledger does not tell so: {reason(unwritten)}")
         raise

@@ -82,8 +82,10 @@ def _report(error: Exception) -> None:
 def _command(name: str) -> Callable[[Namespace], None]:
     # Imported here, so that `braid --help` and a mistyped command answer at once.
     from pipeline import commands
+    from pipeline.slurm import commands as slurm_commands
 
-    found: Callable[[Namespace], None] = getattr(commands, name)
+    module = slurm_commands if name in ("submit", "stage", "cancel") else commands
+    found: Callable[[Namespace], None] = getattr(module, name)
     return found
 
 
@@ -176,16 +178,42 @@ def _add_config_commands(command: Callable[[str, str, str], ArgumentParser]) -> 
         help="take over its finished stages that this run would make from the same things",
     )
     _add_selection(run)
-    run.add_argument(
-        "--check-refit",
-        dest="implied",
-        action="append_const",
-        const="engine.check_refit=true",
-        default=[],
-        help="compare every engine tensor with the trainer's, by checksum, after each refit: "
-        "engine.check_refit=true",
+    _add_side_by_side(run)
+    submit = command(
+        "submit",
+        "hand the stages of a configuration that are not done to Slurm",
+        CONFIG_HELP
+        + "  braid submit configs/quickstart.yaml --cluster configs/clusters/mine.yaml --dry-run\n"
+        + "  braid submit configs/quickstart.yaml --cluster configs/clusters/mine.yaml\n"
+        + "  braid submit runs/quickstart/run.yaml      continue it, on the same cluster\n\n"
+        + "Every stage is a job of one of the scripts in slurm/, which waits for those it is made\n"
+        + "from. --dry-run makes the run's folder and shows the very commands, for a person to\n"
+        + "run: they stand in runs/NAME/slurm/submit.sh. docs/slurm.md has the rest.",
     )
-    for parser in (validate, plan, run):
+    submit.add_argument(
+        "--cluster", type=Path, metavar="FILE", help="its profile (default: the run's last one)"
+    )
+    submit.add_argument(
+        "--dry-run", action="store_true", help="write the commands, and submit nothing"
+    )
+    submit.add_argument(
+        "--only",
+        metavar="STAGE",
+        action="append",
+        default=[],
+        help="submit this stage alone; may be given again for others",
+    )
+    for parser in (run, submit):
+        parser.add_argument(
+            "--check-refit",
+            dest="implied",
+            action="append_const",
+            const="engine.check_refit=true",
+            default=[],
+            help="compare every engine tensor with the trainer's, by checksum, after each refit: "
+            "engine.check_refit=true",
+        )
+    for parser in (validate, plan, run, submit):
         parser.add_argument("config", type=Path, metavar="CONFIG", help="the run's YAML file")
         parser.add_argument(
             "overrides", nargs="*", default=[], metavar="KEY=VALUE", help="laid over the file"
@@ -209,6 +237,9 @@ def _add_selection(parser: ArgumentParser) -> None:
         default=[],
         help="make this stage and all that follows it anew; what they left is kept in replaced/",
     )
+
+
+def _add_side_by_side(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--side-by-side",
         metavar="N",
@@ -237,6 +268,26 @@ def _add_run_commands(command: Callable[[str, str, str], ArgumentParser]) -> Non
         f"name. These may change, since they decide no result:\n{MAY_CHANGE}",
     )
     _add_selection(resume)
+    _add_side_by_side(resume)
+    stage = command(
+        "stage",
+        "run one stage of a run: what the stage scripts in slurm/ do",
+        "  braid stage runs/quickstart experts.chain_sum\n\n"
+        "In a job of Slurm's, ranks and engines are steps of it; elsewhere they run here. The\n"
+        "run's folder is what `braid run` or `braid submit --dry-run` has made.",
+    )
+    cancel = command(
+        "cancel",
+        "take a run's jobs out of Slurm's queue; stages that run save first",
+        "  braid cancel quickstart\n  braid cancel quickstart experts.chain_sum",
+    )
+    logs = command(
+        "logs",
+        "show what a stage prints",
+        "  braid logs quickstart experts.chain_sum -f\n"
+        "  braid logs quickstart experts.chain_sum --rank 3\n"
+        "  braid logs quickstart experts.chain_sum --engine 0",
+    )
     status = command(
         "status",
         "show where a run stands, or all runs",
@@ -263,10 +314,18 @@ def _add_run_commands(command: Callable[[str, str, str], ArgumentParser]) -> Non
         "write a finished stage's model as a Hugging Face checkpoint",
         "  braid export quickstart --stage experts.chain_sum --to /tmp/chain_sum",
     )
-    for parser in (resume, why, diff, evaluate, export):
+    for parser in (resume, stage, cancel, logs, why, diff, evaluate, export):
         parser.add_argument("run", metavar="RUN", help="the run's name, or its folder")
     status.add_argument("run", metavar="RUN", nargs="?", help="the run's name, or its folder")
-    why.add_argument("stage", metavar="STAGE", help="its name, as `braid status` shows it")
+    for parser in (stage, logs, why):
+        parser.add_argument("stage", metavar="STAGE", help="its name, as `braid status` shows it")
+    cancel.add_argument("stages", metavar="STAGE", nargs="*", help="only these (default: all)")
+    cancel.add_argument(
+        "--now", action="store_true", help="end those that run without waiting for a checkpoint"
+    )
+    logs.add_argument("-f", "--follow", action="store_true", help="go on while the stage does")
+    logs.add_argument("--rank", type=int, default=0, metavar="N", help="whose (default: 0)")
+    logs.add_argument("--engine", type=int, metavar="N", help="an engine's instead of a rank's")
     diff.add_argument("other", metavar="OTHER_RUN", help="another run's name, or its folder")
     evaluate.add_argument("--stage", help="only this stage's model (default: all finished ones)")
     evaluate.add_argument(

@@ -6,6 +6,7 @@ import json
 import shlex
 import tempfile
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -28,6 +29,7 @@ from pipeline.fork import fork
 from pipeline.graph import compile_graph, matches
 from pipeline.jobs import checkpoint_path
 from pipeline.launcher import JobFailed, Programs
+from pipeline.logs import print_file, print_log
 from pipeline.memory import memory_report
 from pipeline.neutral import CHANGES_NO_RESULT, MAY_CHANGE
 from pipeline.probe import probe
@@ -35,6 +37,7 @@ from pipeline.run_directory import RunDirectory
 from pipeline.runner import refuse_stale, run_stages
 from pipeline.selection import chosen, following, put_aside, to_make_anew
 from pipeline.signals import Stopped
+from pipeline.slurm.jobs import queue_of
 from pipeline.states import derive
 from pipeline.violations import hint, shown
 from stages.domains.rewards.settings import RewardPoolSettings
@@ -59,7 +62,7 @@ def plan(arguments: Namespace) -> None:
     """Show what would run, and what of it is done; or what memory it takes."""
     settings = _load(arguments)
     if arguments.memory:
-        console = _console()
+        console = terminal()
         for part in memory_report(settings):
             console.print(part)
         return
@@ -73,7 +76,7 @@ def plan(arguments: Namespace) -> None:
 
 def doctor(arguments: Namespace) -> None:
     """Show what is installed, what is used of it here, and how to mend what is missing."""
-    console = _console()
+    console = terminal()
     findings = probe(console)
     faults = 0
     for heading, rows in sections(findings, arguments.runs_dir):
@@ -87,8 +90,7 @@ def doctor(arguments: Namespace) -> None:
 
 def run(arguments: Namespace) -> None:
     """Run the configuration, or continue the run of it."""
-    settings = _load(arguments, *arguments.implied)
-    run = RunDirectory(arguments.runs_dir / settings.name)
+    run, settings = configured(arguments)
     if arguments.dry_run:
         _show_plan(run, settings)
         _show_commands(run, settings)
@@ -96,9 +98,7 @@ def run(arguments: Namespace) -> None:
     chosen(run, compile_graph(settings), [*arguments.only, *arguments.anew])
     other = _named(arguments, arguments.fork)[0] if arguments.fork else None
     with run.lock():
-        if run.settings.exists():
-            _refuse_other_configuration(run, settings, arguments.anew)
-        resolved.write(run, settings)
+        take_settings(run, settings, arguments.anew)
         if other is not None:
             _take_over(run, settings, other)
         _run_to_the_end(run, settings, arguments)
@@ -106,7 +106,7 @@ def run(arguments: Namespace) -> None:
 
 def resume(arguments: Namespace) -> None:
     """Continue a run from where it stands."""
-    run, settings = _existing(arguments, to_start=True)
+    run, settings = existing(arguments, to_start=True)
     chosen(run, compile_graph(settings), [*arguments.only, *arguments.anew])
     with run.lock():
         _run_to_the_end(run, settings, arguments)
@@ -115,10 +115,16 @@ def resume(arguments: Namespace) -> None:
 def status(arguments: Namespace) -> None:
     """Show where a run stands, or every run."""
     if arguments.run is not None:
-        run, settings = _existing(arguments)
+        run, settings = existing(arguments)
         stages = compile_graph(settings)
-        states = derive(run, settings, stages)
-        _console().print(report.status_table(run, stages, states))
+        jobs, unasked = queue_of(run)
+        states = derive(run, settings, stages, jobs)
+        terminal().print(report.status_table(run, stages, states))
+        if unasked:
+            print(unasked)
+        if states["evaluate"].state == "done" and run.results.exists():
+            models = json.loads(run.results.read_text())["models"]
+            terminal().print("", report.results_table(models), sep="\n")
         return
     if not _runs(arguments.runs_dir):
         print(f"no runs in {shown(arguments.runs_dir)}")
@@ -126,9 +132,27 @@ def status(arguments: Namespace) -> None:
         print(f"{path.name}: {_summary(RunDirectory(path))}")
 
 
+def logs(arguments: Namespace) -> None:
+    """Show what a stage prints."""
+    run, settings = existing(arguments)
+    stages = compile_graph(settings)
+    [stage] = chosen(run, stages, [arguments.stage])
+
+    def goes_on() -> bool:
+        state = derive(run, settings, stages, queue_of(run)[0])[stage.name].state
+        return state in ("running", "submitted")
+
+    if arguments.engine is None:
+        directory, name = run.stage(stage.name), f"rank_{arguments.rank}.log"
+        print_log(directory, name, goes_on if arguments.follow else None)
+        return
+    own = run.stage(stage.name).engines / str(arguments.engine) / "engine.log"
+    print_file(own if own.exists() else run.engine(arguments.engine).log)
+
+
 def why(arguments: Namespace) -> None:
     """Show why a stage stands where it stands."""
-    run, settings = _existing(arguments)
+    run, settings = existing(arguments)
     for line in explain.why(run, settings, arguments.stage):
         print(line)
 
@@ -142,8 +166,8 @@ def diff(arguments: Namespace) -> None:
 
 def evaluate(arguments: Namespace) -> None:
     """Evaluate finished stages once more."""
-    run, settings = _existing(arguments)
-    console = _console()
+    run, settings = existing(arguments)
+    console = terminal()
     with run.lock():
         models = one_off.evaluate(
             run, settings, console, PROGRAMS, arguments.stage, arguments.problems
@@ -153,9 +177,9 @@ def evaluate(arguments: Namespace) -> None:
 
 def export(arguments: Namespace) -> None:
     """Write a finished stage's model for transformers and vLLM."""
-    run, settings = _existing(arguments)
+    run, settings = existing(arguments)
     with run.lock():
-        one_off.export(run, settings, _console(), PROGRAMS, arguments.stage, arguments.to)
+        one_off.export(run, settings, terminal(), PROGRAMS, arguments.stage, arguments.to)
     print(f"exported {arguments.stage} to {shown(arguments.to)}")
 
 
@@ -174,7 +198,7 @@ def domain_check(arguments: Namespace) -> None:
         raise BraidError("--stage and --samples are of a --run, which is not given")
     folder: Path | None = arguments.tokenizer
     tokenizer = CHARACTERS if folder is None else str(folder.absolute())
-    console = _console()
+    console = terminal()
     _judge(arguments, _faults(arguments, RewardPoolSettings(), tokenizer, console), console)
 
 
@@ -182,9 +206,9 @@ def _check_with_run(arguments: Namespace) -> None:
     """The same with a run's tokenizer and limits, and one step's responses from its model."""
     if arguments.tokenizer or not arguments.stage:
         raise BraidError("--run needs a --stage, and takes no --tokenizer: a run has its own")
-    run, own = _existing(arguments)
+    run, own = existing(arguments)
     one_off.finished_training(run, own, arguments.stage)
-    name, console = arguments.file.stem, _console()
+    name, console = arguments.file.stem, terminal()
     settings = load_with_domain(run.settings, arguments.file, arguments.samples)
     faults = _faults(arguments, own.rewards, own.model.tokenizer, console)
     checkpoint = checkpoint_path(run, arguments.stage)
@@ -231,12 +255,27 @@ def _judge(arguments: Namespace, faults: list[str], console: Console) -> None:
     print(f"{shown(path)} is valid, and its rewards tell right from wrong on these prompts")
 
 
+def configured(arguments: Namespace) -> tuple[RunDirectory, RunSettings]:
+    """The run of a configuration, with its settings."""
+    settings = _load(arguments, *arguments.implied)
+    return RunDirectory(arguments.runs_dir / settings.name), settings
+
+
+def take_settings(run: RunDirectory, settings: RunSettings, anew: Sequence[str] = ()) -> None:
+    """Make these the run's settings. Raises BraidError where stages have work of other ones and
+    are not to be made `anew`."""
+    if run.settings.exists():
+        _refuse_other_configuration(run, settings, anew)
+    resolved.write(run, settings)
+
+
 def _load(arguments: Namespace, *implied: str) -> RunSettings:
     name = [f"name={json.dumps(arguments.name)}"] if arguments.name else []
     return load(arguments.config, [*arguments.overrides, *name, *implied])
 
 
-def _existing(arguments: Namespace, to_start: bool = False) -> tuple[RunDirectory, RunSettings]:
+def existing(arguments: Namespace, to_start: bool = False) -> tuple[RunDirectory, RunSettings]:
+    """The run that the arguments name, with its settings."""
     return _named(arguments, arguments.run, to_start)
 
 
@@ -264,7 +303,9 @@ def _summary(run: RunDirectory) -> str:
         return reason(error).replace("\n", "\n  ")
 
 
-def _refuse_other_configuration(run: RunDirectory, settings: RunSettings, anew: list[str]) -> None:
+def _refuse_other_configuration(
+    run: RunDirectory, settings: RunSettings, anew: Sequence[str]
+) -> None:
     """Raise BraidError where stages have work of other settings and are not to be made `anew`."""
     differing = differing_keys(resolved.read(run), settings)
     if not differing:
@@ -293,7 +334,7 @@ def _refuse_other_configuration(run: RunDirectory, settings: RunSettings, anew: 
 
 
 def _run_to_the_end(run: RunDirectory, settings: RunSettings, arguments: Namespace) -> None:
-    console = _console()
+    console = terminal()
     stages = compile_graph(settings)
     if arguments.anew:
         for folder in put_aside(run, following(stages, arguments.anew)):
@@ -323,7 +364,7 @@ def _take_over(run: RunDirectory, settings: RunSettings, other: RunDirectory) ->
 def _show_plan(run: RunDirectory, settings: RunSettings) -> None:
     stages = compile_graph(settings)
     states = derive(run, settings, stages)
-    _console().print(report.plan_table(settings, stages, states))
+    terminal().print(report.plan_table(settings, stages, states))
 
 
 def _show_commands(run: RunDirectory, settings: RunSettings) -> None:
@@ -337,6 +378,7 @@ def _show_commands(run: RunDirectory, settings: RunSettings) -> None:
         print(f"  {shlex.join(PROGRAMS.stage(job))}")
 
 
-def _console() -> Console:
+def terminal() -> Console:
+    """Where a command prints; wide where there is no terminal to ask."""
     console = Console()
     return console if console.is_terminal else Console(width=PLAIN_WIDTH)

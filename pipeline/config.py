@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 
 from parallel.settings import CHARACTERS, Settings
 from pipeline import checks, schema
+from pipeline.slurm.settings import ClusterSettings
 from pipeline.violations import ConfigError, Place, Violation, dotted, hint
 from pipeline.yaml_source import Key, Leaf, Mapping, Reader, find, lay, nearest, plain
 from stages.domains.rewards.settings import RewardPoolSettings
@@ -57,6 +58,17 @@ def load_domain(path: Path, pool: RewardPoolSettings) -> DomainSettings:
     around: dict[str, Any] = dict.fromkeys(set(RunSettings.model_fields) - {"experts"})
     around["rewards"] = pool.model_dump()
     return _settings(_Domains, tree, reader, around).experts[path.stem]
+
+
+def load_cluster(path: Path) -> ClusterSettings:
+    """Read what is said of a cluster. Raises ConfigError as `load` does."""
+    reader = Reader()
+    tree = reader.file(path)
+    settings, invalid = _validated(ClusterSettings, tree, complete=not reader.broken)
+    found = [*reader.violations, *invalid]
+    if found or settings is None:
+        raise ConfigError(sorted(found, key=_reading_order))
+    return settings
 
 
 def load_with_domain(run: Path, path: Path, samples: int | None = None) -> RunSettings:
@@ -204,27 +216,29 @@ def _validated(
         return root.model_validate_json(text, strict=True), []
     except ValidationError as error:
         return None, [
-            _violation(tree, details)
+            _violation(root, tree, details)
             for details in error.errors()
             if complete or details["type"] != "missing"
         ]
 
 
-def _violation(tree: Mapping, error: ErrorDetails) -> Violation:
-    key = schema.without_arms(RunSettings, error["loc"])
+def _violation(root: type[Settings], tree: Mapping, error: ErrorDetails) -> Violation:
+    # A domain by itself is validated as a part of a run, whose keys it names.
+    schema_root = ClusterSettings if root is ClusterSettings else RunSettings
+    key = schema.without_arms(schema_root, error["loc"])
     if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        key = (*key, schema.tag(schema.type_at(RunSettings, key)))
-    return Violation(nearest(tree, key), dotted(key), _message(error))
+        key = (*key, schema.tag(schema.type_at(schema_root, key)))
+    return Violation(nearest(tree, key), dotted(key), _message(schema_root, error))
 
 
-def _message(error: ErrorDetails) -> str:
+def _message(root: type[Settings], error: ErrorDetails) -> str:
     if not error["loc"]:
         return str(error["msg"])
     *parent, name = error["loc"]
     if error["type"] in ("missing", "union_tag_not_found"):
         return "required key is missing"
     if error["type"] == "extra_forbidden":
-        annotation = schema.type_at(RunSettings, tuple(parent))
+        annotation = schema.type_at(root, tuple(parent))
         return _unknown(annotation, str(name), schema.fields(annotation))
     if error["type"] == "union_tag_invalid":
         known_arms = " or ".join(error["ctx"]["expected_tags"].rsplit(", ", 1))

@@ -20,6 +20,7 @@ DIGEST_LENGTH = 12  # characters of a digest that are shown
 COLOURS = {
     "done": "palegreen",
     "running": "lightblue",
+    "submitted": "lightcyan",
     "failed": "lightcoral",
     "stale": "khaki",
     "pending": "white",

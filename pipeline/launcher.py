@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from parallel.settings import LOST_PEER
 from pipeline.engines import Engines, Tell
 from pipeline.errors import BraidError
 from pipeline.jobs import write_stage_job
@@ -20,6 +19,7 @@ from pipeline.processes import (
     Process,
     ask_to_stop,
     kill,
+    lost_another,
     python_module,
     wait_for_all,
 )
@@ -178,9 +178,8 @@ def first_cause(failed: Sequence[Process], first: Sequence[Process]) -> Failure:
 
     def doubt(rank: Process) -> tuple[bool, bool, bool, bool]:
         failure = rank.failure()
-        lost_another = any(LOST_PEER in line for line in failure.tail)
         survived = (rank.status() or 0) >= 0
-        return (not failure.stated, lost_another, survived, rank not in first)
+        return (not failure.stated, lost_another(failure.tail), survived, rank not in first)
 
     return min(failed, key=doubt).failure()
 

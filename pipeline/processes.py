@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from parallel.settings import ERROR_MARK, LAST_WORD, NOTICE_MARK
+from parallel.settings import ERROR_MARK, LAST_WORD, LOST_PEER, NOTICE_MARK
 
 POLL_SECONDS = 0.05
 TAIL_LINES = 8
@@ -27,13 +27,15 @@ _libc = ctypes.CDLL(None)
 class Failure:
     """Why a process ended badly, for a person.
 
-    `stated` means that the process gave the cause itself; else `tail` is the end of its log.
+    `stated` means that the process gave the cause itself; else `tail` is the end of its log. What
+    was `lost` did nothing wrong itself: it was killed, or another one that it needs was.
     """
 
     cause: str
     log: Path
     stated: bool = False
     tail: tuple[str, ...] = ()
+    lost: bool = False
 
 
 class Process(Protocol):
@@ -119,6 +121,11 @@ class Child:
         if self._process.returncode is None:
             os.killpg(self._process.pid, number)
 
+    def send_alone(self, number: signal.Signals) -> None:
+        """Signal the process, and nothing that it started."""
+        if self._process.returncode is None:
+            os.kill(self._process.pid, number)
+
     def reap(self) -> None:
         """Kill what is left of the process and of everything it started, and wait for it."""
         self.send(signal.SIGKILL)
@@ -136,7 +143,9 @@ class Child:
     def failure(self) -> Failure:
         """Why the ended process failed: its own last word, if it had one."""
         self._listen()
-        return told_failure(f"{self.name} {self._ending()}", self.log, self._log_start, self._said)
+        killed = (self.status() or 0) < 0
+        ending = f"{self.name} {self._ending()}"
+        return told_failure(ending, killed, self.log, self._log_start, self._said)
 
     def _listen(self) -> None:
         """Take in what was said, which reaches us even where the log could not be written."""
@@ -159,7 +168,7 @@ class Child:
         return f"was killed by {signal.Signals(-status).name}{hint}"
 
 
-def told_failure(ending: str, log: Path, start: int, said: str = "") -> Failure:
+def told_failure(ending: str, killed: bool, log: Path, start: int, said: str = "") -> Failure:
     """The last word of a process that it `said`, or wrote to its log from byte `start` on; else
     how it ended, with the end of the log."""
     with log.open("rb") as file:
@@ -168,7 +177,13 @@ def told_failure(ending: str, log: Path, start: int, said: str = "") -> Failure:
     for line in [said, *reversed(lines)]:
         if line.startswith(ERROR_MARK):
             return Failure(line.removeprefix(ERROR_MARK), log, stated=True)
-    return Failure(ending, log, tail=tuple(lines[-TAIL_LINES:]))
+    tail = tuple(lines[-TAIL_LINES:])
+    return Failure(ending, log, tail=tail, lost=killed or lost_another(tail))
+
+
+def lost_another(tail: Sequence[str]) -> bool:
+    """Whether a rank's last lines say that another one went away."""
+    return any(LOST_PEER in line for line in tail)
 
 
 def ask_to_stop(children: Sequence[Process]) -> None:

@@ -20,7 +20,14 @@ from pipeline.states import StageState
 from pipeline.violations import shown
 from stages.settings import RunSettings
 
-STYLES = {"done": "green", "running": "cyan", "failed": "red", "stale": "yellow", "pending": "dim"}
+STYLES = {
+    "done": "green",
+    "running": "cyan",
+    "submitted": "blue",
+    "failed": "red",
+    "stale": "yellow",
+    "pending": "dim",
+}
 OWN_DOMAIN = "◆"
 # Experts are spread over the ranks on their own, so that both lines of a layout fill all ranks.
 OF_DENSE_LAYERS = ("data", "tensor", "pipeline", "virtual_pipeline", "context")

@@ -151,6 +151,21 @@ class RunDirectory:
         """The folder of the engines that stay up from stage to stage."""
         return self.path / "engine"
 
+    @property
+    def cluster(self) -> Path:
+        """What is said of the cluster that stages were submitted to."""
+        return self.path / "cluster.yaml"
+
+    @property
+    def setup_script(self) -> Path:
+        """What the stage scripts source before they run a stage."""
+        return self.path / "setup.sh"
+
+    @property
+    def slurm(self) -> Path:
+        """What Slurm's jobs printed, and the script that submits them."""
+        return self.path / "slurm"
+
     def engine(self, index: int) -> EngineDirectory:
         return EngineDirectory(self.engines / str(index))
 
@@ -169,14 +184,24 @@ class RunDirectory:
             yield
 
     @contextmanager
-    def lock_stage(self, name: str) -> Iterator[None]:
+    def lock_stage(self, name: str, patience: float = LOCK_PATIENCE_SECONDS) -> Iterator[None]:
         """Hold one stage for this process alone; the caller has the run's lock, shared or not.
 
         Raises:
-            RunLocked: another launcher works on the stage.
+            RunLocked: another launcher works on the stage, and went on for `patience` seconds.
         """
-        stage = self.stage(name)
-        with _locked(stage.lock, f"stage {name} of {shown(self.path)} is"):
+        what = f"stage {name} of {shown(self.path)} is"
+        with _locked(self.stage(name).lock, what, patience=patience):
+            yield
+
+    @contextmanager
+    def lock_submission(self) -> Iterator[None]:
+        """Submit stages of the run for this process alone.
+
+        Raises:
+            RunLocked: another one does.
+        """
+        with _locked(self.path / "submit.lock", f"{shown(self.path)} is"):
             yield
 
     def is_running(self) -> bool:
@@ -193,10 +218,12 @@ class RunDirectory:
 
 
 @contextmanager
-def _locked(path: Path, what: str, shared: bool = False) -> Iterator[None]:
+def _locked(
+    path: Path, what: str, shared: bool = False, patience: float = LOCK_PATIENCE_SECONDS
+) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+") as file:
-        deadline = time.monotonic() + LOCK_PATIENCE_SECONDS
+        deadline = time.monotonic() + patience
         while not _try_lock(file.fileno(), fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
             # `_is_locked` holds the lock for an instant when it looks.
             if time.monotonic() > deadline:

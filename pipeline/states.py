@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipeline.graph import Stage
 from pipeline.ledger import Event, Ledger, State, latest
 from pipeline.lineage import changes, lineage_now, read_manifest
 from pipeline.run_directory import RunDirectory, StageDirectory
+from pipeline.slurm.queue import QueuedJob
 from stages.settings import RunSettings
 
 
@@ -19,16 +21,21 @@ class StageState:
     cause: str = ""
     attempts: int = 0
     step: int | None = None
+    job: str | None = None
 
 
 def derive(
-    run: RunDirectory, settings: RunSettings, stages: tuple[Stage, ...]
+    run: RunDirectory,
+    settings: RunSettings,
+    stages: tuple[Stage, ...],
+    queue: Mapping[str, QueuedJob] | None = None,
 ) -> dict[str, StageState]:
-    """Every stage's state, in the order of the graph."""
+    """Every stage's state, in the order of the graph. `queue` has the jobs that the ledger names
+    and Slurm still has; without it, what was submitted is taken to wait."""
     events = latest(Ledger(run.ledger).events())
     states: dict[str, StageState] = {}
     for stage in stages:
-        states[stage.name] = _state(run, settings, stage, events.get(stage.name), states)
+        states[stage.name] = _state(run, settings, stage, events.get(stage.name), states, queue)
     return states
 
 
@@ -38,8 +45,17 @@ def _state(
     stage: Stage,
     event: Event | None,
     earlier: dict[str, StageState],
+    queue: Mapping[str, QueuedJob] | None,
 ) -> StageState:
     directory = run.stage(stage.name)
+    if event is not None and event.job is not None and event.state != "done":
+        if (job := (queue or {}).get(event.job)) is not None:
+            return _in_the_queue(job, directory, event)
+        if event.state == "submitted":
+            state: State = "submitted" if queue is None else "failed"
+            lost = f"job {event.job} left the queue before it began"
+            cause = event.cause if queue is None else lost
+            return StageState(state, cause, directory.attempts(), _step(directory), event.job)
     recorded = read_manifest(directory)
     if recorded is None or event is None:
         return StageState("pending", attempts=directory.attempts())
@@ -62,6 +78,16 @@ def _state(
     if event.state == "running" and not run.stage_is_running(stage.name):
         return StageState("failed", "its launcher was killed", attempts, step)
     return StageState(event.state, event.cause, attempts, step)
+
+
+def _in_the_queue(job: QueuedJob, directory: StageDirectory, event: Event) -> StageState:
+    state: State = "submitted" if job.waits else "running"
+    return StageState(state, job.describe(), directory.attempts(), _step(directory), event.job)
+
+
+def _step(directory: StageDirectory) -> int | None:
+    checkpoint = directory.newest_checkpoint()
+    return checkpoint.step if checkpoint else None
 
 
 def _holds_work(stage: Stage, directory: StageDirectory) -> bool:

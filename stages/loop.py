@@ -45,7 +45,7 @@ class GuardStopped(RuntimeError):
 
 
 class StageStopped(Exception):
-    """SIGTERM (the launcher's or Slurm's) came; the stage has saved and can be resumed."""
+    """The launcher or Slurm asked for it; the stage has saved and can be resumed."""
 
 
 def train(
@@ -118,11 +118,13 @@ def _not_finite(job: StageJob, step: int, metrics: dict[str, float]) -> str:
 
 
 class _StopSignal:
-    """SIGTERM on any rank stops all of them after the same step."""
+    """A signal on any rank stops all of them after the same step: the launcher's SIGTERM, or
+    SIGUSR1, which is what srun passes on."""
 
     def __init__(self) -> None:
         self.received = False
-        signal.signal(signal.SIGTERM, self._receive)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._receive)
 
     def _receive(self, *_: object) -> None:
         self.received = True

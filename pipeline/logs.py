@@ -1,0 +1,70 @@
+"""What a stage's processes print, from all of its attempts' folders."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from pipeline.errors import BraidError
+from pipeline.run_directory import StageDirectory
+from pipeline.violations import shown
+
+LOOK_SECONDS = 0.5
+CHUNK = 1 << 20
+
+
+def print_log(directory: StageDirectory, name: str, goes_on: Callable[[], bool] | None) -> None:
+    """Print a log of the newest attempt, such as `rank_0.log`, and while the stage `goes_on` what
+    comes; a new attempt's follows that of the one before.
+
+    Raises:
+        BraidError: there is no such log, and none will come.
+    """
+    for text in _grown(directory, name, goes_on):
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def print_file(log: Path) -> None:
+    """Print a log that is not of an attempt, such as an engine's.
+
+    Raises:
+        BraidError: there is none.
+    """
+    if not log.exists():
+        raise BraidError(f"there is no {shown(log)}")
+    with log.open(errors="replace") as file:
+        shutil.copyfileobj(file, sys.stdout)
+
+
+def _grown(
+    directory: StageDirectory, name: str, goes_on: Callable[[], bool] | None
+) -> Iterator[str]:
+    log, offset = _log(directory, name), 0
+    while True:
+        more = goes_on is not None and goes_on()  # asked first: what it writes last is read still
+        newest = _log(directory, name)
+        if newest.exists() and newest != log:
+            yield f"--- {shown(newest)} ---\n"
+            log, offset = newest, 0
+        if log.exists():
+            with log.open("rb") as file:
+                file.seek(offset)
+                while chunk := file.read(CHUNK):
+                    offset += len(chunk)
+                    yield chunk.decode(errors="replace")
+        elif not more:
+            known = sorted(path.name for path in log.parent.glob("*.log"))
+            there = f"; there are {', '.join(known)}" if known else ""
+            raise BraidError(f"there is no {shown(log)}{there}")
+        if not more:
+            return
+        time.sleep(LOOK_SECONDS)
+
+
+def _log(directory: StageDirectory, name: str) -> Path:
+    attempt = max(directory.attempts(), 1)
+    return directory.job(attempt).parent / name

@@ -1,0 +1,115 @@
+"""What `braid submit`, `stage` and `cancel` do."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+
+from pipeline import commands
+from pipeline.config import load_cluster
+from pipeline.errors import BraidError
+from pipeline.graph import Stage, compile_graph
+from pipeline.ledger import Ledger
+from pipeline.run_directory import RunDirectory
+from pipeline.runner import refuse_stale
+from pipeline.selection import chosen, refuse_missing_inputs
+from pipeline.slurm import queue
+from pipeline.slurm import submit as submitting
+from pipeline.slurm.jobs import job_numbers, queue_of
+from pipeline.slurm.queue import QueuedJob
+from pipeline.slurm.settings import ClusterSettings
+from pipeline.slurm.stage import run_stage
+from pipeline.states import StageState, derive
+from pipeline.violations import shown
+from stages.settings import RunSettings
+
+
+def submit(arguments: Namespace) -> None:
+    """Hand every stage that is not done to Slurm."""
+    run, settings = commands.configured(arguments)
+    cluster = _cluster(arguments.cluster, run)
+    submitting.refuse_too_large_engines(settings, cluster)
+    stages = compile_graph(settings)
+    wanted = chosen(run, stages, arguments.only)
+    with run.lock(shared=True), run.lock_submission():
+        commands.take_settings(run, settings)
+        refuse_stale(run, settings, wanted)
+        states = _states(run, settings, stages, ask=not arguments.dry_run)
+        _refuse_missing(wanted, states)
+        jobs = submitting.submissions(run, settings, cluster, wanted, states)
+        script = submitting.write_scripts(run, cluster, jobs)
+        if arguments.dry_run:
+            print(script.read_text(), end="")
+            return
+        for stage, number in submitting.submit(run, jobs):
+            print(f"{stage.name}: job {number}")
+    for stage in wanted:
+        state = states[stage.name]
+        if state.state in ("done", "submitted", "running"):
+            print(f"{stage.name}: {state.state} already{_in_words(state)}")
+    name = run.name
+    print(f"see where it stands with: braid status {name}; what a stage prints: braid logs {name}")
+
+
+def stage(arguments: Namespace) -> None:
+    """Run one stage here, as the stage scripts do."""
+    run, settings = commands.existing(arguments, to_start=True)
+    [wanted] = chosen(run, compile_graph(settings), [arguments.stage])
+    with run.lock(shared=True):
+        run_stage(run, settings, wanted, commands.terminal(), commands.PROGRAMS)
+
+
+def cancel(arguments: Namespace) -> None:
+    """Take a run's jobs out of the queue; those that run save first."""
+    run, settings = commands.existing(arguments)
+    names = {stage.name for stage in chosen(run, compile_graph(settings), arguments.stages)}
+    with run.lock_submission():
+        jobs = {name: job for name, job in _jobs(run).items() if name in names}
+        if not jobs:
+            print(f"{shown(run.path)} has no job in the queue")
+        # Those that wait first, so that none begins because another one ends.
+        for name, job in sorted(jobs.items(), key=lambda item: not item[1].waits):
+            if job.waits or arguments.now:
+                queue.call(["scancel", job.number])
+            else:
+                queue.call(["scancel", "--batch", "--signal=TERM", job.number])
+            if job.waits:
+                Ledger(run.ledger).append(name, "pending", "cancelled", run.stage(name).attempts())
+            print(f"{name}: {'cancelled' if job.waits else 'saves and ends'} (job {job.number})")
+
+
+def _states(
+    run: RunDirectory, settings: RunSettings, stages: tuple[Stage, ...], *, ask: bool
+) -> dict[str, StageState]:
+    """Raises SlurmError where Slurm is to be asked and does not answer."""
+    found = queue.queued(job_numbers(run).values()) if ask else queue_of(run)[0]
+    return derive(run, settings, stages, found)
+
+
+def _jobs(run: RunDirectory) -> dict[str, QueuedJob]:
+    """The job of every stage that is in the queue."""
+    numbers = job_numbers(run)
+    jobs = queue.queued(numbers.values())
+    return {name: jobs[number] for name, number in numbers.items() if number in jobs}
+
+
+def _refuse_missing(wanted: list[Stage], states: Mapping[str, StageState]) -> None:
+    """What is in the queue may be waited for."""
+    arriving = {
+        name: StageState("done") if state.state in ("submitted", "running") else state
+        for name, state in states.items()
+    }
+    refuse_missing_inputs(wanted, arriving)
+
+
+def _cluster(path: Path | None, run: RunDirectory) -> ClusterSettings:
+    if path is not None:
+        return load_cluster(path)
+    if run.cluster.exists():
+        return load_cluster(run.cluster)
+    raise BraidError("--cluster FILE is needed: configs/clusters has one to begin with")
+
+
+def _in_words(state: StageState) -> str:
+    return f" ({state.cause})" if state.state != "done" and state.cause else ""

@@ -1,0 +1,222 @@
+"""A stage's ranks and engines as steps of the job that this launcher is the script of."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from parallel.network import address_of
+from parallel.settings import LAST_WORD, NOTICE_MARK, EngineSettings
+from pipeline.placement import free_port
+from pipeline.processes import POLL_SECONDS, Child, Failure, Process, lost_another, told_failure
+from pipeline.slurm.nodes import Places
+from pipeline.slurm.settings import ClusterSettings, ContainerSettings
+
+END_SECONDS = 15.0  # what Slurm may take to end a step before its srun is killed
+TASKS_ENDED = re.compile(r"(\S+): tasks? ([\d,-]+): (.+)")
+PROGRAM_S_FAULT = (*(f"exit code {code}" for code in range(1, 128)), "Out Of Memory")
+
+
+class SlurmJob:
+    """Starts steps on the nodes of this job."""
+
+    def __init__(self, places: Places, engine: EngineSettings, cluster: ClusterSettings) -> None:
+        self.interface = cluster.network_interface or ""
+        self._places = places
+        self._engine = engine
+        self._cluster = cluster
+
+    def start_ranks(
+        self, command: Sequence[str], world: int, folder: Path, beside_engines: bool
+    ) -> list[Process]:
+        nodes, per_node = self._places.rank_nodes, self._places.ranks_per_node
+        options = [
+            f"--nodes={len(nodes)}",
+            f"--nodelist={','.join(nodes)}",
+            f"--ntasks={world}",
+            f"--ntasks-per-node={min(world, per_node)}",
+            f"--cpus-per-task={self._cluster.cpus_per_rank}",
+            "--distribution=block",
+            "--kill-on-bad-exit=1",
+            f"--output={folder.absolute()}/rank_%t.log",
+        ]
+        meeting = {
+            # This script runs on the first node, where rank 0 is.
+            "MASTER_ADDR": address_of(self.interface),
+            "MASTER_PORT": str(free_port()),
+            "OMP_NUM_THREADS": str(self._cluster.cpus_per_rank),
+            **self._network(),
+        }
+        logs = [folder / f"rank_{rank}.log" for rank in range(world)]
+        srun = self._srun(options, command)
+        return [Step("rank", srun, folder / "srun.log", logs, meeting)]
+
+    def start_engine(self, name: str, index: int, command: Sequence[str], log: Path) -> Process:
+        node, devices = self._places.engines[index]
+        options = [
+            "--nodes=1",
+            f"--nodelist={node}",
+            "--ntasks=1",
+            "--ntasks-per-node=1",
+            f"--cpus-per-task={self._engine.tensor * self._cluster.cpus_per_rank}",
+            f"--output={log.absolute()}",
+        ]
+        environment = self._network()
+        if self._cluster.gpus_per_node:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+        srun = self._srun(options, command)
+        return Step(name, srun, log.with_name("srun.log"), [log], environment)
+
+    def _network(self) -> dict[str, str]:
+        """Where gloo and NCCL listen, which choose by themselves where nothing is said."""
+        if not self.interface:
+            return {}
+        return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), self.interface)
+
+    def _srun(self, options: Sequence[str], command: Sequence[str]) -> list[str]:
+        shared = [
+            "--overlap",  # ranks and engines take turns on the same cores and devices
+            "--mem=0",
+            "--cpu-bind=none",
+            "--open-mode=append",
+            "--export=ALL",
+        ]
+        # The pipe of a last word does not reach another node; it is read from the log instead.
+        start = ["env", f"--unset={LAST_WORD}", "srun", *shared, *options]
+        return [*start, *_contained(self._cluster.container, command)]
+
+
+class Step:
+    """A step, as the srun that it belongs to shows it; each task has a log of its own."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        logs: Sequence[Path],
+        environment: Mapping[str, str],
+    ) -> None:
+        self.name = name
+        self.log = log
+        self._logs = logs
+        self._starts = [_size(each) for each in logs]
+        self._heard = list(self._starts)
+        self._log_start = _size(log)
+        for each in logs:
+            each.parent.mkdir(parents=True, exist_ok=True)
+        self._srun = Child(f"srun of {name}", command, log, environment)
+
+    def status(self) -> int | None:
+        """That of srun: the highest of its tasks'."""
+        return self._srun.status()
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal every task. srun passes SIGUSR1 on, and takes SIGTERM as the order to kill all."""
+        passed = {signal.SIGTERM: signal.SIGUSR1, signal.SIGKILL: signal.SIGTERM}
+        self._srun.send_alone(passed.get(number, number))
+
+    def reap(self) -> None:
+        """End the step, and wait for it."""
+        self.send(signal.SIGKILL)
+        deadline = time.monotonic() + END_SECONDS
+        while self._srun.status() is None and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        self._srun.reap()
+
+    def notices(self) -> list[str]:
+        """Those that have come into the logs."""
+        found = []
+        for index, log in enumerate(self._logs):
+            if _size(log) <= self._heard[index]:
+                continue
+            with log.open("rb") as file:
+                file.seek(self._heard[index])
+                whole, newline, _ = file.read().rpartition(b"\n")
+            self._heard[index] += len(whole) + len(newline)
+            lines = whole.decode(errors="replace").splitlines()
+            found += [line for line in lines if line.startswith(NOTICE_MARK)]
+        return [line.removeprefix(NOTICE_MARK) for line in found]
+
+    def failure(self) -> Failure:
+        """That of the task that explains the others: one that gave its reason, else the first to
+        end that had not just lost another one."""
+        said = self._said()
+        if nodes := [line for line in said if "Node failure" in line]:
+            return Failure(nodes[0], self.log, lost=True)
+        endings = {task: how for line in said for task, how in _ending(line)}
+        order = [*endings, *range(len(self._logs))]
+
+        def of_task(task: int) -> Failure:
+            name = self.name if len(self._logs) == 1 else f"{self.name} {task}"
+            how = endings.get(task, "was ended")
+            killed = not how.endswith(PROGRAM_S_FAULT)
+            return told_failure(f"{name} {how}", killed, self._logs[task], self._starts[task])
+
+        def doubt(failure: Failure) -> tuple[bool, bool, int]:
+            position = order.index(self._logs.index(failure.log))
+            return not failure.stated, lost_another(failure.tail), position
+
+        failures = [of_task(task) for task, log in enumerate(self._logs) if log.exists()]
+        return min(failures, key=doubt) if failures else self._srun.failure()
+
+    def _said(self) -> list[str]:
+        """The errors that srun told of."""
+        if not self.log.exists():
+            return []
+        with self.log.open("rb") as file:
+            file.seek(self._log_start)
+            lines = file.read().decode(errors="replace").splitlines()
+        mark = "srun: error: "
+        return [line.removeprefix(mark) for line in lines if line.startswith(mark)]
+
+
+def _ending(line: str) -> list[tuple[int, str]]:
+    """Of a line of srun's such as `n2: tasks 1,3: Exited with exit code 1`, what became of each
+    task; nothing of other lines."""
+    found = TASKS_ENDED.fullmatch(line)
+    if not found:
+        return []
+    node, tasks, how = found.groups()
+    how = how[0].lower() + how[1:]
+    return [(task, f"on {node} {how}") for task in _numbers(tasks)]
+
+
+def _numbers(text: str) -> list[int]:
+    """`0-2,5` as numbers."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def job_number() -> str:
+    """The number of this job as `squeue --array` shows it.
+
+    Raises KeyError outside of a job.
+    """
+    if "SLURM_ARRAY_TASK_ID" in os.environ:
+        return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    return os.environ["SLURM_JOB_ID"]
+
+
+def _contained(container: ContainerSettings | None, command: Sequence[str]) -> list[str]:
+    """The command in the container's image; of pyxis, with the options of srun before it."""
+    if container is None:
+        return list(command)
+    inside = [container.python, *command[1:]]
+    if container.runtime == "pyxis":
+        mounts = [f"--container-mounts={','.join(container.mounts)}"] if container.mounts else []
+        where = f"--container-workdir={Path.cwd()}"
+        return [f"--container-image={container.image}", *mounts, where, *inside]
+    binds = [part for mount in container.mounts for part in ("--bind", mount)]
+    return ["apptainer", "exec", "--nv", *binds, "--pwd", str(Path.cwd()), container.image, *inside]
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0

@@ -1,0 +1,177 @@
+"""A run's stages as jobs of Slurm's that wait for one another."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from parallel.files import write_atomically
+from pipeline.errors import BraidError
+from pipeline.graph import Stage
+from pipeline.ledger import Ledger
+from pipeline.run_directory import RunDirectory
+from pipeline.slurm.nodes import nodes_needed
+from pipeline.slurm.queue import call
+from pipeline.slurm.settings import ClusterSettings
+from pipeline.states import StageState
+from pipeline.violations import shown
+from stages.settings import RunSettings
+
+SCRIPTS = Path(__file__).parents[2] / "slurm"
+SCRIPT_OF = {"mixed": "grpo"}  # kinds that share another one's script
+IN_THE_QUEUE = ("submitted", "running")
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One job, or an array of them, one a stage. `after` are the jobs it waits for: numbers of
+    Slurm's, or of submissions before this one as `{2}`, with `_1` for a stage of an array."""
+
+    stages: tuple[Stage, ...]
+    options: tuple[str, ...]
+    script: Path
+    arguments: tuple[str, ...]
+    after: tuple[str, ...]
+
+    def command(self, numbers: Sequence[str]) -> list[str]:
+        """The command line, where the submissions before this one got these numbers."""
+        options = ["sbatch", "--parsable", *self.options]
+        if self.after:
+            waited = ":".join(each.format(*numbers) for each in self.after)
+            # Slurm would else leave a job in the queue for ever that one before it has failed.
+            options += [f"--dependency=afterok:{waited}", "--kill-on-invalid-dep=yes"]
+        return [*options, str(self.script), *self.arguments]
+
+    def job(self, number: str, stage: Stage) -> str:
+        """The number of one stage's job, where the submission got this one."""
+        return number if len(self.stages) == 1 else f"{number}_{self.stages.index(stage)}"
+
+
+def submissions(
+    run: RunDirectory,
+    settings: RunSettings,
+    cluster: ClusterSettings,
+    wanted: Sequence[Stage],
+    states: Mapping[str, StageState],
+) -> list[Submission]:
+    """The jobs of every stage that is wanted, not done and not in the queue, in the order of the
+    graph. Experts that wait for the same stages are one array."""
+    job_of = {
+        name: state.job
+        for name, state in states.items()
+        if state.state in IN_THE_QUEUE and state.job is not None
+    }
+    left = [
+        stage for stage in wanted if states[stage.name].state != "done" and stage.name not in job_of
+    ]
+    found: list[Submission] = []
+    while left:
+        first = left[0]
+        alike = [first]
+        if first.kind == "grpo":
+            others = [each for each in left[1:] if each.kind == "grpo"]
+            alike += [each for each in others if each.inputs == first.inputs]
+        left = [each for each in left if each not in alike]
+        after = tuple(job_of[name] for name in first.inputs if name in job_of)
+        submission = _submission(run, settings, cluster, alike, after)
+        for stage in alike:
+            job_of[stage.name] = submission.job(f"{{{len(found)}}}", stage)
+        found.append(submission)
+    return found
+
+
+def submit(run: RunDirectory, submissions: Iterable[Submission]) -> list[tuple[Stage, str]]:
+    """Hand everything to Slurm; returns the number of every stage's job.
+
+    Raises:
+        SlurmError: Slurm refused one; those before it are in the queue, and in the ledger.
+    """
+    ledger = Ledger(run.ledger)
+    numbers: list[str] = []
+    found = []
+    for submission in submissions:
+        answer = call(submission.command(numbers))
+        numbers.append(answer.strip().partition(";")[0])  # `17;cluster` where there are several
+        for stage in submission.stages:
+            job = submission.job(numbers[-1], stage)
+            attempt = run.stage(stage.name).attempts()
+            ledger.append(stage.name, "submitted", f"as job {job}", attempt, job=job)
+            found.append((stage, job))
+    return found
+
+
+def write_scripts(
+    run: RunDirectory, cluster: ClusterSettings, submissions: Sequence[Submission]
+) -> Path:
+    """Write what the stage scripts read of the cluster, and a script of the very commands that
+    submit them; returns that."""
+    text = yaml.safe_dump(cluster.model_dump(mode="json"), sort_keys=False, width=100)
+    write_atomically(run.cluster, text)
+    here = shlex.quote(str(Path(sys.executable).parent))
+    setup = ["# Sourced by the stage scripts.", f"export PATH={here}:$PATH", *cluster.setup]
+    write_atomically(run.setup_script, "\n".join(setup) + "\n")
+    run.slurm.mkdir(exist_ok=True)
+    lines = ["#!/bin/bash", "# What `braid submit` does.", "set -euo pipefail"]
+    variables = [f"${{job_{index}}}" for index in range(len(submissions))]
+    for index, submission in enumerate(submissions):
+        parts = submission.command(variables)
+        command = " ".join(f'"{part}"' if "${job" in part else shlex.quote(part) for part in parts)
+        names = " ".join(stage.name for stage in submission.stages)
+        lines += ["", f"# {names}", f"job_{index}=$({command})"]
+    path = run.slurm / "submit.sh"
+    write_atomically(path, "\n".join(lines) + "\n")
+    return path
+
+
+def needed_nodes(settings: RunSettings, cluster: ClusterSettings, stage: Stage) -> int:
+    """How many nodes a stage takes."""
+    return nodes_needed(settings.layout, settings.engine if stage.needs_engine else None, cluster)
+
+
+def refuse_too_large_engines(settings: RunSettings, cluster: ClusterSettings) -> None:
+    """Raise BraidError where no node has room for an engine."""
+    if settings.engine.tensor > cluster.ranks_per_node:
+        raise BraidError(
+            f"engine.tensor = {settings.engine.tensor} is more than the cluster's ranks_per_node ="
+            f" {cluster.ranks_per_node}, and an engine stands on one node"
+        )
+
+
+def _submission(
+    run: RunDirectory,
+    settings: RunSettings,
+    cluster: ClusterSettings,
+    stages: Sequence[Stage],
+    after: tuple[str, ...],
+) -> Submission:
+    first = stages[0]
+    alone = len(stages) == 1
+    script = SCRIPTS / f"{SCRIPT_OF.get(first.kind, first.kind)}.sbatch"
+    if not script.exists():
+        raise BraidError(f"{shown(script)} is missing: install braid from a checkout of it")
+    logs = run.slurm.absolute() / ("%x-%j.out" if alone else "%x-%A_%a.out")
+    options = [
+        f"--job-name={run.name}.{first.name if alone else 'experts'}",
+        f"--nodes={needed_nodes(settings, cluster, first)}",
+        f"--ntasks-per-node={cluster.ranks_per_node}",
+        f"--cpus-per-task={cluster.cpus_per_rank}",
+        f"--time={cluster.walltimes.get(first.kind, cluster.walltime)}",
+        f"--signal=B:USR1@{cluster.warning_seconds}",
+        f"--output={logs}",
+    ]
+    if not alone:
+        at_once = f"%{cluster.experts_at_once}" if cluster.experts_at_once else ""
+        options.append(f"--array=0-{len(stages) - 1}{at_once}")
+    if cluster.gpus_per_node:
+        options.append(f"--gpus-per-node={cluster.gpus_per_node}")
+    if cluster.account:
+        options.append(f"--account={cluster.account}")
+    if cluster.partition:
+        options.append(f"--partition={cluster.partition}")
+    arguments = (str(run.path.absolute()), *(stage.name for stage in stages))
+    return Submission(tuple(stages), (*options, *cluster.options), script, arguments, after)

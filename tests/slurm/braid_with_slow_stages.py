@@ -1,0 +1,17 @@
+"""`braid` with stages and engines that do nothing, for jobs that a test kills or interrupts."""
+
+import sys
+from pathlib import Path
+
+from pipeline import cli, commands
+from pipeline.launcher import Programs
+
+HERE = Path(__file__).parent
+ENGINE = HERE.parent / "pipeline" / "fake_engine.py"
+
+if __name__ == "__main__":
+    commands.PROGRAMS = Programs(
+        stage=lambda job: [sys.executable, "-S", str(HERE / "slow_stage.py"), str(job)],
+        engine=lambda job: [sys.executable, "-S", str(ENGINE), str(job), "wait"],
+    )
+    sys.exit(cli.main())

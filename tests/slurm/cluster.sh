@@ -1,0 +1,143 @@
+#!/bin/bash
+# A real Slurm of several virtual nodes on this host, without systemd or cgroups. Needs root.
+#
+#   cluster.sh install               Debian's packages, where they are not there yet
+#   cluster.sh up|down DIR           in a short DIR: sockets lie in it
+#   cluster.sh kill-node DIR nK      as when its power fails: slurmd, its steps and their tasks
+#   cluster.sh start-node DIR nK
+#   cluster.sh kill-controller|start-controller DIR
+#
+# NODES (3) and PORT (17000, and what follows) may be set. Clients need SLURM_CONF=DIR/slurm.conf.
+set -euo pipefail
+
+NODES=${NODES:-3}
+PORT=${PORT:-17000}
+DIR=${2:-}
+export SLURM_CONF=$DIR/slurm.conf
+unset SLURM_JOB_ID SLURM_JOBID SLURMD_NODENAME
+
+within() {  # SECONDS COMMAND...: until it succeeds
+    local end=$((SECONDS + $1))
+    shift
+    until "$@" >/dev/null 2>&1; do
+        [ $SECONDS -lt $end ] || { echo "it took too long: $*" >&2; return 1; }
+        sleep 0.1
+    done
+}
+
+gone() {  # PID; what nobody reaps counts as gone
+    ! kill -0 "$1" 2>/dev/null || grep -q '^State:.Z' "/proc/$1/status"
+}
+
+stop() {  # PIDFILE
+    local pid
+    pid=$(cat "$1" 2>/dev/null) || return 0
+    gone "$pid" || { kill "$pid"; within 10 gone "$pid" || kill -9 "$pid"; }
+}
+
+# Every process of this cluster that has VARIABLE in its environment.
+members() {
+    local pid
+    for pid in $(pgrep .); do
+        if grep -qsxz "SLURM_CONF=$SLURM_CONF" "/proc/$pid/environ" &&
+            grep -qsxzE "$1" "/proc/$pid/environ"; then
+            echo "$pid"
+        fi
+    done
+}
+
+stepds() {  # those of one node, known by the log they write
+    local pid
+    for pid in $(pgrep '^slurmstepd'); do
+        if readlink /proc/"$pid"/fd/* 2>/dev/null | grep -qx "$DIR/log/$1.log"; then
+            echo "$pid"
+        fi
+    done
+}
+
+configure() {
+    local host
+    host=$(hostname -s)
+    cat >"$SLURM_CONF" <<CONFIGURATION
+ClusterName=braid
+SlurmctldHost=$host(127.0.0.1)
+SlurmctldPort=$PORT
+SlurmUser=root
+# Munge's tickets, and so the wait of a job that is requeued, are short.
+AuthInfo=socket=$DIR/munge.sock,cred_expire=2
+StateSaveLocation=$DIR/state
+SlurmdSpoolDir=$DIR/spool-%n
+SlurmctldPidFile=$DIR/slurmctld.pid
+SlurmdPidFile=$DIR/slurmd-%n.pid
+SlurmctldLogFile=$DIR/log/slurmctld.log
+SlurmdLogFile=$DIR/log/%n.log
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=bf_interval=1,sched_interval=2,batch_sched_delay=0
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmdTimeout=10
+SlurmctldTimeout=10
+MessageTimeout=5
+BatchStartTimeout=10
+KillWait=10
+MinJobAge=3600
+ReturnToService=2
+NodeName=n[1-$NODES] NodeHostname=$host NodeAddr=127.0.0.1 Port=[$((PORT + 101))-$((PORT + 100 + NODES))] CPUs=64 RealMemory=16000
+PartitionName=batch Nodes=ALL Default=YES PriorityTier=1
+PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF
+CONFIGURATION
+    echo "CgroupMountpoint=/sys/fs/cgroup" >"$DIR/cgroup.conf"
+}
+
+all_idle() {
+    [ "$(sinfo -h -N -p batch -o %T | grep -cx idle)" = "$NODES" ]
+}
+
+case ${1:-} in
+install)
+    command -v slurmctld slurmd srun munged >/dev/null && exit 0
+    export DEBIAN_FRONTEND=noninteractive
+    find_packages="slurmctld slurmd slurm-client munge slurm-wlm-basic-plugins"
+    apt-get install -qq --no-install-recommends $find_packages ||
+        { apt-get update -qq && apt-get install -qq --no-install-recommends $find_packages; }
+    ;;
+up)
+    mkdir -p -m 755 "$DIR" "$DIR/log" "$DIR/state"
+    for ((node = 1; node <= NODES; node++)); do mkdir -p "$DIR/spool-n$node"; done
+    (umask 077; head -c 128 /dev/urandom >"$DIR/munge.key")
+    configure
+    munged --force --key-file="$DIR/munge.key" --socket="$DIR/munge.sock" \
+        --pid-file="$DIR/munged.pid" --log-file="$DIR/log/munged.log" --seed-file="$DIR/munge.seed"
+    slurmctld -c
+    within 20 scontrol ping
+    for ((node = 1; node <= NODES; node++)); do slurmd -N "n$node"; done
+    within 30 all_idle
+    ;;
+down)
+    [ -d "$DIR" ] || exit 0
+    for file in "$DIR"/slurmctld.pid "$DIR"/slurmd-*.pid; do stop "$file"; done
+    for node in $(seq "$NODES"); do kill -9 $(stepds "n$node") 2>/dev/null || true; done
+    kill -9 $(members 'SLURM_JOB_ID=.*') 2>/dev/null || true
+    stop "$DIR/munged.pid"
+    ;;
+kill-node)
+    # slurmd and its slurmstepds first, so that nobody reports the end of the tasks.
+    kill -9 "$(cat "$DIR/slurmd-$3.pid")" $(stepds "$3") || true
+    kill -9 $(members "SLURMD_NODENAME=$3") 2>/dev/null || true
+    rm -f "$DIR/slurmd-$3.pid"
+    ;;
+start-node) slurmd -N "$3" ;;
+kill-controller) kill -9 "$(cat "$DIR/slurmctld.pid")" ;;
+start-controller)
+    slurmctld
+    within 20 scontrol ping
+    ;;
+*)
+    sed -n '2,10p' "$0"
+    exit 2
+    ;;
+esac

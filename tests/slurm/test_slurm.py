@@ -1,0 +1,183 @@
+"""Stages as jobs of a real Slurm: whatever happens to them, the run completes, and no step beyond
+the last checkpoint is made twice."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from conftest import STAGES, Braid, Cluster
+
+pytestmark = pytest.mark.slow
+
+
+def no_step_is_repeated_beyond_a_checkpoint(braid: Braid, stage: str, every: int = 5) -> None:
+    """Each attempt goes on behind a checkpoint: one of every so many steps, or that of a signal."""
+    steps = braid.steps(stage)
+    assert [step for _, step, _ in steps][-1] == 20
+    for (attempt, step, _), (following, next_step, _) in pairwise(steps):
+        if following == attempt:
+            assert next_step == step + 1
+        else:
+            assert next_step in (step + 1, step - step % every + 1)
+    times = Counter(step for _, step, _ in steps)
+    assert set(times) == set(range(1, 21))
+
+
+def test_a_run_is_submitted_and_ends(braid: Braid) -> None:
+    jobs = braid.submit()
+    assert list(jobs) == STAGES
+    assert jobs["experts.words"] == jobs["experts.sums"].removesuffix("_0") + "_1"
+    assert "submitted" in braid("status", "small") or "running" in braid("status", "small")
+    assert braid.submit() == {}  # all of it is in the queue
+    braid.wait_for_the_end(jobs)
+    status = braid("status", "small")
+    assert status.count(" done ") == 6
+    assert "accuracy in %" in status
+    assert (braid.run / "results.json").exists()
+    for stage in STAGES[:4]:
+        no_step_is_repeated_beyond_a_checkpoint(braid, stage)
+        ranks = [braid("logs", "small", stage, "--rank", rank).strip() for rank in (0, 1)]
+        nodes = {said.rpartition(" ")[2] for said in ranks}
+        assert len(nodes) == 2  # a stage of two nodes
+    assert braid("submit", braid.run / "run.yaml").count("done already") == 6
+    assert "done already" in braid("stage", "small", "merge")
+
+
+def test_a_node_that_dies_costs_the_steps_since_the_checkpoint(
+    braid: Braid, cluster: Cluster
+) -> None:
+    jobs = braid.submit("--only", "cold_start")
+    braid.wait_for_step("cold_start", 8)
+    [*_, (_, _, node)] = braid.steps("cold_start")
+    cluster.control("kill-node", node)
+    braid.wait_for_the_end(jobs)
+    cluster.control("start-node", node)
+    no_step_is_repeated_beyond_a_checkpoint(braid, "cold_start")
+    assert len({attempt for attempt, _, _ in braid.steps("cold_start")}) == 2
+    assert node not in {where for attempt, _, where in braid.steps("cold_start") if attempt == 2}
+
+
+def test_the_other_node_may_die_as_well(braid: Braid, cluster: Cluster) -> None:
+    jobs = braid.submit("--only", "cold_start")
+    braid.wait_for_step("cold_start", 8)
+    first = braid.steps("cold_start")[-1][2]
+    nodes = cluster.call("scontrol", "show", "job", jobs["cold_start"])
+    listed = nodes.partition("\n   NodeList=")[2].split()[0]
+    [other] = set(cluster.call("scontrol", "show", "hostnames", listed).split()) - {first}
+    cluster.control("kill-node", other)
+    braid.wait_for_the_end(jobs)
+    cluster.control("start-node", other)
+    no_step_is_repeated_beyond_a_checkpoint(braid, "cold_start")
+
+
+def test_a_job_that_is_preempted_goes_on_later(braid: Braid, cluster: Cluster) -> None:
+    jobs = braid.submit("--only", "cold_start")
+    braid.wait_for_step("cold_start", 8)
+    urgent = ["sbatch", "--parsable", "--partition=urgent", "--nodes=3", "--exclusive"]
+    cluster.call(*urgent, "--output=/dev/null", "--wrap=sleep 3")
+    braid.wait_for_the_end(jobs)
+    no_step_is_repeated_beyond_a_checkpoint(braid, "cold_start")
+    assert len({attempt for attempt, _, _ in braid.steps("cold_start")}) == 2
+
+
+def test_a_stage_goes_on_in_another_slice_when_its_time_is_up(
+    braid: Braid, cluster: Cluster
+) -> None:
+    jobs = braid.submit("--only", "cold_start")
+    braid.wait_for_step("cold_start", 7)
+    # What --signal=B:USR1@... has Slurm send; a walltime is counted in minutes.
+    cluster.call("scancel", "--batch", "--signal=USR1", jobs["cold_start"])
+    braid.wait_for_the_end(jobs)
+    no_step_is_repeated_beyond_a_checkpoint(braid, "cold_start")
+    [first, *_] = [step for attempt, step, _ in braid.steps("cold_start") if attempt == 2]
+    [*_, last] = [step for attempt, step, _ in braid.steps("cold_start") if attempt == 1]
+    assert first == last + 1  # it had saved, so nothing at all is made twice
+    assert "again: the walltime is near" in (braid.run / "ledger.jsonl").read_text()
+
+
+def test_a_stage_that_comes_no_further_fails(braid: Braid, cluster: Cluster) -> None:
+    with braid.profile.open("a") as profile:
+        profile.write("restarts: 0\n")
+    jobs = braid.submit("--only", "cold_start")
+    braid.wait_for_step("cold_start", 2)
+    pids = subprocess.run(
+        ["pgrep", "--full", "slow_stage.py"], capture_output=True, text=True, check=True
+    )
+    for pid in pids.stdout.split():
+        if f"{braid.run}".encode() in open(f"/proc/{pid}/cmdline", "rb").read():
+            os.kill(int(pid), 9)
+    cluster.wait_until(lambda: cluster.state(jobs["cold_start"]) == "FAILED")
+    status = braid("status", "small")
+    assert "failed" in status
+    log = braid.run / "slurm" / f"small.cold_start-{jobs['cold_start']}.out"
+    assert "1 attempts in a row started from the start" in log.read_text()
+
+
+def test_the_controller_may_be_away_for_a_while(braid: Braid, cluster: Cluster) -> None:
+    jobs = braid.submit()
+    braid.wait_for_step("cold_start", 5)
+    cluster.control("kill-controller")
+    assert "Slurm was not asked about this run's jobs: squeue failed" in braid("status", "small")
+    cluster.control("start-controller")
+    braid.wait_for_the_end(jobs)
+    for stage in STAGES[:4]:
+        no_step_is_repeated_beyond_a_checkpoint(braid, stage)
+
+
+def test_a_stage_script_may_be_submitted_by_hand(braid: Braid, cluster: Cluster) -> None:
+    said = braid("submit", braid.config, "--cluster", braid.profile, "--dry-run")
+    assert said == (braid.run / "slurm" / "submit.sh").read_text()
+    script = said.partition("job_0=$(")[2].splitlines()[0].removesuffix(")").split()
+    job = cluster.call(*script)
+    braid.wait_for_the_end({"cold_start": job})
+    assert " done " in braid("status", "small")
+    # What is left, by the very script; the stage that is done says so and ends.
+    subprocess.run(
+        ["bash", str(braid.run / "slurm" / "submit.sh")],
+        env=cluster.environment,
+        cwd=braid.directory,
+        check=True,
+        timeout=60,
+    )
+    cluster.wait_until(lambda: braid("status", "small").count(" done ") == 6)
+
+
+def test_a_failed_stage_takes_those_after_it_along_and_is_submitted_again(
+    braid: Braid, cluster: Cluster
+) -> None:
+    model = braid.directory / "runs" / "small" / "stages" / "experts.words"
+    model.mkdir(parents=True)
+    (model / "attempt_1").touch()  # no folder can be made there
+    jobs = braid.submit()
+    cluster.wait_until(lambda: cluster.state(jobs["merge"]) == "CANCELLED")
+    cluster.wait_until(lambda: cluster.state(jobs["experts.sums"]) == "COMPLETED")
+    status = braid("status", "small")
+    assert "left the queue before it began" in status
+    (model / "attempt_1").unlink()
+    again = braid.submit()
+    assert list(again) == ["experts.words", "merge", "evaluate", "export"]
+    braid.wait_for_the_end(again)
+
+
+def test_cancelled_jobs_save_and_leave_the_queue(braid: Braid, cluster: Cluster) -> None:
+    jobs = braid.submit()
+    braid.wait_for_step("cold_start", 6)
+    said = braid("cancel", "small")
+    assert said.count(": cancelled") == 5
+    assert f"cold_start: saves and ends (job {jobs['cold_start']})" in said
+    cluster.wait_until(lambda: not cluster.call("squeue", "--noheader"))
+    [*_, (_, last, _)] = braid.steps("cold_start")
+    assert (braid.run / "stages/cold_start/checkpoints" / f"step_{last}").exists()
+    assert "has no job in the queue" in braid("cancel", "small")
+    braid.wait_for_the_end(braid.submit())
+    no_step_is_repeated_beyond_a_checkpoint(braid, "cold_start")
+
+
+def test_a_log_is_followed_to_the_end_of_the_stage(braid: Braid) -> None:
+    braid.submit("--only", "cold_start")
+    assert "rank 0 on n" in braid("logs", "small", "cold_start", "-f")
+    assert braid("status", "small").count(" done ") == 1
