@@ -5,7 +5,7 @@
 #   cluster.sh up|down DIR           in a short DIR: sockets lie in it
 #   cluster.sh kill-node DIR nK      as when its power fails: slurmd, its steps and their tasks
 #   cluster.sh start-node DIR nK
-#   cluster.sh kill-controller|start-controller DIR
+#   cluster.sh stop-controller|start-controller DIR
 #
 # NODES (3) and PORT (17000, and what follows) may be set. Clients need SLURM_CONF=DIR/slurm.conf.
 set -euo pipefail
@@ -64,7 +64,7 @@ SlurmctldHost=$host(127.0.0.1)
 SlurmctldPort=$PORT
 SlurmUser=root
 # Munge's tickets, and so the wait of a job that is requeued, are short.
-AuthInfo=socket=$DIR/munge.sock,cred_expire=2
+AuthInfo=socket=$DIR/munge.sock,cred_expire=5
 StateSaveLocation=$DIR/state
 SlurmdSpoolDir=$DIR/spool-%n
 SlurmctldPidFile=$DIR/slurmctld.pid
@@ -131,7 +131,7 @@ kill-node)
     rm -f "$DIR/slurmd-$3.pid"
     ;;
 start-node) slurmd -N "$3" ;;
-kill-controller) kill -9 "$(cat "$DIR/slurmctld.pid")" ;;
+stop-controller) stop "$DIR/slurmctld.pid" ;;
 start-controller)
     slurmctld
     within 20 scontrol ping

@@ -7,90 +7,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from on_slurm import HERE, SCRIPT, Braid, Cluster
 
-HERE = Path(__file__).parent
-REPOSITORY = HERE.parents[1]
-SCRIPT = HERE / "cluster.sh"
 INSTALL_SECONDS = 180
-PATIENCE_SECONDS = 120
-
-CONFIG = """\
-name: small
-model:
-  vocabulary_size: 80
-  hidden_size: 96
-  layers: 4
-  attention_heads: 4
-  key_value_heads: 2
-  head_dim: 32
-  experts: 8
-  experts_per_token: 2
-  expert_hidden_size: 96
-layout: {ranks: 2, expert: 2}
-cold_start:
-  optimizer: {learning_rate: 1e-3}
-  loop: {steps: 20, checkpoint_every: 5}
-experts:
-  sums:
-    prompts: {dataset: chain_sum}
-    optimizer: {learning_rate: 1e-3}
-    loop: {steps: 20, checkpoint_every: 5}
-  words:
-    prompts: {dataset: spell_backward}
-    optimizer: {learning_rate: 1e-3}
-    loop: {steps: 20, checkpoint_every: 5}
-merge:
-  optimizer: {learning_rate: 1e-3}
-  loop: {steps: 20, checkpoint_every: 5}
-"""
-PROFILE = """\
-ranks_per_node: 1
-walltime: "0:10:00"
-warning_seconds: 60
-"""
-STAGES = ["cold_start", "experts.sums", "experts.words", "merge", "evaluate", "export"]
-
-
-class Cluster:
-    """What a test does to the cluster."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.environment = {**os.environ, "SLURM_CONF": str(directory / "slurm.conf")}
-
-    def control(self, action: str, *arguments: str) -> None:
-        """What `cluster.sh` does."""
-        command = [str(SCRIPT), action, str(self.directory), *arguments]
-        # Nobody reads what daemons say: they would keep the pipe open.
-        with (self.directory / "cluster.log").open("ab") as log:
-            subprocess.run(
-                command, check=True, env=self.environment, stdout=log, stderr=log, timeout=90
-            )
-
-    def call(self, *command: str) -> str:
-        """What a command of Slurm's prints."""
-        found = subprocess.run(
-            command, check=True, env=self.environment, capture_output=True, text=True, timeout=60
-        )
-        return found.stdout.strip()
-
-    def state(self, job: str) -> str:
-        """That of a job, which Slurm remembers for a while after its end."""
-        shown = self.call("scontrol", "--oneliner", "show", "job", job)
-        return shown.partition("JobState=")[2].split()[0]
-
-    def wait_until(self, condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
-        """Wait for what has to happen."""
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, f"{condition}\n{self.call('squeue', '--array')}"
-            time.sleep(0.1)
 
 
 @pytest.fixture(scope="session")
@@ -115,64 +38,6 @@ def cluster() -> Iterator[Cluster]:
             pytest.skip(f"Slurm does not start here: {error}\n{log}")
         yield found
         found.control("down")
-
-
-@dataclass
-class Braid:
-    """`braid` with stages that do nothing but take their time, and the folder of its runs."""
-
-    cluster: Cluster
-    directory: Path
-    program: Path
-    config: Path = field(init=False)
-    profile: Path = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.config = self.directory / "small.yaml"
-        self.config.write_text(CONFIG)
-        self.profile = self.directory / "cluster.yaml"
-        setup = f"setup: ['export PATH={self.program.parent}:$PATH']\n"
-        self.profile.write_text(PROFILE + setup)
-
-    @property
-    def run(self) -> Path:
-        return self.directory / "runs" / "small"
-
-    def __call__(self, *arguments: object, code: int = 0) -> str:
-        """What a command prints on both outputs."""
-        found = subprocess.run(
-            [str(self.program), *map(str, arguments), "--runs-dir", str(self.run.parent)],
-            env=self.cluster.environment,
-            cwd=self.directory,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_SECONDS,
-        )
-        assert found.returncode == code, found.stdout + found.stderr
-        return found.stdout + found.stderr
-
-    def submit(self, *arguments: object) -> dict[str, str]:
-        """Submit the configuration; the job of every stage."""
-        said = self("submit", self.config, "--cluster", self.profile, *arguments)
-        pairs = (line.split(": job ") for line in said.splitlines() if ": job " in line)
-        return {stage: job for stage, job in pairs}
-
-    def steps(self, stage: str) -> list[tuple[int, int, str]]:
-        """Attempt, step and node of every step that was made."""
-        log = self.run / "stages" / stage / "steps.log"
-        lines = log.read_text().splitlines() if log.exists() else []
-        return [(int(a), int(step), node) for a, step, node in map(str.split, lines)]
-
-    def wait_for_step(self, stage: str, step: int) -> None:
-        self.cluster.wait_until(lambda: any(made >= step for _, made, _ in self.steps(stage)))
-
-    def wait_for_the_end(self, jobs: dict[str, str]) -> None:
-        """Of the last stages, when all went well."""
-
-        def ended() -> bool:
-            return all(self.cluster.state(job) == "COMPLETED" for job in jobs.values())
-
-        self.cluster.wait_until(ended)
 
 
 @pytest.fixture

@@ -7,9 +7,10 @@ import os
 import subprocess
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
-from conftest import STAGES, Braid, Cluster
+from on_slurm import STAGES, Braid, Cluster
 
 pytestmark = pytest.mark.slow
 
@@ -108,7 +109,7 @@ def test_a_stage_that_comes_no_further_fails(braid: Braid, cluster: Cluster) -> 
         ["pgrep", "--full", "slow_stage.py"], capture_output=True, text=True, check=True
     )
     for pid in pids.stdout.split():
-        if f"{braid.run}".encode() in open(f"/proc/{pid}/cmdline", "rb").read():
+        if str(braid.run).encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
             os.kill(int(pid), 9)
     cluster.wait_until(lambda: cluster.state(jobs["cold_start"]) == "FAILED")
     status = braid("status", "small")
@@ -120,7 +121,7 @@ def test_a_stage_that_comes_no_further_fails(braid: Braid, cluster: Cluster) -> 
 def test_the_controller_may_be_away_for_a_while(braid: Braid, cluster: Cluster) -> None:
     jobs = braid.submit()
     braid.wait_for_step("cold_start", 5)
-    cluster.control("kill-controller")
+    cluster.control("stop-controller")
     assert "Slurm was not asked about this run's jobs: squeue failed" in braid("status", "small")
     cluster.control("start-controller")
     braid.wait_for_the_end(jobs)
@@ -151,13 +152,13 @@ def test_a_failed_stage_takes_those_after_it_along_and_is_submitted_again(
 ) -> None:
     model = braid.directory / "runs" / "small" / "stages" / "experts.words"
     model.mkdir(parents=True)
-    (model / "attempt_1").touch()  # no folder can be made there
+    (model / "checkpoints").touch()  # no folder can be made there
     jobs = braid.submit()
     cluster.wait_until(lambda: cluster.state(jobs["merge"]) == "CANCELLED")
     cluster.wait_until(lambda: cluster.state(jobs["experts.sums"]) == "COMPLETED")
     status = braid("status", "small")
     assert "left the queue before it began" in status
-    (model / "attempt_1").unlink()
+    (model / "checkpoints").unlink()
     again = braid.submit()
     assert list(again) == ["experts.words", "merge", "evaluate", "export"]
     braid.wait_for_the_end(again)
