@@ -87,7 +87,7 @@ class SlurmJob:
         ]
         # The pipe of a last word does not reach another node; it is read from the log instead.
         start = ["env", f"--unset={LAST_WORD}", "srun", *shared, *options]
-        return [*start, *_contained(self._cluster.container, command)]
+        return [*start, *contained(self._cluster.container, command)]
 
 
 class Step:
@@ -182,8 +182,7 @@ def _ending(line: str) -> list[tuple[int, str]]:
     if not found:
         return []
     node, tasks, how = found.groups()
-    how = how[0].lower() + how[1:]
-    return [(task, f"on {node} {how}") for task in _numbers(tasks)]
+    return [(task, f"on {node}: {how}") for task in _numbers(tasks)]
 
 
 def _numbers(text: str) -> list[int]:
@@ -205,7 +204,7 @@ def job_number() -> str:
     return os.environ["SLURM_JOB_ID"]
 
 
-def _contained(container: ContainerSettings | None, command: Sequence[str]) -> list[str]:
+def contained(container: ContainerSettings | None, command: Sequence[str]) -> list[str]:
     """The command in the container's image; of pyxis, with the options of srun before it."""
     if container is None:
         return list(command)

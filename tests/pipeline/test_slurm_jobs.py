@@ -1,0 +1,299 @@
+"""What is handed to Slurm, and where everything of a stage runs; without a Slurm."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from parallel.network import LOOPBACK, address_of
+from parallel.settings import ERROR_MARK, EngineSettings, LayoutSettings
+from pipeline.config import load_cluster
+from pipeline.errors import BraidError
+from pipeline.graph import compile_graph
+from pipeline.ledger import Ledger
+from pipeline.processes import wait_for_all
+from pipeline.run_directory import RunDirectory
+from pipeline.slurm.nodes import Places, nodes_needed, place
+from pipeline.slurm.queue import QueuedJob
+from pipeline.slurm.settings import ClusterSettings, ContainerSettings
+from pipeline.slurm.steps import Step, contained
+from pipeline.slurm.submit import submissions, submit, write_scripts
+from pipeline.states import derive
+from pipeline.violations import ConfigError
+from stages.settings import RunSettings
+
+NODES = [f"n{number}" for number in range(1, 10)]
+
+
+def sizes(ranks: int, **engine: object) -> tuple[LayoutSettings, EngineSettings]:
+    return LayoutSettings(ranks=ranks), EngineSettings.model_validate(engine)
+
+
+def test_engines_that_share_are_dealt_out_over_the_ranks_nodes() -> None:
+    cluster = ClusterSettings(ranks_per_node=4)
+    layout, engine = sizes(8, count=4, tensor=2)
+    assert nodes_needed(layout, engine, cluster) == 2
+    assert place(NODES[:2], layout, engine, cluster, samples=True) == Places(
+        ["n1", "n2"], 4, [("n1", [0, 1]), ("n2", [0, 1]), ("n1", [2, 3]), ("n2", [2, 3])]
+    )
+
+
+def test_engines_of_their_own_follow_the_last_rank_and_are_on_one_node_each() -> None:
+    cluster = ClusterSettings(ranks_per_node=4)
+    layout, engine = sizes(3, count=3, tensor=2, placement="own")
+    # One device of the first node is left over: an engine of two does not fit there.
+    assert nodes_needed(layout, engine, cluster) == 3
+    found = place(NODES[:3], layout, engine, cluster, samples=True)
+    assert found == Places(["n1"], 4, [("n2", [0, 1]), ("n2", [2, 3]), ("n3", [0, 1])])
+    assert place(NODES[:3], layout, engine, cluster, samples=False).engines == []
+
+
+@pytest.mark.parametrize("placement", ["shared", "own"])
+@pytest.mark.parametrize("ranks", [1, 3, 8, 9])
+@pytest.mark.parametrize(("count", "tensor"), [(1, 1), (1, 4), (5, 2), (7, 3)])
+def test_no_device_has_two_engines_and_none_of_their_own_a_rank(
+    placement: str, ranks: int, count: int, tensor: int
+) -> None:
+    cluster = ClusterSettings(ranks_per_node=4)
+    layout, engine = sizes(ranks, count=count, tensor=tensor, placement=placement)
+    nodes = [f"n{number}" for number in range(nodes_needed(layout, engine, cluster))]
+    found = place(nodes, layout, engine, cluster, samples=True)
+    taken = [(node, device) for node, devices in found.engines for device in devices]
+    assert len(taken) == len(set(taken)) == count * tensor
+    assert {device for _, device in taken} <= set(range(4))
+    if placement == "own":
+        of_ranks = {(nodes[rank // 4], rank % 4) for rank in range(ranks)}
+        assert not of_ranks & set(taken)
+
+
+def test_too_few_nodes_are_refused_with_the_number() -> None:
+    cluster = ClusterSettings(ranks_per_node=2)
+    with pytest.raises(BraidError, match=r"1 of the 4 nodes .* submit it with --nodes=4"):
+        place(NODES[:1], *sizes(8), cluster, samples=True)
+    with pytest.raises(BraidError, match=r"engine\.tensor = 4 is more than ranks_per_node = 2"):
+        place(NODES, *sizes(2, tensor=4), cluster, samples=True)
+
+
+def test_stages_wait_for_those_they_are_made_from(run: RunDirectory, settings: RunSettings) -> None:
+    stages = compile_graph(settings)
+    cluster = ClusterSettings(
+        account="lab", partition="gpu", gpus_per_node=8, walltimes={"export": "0:10:00"}
+    )
+    found = submissions(run, settings, cluster, stages, derive(run, settings, stages))
+    commands = [each.command(["10", "11", "12", "13"]) for each in found]
+    waits = [[part for part in command if "afterok" in part] for command in commands]
+    assert waits == [
+        [],
+        ["--dependency=afterok:10"],
+        ["--dependency=afterok:10:11_0:11_1"],
+        ["--dependency=afterok:10:11_0:11_1:12"],
+        ["--dependency=afterok:12"],
+    ]
+    assert all("--kill-on-invalid-dep=yes" in command for command in commands[1:])
+    assert "--array=0-1" in commands[1]
+    assert commands[1][-3:] == [str(run.path.absolute()), "experts.sums", "experts.words"]
+    for option in ("--account=lab", "--partition=gpu", "--gpus-per-node=8", "--nodes=1"):
+        assert all(option in command for command in commands)
+    assert "--time=0:10:00" in commands[-1]
+    assert all(each.script.exists() for each in found)
+
+
+def test_what_is_in_the_queue_is_waited_for_and_not_submitted_again(
+    run: RunDirectory, settings: RunSettings
+) -> None:
+    stages = compile_graph(settings)
+    run.path.mkdir(parents=True)
+    Ledger(run.ledger).append("cold_start", "submitted", "as job 7", 0, job="7")
+    queue = {"7": QueuedJob("7", "PENDING", "Priority", "0:00", "4:00:00", "")}
+    states = derive(run, settings, stages, queue)
+    assert states["cold_start"].cause == "job 7 waits: Priority"
+    first, *_ = submissions(run, settings, ClusterSettings(), stages, states)
+    assert [stage.name for stage in first.stages] == ["experts.sums", "experts.words"]
+    assert first.after == ("7",)
+
+
+@pytest.mark.parametrize(
+    ("queue", "state", "cause"),
+    [
+        (None, "submitted", "as job 7"),
+        ({}, "failed", "job 7 left the queue before it began"),
+        ({"7": QueuedJob("7", "RUNNING", "None", "1:02", "4:00", "n3")}, "running", "on n3, 1:02"),
+    ],
+)
+def test_ledger_and_queue_are_one_state(
+    run: RunDirectory,
+    settings: RunSettings,
+    queue: dict[str, QueuedJob] | None,
+    state: str,
+    cause: str,
+) -> None:
+    run.path.mkdir(parents=True)
+    Ledger(run.ledger).append("cold_start", "submitted", "as job 7", 0, job="7")
+    found = derive(run, settings, compile_graph(settings), queue)["cold_start"]
+    assert found.state == state
+    assert cause in found.cause
+
+
+def test_a_submission_that_slurm_refuses_leaves_those_before_it_in_the_ledger(
+    run: RunDirectory, settings: RunSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text(
+        '#!/bin/bash\nif [[ "$*" == *experts* ]]; then\n'
+        '    echo "sbatch: error: Invalid account" >&2\n    exit 1\nfi\necho "7;cluster"\n'
+    )
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sbatch.parent}:/usr/bin:/bin")
+    stages = compile_graph(settings)
+    run.path.mkdir(parents=True)
+    jobs = submissions(run, settings, ClusterSettings(), stages, derive(run, settings, stages))
+    with pytest.raises(BraidError, match="sbatch failed: sbatch: error: Invalid account"):
+        submit(run, jobs)
+    events = [(event.stage, event.state, event.job) for event in Ledger(run.ledger).events()]
+    assert events == [("cold_start", "submitted", "7")]
+
+
+def test_the_script_of_the_commands_is_shell_that_passes_the_numbers_on(
+    run: RunDirectory, settings: RunSettings
+) -> None:
+    stages = compile_graph(settings)
+    run.path.mkdir(parents=True)
+    cluster = ClusterSettings(setup=("module load cuda",), options=("--comment=two words",))
+    jobs = submissions(run, settings, cluster, stages, derive(run, settings, stages))
+    script = write_scripts(run, cluster, jobs).read_text()
+    assert '"--dependency=afterok:${job_0}:${job_1}_0:${job_1}_1"' in script
+    assert "'--comment=two words'" in script
+    assert run.setup_script.read_text().endswith("\nmodule load cuda\n")
+    assert load_cluster(run.cluster) == cluster
+
+
+def test_a_profile_s_faults_are_told_with_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("acount: lab\nwalltime: tomorrow\ncontainer: {runtime: docker, image: x}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_cluster(path)
+    text = str(caught.value)
+    assert 'cluster.yaml:1: acount: unknown key; did you mean "account"?' in text
+    assert "cluster.yaml:2: walltime: " in text
+    assert "cluster.yaml:3: container.runtime: should be 'pyxis' or 'apptainer'" in text
+
+
+def test_a_container_holds_the_ranks_and_its_own_python() -> None:
+    command = ["/home/venv/bin/python", "-m", "stages.main", "job.json"]
+    pyxis = ContainerSettings(runtime="pyxis", image="/i.sqsh", mounts=("/a:/a", "/b:/b"))
+    assert contained(pyxis, command) == [
+        "--container-image=/i.sqsh",
+        "--container-mounts=/a:/a,/b:/b",
+        f"--container-workdir={Path.cwd()}",
+        *["python3", "-m", "stages.main", "job.json"],
+    ]
+    apptainer = ContainerSettings(runtime="apptainer", image="/i.sif", mounts=("/a:/a",))
+    assert contained(apptainer, command) == [
+        *["apptainer", "exec", "--nv", "--bind", "/a:/a", "--pwd", str(Path.cwd()), "/i.sif"],
+        *["python3", "-m", "stages.main", "job.json"],
+    ]
+    assert contained(None, command) == command
+
+
+def failed_step(folder: Path, said: list[str], logs: list[str]) -> Step:
+    """A step whose srun said so, and whose ranks left these logs."""
+    paths = [folder / f"rank_{rank}.log" for rank in range(len(logs))]
+    write = "; ".join(
+        [
+            *(
+                f"open({str(path)!r}, 'w').write({log!r})"
+                for path, log in zip(paths, logs, strict=True)
+            ),
+            f"print({chr(10).join(said)!r})",
+            "raise SystemExit(1)",
+        ]
+    )
+    step = Step("rank", [sys.executable, "-c", write], folder / "srun.log", paths, {})
+    wait_for_all([step], seconds=60)
+    return step
+
+
+@pytest.mark.parametrize(
+    ("said", "logs", "cause", "lost"),
+    [
+        (
+            ["srun: error: n2: task 1: Exited with exit code 3", "srun: error: n1: task 0: Killed"],
+            ["", "ValueError: broken"],
+            "rank 1 on n2: Exited with exit code 3",
+            False,
+        ),
+        (
+            ["srun: error: n1: task 0: Exited with exit code 1", "srun: error: n2: task 1: Killed"],
+            ["RuntimeError: Connection closed by peer", ""],
+            "rank 1 on n2: Killed",
+            True,
+        ),
+        (
+            ["srun: error: n1: tasks 0-1: Exited with exit code 1"],
+            ["nothing", f"{ERROR_MARK}what to mend"],
+            "what to mend",
+            False,
+        ),
+        (
+            ["srun: error: Node failure on n2", "srun: error: n1: task 0: Killed"],
+            ["", ""],
+            "Node failure on n2",
+            True,
+        ),
+        (
+            ["srun: error: n1: task 0: Out Of Memory"],
+            ["", ""],
+            "rank 0 on n1: Out Of Memory",
+            False,
+        ),
+    ],
+)
+def test_one_task_explains_the_others(
+    tmp_path: Path, said: list[str], logs: list[str], cause: str, lost: bool
+) -> None:
+    step = failed_step(tmp_path, said, logs)
+    failure = step.failure()
+    step.reap()
+    assert (failure.cause, failure.lost) == (cause, lost)
+
+
+def test_an_interface_has_an_address_or_the_names_of_others() -> None:
+    assert address_of(LOOPBACK) == "127.0.0.1"
+    with pytest.raises(OSError, match=r"the network interfaces here are .*lo"):
+        address_of("infiniband7")
+
+
+@pytest.mark.parametrize("command", ["cancel", "status", "logs"])
+def test_commands_about_jobs_need_no_slurm(
+    command: str, braid, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    braid("run", config)
+    monkeypatch.setenv("PATH", "/nowhere")
+    arguments = ["small", "cold_start"] if command == "logs" else ["small"]
+    code, out, _ = braid(command, *arguments)
+    assert code == 0
+    expected = {
+        "cancel": "has no job in the queue",
+        "status": " done ",
+        "logs": "rank 0 of 2 starts",
+    }
+    assert expected[command] in out
+
+
+def test_submitting_without_slurm_says_so_and_keeps_the_commands(
+    braid, config: Path, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    profile = tmp_path / "cluster.yaml"
+    profile.write_text("ranks_per_node: 2\n")
+    assert "--cluster FILE is needed" in braid("submit", config)[2]
+    code, _, err = braid("submit", config, "--cluster", profile)
+    assert code == 1
+    assert "there is no sbatch here; submit from a machine that has Slurm's commands" in err
+    code, out, _ = braid("submit", config, "--cluster", profile, "--dry-run")
+    assert code == 0
+    assert out.endswith((runs / "small" / "slurm" / "submit.sh").read_text())
+    assert out.count("sbatch --parsable") == 5
