@@ -1,4 +1,5 @@
-"""Sets of ranks are kept for the tests that follow under the same layout."""
+"""What tests of several folders share: sets of ranks, kept for those that follow under the same
+layout, and a Slurm."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 from ranks import On, Ranks
+from virtual_cluster import cluster as cluster  # a fixture
 
 from parallel.settings import LayoutSettings
 

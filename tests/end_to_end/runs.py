@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
+BRAID = [sys.executable, "-m", "pipeline.cli"]
 CONFIG = str(REPOSITORY / "configs" / "smoke.yaml")
 STAGES = [
     "cold_start",
@@ -29,7 +30,7 @@ TRAINING = STAGES[:5]
 def braid(directory: Path, *arguments: str) -> subprocess.Popen[str]:
     """`braid ARGUMENTS`, with its runs in `directory`."""
     return subprocess.Popen(
-        [sys.executable, "-m", "pipeline.cli", *arguments, "--runs-dir", str(directory)],
+        [*BRAID, *arguments, "--runs-dir", str(directory)],
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

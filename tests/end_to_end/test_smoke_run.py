@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from runs import (
+    BRAID,
     CONFIG,
     REPOSITORY,
     STAGES,
@@ -28,6 +29,9 @@ from runs import (
 )
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from virtual_cluster import Cluster
+
+from pipeline.run_directory import RunDirectory
 
 pytestmark = pytest.mark.slow
 
@@ -143,6 +147,36 @@ def test_a_killed_run_ends_with_the_same_weights_and_results(peaceful: Run, kill
     assert expected.keys() == found.keys()
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
     assert killed.results["models"] == peaceful.results["models"]
+
+
+def test_jobs_of_slurm_make_the_same_weights(
+    peaceful: Run, cluster: Cluster, tmp_path: Path
+) -> None:
+    """Each of the two ranks on a node of its own, and the engine as a further step."""
+    profile = tmp_path / "cluster.yaml"
+    profile.write_text("ranks_per_node: 1\n")
+    stages = ["cold_start", "experts.chain_sum"]
+    only = [part for stage in stages for part in ("--only", stage)]
+    where = ["--cluster", str(profile), "--runs-dir", str(tmp_path)]
+    submitted = subprocess.run(
+        [*BRAID, "submit", CONFIG, *ARGUMENTS, *where, *only],
+        cwd=REPOSITORY,
+        env=cluster.environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert submitted.returncode == 0, submitted.stderr
+    *_, last = [line for line in submitted.stdout.splitlines() if ": job " in line]
+    cluster.wait_until(lambda: cluster.state(last.split()[-1]) == "COMPLETED", seconds=300)
+    for stage in stages:
+        here, there = (
+            RunDirectory(run).stage(stage).newest_checkpoint()
+            for run in (peaceful.path, tmp_path / "smoke")
+        )
+        assert here is not None
+        assert there is not None
+        assert there.digest == here.digest
 
 
 def test_engine_and_trainer_agree_after_every_refit(peaceful: Run) -> None:

@@ -1,43 +1,14 @@
-"""A real Slurm on this host, brought up once for all tests, and `braid` on it."""
+"""`braid` on the Slurm of the tests."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from on_slurm import HERE, SCRIPT, Braid, Cluster
-
-INSTALL_SECONDS = 180
-
-
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
-    """Three virtual nodes with two partitions, of which `urgent` preempts."""
-    if os.geteuid():
-        pytest.skip("a Slurm of one's own needs root: tests/slurm/cluster.sh")
-    if not shutil.which("slurmctld"):
-        try:
-            subprocess.run(
-                [str(SCRIPT), "install"], check=True, capture_output=True, timeout=INSTALL_SECONDS
-            )
-        except (OSError, subprocess.SubprocessError) as error:
-            pytest.skip(f"Slurm is not here and `tests/slurm/cluster.sh install` failed: {error}")
-    with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as folder:
-        found = Cluster(Path(folder))
-        try:
-            found.control("up")
-        except subprocess.SubprocessError as error:
-            log = (found.directory / "cluster.log").read_text()[-2000:]
-            found.control("down")
-            pytest.skip(f"Slurm does not start here: {error}\n{log}")
-        yield found
-        found.control("down")
+from on_slurm import HERE, Braid
+from virtual_cluster import Cluster
 
 
 @pytest.fixture

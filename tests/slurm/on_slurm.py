@@ -1,18 +1,14 @@
-"""What tests do to a Slurm of their own, and with `braid` on it."""
+"""`braid` on a Slurm of one's own, with stages that do nothing but take their time."""
 
 from __future__ import annotations
 
-import os
-import socket
 import subprocess
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from virtual_cluster import Cluster
+
 HERE = Path(__file__).parent
-REPOSITORY = HERE.parents[1]
-SCRIPT = HERE / "cluster.sh"
 PATIENCE_SECONDS = 120
 
 CONFIG = """\
@@ -50,46 +46,6 @@ walltime: "0:10:00"
 warning_seconds: 60
 """
 STAGES = ["cold_start", "experts.sums", "experts.words", "merge", "evaluate", "export"]
-
-
-class Cluster:
-    """What a test does to the cluster."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.environment = {
-            **os.environ,
-            "SLURM_CONF": str(directory / "slurm.conf"),
-            "PORT": str(_free_port()),
-        }
-
-    def control(self, action: str, *arguments: str) -> None:
-        """What `cluster.sh` does."""
-        command = [str(SCRIPT), action, str(self.directory), *arguments]
-        # Nobody reads what daemons say: they would keep the pipe open.
-        with (self.directory / "cluster.log").open("ab") as log:
-            subprocess.run(
-                command, check=True, env=self.environment, stdout=log, stderr=log, timeout=90
-            )
-
-    def call(self, *command: str) -> str:
-        """What a command of Slurm's prints."""
-        found = subprocess.run(
-            command, check=True, env=self.environment, capture_output=True, text=True, timeout=60
-        )
-        return found.stdout.strip()
-
-    def state(self, job: str) -> str:
-        """That of a job, which Slurm remembers for a while after its end."""
-        shown = self.call("scontrol", "--oneliner", "show", "job", job)
-        return shown.partition("JobState=")[2].split()[0]
-
-    def wait_until(self, condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
-        """Wait for what has to happen."""
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, f"{condition}\n{self.call('squeue', '--array')}"
-            time.sleep(0.1)
 
 
 @dataclass
@@ -148,10 +104,3 @@ class Braid:
             return all(self.cluster.state(job) == "COMPLETED" for job in jobs.values())
 
         self.cluster.wait_until(ended)
-
-
-def _free_port() -> int:
-    """The first of those that the cluster takes, 104 of them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return min(int(probe.getsockname()[1]), 65000)

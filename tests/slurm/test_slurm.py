@@ -10,7 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from on_slurm import STAGES, Braid, Cluster
+from on_slurm import STAGES, Braid
+from virtual_cluster import Cluster
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,89 @@
+"""A real Slurm of several virtual nodes on this host, brought up once for all tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "slurm" / "cluster.sh"
+INSTALL_SECONDS = 180
+PATIENCE_SECONDS = 120
+
+
+class Cluster:
+    """What a test does to the cluster."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.environment = {
+            **os.environ,
+            "SLURM_CONF": str(directory / "slurm.conf"),
+            "PORT": str(_free_port()),
+        }
+
+    def control(self, action: str, *arguments: str) -> None:
+        """What `cluster.sh` does."""
+        command = [str(SCRIPT), action, str(self.directory), *arguments]
+        # Nobody reads what daemons say: they would keep the pipe open.
+        with (self.directory / "cluster.log").open("ab") as log:
+            subprocess.run(
+                command, check=True, env=self.environment, stdout=log, stderr=log, timeout=90
+            )
+
+    def call(self, *command: str) -> str:
+        """What a command of Slurm's prints."""
+        found = subprocess.run(
+            command, check=True, env=self.environment, capture_output=True, text=True, timeout=60
+        )
+        return found.stdout.strip()
+
+    def state(self, job: str) -> str:
+        """That of a job, which Slurm remembers for a while after its end."""
+        shown = self.call("scontrol", "--oneliner", "show", "job", job)
+        return shown.partition("JobState=")[2].split()[0]
+
+    def wait_until(self, condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
+        """Wait for what has to happen."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"{condition}\n{self.call('squeue', '--array')}"
+            time.sleep(0.1)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """Three virtual nodes with two partitions, of which `urgent` preempts."""
+    if os.geteuid():
+        pytest.skip("a Slurm of one's own needs root: tests/slurm/cluster.sh")
+    if not shutil.which("slurmctld"):
+        try:
+            subprocess.run(
+                [str(SCRIPT), "install"], check=True, capture_output=True, timeout=INSTALL_SECONDS
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            pytest.skip(f"Slurm is not here and `tests/slurm/cluster.sh install` failed: {error}")
+    with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as folder:
+        found = Cluster(Path(folder))
+        try:
+            found.control("up")
+        except subprocess.SubprocessError as error:
+            log = (found.directory / "cluster.log").read_text()[-2000:]
+            found.control("down")
+            pytest.skip(f"Slurm does not start here: {error}\n{log}")
+        yield found
+        found.control("down")
+
+
+def _free_port() -> int:
+    """The first of those that the cluster takes, 104 of them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return min(int(probe.getsockname()[1]), 65000)
