@@ -1,0 +1,32 @@
+"""docs/slurm.md and configs/clusters/example.yaml name every key of a cluster's profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from pipeline.config import load_cluster
+from pipeline.slurm.settings import ClusterSettings, ContainerSettings
+from pipeline.slurm.submit import SCRIPTS
+
+REPOSITORY = Path(__file__).parents[2]
+EXAMPLE = REPOSITORY / "configs" / "clusters" / "example.yaml"
+
+
+def test_the_example_is_valid_and_names_every_key() -> None:
+    load_cluster(EXAMPLE)
+    assert set(yaml.safe_load(EXAMPLE.read_text())) == set(ClusterSettings.model_fields)
+
+
+def test_every_key_is_documented() -> None:
+    text = (REPOSITORY / "docs" / "slurm.md").read_text()
+    keys = [*ClusterSettings.model_fields, *ContainerSettings.model_fields]
+    assert [key for key in keys if key not in text] == []
+
+
+def test_every_stage_script_says_how_to_submit_it_by_hand() -> None:
+    scripts = sorted(SCRIPTS.glob("*.sbatch"))
+    assert len(scripts) >= 5
+    for script in scripts:
+        assert f"sbatch [OPTIONS] slurm/{script.name} runs/NAME " in script.read_text()
