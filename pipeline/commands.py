@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from parallel.settings import CHARACTERS
-from pipeline import domain_preview, explain, one_off, report, resolved
+from pipeline import domain_preview, explain, gates, one_off, report, resolved
 from pipeline.config import (
     differing_keys,
     dump_resolved,
@@ -156,6 +156,14 @@ def export(arguments: Namespace) -> None:
     with run.lock():
         one_off.export(run, settings, _console(), PROGRAMS, arguments.stage, arguments.to)
     print(f"exported {arguments.stage} to {shown(arguments.to)}")
+
+
+def gate_override(arguments: Namespace) -> None:
+    """Let the run go on although a gate has stopped it."""
+    run, settings = _existing(arguments)
+    with run.lock():
+        gates.override(run, settings, arguments.stage, arguments.reason)
+    print(f"{arguments.stage} is overridden; go on with: braid resume {shown(run.path)}")
 
 
 def domain_new(arguments: Namespace) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from parallel.files import write_atomically
 from parallel.settings import EngineJob
 from pipeline.errors import BraidError
+from pipeline.gates import gate_of
 from pipeline.graph import Stage
 from pipeline.run_directory import RunDirectory, StageDirectory
 from pipeline.violations import shown
@@ -25,6 +26,10 @@ def engine_addresses(run: RunDirectory, settings: RunSettings) -> list[Path]:
 def stage_job(stage: Stage, settings: RunSettings, run: RunDirectory, attempt: int) -> StageJob:
     """The job of one attempt at a stage of the graph."""
     directory = run.stage(stage.name)
+    if stage.kind == "gate":
+        problems = {"problems": gate_of(stage, settings).problems}
+        evaluation = settings.evaluation.model_copy(update=problems)
+        settings = settings.model_copy(update={"evaluation": evaluation})
     return StageJob(
         stage=stage.name,
         kind=stage.kind,
@@ -34,6 +39,7 @@ def stage_job(stage: Stage, settings: RunSettings, run: RunDirectory, attempt: i
         parent=checkpoint_path(run, stage.parent) if stage.parent else None,
         teachers={key: checkpoint_path(run, name) for key, name in stage.teachers.items()},
         models={key: checkpoint_path(run, name) for key, name in stage.models.items()},
+        evaluated_on=stage.evaluated_on,
         output=directory.exported.absolute() if stage.kind == "export" else None,
         engine_addresses=engine_addresses(run, settings) if stage.needs_engine else [],
         settings=settings,

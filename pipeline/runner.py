@@ -10,6 +10,7 @@ from functools import partial
 from rich.console import Console
 
 from pipeline.errors import BraidError, reason
+from pipeline.gates import ending, refuse_stopped, tell
 from pipeline.graph import Stage, compile_graph
 from pipeline.jobs import stage_job
 from pipeline.launcher import JobFailed, Launcher, Programs, Stopped
@@ -50,6 +51,7 @@ def run_stages(
     Raises:
         StaleStages: before anything is started.
         BraidError: `only` names no stage, or one that lacks what it is made from.
+        GateStopped: a gate has stopped, now or before.
         JobFailed: a stage failed; those before it are done.
         Stopped: a signal asked for it.
     """
@@ -59,6 +61,7 @@ def run_stages(
     wanted = chosen(run, stages, only)
     states = refuse_stale(run, settings, wanted)
     refuse_missing_inputs(wanted, states)
+    refuse_stopped(run, wanted, states)
     with Launcher(run, settings, programs) as launcher:
         for number, stage in enumerate(stages, start=1):
             if stage not in wanted or states[stage.name].state == "done":
@@ -70,6 +73,7 @@ def run_stages(
             ):
                 job = stage_job(stage, settings, run, attempt)
                 launcher.execute(job, view, partial(_note, ledger, stage, attempt))
+            tell(run, stage, view.say)
 
 
 def _note(ledger: Ledger, stage: Stage, attempt: int, notice: str) -> None:
@@ -114,6 +118,7 @@ def _recorded(
         yield attempt
         if lack := lacks(stage, directory):
             raise BraidError(f"stage {stage.name} ended as if it were done, but {lack}")
+        cause = ending(run, settings, stage)
     except Exception as error:
         state: State = "pending" if isinstance(error, Stopped) else "failed"
         why = error.cause if isinstance(error, JobFailed) else reason(error)
@@ -122,7 +127,6 @@ def _recorded(
         except OSError as unwritten:
             error.add_note(f"the ledger does not tell so: {reason(unwritten)}")
         raise
-    cause = directory.ended_early() or "finished"
     ledger.append(stage.name, "done", cause, attempt, time.monotonic() - started)
 
 
