@@ -120,7 +120,7 @@ def read_verdict(directory: StageDirectory) -> Verdict | None:
         return None
 
 
-def tell(run: RunDirectory, stage: Stage, say: Callable[[str], None]) -> None:
+def tell_verdict(run: RunDirectory, stage: Stage, say: Callable[[str], None]) -> None:
     """Say what a gate that is done has said."""
     if verdict := read_verdict(run.stage(stage.name)):
         say(verdict.text)

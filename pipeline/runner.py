@@ -10,7 +10,7 @@ from functools import partial
 from rich.console import Console
 
 from pipeline.errors import BraidError, reason
-from pipeline.gates import ending, refuse_stopped, tell
+from pipeline.gates import ending, refuse_stopped, tell_verdict
 from pipeline.graph import Stage, compile_graph
 from pipeline.jobs import stage_job
 from pipeline.launcher import JobFailed, Launcher, Programs, Stopped
@@ -73,7 +73,7 @@ def run_stages(
             ):
                 job = stage_job(stage, settings, run, attempt)
                 launcher.execute(job, view, partial(_note, ledger, stage, attempt))
-            tell(run, stage, view.say)
+            tell_verdict(run, stage, view.say)
 
 
 def _note(ledger: Ledger, stage: Stage, attempt: int, notice: str) -> None:
