@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from pipeline.errors import BraidError, reason
+from pipeline.gates import ending, tell_verdict
 from pipeline.graph import Stage
 from pipeline.jobs import stage_job
 from pipeline.launcher import JobFailed, Launcher, Work
@@ -52,6 +53,7 @@ def attempt(
             except JobFailed as failed:
                 view.say(f"failed: {failed.cause}")
                 raise
+        tell_verdict(run, stage, view.say)
 
 
 @contextmanager
@@ -70,6 +72,7 @@ def _recorded(
         yield number
         if lack := lacks(stage, directory):
             raise BraidError(f"stage {stage.name} ended as if it were done, but {lack}")
+        cause = ending(run, settings, stage)
     except Exception as error:
         state: State = "pending" if isinstance(error, Stopped) else "failed"
         why = error.cause if isinstance(error, JobFailed) else reason(error)
@@ -78,7 +81,6 @@ def _recorded(
         except OSError as unwritten:
             error.add_note(f"the ledger does not tell so: {reason(unwritten)}")
         raise
-    cause = directory.ended_early() or "finished"
     ledger.append(stage.name, "done", cause, number, time.monotonic() - started)
 
 

@@ -28,6 +28,7 @@ from parallel.weights.engine import engine_violations
 from pipeline.cores import placement_fault
 from pipeline.credit_checks import credit_rules
 from pipeline.data_checks import data_rules, missing_data, missing_tokenizer, tokenizer_rules
+from pipeline.gate_checks import gate_rules
 from pipeline.graph_checks import graph_rules
 from pipeline.rewards import reward_needs, reward_rules, step_rules
 from pipeline.violations import hint, shown
@@ -83,6 +84,7 @@ def violations(run: dict[str, Any]) -> Found:
             yield from data_rules(f"experts.{name}", domain, model, engine, (merge, mixed))
             yield from _rollout_rules(f"experts.{name}.rollout", domain.rollout, deterministic)
     yield from graph_rules(run, domains)
+    yield from gate_rules(domains, merge, layout)
     valid = {name: domain for name, domain in domains.items() if domain}
     if mixed:
         rewards = {name for domain in valid.values() for name in domain.rewards}

@@ -53,6 +53,14 @@ model and shows what they earn. `new` never overwrites.
 """
 
 
+GATE_HELP = """\
+  braid gate override quickstart gates.spell_backward --reason "noise: 3 of 500 problems"
+
+The reason stands in the ledger, and `braid status` and `braid why` show it. What waits for the gate
+starts with the next `braid resume`. Only a gate that has stopped can be overridden.
+"""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; every failure ends as one message on standard error."""
     arguments = _parse(sys.argv[1:] if argv is None else argv)
@@ -125,6 +133,7 @@ def _parser() -> ArgumentParser:
 
     _add_config_commands(command)
     _add_run_commands(command)
+    _add_gate_commands(command)
     _add_domain_commands(command)
     return parser
 
@@ -333,6 +342,23 @@ def _add_run_commands(command: Callable[[str, str, str], ArgumentParser]) -> Non
     )
     export.add_argument("--stage", required=True, help="whose model, such as merge")
     export.add_argument("--to", required=True, type=Path, help="a folder that is new or empty")
+
+
+def _add_gate_commands(command: Callable[[str, str, str], ArgumentParser]) -> None:
+    gate = command("gate", "let a run go on that a gate has stopped", GATE_HELP)
+    actions = gate.add_subparsers(metavar="ACTION", required=True)
+    override = actions.add_parser(
+        "override",
+        help="let what waits for the gate start, and record why",
+        epilog=GATE_HELP,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    override.set_defaults(command="gate_override")
+    # Laid over the `gate`'s own, which may stand before the action.
+    override.add_argument("--runs-dir", type=Path, default=SUPPRESS, help="where runs lie")
+    override.add_argument("run", metavar="RUN", help="the run's name, or its folder")
+    override.add_argument("stage", metavar="STAGE", help="the gate, such as gates.math")
+    override.add_argument("--reason", required=True, help="why, in a sentence, for the ledger")
 
 
 def _add_domain_commands(command: Callable[[str, str, str], ArgumentParser]) -> None:

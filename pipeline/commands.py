@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from parallel.settings import CHARACTERS
-from pipeline import domain_preview, explain, one_off, report, resolved
+from pipeline import domain_preview, explain, gates, one_off, report, resolved
 from pipeline.config import (
     differing_keys,
     dump_resolved,
@@ -181,6 +181,14 @@ def export(arguments: Namespace) -> None:
     with run.lock():
         one_off.export(run, settings, terminal(), PROGRAMS, arguments.stage, arguments.to)
     print(f"exported {arguments.stage} to {shown(arguments.to)}")
+
+
+def gate_override(arguments: Namespace) -> None:
+    """Let the run go on although a gate has stopped it."""
+    run, settings = existing(arguments)
+    with run.lock(shared=True):
+        gates.override(run, settings, arguments.stage, arguments.reason)
+    print(f"{arguments.stage} is overridden; go on with: braid resume {shown(run.path)}")
 
 
 def domain_new(arguments: Namespace) -> None:

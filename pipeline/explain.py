@@ -46,6 +46,8 @@ def why(run: RunDirectory, settings: RunSettings, name: str) -> Iterator[str]:
         used = manifest.parents.get(parent) if manifest else None
         made_from = f"; it was made from {used[:DIGEST_LENGTH]} of it" if used else ""
         yield f"  from {parent}, which is {_with_cause(states[parent])}{made_from}"
+    for gate in stage.after:
+        yield f"  after {gate}, which is {_with_cause(states[gate])}"
     if manifest:
         yield f"  by the code of {manifest.code}"
         yield f"  with {', '.join(' '.join(each) for each in manifest.versions.items())}"
@@ -69,17 +71,22 @@ def difference(
 
 
 def dot(settings: RunSettings, states: dict[str, StageState]) -> Iterator[str]:
-    """The graph in the language of Graphviz: an arrow for every checkpoint that a stage loads."""
+    """The graph in the language of Graphviz: an arrow for every checkpoint that a stage loads, and
+    a bold one from every gate to what waits for it."""
     yield f"digraph {json.dumps(settings.name)} {{"
     yield "  rankdir=LR; node [shape=box, style=filled];"
     stages = compile_graph(settings)
     for stage in stages:
         label = f"{stage.name}\n{stage.kind}, {states[stage.name].state}"
-        colour = COLOURS[states[stage.name].state]
-        yield f"  {json.dumps(stage.name)} [label={json.dumps(label)}, fillcolor={colour}];"
+        look = f"fillcolor={COLOURS[states[stage.name].state]}"
+        if stage.kind == "gate":
+            look += ", shape=diamond"
+        yield f"  {json.dumps(stage.name)} [label={json.dumps(label)}, {look}];"
     for stage in stages:
         for name in stage.inputs:
             yield f"  {json.dumps(name)} -> {json.dumps(stage.name)}{_arrow(stage, name)};"
+        for name in stage.after:
+            yield f"  {json.dumps(name)} -> {json.dumps(stage.name)} [style=bold, label=gate];"
     yield "}"
 
 

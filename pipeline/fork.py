@@ -35,7 +35,8 @@ def fork(run: RunDirectory, settings: RunSettings, other: RunDirectory) -> list[
             continue
         if _is_what_would_be_made(stage, settings, run, other.stage(stage.name)):
             _take_over(other.stage(stage.name), run.stage(stage.name))
-            ledger.append(stage.name, "done", f"taken over from {shown(other.path)}", 0)
+            said = f": {event.cause}" if stage.kind == "gate" else ""
+            ledger.append(stage.name, "done", f"taken over from {shown(other.path)}{said}", 0)
             taken.append(stage.name)
     return taken
 

@@ -7,6 +7,9 @@ cold_start ─┬─ mixed (where there is one; evaluated, and no teacher)
 
 An expert may grow from another one (`from: experts.A`), there may be no merge, and with `rounds`
 experts and a merge grow again from the merge before: round_2.experts.A, round_2.merge.
+
+Where a domain has a `gate`, the stage gates.A measures its expert against the parent, and what is
+made from the expert waits for it; gates.merge measures the merge against its teachers.
 """
 
 from __future__ import annotations
@@ -21,11 +24,12 @@ from typing import Any, Literal
 from pipeline.schema import leaves
 from stages.settings import DomainSettings, MergeSettings, PolicySettings, RunSettings
 
-Kind = Literal["sft", "grpo", "mixed", "distill", "evaluate", "export"]
+Kind = Literal["sft", "grpo", "mixed", "distill", "gate", "evaluate", "export"]
 
-# What each kind of stage reads. A key stands for everything below it, `*` for every domain and
-# `{domain}` for the stage's own. A stage's result depends on these keys and on its input
-# checkpoints and on nothing else, so that a change elsewhere leaves it valid.
+# What each kind of stage reads. A key stands for everything below it, `*` for every domain,
+# `{domain}` for the stage's own, or every domain where it has none, and `{gated}` for the block
+# whose gate it is. A stage's result depends on these keys and on its input checkpoints and on
+# nothing else, so that a change elsewhere leaves it valid.
 READS: dict[Kind, tuple[str, ...]] = {
     "sft": (
         "seed",
@@ -85,6 +89,17 @@ READS: dict[Kind, tuple[str, ...]] = {
         "merge.optimizer",
         "merge.loop.steps",
     ),
+    "gate": (
+        "seed",
+        "model",
+        "engine.max_model_tokens",
+        "experts.{domain}.prompts",
+        "experts.{domain}.rewards",
+        "experts.{domain}.sampling.max_response_tokens",
+        "evaluation.temperature",
+        "evaluation.sampling_seed",
+        "{gated}.gate",
+    ),
     "evaluate": (
         "seed",
         "model",
@@ -98,14 +113,18 @@ READS: dict[Kind, tuple[str, ...]] = {
 }
 
 TRAINING: tuple[Kind, ...] = ("sft", "grpo", "mixed", "distill")
-SAMPLING: tuple[Kind, ...] = ("grpo", "mixed", "distill", "evaluate")
+MEASURING: tuple[Kind, ...] = ("gate", "evaluate")
+SAMPLING: tuple[Kind, ...] = ("grpo", "mixed", "distill", *MEASURING)
 EXPERT = "experts."
+GATE = "gates."
 DATA_KEYS = (".prompts", ".demonstrations")  # what patterns that name problems end with
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One node of the graph. `parent`, `teachers` and `models` name the stages it starts from."""
+    """One node of the graph. `parent`, `teachers` and `models` name the stages it starts from,
+    and `after` the gates that it waits for and takes nothing from. A gate holds the model `gated`,
+    on every domain of `against`, to the model that is named there."""
 
     name: str
     kind: Kind
@@ -113,6 +132,9 @@ class Stage:
     parent: str | None = None
     teachers: dict[str, str] = field(default_factory=dict)
     models: dict[str, str] = field(default_factory=dict)
+    after: tuple[str, ...] = ()
+    gated: str | None = None
+    against: dict[str, str] = field(default_factory=dict)
     steps: int | None = None
     routing: str | None = None
     reads: dict[str, Any] = field(default_factory=dict)
@@ -123,6 +145,24 @@ class Stage:
         """Every stage whose checkpoint this one loads."""
         parents = [self.parent] if self.parent else []
         return tuple(dict.fromkeys([*parents, *self.teachers.values(), *self.models.values()]))
+
+    @property
+    def waits_for(self) -> tuple[str, ...]:
+        """Every stage that has to be done before this one starts."""
+        return (*self.inputs, *self.after)
+
+    @property
+    def evaluated_on(self) -> dict[str, list[str]]:
+        """The domains of each model that a gate measures."""
+        found = {self.gated: list(self.against)} if self.gated else {}
+        for domain, model in self.against.items():
+            found.setdefault(model, []).append(domain)
+        return found
+
+    @property
+    def measures(self) -> bool:
+        """Whether the stage leaves accuracies."""
+        return self.kind in MEASURING
 
     @property
     def trains(self) -> bool:
@@ -146,31 +186,39 @@ class Stage:
 
 
 def compile_graph(settings: RunSettings) -> tuple[Stage, ...]:
-    """The run's stages in the order they run: each after all of its inputs."""
+    """The run's stages in the order they run: each after all that it waits for."""
     tree = settings.model_dump(mode="json")
 
-    def stage(name: str, kind: Kind, **fields: Any) -> Stage:
-        patterns = [pattern.format(domain=fields.get("domain")) for pattern in READS[kind]]
+    def stage(name: str, kind: Kind, block: str = "", **fields: Any) -> Stage:
+        of = {"domain": fields.get("domain") or "*", "gated": block}
+        patterns = [pattern.format(**of) for pattern in READS[kind]]
         found = {pattern: dict(leaves(tree, pattern)) for pattern in patterns}
         data = [found[pattern] for pattern in patterns if pattern.endswith(DATA_KEYS)]
         return Stage(name, kind, reads=_joined(found.values()), data=_joined(data), **fields)
 
     stages = [stage("cold_start", "sft", steps=settings.cold_start.loop.steps)]
-    base = "cold_start"
+    base, opened = "cold_start", list[str]()
     for number in range(1, settings.rounds + 1):
         prefix = "" if number == 1 else f"round_{number}."
-        for domain in _parents_first(settings.experts):
-            stages.append(stage(**_expert(settings, domain, prefix, base)))
+        experts, gates = _experts(settings, prefix, base, opened)
+        stages += [stage(**each) for each in experts]
         if number == 1 and settings.mixed is not None:
-            mixed = _policy(settings.mixed, base)
-            stages.append(stage(name="mixed", kind="mixed", **mixed))
+            stages.append(stage(name="mixed", kind="mixed", **_policy(settings.mixed, base)))
+        stages += [stage(**each) for each in gates]
         if settings.merge is not None:
-            stages.append(stage(**_merge(settings, settings.merge, prefix, base)))
-            base = stages[-1].name
-    trained = {each.name: each.name for each in stages}
+            own = [f"{prefix}{GATE}{name}" for name in settings.experts]
+            after = (*opened, *(each.name for each in stages if each.name in own))
+            merge = stage(**_merge(settings, settings.merge, prefix, base), after=after)
+            stages.append(merge)
+            base, opened = merge.name, []
+            if settings.merge.gate is not None:
+                gate = stage(**_gate(f"{prefix}{GATE}merge", base, merge.teachers, "merge"))
+                stages.append(gate)
+                opened = [gate.name]
+    trained = {each.name: each.name for each in stages if each.trains}
     stages.append(stage("evaluate", "evaluate", models=trained))
     if settings.merge is not None:
-        stages.append(stage("export", "export", parent=base))
+        stages.append(stage("export", "export", parent=base, after=tuple(opened)))
     return tuple(stages)
 
 
@@ -206,17 +254,56 @@ def _parents_first(experts: dict[str, DomainSettings]) -> list[str]:
     return list(found)
 
 
-def _expert(settings: RunSettings, domain: str, prefix: str, base: str) -> dict[str, Any]:
+def _experts(
+    settings: RunSettings, prefix: str, base: str, opened: list[str]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What the stages of a round's experts are, and of their gates, which come after all experts:
+    one that stops the run should not keep others from training. Only those of experts that another
+    grows from stand among them. `opened` is what everything waits for that grows from `base`.
+    """
+    origins = {expert.from_ for expert in settings.experts.values()}
+    experts: list[dict[str, Any]] = []
+    gates: list[dict[str, Any]] = []
+    for domain in _parents_first(settings.experts):
+        expert = _expert(settings, domain, prefix, base, opened)
+        experts.append(expert)
+        if settings.experts[domain].gate is not None:
+            name, against = f"{prefix}{GATE}{domain}", {domain: expert["parent"]}
+            gate = _gate(name, expert["name"], against, f"{EXPERT}{domain}")
+            grown_from = f"{EXPERT}{domain}" in origins
+            (experts if grown_from else gates).append({**gate, "domain": domain})
+    return experts, gates
+
+
+def _expert(
+    settings: RunSettings, domain: str, prefix: str, base: str, opened: list[str]
+) -> dict[str, Any]:
     """What the stage of a domain's expert is; `base` is what all grow from in this round."""
     expert = settings.experts[domain]
     parent = expert.from_ or base
+    after = opened if parent == base else []
     if parent.startswith(EXPERT):
+        origin = parent.removeprefix(EXPERT)
         parent = prefix + parent
+        after = [f"{prefix}{GATE}{origin}"] if settings.experts[origin].gate else []
     return {
         "name": f"{prefix}{EXPERT}{domain}",
         "kind": "grpo",
         "domain": domain,
+        "after": tuple(after),
         **_policy(expert, parent),
+    }
+
+
+def _gate(name: str, gated: str, against: dict[str, str], block: str) -> dict[str, Any]:
+    """What the stage of a gate is; `block` is the key of the settings whose gate it is."""
+    return {
+        "name": name,
+        "kind": "gate",
+        "block": block,
+        "gated": gated,
+        "against": against,
+        "models": {model: model for model in (gated, *against.values())},
     }
 
 

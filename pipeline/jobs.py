@@ -7,6 +7,7 @@ from pathlib import Path
 from parallel.files import write_atomically
 from parallel.settings import EngineJob
 from pipeline.errors import BraidError
+from pipeline.gates import gate_of
 from pipeline.graph import Stage
 from pipeline.run_directory import EngineDirectory, RunDirectory, StageDirectory
 from pipeline.violations import shown
@@ -20,6 +21,10 @@ class MissingCheckpoint(BraidError):
 def stage_job(stage: Stage, settings: RunSettings, run: RunDirectory, attempt: int) -> StageJob:
     """The job of one attempt at a stage of the graph; a launcher adds where its engines are."""
     directory = run.stage(stage.name)
+    if stage.kind == "gate":
+        problems = {"problems": gate_of(stage, settings).problems}
+        evaluation = settings.evaluation.model_copy(update=problems)
+        settings = settings.model_copy(update={"evaluation": evaluation})
     return StageJob(
         stage=stage.name,
         kind=stage.kind,
@@ -29,6 +34,7 @@ def stage_job(stage: Stage, settings: RunSettings, run: RunDirectory, attempt: i
         parent=checkpoint_path(run, stage.parent) if stage.parent else None,
         teachers={key: checkpoint_path(run, name) for key, name in stage.teachers.items()},
         models={key: checkpoint_path(run, name) for key, name in stage.models.items()},
+        evaluated_on=stage.evaluated_on,
         output=directory.exported.absolute() if stage.kind == "export" else None,
         samples=stage.needs_engine,
         settings=settings,

@@ -132,12 +132,14 @@ def plain_table(title: str) -> Table:
 def indented(stages: Sequence[Stage]) -> dict[str, str]:
     """The stages' names, each as far to the right as it is deep below the cold start."""
     depths: dict[str, int] = {}
-    for stage in stages:  # inputs come first
-        depths[stage.name] = 1 + max((depths[name] for name in stage.inputs), default=-1)
+    for stage in stages:  # what it waits for comes first
+        depths[stage.name] = 1 + max((depths[name] for name in stage.waits_for), default=-1)
     return {name: f"{'  ' * depth}{name}" for name, depth in depths.items()}
 
 
 def _origin(stage: Stage) -> str:
+    if stage.gated:
+        return f"{stage.gated} against {', '.join(dict.fromkeys(stage.against.values()))}"
     if stage.models and not stage.parent:
         return f"{len(stage.models)} models"
     taught = f", taught by {len(stage.teachers)} experts" if stage.teachers else ""

@@ -54,6 +54,11 @@ class StageDirectory:
         return self.path / "results.json"
 
     @property
+    def verdict(self) -> Path:
+        """What a gate says of what it measured."""
+        return self.path / "verdict.json"
+
+    @property
     def measured(self) -> Path:
         """What an unfinished evaluation has found so far, a file a model."""
         return self.path / "models"

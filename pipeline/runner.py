@@ -12,6 +12,7 @@ from rich.console import Console
 
 from pipeline.attempt import attempt, close_abandoned
 from pipeline.errors import BraidError, reason
+from pipeline.gates import refuse_stopped
 from pipeline.graph import Stage, compile_graph
 from pipeline.launcher import Launcher, Programs, Work
 from pipeline.ledger import Ledger
@@ -19,7 +20,7 @@ from pipeline.placement import ThisMachine
 from pipeline.processes import POLL_SECONDS
 from pipeline.progress import Screen
 from pipeline.run_directory import RunDirectory
-from pipeline.selection import chosen, following, refuse_missing_inputs, to_make_anew
+from pipeline.selection import chosen, refuse_missing_inputs, to_make_anew
 from pipeline.signals import Signals, Stopped
 from pipeline.states import StageState, derive
 from pipeline.violations import shown
@@ -58,6 +59,7 @@ def run_stages(
         BraidError: `only` names no stage, or one that lacks what it is made from; or there are too
             few cores for so many stages at once.
         JobFailed: a stage failed; the others that do not need it are done.
+        GateStopped: the same of a gate, which stopped now or before.
         Stopped: a signal asked for it.
     """
     stages = compile_graph(settings)
@@ -76,7 +78,8 @@ def run_stages(
         }
 
         def begin(stage: Stage, lane: Launcher) -> Work:
-            return attempt(run, settings, stage, lane, screen, titles[stage.name])
+            refuse_stopped(run, [stage], states)
+            yield from attempt(run, settings, stage, lane, screen, titles[stage.name])
 
         _Course([stage for stage in wanted if states[stage.name].state != "done"], begin).go(lanes)
 
@@ -115,7 +118,11 @@ class _Course:
         unfinished = {stage.name for stage, _ in self._going.values()}
         unfinished |= {stage.name for stage in self._waiting}
         for stage in self._waiting:
-            if lane not in self._going and not self._stopped and not unfinished & {*stage.inputs}:
+            if (
+                lane not in self._going
+                and not self._stopped
+                and not unfinished & {*stage.waits_for}
+            ):
                 self._waiting.remove(stage)
                 self._going[lane] = stage, self._begin(stage, lane)
                 return
@@ -131,9 +138,15 @@ class _Course:
             self._stopped = stopped
         except (BraidError, OSError) as failure:
             self._failures.append(failure)
-            without = {each.name for each in following([stage, *self._waiting], [stage.name])}
-            self._waiting = [each for each in self._waiting if each.name not in without]
+            self._leave_out_what_waits_for(stage)
         del self._going[lane]
+
+    def _leave_out_what_waits_for(self, failed: Stage) -> None:
+        lost = {failed.name}
+        for stage in self._waiting:  # those before it come first
+            if lost & {*stage.waits_for}:
+                lost.add(stage.name)
+        self._waiting = [stage for stage in self._waiting if stage.name not in lost]
 
 
 def _lanes(

@@ -26,18 +26,21 @@ def chosen(run: RunDirectory, stages: Sequence[Stage], names: Iterable[str]) -> 
 
 
 def refuse_missing_inputs(wanted: Sequence[Stage], states: Mapping[str, StageState]) -> None:
-    """Raise BraidError where a stage that is to run needs one that neither is done nor runs."""
+    """Raise BraidError where a stage that is to run needs one that neither is done nor runs, or
+    waits for such a gate."""
     running = {stage.name for stage in wanted}
     lines = [
-        f"  {stage.name} needs {name}, which is {states[name].state}"
+        f"  {stage.name} {'waits for' if name in stage.after else 'needs'} {name}, which is "
+        f"{states[name].state}"
         for stage in wanted
         if states[stage.name].state != "done"
-        for name in stage.inputs
+        for name in stage.waits_for
         if states[name].state != "done" and name not in running
     ]
     if lines:
+        heading = "stages lack what they are made from or wait for:"
         remedy = "name those too with --only, or run without it"
-        raise BraidError("\n".join(["stages lack what they are made from:", *lines, remedy]))
+        raise BraidError("\n".join([heading, *lines, remedy]))
 
 
 def following(stages: Sequence[Stage], names: Iterable[str]) -> list[Stage]:

@@ -92,14 +92,14 @@ def _step(directory: StageDirectory) -> int | None:
 
 def _holds_work(stage: Stage, directory: StageDirectory) -> bool:
     """Whether a next attempt would build on what an earlier one left."""
-    if stage.kind == "evaluate":
+    if stage.measures:
         return directory.measured.exists()
     return directory.newest_checkpoint() is not None
 
 
 def lacks(stage: Stage, directory: StageDirectory) -> str | None:
     """What a finished stage should have left and did not, or None."""
-    if stage.kind == "evaluate":
+    if stage.measures:
         return None if directory.results.exists() else "its results.json is gone"
     if stage.kind == "export":
         return None if directory.exported.exists() else "its exported model is gone"

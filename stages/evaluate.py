@@ -1,4 +1,7 @@
-"""Accuracy of several checkpoints on every domain's held-out problems, with 95 % intervals."""
+"""Accuracy of several checkpoints on domains' held-out problems, with 95 % intervals.
+
+The stage `evaluate` measures every model on every domain, a gate those that it compares.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +46,18 @@ class Evaluation:
     def __init__(self, job: StageJob) -> None:
         self.job = job
         self.settings = job.settings.evaluation
-        self.domains = job.settings.experts
+        self.domains = {
+            domain: settings
+            for domain, settings in job.settings.experts.items()
+            if any(domain in self.domains_of(name) for name in job.models)
+        }
         self.policy = Policy(job.settings.model, job.settings.layout)
         self.rollouts = Rollouts(job, self.policy)
         self.version = 0  # which of the checkpoints the engines have
         if is_main():
-            a_model = self.settings.problems * len(self.domains)
-            self.answered = a_model * sum(self.has(name) for name in job.models)
-            self.log = MetricsLog(job, a_model * len(job.models), start=self.answered)
+            asked = {name: self._problems_of(name) for name in job.models}
+            self.answered = sum(asked[name] for name in job.models if self.has(name))
+            self.log = MetricsLog(job, sum(asked.values()), start=self.answered)
             self.problems = {
                 domain: held_out_problems(
                     settings.prompts,
@@ -63,17 +70,21 @@ class Evaluation:
             }
             self.scoring = Scoring(job, self.domains, self.rollouts)
 
+    def domains_of(self, name: str) -> list[str]:
+        """The domains that a model is measured on."""
+        return self.job.evaluated_on.get(name, list(self.job.settings.experts))
+
     def has(self, name: str) -> bool:
-        """Whether a model is measured on every domain."""
+        """Whether a model is measured on its domains."""
         return self._result_file(name).exists()
 
     def evaluate(self, name: str, checkpoint: Path, version: int) -> None:
-        """Measure one checkpoint on every domain. Collective."""
+        """Measure one checkpoint on its domains. Collective."""
         checkpoints.load_weights(self.policy, checkpoint)
         self.version = version
         self.rollouts.refit(version)
         self._check_engine()
-        scores = {domain: self._accuracy(name, domain) for domain in self.domains}
+        scores = {domain: self._accuracy(name, domain) for domain in self.domains_of(name)}
         if is_main():
             write_atomically(self._result_file(name), json.dumps(scores, indent=2))
 
@@ -89,6 +100,9 @@ class Evaluation:
         self.rollouts.close()
         if is_main():
             self.scoring.close()
+
+    def _problems_of(self, name: str) -> int:
+        return self.settings.problems * len(self.domains_of(name))
 
     def _check_engine(self) -> None:
         """Hold the engine to the checkpoint's own log-probabilities on a first batch."""

@@ -20,6 +20,7 @@ MODULES = {
     "grpo": "stages.grpo",
     "mixed": "stages.grpo",
     "distill": "stages.distill",
+    "gate": "stages.evaluate",
     "evaluate": "stages.evaluate",
     "export": "stages.export",
     "preview": "stages.preview",

@@ -31,6 +31,7 @@ from stages.domains.sources.settings import (
     GeneratedDemonstrationSettings,
     PromptSettings,
 )
+from stages.gates.settings import ExpertGateSettings, MergeGateSettings
 from stages.guards.settings import GuardsSettings, StopSettings
 from stages.objectives.settings import ObjectiveSettings
 
@@ -151,6 +152,11 @@ class DomainSettings(PolicySettings):
         description="the stage it grows from: cold_start, or experts.NAME of the same round; null"
         " is cold_start, and the merge before in later rounds",
     )
+    gate: ExpertGateSettings | None = Field(
+        default=None,
+        description="what its expert has to show before anything is made from it; null asks"
+        " nothing",
+    )
 
 
 class MixedSettings(PolicySettings):
@@ -175,6 +181,11 @@ class MergeSettings(Settings):
     routing: RoutingSettings = RoutingSettings()
     optimizer: OptimizerSettings
     loop: LoopSettings
+    gate: MergeGateSettings | None = Field(
+        default=None,
+        description="what it has to keep of its teachers before anything is made from it; null asks"
+        " nothing",
+    )
 
 
 class EvaluationSettings(Settings):
@@ -218,6 +229,11 @@ class RunSettings(Settings):
         """Tokens of a prompt beside which a response fits into the engine."""
         return self.engine.max_model_tokens - sampling.max_response_tokens
 
+    def most_problems(self, domain: str) -> int:
+        """How many held-out problems of a domain some stage asks for."""
+        gates = (self.experts[domain].gate, self.merge and self.merge.gate)
+        return max([self.evaluation.problems, *(gate.problems for gate in gates if gate)])
+
 
 class StageJob(Settings):
     """Everything one stage process needs; `python -m stages.main JOB` reads it on every rank.
@@ -228,13 +244,16 @@ class StageJob(Settings):
     """
 
     stage: str
-    kind: Literal["sft", "grpo", "mixed", "distill", "evaluate", "export", "preview"]
+    kind: Literal["sft", "grpo", "mixed", "distill", "gate", "evaluate", "export", "preview"]
     domain: str | None = None
     directory: Path
     attempt: Positive
     parent: Path | None = None
     teachers: dict[str, Path] = Field(default_factory=dict)
     models: dict[str, Path] = Field(default_factory=dict)
+    evaluated_on: dict[str, list[str]] = Field(
+        default_factory=dict, description="of each model, its domains; all where it is not named"
+    )
     output: Path | None = None
     samples: bool = Field(default=False, description="whether it needs engines")
     engine_addresses: list[Path] = Field(

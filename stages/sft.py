@@ -131,7 +131,7 @@ def _source(job: StageJob, domain: str, tokenizer: Tokenizer) -> DemonstrationSo
     seed, settings = job.settings.seed, job.settings.experts[domain]
     # Before hours of training rather than after: is there enough to evaluate on?
     longest = job.settings.longest_prompt(settings.sampling)
-    problems = job.settings.evaluation.problems
+    problems = job.settings.most_problems(domain)
     held_out_problems(settings.prompts, tokenizer, domain, problems, longest)
     wanted = settings.demonstrations
     if isinstance(wanted, GeneratedDemonstrationSettings):

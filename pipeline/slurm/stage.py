@@ -11,6 +11,7 @@ from pipeline import report
 from pipeline.attempt import attempt
 from pipeline.config import load_cluster
 from pipeline.errors import BraidError
+from pipeline.gates import refuse_stopped
 from pipeline.graph import Stage
 from pipeline.launcher import JobFailed, Launcher, Programs, to_the_end
 from pipeline.ledger import Ledger
@@ -49,6 +50,7 @@ def run_stage(
         console.print(f"{stage.name} is done already", highlight=False)
         return
     refuse_missing_inputs([stage], states)
+    refuse_stopped(run, [stage], states)
     in_a_job = "SLURM_JOB_ID" in os.environ
     number = job_number() if in_a_job else None
     cluster = load_cluster(run.cluster) if run.cluster.exists() else ClusterSettings()

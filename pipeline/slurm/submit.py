@@ -75,9 +75,9 @@ def submissions(
         alike = [first]
         if first.kind == "grpo":
             others = [each for each in left[1:] if each.kind == "grpo"]
-            alike += [each for each in others if each.inputs == first.inputs]
+            alike += [each for each in others if each.waits_for == first.waits_for]
         left = [each for each in left if each not in alike]
-        after = tuple(job_of[name] for name in first.inputs if name in job_of)
+        after = tuple(job_of[name] for name in first.waits_for if name in job_of)
         submission = _submission(run, settings, cluster, alike, after)
         for stage in alike:
             job_of[stage.name] = submission.job(f"{{{len(found)}}}", stage)

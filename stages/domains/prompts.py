@@ -16,6 +16,7 @@ from stages.tokenizer import Tokenizer
 Split = Literal["train", "held_out"]
 
 STREAM_SPACING_BITS = 32
+HELD_OUT_REMEDY = ", or lower evaluation.problems, and gate.problems where there is a gate"
 
 
 class Source(Protocol):
@@ -99,7 +100,7 @@ class PromptStream:
             f"only {len(exclude)} distinct {self.split} prompts{skipped} found, {wanted} needed;"
             " have more problems, more varied ones, or change prompts.held_out_fraction"
             f"{' or the limits on tokens' if self.too_long else ''}"
-            f"{', or lower evaluation.problems' if self.split == 'held_out' else ''}",
+            f"{HELD_OUT_REMEDY if self.split == 'held_out' else ''}",
         )
 
     def _has_no_room(self, problem: Problem) -> bool:

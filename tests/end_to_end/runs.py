@@ -20,11 +20,12 @@ STAGES = [
     "experts.chain_sum",
     "experts.spell_backward",
     "experts.number_sorting",
+    "gates.chain_sum",
     "merge",
     "evaluate",
     "export",
 ]
-TRAINING = STAGES[:5]
+TRAINING = [*STAGES[:4], "merge"]
 
 
 def braid(directory: Path, *arguments: str) -> subprocess.Popen[str]:

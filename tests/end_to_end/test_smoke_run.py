@@ -195,6 +195,23 @@ def test_each_domain_has_its_own_kl(peaceful: Run) -> None:
     assert "kl" in logged["number_sorting"]
 
 
+def test_a_gate_measures_an_expert_and_its_parent_on_its_own_domain(peaceful: Run) -> None:
+    folder = peaceful.path / "stages" / "gates.chain_sum"
+    models = json.loads((folder / "results.json").read_text())["models"]
+    assert [(name, list(scores)) for name, scores in models.items()] == [
+        ("experts.chain_sum", ["chain_sum"]),
+        ("cold_start", ["chain_sum"]),
+    ]
+    assert [scores["chain_sum"]["n"] for scores in models.values()] == [20, 20]
+    verdict = json.loads((folder / "verdict.json").read_text())
+    gain, *bounds = verdict["reasons"]
+    assert verdict["outcome"] in ("passed", "warned")
+    assert gain.startswith("experts.chain_sum gains ")
+    assert all("mismatch_max reaches" in bound and "above" not in bound for bound in bounds)
+    said = f"gates.chain_sum  {verdict['outcome']}: experts.chain_sum gains "
+    assert said in peaceful.output
+
+
 def test_a_domain_is_tried_on_a_finished_stage(peaceful: Run) -> None:
     domain = str(REPOSITORY / "configs" / "domains" / "spell_backward.yaml")
     asked = ("--run", "smoke", "--stage", "cold_start", "--samples", "4")

@@ -25,19 +25,43 @@ def work(job: dict, rank: int) -> None:
     directory = Path(job["directory"])
     for step in (1, 2):
         line = {"step": step, "steps": 2, "time": time.time(), "loss": 1 / step}
+        line |= {"mismatch_max": 2e-5 / step}
         with (directory / "metrics.jsonl").open("a") as metrics:
             metrics.write(json.dumps(line) + "\n")
     if job["kind"] == "export":
         Path(job["output"]).mkdir(parents=True)
-    elif job["kind"] == "evaluate":
-        score = {"accuracy": 0.5, "low": 0.45, "high": 0.55, "n": 400}
-        scores = dict.fromkeys(job["settings"]["experts"], score)
-        results = {"models": dict.fromkeys(job["models"], scores)}
-        (directory / "results.json").write_text(json.dumps(results))
+    elif job["kind"] in ("evaluate", "gate"):
+        measure(directory, job, first=0.5 if job["kind"] == "evaluate" else 0.7)
     elif job["kind"] == "preview":
         preview(directory, job)
     else:
         save(directory, job["stage"])
+
+
+def measure(directory: Path, job: dict, first: float) -> None:
+    """The first of the models, which a gate is about, solves so many problems, the others half."""
+    models = {}
+    for name in job["models"]:
+        domains = job["evaluated_on"].get(name, job["settings"]["experts"])
+        models[name] = dict.fromkeys(domains, score(0.5 if models else first))
+    (directory / "models").mkdir(exist_ok=True)
+    (directory / "results.json").write_text(json.dumps({"models": models}))
+
+
+def score(accuracy: float) -> dict:
+    return {"accuracy": accuracy, "low": accuracy - 0.05, "high": accuracy + 0.05, "n": 400}
+
+
+def fall_short(job: dict, rank: int) -> None:
+    """A gate finds that the model it is about is worse than the others."""
+    if rank == 0:
+        measure(Path(job["directory"]), job, first=0.3)
+
+
+def draw_level(job: dict, rank: int) -> None:
+    """A gate finds nearly what it wants."""
+    if rank == 0:
+        measure(Path(job["directory"]), job, first=0.47)
 
 
 def preview(directory: Path, job: dict) -> None:
@@ -196,6 +220,8 @@ ACTIONS = {
     for action in (
         work,
         end_early,
+        fall_short,
+        draw_level,
         save_then_hang,
         break_down,
         say_why,

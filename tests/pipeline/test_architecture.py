@@ -37,6 +37,7 @@ WITHOUT_TORCH = {
     "stages.domains.rewards.reward",
     "stages.domains.rewards.schema",
     "stages.domains.sandbox",
+    "stages.statistics",
 }
 HEAVY = {
     "torch",

@@ -154,8 +154,9 @@ def test_what_no_graph_can_be_made_of_is_refused(
 
 @pytest.fixture
 def with_baseline(config: Path) -> RunSettings:
-    """A run that trains one policy on all domains beside the experts."""
-    return load(config, [MIXED])
+    """A run that trains one policy on all domains beside the experts, and has every gate."""
+    gates = [f"{key}.gate={{}}" for key in ("experts.sums", "experts.words", "merge")]
+    return load(config, [MIXED, *gates])
 
 
 def test_the_baseline_is_trained_on_all_domains_and_evaluated(with_baseline: RunSettings) -> None:
@@ -183,6 +184,7 @@ def test_every_setting_is_read_by_a_stage_or_said_to_change_nothing(
 def test_every_pattern_names_a_setting(with_baseline: RunSettings) -> None:
     settings = with_baseline
     keys = [key for key, _ in flatten(settings.model_dump(mode="json"))]
-    patterns = [pattern.format(domain="sums") for reads in READS.values() for pattern in reads]
+    of = {"domain": "sums", "gated": "merge"}
+    patterns = [pattern.format(**of) for reads in READS.values() for pattern in reads]
     for pattern in [*patterns, *CHANGES_NO_RESULT]:
         assert any(matches(key, pattern) for key in keys), pattern

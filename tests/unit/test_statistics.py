@@ -44,3 +44,18 @@ def test_difference(
 def test_no_accuracy(correct: int, n: int) -> None:
     with pytest.raises(ValueError, match="is no accuracy"):
         wilson(correct, n)
+
+
+@pytest.mark.parametrize("after", [0, 1, 60, 100])
+@pytest.mark.parametrize("before", [0, 37, 99, 100])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.95, 1.0])
+def test_a_share_of_the_other_is_taken_off(after: int, before: int, share: float) -> None:
+    one, other = wilson(after, 100), wilson(before, 100)
+    found = difference(one, other, share)
+    assert found.difference == pytest.approx(one.accuracy - share * other.accuracy)
+    assert found.low <= found.difference <= found.high
+    assert difference(one, other, 1.0) == difference(one, other)
+    alone = difference(one, other, 0.0)
+    assert (alone.low, alone.high) == pytest.approx((one.low, one.high))
+    # The less of the other there is, the less its own uncertainty adds.
+    assert found.high - found.low >= alone.high - alone.low - 1e-12

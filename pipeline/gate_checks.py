@@ -1,0 +1,60 @@
+"""Rules about gates: what they bound has to be logged, and what they measure to be enough."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from parallel.settings import LayoutSettings
+from stages.settings import DomainSettings, MergeSettings
+
+Found = Iterator[tuple[str, str]]
+
+
+def gate_rules(
+    domains: Mapping[str, DomainSettings | None],
+    merge: MergeSettings | None,
+    layout: LayoutSettings | None,
+) -> Found:
+    """Every broken rule as (dotted key, message); a domain that is not valid itself is None."""
+    gates = {f"experts.{name}.gate": each.gate for name, each in domains.items() if each}
+    for key, gate in {**gates, "merge.gate": merge and merge.gate}.items():
+        if gate and layout and gate.problems < layout.data:
+            yield (
+                f"{key}.problems",
+                f"{gate.problems} is less than the {layout.data} data-parallel ranks of layout, "
+                "and each needs one",
+            )
+    for name, domain in domains.items():
+        if domain:
+            yield from _bound_rules(f"experts.{name}", domain)
+    namesake = domains.get("merge")
+    if namesake and namesake.gate and merge and merge.gate:
+        yield (
+            "experts.merge",
+            "its gate and that of the merge are both gates.merge; rename the domain",
+        )
+
+
+def _bound_rules(key: str, domain: DomainSettings) -> Found:
+    """Bounds of metrics that the expert never logs."""
+    gate, kl, rollout = domain.gate, domain.objective.kl, domain.rollout
+    if gate is None:
+        return
+    if gate.max_kl is not None and kl.coefficient == 0:
+        yield (
+            f"{key}.gate.max_kl",
+            f"{gate.max_kl:g} bounds a metric that is not logged with "
+            f"{key}.objective.kl.coefficient = 0; use null, or a coefficient above 0",
+        )
+    if gate.max_drift is not None and rollout.mode == "sync" and rollout.oversampling == 1:
+        yield (
+            f"{key}.gate.max_drift",
+            f"{gate.max_drift:g} bounds a metric that is not logged with {key}.rollout.mode = sync "
+            "and no oversampling, where no sample is old; use null",
+        )
+    if gate.max_router_movement is not None and domain.objective.ratio.name != "rspo":
+        yield (
+            f"{key}.gate.max_router_movement",
+            f"{gate.max_router_movement:g} bounds a metric that is logged with "
+            f"{key}.objective.ratio.name = rspo alone; use null",
+        )

@@ -1,0 +1,209 @@
+"""Runs that gates stop, warn of and let pass; overriding one, and every wrong way to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Braid = Callable[..., tuple[int, str, str]]
+GATES = ("experts.sums.gate={problems: 20, max_mismatch: 1e-4}", "merge.gate={problems: 30}")
+FALLS_SHORT = {"gates.sums": {"0": "fall_short"}}
+SAID = "gate: experts.sums gains -20.0 points [-27.1, -12.9] over cold_start on sums, and "
+
+
+def events(run: Path, stage: str) -> list[tuple[str, str]]:
+    lines = map(json.loads, (run / "ledger.jsonl").read_text().splitlines())
+    return [(line["state"], line["cause"]) for line in lines if line["stage"] == stage]
+
+
+def attempts(run: Path) -> dict[str, int]:
+    return {
+        stage.name: len(list(stage.glob("attempt_*"))) for stage in sorted(run.glob("stages/*"))
+    }
+
+
+@pytest.fixture
+def stopped(braid: Braid, config: Path, runs: Path) -> Path:
+    """A run that its first gate has stopped."""
+    code, _, err = braid("run", config, *GATES, actions=FALLS_SHORT)
+    assert code == 1
+    assert err.startswith(f"braid: {SAID}")
+    assert f"\n  braid gate override {runs}/small gates.sums --reason " in err
+    return runs / "small"
+
+
+def test_gates_that_pass_let_a_run_come_to_its_end(braid: Braid, config: Path, runs: Path) -> None:
+    code, out, err = braid("run", config, *GATES)
+    assert (code, err) == (0, "")
+    assert "[4/8] gates.sums  passed: experts.sums gains +20.0 points [+12.9, +27.1] over" in out
+    assert "; mismatch_max reaches 2e-05 in the last 2 steps of experts.sums\n" in out
+    assert "[6/8] gates.merge  passed: merge solves 70.0 % of sums, experts.sums 50.0 %; " in out
+    assert events(runs / "small", "gates.sums")[-1][1].startswith("passed: experts.sums gains")
+    job = json.loads((runs / "small/stages/gates.merge/attempt_1/job.json").read_text())
+    assert job["settings"]["evaluation"]["problems"] == 30
+    assert job["evaluated_on"]["experts.words"] == ["words"]
+    assert braid("status")[1] == "small: 8 done\n"
+    assert list(json.loads((runs / "small/results.json").read_text())["models"]) == [
+        "cold_start",
+        "experts.sums",
+        "experts.words",
+        "merge",
+    ]
+
+
+def test_a_gate_that_stops_lets_nothing_start_that_waits_for_it(
+    braid: Braid, config: Path, stopped: Path
+) -> None:
+    made = {"cold_start": 1, "experts.sums": 1, "experts.words": 1, "gates.sums": 1}
+    assert attempts(stopped) == made
+    [_, (state, cause)] = events(stopped, "gates.sums")
+    assert (state, cause) == (
+        "failed",
+        f"{SAID}experts.sums.gate.min_gain wants the whole interval at +0.0 or above",
+    )
+    code, _, err = braid("resume", "small")
+    assert (code, err.splitlines()[0]) == (1, f"braid: {cause}")
+    assert attempts(stopped) == made
+    code, _, err = braid("resume", "small", "--only", "merge")
+    assert code == 1
+    assert "  merge waits for gates.sums, which is failed\n" in err
+
+
+def test_a_gate_is_made_anew_with_other_settings(braid: Braid, config: Path, stopped: Path) -> None:
+    edit = "experts.sums.gate.min_gain=-0.5"
+    code, _, err = braid("run", config, *GATES, edit)
+    assert code == 1
+    assert "that are done or begun: gates.sums\n" in err
+    code, _, err = braid("run", config, *GATES, edit, "--from", "gates.sums", actions=FALLS_SHORT)
+    assert (code, err) == (0, "")
+    assert attempts(stopped)["experts.sums"] == 1
+
+
+def test_a_warning_is_told_and_the_run_goes_on(braid: Braid, config: Path, runs: Path) -> None:
+    warns = "experts.sums.gate.on_failure=warn"
+    actions = {**FALLS_SHORT, "gates.merge": {"0": "draw_level"}}
+    code, out, err = braid("run", config, *GATES, warns, actions=actions)
+    assert (code, err) == (0, "")
+    assert "[4/8] gates.sums  warned: experts.sums gains -20.0 points" in out
+    [_, (state, cause)] = events(runs / "small", "gates.merge")
+    assert (state, cause.partition(":")[0]) == ("done", "warned")
+    assert "merge solves 47.0 % of sums, experts.sums 50.0 %: -0.5 points" in cause
+
+
+def test_an_override_is_recorded_and_the_run_goes_on(
+    braid: Braid, config: Path, stopped: Path
+) -> None:
+    given = ("gate", "override", "small", "gates.sums", "--reason", " a bad\n seed ")
+    code, out, err = braid(*given)
+    assert (code, err) == (0, "")
+    assert out == f"gates.sums is overridden; go on with: braid resume {stopped}\n"
+    state, cause = events(stopped, "gates.sums")[-1]
+    assert state == "done"
+    assert cause.startswith(f"overridden: a bad seed; it said: {SAID}")
+    assert (
+        "gates.sums is done: overridden: a bad seed; it said: gate: "
+        in braid("why", "small", "gates.sums")[1]
+    )
+    assert "after gates.sums, which is done: overridden: " in braid("why", "small", "merge")[1]
+    assert "overridden: a bad seed" in " ".join(braid("status", "small")[1].split())
+    code, out, err = braid("resume", "small")
+    assert (code, err) == (0, "")
+    assert "gates.sums" not in out
+    assert attempts(stopped)["gates.sums"] == 1
+
+    taken = braid("run", config, *GATES, "--name", "other", "--fork", "small", "--only", "merge")
+    assert taken[0] == 0
+    [(state, cause)] = events(stopped.with_name("other"), "gates.sums")
+    assert cause.startswith(f"taken over from {stopped}: overridden: a bad seed; it said: ")
+
+
+@pytest.mark.parametrize(
+    ("stage", "reason", "message"),
+    [
+        ("gates.sums", " \n", "--reason is empty, and the ledger is to say why"),
+        ("gates.sum", "why not", 'has no stage gates.sum; did you mean "gates.sums"?'),
+        ("experts.sums", "why not", "experts.sums is no gate of "),
+        ("gates.merge", "why not", " is pending\nonly a gate that has stopped is overridden"),
+    ],
+)
+def test_a_wrong_override_changes_nothing(
+    braid: Braid, stopped: Path, stage: str, reason: str, message: str
+) -> None:
+    before = (stopped / "ledger.jsonl").read_bytes()
+    code, out, err = braid("gate", "override", "small", stage, "--reason", reason)
+    assert (code, out) == (1, "")
+    assert message in err
+    assert (stopped / "ledger.jsonl").read_bytes() == before
+
+
+def test_a_gate_is_overridden_once_and_as_long_as_it_holds(
+    braid: Braid, config: Path, stopped: Path
+) -> None:
+    override = ("gate", "override", "small", "gates.sums", "--reason", "why not")
+    assert braid("gate", "override", "small", "gates.sums")[0] == 2
+    assert braid("run", config, *GATES, "--name", "alike", "--only", "cold_start")[0] == 0
+    assert "is pending" in braid("gate", "override", "alike", *override[3:])[2]
+    assert braid(*override)[0] == 0
+    code, _, err = braid(*override)
+    assert code == 1
+    assert "gates.sums of" in err
+    assert "is done: overridden: why not; it said: gate: " in err
+    # Another expert is another question.
+    assert braid("resume", "small", "--from", "experts.sums", actions=FALLS_SHORT)[0] == 1
+    assert events(stopped, "gates.sums")[-1][0] == "failed"
+
+
+def test_a_gate_that_broke_has_not_stopped(braid: Braid, config: Path) -> None:
+    assert braid("run", config, *GATES, actions={"gates.sums": {"1": "break_down"}})[0] == 1
+    code, _, err = braid("gate", "override", "small", "gates.sums", "--reason", "why not")
+    assert code == 1
+    assert "is failed: rank 1 ended with exit status 3" in err
+    assert braid("resume", "small")[0] == 0
+
+
+def test_a_run_without_gates_says_so(braid: Braid, config: Path) -> None:
+    braid("run", config, "--only", "cold_start")
+    _, _, err = braid("gate", "override", "small", "merge", "--reason", "why not")
+    assert err.endswith("; it has no gates\n")
+
+
+def test_a_gate_made_anew_leaves_what_came_after_it(braid: Braid, config: Path, runs: Path) -> None:
+    assert braid("run", config, *GATES)[0] == 0
+    code, out, err = braid("resume", "small", "--from", "gates.sums")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"put aside {runs}/small/replaced/gates.sums.1\n[4/8] gates.sums")
+    assert attempts(runs / "small") == dict.fromkeys(attempts(runs / "small"), 1)
+    assert "] merge" not in out
+
+
+def test_a_gate_is_run_alone(braid: Braid, config: Path, runs: Path) -> None:
+    code, _, err = braid("run", config, *GATES, "--only", "gates.sums")
+    assert code == 1
+    assert "  gates.sums needs experts.sums, which is pending\n" in err
+    only = [each for name in ("cold_start", "experts.sums") for each in ("--only", name)]
+    assert braid("run", config, *GATES, *only)[0] == 0
+    assert braid("run", config, *GATES, "--only", "gates.sums")[0] == 0
+    assert attempts(runs / "small") == {"cold_start": 1, "experts.sums": 1, "gates.sums": 1}
+
+
+def test_a_gate_may_be_added_to_a_run_that_is_done(braid: Braid, config: Path, runs: Path) -> None:
+    assert braid("run", config)[0] == 0
+    code, out, err = braid("run", config, *GATES)
+    assert (code, err) == (0, "")
+    assert "[4/8] gates.sums  passed: " in out
+    assert set(attempts(runs / "small").values()) == {1}
+
+
+def test_a_plan_shows_gates(braid: Braid, config: Path) -> None:
+    lines = [" ".join(line.split()) for line in braid("plan", config, *GATES)[1].splitlines()]
+    assert "gates.sums gate experts.sums against cold_start yes pending" in lines
+    assert "gates.merge gate merge against experts.sums, experts.words yes pending" in lines
+    drawn = [line.strip() for line in braid("plan", config, *GATES, "--dot")[1].splitlines()]
+    assert '"gates.sums" -> "merge" [style=bold, label=gate];' in drawn
+    assert '"gates.merge" -> "export" [style=bold, label=gate];' in drawn
+    assert '"experts.sums" -> "gates.sums" [style=dotted];' in drawn
+    assert any(line.startswith('"gates.sums" [') and "diamond" in line for line in drawn)
+    assert braid("plan", config, *GATES, "--memory")[0] == 0

@@ -1,0 +1,304 @@
+"""What a gate makes of what it measured: numbers in, a verdict with its reasons out."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline.config import load
+from pipeline.gates import Steps, Verdict, judge_expert, judge_merge
+from pipeline.graph import Stage, compile_graph
+from pipeline.violations import ConfigError
+from stages.gates.settings import ExpertGateSettings, MergeGateSettings
+from stages.settings import RunSettings
+from stages.statistics import difference, wilson
+
+GATES = ["experts.sums.gate={}", "experts.words.gate={}", "merge.gate={}"]
+
+
+@pytest.fixture
+def stages(config: Path) -> dict[str, Stage]:
+    return {stage.name: stage for stage in compile_graph(load(config, GATES))}
+
+
+def solved(**correct: int) -> dict[str, Any]:
+    """Of 500 problems of every domain."""
+    return {domain: asdict(wilson(right, 500)) for domain, right in correct.items()}
+
+
+@pytest.fixture
+def gain(stages: dict[str, Stage]) -> Callable[..., Verdict]:
+    """The verdict on an expert of `after` right answers of 500, over a parent of `before`."""
+
+    def judge(after: int, before: int, steps: Steps = (), **gate: Any) -> Verdict:
+        models = {"experts.sums": solved(sums=after), "cold_start": solved(sums=before)}
+        return judge_expert(stages["gates.sums"], ExpertGateSettings(**gate), models, steps)
+
+    return judge
+
+
+def test_a_gain_that_is_beyond_chance_passes(gain: Callable[..., Verdict]) -> None:
+    verdict = gain(240, 160)
+    assert verdict == Verdict(
+        "passed", ("experts.sums gains +16.0 points [+9.9, +21.9] over cold_start on sums",)
+    )
+    assert verdict.text.startswith("passed: experts.sums gains")
+
+
+def test_a_gain_that_could_be_chance_stops(gain: Callable[..., Verdict]) -> None:
+    verdict = gain(166, 160)
+    assert verdict.outcome == "stopped"
+    assert verdict.text == (
+        "gate: experts.sums gains +1.2 points [-4.6, +7.0] over cold_start on sums, and "
+        "experts.sums.gate.min_gain wants the whole interval at +0.0 or above"
+    )
+    assert gain(166, 160, on_failure="warn").outcome == "warned"
+    assert gain(160, 160).outcome == "stopped"
+
+
+def test_the_lower_end_of_the_interval_decides(gain: Callable[..., Verdict]) -> None:
+    low = difference(wilson(240, 500), wilson(160, 500)).low
+    assert gain(240, 160, min_gain=low).outcome == "passed"
+    assert gain(240, 160, min_gain=math.nextafter(low, 1)).outcome == "stopped"
+    assert gain(150, 160, min_gain=-0.1).outcome == "passed"
+
+
+def test_only_the_last_steps_are_bounded(gain: Callable[..., Verdict]) -> None:
+    steps = [{"mismatch_max": 1.0, "kl": 9.0}, *[{"mismatch_max": 2e-5, "kl": 0.01}] * 3]
+    bounds = {"max_mismatch": 2e-5, "max_kl": 0.02}
+    verdict = gain(240, 160, steps, window=3, **bounds)
+    assert verdict.outcome == "passed"
+    assert verdict.reasons[1:] == (
+        "mismatch_max reaches 2e-05 in the last 3 steps of experts.sums",
+        "kl is on average 0.01 in the last 3 steps of experts.sums",
+    )
+    verdict = gain(240, 160, steps, window=4, **bounds)
+    assert verdict.outcome == "stopped"
+    assert verdict.reasons == (
+        "mismatch_max reaches 1 in the last 4 steps of experts.sums, above "
+        "experts.sums.gate.max_mismatch = 2e-05",
+        "kl is on average 2.26 in the last 4 steps of experts.sums, above "
+        "experts.sums.gate.max_kl = 0.02",
+    )
+
+
+@pytest.mark.parametrize(
+    ("bound", "metric", "within"),
+    [
+        ("max_mismatch", "mismatch_max", [0.5, 0.2]),
+        ("max_drift", "drift_high_ratio", [0.75, 0.25]),
+        ("max_router_movement", "router_movement", [0.75, 0.25]),
+        ("max_kl", "kl", [0.75, 0.25]),
+    ],
+)
+def test_every_bound_holds_its_metric(
+    gain: Callable[..., Verdict], bound: str, metric: str, within: list[float]
+) -> None:
+    def outcome(*values: float) -> str:
+        return gain(240, 160, [{metric: value} for value in values], **{bound: 0.5}).outcome
+
+    assert outcome(*within) == "passed"
+    assert outcome(*within, 0.6) == "stopped"
+    assert outcome(*within, math.nan) == "stopped"
+    assert gain(240, 160, [{"loss": 0.0}], **{bound: 0.5}).text == (
+        f"gate: {metric} is not logged in the last 1 steps of experts.sums, and "
+        f"experts.sums.gate.{bound} bounds it"
+    )
+
+
+@pytest.fixture
+def kept(stages: dict[str, Stage]) -> Callable[..., Verdict]:
+    """The verdict on a merge of so many right answers in each domain; teachers have 400."""
+
+    def judge(sums: int, words: int, **gate: Any) -> Verdict:
+        models = {
+            "merge": solved(sums=sums, words=words),
+            "experts.sums": solved(sums=400),
+            "experts.words": solved(words=400),
+        }
+        return judge_merge(stages["gates.merge"], MergeGateSettings(**gate), models)
+
+    return judge
+
+
+def test_a_merge_that_keeps_enough_passes(kept: Callable[..., Verdict]) -> None:
+    verdict = kept(380, 410)
+    assert verdict == Verdict(
+        "passed",
+        (
+            "merge solves 76.0 % of sums, experts.sums 80.0 %",
+            "merge solves 82.0 % of words, experts.words 80.0 %",
+        ),
+    )
+
+
+def test_a_merge_is_warned_of_below_the_bound_and_stops_where_that_is_no_chance(
+    kept: Callable[..., Verdict],
+) -> None:
+    verdict = kept(379, 410)
+    assert verdict.outcome == "warned"
+    assert verdict.reasons == (
+        "merge solves 75.8 % of sums, experts.sums 80.0 %: -0.2 points [-5.2, +4.8] from "
+        "merge.gate.min_kept = 0.95 of that",
+    )
+    sure = next(right for right in range(379, 0, -1) if kept(right, 400).outcome == "stopped")
+    assert difference(wilson(sure, 500), wilson(400, 500), 0.95).high < 0
+    assert difference(wilson(sure + 1, 500), wilson(400, 500), 0.95).high >= 0
+    assert kept(sure, 379).text.count("merge.gate.min_kept") == 2
+    assert kept(sure, 400, on_failure="warn").outcome == "warned"
+
+
+def test_nothing_is_asked_of_a_merge_where_its_teacher_knows_nothing(
+    stages: dict[str, Stage],
+) -> None:
+    models = {
+        "merge": solved(sums=0, words=0),
+        "experts.sums": solved(sums=0),
+        "experts.words": solved(words=0),
+    }
+    assert judge_merge(stages["gates.merge"], MergeGateSettings(), models).outcome == "passed"
+
+
+def names(settings: RunSettings) -> list[str]:
+    return [stage.name for stage in compile_graph(settings)]
+
+
+def test_gates_stand_between_the_stages(stages: dict[str, Stage]) -> None:
+    assert list(stages) == [
+        "cold_start",
+        "experts.sums",
+        "experts.words",
+        "gates.sums",
+        "gates.words",
+        "merge",
+        "gates.merge",
+        "evaluate",
+        "export",
+    ]
+    assert stages["merge"].after == ("gates.sums", "gates.words")
+    assert stages["export"].after == ("gates.merge",)
+    assert stages["evaluate"].after == stages["experts.words"].after == ()
+    assert stages["gates.sums"].inputs == ("experts.sums", "cold_start")
+    assert stages["gates.sums"].evaluated_on == {"experts.sums": ["sums"], "cold_start": ["sums"]}
+    assert stages["gates.merge"].evaluated_on == {
+        "merge": ["sums", "words"],
+        "experts.sums": ["sums"],
+        "experts.words": ["words"],
+    }
+    assert stages["gates.merge"].needs_engine
+    assert not any("gates." in name for name in stages["evaluate"].models)
+
+
+def test_the_gate_of_an_expert_comes_before_what_grows_from_it(config: Path) -> None:
+    settings = load(config, [*GATES, "experts.words.from=experts.sums", "rounds=2"])
+    stages = {stage.name: stage for stage in compile_graph(settings)}
+    assert list(stages)[:6] == [
+        "cold_start",
+        "experts.sums",
+        "gates.sums",
+        "experts.words",
+        "gates.words",
+        "merge",
+    ]
+    assert stages["experts.words"].after == ("gates.sums",)
+    assert stages["gates.words"].against == {"words": "experts.sums"}
+    assert stages["round_2.experts.sums"].after == ("gates.merge",)
+    assert stages["round_2.gates.sums"].against == {"sums": "merge"}
+    assert stages["round_2.experts.words"].after == ("round_2.gates.sums",)
+    assert stages["export"].after == ("round_2.gates.merge",)
+    for position, stage in enumerate(stages.values()):
+        assert set(stage.waits_for) <= set(list(stages)[:position])
+
+
+def test_without_gates_nothing_is_another_stage(config: Path, settings: RunSettings) -> None:
+    with_gates = {stage.name: stage for stage in compile_graph(load(config, GATES))}
+    for stage in compile_graph(settings):
+        assert stage.config_digest == with_gates[stage.name].config_digest
+        assert stage.after == ()
+        assert not any(key.endswith(".gate") for key in stage.reads)
+
+
+@pytest.mark.parametrize(
+    ("override", "changed"),
+    [
+        ("experts.sums.gate.min_gain=0.1", {"gates.sums"}),
+        ("experts.sums.gate.problems=50", {"gates.sums"}),
+        ("merge.gate.min_kept=0.5", {"gates.merge"}),
+        ("evaluation.problems=50", {"evaluate"}),
+        ("evaluation.temperature=0", {"evaluate", "gates.sums", "gates.words", "gates.merge"}),
+        (
+            "experts.sums.sampling.max_response_tokens=20",
+            {"experts.sums", "gates.sums", "gates.merge", "evaluate"},
+        ),
+    ],
+)
+def test_a_change_of_a_gate_touches_it_alone(
+    config: Path, override: str, changed: set[str]
+) -> None:
+    before, after = (compile_graph(load(config, each)) for each in (GATES, [*GATES, override]))
+    pairs = zip(before, after, strict=True)
+    assert {old.name for old, new in pairs if old.config_digest != new.config_digest} == changed
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["experts.sums.gate.min_gian=0"], 'unknown key; did you mean "min_gain"?'),
+        (["experts.sums.gate.problems=1"], "gate.problems: 1 is less than the 2 data-parallel"),
+        (["merge.gate.problems=1"], "merge.gate.problems: 1 is less than the 2 data-parallel"),
+        (["experts.sums.gate.max_kl=1"], "gate.max_kl: 1 bounds a metric that is not logged"),
+        (["experts.sums.gate.max_drift=1"], "gate.max_drift: 1 bounds a metric that is not"),
+        (
+            ["experts.sums.gate.max_router_movement=1"],
+            "is logged with experts.sums.objective.ratio",
+        ),
+        (["merge.gate.min_kept=95"], "merge.gate.min_kept: should be less than or equal to 1"),
+        (
+            [
+                "merge.gate={}",
+                "experts={merge: {gate: {}, prompts: {dataset: chain_sum}, "
+                "optimizer: {learning_rate: 1}, loop: {steps: 1}}}",
+            ],
+            "experts.merge: its gate and that of the merge are both gates.merge",
+        ),
+    ],
+)
+def test_a_gate_that_cannot_work_is_refused(
+    config: Path, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(config, overrides)
+    assert message in str(caught.value)
+
+
+def test_bounds_of_what_is_logged_are_taken(config: Path) -> None:
+    overrides = [
+        "experts.sums.gate={max_kl: 1, max_drift: 1, max_router_movement: 1}",
+        "experts.sums.objective={kl: {coefficient: 0.1}, ratio: {name: rspo}}",
+        "experts.sums.rollout.mode=overlap",
+    ]
+    gate = load(config, overrides).experts["sums"].gate
+    assert gate == ExpertGateSettings(max_kl=1, max_drift=1, max_router_movement=1)
+
+
+def test_the_cold_start_looks_for_as_many_problems_as_a_gate_wants(config: Path) -> None:
+    settings = load(config, ["experts.sums.gate.problems=3000", "merge.gate.problems=2500"])
+    assert [settings.most_problems(domain) for domain in settings.experts] == [3000, 2500]
+    assert load(config).most_problems("sums") == 2000
+
+
+def test_the_documentation_has_every_key_with_its_default() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "gates.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)`(?: \(\w+\))? \| `?([^|`]+)`? \|", text, re.MULTILINE))
+    rows.pop("gates", None)
+    fields = {**ExpertGateSettings.model_fields, **MergeGateSettings.model_fields}
+    assert {key: yaml.safe_load(value) for key, value in rows.items()} == {
+        name: field.default for name, field in fields.items()
+    }
