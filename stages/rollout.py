@@ -6,7 +6,8 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import NamedTuple, TypeVar, cast
+from dataclasses import dataclass
+from typing import TypeVar, cast
 
 import msgspec
 
@@ -30,7 +31,8 @@ TURN_SECONDS = 60.0  # the ranks that wait hear from the main one so often
 Answer = TypeVar("Answer")
 
 
-class _Asked(NamedTuple):
+@dataclass(frozen=True)
+class _Asked:
     """A sample's place, and whether it may come from the log and goes into it."""
 
     group: Group
@@ -228,25 +230,25 @@ class Rollouts:
         return self.log.take(self.version, [task.question for task in tasks])
 
     def _replay(self, task: Task, sample: Sample) -> None:
-        group, index, _ = cast(_Asked, task.key)
+        asked = cast(_Asked, task.key)
         self._replayed += 1
-        self.on_sample(group, index, sample)
+        self.on_sample(asked.group, asked.index, sample)
         self.scheduler.supply(task, sample)
 
     def _came(self, task: Task, answer: Generation, sample: Sample) -> None:
-        group, index, logged = cast(_Asked, task.key)
-        if logged and self.log is not None:
+        asked = cast(_Asked, task.key)
+        if asked.logged and self.log is not None:
             self.log.add(task.question, answer)
-        self.on_sample(group, index, sample)
+        self.on_sample(asked.group, asked.index, sample)
 
     def _receive(self, seconds: float, more: bool) -> int:
         """Put what ended into its groups; returns how many samples it was."""
         finished = self.scheduler.collect(seconds, more)
         for task, sample in finished:
-            group, index, _ = cast(_Asked, task.key)
-            group.drawn[index] = sample
-            if None not in group.drawn:
-                group.ended = self._ended
+            asked = cast(_Asked, task.key)
+            asked.group.drawn[asked.index] = sample
+            if None not in asked.group.drawn:
+                asked.group.ended = self._ended
                 self._ended += 1
         return len(finished)
 
