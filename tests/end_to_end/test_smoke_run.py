@@ -64,7 +64,8 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     directory = tmp_path_factory.mktemp("killed")
     run = directory / "smoke"
 
-    launched = braid(directory, "run", CONFIG, *ARGUMENTS)
+    # The merge has saved nothing when it is killed, and does its first step twice.
+    launched = braid(directory, "run", CONFIG, *ARGUMENTS, "merge.loop.checkpoint_every=2")
     wait_for(lambda: (run / "stages/cold_start/checkpoints/step_2").exists(), launched)
     kill(processes(run, "stages.main")[-1])
     _fails(launched, "cold_start")
@@ -143,6 +144,15 @@ def test_a_killed_run_ends_with_the_same_weights_and_results(peaceful: Run, kill
     assert expected.keys() == found.keys()
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
     assert killed.results["models"] == peaceful.results["models"]
+
+
+def test_what_was_drawn_before_a_kill_is_not_drawn_again(peaceful: Run, killed: Run) -> None:
+    merge = metrics(killed.path, "merge")
+    assert merge[0]["replayed"] == 4 * len(DOMAINS)
+    assert [line["loss"] for line in merge] == [
+        line["loss"] for line in metrics(peaceful.path, "merge")
+    ]
+    assert not list((killed.path / "stages").glob("*/rollouts/log/*"))  # checkpoints have it all
 
 
 def test_engine_and_trainer_agree_after_every_refit(peaceful: Run) -> None:

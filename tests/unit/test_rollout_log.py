@@ -239,6 +239,7 @@ def rollouts(directory: Path, engine: FakeEngine, deterministic: bool = False) -
     with mock.patch("stages.rollout.Fleet", RefittedFleet):
         made = Rollouts(toy_job(directory, settings, engine), mock.Mock())
     made.log = opened(directory / "log", deterministic=deterministic)
+    made.fleet.sequences = 1000  # type: ignore[attr-defined]  # one stream a call
     made.refit(1)
     return made
 
@@ -293,7 +294,7 @@ def test_interruptions_leave_the_lengths_of_responses_as_they_are(tmp_path: Path
     assert set(total.values()) == {1}  # nothing that was finished is drawn again
     assert [sample.response.tolist() for sample in found] == expected
     # What is there early is short: had the others been drawn with other seeds, this would show.
-    assert np.mean(early) < 0.75 * np.mean([len(response) for response in expected])
+    assert np.mean(early) < 0.6 * np.mean([len(response) for response in expected])
 
 
 def test_a_deterministic_call_is_never_mixed(tmp_path: Path) -> None:
