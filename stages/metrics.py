@@ -67,6 +67,7 @@ METRICS = {
     "staleness_max": "step",
     "staleness_N": "sequences",
     "dropped_stale": "step",
+    "replayed": "step",
     "requeued": "step",
     "duplicates": "step",
     "engine_restarts": "step",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
@@ -13,8 +15,11 @@ import torch
 from parallel import batch
 from parallel.batch import MicroBatch
 from parallel.distributed import broadcast, is_main
+from parallel.files import read_checkpoint, whole_checkpoints
 from parallel.packing import Place
 from parallel.policy import TrainedPolicy
+from parallel.rollout.log import RolloutLog
+from parallel.rollout.wire import model_digest
 from parallel.sample import Sample
 from stages.agreement import compare, measure_mismatch
 from stages.backlog import Backlog, Batch
@@ -86,7 +91,14 @@ class OnPolicyStage(ABC):
         self._backlog: Backlog | None = None
         if is_main():
             self._backlog = Backlog(job, domains, sampling, self.rollouts)
+            self.rollouts.log = RolloutLog(
+                job.directory / "rollouts" / "log",
+                _origin(job, sampling, settings),
+                job.settings.model,
+                job.settings.deterministic,
+            )
         self.mode = mode_of(self)
+        self._resumed = False  # whether a step was begun
         self._version = 0  # of the weights that the present step begins with
 
     @property
@@ -122,6 +134,7 @@ class OnPolicyStage(ABC):
         """Refit, roll out, hold engine and trainer to the same log-probabilities, and train; the
         stage's mode says in which order."""
         seconds: dict[str, float] = {}
+        self._tend_log(step)
         drawn = self.mode.draw(step, seconds)
         with stopwatch(seconds, "seconds_train"):
             trained = self._train(drawn.rollout, drawn.prepared)
@@ -202,9 +215,22 @@ class OnPolicyStage(ABC):
 
     def close(self) -> None:
         """Leave the engines and the rewards."""
+        self._drop_covered()
         self.rollouts.close()
         if self._backlog:
             self._backlog.close()
+
+    def _tend_log(self, step: int) -> None:
+        """Have it know the weights that the stage goes on with, and what a checkpoint covers."""
+        if not self._resumed and self.rollouts.log is not None:
+            self.rollouts.log.begin(step, later=self.mode.repeats)
+        self._resumed = True
+        self._drop_covered()
+
+    def _drop_covered(self) -> None:
+        if self.rollouts.log is not None:
+            found = whole_checkpoints(self.job.directory / "checkpoints")
+            self.rollouts.log.cover(found[-1].step if found else 0)
 
     def _train(self, rollout: Rollout, prepared: Prepared) -> dict[str, float]:
         rate = self.policy.learning_rate
@@ -217,6 +243,20 @@ class OnPolicyStage(ABC):
             name: sum(update[name] for update in measured) / len(measured) for name in measured[0]
         }
         return {**mean, "learning_rate": rate}
+
+
+def _origin(job: StageJob, sampling: SamplingSettings, settings: RolloutSettings) -> str:
+    """The digest of what decides, beside a question, what the engines answer in this stage."""
+    parent = read_checkpoint(job.parent) if job.parent is not None else None
+    parts = [
+        job.stage,
+        job.settings.deterministic,
+        model_digest(job.settings.model),
+        parent.digest if parent is not None else None,
+        sampling.model_dump(),
+        settings.model_dump(),
+    ]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def rollout_metrics(samples: list[Sample]) -> dict[str, float]:

@@ -6,17 +6,19 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TypeVar, cast
 
 import msgspec
 
-from parallel.distributed import broadcast, is_main
+from parallel.distributed import broadcast, is_main, on_main
 from parallel.files import write_atomically
 from parallel.policy import Policy
 from parallel.rollout.answers import Question
 from parallel.rollout.fleet import Fleet
+from parallel.rollout.log import RolloutLog
 from parallel.rollout.scheduler import NoEngine, Scheduler, Task
-from parallel.rollout.wire import Sampling
+from parallel.rollout.wire import Generation, Sampling
 from parallel.sample import Sample
 from stages.domains.problem import DomainError, Problem
 from stages.groups import Group
@@ -29,8 +31,20 @@ TURN_SECONDS = 60.0  # the ranks that wait hear from the main one so often
 Answer = TypeVar("Answer")
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """A sample's place, and whether it may come from the log and goes into it."""
+
+    group: Group
+    index: int
+    logged: bool
+
+
 class Rollouts:
-    """The engines of one stage and its policy; every rank has one, and the main rank samples."""
+    """The engines of one stage and its policy; every rank has one, and the main rank samples.
+
+    Where there is a `log`, on the main rank, what it knows is not asked of the engines.
+    """
 
     def __init__(self, job: StageJob, policy: Policy) -> None:
         self.job = job
@@ -46,6 +60,8 @@ class Rollouts:
             self._scheduler = Scheduler(
                 self.fleet, settings.model, settings.deterministic, self._came
             )
+        self.log: RolloutLog | None = None
+        self._replayed = 0
         self._reported: dict[str, int] = {}
         self._ended = 0
         self.on_sample: Callable[[Group, int, Sample], None] = lambda group, index, sample: None
@@ -72,6 +88,7 @@ class Rollouts:
     ) -> None:
         """Ask for the groups' samples. Main rank only.
 
+        `at_once`: ahead of all others, of every engine, and never of the log.
         Raises DomainError when a prompt leaves no room for a response.
         """
         limit = sampling.max_response_tokens
@@ -88,8 +105,13 @@ class Rollouts:
             for index in range(len(group.drawn)):
                 seed = group.seed + index
                 question = Question(group.problem.domain, tokens, seed, distribution)
-                tasks.append(Task((group, index), question))
-        self.scheduler.submit(tasks, at_once)
+                tasks.append(Task(_Asked(group, index, logged=not at_once), question))
+        known = [None] * len(tasks) if at_once else self._known(tasks)
+        asked = zip(tasks, known, strict=True)
+        self.scheduler.submit([task for task, sample in asked if sample is None], at_once)
+        for task, sample in zip(tasks, known, strict=True):
+            if sample is not None:
+                self._replay(task, sample)
 
     def wait(self, ready: Callable[[], Answer | None], version: int) -> Answer:
         """What `ready` returns on the main rank, once it is not None, on every rank. Collective.
@@ -120,6 +142,16 @@ class Rollouts:
 
         return self.wait(ready, version)
 
+    def drawn(self, version: int) -> None:
+        """Note that nothing more is asked of these weights."""
+        if self.log is not None:
+            self.log.end(version)
+
+    def forget(self, version: int) -> bool:
+        """Draw anew what these weights and later ones are asked; whether the log had answered for
+        these. Collective."""
+        return on_main(lambda: self.log is not None and self.log.forget(version))
+
     def wake(self) -> None:
         """Have `wait` ask again, since what it waits for may be there. Any thread may do so."""
         self.scheduler.wake()
@@ -144,6 +176,7 @@ class Rollouts:
             "requeued": self._scheduler.requeued,
             "duplicates": self._scheduler.duplicates,
             "engine_restarts": self.fleet.losses,
+            "replayed": self._replayed,
         }
         new = {name: float(count - self._reported.get(name, 0)) for name, count in counts.items()}
         self._reported = counts
@@ -176,6 +209,8 @@ class Rollouts:
         """Give up what is still under way."""
         if self._scheduler is not None:
             self._scheduler.close()
+        if self.log is not None:
+            self.log.close()
 
     def _receive_until(self, ready: Callable[[], Answer | None]) -> Answer | None:
         deadline = time.monotonic() + TURN_SECONDS
@@ -191,18 +226,31 @@ class Rollouts:
             hopeful = received > 0 or expected
         return answer
 
-    def _came(self, task: Task, sample: Sample) -> None:
-        group, index = cast(tuple[Group, int], task.key)
-        self.on_sample(group, index, sample)
+    def _known(self, tasks: list[Task]) -> list[Sample | None]:
+        if self.log is None or self.version is None:
+            return [None] * len(tasks)
+        return self.log.take(self.version, [task.question for task in tasks])
+
+    def _replay(self, task: Task, sample: Sample) -> None:
+        asked = cast(_Asked, task.key)
+        self._replayed += 1
+        self.on_sample(asked.group, asked.index, sample)
+        self.scheduler.supply(task, sample)
+
+    def _came(self, task: Task, answer: Generation, sample: Sample) -> None:
+        asked = cast(_Asked, task.key)
+        if asked.logged and self.log is not None:
+            self.log.add(task.question, answer)
+        self.on_sample(asked.group, asked.index, sample)
 
     def _receive(self, seconds: float, more: bool) -> int:
         """Put what ended into its groups; returns how many samples it was."""
         finished = self.scheduler.collect(seconds, more)
         for task, sample in finished:
-            group, index = cast(tuple[Group, int], task.key)
-            group.drawn[index] = sample
-            if None not in group.drawn:
-                group.ended = self._ended
+            asked = cast(_Asked, task.key)
+            asked.group.drawn[asked.index] = sample
+            if None not in asked.group.drawn:
+                asked.group.ended = self._ended
                 self._ended += 1
         return len(finished)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from parallel import batch
 from parallel.distributed import is_main
@@ -36,6 +36,10 @@ class RolloutMode(ABC):
 
     The policy's weights at the beginning of step v are version v.
     """
+
+    # Whether a stage that resumes does its steps over as they were, on samples of the same weights,
+    # and holds them to the policy. Else the weights are others after its first step.
+    repeats: ClassVar[bool] = False
 
     def __init__(self, stage: OnPolicyStage) -> None:
         self.stage = stage
@@ -119,10 +123,14 @@ class RolloutMode(ABC):
 
 
 class InTurn(RolloutMode):
-    """Refit, sample, train. The batch itself shows whether the refit was right."""
+    """Refit, sample, train. The batch itself shows whether the refit was right, and whether what
+    the log has of it was drawn by the policy."""
+
+    repeats = True
 
     def draw(self, step: int, seconds: dict[str, float]) -> Drawn:
-        for attempt in range(ATTEMPTS):
+        attempt, attempts = 0, ATTEMPTS
+        while attempt < attempts:
             measured = self.refit(step, seconds)
             with stopwatch(seconds, "seconds_rollout"):
                 if attempt == 0:
@@ -134,7 +142,11 @@ class InTurn(RolloutMode):
                 prepared = self.stage.prepare(rollout, step)
             mismatch = prepared.differences
             if mismatch["mismatch_max"] <= self.bound:
+                self.rollouts.drawn(step)
                 return Drawn(rollout, prepared, {**measured, **mismatch})
+            # What came from the log says nothing of this refit: that was not an attempt at it.
+            attempts += self.rollouts.forget(step)
+            attempt += 1
         raise MismatchError(mismatch["mismatch_max"], self.bound)
 
 

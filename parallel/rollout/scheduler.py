@@ -84,7 +84,8 @@ class _Stream:
     instance: str | None
     asked: dict[int, _Entry]
     owed: dict[int, _Entry]
-    answers: list[tuple[_Entry, Sample]] = field(default_factory=list)  # not accepted yet
+    # Not accepted yet.
+    answers: list[tuple[_Entry, Generation, Sample]] = field(default_factory=list)
     open: bool = True
 
 
@@ -95,7 +96,8 @@ class Scheduler:
     and what an engine answers counts when it is complete, so that the same calls give the same
     bits. With several engines that holds as long as none is lost.
 
-    `on_end` hears of every response once, as soon as it counts, in a thread of its engine's.
+    `on_end` hears of every answer once, as soon as it counts, in a thread of its engine's; what it
+    raises, `collect` raises.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class Scheduler:
         engines: Engines,
         model: ModelSettings,
         deterministic: bool,
-        on_end: Callable[[Task, Sample], None] = lambda task, sample: None,
+        on_end: Callable[[Task, Generation, Sample], None] = lambda task, answer, sample: None,
     ) -> None:
         self.requeued = 0
         self.duplicates = 0
@@ -142,6 +144,12 @@ class Scheduler:
                 self._owed.add(entry.number)
                 self._submitted += 1
             self._deal()
+
+    def supply(self, task: Task, sample: Sample) -> None:
+        """Have `collect` return a response that was drawn before, and is not asked for."""
+        with self._changed:
+            self._finish(task, sample)
+            self._changed.notify()
 
     def collect(self, seconds: float, more: bool = False) -> list[tuple[Task, Sample]]:
         """What ended since the last call, in that order; waits for something, so long at most.
@@ -307,20 +315,23 @@ class Scheduler:
                 self.duplicates += 1
                 return stream.open
             del stream.owed[entry.number]
-            stream.answers.append((entry, sample))
+            stream.answers.append((entry, generation, sample))
             if not (self._deterministic and stream.owed):
                 self._accept(stream)
         return True
 
     def _accept(self, stream: _Stream) -> None:
-        for entry, sample in stream.answers:
-            self._on_end(entry.task, sample)
+        for entry, generation, sample in stream.answers:
+            self._on_end(entry.task, generation, sample)
             self._owed.remove(entry.number)
-            self._finished.append((entry.task, sample))
-            self._lengths.learn(entry.task.question, len(sample.response))
+            self._finish(entry.task, sample)
         stream.answers.clear()
         self._deal()
         self._changed.notify()
+
+    def _finish(self, task: Task, sample: Sample) -> None:
+        self._finished.append((task, sample))
+        self._lengths.learn(task.question, len(sample.response))
 
     def _fail(self, stream: _Stream, error: Exception) -> None:
         with self._changed:

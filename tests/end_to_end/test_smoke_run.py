@@ -68,7 +68,8 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     directory = tmp_path_factory.mktemp("killed")
     run = directory / "smoke"
 
-    launched = braid(directory, "run", CONFIG, *ARGUMENTS)
+    # The merge has saved nothing when it is killed, and does its first step twice.
+    launched = braid(directory, "run", CONFIG, *ARGUMENTS, "merge.loop.checkpoint_every=2")
     wait_for(lambda: (run / "stages/cold_start/checkpoints/step_2").exists(), launched)
     kill(processes(run, "stages.main")[-1])
     _fails(launched, "cold_start")
@@ -179,6 +180,15 @@ def _tensors(run: Path, stage: str) -> dict[str, str]:
     assert checkpoint is not None
     files = json.loads((checkpoint.path / "checksums.json").read_text())["files"]
     return {name: digest for name, digest in files.items() if name.endswith(".distcp")}
+
+
+def test_what_was_drawn_before_a_kill_is_not_drawn_again(peaceful: Run, killed: Run) -> None:
+    merge = metrics(killed.path, "merge")
+    assert merge[0]["replayed"] == 4 * len(DOMAINS)
+    assert [line["loss"] for line in merge] == [
+        line["loss"] for line in metrics(peaceful.path, "merge")
+    ]
+    assert not list((killed.path / "stages").glob("*/rollouts/log/*"))  # checkpoints have it all
 
 
 def test_engine_and_trainer_agree_after_every_refit(peaceful: Run) -> None:

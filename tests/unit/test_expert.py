@@ -104,7 +104,7 @@ def test_one_pass_gives_what_two_would(tmp_path: Path) -> None:
     }
     found = []
     for one_pass in (True, False):
-        stage = expert(tmp_path, objective, updates=1)
+        stage = expert(tmp_path / str(one_pass), objective, updates=1)
         assert stage.one_pass
         stage.one_pass = one_pass
         found.append(stage.step(1))

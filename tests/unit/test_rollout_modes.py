@@ -68,7 +68,7 @@ def expert(
 
 def trained(directory: Path) -> list[list[str]]:
     """The prompts of every step, as they were recorded; each once a sample."""
-    files = sorted((directory / "rollouts").iterdir())
+    files = sorted((directory / "rollouts").glob("step_*.jsonl"))
     return [[json.loads(line)["prompt"] for line in f.read_text().splitlines()] for f in files]
 
 

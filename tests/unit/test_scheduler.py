@@ -302,7 +302,9 @@ def test_nothing_is_lost_or_doubled_whatever_dies(seed: int) -> None:
     ]
     fleet = FakeFleet(*engines, sequences=draw.choice((1, 5, 32)))
     heard: list[object] = []
-    scheduler = Scheduler(fleet, MODEL, deterministic, lambda task, sample: heard.append(task.key))
+    scheduler = Scheduler(
+        fleet, MODEL, deterministic, lambda task, answer, sample: heard.append(task.key)
+    )
     asked = tasks(120)
     for first in range(0, 120, 40):
         scheduler.submit(asked[first : first + 40])
