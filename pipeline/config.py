@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 
 from parallel.settings import CHARACTERS, Settings
 from pipeline import checks, schema
+from pipeline.dropped import without_dropped
 from pipeline.violations import ConfigError, Place, Violation, dotted, hint
 from pipeline.yaml_source import Key, Leaf, Mapping, Reader, find, lay, nearest, plain
 from stages.domains.rewards.settings import RewardPoolSettings
@@ -88,8 +89,10 @@ def _settings(
     to_start: bool = True,
 ) -> Root:
     """The settings in a tree that `reader` has read; `around` stands beside it in the rules."""
-    tree = _with_absolute_paths(tree)
+    tree, undropped = without_dropped(_with_absolute_paths(tree))
     settings, invalid = _validated(root, tree, complete=not reader.broken)
+    if not reader.broken:  # else the unreadable file may have defined what is dropped
+        invalid += undropped
     run = {**(around or {}), **plain(tree)}
     broken = [*checks.violations(run), *(checks.surroundings(run) if to_start else ())]
     crossed = [
@@ -229,6 +232,9 @@ def _message(error: ErrorDetails) -> str:
     if error["type"] == "union_tag_invalid":
         known_arms = " or ".join(error["ctx"]["expected_tags"].rsplit(", ", 1))
         return f"should be {known_arms}, not {json.dumps(error['ctx']['tag'])}"
+    if error["type"] == "too_short":
+        least, given = error["ctx"]["min_length"], error["ctx"]["actual_length"]
+        return f"should have at least {least} {'item' if least == 1 else 'items'}, not {given}"
     given = "a mapping" if isinstance(error["input"], dict) else json.dumps(error["input"])
     reason = error["msg"].removeprefix("Input ").replace("an object", MAPPING)
     reason = reason.replace("a valid dictionary or object to extract fields from", MAPPING)

@@ -189,7 +189,7 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
             rewards("{kind: language, scripts: [elvish]}"),
             "experts.sums.rewards.a.scripts.0: should",
         ),
-        ("experts.sums.rewards={}", "experts.sums.rewards: dictionary should have at least 1 item"),
+        ("experts.sums.rewards={}", "experts.sums.rewards: should have at least 1 item"),
         ("experts.sums.rewards={a b: {kind: math}}", "a reward's name is made of letters, digits,"),
         (judge(lowest=10), "experts.sums.rewards.a.lowest: 10 should be less than highest = 10"),
         (judge(verdict="good"), "a.verdict: should have a group, (...), which is the score"),
