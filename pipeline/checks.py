@@ -27,8 +27,14 @@ from parallel.settings import (
 from parallel.weights.engine import engine_violations
 from pipeline.cores import placement_fault
 from pipeline.credit_checks import credit_rules
-from pipeline.data_checks import data_rules, missing_data, missing_tokenizer, tokenizer_rules
-from pipeline.graph_checks import graph_rules
+from pipeline.data_checks import (
+    data_rules,
+    demonstration_rules,
+    missing_data,
+    missing_tokenizer,
+    tokenizer_rules,
+)
+from pipeline.graph_checks import graph_rules, has_cold_start
 from pipeline.rewards import reward_needs, reward_rules, step_rules
 from pipeline.violations import hint, shown
 from stages.domains.rewards.settings import RewardPoolSettings
@@ -62,6 +68,7 @@ def violations(run: dict[str, Any]) -> Found:
     pool = _block(RewardPoolSettings, run.get("rewards", {}))
     domains = _domains(run)
     deterministic = run.get("deterministic") is True
+    demonstrated = has_cold_start(run)
 
     if model:
         yield from tokenizer_rules(model)
@@ -81,6 +88,8 @@ def violations(run: dict[str, Any]) -> Found:
             yield from reward_rules(f"experts.{name}.rewards", domain, pool)
             yield from _step_rules(name, domain, (f"experts.{name}", domain), ("mixed", mixed))
             yield from data_rules(f"experts.{name}", domain, model, engine, (merge, mixed))
+            if demonstrated:
+                yield from demonstration_rules(f"experts.{name}", domain, model)
             yield from _rollout_rules(f"experts.{name}.rollout", domain.rollout, deterministic)
     yield from graph_rules(run, domains)
     valid = {name: domain for name, domain in domains.items() if domain}
@@ -92,7 +101,7 @@ def violations(run: dict[str, Any]) -> Found:
         yield from _rollout_rules("mixed.rollout", mixed.rollout, deterministic)
     if valid:
         yield from _split_rules(valid)
-    if layout and valid and len(valid) == len(domains):
+    if demonstrated and layout and valid and len(valid) == len(domains):
         yield from _demonstration_rules(valid, layout)
     if merge:
         yield from _schedule_rules("merge", merge.optimizer, merge.loop)
@@ -113,9 +122,11 @@ def surroundings(run: dict[str, Any]) -> Found:
     if isinstance(weights, str) and not Path(weights).is_dir():
         yield "model.initial_weights", f"no such folder: {shown(Path(weights))}"
     yield from missing_tokenizer(model)
+    # A domain by itself, which has no model around it, is held to what it says.
+    demonstrated = has_cold_start(run) or model is None
     for name, domain in _domains(run).items():
         if domain:
-            yield from missing_data(f"experts.{name}", domain)
+            yield from missing_data(f"experts.{name}", domain, demonstrated)
             yield from reward_needs(f"experts.{name}.rewards", domain)
     engine = _block(EngineSettings, run.get("engine", {}))
     if engine and (lack := placement_fault(engine)):

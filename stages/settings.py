@@ -147,8 +147,8 @@ class DomainSettings(PolicySettings):
     from_: str | None = Field(
         default=None,
         alias="from",
-        description="the stage it grows from: cold_start, or experts.NAME of the same round; null"
-        " is cold_start, and the merge before in later rounds",
+        description="the stage it grows from: cold_start (without one, the initial weights), or"
+        " experts.NAME of the same round; null is cold_start, and the merge before in later rounds",
     )
 
 
@@ -200,7 +200,9 @@ class RunSettings(Settings):
     model: ModelSettings
     layout: LayoutSettings = LayoutSettings()
     engine: EngineSettings = EngineSettings()
-    cold_start: ColdStartSettings
+    cold_start: ColdStartSettings | None = Field(
+        description="null: experts grow from model.initial_weights, and need no demonstrations"
+    )
     experts: Annotated[dict[str, DomainSettings], Field(min_length=1)]
     merge: MergeSettings | None = Field(description="null leaves the experts as they are")
     rounds: Positive = Field(
@@ -227,7 +229,7 @@ class StageJob(Settings):
     """
 
     stage: str
-    kind: Literal["sft", "grpo", "mixed", "distill", "evaluate", "export", "preview"]
+    kind: Literal["import", "sft", "grpo", "mixed", "distill", "evaluate", "export", "preview"]
     domain: str | None = None
     directory: Path
     attempt: Positive
