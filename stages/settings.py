@@ -255,4 +255,7 @@ class DomainCheckJob(Settings):
     tokenizer: str
     pool: RewardPoolSettings
     prompts: Positive = Field(description="that are shown, and scored with their references")
+    max_positions: Positive | None = Field(
+        default=None, description="model.max_positions, where a run is known"
+    )
     result: Path
