@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from parallel.families import FAMILIES, architecture, family_violations
 from parallel.memory import CACHE_BLOCK, cached_tokens
 from parallel.settings import (
+    MOST,
     EngineSettings,
     LayoutSettings,
     ModelSettings,
@@ -331,7 +332,14 @@ def _sampling_rules(
             f"{sampling.max_response_tokens} leaves no room for a prompt: it should be less than "
             f"engine.max_model_tokens = {engine.max_model_tokens}",
         )
-    samples = sampling.prompts_per_step * sampling.group_size // updates
+    drawn = sampling.prompts_per_step * sampling.group_size
+    if drawn > MOST:
+        yield (
+            f"{key}.prompts_per_step",
+            f"{sampling.prompts_per_step} prompts x {sampling.group_size} samples are {drawn} a "
+            f"step; at most {MOST} can be held",
+        )
+    samples = drawn // updates
     if layout and samples < layout.data:
         yield (
             f"{key}.prompts_per_step",

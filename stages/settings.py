@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from parallel.settings import (
+    Count,
     EngineSettings,
     LayoutSettings,
     ModelSettings,
@@ -40,8 +41,8 @@ class SamplingSettings(Settings):
     vLLM draws at no other temperatures: it raises lower ones, and refuses higher ones.
     """
 
-    prompts_per_step: Positive = 32
-    group_size: Positive = 8
+    prompts_per_step: Count = 32
+    group_size: Count = 8
     temperature: Annotated[float, Field(ge=0.01, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
         default=1.0, description="draw from the likeliest tokens that together have so much"
@@ -55,7 +56,7 @@ class SamplingSettings(Settings):
 class MergeSamplingSettings(SamplingSettings):
     """One step's rollouts of each domain; a teacher grades a sample without comparing it."""
 
-    group_size: Positive = 1
+    group_size: Count = 1
 
 
 class MergeRolloutSettings(Settings):
@@ -102,7 +103,7 @@ class RoutingSettings(RoutingLossSettings):
 class LoopSettings(Settings):
     """How long a stage runs, how much a rank computes at once, and how often it saves."""
 
-    steps: Positive
+    steps: Count
     micro_batch_tokens: Positive = 4096
     checkpoint_every: Positive = 20
     keep_last: Positive = 2
@@ -179,7 +180,7 @@ class MergeSettings(Settings):
 class EvaluationSettings(Settings):
     """Held-out problems of every domain, one sample each."""
 
-    problems: Positive = 2000
+    problems: Count = 2000
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     sampling_seed: Annotated[int, Field(ge=0)] = 20_000
 
@@ -205,7 +206,7 @@ class RunSettings(Settings):
     )
     experts: Annotated[dict[str, DomainSettings], Field(min_length=1)]
     merge: MergeSettings | None = Field(description="null leaves the experts as they are")
-    rounds: Positive = Field(
+    rounds: Annotated[int, Field(gt=0, le=1000)] = Field(
         default=1, description="experts and their merge, grown again from the merge before"
     )
     mixed: MixedSettings | None = Field(

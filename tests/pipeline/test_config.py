@@ -169,6 +169,23 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
             "experts.sums.rewards.a.buffer_tokens: 4 is more than max_tokens = 3",
         ),
         (
+            rewards("{kind: overlong, max_tokens: 25, buffer_tokens: 4}"),
+            "experts.sums.rewards.a.max_tokens: 25 is more than the domain's sampling."
+            "max_response_tokens = 24",
+        ),
+        (
+            "experts.sums.sampling.group_size=1000000000",
+            "group_size: should be less than or equal to 1000000, not 1000000000",
+        ),
+        (
+            "merge.sampling={prompts_per_step: 2000, group_size: 1000}",
+            "merge.sampling.prompts_per_step: 2000 prompts x 1000 samples are 2000000 a step; at ",
+        ),
+        ("merge.loop.steps=1000000000000", "steps: should be less than or equal to 1000000, not"),
+        ("rewards.workers=1000000", "rewards.workers: should be less than or equal to 1024, not"),
+        ("engine.count=1000000", "engine.count: should be less than or equal to 10000, not"),
+        ("rounds=1000000000", "rounds: should be less than or equal to 1000, not 1000000000"),
+        (
             rewards("{kind: length, at_least: 4, at_most: 3}"),
             "experts.sums.rewards.a.at_least: 4 is more than at_most = 3",
         ),
