@@ -81,7 +81,16 @@ def _report(error: Exception) -> None:
 
 def _command(name: str) -> Callable[[Namespace], None]:
     # Imported here, so that `braid --help` and a mistyped command answer at once.
-    from pipeline import commands
+    try:
+        from pipeline import commands
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "pipeline", "stages", "parallel"):
+            raise
+        raise BraidError(
+            f"{sys.executable} has no package {package}: run braid in the environment that "
+            "`make install` builds, with: source .venv/bin/activate"
+        ) from error
 
     found: Callable[[Namespace], None] = getattr(commands, name)
     return found

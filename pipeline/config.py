@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -206,11 +206,23 @@ def _validated(
         text = json.dumps(plain(tree), default=str)
         return root.model_validate_json(text, strict=True), []
     except ValidationError as error:
-        return None, [
-            _violation(tree, details)
-            for details in error.errors()
-            if complete or details["type"] != "missing"
-        ]
+        told = [each for each in error.errors() if complete or each["type"] != "missing"]
+        found = [_violation(tree, details) for details in told]
+        return None, [*found, *(each for details in told for each in _below(tree, details))]
+
+
+def _below(tree: Mapping, error: ErrorDetails) -> Iterator[Violation]:
+    """Of a block that is no known one, which pydantic looks no further into: the keys that no block
+    in its place has."""
+    if error["type"] != "union_tag_invalid":
+        return
+    key = schema.without_arms(RunSettings, error["loc"])
+    block, annotation = find(tree, key), schema.type_at(RunSettings, key)
+    known = schema.fields(annotation)
+    for name, node in block.entries.items() if isinstance(block, Mapping) else ():
+        if name not in known:
+            message = _unknown(annotation, name, known)
+            yield Violation(node.place, dotted((*key, name)), message)
 
 
 def _violation(tree: Mapping, error: ErrorDetails) -> Violation:

@@ -405,6 +405,24 @@ def test_extends_merges_mappings_and_replaces_lists(config: Path) -> None:
     assert sums.optimizer.betas == (0.3, 0.4)
 
 
+def test_a_mistyped_choice_hides_no_mistyped_key(config: Path) -> None:
+    edited(
+        config,
+        "prompts: {dataset: chain_sum}",
+        "prompts: {dataset: chain_sum}\n    objective:\n      ratio:\n        name: gpso\n"
+        "        clip_hihg: 1\n        cap: 2\n    rewards: {a: {kind: mth, boxt: true}}",
+    )
+    found = faults(config, "merge.loop.stepz=3")
+    assert [fault.partition(": should")[0] for fault in found] == [
+        'command line: merge.loop.stepz: unknown key; did you mean "steps"?',
+        "small.yaml:21: experts.sums.objective.ratio.name",
+        "small.yaml:22: experts.sums.objective.ratio.clip_hihg: unknown key; did you mean "
+        '"clip_high"?',
+        "small.yaml:24: experts.sums.rewards.a.kind",
+        'small.yaml:24: experts.sums.rewards.a.boxt: unknown key; did you mean "boxed"?',
+    ]
+
+
 def test_files_that_extend_each_other_are_refused(config: Path) -> None:
     config.with_name("other.yaml").write_text("seed: 1\nextends: small.yaml\n")
     edited(config, "name: small", "name: small\nextends: other.yaml")
