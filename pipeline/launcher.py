@@ -108,6 +108,7 @@ class Launcher:
 
         self._check_signal()
         path = write_stage_job(job)
+        view.expect(job.engine_addresses)
         if job.engine_addresses:
             self._engines.begin(tell)
         ranks = self._start_ranks(job, path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from rich.table import Table
 
 LIVE_SECONDS = 0.25
 PLAIN_SECONDS = 10.0
+CLOCKS_DIFFER_SECONDS = 1.0  # ours from that of the files, at most
 LATEST_BYTES = 1 << 15
 SHOWN_LABELS = ("model", "domain")
 SHOWN_METRICS = ("reward", "loss", "accuracy")
@@ -72,10 +73,11 @@ class Progress:
         pace = (self.last["time"] - self.first["time"]) / (self.last["step"] - self.first["step"])
         return float(pace * (self.steps - self.last["step"]))
 
-    def describe(self) -> str:
-        """The step, the time left and the newest values, in words."""
+    def describe(self, awaited: str = "the first step") -> str:
+        """The step, the time left and the newest values, in words; before there are any, what is
+        waited for."""
         if self.last is None:
-            return f"starting ({time.monotonic() - self.started:.0f} s)"
+            return f"starting: {awaited} ({time.monotonic() - self.started:.0f} s)"
         labels = [self.last[name] for name in SHOWN_LABELS if name in self.last]
         parts = [f"step {self.step}/{self.steps}", *labels]
         if self.seconds_left is not None:
@@ -92,10 +94,18 @@ class StageView:
     ) -> None:
         self._console = console
         self._title = title
+        self._metrics = metrics
+        self._begun = time.time()
+        self._engines: Sequence[Path] = ()
         self._tail = MetricsTail(metrics)
         self._progress = Progress(time.monotonic(), steps)
         self._live = live
         self._next = 0.0
+
+    def expect(self, engines: Sequence[Path]) -> None:
+        """Name the files that the engines, which the stage samples from, write when they are
+        ready."""
+        self._engines = engines
 
     def poll(self) -> None:
         """Take in what the stage wrote, and show it if it is time to."""
@@ -108,7 +118,7 @@ class StageView:
             self._live.update(self._line(), refresh=True)
         else:
             self._next = time.monotonic() + PLAIN_SECONDS
-            self.say(self._progress.describe())
+            self.say(self._progress.describe(self._awaited()))
 
     def say(self, text: str) -> None:
         """Print a line about the stage that stays."""
@@ -121,8 +131,18 @@ class StageView:
     def _line(self) -> Table:
         line = Table.grid(padding=(0, 1))
         bar = ProgressBar(total=self._progress.steps or 1, completed=self._progress.step, width=24)
-        line.add_row(escape(self._title), bar, self._progress.describe())
+        line.add_row(escape(self._title), bar, self._progress.describe(self._awaited()))
         return line
+
+    def _awaited(self) -> str:
+        """What a stage without a line of metrics is at. It touches their file when it has loaded
+        its model."""
+        touched = self._metrics.stat().st_mtime if self._metrics.exists() else 0.0
+        ready = sum(address.exists() for address in self._engines)
+        parts = [] if touched >= self._begun - CLOCKS_DIFFER_SECONDS else ["the ranks load"]
+        if ready < len(self._engines):
+            parts.append(f"{ready} of {len(self._engines)} engines ready")
+        return ", ".join(parts) or f"the first {'rollout' if self._engines else 'step'}"
 
 
 @contextmanager
