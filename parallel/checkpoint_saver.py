@@ -33,7 +33,7 @@ from parallel.checkpoint_state import METADATA
 from parallel.checkpoints import CheckpointError, reason, sha256
 from parallel.distributed import gather, layout_sizes, on_main
 from parallel.files import CHECKSUMS, STATE, digest_of, whole_checkpoints, write_atomically
-from parallel.policy import TrainedPolicy
+from parallel.policy import Policy, TrainedPolicy
 from parallel.settings import LOST_PEER
 
 
@@ -58,9 +58,10 @@ class Saver:
         return self._removal.is_alive() or (self._begun is not None and self._begun.alive)
 
     def begin(
-        self, policy: TrainedPolicy, step: int, state: dict[str, Any], score: float | None = None
+        self, policy: Policy, step: int, state: dict[str, Any], score: float | None = None
     ) -> None:
-        """Start to write `step_N`, as the policy and the loop's own `state`, JSON, are now.
+        """Start to write `step_N`, as the policy and the loop's own `state`, JSON, are now. Of a
+        policy that does not train these are its weights.
 
         The highest scores are the best. Raises CheckpointError or OSError (a full disk, a read-only
         directory) with nothing of an earlier checkpoint touched; so does `finish`.
@@ -120,7 +121,7 @@ class Saver:
 class _Writing:
     """One checkpoint on its way to the disk."""
 
-    def __init__(self, policy: TrainedPolicy, folder: Path, document: str, copy: bool) -> None:
+    def __init__(self, policy: Policy, folder: Path, document: str, copy: bool) -> None:
         """Plan who writes what; with `copy`, training may change the policy from now on."""
         self.folder = folder
         self.document = document
@@ -174,7 +175,9 @@ class _Writing:
         return {name: checksum for _, files in outcomes for name, checksum in files.items()}
 
 
-def _state(policy: TrainedPolicy) -> dict[str, Any]:
+def _state(policy: Policy) -> dict[str, Any]:
+    if not isinstance(policy, TrainedPolicy):
+        return {"weights": checkpoint_state.weights(policy)}
     return {
         **checkpoint_state.trained(policy),
         "averages": checkpoint_state.averages(policy),

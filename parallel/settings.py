@@ -14,6 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from parallel.network import LOOPBACK
 
 Positive = Annotated[int, Field(gt=0)]
+# What fills a memory, or never ends, where a finger slipped.
+MOST = 1_000_000
+Count = Annotated[int, Field(gt=0, le=MOST)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -95,7 +98,7 @@ class LayoutSettings(Settings):
     Megatron demands it of mixture-of-experts models.
     """
 
-    ranks: Positive = 1
+    ranks: Count = 1
     tensor: Positive = 1
     pipeline: Positive = 1
     virtual_pipeline: Positive = Field(
@@ -141,7 +144,9 @@ class OptimizerSettings(Settings):
 class EngineSettings(Settings):
     """The rollout engines: how many, where, their limits, and how closely they match the policy."""
 
-    count: Positive = Field(default=1, description="engines side by side, each with a whole model")
+    count: Annotated[int, Field(gt=0, le=10_000)] = Field(
+        default=1, description="engines side by side, each with a whole model"
+    )
     tensor: Positive = Field(default=1, description="tensor-parallel ranks of each engine")
     placement: Literal["shared", "own"] = Field(
         default="shared",
@@ -149,7 +154,7 @@ class EngineSettings(Settings):
         "their own",
     )
     max_model_tokens: Positive = 64
-    max_sequences: Positive = Field(default=256, description="of each engine at once")
+    max_sequences: Count = Field(default=256, description="of each engine at once")
     kv_cache_mebibytes: Annotated[int, Field(gt=0, le=1 << 20)] | None = Field(
         default=None,
         description="of each engine rank; null is enough for max_sequences of max_model_tokens",

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from parallel.families import FAMILIES, architecture, family_violations
 from parallel.memory import CACHE_BLOCK, cached_tokens
 from parallel.settings import (
+    MOST,
     EngineSettings,
     LayoutSettings,
     ModelSettings,
@@ -27,9 +28,15 @@ from parallel.settings import (
 from parallel.weights.engine import engine_violations
 from pipeline.cores import placement_fault
 from pipeline.credit_checks import credit_rules
-from pipeline.data_checks import data_rules, missing_data, missing_tokenizer, tokenizer_rules
+from pipeline.data_checks import (
+    data_rules,
+    demonstration_rules,
+    missing_data,
+    missing_tokenizer,
+    tokenizer_rules,
+)
 from pipeline.gate_checks import gate_rules
-from pipeline.graph_checks import graph_rules
+from pipeline.graph_checks import graph_rules, has_cold_start
 from pipeline.rewards import reward_needs, reward_rules, step_rules
 from pipeline.violations import hint, shown
 from stages.domains.rewards.settings import RewardPoolSettings
@@ -63,6 +70,7 @@ def violations(run: dict[str, Any]) -> Found:
     pool = _block(RewardPoolSettings, run.get("rewards", {}))
     domains = _domains(run)
     deterministic = run.get("deterministic") is True
+    demonstrated = has_cold_start(run)
 
     if model:
         yield from tokenizer_rules(model)
@@ -82,6 +90,8 @@ def violations(run: dict[str, Any]) -> Found:
             yield from reward_rules(f"experts.{name}.rewards", domain, pool)
             yield from _step_rules(name, domain, (f"experts.{name}", domain), ("mixed", mixed))
             yield from data_rules(f"experts.{name}", domain, model, engine, (merge, mixed))
+            if demonstrated:
+                yield from demonstration_rules(f"experts.{name}", domain, model)
             yield from _rollout_rules(f"experts.{name}.rollout", domain.rollout, deterministic)
     yield from graph_rules(run, domains)
     yield from gate_rules(domains, merge, layout)
@@ -94,7 +104,7 @@ def violations(run: dict[str, Any]) -> Found:
         yield from _rollout_rules("mixed.rollout", mixed.rollout, deterministic)
     if valid:
         yield from _split_rules(valid)
-    if layout and valid and len(valid) == len(domains):
+    if demonstrated and layout and valid and len(valid) == len(domains):
         yield from _demonstration_rules(valid, layout)
     if merge:
         yield from _schedule_rules("merge", merge.optimizer, merge.loop)
@@ -115,9 +125,11 @@ def surroundings(run: dict[str, Any]) -> Found:
     if isinstance(weights, str) and not Path(weights).is_dir():
         yield "model.initial_weights", f"no such folder: {shown(Path(weights))}"
     yield from missing_tokenizer(model)
+    # A domain by itself, which has no model around it, is held to what it says.
+    demonstrated = has_cold_start(run) or model is None
     for name, domain in _domains(run).items():
         if domain:
-            yield from missing_data(f"experts.{name}", domain)
+            yield from missing_data(f"experts.{name}", domain, demonstrated)
             yield from reward_needs(f"experts.{name}.rewards", domain)
     engine = _block(EngineSettings, run.get("engine", {}))
     if engine and (lack := placement_fault(engine)):
@@ -322,7 +334,14 @@ def _sampling_rules(
             f"{sampling.max_response_tokens} leaves no room for a prompt: it should be less than "
             f"engine.max_model_tokens = {engine.max_model_tokens}",
         )
-    samples = sampling.prompts_per_step * sampling.group_size // updates
+    drawn = sampling.prompts_per_step * sampling.group_size
+    if drawn > MOST:
+        yield (
+            f"{key}.prompts_per_step",
+            f"{sampling.prompts_per_step} prompts x {sampling.group_size} samples are {drawn} a "
+            f"step; at most {MOST} can be held",
+        )
+    samples = drawn // updates
     if layout and samples < layout.data:
         yield (
             f"{key}.prompts_per_step",

@@ -89,8 +89,17 @@ def _report(error: Exception) -> None:
 
 def _command(name: str) -> Callable[[Namespace], None]:
     # Imported here, so that `braid --help` and a mistyped command answer at once.
-    from pipeline import commands
-    from pipeline.slurm import commands as slurm_commands
+    try:
+        from pipeline import commands
+        from pipeline.slurm import commands as slurm_commands
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "pipeline", "stages", "parallel"):
+            raise
+        raise BraidError(
+            f"{sys.executable} has no package {package}: run braid in the environment that "
+            "`make install` builds, with: source .venv/bin/activate"
+        ) from error
 
     module = slurm_commands if name in ("submit", "stage", "cancel") else commands
     found: Callable[[Namespace], None] = getattr(module, name)

@@ -218,7 +218,8 @@ def _check_with_run(arguments: Namespace) -> None:
     one_off.finished_training(run, own, arguments.stage)
     name, console = arguments.file.stem, terminal()
     settings = load_with_domain(run.settings, arguments.file, arguments.samples)
-    faults = _faults(arguments, own.rewards, own.model.tokenizer, console)
+    model = own.model
+    faults = _faults(arguments, own.rewards, model.tokenizer, console, model.max_positions)
     checkpoint = checkpoint_path(run, arguments.stage)
     console.print()
     with run.lock():
@@ -236,7 +237,11 @@ def _check_with_run(arguments: Namespace) -> None:
 
 
 def _faults(
-    arguments: Namespace, pool: RewardPoolSettings, tokenizer: str, console: Console
+    arguments: Namespace,
+    pool: RewardPoolSettings,
+    tokenizer: str,
+    console: Console,
+    max_positions: int | None = None,
 ) -> list[str]:
     """Show the domain; where its rewards do not tell right from wrong."""
     path: Path = arguments.file
@@ -248,6 +253,7 @@ def _faults(
             tokenizer=tokenizer,
             pool=pool,
             prompts=arguments.prompts,
+            max_positions=max_positions,
             result=Path(folder) / "found.json",
         )
         return check(job, console)

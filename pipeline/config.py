@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 
 from parallel.settings import CHARACTERS, Settings
 from pipeline import checks, schema
+from pipeline.dropped import without_dropped
 from pipeline.slurm.settings import ClusterSettings
 from pipeline.violations import ConfigError, Place, Violation, dotted, hint
 from pipeline.yaml_source import Key, Leaf, Mapping, Reader, find, lay, nearest, plain
@@ -100,8 +101,10 @@ def _settings(
     to_start: bool = True,
 ) -> Root:
     """The settings in a tree that `reader` has read; `around` stands beside it in the rules."""
-    tree = _with_absolute_paths(tree)
+    tree, undropped = without_dropped(_with_absolute_paths(tree))
     settings, invalid = _validated(root, tree, complete=not reader.broken)
+    if not reader.broken:  # else the unreadable file may have defined what is dropped
+        invalid += undropped
     run = {**(around or {}), **plain(tree)}
     broken = [*checks.violations(run), *(checks.surroundings(run) if to_start else ())]
     crossed = [
@@ -215,20 +218,37 @@ def _validated(
         text = json.dumps(plain(tree), default=str)
         return root.model_validate_json(text, strict=True), []
     except ValidationError as error:
-        return None, [
-            _violation(root, tree, details)
-            for details in error.errors()
-            if complete or details["type"] != "missing"
-        ]
+        told = [each for each in error.errors() if complete or each["type"] != "missing"]
+        found = [_violation(root, tree, details) for details in told]
+        return None, [*found, *(each for details in told for each in _below(root, tree, details))]
+
+
+def _below(root: type[Settings], tree: Mapping, error: ErrorDetails) -> Iterator[Violation]:
+    """Of a block that is no known one, which pydantic looks no further into: the keys that no block
+    in its place has."""
+    if error["type"] != "union_tag_invalid":
+        return
+    root = _schema_of(root)
+    key = schema.without_arms(root, error["loc"])
+    block, annotation = find(tree, key), schema.type_at(root, key)
+    known = schema.fields(annotation)
+    for name, node in block.entries.items() if isinstance(block, Mapping) else ():
+        if name not in known:
+            message = _unknown(annotation, name, known)
+            yield Violation(node.place, dotted((*key, name)), message)
 
 
 def _violation(root: type[Settings], tree: Mapping, error: ErrorDetails) -> Violation:
-    # A domain by itself is validated as a part of a run, whose keys it names.
-    schema_root = ClusterSettings if root is ClusterSettings else RunSettings
-    key = schema.without_arms(schema_root, error["loc"])
+    root = _schema_of(root)
+    key = schema.without_arms(root, error["loc"])
     if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        key = (*key, schema.tag(schema.type_at(schema_root, key)))
-    return Violation(nearest(tree, key), dotted(key), _message(schema_root, error))
+        key = (*key, schema.tag(schema.type_at(root, key)))
+    return Violation(nearest(tree, key), dotted(key), _message(root, error))
+
+
+def _schema_of(root: type[Settings]) -> type[Settings]:
+    """A domain by itself is validated as a part of a run, whose keys it names."""
+    return ClusterSettings if root is ClusterSettings else RunSettings
 
 
 def _message(root: type[Settings], error: ErrorDetails) -> str:
@@ -243,6 +263,9 @@ def _message(root: type[Settings], error: ErrorDetails) -> str:
     if error["type"] == "union_tag_invalid":
         known_arms = " or ".join(error["ctx"]["expected_tags"].rsplit(", ", 1))
         return f"should be {known_arms}, not {json.dumps(error['ctx']['tag'])}"
+    if error["type"] == "too_short":
+        least, given = error["ctx"]["min_length"], error["ctx"]["actual_length"]
+        return f"should have at least {least} {'item' if least == 1 else 'items'}, not {given}"
     given = "a mapping" if isinstance(error["input"], dict) else json.dumps(error["input"])
     reason = error["msg"].removeprefix("Input ").replace("an object", MAPPING)
     reason = reason.replace("a valid dictionary or object to extract fields from", MAPPING)

@@ -36,24 +36,10 @@ def data_rules(
     engine: EngineSettings | None,
     others: Iterable[MergeSettings | MixedSettings | None],
 ) -> Found:
-    """What a domain's prompts and demonstrations ask of each other and of the other blocks;
-    `others` sample its prompts too."""
-    prompts, demonstrations = domain.prompts, domain.demonstrations
+    """What a domain's prompts ask of the other blocks; `others` sample them too."""
+    prompts = domain.prompts
     if isinstance(prompts, ReasoningGymPromptSettings) and prompts.dataset not in FORMATS:
         yield f"{key}.prompts.dataset", f"unknown dataset; {hint(prompts.dataset, FORMATS)}"
-    if isinstance(demonstrations, FileDemonstrationSettings):
-        longest = demonstrations.max_tokens
-        if model and longest and longest > model.max_positions:
-            yield (
-                f"{key}.demonstrations.max_tokens",
-                f"{longest} is more than model.max_positions = {model.max_positions}",
-            )
-    elif not isinstance(prompts, ReasoningGymPromptSettings):
-        yield (
-            f"{key}.demonstrations.source",
-            f"generated demonstrations need prompts of reasoning_gym, not of {prompts.source}; "
-            "use jsonl or parquet",
-        )
     if engine and isinstance(prompts, FilePromptSettings) and prompts.max_prompt_tokens:
         samplings = [domain.sampling, *(other.sampling for other in others if other)]
         response = max(sampling.max_response_tokens for sampling in samplings)
@@ -65,9 +51,33 @@ def data_rules(
             )
 
 
-def missing_data(key: str, domain: DomainSettings) -> Found:
-    """The domain's files that are not there."""
-    for block, settings in (("prompts", domain.prompts), ("demonstrations", domain.demonstrations)):
+def demonstration_rules(key: str, domain: DomainSettings, model: ModelSettings | None) -> Found:
+    """What a domain's demonstrations ask of its prompts and of the model, where a cold start learns
+    from them."""
+    demonstrations = domain.demonstrations
+    if isinstance(demonstrations, FileDemonstrationSettings):
+        longest = demonstrations.max_tokens
+        if model and longest and longest > model.max_positions:
+            yield (
+                f"{key}.demonstrations.max_tokens",
+                f"{longest} is more than model.max_positions = {model.max_positions}",
+            )
+    elif not isinstance(domain.prompts, ReasoningGymPromptSettings):
+        yield (
+            f"{key}.demonstrations.source",
+            "generated demonstrations need prompts of reasoning_gym, not of "
+            f"{domain.prompts.source}; use jsonl or parquet, or cold_start: null in a run with "
+            "model.initial_weights",
+        )
+
+
+def missing_data(key: str, domain: DomainSettings, demonstrated: bool) -> Found:
+    """The domain's files that are not there; demonstrations count where a cold start learns from
+    them."""
+    blocks: dict[str, object] = {"prompts": domain.prompts}
+    if demonstrated:
+        blocks["demonstrations"] = domain.demonstrations
+    for block, settings in blocks.items():
         if isinstance(settings, FileSettings) and not settings.files():
             below = (
                 f" with a name that ends in .{settings.source}" if settings.path.is_dir() else ""

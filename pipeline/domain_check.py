@@ -1,4 +1,5 @@
-"""`braid domain check`: a domain's prompts, and whether its rewards tell right from wrong."""
+"""`braid domain check`: a domain's prompts and demonstrations, and whether its rewards tell right
+from wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from pipeline.errors import BraidError
 from pipeline.processes import Child, kill, python_module, wait_for_all
 from pipeline.report import plain_table
 from pipeline.violations import shown
-from stages.domains.sources.settings import ReasoningGymPromptSettings
+from stages.domains.sources.settings import FileDemonstrationSettings, ReasoningGymPromptSettings
 from stages.settings import DomainCheckJob, DomainSettings
 
 MODULE = "stages.domain_check"
@@ -41,6 +42,7 @@ def check(job: DomainCheckJob, console: Console) -> list[str]:
         asked, answer = short(prompt["prompt"]), short(prompt["answer"])
         _print(console, "", f"{number}. {asked}, {prompt['tokens']} tokens; answer {answer}")
         console.print(_table(prompt))
+    _print(console, "", *demonstrated(job.settings, found["demonstrations"]))
     _print(console, "")
     for note in notes(job.domain, job.settings, found["prompts"]):
         console.print(Text.assemble(("· ", "yellow"), note))
@@ -81,14 +83,42 @@ def described(settings: DomainSettings, lengths: dict[str, Any]) -> Iterator[str
     )
     if not isinstance(prompts, ReasoningGymPromptSettings):
         yield f"  evaluation.problems of a run may be {lengths['held_out']} at most"
-    tokens = {int(percent): count for percent, count in lengths["tokens"].items()}
-    spread = ", ".join(f"{count} ({percent} %)" for percent, count in tokens.items())
-    yield f"  tokens of a prompt, by percentile: {spread}"
+    yield f"  tokens of a prompt, by percentile: {_spread(lengths['tokens'])}"
     response = settings.sampling.max_response_tokens
     yield (
         f"  the longest prompt and sampling.max_response_tokens = {response} are "
-        f"{tokens[100] + response} tokens; engine.max_model_tokens must hold them"
+        f"{lengths['tokens']['100'] + response} tokens; engine.max_model_tokens must hold them"
     )
+
+
+def demonstrated(settings: DomainSettings, report: dict[str, Any] | None) -> Iterator[str]:
+    """What a cold start would be shown: how much, how long, and a few of them."""
+    source = settings.demonstrations
+    if report is None:
+        yield "demonstrations: none; a run with a cold start needs them from files"
+        return
+    if isinstance(source, FileDemonstrationSettings):
+        files = source.files()
+        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+        yield f"demonstrations: {shown(files[0])}{more}, {report['rows']} rows"
+    else:
+        yield f"demonstrations: generated, {source.count} in a run; {report['rows']} looked at"
+    yield (
+        f"  {report['duplicates']} repeated, {report['bad']} unusable: {report['usable']} to learn "
+        f"from, {report['held_out']} whose prompts are held out"
+    )
+    if report["limit"] is None:
+        yield "  too long are those of more tokens than model.max_positions, which a run says"
+    else:
+        yield f"  {report['too_long']} of these are too long: of more than {report['limit']} tokens"
+    yield f"  tokens of a demonstration, by percentile: {_spread(report['tokens'])}"
+    yield f"  learned are {100 * report['learned']:.0f} % of the tokens: what the assistant says"
+    for asked, answered in report["examples"]:
+        yield f"  {short(asked)} is answered {short(answered)}"
+
+
+def _spread(tokens: dict[str, int]) -> str:
+    return ", ".join(f"{count} ({percent} %)" for percent, count in tokens.items())
 
 
 def faults(domain: str, settings: DomainSettings, prompts: list[dict[str, Any]]) -> Iterator[str]:

@@ -53,7 +53,7 @@ rewards:                   # docs/rewards.md; what a sample earns is the sum of 
   right: {{kind: math}}      # or instruction, json_schema, code, judge, python
   # brief: {{kind: overlong, max_tokens: 2048, buffer_tokens: 512, weight: 0.5}}
 
-demonstrations:            # for the cold start: docs/data.md
+demonstrations:            # for the cold start, if the run has one: docs/data.md
   source: {source}
   path: ../../data/{name}_demonstrations.{source}  # FILL IN
   messages: messages       # column of whole conversations

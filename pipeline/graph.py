@@ -5,6 +5,7 @@ cold_start ─┬─ mixed (where there is one; evaluated, and no teacher)
             ├─ experts.B ─┼─ merge ─┬─ evaluate (of every model)
             └─ experts.C ─┘         └─ export
 
+Without a cold start the first stage is `initial`, which takes in `model.initial_weights`.
 An expert may grow from another one (`from: experts.A`), there may be no merge, and with `rounds`
 experts and a merge grow again from the merge before: round_2.experts.A, round_2.merge.
 
@@ -24,13 +25,14 @@ from typing import Any, Literal
 from pipeline.schema import leaves
 from stages.settings import DomainSettings, MergeSettings, PolicySettings, RunSettings
 
-Kind = Literal["sft", "grpo", "mixed", "distill", "gate", "evaluate", "export"]
+Kind = Literal["import", "sft", "grpo", "mixed", "distill", "gate", "evaluate", "export"]
 
 # What each kind of stage reads. A key stands for everything below it, `*` for every domain,
 # `{domain}` for the stage's own, or every domain where it has none, and `{gated}` for the block
 # whose gate it is. A stage's result depends on these keys and on its input checkpoints and on
 # nothing else, so that a change elsewhere leaves it valid.
 READS: dict[Kind, tuple[str, ...]] = {
+    "import": ("model",),
     "sft": (
         "seed",
         "deterministic",
@@ -112,11 +114,12 @@ READS: dict[Kind, tuple[str, ...]] = {
     "export": ("model",),
 }
 
-TRAINING: tuple[Kind, ...] = ("sft", "grpo", "mixed", "distill")
+LEAVING_CHECKPOINTS: tuple[Kind, ...] = ("import", "sft", "grpo", "mixed", "distill")
 MEASURING: tuple[Kind, ...] = ("gate", "evaluate")
 SAMPLING: tuple[Kind, ...] = ("grpo", "mixed", "distill", *MEASURING)
 EXPERT = "experts."
 GATE = "gates."
+COLD_START, INITIAL = "cold_start", "initial"  # of which a run has one, its first stage
 DATA_KEYS = (".prompts", ".demonstrations")  # what patterns that name problems end with
 
 
@@ -167,7 +170,7 @@ class Stage:
     @property
     def trains(self) -> bool:
         """Whether the stage leaves checkpoints."""
-        return self.kind in TRAINING
+        return self.kind in LEAVING_CHECKPOINTS
 
     @property
     def needs_engine(self) -> bool:
@@ -196,14 +199,18 @@ def compile_graph(settings: RunSettings) -> tuple[Stage, ...]:
         data = [found[pattern] for pattern in patterns if pattern.endswith(DATA_KEYS)]
         return Stage(name, kind, reads=_joined(found.values()), data=_joined(data), **fields)
 
-    stages = [stage("cold_start", "sft", steps=settings.cold_start.loop.steps)]
-    base, opened = "cold_start", list[str]()
+    if settings.cold_start is None:
+        stages = [stage(INITIAL, "import", steps=0)]
+    else:
+        stages = [stage(COLD_START, "sft", steps=settings.cold_start.loop.steps)]
+    base, opened = stages[0].name, list[str]()
     for number in range(1, settings.rounds + 1):
         prefix = "" if number == 1 else f"round_{number}."
         experts, gates = _experts(settings, prefix, base, opened)
         stages += [stage(**each) for each in experts]
         if number == 1 and settings.mixed is not None:
-            stages.append(stage(name="mixed", kind="mixed", **_policy(settings.mixed, base)))
+            mixed = _policy(settings, settings.mixed, base)
+            stages.append(stage(name="mixed", kind="mixed", **mixed))
         stages += [stage(**each) for each in gates]
         if settings.merge is not None:
             own = [f"{prefix}{GATE}{name}" for name in settings.experts]
@@ -286,12 +293,14 @@ def _expert(
         origin = parent.removeprefix(EXPERT)
         parent = prefix + parent
         after = [f"{prefix}{GATE}{origin}"] if settings.experts[origin].gate else []
+    elif expert.from_ == COLD_START:
+        parent = _first(settings)
     return {
         "name": f"{prefix}{EXPERT}{domain}",
         "kind": "grpo",
         "domain": domain,
         "after": tuple(after),
-        **_policy(expert, parent),
+        **_policy(settings, expert, parent),
     }
 
 
@@ -307,14 +316,19 @@ def _gate(name: str, gated: str, against: dict[str, str], block: str) -> dict[st
     }
 
 
-def _policy(policy: PolicySettings, parent: str) -> dict[str, Any]:
+def _first(settings: RunSettings) -> str:
+    """The stage that `cold_start` means where a model is asked for."""
+    return INITIAL if settings.cold_start is None else COLD_START
+
+
+def _policy(settings: RunSettings, policy: PolicySettings, parent: str) -> dict[str, Any]:
     """What the stages of policies that learn from rewards have in common."""
     kl = policy.objective.kl
     # The model that a KL penalty is measured against, where it is not the parent.
-    elsewhere = kl.coefficient > 0 and kl.reference == "cold_start"
+    elsewhere = kl.coefficient > 0 and kl.reference == COLD_START
     return {
         "parent": parent,
-        "models": {"cold_start": "cold_start"} if elsewhere else {},
+        "models": {COLD_START: _first(settings)} if elsewhere else {},
         "steps": policy.loop.steps,
         "routing": policy.routing.replay,
     }

@@ -112,6 +112,7 @@ class Launcher:
         engines = self._engines.addresses if job.samples else []
         reached = {"engine_addresses": engines, "interface": self._placement.interface}
         path = write_stage_job(job.model_copy(update=reached))
+        view.expect(engines)
         if job.samples:
             self._engines.begin(tell)
         ranks = self._placement.start_ranks(

@@ -39,7 +39,7 @@ def memory_report(settings: RunSettings) -> Iterator[RenderableType]:
 
 def stage_memory(stage: Stage, settings: RunSettings) -> list[RankMemory]:
     """What a rank of every pipeline rank holds while the stage runs."""
-    if not stage.trains:
+    if not stage.steps:
         return reading_memory(settings.model, settings.layout)
     optimizer, loop = _trained_by(stage, settings)
     model, layout, tokens = settings.model, settings.layout, loop.micro_batch_tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from rich.table import Table
 
 LIVE_SECONDS = 0.25
 PLAIN_SECONDS = 10.0
+CLOCKS_DIFFER_SECONDS = 1.0  # ours from that of the files, at most
 LATEST_BYTES = 1 << 15
 SHOWN_LABELS = ("model", "domain")
 SHOWN_METRICS = ("reward", "loss", "accuracy")
@@ -73,10 +74,11 @@ class Progress:
         pace = (self.last["time"] - self.first["time"]) / (self.last["step"] - self.first["step"])
         return float(pace * (self.steps - self.last["step"]))
 
-    def describe(self) -> str:
-        """The step, the time left and the newest values, in words."""
+    def describe(self, awaited: str = "the first step") -> str:
+        """The step, the time left and the newest values, in words; before there are any, what is
+        waited for."""
         if self.last is None:
-            return f"starting ({time.monotonic() - self.started:.0f} s)"
+            return f"starting: {awaited} ({time.monotonic() - self.started:.0f} s)"
         labels = [self.last[name] for name in SHOWN_LABELS if name in self.last]
         parts = [f"step {self.step}/{self.steps}", *labels]
         if self.seconds_left is not None:
@@ -91,9 +93,17 @@ class StageView:
     def __init__(self, screen: Screen, title: str, steps: int | None, metrics: Path) -> None:
         self._screen = screen
         self._title = title
+        self._metrics = metrics
+        self._begun = time.time()
+        self._engines: Sequence[Path] = ()
         self._tail = MetricsTail(metrics)
         self._progress = Progress(time.monotonic(), steps)
         self._next = 0.0
+
+    def expect(self, engines: Sequence[Path]) -> None:
+        """Name the files that the engines, which the stage samples from, write when they are
+        ready."""
+        self._engines = engines
 
     def poll(self) -> None:
         """Take in what the stage wrote, and show it if it is time to."""
@@ -105,7 +115,7 @@ class StageView:
             self._next = time.monotonic() + LIVE_SECONDS
         else:
             self._next = time.monotonic() + PLAIN_SECONDS
-            self.say(self._progress.describe())
+            self.say(self._progress.describe(self._awaited()))
 
     def say(self, text: str) -> None:
         """Print a line about the stage that stays."""
@@ -119,8 +129,18 @@ class StageView:
         """Its line of the screen."""
         line = Table.grid(padding=(0, 1))
         bar = ProgressBar(total=self._progress.steps or 1, completed=self._progress.step, width=24)
-        line.add_row(escape(self._title), bar, self._progress.describe())
+        line.add_row(escape(self._title), bar, self._progress.describe(self._awaited()))
         return line
+
+    def _awaited(self) -> str:
+        """What a stage without a line of metrics is at. It touches their file when it has loaded
+        its model."""
+        touched = self._metrics.stat().st_mtime if self._metrics.exists() else 0.0
+        ready = sum(address.exists() for address in self._engines)
+        parts = [] if touched >= self._begun - CLOCKS_DIFFER_SECONDS else ["the ranks load"]
+        if ready < len(self._engines):
+            parts.append(f"{ready} of {len(self._engines)} engines ready")
+        return ", ".join(parts) or f"the first {'rollout' if self._engines else 'step'}"
 
 
 class Screen:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from parallel.files import write_atomically
-from parallel.settings import LayoutSettings
+from parallel.settings import EngineSettings, LayoutSettings
 from pipeline.graph import EXPERT, Stage
 from pipeline.ledger import Ledger, minutes
 from pipeline.progress import clock, latest
@@ -40,7 +40,8 @@ def plan_table(
     settings: RunSettings, stages: tuple[Stage, ...], states: dict[str, StageState]
 ) -> Table:
     """The stages in order: what each does, from what, for how long, and whether it is done."""
-    table = plain_table(f"{settings.name}: seed {settings.seed}, {layout_text(settings.layout)}")
+    where = f"{layout_text(settings.layout)}; {engines_text(settings.engine)}"
+    table = plain_table(f"{settings.name}: seed {settings.seed}, {where}")
     for heading in ("stage", "kind", "from", "steps", "engine", "state"):
         table.add_column(heading)
     names = indented(stages)
@@ -124,6 +125,12 @@ def layout_text(layout: LayoutSettings) -> str:
     return text
 
 
+def engines_text(engine: EngineSettings) -> str:
+    """How many engines of how many ranks: `2 engines x tensor 4`."""
+    count = f"{engine.count} engine{'s' if engine.count > 1 else ''}"
+    return f"{count} x tensor {engine.tensor}" if engine.tensor > 1 else count
+
+
 def plain_table(title: str) -> Table:
     """A table without lines, its title at the left: as every command prints them."""
     return Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False)
@@ -143,7 +150,8 @@ def _origin(stage: Stage) -> str:
     if stage.models and not stage.parent:
         return f"{len(stage.models)} models"
     taught = f", taught by {len(stage.teachers)} experts" if stage.teachers else ""
-    return f"{stage.parent or 'the model settings'}{taught}"
+    start = "model.initial_weights" if stage.kind == "import" else "the model settings"
+    return f"{stage.parent or start}{taught}"
 
 
 def _state_text(state: StageState, more: str = "") -> Text:

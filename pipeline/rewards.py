@@ -42,6 +42,13 @@ def reward_rules(key: str, domain: DomainSettings, pool: RewardPoolSettings | No
                 f"{own}.buffer_tokens",
                 f"{reward.buffer_tokens} is more than max_tokens = {reward.max_tokens}",
             )
+        longest = domain.sampling.max_response_tokens
+        if reward.kind == "overlong" and reward.max_tokens > longest:
+            yield (
+                f"{own}.max_tokens",
+                f"{reward.max_tokens} is more than the domain's sampling.max_response_tokens = "
+                f"{longest}, where a response is cut off: it would never be reached",
+            )
         if reward.kind == "length" and reward.at_least > (reward.at_most or math.inf):
             yield f"{own}.at_least", f"{reward.at_least} is more than at_most = {reward.at_most}"
         if reward.kind == "json_schema" and reward.default_schema is not None:

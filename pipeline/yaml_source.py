@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,11 @@ Key = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Leaf:
-    """A scalar or a list, and where it was written."""
+    """A scalar or a list, and where it was written; `replaces` a whole mapping, or nothing."""
 
     value: Any
     place: Place
+    replaces: bool = False
 
 
 @dataclass(frozen=True)
@@ -189,10 +190,7 @@ def merge(base: Mapping, over: Mapping) -> Mapping:
     """`over` laid upon `base`: mappings are merged key by key, everything else is replaced."""
     entries = dict(base.entries)
     for name, node in over.entries.items():
-        below = entries.get(name)
-        if isinstance(below, Mapping) and isinstance(node, Mapping):
-            node = merge(below, node)
-        entries[name] = node
+        entries[name] = _over(entries.get(name), node)
     return Mapping(entries, over.place)
 
 
@@ -202,8 +200,8 @@ def lay(tree: Mapping, key: Key, node: Node) -> Mapping:
     below = tree.entries.get(name)
     if rest:
         node = lay(below if isinstance(below, Mapping) else Mapping({}, node.place), rest, node)
-    elif isinstance(below, Mapping) and isinstance(node, Mapping):
-        node = merge(below, node)
+    else:
+        node = _over(below, node)
     return Mapping({**tree.entries, name: node}, tree.place)
 
 
@@ -230,6 +228,12 @@ def nearest(node: Node, key: tuple[str | int, ...]) -> Place:
             break
         node = node.entries[str(part)]
     return node.place
+
+
+def _over(below: Node | None, node: Node) -> Node:
+    if not isinstance(below, Mapping):
+        return node
+    return merge(below, node) if isinstance(node, Mapping) else replace(node, replaces=True)
 
 
 def _plain(node: yaml.Node) -> Any:

@@ -131,7 +131,8 @@ class Backlog:
         for domain in self.domains:
             self._streams[domain] = self._stream(domain, state["cursors"][domain])
             self._saved[domain] = deque(sorted(state["begun"][domain]))
-        self._told_too_long = -state["too_long"]
+        # Older versions did not save it; it is of a metric, and the training goes on as it was.
+        self._told_too_long = -state.get("too_long", 0)
         for domain, frontier in self._frontiers.items():
             frontier.restore(state["curricula"][domain])
 

@@ -1,7 +1,8 @@
 """A domain before anything is trained on it: `python -m stages.domain_check JOB`.
 
-Makes its prompts as a stage would, and has its rewards score what should earn most and what should
-earn nothing: the reference answers, an empty response, and one that answers nothing.
+Makes its prompts and demonstrations as a stage would, and has its rewards score what should earn
+most and what should earn nothing: the reference answers, an empty response, and one that answers
+nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 from parallel.files import write_atomically
 from parallel.last_word import say_last_word
 from parallel.settings import CHARACTERS
+from stages.demonstration_report import demonstration_report
 from stages.domains.demonstrations import demonstrate
 from stages.domains.formats import FORMATS
 from stages.domains.problem import DomainError, Problem
@@ -49,8 +51,11 @@ def main() -> None:
 
 
 def checked(job: DomainCheckJob) -> dict[str, Any]:
-    """`lengths`, a LengthReport; and `prompts`, each with its `prompt`, `answer` and number of
-    `tokens`, and the `responses` to it: `what` each is, its `text` and its Grade."""
+    """`lengths`, a LengthReport; `demonstrations`, a DemonstrationReport or None; and `prompts`.
+
+    Each of these has its `prompt`, `answer` and number of `tokens`, and the `responses` to it:
+    `what` each is, its `text` and its Grade.
+    """
     tokenizer = tokenizer_named(job.tokenizer)
     prompts = job.settings.prompts
     lengths = length_report(prompts, tokenizer, job.domain, DRAWN)
@@ -72,7 +77,12 @@ def checked(job: DomainCheckJob) -> dict[str, Any]:
         ]
     finally:
         pool.close()
-    return {"lengths": asdict(lengths), "prompts": found}
+    shown = demonstration_report(job.settings, tokenizer, job.domain, job.max_positions)
+    return {
+        "lengths": asdict(lengths),
+        "prompts": found,
+        "demonstrations": shown and asdict(shown),
+    }
 
 
 def reference(problem: Problem, settings: DomainSettings) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from parallel import checkpoints
 from parallel.checkpoint_saver import Saver
 from parallel.distributed import any_rank, broadcast, is_main
-from parallel.files import ENDED
+from parallel.files import ENDED, STATE
 from parallel.last_word import say_notice
 from parallel.policy import TrainedPolicy
 from stages.guards.watch import Verdict, Watch
@@ -101,7 +101,14 @@ def _load(stage: TrainingStage, job: StageJob, directory: Path) -> dict[str, Any
         say_notice(f"{'; '.join(faults)}; {job.stage} goes on from {origin}")
     if saved:
         state = checkpoints.load_training(stage.policy, saved)
-        stage.restore(state)
+        try:
+            stage.restore(state)
+        except KeyError as error:
+            raise checkpoints.CheckpointError(
+                f"{saved} is of another version of Braid: its {STATE} has no {error}; go on with "
+                f"that version, or make the stage anew: braid resume {job.directory.parents[1]} "
+                f"--from {job.stage}"
+            ) from error
         return state
     if job.parent is not None:
         checkpoints.load_weights(stage.policy, job.parent)

@@ -16,6 +16,7 @@ from parallel.last_word import say_last_word
 from stages.settings import StageJob
 
 MODULES = {
+    "import": "stages.initial",
     "sft": "stages.sft",
     "grpo": "stages.grpo",
     "mixed": "stages.grpo",

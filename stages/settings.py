@@ -12,6 +12,7 @@ from pydantic import Field
 
 from parallel.network import LOOPBACK
 from parallel.settings import (
+    Count,
     EngineSettings,
     LayoutSettings,
     ModelSettings,
@@ -42,8 +43,8 @@ class SamplingSettings(Settings):
     vLLM draws at no other temperatures: it raises lower ones, and refuses higher ones.
     """
 
-    prompts_per_step: Positive = 32
-    group_size: Positive = 8
+    prompts_per_step: Count = 32
+    group_size: Count = 8
     temperature: Annotated[float, Field(ge=0.01, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
         default=1.0, description="draw from the likeliest tokens that together have so much"
@@ -57,7 +58,7 @@ class SamplingSettings(Settings):
 class MergeSamplingSettings(SamplingSettings):
     """One step's rollouts of each domain; a teacher grades a sample without comparing it."""
 
-    group_size: Positive = 1
+    group_size: Count = 1
 
 
 class MergeRolloutSettings(Settings):
@@ -104,7 +105,7 @@ class RoutingSettings(RoutingLossSettings):
 class LoopSettings(Settings):
     """How long a stage runs, how much a rank computes at once, and how often it saves."""
 
-    steps: Positive
+    steps: Count
     micro_batch_tokens: Positive = 4096
     checkpoint_every: Positive = 20
     keep_last: Positive = 2
@@ -149,8 +150,8 @@ class DomainSettings(PolicySettings):
     from_: str | None = Field(
         default=None,
         alias="from",
-        description="the stage it grows from: cold_start, or experts.NAME of the same round; null"
-        " is cold_start, and the merge before in later rounds",
+        description="the stage it grows from: cold_start (without one, the initial weights), or"
+        " experts.NAME of the same round; null is cold_start, and the merge before in later rounds",
     )
     gate: ExpertGateSettings | None = Field(
         default=None,
@@ -191,7 +192,7 @@ class MergeSettings(Settings):
 class EvaluationSettings(Settings):
     """Held-out problems of every domain, one sample each."""
 
-    problems: Positive = 2000
+    problems: Count = 2000
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     sampling_seed: Annotated[int, Field(ge=0)] = 20_000
 
@@ -212,10 +213,12 @@ class RunSettings(Settings):
     model: ModelSettings
     layout: LayoutSettings = LayoutSettings()
     engine: EngineSettings = EngineSettings()
-    cold_start: ColdStartSettings
+    cold_start: ColdStartSettings | None = Field(
+        description="null: experts grow from model.initial_weights, and need no demonstrations"
+    )
     experts: Annotated[dict[str, DomainSettings], Field(min_length=1)]
     merge: MergeSettings | None = Field(description="null leaves the experts as they are")
-    rounds: Positive = Field(
+    rounds: Annotated[int, Field(gt=0, le=1000)] = Field(
         default=1, description="experts and their merge, grown again from the merge before"
     )
     mixed: MixedSettings | None = Field(
@@ -244,7 +247,9 @@ class StageJob(Settings):
     """
 
     stage: str
-    kind: Literal["sft", "grpo", "mixed", "distill", "gate", "evaluate", "export", "preview"]
+    kind: Literal[
+        "import", "sft", "grpo", "mixed", "distill", "gate", "evaluate", "export", "preview"
+    ]
     domain: str | None = None
     directory: Path
     attempt: Positive
@@ -277,4 +282,7 @@ class DomainCheckJob(Settings):
     tokenizer: str
     pool: RewardPoolSettings
     prompts: Positive = Field(description="that are shown, and scored with their references")
+    max_positions: Positive | None = Field(
+        default=None, description="model.max_positions, where a run is known"
+    )
     result: Path

@@ -15,20 +15,21 @@ from parallel.responses import Responses
 from parallel.sample import Sample
 from stages.conversations import response_sample
 from stages.domains.demonstrations import demonstrations
-from stages.domains.prompts import PromptStream, held_out_problems
+from stages.domains.prompts import PromptStream
 from stages.domains.sources.conversations import ConversationStream
 from stages.domains.sources.settings import GeneratedDemonstrationSettings
 from stages.groups import seed_of
+from stages.initial import look_for_held_out
 from stages.loop import train
 from stages.metrics import token_efficiency
 from stages.objectives.aggregation import Totals, token_mean
-from stages.settings import StageJob
+from stages.settings import ColdStartSettings, StageJob
 from stages.tokenizer import Tokenizer, load_tokenizer
 
 
 def run(job: StageJob) -> None:
     """Train the cold start to its last step."""
-    train(ColdStart(job), job, job.settings.cold_start.loop)
+    train(ColdStart(job), job, _settings(job).loop)
 
 
 class ColdStart:
@@ -37,19 +38,20 @@ class ColdStart:
     def __init__(self, job: StageJob) -> None:
         settings = job.settings
         self.settings = settings
+        self.cold_start = cold_start = _settings(job)
         self.policy = TrainedPolicy(
             settings.model,
             settings.layout,
-            settings.cold_start.optimizer,
-            settings.cold_start.loop.steps,
-            settings.cold_start.routing,
+            cold_start.optimizer,
+            cold_start.loop.steps,
+            cold_start.routing,
         )
         self.sources = _sources(job) if is_main() else {}
 
     def step(self, step: int) -> dict[str, float]:
         samples, too_long = broadcast(self._draw(step) if is_main() else None)
         totals = Totals(len(samples), sum(len(sample.learned) for sample in samples))
-        budget = self.settings.cold_start.loop.micro_batch_tokens
+        budget = self.cold_start.loop.micro_batch_tokens
         batches = batch.split(samples, Place.here(), budget, replay=False)
 
         def cross_entropy(responses: Responses) -> tuple[torch.Tensor, float]:
@@ -122,17 +124,19 @@ class GeneratedPool:
         return Random(f"{self._seed}/{self._domain}/{step}").choices(self._samples, k=count)
 
 
+def _settings(job: StageJob) -> ColdStartSettings:
+    assert job.settings.cold_start is not None
+    return job.settings.cold_start
+
+
 def _sources(job: StageJob) -> dict[str, DemonstrationSource]:
     tokenizer = load_tokenizer(job.settings.model)
+    look_for_held_out(job.settings, tokenizer)
     return {domain: _source(job, domain, tokenizer) for domain in job.settings.experts}
 
 
 def _source(job: StageJob, domain: str, tokenizer: Tokenizer) -> DemonstrationSource:
     seed, settings = job.settings.seed, job.settings.experts[domain]
-    # Before hours of training rather than after: is there enough to evaluate on?
-    longest = job.settings.longest_prompt(settings.sampling)
-    problems = job.settings.most_problems(domain)
-    held_out_problems(settings.prompts, tokenizer, domain, problems, longest)
     wanted = settings.demonstrations
     if isinstance(wanted, GeneratedDemonstrationSettings):
         prompts = PromptStream(settings.prompts, tokenizer, domain, seed, job.stage)

@@ -9,7 +9,7 @@ from pydantic import Field
 from parallel.settings import Positive, Settings
 
 Walltime = Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d\d){0,2}$")]  # as sbatch --time takes it
-StageKind = Literal["sft", "grpo", "mixed", "distill", "gate", "evaluate", "export"]
+StageKind = Literal["import", "sft", "grpo", "mixed", "distill", "gate", "evaluate", "export"]
 
 
 class ContainerSettings(Settings):

@@ -20,7 +20,7 @@ class FrontierSettings(Settings):
     solve; the others are passed over, and counted."""
 
     name: Literal["frontier"] = "frontier"
-    candidates: Annotated[int, Field(ge=2)] = Field(
+    candidates: Annotated[int, Field(ge=2, le=1000)] = Field(
         default=4, description="prompts that one is taken from, and so how strong the choice is"
     )
     field: str | None = Field(

@@ -28,6 +28,7 @@ from pathlib import Path
 from parallel.last_word import say_notice
 from parallel.settings import LAST_WORD
 from stages.domains.problem import Problem
+from stages.domains.reward_output import pass_on
 from stages.domains.reward_worker import CLOCK_BYTES, Clock, Loaded, Setup
 from stages.domains.rewards.grading import Grade, failure
 from stages.domains.rewards.registry import check_machine
@@ -41,6 +42,7 @@ LOOK_SECONDS = 0.25  # how often the clocks of busy workers are looked at
 LOADING_SECONDS = 300.0
 NURSERY_SECONDS = 60.0  # that it may take to fork a worker, or to end one
 CLOSING_SECONDS = 5.0  # that it may take to end them all
+PRINTING_SECONDS = 1.0  # that it may take to log what they have printed last
 ATTEMPTS = 3  # a response whose worker is lost so often, and no reward is to blame, has failed
 SHOWN_IN_FULL, SHOWN_CHARACTERS = 3, 300
 
@@ -99,7 +101,9 @@ class RewardPool:
         self._failures = 0
         self._called = os.eventfd(0, os.EFD_NONBLOCK)
         self._control, theirs = Pipe()
-        self._nursery = _start_nursery(theirs)
+        self._nursery, printed = _start_nursery(theirs)
+        self._output = threading.Thread(target=pass_on, args=(printed,), daemon=True)
+        self._output.start()
         self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
         self._thread.start()
 
@@ -156,6 +160,7 @@ class RewardPool:
             self._nursery.wait(CLOSING_SECONDS if self._workers else 0)
         self._nursery.kill()  # and the kernel its workers
         self._nursery.wait()
+        self._output.join(PRINTING_SECONDS)
 
     def _run(self) -> None:
         """What the pool's thread does."""
@@ -323,19 +328,26 @@ class RewardPool:
         self._on_graded()
 
 
-def _start_nursery(theirs: Connection) -> subprocess.Popen[bytes]:
-    """It finds modules where this process does, those of one's own among them."""
+def _start_nursery(theirs: Connection) -> tuple[subprocess.Popen[bytes], int]:
+    """The process, and where to read what it and its workers print.
+
+    It finds modules where this process does, those of one's own among them.
+    """
     path = os.pathsep.join(each or str(Path.cwd()) for each in sys.path)
     environment = {name: value for name, value in os.environ.items() if name != LAST_WORD}
     descriptor = theirs.fileno()
+    printed, output = os.pipe()
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "stages.domains.reward_nursery", str(descriptor)],
         stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
         pass_fds=[descriptor],
         env={**environment, "PYTHONPATH": path},
     )
+    os.close(output)
     theirs.close()
-    return process
+    return process, printed
 
 
 def _sensible_size(rewards: Mapping[str, Mapping[str, RewardSettings]]) -> int:

@@ -54,8 +54,8 @@ def guards(settings: GuardsSettings) -> list[_Guard]:
             settings.reward_collapse,
             "reward_drop",
             "above",
-            "go back to a checkpoint before the peak, with a lower learning rate or a higher"
-            " objective.kl.coefficient",
+            "make the stage anew (--from) with a lower learning rate, a higher"
+            " objective.kl.coefficient, or a stop rule that ends it at the peak",
         ),
         _Guard(
             "reward_spread",

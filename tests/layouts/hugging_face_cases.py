@@ -96,6 +96,20 @@ def export_checkpoint(layout: LayoutSettings, model: str, checkpoint: str, outpu
     torch.use_deterministic_algorithms(False)  # the next case runs in this process too
 
 
+def import_checkpoint(layout: LayoutSettings, model: str, source: str, directory: str) -> None:
+    """The stage; what it leaves is in `directory`/checkpoints/step_0."""
+    from stages import initial
+    from stages.settings import EvaluationSettings, RunSettings, StageJob
+
+    settings = RunSettings.model_construct(
+        model=MODELS[model].model_copy(update={"initial_weights": Path(source)}),
+        layout=layout,
+        experts={},
+        evaluation=EvaluationSettings(),
+    )
+    initial.run(StageJob.model_construct(directory=Path(directory), settings=settings))
+
+
 def import_and_compare(layout: LayoutSettings, model: str, directory: str) -> dict[str, float]:
     """A model that is read from a checkpoint, against the checkpoint and transformers."""
     from transformers import AutoModelForCausalLM

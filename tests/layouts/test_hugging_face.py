@@ -17,6 +17,7 @@ from hugging_face_cases import (
     export_other_weights,
     gradient_error,
     import_and_compare,
+    import_checkpoint,
     save_checkpoint,
     start_from,
     stored,
@@ -73,6 +74,19 @@ def test_the_stage_exports_a_checkpoint_of_any_layout(family: str, on: On, tmp_p
     saved = on(layout, save_checkpoint, layout, family, str(tmp_path))[0]
     on(another, export_checkpoint, another, family, str(tmp_path / "step_1"), str(tmp_path / "out"))
     assert stored(str(tmp_path / "out")) == saved
+
+
+def test_the_stage_imports_a_checkpoint_for_any_layout(
+    on: On, exported: dict[str, Path], tmp_path: Path
+) -> None:
+    layout, another = (LayoutSettings(**MATRIX[name]) for name in ("TP2 EP2 PP2", "TP2"))
+    for model in ("qwen3_moe", "bf16"):
+        directory, output = tmp_path / model, tmp_path / f"{model} again"
+        on(layout, import_checkpoint, layout, model, str(exported[model]), str(directory))
+        [checkpoint] = (directory / "checkpoints").iterdir()
+        assert checkpoint.name == "step_0"
+        on(another, export_checkpoint, another, model, str(checkpoint), str(output))
+        assert stored(str(output)) == stored(str(exported[model]))
 
 
 @pytest.mark.one_device

@@ -35,7 +35,7 @@ def work(job: dict, rank: int) -> None:
     elif job["kind"] == "preview":
         preview(directory, job)
     else:
-        save(directory, job["stage"])
+        save(directory, job["stage"], 0 if job["kind"] == "import" else 2)
 
 
 def measure(directory: Path, job: dict, first: float) -> None:
@@ -86,8 +86,8 @@ def preview(directory: Path, job: dict) -> None:
     (directory / "results.json").write_text(json.dumps(found))
 
 
-def save(directory: Path, digest: str) -> None:
-    checkpoint = directory / "checkpoints" / "step_2"
+def save(directory: Path, digest: str, step: int = 2) -> None:
+    checkpoint = directory / "checkpoints" / f"step_{step}"
     checkpoint.mkdir(parents=True, exist_ok=True)
     (checkpoint / "checksums.json").write_text(json.dumps({"digest": digest, "files": {}}))
 

@@ -120,6 +120,20 @@ def test_the_command_answers_without_torch(
     assert not loaded & HEAVY
 
 
+def test_outside_of_its_environment_the_command_says_so() -> None:
+    found = subprocess.run(
+        [sys.executable, "-S", "-m", "pipeline.cli", "plan", "configs/quickstart.yaml"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (found.returncode, found.stdout) == (1, "")
+    [line] = found.stderr.splitlines()
+    assert line.startswith(f"braid: {sys.executable} has no package ")
+    assert line.endswith("with: source .venv/bin/activate")
+
+
 def settings_classes() -> list[type[Settings]]:
     for package in (parallel, stages):
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):

@@ -59,13 +59,33 @@ def test_a_plan_names_every_parallelism(braid: Braid, config: Path) -> None:
         # A title that is wider than its table goes on in the next line.
         return " ".join(braid("plan", config, *overrides)[1].partition("stage ")[0].split())
 
-    assert title() == "small: seed 0, 2 ranks: data 2; experts: expert 2"
-    assert title("layout={ranks: 1, expert: 1}") == "small: seed 0, 1 rank"
+    assert title() == "small: seed 0, 2 ranks: data 2; experts: expert 2; 1 engine"
+    assert title("layout={ranks: 1, expert: 1}") == "small: seed 0, 1 rank; 1 engine"
     dense = "layout={ranks: 16, tensor: 2, pipeline: 2, virtual_pipeline: 2, context: 2}"
-    assert title(dense, "layout.expert_tensor=4") == (
+    engines = ("engine.count=3", "engine.tensor=2")
+    assert title(dense, "layout.expert_tensor=4", *engines) == (
         "small: seed 0, 16 ranks: data 2, tensor 2, pipeline 2, virtual_pipeline 2, context 2; "
-        "experts: expert 2, expert_tensor 4"
+        "experts: expert 2, expert_tensor 4; 3 engines x tensor 2"
     )
+
+
+def test_a_run_without_a_cold_start(braid: Braid, config: Path, runs: Path) -> None:
+    config.with_name("start").mkdir()
+    start = [f"model.initial_weights={config.with_name('start')}", "cold_start=null"]
+    code, out, _ = braid("plan", config, *start)
+    first, expert = (line.split() for line in out.splitlines()[-6:-4])
+    assert (code, first) == (0, ["initial", "import", "model.initial_weights", "pending"])
+    assert expert == ["experts.sums", "grpo", "initial", "2", "yes", "pending"]
+    _, out, _ = braid("plan", config, "--memory", *start)
+    [memory] = [line for line in out.splitlines() if line.startswith("initial ")]
+    assert len(memory.split()) == 5  # name, parameters, total, and no optimizer
+    code, out, err = braid("run", config, *start)
+    assert (code, err) == (0, "")
+    assert "[1/6] initial  done in" in out
+    results = json.loads((runs / "small" / "results.json").read_text())
+    assert next(iter(results["models"])) == "initial"
+    assert braid("status")[1] == "small: 6 done\n"
+    assert "cold_start" in braid("run", config)[2]  # another start is another run
 
 
 def test_a_run_from_its_start_to_its_table(braid: Braid, config: Path, runs: Path) -> None:

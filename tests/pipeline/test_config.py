@@ -169,6 +169,23 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
             "experts.sums.rewards.a.buffer_tokens: 4 is more than max_tokens = 3",
         ),
         (
+            rewards("{kind: overlong, max_tokens: 25, buffer_tokens: 4}"),
+            "experts.sums.rewards.a.max_tokens: 25 is more than the domain's sampling."
+            "max_response_tokens = 24",
+        ),
+        (
+            "experts.sums.sampling.group_size=1000000000",
+            "group_size: should be less than or equal to 1000000, not 1000000000",
+        ),
+        (
+            "merge.sampling={prompts_per_step: 2000, group_size: 1000}",
+            "merge.sampling.prompts_per_step: 2000 prompts x 1000 samples are 2000000 a step; at ",
+        ),
+        ("merge.loop.steps=1000000000000", "steps: should be less than or equal to 1000000, not"),
+        ("rewards.workers=1000000", "rewards.workers: should be less than or equal to 1024, not"),
+        ("engine.count=1000000", "engine.count: should be less than or equal to 10000, not"),
+        ("rounds=1000000000", "rounds: should be less than or equal to 1000, not 1000000000"),
+        (
             rewards("{kind: length, at_least: 4, at_most: 3}"),
             "experts.sums.rewards.a.at_least: 4 is more than at_most = 3",
         ),
@@ -189,7 +206,7 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
             rewards("{kind: language, scripts: [elvish]}"),
             "experts.sums.rewards.a.scripts.0: should",
         ),
-        ("experts.sums.rewards={}", "experts.sums.rewards: dictionary should have at least 1 item"),
+        ("experts.sums.rewards={}", "experts.sums.rewards: should have at least 1 item"),
         ("experts.sums.rewards={a b: {kind: math}}", "a reward's name is made of letters, digits,"),
         (judge(lowest=10), "experts.sums.rewards.a.lowest: 10 should be less than highest = 10"),
         (judge(verdict="good"), "a.verdict: should have a group, (...), which is the score"),
@@ -386,6 +403,24 @@ def test_extends_merges_mappings_and_replaces_lists(config: Path) -> None:
     assert sums.prompts.config == {"a": 1, "b": 2}
     assert sums.optimizer.learning_rate == 1
     assert sums.optimizer.betas == (0.3, 0.4)
+
+
+def test_a_mistyped_choice_hides_no_mistyped_key(config: Path) -> None:
+    edited(
+        config,
+        "prompts: {dataset: chain_sum}",
+        "prompts: {dataset: chain_sum}\n    objective:\n      ratio:\n        name: gpso\n"
+        "        clip_hihg: 1\n        cap: 2\n    rewards: {a: {kind: mth, boxt: true}}",
+    )
+    found = faults(config, "merge.loop.stepz=3")
+    assert [fault.partition(": should")[0] for fault in found] == [
+        'command line: merge.loop.stepz: unknown key; did you mean "steps"?',
+        "small.yaml:21: experts.sums.objective.ratio.name",
+        "small.yaml:22: experts.sums.objective.ratio.clip_hihg: unknown key; did you mean "
+        '"clip_high"?',
+        "small.yaml:24: experts.sums.rewards.a.kind",
+        'small.yaml:24: experts.sums.rewards.a.boxt: unknown key; did you mean "boxed"?',
+    ]
 
 
 def test_files_that_extend_each_other_are_refused(config: Path) -> None:

@@ -43,7 +43,8 @@ def test_what_prompts_of_files_ask_of_other_blocks(config: Path) -> None:
         "small.yaml:17: experts.sums.rewards.exact.kind: only prompts.source: reasoning_gym has "
         "it; name other rewards",
         "small.yaml:17: experts.sums.demonstrations.source: generated demonstrations need prompts "
-        "of reasoning_gym, not of parquet; use jsonl or parquet",
+        "of reasoning_gym, not of parquet; use jsonl or parquet, or cold_start: null in a run with "
+        "model.initial_weights",
         "small.yaml:18: experts.sums.prompts.max_prompt_tokens: 41 and a response of 24 tokens are "
         "more than engine.max_model_tokens = 64",
     ]

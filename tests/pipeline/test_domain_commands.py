@@ -16,7 +16,7 @@ from test_architecture import HEAVY
 
 from pipeline import domain_preview, domain_starter
 from pipeline.config import dump_differing, load_domain
-from pipeline.domain_check import described, faults, notes
+from pipeline.domain_check import demonstrated, described, faults, notes
 from pipeline.violations import ConfigError
 from stages.domains.rewards.settings import RewardPoolSettings
 from stages.settings import DomainSettings
@@ -102,6 +102,7 @@ def test_a_starter_is_accepted_as_it_is_and_looked_at_without_torch(
     shown = "\n".join(lines)
     assert "    dataset: chain_sum\n" in shown
     assert "prompts: reasoning-gym's chain_sum, without end; 2000 drawn\n" in shown
+    assert "demonstrations: generated, 4000 in a run; 2000 looked at\n" in shown
     assert "2. 'c" in shown
     assert "3. 'c" not in shown
     assert lines[-1] == f"{path} is valid, and its rewards tell right from wrong on these prompts"
@@ -193,6 +194,7 @@ def test_a_domain_whose_references_score_is_right(
     assert (code, err) == (0, "")
     assert f"prompts: {path.parent}/rows.jsonl, 40 rows\n" in out
     assert "tells right" not in out
+    assert f"demonstrations: {path.parent}/rows.jsonl, 40 rows\n" in out
     row = next(line for line in out.splitlines() if line.startswith("reference"))
     assert row.split()[-2:] == ["1", "1"]
     row = next(line for line in out.splitlines() if line.startswith("garbage"))
@@ -391,6 +393,32 @@ def test_counts_are_told() -> None:
         "  tokens of a prompt, by percentile: 5 (0 %), 12 (100 %)",
         "  the longest prompt and sampling.max_response_tokens = 24 are 36 tokens; "
         "engine.max_model_tokens must hold them",
+    ]
+
+
+def test_the_demonstrations_are_described() -> None:
+    report = {
+        "rows": 2000,
+        "bad": 0,
+        "duplicates": 3,
+        "held_out": 4,
+        "usable": 1993,
+        "limit": 40,
+        "too_long": 5,
+        "tokens": {"0": 5, "100": 41},
+        "learned": 0.375,
+        "examples": [("1+1=", "<2>2")],
+    }
+    assert list(demonstrated(settings(**RIGHT), report)) == [
+        "demonstrations: generated, 4000 in a run; 2000 looked at",
+        "  3 repeated, 0 unusable: 1993 to learn from, 4 whose prompts are held out",
+        "  5 of these are too long: of more than 40 tokens",
+        "  tokens of a demonstration, by percentile: 5 (0 %), 41 (100 %)",
+        "  learned are 38 % of the tokens: what the assistant says",
+        "  '1+1=' is answered '<2>2'",
+    ]
+    assert list(demonstrated(settings(**RIGHT), None)) == [
+        "demonstrations: none; a run with a cold start needs them from files"
     ]
 
 

@@ -188,3 +188,62 @@ def test_every_pattern_names_a_setting(with_baseline: RunSettings) -> None:
     patterns = [pattern.format(**of) for reads in READS.values() for pattern in reads]
     for pattern in [*patterns, *CHANGES_NO_RESULT]:
         assert any(matches(key, pattern) for key in keys), pattern
+
+
+@pytest.fixture
+def start(config: Path) -> list[str]:
+    """Overrides of a run that starts from a Hugging Face checkpoint, without a cold start."""
+    config.with_name("start").mkdir()
+    return [f"model.initial_weights={config.with_name('start')}", "cold_start=null"]
+
+
+def test_without_a_cold_start_experts_grow_from_the_initial_weights(
+    config: Path, start: list[str]
+) -> None:
+    reference = "{coefficient: 0.1, reference: cold_start}"
+    asked = [
+        *start,
+        "rounds=2",
+        "experts.sums.from=cold_start",
+        "experts.words.from=experts.sums",
+        f"experts.sums.objective.kl={reference}",
+        MIXED,
+    ]
+    stages = {stage.name: stage for stage in compile_graph(load(config, asked))}
+    assert next(iter(stages)) == "initial"
+    initial = stages["initial"]
+    assert (initial.kind, initial.steps, initial.inputs) == ("import", 0, ())
+    assert all(key.startswith("model.") for key in initial.reads)
+    for name in ("experts.sums", "round_2.experts.sums", "mixed", "merge"):
+        assert stages[name].parent == "initial"
+    assert stages["experts.sums"].models == {"cold_start": "initial"}
+    assert stages["experts.words"].parent == "experts.sums"
+    assert "initial" in stages["evaluate"].models
+    assert "cold_start" not in {name for stage in stages.values() for name in stage.inputs}
+
+
+def test_without_a_cold_start_no_demonstrations_are_asked_for(
+    config: Path, start: list[str]
+) -> None:
+    prompts = config.with_name("prompts.jsonl")
+    prompts.write_text("{}\n")
+    files = f"{{source: jsonl, path: {prompts}, answer: answer}}"
+    config.write_text(config.read_text().replace("{dataset: chain_sum}", files))
+    rewards = "experts.sums.rewards={right: {kind: math}}"
+    missing = "experts.words.demonstrations={source: jsonl, path: nowhere.jsonl, response: answer}"
+    load(config, [*start, rewards, missing])
+    with pytest.raises(ConfigError) as caught:
+        load(config, [rewards, missing])
+    assert {violation.key for violation in caught.value.violations} == {
+        "experts.sums.demonstrations.source",
+        "experts.words.demonstrations.path",
+    }
+
+
+def test_without_a_cold_start_there_must_be_initial_weights(config: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(config, ["cold_start=null"])
+    assert [str(violation) for violation in caught.value.violations] == [
+        "command line: cold_start: null needs a model that can already answer: name one as "
+        "model.initial_weights, or describe a cold start"
+    ]

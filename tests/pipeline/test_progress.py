@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 
 from rich.console import Console
@@ -35,7 +36,7 @@ def test_the_tail_gives_whole_new_lines_only(tmp_path: Path) -> None:
 
 def test_progress_says_the_step_the_time_left_and_the_reward() -> None:
     progress = Progress(0.0, 10)
-    assert progress.describe().startswith("starting (")
+    assert progress.describe().startswith("starting: the first step (")
     progress.add(json.loads(line(1, reward=0.25)))
     progress.add(json.loads(line(4, reward=0.5, loss=1.5)))
     assert progress.describe() == "step 4/10  18 s left  reward 0.5  loss 1.5"
@@ -61,8 +62,31 @@ def test_a_terminal_gets_a_line_that_is_redrawn(tmp_path: Path) -> None:
         view.poll()
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "[1/7] cold_start" in shown
-    assert "starting (" in shown
+    assert "starting: the ranks load (" in shown
     assert "done in " in shown
+
+
+def test_what_a_stage_waits_for_is_said(tmp_path: Path) -> None:
+    metrics, engines = tmp_path / "metrics.jsonl", [tmp_path / "0", tmp_path / "1"]
+    metrics.write_text(line(1))
+    os.utime(metrics, (0, 0))  # an earlier attempt's
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+
+    def said() -> str:
+        console.file = io.StringIO()
+        with watching(console, "merge", 10, metrics) as view:
+            view.expect(engines)
+            view.poll()
+        return console.file.getvalue().partition("starting: ")[2].partition(" (")[0]
+
+    assert said() == "the ranks load, 0 of 2 engines ready"
+    engines[1].touch()
+    metrics.touch()
+    assert said() == "1 of 2 engines ready"
+    engines[0].touch()
+    assert said() == "the first rollout"
+    engines.clear()
+    assert said() == "the first step"
 
 
 def test_durations_read_as_a_person_says_them() -> None:

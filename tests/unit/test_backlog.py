@@ -141,6 +141,13 @@ def test_a_step_takes_the_prompts_of_its_stream_in_their_order() -> None:
     }
 
 
+def test_the_state_of_an_older_version_lacks_what_was_not_told() -> None:
+    source = backlog(FakeRollouts(), "sums")
+    source.restore({"cursors": {"sums": 5}, "begun": {"sums": []}})
+    assert source.too_long() == 0
+    assert source.state() == {"cursors": {"sums": 5}, "begun": {"sums": []}, "too_long": 0}
+
+
 def test_every_domain_gives_its_own_share() -> None:
     rollouts = FakeRollouts()
     source = backlog(rollouts, *NAMES)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
+from stages.domains import reward_output
 from stages.domains.problem import Problem
 from stages.domains.reward_pool import RewardPool
 from stages.domains.rewards.grading import Grade, Grader
@@ -265,3 +266,17 @@ def test_steps_end_where_their_text_ends(tmp_path: Path) -> None:
     assert grade == Grade(4.0, {"steps": 2.0}, steps=((3, 6.0), (4, 2.0)))
     nothing = grader.grade(problem(), response(""))
     assert nothing == Grade(0.0, {"steps": 0.0}, steps=((0, 0.0),))
+
+
+def test_what_rewards_print_is_logged_up_to_a_limit(
+    pool: Made, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward_output, "LARGEST", 100_000)
+    made = pool(workers=2, own=own("does"))
+    assert [grade.reward for grade in graded(made, "print 500")] == [9.0]
+    graded(made, *["print 90000"] * 20)
+    made.close()
+    printed = capfd.readouterr().err
+    assert "x" * 500 in printed
+    assert printed.count("x") < 100_100
+    assert printed.count("printed more than 100000 bytes, and the log takes no more") == 1

@@ -232,7 +232,7 @@ RewardSettings = Annotated[
 class RewardPoolSettings(Settings):
     """The processes that score responses, and what happens where they cannot."""
 
-    workers: Positive | None = Field(
+    workers: Annotated[int, Field(gt=0, le=1024)] | None = Field(
         default=None,
         description="null: one a core, 8 at most; 16 where a judge is waited for",
     )

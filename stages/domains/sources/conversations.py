@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 
 from parallel.sample import Sample
@@ -44,6 +45,7 @@ class ConversationStream:
         self._limit = limit
         self._index = conversation_index(settings, domain)
         rows = self._index.split(False, held_out_fraction)
+        self._rows = rows
         self._order = Order(rows, seed)
         self._patience = 2 * len(rows)  # that many in a row hold a whole epoch
         for row in rows[:PROBED].tolist():
@@ -53,6 +55,15 @@ class ConversationStream:
         """The next `count` conversations, whatever the step. Raises DomainError where all are too
         long."""
         return [self._next() for _ in range(count)]
+
+    @property
+    def rows(self) -> int:
+        """How many conversations there are, too long ones included."""
+        return len(self._rows)
+
+    def all(self) -> Iterator[Sample]:
+        """Each of them once, in the order of the files."""
+        return map(self._sample, self._rows.tolist())
 
     def _next(self) -> Sample:
         for _ in range(self._patience):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from parallel.settings import Fraction, Positive, Settings
+from parallel.settings import Count, Fraction, Positive, Settings
 
 HeldOutFraction = Annotated[float, Field(gt=0, lt=1)]
 
@@ -82,14 +82,14 @@ class ParquetPromptSettings(FilePromptSettings):
 class DrawSettings(Settings):
     """How many of a domain's demonstrations each step of the cold start trains on."""
 
-    sequences_per_step: Positive = 32
+    sequences_per_step: Count = 32
 
 
 class GeneratedDemonstrationSettings(DrawSettings):
     """The cold start's demonstrations of one domain: `worked_fraction` show careful work."""
 
     source: Literal["generated"] = "generated"
-    count: Positive = 4000
+    count: Count = 4000
     worked_fraction: Fraction = 0.45
 
 

@@ -1,0 +1,78 @@
+"""`null` for a name of one's own drops what an extended file defines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import load
+from pipeline.violations import ConfigError
+
+
+def child(config: Path, text: str) -> Path:
+    """A file that extends the configuration."""
+    path = config.with_name("child.yaml")
+    path.write_text(f"extends: {config.name}\n{text}")
+    return path
+
+
+def faults(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides)
+    return [str(violation).replace(f"{path.parent}/", "") for violation in caught.value.violations]
+
+
+def with_brief(config: Path) -> Path:
+    """The configuration, whose first domain has two rewards."""
+    rewards = (
+        "  sums:\n    rewards:\n      exact: {kind: reasoning_gym}\n"
+        "      brief: {kind: overlong, max_tokens: 20, buffer_tokens: 4}\n"
+    )
+    config.write_text(config.read_text().replace("  sums:\n", rewards, 1))
+    return config
+
+
+def test_an_inherited_expert_is_dropped(config: Path) -> None:
+    settings = load(child(config, "experts: {sums: null}\n"))
+    assert list(settings.experts) == ["words"]
+    assert list(load(config, ["experts.words=null"]).experts) == ["sums"]
+
+
+def test_a_dropped_expert_may_be_defined_again(config: Path) -> None:
+    middle = child(config, "experts: {sums: null}\n")
+    last = config.with_name("last.yaml")
+    domain = "{prompts: {dataset: chain_sum}, optimizer: {learning_rate: 1e-2}, loop: {steps: 3}}"
+    last.write_text(f"extends: {middle.name}\nexperts:\n  sums: {domain}\n")
+    assert load(last).experts["sums"].loop.steps == 3
+
+
+def test_an_inherited_reward_is_dropped(config: Path) -> None:
+    path = child(with_brief(config), "experts: {sums: {rewards: {brief: null}}}\n")
+    assert list(load(path).experts["sums"].rewards) == ["exact"]
+    assert list(load(config, ["experts.sums.rewards.exact="]).experts["sums"].rewards) == ["brief"]
+
+
+def test_a_null_that_drops_nothing_is_a_fault(config: Path) -> None:
+    path = child(
+        with_brief(config),
+        "experts:\n  sumz: null\n  sums:\n    rewards: {breif: null}\n",
+    )
+    drops = "null drops what an extended file defines, and none defines it; did you mean"
+    assert faults(path) == [
+        f'child.yaml:3: experts.sumz: {drops} "sums"?',
+        f'child.yaml:5: experts.sums.rewards.breif: {drops} "brief"?',
+    ]
+
+
+def test_what_is_dropped_is_missed_by_what_names_it(config: Path) -> None:
+    assert faults(config, "experts.words.from=experts.sums", "experts.sums=null") == [
+        "command line: experts.words.from: no such stage: experts.sums; did you mean "
+        '"experts.words"?'
+    ]
+
+
+def test_something_is_left(config: Path) -> None:
+    assert faults(child(config, "experts: {sums: null, words: null}\n")) == [
+        "child.yaml:2: experts: should have at least 1 item, not 0"
+    ]
