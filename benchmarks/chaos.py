@@ -125,10 +125,10 @@ def cases(arguments: argparse.Namespace, reference: Reference, directory: Path) 
 def tell(case: Case) -> None:
     """A line for each kill, and one for the run."""
     for kill in case.kills:
-        stage, step, _ = kill.at
+        stage, step, attempt = kill.at
         print(
-            f"  seed {case.seed}  {kill.moment.process:14}  in {stage} after step {step}"
-            f"  {kill.outcome} ({kill.seconds:.0f} s)"
+            f"  seed {case.seed}  {kill.moment.process:14}  in {stage}, attempt {attempt}, "
+            f"after step {step}  {kill.outcome} ({kill.seconds:.0f} s)"
         )
     verdict = "bit-identical" if case.fault is None else case.fault
     print(f"seed {case.seed}: {len(case.kills)} kills, {case.seconds:.0f} s: {verdict}", flush=True)
@@ -158,6 +158,7 @@ def document(reference: Reference, done: list[Case]) -> dict[str, Any]:
             "process": kill.moment.process,
             "stage": kill.at.stage,
             "step": kill.at.step,
+            "attempt": kill.at.attempt,
             "outcome": kill.outcome,
             "seconds": round(kill.seconds, 1),
             "bit_identical": case.fault is None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from runs import braid
 
 from parallel.files import whole_checkpoints
 
-LOOK_SECONDS = 0.02
+LOOK_SECONDS = 0.05
 SPACING_SECONDS = 2.0  # between two kills, so that the launcher has noticed the first
 PATIENCE_SECONDS = 600.0  # to the next kill, and from the last one to the end
 ENDING_SECONDS = 30.0  # that what a killed launcher had started may take to end
@@ -57,14 +58,18 @@ class KilledRun:
         self._settled = True  # whether it is known what that one has come to
 
     def kill(self, moment: Moment, order: Sequence[str]) -> Kill | None:
-        """Kill at a moment, or as soon after it as there is such a process; None where the run is
-        over before. The run's stages are in `order`."""
-        due: float | None = None
+        """Kill at a moment, or when the run is at its next step before, which may be quicker than
+        the one that was watched; or as soon after it as there is such a process. None where the run
+        is over before. The run's stages are in `order`."""
+        wanted = (order.index(moment.stage), moment.step)
+        due, within = math.inf, False
         deadline = time.monotonic() + PATIENCE_SECONDS
         while self._goes_on(deadline):
-            if due is None and self._has_come(moment, order):
-                due = time.monotonic() + moment.seconds
-            if due is not None and time.monotonic() >= due and self._strike(moment):
+            found, now = position(self.path), time.monotonic()
+            here = (order.index(found.stage), found.step) if found else (-1, 0)
+            if due == math.inf and here >= wanted:
+                due, within = now + moment.seconds, here == wanted
+            if (now >= due or (within and here > wanted)) and self._strike(moment):
                 return self.kills[-1]
             time.sleep(LOOK_SECONDS)
         return None
@@ -116,13 +121,6 @@ class KilledRun:
         if time.monotonic() > deadline:
             raise Unclean(f"nothing happened for {PATIENCE_SECONDS:g} s at {position(self.path)}")
         return True
-
-    def _has_come(self, moment: Moment, order: Sequence[str]) -> bool:
-        here = position(self.path)
-        if here is None:
-            return False
-        wanted = (order.index(moment.stage), moment.step)
-        return (order.index(here.stage), here.step) >= wanted
 
     def _strike(self, moment: Moment) -> bool:
         if self.kills and time.monotonic() < self._struck + SPACING_SECONDS:
