@@ -127,8 +127,8 @@ def tell(case: Case) -> None:
     for kill in case.kills:
         stage, step, attempt = kill.at
         print(
-            f"  seed {case.seed}  {kill.moment.process:14}  in {stage}, attempt {attempt}, "
-            f"after step {step}  {kill.outcome} ({kill.seconds:.0f} s)"
+            f"  seed {case.seed}  {kill.seconds:5.0f} s  {kill.moment.process:14}  {kill.outcome:7}"
+            f"  {stage}, attempt {attempt}, after step {step}"
         )
     verdict = "bit-identical" if case.fault is None else case.fault
     print(f"seed {case.seed}: {len(case.kills)} kills, {case.seconds:.0f} s: {verdict}", flush=True)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moments import Moment, Position, position
 from process_tree import KILLED, everything, tree
@@ -31,14 +32,14 @@ class Unclean(Exception):
 
 @dataclass
 class Kill:
-    """One that has happened, `at` a stage and its step, which had `saved` a step, or none: 0.
-    `outcome` is what became of the run."""
+    """One that has happened, so many `seconds` after the run's begin, `at` a stage's attempt and
+    step; the stage had `saved` a step, or none: 0. `outcome`: whether the attempt went on."""
 
     moment: Moment
     at: Position
     saved: int
+    seconds: float
     outcome: str = "unknown"
-    seconds: float = 0.0  # until that was known
 
 
 class KilledRun:
@@ -53,9 +54,10 @@ class KilledRun:
         self._directory = directory
         self._resume = resume
         self._seen: set[tuple[int, int]] = set()  # number and start of the run's processes
+        self._began = time.monotonic()
+        self._next = self._began  # when the next kill may be
+        self._unexplained: list[str] = []  # what was killed since the last command
         self._launched = self._launch(*begin)
-        self._struck = 0.0  # when the last kill was
-        self._settled = True  # whether it is known what that one has come to
 
     def kill(self, moment: Moment, order: Sequence[str]) -> Kill | None:
         """Kill at a moment, or when the run is at its next step before, which may be quicker than
@@ -79,9 +81,9 @@ class KilledRun:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while self._goes_on(deadline):
             time.sleep(LOOK_SECONDS)
-        self._settle("went on")
         self._hold_to_nothing_left()
         self._hold_to_what_was_saved()
+        self._tell_outcomes()
 
     def output(self) -> str:
         """What the last command has printed so far."""
@@ -115,7 +117,7 @@ class KilledRun:
         if status is not None:
             self._hold_to_clean_end(status)
             self._hold_to_nothing_left()
-            self._settle("resumed")
+            self._unexplained = []
             self.resumed += 1
             self._launched = self._launch(*self._resume)
         if time.monotonic() > deadline:
@@ -123,7 +125,7 @@ class KilledRun:
         return True
 
     def _strike(self, moment: Moment) -> bool:
-        if self.kills and time.monotonic() < self._struck + SPACING_SECONDS:
+        if time.monotonic() < self._next:
             return False
         alive = tree([self._launched.pid])
         self._seen |= {(each.number, each.started) for each in alive.values()}
@@ -136,29 +138,23 @@ class KilledRun:
             os.kill(victim.number, signal.SIGKILL)
         except ProcessLookupError:
             return False
-        self._settle("went on")
-        self.kills.append(Kill(moment, at, saved))
-        self._struck, self._settled = time.monotonic(), False
+        now = time.monotonic()
+        self._next = now + SPACING_SECONDS
+        self._unexplained.append(moment.process)
+        self.kills.append(Kill(moment, at, saved, now - self._began))
         return True
-
-    def _settle(self, outcome: str) -> None:
-        """Write down what the last kill has come to, unless that is known."""
-        if not self._settled:
-            self.kills[-1].outcome = outcome
-            self.kills[-1].seconds = time.monotonic() - self._struck
-            self._settled = True
 
     def _hold_to_clean_end(self, status: int) -> None:
         output = self.output()
-        if self._settled:
+        if not self._unexplained:
             raise Unclean(f"it ended though nothing was killed, with status {status}:\n{output}")
-        process = self.kills[-1].moment.process
-        if status == -signal.SIGKILL and process == "launcher":
+        if status == -signal.SIGKILL and "launcher" in self._unexplained:
             return
         own_words = "\n".join(line for line in output.splitlines() if not line.startswith("    |"))
         told = "braid resume" in own_words and "Traceback" not in own_words
         if status != 1 or not told:
-            raise Unclean(f"a killed {process} ended it with status {status}:\n{output}")
+            killed = ", ".join(self._unexplained)
+            raise Unclean(f"killed: {killed}; it ended with status {status}:\n{output}")
 
     def _saved(self, stage: str) -> int:
         whole = whole_checkpoints(self.path / "stages" / stage / "checkpoints")
@@ -167,10 +163,9 @@ class KilledRun:
     def _hold_to_what_was_saved(self) -> None:
         """The attempt after a kill continued from the newest whole checkpoint; and no stage that
         was done was begun again."""
-        events = [json.loads(line) for line in (self.path / "ledger.jsonl").open()]
         done: set[str] = set()
         causes: dict[tuple[str, int], str] = {}
-        for event in events:
+        for event in self._events():
             if event["state"] == "running" and event["stage"] in done:
                 raise Unclean(f"{event['stage']} was done, and is repeated")
             if event["state"] == "running":
@@ -183,13 +178,27 @@ class KilledRun:
             if cause and step < kill.saved:
                 raise Unclean(f"{kill.at.stage} had saved step {kill.saved}, and went on {cause}")
 
+    def _tell_outcomes(self) -> None:
+        ended = {
+            (event["stage"], event["attempt"]): event["state"]
+            for event in self._events()
+            if event["state"] in ("done", "failed")
+        }
+        for kill in self.kills:
+            done = ended.get((kill.at.stage, kill.at.attempt)) == "done"
+            kill.outcome = "went on" if done and kill.moment.process != "launcher" else "resumed"
+
+    def _events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.path / "ledger.jsonl").read_text().splitlines()]
+
     def _hold_to_nothing_left(self) -> None:
         """Everything that the run had started ends with it."""
         deadline = time.monotonic() + ENDING_SECONDS
         while left := [
             each
             for each in everything().values()
-            if (each.number, each.started) in self._seen or str(self.path) in each.arguments
+            if (each.number, each.started) in self._seen
+            or any(f"{self.path}/" in argument for argument in each.arguments)
         ]:
             if time.monotonic() > deadline:
                 raise Unclean(f"left behind: {[each.arguments for each in left]}")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from killed_run import KilledRun
+from killed_run import Kill, KilledRun
 from moments import Moment, Timeline, draw, watch
 from runs import CONFIG, REPOSITORY, STAGES, TRAINING, braid, finish, metrics
 from safetensors.torch import load_file
@@ -36,7 +36,7 @@ class Run:
     path: Path
     output: str
     timeline: Timeline = field(default_factory=list)
-    resumed: int = 0
+    kills: list[Kill] = field(default_factory=list)
 
     @property
     def results(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory, peaceful: Run) -> Run:
     finally:
         run.close()
     assert all(struck), run.kills
-    return Run(run.path, run.output(), resumed=run.resumed)
+    return Run(run.path, run.output(), kills=run.kills)
 
 
 @pytest.mark.parametrize("name", ["peaceful", "killed"])
@@ -102,8 +102,9 @@ def test_no_finished_stage_is_repeated(killed: Run) -> None:
     done = Counter(event["stage"] for event in events if event["state"] == "done")
     assert done == Counter(STAGES)
     started = [event for event in events if event["cause"].startswith("from ")]
-    assert killed.resumed >= 2  # the launcher, and rank 0
-    assert len(started) <= len(STAGES) + killed.resumed
+    ended = sum(kill.outcome == "resumed" for kill in killed.kills)
+    assert ended >= 2  # the launcher, and rank 0
+    assert len(started) <= len(STAGES) + ended
 
 
 def test_no_step_is_missing_or_told_twice(killed: Run) -> None:
