@@ -10,8 +10,8 @@ of the peaceful run, bit for bit.
 
 Several kills a run, since one that is killed while it recovers from the last kill has to be right
 as well, and since a wrong bit never gets right again; `--kills 1` is a run for every kill. Run R of
-seed S is the first one of seed S + R, as far as the peaceful runs look alike. Exits 1 unless all was
-the same in as many cases as were asked for. Writes benchmarks/chaos.json.
+seed S is the first one of seed S + R, as far as the peaceful runs look alike. Exits 1 unless all
+was the same in as many cases as were asked for. Writes benchmarks/chaos.json.
 """
 
 from __future__ import annotations
