@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 TRL_VENV := .venv-trl
 TRL_INSTALLED := $(TRL_VENV)/.installed
 
-.PHONY: help install quickstart test lint bench bench-trl gpu-check lock clean
+.PHONY: help install quickstart test lint bench bench-trl chaos gpu-check lock clean
 
 help:  ## list these targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -44,6 +44,9 @@ $(TRL_INSTALLED): benchmarks/trl-requirements.txt setup.py
 	  || $(TRL_VENV)/bin/pip install --quiet --no-deps -r benchmarks/trl-requirements.txt
 	$(TRL_VENV)/bin/pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
+
+chaos: $(INSTALLED)  ## kill -9 at 50 random moments of a deterministic run: the same bits each time? (30 minutes at most)
+	$(BIN)/python -W ignore benchmarks/chaos.py
 
 gpu-check: $(INSTALLED)  ## on a CUDA device: the tests that need one rank, on that device
 	@$(BIN)/python -c "import sys, torch; torch.cuda.is_available() or sys.exit('no CUDA device here: nothing was checked')"

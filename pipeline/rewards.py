@@ -169,12 +169,12 @@ def _find(module: str) -> ModuleSpec | None:
         spec = PathFinder.find_spec(top, [str(Path.cwd())]) or find_spec(top)
     except ValueError:  # a name that no module can have
         return None
-    name = top
     for part in parts:
         if spec is None or spec.submodule_search_locations is None:
             return None
-        name = f"{name}.{part}"
-        spec = PathFinder.find_spec(name, list(spec.submodule_search_locations))
+        # By its last name alone: a package without an __init__.py would else look for the one
+        # around it among the imported ones.
+        spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
     return spec
 
 

@@ -270,10 +270,10 @@ class RewardPool:
         number, reward, deadline = worker.clock.read()
         late = time.monotonic() > deadline
         # One that is killed when it has just gone on to the next response is to blame for neither.
-        blamed = number in worker.owed and (late or not overdue)
-        if blamed:
+        found = number in worker.owed and (late or not overdue)
+        if found and not self._is_tried_again(worker.owed[number], overdue, status):
             self._blame(worker.owed.pop(number), reward, None if overdue else status)
-        self._put_back(worker.owed, in_vain=not blamed)
+        self._put_back(worker.owed, in_vain=not found)
 
     def _put_back(self, owed: Mapping[int, _Task], in_vain: bool) -> None:
         for number, task in reversed(list(owed.items())):
@@ -285,6 +285,14 @@ class RewardPool:
             else:
                 with self._lock:
                     self._queue.appendleft((number, task))
+
+    def _is_tried_again(self, task: _Task, overdue: bool, status: int) -> bool:
+        """A SIGKILL that the pool did not send may be anybody's: that of a kernel short of memory,
+        or of a person. The response is to blame that has met with it ATTEMPTS times."""
+        if overdue or status != -signal.SIGKILL:
+            return False
+        task.attempts += 1
+        return task.attempts < ATTEMPTS
 
     def _blame(self, task: _Task, reward: int, status: int | None) -> None:
         name, settings = list(self._rewards[task.problem.domain].items())[reward]

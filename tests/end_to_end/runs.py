@@ -1,14 +1,11 @@
-"""Start `braid` as a person does, watch a run's files, and kill its processes."""
+"""Start `braid` as a person does, and read a run's files."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +25,17 @@ STAGES = [
 TRAINING = [*STAGES[:4], "merge"]
 
 
-def braid(directory: Path, *arguments: str) -> subprocess.Popen[str]:
-    """`braid ARGUMENTS`, with its runs in `directory`."""
-    return subprocess.Popen(
-        [*BRAID, *arguments, "--runs-dir", str(directory)],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def braid(directory: Path, *arguments: str, log: Path | None = None) -> subprocess.Popen[str]:
+    """`braid ARGUMENTS`, with its runs in `directory`; prints into `log`, or into a pipe."""
+    with contextlib.ExitStack() as stack:
+        output = subprocess.PIPE if log is None else stack.enter_context(log.open("w"))
+        return subprocess.Popen(
+            [*BRAID, *arguments, "--runs-dir", str(directory)],
+            cwd=REPOSITORY,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
 
 def finish(process: subprocess.Popen[str]) -> str:
@@ -53,30 +52,3 @@ def metrics(run: Path, stage: str) -> list[dict[str, Any]]:
         return []
     lines = path.read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    """Wait while the run goes on."""
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.02)
-
-
-def processes(run: Path, module: str) -> list[int]:
-    """The run's processes of a module, in the order they were started."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            command = (entry / "cmdline").read_bytes().decode().split("\0")
-        except (OSError, UnicodeDecodeError):
-            continue
-        if entry.name.isdecimal() and module in command and str(run) in " ".join(command):
-            found.append(int(entry.name))
-    return sorted(found)
-
-
-def kill(pid: int) -> None:
-    """End a process as the kernel's out-of-memory killer would."""
-    os.kill(pid, signal.SIGKILL)

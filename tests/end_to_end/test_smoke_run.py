@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
-import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runs import (
-    BRAID,
-    CONFIG,
-    REPOSITORY,
-    STAGES,
-    TRAINING,
-    braid,
-    finish,
-    kill,
-    metrics,
-    processes,
-    wait_for,
-)
+from killed_run import Kill, KilledRun
+from moments import Moment, Timeline, draw, watch
+from runs import BRAID, CONFIG, REPOSITORY, STAGES, TRAINING, braid, finish, metrics
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from virtual_cluster import Cluster
@@ -37,6 +27,8 @@ pytestmark = pytest.mark.slow
 
 ARGUMENTS = ("deterministic=true", "evaluation.problems=20")
 MODELS = [*TRAINING]
+PROCESSES = ["launcher", "engine", "reward worker"]
+SEED = 0
 DOMAINS = ["chain_sum", "spell_backward", "number_sorting"]
 
 
@@ -46,6 +38,8 @@ class Run:
 
     path: Path
     output: str
+    timeline: Timeline = field(default_factory=list)
+    kills: list[Kill] = field(default_factory=list)
 
     @property
     def results(self) -> dict[str, Any]:
@@ -58,52 +52,39 @@ class Run:
 
 @pytest.fixture(scope="module")
 def peaceful(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Watched while it goes on, to know what there is to kill, and when."""
     directory = tmp_path_factory.mktemp("peaceful")
-    return Run(directory / "smoke", finish(braid(directory, "run", CONFIG, *ARGUMENTS)))
+    log = directory / "braid.log"
+    launched = braid(directory, "run", CONFIG, *ARGUMENTS, log=log)
+    timeline = watch(directory / "smoke", launched)
+    assert launched.returncode == 0, log.read_text()
+    return Run(directory / "smoke", log.read_text(), timeline)
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Killed as a rank, as the engine, as the launcher and as a rank again, stage by stage."""
+def killed(tmp_path_factory: pytest.TempPathFactory, peaceful: Run) -> Run:
+    """A few moments of the kill matrix (benchmarks/chaos.py), and two that are always the same.
+
+    `KilledRun` holds the run to clean ends, to continuing from the newest whole checkpoint, and to
+    repeating no finished stage.
+    """
     directory = tmp_path_factory.mktemp("killed")
-    run = directory / "smoke"
-
-    # The merge has saved nothing when it is killed, and does its first step twice.
-    launched = braid(directory, "run", CONFIG, *ARGUMENTS, "merge.loop.checkpoint_every=2")
-    wait_for(lambda: (run / "stages/cold_start/checkpoints/step_2").exists(), launched)
-    kill(processes(run, "stages.main")[-1])
-    _fails(launched, "cold_start")
-
-    launched = braid(directory, "resume", "smoke")
-    wait_for(lambda: len(metrics(run, "experts.spell_backward")) == 1, launched)
-    kill(processes(run, "parallel.rollout.server")[0])  # which is replaced, and the run goes on
-    wait_for(lambda: len(metrics(run, "merge")) == 1, launched)
-    kill(launched.pid)
-    launched.wait()
-    deadline = time.monotonic() + 5
-    while _left_behind(run):
-        assert time.monotonic() < deadline, _left_behind(run)
-        time.sleep(0.1)
-
-    launched = braid(directory, "resume", "smoke")
-    wait_for((run / "stages/evaluate/models/experts.chain_sum.json").exists, launched)
-    kill(processes(run, "stages.main")[0])
-    _fails(launched, "evaluate")
-
-    return Run(run, finish(braid(directory, "resume", "smoke")))
-
-
-def _fails(launched: subprocess.Popen[str], stage: str) -> None:
-    output, _ = launched.communicate(timeout=60)
-    assert launched.returncode == 1
-    assert f"stage {stage} failed" in output
-    assert "braid resume" in output
-    assert "Traceback (most recent call last)" not in output.split("| ")[0]
-
-
-def _left_behind(run: Path) -> list[int]:
-    """Processes of the run; one that has died keeps no command line."""
-    return processes(run, "stages.main") + processes(run, "parallel.rollout.server")
+    moments = [
+        *draw(peaceful.timeline, PROCESSES, random.Random(SEED)),
+        # The merge has saved nothing by then, and does its first step twice.
+        Moment("launcher", "merge", step=1, seconds=0.0, which=0.0),
+        Moment("rank 0", "evaluate", step=4, seconds=0.0, which=0.0),
+    ]
+    moments.sort(key=lambda moment: (STAGES.index(moment.stage), moment.step, moment.seconds))
+    begin = ["run", CONFIG, *ARGUMENTS, "merge.loop.checkpoint_every=2"]
+    run = KilledRun(directory, "smoke", begin, ["resume", "smoke"])
+    try:
+        struck = [run.kill(moment, STAGES) for moment in moments]
+        run.finish()
+    finally:
+        run.close()
+    assert all(struck), run.kills
+    return Run(run.path, run.output(), kills=run.kills)
 
 
 @pytest.mark.parametrize("name", ["peaceful", "killed"])
@@ -126,18 +107,13 @@ def test_no_finished_stage_is_repeated(killed: Run) -> None:
     events = [json.loads(line) for line in (killed.path / "ledger.jsonl").read_text().splitlines()]
     done = Counter(event["stage"] for event in events if event["state"] == "done")
     assert done == Counter(STAGES)
-    running = [event for event in events if event["state"] == "running"]
-    started = Counter(event["stage"] for event in running if event["cause"].startswith("from"))
-    replaced = [event["stage"] for event in running if "restarting it" in event["cause"]]
-    assert replaced == ["experts.spell_backward"]
-    again = {"cold_start", "merge", "evaluate"}
-    assert started == Counter(STAGES) + Counter(again)
+    started = [event for event in events if event["cause"].startswith("from ")]
+    ended = sum(kill.outcome == "resumed" for kill in killed.kills)
+    assert ended >= 3  # the launcher twice, and rank 0
+    assert len(started) <= len(STAGES) + ended
 
 
-def test_a_stage_continues_from_its_newest_checkpoint(killed: Run) -> None:
-    events = [json.loads(line) for line in (killed.path / "ledger.jsonl").read_text().splitlines()]
-    resumed = [e for e in events if e["state"] == "running" and e["stage"] == "cold_start"][1]
-    assert resumed["cause"] in ("from step 2", "from step 3")
+def test_no_step_is_missing_or_told_twice(killed: Run) -> None:
     for stage in TRAINING:
         steps = [line["step"] for line in metrics(killed.path, stage)]
         assert steps == list(range(1, len(steps) + 1))

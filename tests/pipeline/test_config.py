@@ -489,6 +489,17 @@ def test_a_reward_is_whatever_its_module_binds(
     assert fault == (None if found else "my_rewards.py defines no half")
 
 
+def test_packages_around_a_reward_need_no_init(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(config.parent)
+    folder = config.parent / "outer_package" / "inner_package"
+    folder.mkdir(parents=True)
+    (folder / "my_rewards.py").write_text("half = print")
+    assert function_fault("outer_package.inner_package.my_rewards:half") is None
+    assert function_fault("outer_package.inner_package.others:half") is not None
+
+
 def test_a_run_can_be_read_where_it_could_not_start(config: Path) -> None:
     settings = load(config)
     model = settings.model.model_copy(update={"initial_weights": Path("/removed")})

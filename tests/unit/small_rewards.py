@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -43,6 +44,8 @@ def does(problem: Problem, response: str) -> Any:
         sys.exit(rest)
     if what == "die":
         os._exit(int(rest))
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
     if what == "hang":
         time.sleep(1000)
     if what == "child":  # hangs in a process of its own, whose number it leaves behind

@@ -205,6 +205,31 @@ def test_a_worker_that_is_stopped_is_replaced(pool: Made, monkeypatch: pytest.Mo
     assert [grade.reward for grade in graded(made, "two", "three")] == [3.0, 5.0]
 
 
+def test_a_response_whose_worker_somebody_kills_is_graded_by_another(
+    pool: Made, capfd: pytest.CaptureFixture[str]
+) -> None:
+    made = pool(odd=own("does"))
+    graded(made, "warm")
+    futures = made.submit(problem(), [response("sleep 0.5"), response("two")])
+    worker = made._workers[0]
+    deadline = time.monotonic() + SECONDS
+    while worker.clock.read()[0] < 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(worker.process, signal.SIGKILL)
+    assert not wait(futures, SECONDS).not_done
+    assert [future.result().reward for future in futures] == [0.5, 3.0]
+    assert worker not in made._workers
+    assert "dropped" not in capfd.readouterr().err
+
+
+def test_a_response_that_always_gets_its_worker_killed_is_dropped_alone(pool: Made) -> None:
+    before, failed, after = graded(pool(odd=own("does")), "one", "kill", "three")
+    assert (before.reward, after.reward) == (3.0, 5.0)
+    assert failed.failure is not None
+    assert "its process was killed by SIGKILL (was the memory used up?)" in failed.failure
+
+
 @pytest.mark.parametrize(("number", "why"), [(9, "was killed by SIGKILL"), (19, "said nothing")])
 def test_a_nursery_that_is_gone_ends_the_stage(
     pool: Made, number: int, why: str, monkeypatch: pytest.MonkeyPatch

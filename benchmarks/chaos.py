@@ -1,0 +1,207 @@
+"""The kill matrix: processes killed by kill -9 at random moments, and the same bits in the end.
+
+    python benchmarks/chaos.py [--cases 50] [--kills 5] [--seed 0] [--minutes 30]
+
+One short deterministic run (tests/end_to_end/chaos.yaml) goes on in peace and is watched. Then runs
+of the same are killed `--kills` times each, at moments drawn from what was seen: by turns the
+launcher, each rank, the engine, a reward worker and the process that starts those. What ends by a
+kill is resumed, and killed again. The final checkpoint of every stage of every run is held to that
+of the peaceful run, bit for bit.
+
+Several kills a run, since one that is killed while it recovers from the last kill has to be right
+as well, and since a wrong bit never gets right again; `--kills 1` is a run for every kill. Run R of
+seed S is the first one of seed S + R, as far as the peaceful runs look alike. Exits 1 unless all
+was the same in as many cases as were asked for. Writes benchmarks/chaos.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from machine import machine
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "end_to_end"))
+from killed_run import Kill, KilledRun, Unclean
+from moments import Timeline, draw, watch
+from process_tree import KILLED
+from runs import REPOSITORY, braid
+from same_bits import digests
+
+CONFIG = REPOSITORY / "tests" / "end_to_end" / "chaos.yaml"
+STAGES = ["cold_start", "experts.chain_sum", "merge"]  # those that train
+ONLY = [word for stage in STAGES for word in ("--only", stage)]
+RESULTS = Path(__file__).parent / "chaos.json"
+NAME = "chaos"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The run that was left alone."""
+
+    timeline: Timeline
+    seconds: float
+    bits: dict[str, str]
+
+    @property
+    def processes(self) -> list[str]:
+        """The kinds of process that it had."""
+        seen = set[str]().union(*(stretch.processes for stretch in self.timeline))
+        return [name for name in KILLED if name in seen]
+
+
+@dataclass
+class Case:
+    """One run that was killed; `fault` says what was not as it should be."""
+
+    seed: int
+    kills: list[Kill] = field(default_factory=list)
+    seconds: float = 0.0
+    fault: str | None = None
+
+
+def peaceful(directory: Path) -> Reference:
+    """The reference. Raises SystemExit where it does not even end in peace."""
+    directory.mkdir()
+    started, log = time.monotonic(), directory / "braid.log"
+    launched = braid(directory, "run", str(CONFIG), *ONLY, log=log)
+    try:
+        timeline = watch(directory / NAME, launched)
+    finally:
+        launched.terminate()
+    if launched.wait() != 0:
+        sys.exit(log.read_text())
+    return Reference(timeline, time.monotonic() - started, digests(directory / NAME))
+
+
+def killed(directory: Path, reference: Reference, seed: int, kills: int) -> Case:
+    """One run, killed so many times, and whether it is the reference's equal."""
+    names = reference.processes
+    turns = [names[(seed * kills + turn) % len(names)] for turn in range(kills)]
+    moments = draw(reference.timeline, turns, random.Random(seed))
+    case, started = Case(seed), time.monotonic()
+    run = KilledRun(directory, NAME, ["run", str(CONFIG), *ONLY], ["resume", NAME, *ONLY])
+    try:
+        for moment in moments:
+            run.kill(moment, STAGES)
+        run.finish()
+        case.fault = difference(reference, run.path)
+    except Unclean as error:
+        case.fault = str(error)
+    finally:
+        run.close()
+    case.kills, case.seconds = run.kills, time.monotonic() - started
+    return case
+
+
+def difference(reference: Reference, run: Path) -> str | None:
+    """Which checkpoints are other than the reference's."""
+    found = digests(run)
+    names = sorted(reference.bits.keys() | found.keys())
+    other = [name for name in names if reference.bits.get(name) != found.get(name)]
+    return f"other bits in {', '.join(other)}" if other else None
+
+
+def cases(arguments: argparse.Namespace, reference: Reference, directory: Path) -> Iterator[Case]:
+    """Runs until enough was killed, or until there is no time for another one."""
+    ends = time.monotonic() + 60 * arguments.minutes
+    done, longest, number = 0, reference.seconds, 0
+    while done < arguments.cases and time.monotonic() + longest < ends:
+        kills = min(arguments.kills, arguments.cases - done)
+        case = killed(directory / str(number), reference, arguments.seed + number, kills)
+        done, longest, number = done + len(case.kills), max(longest, case.seconds), number + 1
+        yield case
+
+
+def tell(case: Case) -> None:
+    """A line for each kill, and one for the run."""
+    for kill in case.kills:
+        stage, step, attempt = kill.at
+        print(
+            f"  seed {case.seed}  {kill.seconds:5.0f} s  {kill.moment.process:14}  {kill.outcome:7}"
+            f"  {stage}, attempt {attempt}, after step {step}"
+        )
+    verdict = "bit-identical" if case.fault is None else case.fault
+    print(f"seed {case.seed}: {len(case.kills)} kills, {case.seconds:.0f} s: {verdict}", flush=True)
+
+
+def summary(reference: Reference, done: list[Case]) -> dict[str, Any]:
+    """By process: how often it was killed, what became of the run, and how often all was right."""
+    found = {}
+    for name in reference.processes:
+        kills = [
+            (kill, case) for case in done for kill in case.kills if kill.moment.process == name
+        ]
+        found[name] = {
+            "kills": len(kills),
+            "went_on": sum(kill.outcome == "went on" for kill, _ in kills),
+            "resumed": sum(kill.outcome == "resumed" for kill, _ in kills),
+            "bit_identical": sum(case.fault is None for _, case in kills),
+        }
+    return found
+
+
+def document(reference: Reference, done: list[Case]) -> dict[str, Any]:
+    """All that was found, as JSON."""
+    listed = [
+        {
+            "seed": case.seed,
+            "process": kill.moment.process,
+            "stage": kill.at.stage,
+            "step": kill.at.step,
+            "attempt": kill.at.attempt,
+            "outcome": kill.outcome,
+            "seconds": round(kill.seconds, 1),
+            "bit_identical": case.fault is None,
+        }
+        for case in done
+        for kill in case.kills
+    ]
+    return {
+        "machine": machine(),
+        "seconds_in_peace": round(reference.seconds, 1),
+        "seconds_of_each_run": [round(case.seconds, 1) for case in done],
+        "by_process": summary(reference, done),
+        "faults": [f"seed {case.seed}: {case.fault}" for case in done if case.fault],
+        "kills": listed,
+    }
+
+
+def main() -> None:
+    """Kill, print, write, judge."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=50, help="kills in all")
+    parser.add_argument("--kills", type=int, default=5, help="of one run")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=30, help="after which no run is begun")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and leave nothing running
+    with tempfile.TemporaryDirectory() as folder:
+        print("a run in peace", flush=True)
+        reference = peaceful(Path(folder) / "peaceful")
+        print(f"{reference.seconds:.0f} s; processes: {', '.join(reference.processes)}", flush=True)
+        done = []
+        for case in cases(arguments, reference, Path(folder)):
+            tell(case)
+            done.append(case)
+            found = document(reference, done)
+            RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    if not done:
+        sys.exit("there was no time for a run")
+    print(json.dumps(found["by_process"], indent=1))
+    same = sum(kill["bit_identical"] for kill in found["kills"])
+    print(f"{same} of {len(found['kills'])} bit-identical, {arguments.cases} asked for")
+    sys.exit(0 if same == len(found["kills"]) == arguments.cases else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""A run that is killed at given moments, and resumed each time that this has ended it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moments import Moment, Position, position
+from process_tree import KILLED, everything, tree
+from runs import braid
+
+from parallel.files import whole_checkpoints
+
+LOOK_SECONDS = 0.05
+SPACING_SECONDS = 2.0  # between two kills, so that the launcher has noticed the first
+PATIENCE_SECONDS = 600.0  # to the next kill, and from the last one to the end
+ENDING_SECONDS = 30.0  # that what a killed launcher had started may take to end
+
+
+class Unclean(Exception):
+    """A kill has ended the run otherwise than it should, or left something behind."""
+
+
+@dataclass
+class Kill:
+    """One that has happened, so many `seconds` after the run's begin, `at` a stage's attempt and
+    step; the stage had `saved` a step, or none: 0. `outcome`: whether the attempt went on."""
+
+    moment: Moment
+    at: Position
+    saved: int
+    seconds: float
+    outcome: str = "unknown"
+
+
+class KilledRun:
+    """`braid` with the arguments `begin` in `directory`, and with `resume` as often as it takes."""
+
+    def __init__(
+        self, directory: Path, name: str, begin: Sequence[str], resume: Sequence[str]
+    ) -> None:
+        self.path = directory / name
+        self.kills: list[Kill] = []
+        self.resumed = 0
+        self._directory = directory
+        self._resume = resume
+        self._seen: set[tuple[int, int]] = set()  # number and start of the run's processes
+        self._began = time.monotonic()
+        self._next = self._began  # when the next kill may be
+        self._unexplained: list[str] = []  # what was killed since the last command
+        self._launched = self._launch(*begin)
+
+    def kill(self, moment: Moment, order: Sequence[str]) -> Kill | None:
+        """Kill at a moment, or when the run is at its next step before, which may be quicker than
+        the one that was watched; or as soon after it as there is such a process. None where the run
+        is over before. The run's stages are in `order`."""
+        wanted = (order.index(moment.stage), moment.step)
+        due, within = math.inf, False
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while self._goes_on(deadline):
+            found, now = position(self.path), time.monotonic()
+            here = (order.index(found.stage), found.step) if found else (-1, 0)
+            if due == math.inf and here >= wanted:
+                due, within = now + moment.seconds, here == wanted
+            if (now >= due or (within and here > wanted)) and self._strike(moment):
+                return self.kills[-1]
+            time.sleep(LOOK_SECONDS)
+        return None
+
+    def finish(self) -> None:
+        """Have the run end."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while self._goes_on(deadline):
+            time.sleep(LOOK_SECONDS)
+        self._hold_to_nothing_left()
+        self._hold_to_what_was_saved()
+        self._tell_outcomes()
+
+    def output(self) -> str:
+        """What the last command has printed so far."""
+        return self._log().read_text()
+
+    def close(self) -> None:
+        """Leave nothing running."""
+        if self._launched.poll() is None:
+            self._launched.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._launched.wait(ENDING_SECONDS)
+        self._launched.kill()
+        self._launched.wait()
+
+    def _launch(self, *arguments: str) -> subprocess.Popen[str]:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        return braid(self._directory, *arguments, log=self._log())
+
+    def _log(self) -> Path:
+        return self._directory / f"braid_{self.resumed}.log"
+
+    def _goes_on(self, deadline: float) -> bool:
+        """False when the run is at its end; resumes it where a kill has ended it before.
+
+        Raises:
+            Unclean: it ended as it should not, or nothing happens.
+        """
+        status = self._launched.poll()
+        if status == 0:
+            return False
+        if status is not None:
+            self._hold_to_clean_end(status)
+            self._hold_to_nothing_left()
+            self._unexplained = []
+            self.resumed += 1
+            self._launched = self._launch(*self._resume)
+        if time.monotonic() > deadline:
+            raise Unclean(f"nothing happened for {PATIENCE_SECONDS:g} s at {position(self.path)}")
+        return True
+
+    def _strike(self, moment: Moment) -> bool:
+        if time.monotonic() < self._next:
+            return False
+        alive = tree([self._launched.pid])
+        self._seen |= {(each.number, each.started) for each in alive.values()}
+        victims = sorted(KILLED[moment.process](alive), key=lambda each: each.number)
+        at = position(self.path)
+        if not victims or at is None:
+            return False
+        victim, saved = victims[int(moment.which * len(victims))], self._saved(at.stage)
+        try:
+            os.kill(victim.number, signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        now = time.monotonic()
+        self._next = now + SPACING_SECONDS
+        self._unexplained.append(moment.process)
+        self.kills.append(Kill(moment, at, saved, now - self._began))
+        return True
+
+    def _hold_to_clean_end(self, status: int) -> None:
+        output = self.output()
+        if not self._unexplained:
+            raise Unclean(f"it ended though nothing was killed, with status {status}:\n{output}")
+        if status == -signal.SIGKILL and "launcher" in self._unexplained:
+            return
+        own_words = "\n".join(line for line in output.splitlines() if not line.startswith("    |"))
+        told = "braid resume" in own_words and "Traceback" not in own_words
+        if status != 1 or not told:
+            killed = ", ".join(self._unexplained)
+            raise Unclean(f"killed: {killed}; it ended with status {status}:\n{output}")
+
+    def _saved(self, stage: str) -> int:
+        whole = whole_checkpoints(self.path / "stages" / stage / "checkpoints")
+        return whole[-1].step if whole else 0
+
+    def _hold_to_what_was_saved(self) -> None:
+        """The attempt after a kill continued from the newest whole checkpoint; and no stage that
+        was done was begun again."""
+        done: set[str] = set()
+        causes: dict[tuple[str, int], str] = {}
+        for event in self._events():
+            if event["state"] == "running" and event["stage"] in done:
+                raise Unclean(f"{event['stage']} was done, and is repeated")
+            if event["state"] == "running":
+                causes.setdefault((event["stage"], event["attempt"]), event["cause"])
+            if event["state"] == "done":
+                done.add(event["stage"])
+        for kill in self.kills:
+            cause = causes.get((kill.at.stage, kill.at.attempt + 1), "")
+            step = int(cause.removeprefix("from step ")) if cause.startswith("from step ") else 0
+            if cause and step < kill.saved:
+                raise Unclean(f"{kill.at.stage} had saved step {kill.saved}, and went on {cause}")
+
+    def _tell_outcomes(self) -> None:
+        ended = {
+            (event["stage"], event["attempt"]): event["state"]
+            for event in self._events()
+            if event["state"] in ("done", "failed")
+        }
+        for kill in self.kills:
+            done = ended.get((kill.at.stage, kill.at.attempt)) == "done"
+            kill.outcome = "went on" if done and kill.moment.process != "launcher" else "resumed"
+
+    def _events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.path / "ledger.jsonl").read_text().splitlines()]
+
+    def _hold_to_nothing_left(self) -> None:
+        """Everything that the run had started ends with it."""
+        deadline = time.monotonic() + ENDING_SECONDS
+        while left := [
+            each
+            for each in everything().values()
+            if (each.number, each.started) in self._seen
+            or any(f"{self.path}/" in argument for argument in each.arguments)
+        ]:
+            if time.monotonic() > deadline:
+                raise Unclean(f"left behind: {[each.arguments for each in left]}")
+            time.sleep(LOOK_SECONDS)

@@ -1,0 +1,117 @@
+"""The processes of one run, found by who started them, and which of them does what.
+
+Never by a name alone: other runs may be on the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Process:
+    """`started` is in clock ticks since the machine's start: a number may be given out again."""
+
+    number: int
+    parent: int
+    started: int
+    arguments: tuple[str, ...]
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Its environment."""
+        text = Path(f"/proc/{self.number}/environ").read_bytes().decode(errors="replace")
+        return dict(line.split("=", 1) for line in text.split("\0") if "=" in line)
+
+
+Tree = dict[int, Process]
+Finder = Callable[[Tree], list[Process]]
+
+
+def everything() -> Tree:
+    """All processes of this machine that have not ended, by number."""
+    found = (_read(entry) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
+    return {process.number: process for process in found if process is not None}
+
+
+def tree(roots: Iterable[int]) -> Tree:
+    """The processes `roots`, those that they have started, and so on."""
+    alive = everything()
+    children: dict[int, list[int]] = {}
+    for process in alive.values():
+        children.setdefault(process.parent, []).append(process.number)
+    found: Tree = {}
+    waiting = [number for number in roots if number in alive]
+    while waiting:
+        number = waiting.pop()
+        found[number] = alive[number]
+        waiting += children.get(number, [])
+    return found
+
+
+def _read(entry: Path) -> Process | None:
+    try:
+        # The name, in parentheses, may hold anything.
+        state, parent, *rest = (entry / "stat").read_text().rpartition(")")[2].split()
+        arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:  # it has just ended
+        return None
+    if state in "ZX":
+        return None
+    return Process(int(entry.name), int(parent), int(rest[17]), tuple(arguments))
+
+
+def _of(module: str) -> Finder:
+    """The processes of a module, without the copies of themselves that they fork."""
+
+    def find(tree: Tree) -> list[Process]:
+        return [each for each in tree.values() if _runs(each, module) and not _forked(each, tree)]
+
+    return find
+
+
+def _rank(number: int) -> Finder:
+    ranks = _of("stages.main")
+    return lambda tree: [each for each in ranks(tree) if _variable(each, "RANK") == str(number)]
+
+
+def _engine_children(tree: Tree) -> list[Process]:
+    engines = {each.number for each in _of("parallel.rollout.server")(tree)}
+    return [each for each in tree.values() if each.parent in engines]
+
+
+def _workers(tree: Tree) -> list[Process]:
+    nursery = "stages.domains.reward_nursery"
+    return [each for each in tree.values() if _runs(each, nursery) and _forked(each, tree)]
+
+
+def _runs(process: Process, module: str) -> bool:
+    return ("-m", module) in pairwise(process.arguments)
+
+
+def _forked(process: Process, tree: Tree) -> bool:
+    parent = tree.get(process.parent)
+    return parent is not None and parent.arguments == process.arguments
+
+
+def _variable(process: Process, name: str) -> str | None:
+    try:
+        return process.variables.get(name)
+    except OSError:  # it has just ended
+        return None
+
+
+# What may be killed. A finder is given the processes below the launcher, and below whatever else
+# the run was started with.
+KILLED: dict[str, Finder] = {
+    "launcher": _of("pipeline.cli"),
+    "rank 0": _rank(0),
+    "rank 1": _rank(1),
+    "engine": _of("parallel.rollout.server"),
+    "engine's child": _engine_children,
+    "reward nursery": _of("stages.domains.reward_nursery"),
+    "reward worker": _workers,
+}
