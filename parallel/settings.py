@@ -11,6 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from parallel.files import CHARACTERS
+
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -35,12 +37,8 @@ LAST_WORD = "BRAID_LAST_WORD_DESCRIPTOR"
 # In what a rank says that lost its connection to another, which knows better what happened; gloo:
 # "Connection closed by peer", or "reset by peer".
 LOST_PEER = "by peer"
-# Beside an engine's address file: a rank that has given the engine up writes one line here that
-# says why, and the launcher starts the engine anew.
-RESTART_REQUEST = "restart"
 
-# The tokenizer of single characters, `model.tokenizer: characters`; `stages.tokenizer` holds it.
-CHARACTERS = "characters"
+# Of the tokenizer of single characters.
 PAD_TOKEN, END_TOKEN, TOKENIZER_SIZE = 0, 1, 80
 
 

@@ -50,8 +50,11 @@ Found = Iterator[tuple[str, str]]
 Block = TypeVar("Block", bound=Settings)
 
 
-def violations(run: dict[str, Any]) -> Found:
-    """Every broken rule as (dotted key, message)."""
+Domains = dict[str, DomainSettings | None]
+
+
+def violations(run: dict[str, Any], domains: Domains) -> Found:
+    """Every broken rule as (dotted key, message); `domains` are those that `domains_of` finds."""
     model = _block(ModelSettings, run.get("model"))
     layout = _block(LayoutSettings, run.get("layout", {}))
     engine = _block(EngineSettings, run.get("engine", {}))
@@ -60,7 +63,6 @@ def violations(run: dict[str, Any]) -> Found:
     mixed = _block(MixedSettings, run.get("mixed"))
     evaluation = _block(EvaluationSettings, run.get("evaluation", {}))
     pool = _block(RewardPoolSettings, run.get("rewards", {}))
-    domains = _domains(run)
     deterministic = run.get("deterministic") is True
 
     if model:
@@ -103,7 +105,7 @@ def violations(run: dict[str, Any]) -> Found:
         yield "evaluation.problems", f"{evaluation.problems} is {_too_few(layout)}"
 
 
-def surroundings(run: dict[str, Any]) -> Found:
+def surroundings(run: dict[str, Any], domains: Domains) -> Found:
     """What the stages need and do not find, as (dotted key, message).
 
     Such things may be gone, or not seen from here, when a run that they began is looked at.
@@ -113,7 +115,7 @@ def surroundings(run: dict[str, Any]) -> Found:
     if isinstance(weights, str) and not Path(weights).is_dir():
         yield "model.initial_weights", f"no such folder: {shown(Path(weights))}"
     yield from missing_tokenizer(model)
-    for name, domain in _domains(run).items():
+    for name, domain in domains.items():
         if domain:
             yield from missing_data(f"experts.{name}", domain)
             yield from reward_needs(f"experts.{name}.rewards", domain)
@@ -129,7 +131,8 @@ def _block(settings: type[Block], given: Any) -> Block | None:
         return None
 
 
-def _domains(run: dict[str, Any]) -> dict[str, DomainSettings | None]:
+def domains_of(run: dict[str, Any]) -> Domains:
+    """The run's domains by their names; None stands for one that is not valid by itself."""
     experts = run.get("experts")
     if not isinstance(experts, dict):
         return {}

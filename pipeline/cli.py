@@ -12,6 +12,7 @@ from argparse import (
     RawDescriptionHelpFormatter,
 )
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 
 from pipeline.errors import BraidError, reason
@@ -81,9 +82,8 @@ def _report(error: Exception) -> None:
 
 def _command(name: str) -> Callable[[Namespace], None]:
     # Imported here, so that `braid --help` and a mistyped command answer at once.
-    from pipeline import commands
-
-    found: Callable[[Namespace], None] = getattr(commands, name)
+    module = import_module("pipeline.overview" if name == "status" else "pipeline.commands")
+    found: Callable[[Namespace], None] = getattr(module, name)
     return found
 
 

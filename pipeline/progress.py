@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.live import Live
-from rich.markup import escape
-from rich.progress_bar import ProgressBar
-from rich.table import Table
+if TYPE_CHECKING:  # rich takes a while to import, and `braid status` draws nothing with it
+    from rich.console import Console
+    from rich.live import Live
+    from rich.table import Table
 
 LIVE_SECONDS = 0.25
 PLAIN_SECONDS = 10.0
@@ -119,6 +118,10 @@ class StageView:
         self.say(f"done in {clock(time.monotonic() - self._progress.started)}")
 
     def _line(self) -> Table:
+        from rich.markup import escape
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
         line = Table.grid(padding=(0, 1))
         bar = ProgressBar(total=self._progress.steps or 1, completed=self._progress.step, width=24)
         line.add_row(escape(self._title), bar, self._progress.describe())
@@ -128,6 +131,8 @@ class StageView:
 @contextmanager
 def watching(console: Console, title: str, steps: int | None, metrics: Path) -> Iterator[StageView]:
     """Show a stage while it runs, and how long it took if it ends well."""
+    from rich.live import Live
+
     # No refresh thread: children may be started only from a process with one thread.
     live = Live(console=console, auto_refresh=False, transient=True)
     with live if console.is_terminal else nullcontext() as shown:

@@ -7,6 +7,7 @@ person sees all of them at once.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.composer import Composer
+from yaml.constructor import SafeConstructor
+from yaml.resolver import Resolver
 
 from pipeline.violations import Place, Violation, dotted
 
@@ -39,26 +43,54 @@ class Mapping:
 Node = Leaf | Mapping
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML whose `4e-3` is a number (YAML 1.1 wants `4.0e-3`), and without aliases.
+class _WithoutAliases(Composer):
+    """An alias would give one value two places; `extends` is the way to share."""
 
-    An alias would give one value two places; `extends` is the way to share.
-    """
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+    def compose_node(self: Any, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             raise yaml.MarkedYAMLError(
                 problem="aliases are not supported; share values with extends",
                 problem_mark=self.peek_event().start_mark,
             )
-        return super().compose_node(parent, index)
+        return Composer.compose_node(self, parent, index)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
+class _Loader(_WithoutAliases, yaml.SafeLoader):
+    """YAML whose `4e-3` is a number: YAML 1.1 wants `4.0e-3`."""
+
+
+# The fastest first: any that reads the text will do, and the last one says what is wrong with it,
+# so that the message is the same whatever PyYAML was built with.
+LOADERS: list[Any] = [_Loader]
+if yaml.__with_libyaml__:
+    from yaml._yaml import CParser
+
+    class _FastLoader(_WithoutAliases, CParser, SafeConstructor, Resolver):
+        """The same over the C library's parser."""
+
+        def __init__(self, stream: str) -> None:
+            CParser.__init__(self, stream)
+            Composer.__init__(self)
+            SafeConstructor.__init__(self)
+            Resolver.__init__(self)
+
+    LOADERS.insert(0, _FastLoader)
+
+for _each in LOADERS:
+    _each.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+        list("-+0123456789"),
+    )
+
+
+def _compose(text: str) -> yaml.Node | None:
+    """The document as a tree, or None where it is empty. Raises YAMLError, RecursionError."""
+    *faster, last = LOADERS
+    for loader in faster:
+        with contextlib.suppress(yaml.YAMLError):
+            return yaml.compose(text, Loader=loader)
+    return yaml.compose(text, Loader=last)
 
 
 class Reader:
@@ -105,7 +137,7 @@ class Reader:
         """
         place = Place(None)
         try:
-            composed = yaml.compose(text, Loader=_Loader)
+            composed = _compose(text)
         except RecursionError:
             self._note(place, key, "nested too deeply")
             return None
@@ -117,7 +149,7 @@ class Reader:
     def _mapping_of(self, text: str, path: Path, key: Key) -> Mapping:
         place = Place(path)
         try:
-            composed = yaml.compose(text, Loader=_Loader)
+            composed = _compose(text)
         except RecursionError:
             return self._unreadable(place, key, "nested too deeply")
         except yaml.YAMLError as error:
@@ -233,11 +265,7 @@ def nearest(node: Node, key: tuple[str | int, ...]) -> Place:
 
 
 def _plain(node: yaml.Node) -> Any:
-    constructor = _Loader("")
-    try:
-        return constructor.construct_document(node)
-    finally:
-        constructor.dispose()
+    return SafeConstructor().construct_document(node)
 
 
 def _is_json(value: Any) -> bool:
