@@ -65,11 +65,12 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """At the pace since the first step seen."""
+        """At the pace since the first step seen; None before there is one, or after the clock was
+        set back."""
         if not (self.first and self.last and self.steps) or self.last["step"] <= self.first["step"]:
             return None
         pace = (self.last["time"] - self.first["time"]) / (self.last["step"] - self.first["step"])
-        return float(pace * (self.steps - self.last["step"]))
+        return float(pace * (self.steps - self.last["step"])) if pace >= 0 else None
 
     def describe(self) -> str:
         """The step, the time left and the newest values, in words."""

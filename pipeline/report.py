@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from parallel.files import write_atomically
 from pipeline import columns
 from pipeline.columns import Cell
+from pipeline.errors import BraidError
 from pipeline.graph import EXPERT, Stage
 from pipeline.ledger import Event, Ledger, minutes
 from pipeline.progress import clock, latest
@@ -31,6 +32,7 @@ OWN_DOMAIN = "◆"
 # Experts are spread over the ranks on their own, so that both lines of a layout fill all ranks.
 OF_DENSE_LAYERS = ("data", "tensor", "pipeline", "virtual_pipeline", "context")
 OF_EXPERTS = ("expert", "expert_tensor")
+SCORE = {"accuracy", "low", "high", "n"}
 
 Models = dict[str, dict[str, dict[str, Any]]]
 
@@ -88,8 +90,22 @@ def write_results(run: RunDirectory) -> Models:
 
     Returns:
         {model: {domain: {"accuracy", "low", "high", "n"}}}
+
+    Raises:
+        BraidError: what the evaluation left is damaged.
     """
-    models: Models = json.loads(run.stage("evaluate").results.read_text())["models"]
+    path = run.stage("evaluate").results
+    try:
+        models: Models = json.loads(path.read_text(encoding="utf-8"))["models"]
+        sound = all(
+            score.keys() >= SCORE and all(type(score[name]) in (int, float) for name in SCORE)
+            for scores in models.values()
+            for score in scores.values()
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        sound = False
+    if not sound:
+        raise BraidError(f"{shown(path)} is damaged; evaluate once more with --from evaluate")
     results = {"models": models, "minutes": minutes(Ledger(run.ledger).events())}
     write_atomically(run.results, json.dumps(results, indent=2) + "\n")
     return models

@@ -71,8 +71,12 @@ def _state(
     now: Callable[[], Lineage],
     earlier: Mapping[str, StageState],
 ) -> StageState:
-    recorded = read_manifest(left.directory) if event else None
-    if recorded is None or event is None:
+    if event is None:
+        return StageState("pending", attempts=left.attempts)
+    recorded = read_manifest(left.directory)
+    if recorded is None:
+        if left.directory.manifest.exists() or left.checkpoint is not None:
+            return left.stands("stale", "its manifest.json is gone or damaged")
         return StageState("pending", attempts=left.attempts)
     if event.state == "done" or _holds_work(stage, left):
         reasons = list(changes(recorded, now()))
