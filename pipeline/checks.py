@@ -158,7 +158,8 @@ def _architecture_faults(model: ModelSettings) -> Found:
             if fault["type"] == "extra_forbidden" and len(fault["loc"]) == 1:
                 yield key, f"unknown key of {model.family}; {hint(str(fault['loc'][0]), known)}"
             else:
-                yield key, f"{fault['msg']}, not {fault['input']!r}"
+                should = fault["msg"].removeprefix("Input ")
+                yield key, f"{should}, not {json.dumps(fault['input'], default=str)}"
 
 
 def _engine_rules(model: ModelSettings, engine: EngineSettings) -> Found:

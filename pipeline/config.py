@@ -103,6 +103,9 @@ def _settings(
     crossed = [
         Violation(nearest(tree, tuple(key.split("."))), key, message) for key, message in broken
     ]
+    # What is no value at all is not also one of the wrong type.
+    told = {(violation.place, violation.key) for violation in reader.violations}
+    invalid = [each for each in invalid if (each.place, each.key) not in told]
     found = [*reader.violations, *invalid, *crossed]
     if found or settings is None:
         raise ConfigError(sorted(found, key=_reading_order))

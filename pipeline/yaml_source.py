@@ -84,13 +84,31 @@ for _each in LOADERS:
     )
 
 
+class _TooDeep(Exception):
+    """Lists in lists, or mappings in mappings, without end; where it became too many."""
+
+    def __init__(self, line: int) -> None:
+        super().__init__("nested too deeply")
+        self.line = line
+
+
 def _compose(text: str) -> yaml.Node | None:
-    """The document as a tree, or None where it is empty. Raises YAMLError, RecursionError."""
+    """The document as a tree, or None where it is empty. Raises YAMLError, _TooDeep."""
     *faster, last = LOADERS
     for loader in faster:
         with contextlib.suppress(yaml.YAMLError):
-            return yaml.compose(text, Loader=loader)
-    return yaml.compose(text, Loader=last)
+            return _composed_by(loader(text))
+    return _composed_by(last(text))
+
+
+def _composed_by(loader: Any) -> yaml.Node | None:
+    try:
+        found: yaml.Node | None = loader.get_single_node()
+    except RecursionError:
+        raise _TooDeep(loader.peek_event().start_mark.line + 1) from None
+    finally:
+        loader.dispose()
+    return found
 
 
 class Reader:
@@ -138,8 +156,8 @@ class Reader:
         place = Place(None)
         try:
             composed = _compose(text)
-        except RecursionError:
-            self._note(place, key, "nested too deeply")
+        except _TooDeep as error:
+            self._note(place, key, str(error))
             return None
         except yaml.YAMLError as error:
             self._note(place, key, f"not a YAML value: {_problem(error)}")
@@ -150,14 +168,14 @@ class Reader:
         place = Place(path)
         try:
             composed = _compose(text)
-        except RecursionError:
-            return self._unreadable(place, key, "nested too deeply")
+        except _TooDeep as error:
+            return self._unreadable(Place(path, error.line), key, str(error))
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             where = Place(path, mark.line + 1) if mark else place
             return self._unreadable(where, key, f"not valid YAML: {_problem(error)}")
         if composed is None:
-            return Mapping({}, place)
+            return Mapping({}, Place(path, 1))
         node = self._node(composed, Place(path, composed.start_mark.line + 1), key)
         if isinstance(node, Mapping):
             return node
@@ -279,4 +297,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _problem(error: Exception) -> str:
-    return " ".join(str(getattr(error, "problem", None) or error).split())
+    """What is wrong, on one line; `but found another document` says nothing without its context."""
+    problem, context = (getattr(error, name, None) for name in ("problem", "context"))
+    whole = f"{context}, {problem}" if problem and problem.startswith("but ") else problem
+    return " ".join(str(whole or error).split())
