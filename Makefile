@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 TRL_VENV := .venv-trl
 TRL_INSTALLED := $(TRL_VENV)/.installed
 
-.PHONY: help install quickstart test lint bench bench-trl chaos gpu-check lock clean
+.PHONY: help install quickstart test lint bench bench-trl chaos gpu-check golden lock clean
 
 help:  ## list these targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -51,6 +51,9 @@ chaos: $(INSTALLED)  ## kill -9 at 50 random moments of a deterministic run: the
 gpu-check: $(INSTALLED)  ## on a CUDA device: the tests that need one rank, on that device
 	@$(BIN)/python -c "import sys, torch; torch.cuda.is_available() or sys.exit('no CUDA device here: nothing was checked')"
 	$(BIN)/python -m pytest -m one_device
+
+golden: $(INSTALLED)  ## write the messages of tests/pipeline/golden anew; then read their diff
+	$(BIN)/python tests/pipeline/test_golden_messages.py
 
 lint: $(INSTALLED)  ## style and types
 	$(BIN)/ruff check .

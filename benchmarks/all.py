@@ -16,7 +16,16 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
-PARTS = ("vocabulary", "packing", "checkpoints", "hugging_face", "refit", "refit_plan", "rewards")
+PARTS = (
+    "vocabulary",
+    "packing",
+    "checkpoints",
+    "hugging_face",
+    "refit",
+    "refit_plan",
+    "rewards",
+    "thousand_stages",
+)
 
 
 def main() -> None:

@@ -13,6 +13,12 @@ from pathlib import Path
 CHECKSUMS = "checksums.json"  # written last of all into a checkpoint
 STATE = "state.json"  # the loop's own state in a checkpoint
 ENDED = "ended"  # in it: why the stage is done before the last of its steps
+# Beside an engine's address file: a rank that has given the engine up writes one line here that
+# says why, and the launcher starts the engine anew.
+RESTART_REQUEST = "restart"
+# In place of the folder of a tokenizer, that of single characters: `model.tokenizer: characters`;
+# `stages.tokenizer` holds it.
+CHARACTERS = "characters"
 
 
 @dataclass(frozen=True)
@@ -56,9 +62,21 @@ def naming(path: Path) -> Iterator[None]:
 
 def checkpoint_folders(directory: Path) -> list[Path]:
     """Every `step_N` in `directory`, whole or not, oldest first."""
-    # Not what a person has put aside: `step_20.bak`.
-    found = [path for path in directory.glob("step_*") if _number(path) is not None]
-    return sorted(found, key=lambda path: (_number(path), path))
+    return [directory / name for _, name in numbered(directory, "step_")]
+
+
+def numbered(directory: Path, prefix: str) -> list[tuple[int, str]]:
+    """Every name in `directory` of the prefix and a number, by number; nothing where it is none.
+
+    Not what a person has put aside, such as `step_20.bak`.
+    """
+    try:
+        with os.scandir(directory) as entries:
+            names = [entry.name for entry in entries if entry.name.startswith(prefix)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = [(number, name) for name in names if (number := _number(name, prefix)) is not None]
+    return sorted(found)
 
 
 def whole_checkpoints(directory: Path) -> list[Checkpoint]:
@@ -66,9 +84,15 @@ def whole_checkpoints(directory: Path) -> list[Checkpoint]:
     return [whole for path in checkpoint_folders(directory) if (whole := read_checkpoint(path))]
 
 
+def newest_whole(directory: Path) -> Checkpoint | None:
+    """The complete checkpoint with the highest step; no older one is read."""
+    found = map(read_checkpoint, reversed(checkpoint_folders(directory)))
+    return next(filter(None, found), None)
+
+
 def read_checkpoint(path: Path) -> Checkpoint | None:
     """The checkpoint at `path`, or None where that is none, or not a whole one."""
-    step = _number(path)
+    step = _number(path.name, "step_")
     if step is None:
         return None
     try:
@@ -83,6 +107,6 @@ def digest_of(files: dict[str, str]) -> str:
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
-def _number(path: Path) -> int | None:
-    digits = path.name.removeprefix("step_")
+def _number(name: str, prefix: str) -> int | None:
+    digits = name.removeprefix(prefix)
     return int(digits) if digits.isdecimal() else None

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from parallel.files import CHARACTERS
 from parallel.network import LOOPBACK
 
 Positive = Annotated[int, Field(gt=0)]
@@ -40,12 +41,8 @@ LAST_WORD = "BRAID_LAST_WORD_DESCRIPTOR"
 # In what a rank says that lost its connection to another, which knows better what happened; gloo:
 # "Connection closed by peer", or "reset by peer".
 LOST_PEER = "by peer"
-# Beside an engine's address file: a rank that has given the engine up writes one line here that
-# says why, and the launcher starts the engine anew.
-RESTART_REQUEST = "restart"
 
-# The tokenizer of single characters, `model.tokenizer: characters`; `stages.tokenizer` holds it.
-CHARACTERS = "characters"
+# Of the tokenizer of single characters.
 PAD_TOKEN, END_TOKEN, TOKENIZER_SIZE = 0, 1, 80
 
 

@@ -58,8 +58,11 @@ Found = Iterator[tuple[str, str]]
 Block = TypeVar("Block", bound=Settings)
 
 
-def violations(run: dict[str, Any]) -> Found:
-    """Every broken rule as (dotted key, message)."""
+Domains = dict[str, DomainSettings | None]
+
+
+def violations(run: dict[str, Any], domains: Domains) -> Found:
+    """Every broken rule as (dotted key, message); `domains` are those that `domains_of` finds."""
     model = _block(ModelSettings, run.get("model"))
     layout = _block(LayoutSettings, run.get("layout", {}))
     engine = _block(EngineSettings, run.get("engine", {}))
@@ -68,7 +71,6 @@ def violations(run: dict[str, Any]) -> Found:
     mixed = _block(MixedSettings, run.get("mixed"))
     evaluation = _block(EvaluationSettings, run.get("evaluation", {}))
     pool = _block(RewardPoolSettings, run.get("rewards", {}))
-    domains = _domains(run)
     deterministic = run.get("deterministic") is True
     demonstrated = has_cold_start(run)
 
@@ -115,7 +117,7 @@ def violations(run: dict[str, Any]) -> Found:
         yield "evaluation.problems", f"{evaluation.problems} is {_too_few(layout)}"
 
 
-def surroundings(run: dict[str, Any]) -> Found:
+def surroundings(run: dict[str, Any], domains: Domains) -> Found:
     """What the stages need and do not find, as (dotted key, message).
 
     Such things may be gone, or not seen from here, when a run that they began is looked at.
@@ -127,7 +129,7 @@ def surroundings(run: dict[str, Any]) -> Found:
     yield from missing_tokenizer(model)
     # A domain by itself, which has no model around it, is held to what it says.
     demonstrated = has_cold_start(run) or model is None
-    for name, domain in _domains(run).items():
+    for name, domain in domains.items():
         if domain:
             yield from missing_data(f"experts.{name}", domain, demonstrated)
             yield from reward_needs(f"experts.{name}.rewards", domain)
@@ -143,7 +145,8 @@ def _block(settings: type[Block], given: Any) -> Block | None:
         return None
 
 
-def _domains(run: dict[str, Any]) -> dict[str, DomainSettings | None]:
+def domains_of(run: dict[str, Any]) -> Domains:
+    """The run's domains by their names; None stands for one that is not valid by itself."""
     experts = run.get("experts")
     if not isinstance(experts, dict):
         return {}
@@ -169,7 +172,8 @@ def _architecture_faults(model: ModelSettings) -> Found:
             if fault["type"] == "extra_forbidden" and len(fault["loc"]) == 1:
                 yield key, f"unknown key of {model.family}; {hint(str(fault['loc'][0]), known)}"
             else:
-                yield key, f"{fault['msg']}, not {fault['input']!r}"
+                should = fault["msg"].removeprefix("Input ")
+                yield key, f"{should}, not {json.dumps(fault['input'], default=str)}"
 
 
 def _engine_rules(model: ModelSettings, engine: EngineSettings) -> Found:

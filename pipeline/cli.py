@@ -12,6 +12,7 @@ from argparse import (
     RawDescriptionHelpFormatter,
 )
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 
 from pipeline.errors import BraidError, reason
@@ -87,11 +88,16 @@ def _report(error: Exception) -> None:
     print("\n".join([f"braid: {reason(error)}", *notes]), file=sys.stderr)
 
 
+MODULES = {  # of the commands that are not in pipeline.commands
+    "status": "pipeline.overview",
+    **dict.fromkeys(("submit", "stage", "cancel"), "pipeline.slurm.commands"),
+}
+
+
 def _command(name: str) -> Callable[[Namespace], None]:
     # Imported here, so that `braid --help` and a mistyped command answer at once.
     try:
-        from pipeline import commands
-        from pipeline.slurm import commands as slurm_commands
+        module = import_module(MODULES.get(name, "pipeline.commands"))
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package in ("", "pipeline", "stages", "parallel"):
@@ -100,8 +106,6 @@ def _command(name: str) -> Callable[[Namespace], None]:
             f"{sys.executable} has no package {package}: run braid in the environment that "
             "`make install` builds, with: source .venv/bin/activate"
         ) from error
-
-    module = slurm_commands if name in ("submit", "stage", "cancel") else commands
     found: Callable[[Namespace], None] = getattr(module, name)
     return found
 

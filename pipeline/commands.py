@@ -12,8 +12,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from parallel.settings import CHARACTERS
-from pipeline import domain_preview, explain, gates, one_off, report, resolved
+from parallel.files import CHARACTERS
+from pipeline import columns, domain_preview, explain, gates, one_off, report, resolved
 from pipeline.config import (
     differing_keys,
     dump_resolved,
@@ -24,14 +24,16 @@ from pipeline.config import (
 from pipeline.doctor import sections, table
 from pipeline.domain_check import check
 from pipeline.domain_starter import write_starter
-from pipeline.errors import BraidError, reason
+from pipeline.errors import BraidError
 from pipeline.fork import fork
 from pipeline.graph import compile_graph, matches
 from pipeline.jobs import checkpoint_path
 from pipeline.launcher import JobFailed, Programs
+from pipeline.ledger import Ledger
 from pipeline.logs import print_file, print_log
 from pipeline.memory import memory_report
 from pipeline.neutral import CHANGES_NO_RESULT, MAY_CHANGE
+from pipeline.overview import find
 from pipeline.probe import probe
 from pipeline.run_directory import RunDirectory
 from pipeline.runner import refuse_stale, run_stages
@@ -39,7 +41,7 @@ from pipeline.selection import chosen, following, put_aside, to_make_anew
 from pipeline.signals import Stopped
 from pipeline.slurm.jobs import queue_of
 from pipeline.states import derive
-from pipeline.violations import hint, shown
+from pipeline.violations import shown
 from stages.domains.rewards.settings import RewardPoolSettings
 from stages.settings import DomainCheckJob, RunSettings
 
@@ -109,27 +111,8 @@ def resume(arguments: Namespace) -> None:
     run, settings = existing(arguments, to_start=True)
     chosen(run, compile_graph(settings), [*arguments.only, *arguments.anew])
     with run.lock():
+        resolved.write_for_programs(run, settings)  # another version of Braid may have written it
         _run_to_the_end(run, settings, arguments)
-
-
-def status(arguments: Namespace) -> None:
-    """Show where a run stands, or every run."""
-    if arguments.run is not None:
-        run, settings = existing(arguments)
-        stages = compile_graph(settings)
-        jobs, unasked = queue_of(run)
-        states = derive(run, settings, stages, jobs)
-        terminal().print(report.status_table(run, stages, states))
-        if unasked:
-            print(unasked)
-        if states["evaluate"].state == "done" and run.results.exists():
-            models = json.loads(run.results.read_text())["models"]
-            terminal().print("", report.results_table(models), sep="\n")
-        return
-    if not _runs(arguments.runs_dir):
-        print(f"no runs in {shown(arguments.runs_dir)}")
-    for path in _runs(arguments.runs_dir):
-        print(f"{path.name}: {_summary(RunDirectory(path))}")
 
 
 def logs(arguments: Namespace) -> None:
@@ -139,7 +122,8 @@ def logs(arguments: Namespace) -> None:
     [stage] = chosen(run, stages, [arguments.stage])
 
     def goes_on() -> bool:
-        state = derive(run, settings, stages, queue_of(run)[0])[stage.name].state
+        jobs, _ = queue_of(Ledger(run.ledger).events())
+        state = derive(run, settings, stages, jobs)[stage.name].state
         return state in ("running", "submitted")
 
     if arguments.engine is None:
@@ -296,25 +280,8 @@ def existing(arguments: Namespace, to_start: bool = False) -> tuple[RunDirectory
 def _named(
     arguments: Namespace, name: str, to_start: bool = False
 ) -> tuple[RunDirectory, RunSettings]:
-    """The run of a name, or in a folder."""
-    for path in (arguments.runs_dir / name, Path(name)):
-        run = RunDirectory(path)
-        if run.settings.exists():
-            return run, resolved.read(run, to_start=to_start)
-    known = [path.name for path in _runs(arguments.runs_dir)]
-    raise BraidError(f"no run {name} in {shown(arguments.runs_dir)}; {hint(name, known)}")
-
-
-def _runs(runs_dir: Path) -> list[Path]:
-    return sorted(settings.parent for settings in runs_dir.glob("*/run.yaml"))
-
-
-def _summary(run: RunDirectory) -> str:
-    try:
-        settings = resolved.read(run)
-        return report.summary(derive(run, settings, compile_graph(settings)))
-    except (BraidError, OSError) as error:
-        return reason(error).replace("\n", "\n  ")
+    run = find(arguments.runs_dir, name)
+    return run, resolved.read(run, to_start=to_start)
 
 
 def _refuse_other_configuration(
@@ -378,7 +345,7 @@ def _take_over(run: RunDirectory, settings: RunSettings, other: RunDirectory) ->
 def _show_plan(run: RunDirectory, settings: RunSettings) -> None:
     stages = compile_graph(settings)
     states = derive(run, settings, stages)
-    terminal().print(report.plan_table(settings, stages, states))
+    print(report.plan_table(settings, stages, states, columns.takes_colour()))
 
 
 def _show_commands(run: RunDirectory, settings: RunSettings) -> None:

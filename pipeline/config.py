@@ -11,10 +11,12 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from parallel.settings import CHARACTERS, Settings
+from parallel.files import CHARACTERS
+from parallel.settings import Settings
 from pipeline import checks, schema
 from pipeline.dropped import without_dropped
 from pipeline.slurm.settings import ClusterSettings
+from pipeline.trees import flatten
 from pipeline.violations import ConfigError, Place, Violation, dotted, hint
 from pipeline.yaml_source import Key, Leaf, Mapping, Reader, find, lay, nearest, plain
 from stages.domains.rewards.settings import RewardPoolSettings
@@ -106,10 +108,19 @@ def _settings(
     if not reader.broken:  # else the unreadable file may have defined what is dropped
         invalid += undropped
     run = {**(around or {}), **plain(tree)}
-    broken = [*checks.violations(run), *(checks.surroundings(run) if to_start else ())]
+    domains: checks.Domains
+    if isinstance(settings, RunSettings | _Domains):  # valid, and need not be read once more
+        domains = {**settings.experts}
+    else:
+        domains = checks.domains_of(run)
+    broken = list(checks.violations(run, domains))
+    broken += checks.surroundings(run, domains) if to_start else ()
     crossed = [
         Violation(nearest(tree, tuple(key.split("."))), key, message) for key, message in broken
     ]
+    # What is no value at all is not also one of the wrong type.
+    told = {(violation.place, violation.key) for violation in reader.violations}
+    invalid = [each for each in invalid if (each.place, each.key) not in told]
     found = [*reader.violations, *invalid, *crossed]
     if found or settings is None:
         raise ConfigError(sorted(found, key=_reading_order))
@@ -138,8 +149,8 @@ def dump_differing(settings: Settings) -> str:
 
 def differing_keys(old: RunSettings, new: RunSettings) -> dict[str, tuple[Any, Any]]:
     """Every dotted key whose value differs, with both values; None stands for an absent key."""
-    before = dict(schema.flatten(old.model_dump(mode="json")))
-    after = dict(schema.flatten(new.model_dump(mode="json")))
+    before = dict(flatten(old.model_dump(mode="json")))
+    after = dict(flatten(new.model_dump(mode="json")))
     keys = [*before, *(key for key in after if key not in before)]
     return {
         key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)

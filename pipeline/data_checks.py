@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from parallel.settings import CHARACTERS, TOKENIZER_SIZE, EngineSettings, ModelSettings
+from parallel.files import CHARACTERS
+from parallel.settings import TOKENIZER_SIZE, EngineSettings, ModelSettings
 from pipeline.violations import hint, shown
 from stages.domains.formats import FORMATS
 from stages.domains.sources.settings import (

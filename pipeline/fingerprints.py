@@ -10,8 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from parallel.settings import CHARACTERS
-from stages.domains.sources.settings import FileSettings
+from parallel.files import CHARACTERS
 
 TOKENIZER = "model.tokenizer"
 TEMPLATE = "model.tokenizer (its chat template)"
@@ -40,11 +39,18 @@ def fingerprints(reads: dict[str, Any]) -> dict[str, str | None]:
         files = {file for name in TOKENIZER_FILES for file in folder.glob(name)}
         found[TOKENIZER] = _digest(files, whole=True)
         found[TEMPLATE] = template_digest(folder)
-    for key, path in reads.items():
+    for key in reads:
         if key.endswith((".prompts.path", ".demonstrations.path")):
-            source = reads[f"{key.removesuffix('path')}source"]
-            found[key] = _digest(FileSettings(source=source, path=path).files())
+            found[key] = _digest(_data_files(reads, key))
     return found
+
+
+def _data_files(reads: dict[str, Any], key: str) -> list[Path]:
+    # Imported here, since building the settings classes takes longer than all of `braid status`.
+    from stages.domains.sources.settings import FileSettings
+
+    source = reads[f"{key.removesuffix('path')}source"]
+    return FileSettings(source=source, path=reads[key]).files()
 
 
 def template_digest(folder: Path) -> str | None:

@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pipeline.schema import leaves
-from stages.settings import DomainSettings, MergeSettings, PolicySettings, RunSettings
+from pipeline.trees import leaves
+
+if TYPE_CHECKING:  # building the settings classes takes longer than all of `braid status`
+    from stages.settings import DomainSettings, MergeSettings, PolicySettings, RunSettings
 
 Kind = Literal["import", "sft", "grpo", "mixed", "distill", "gate", "evaluate", "export"]
 
@@ -120,7 +122,7 @@ SAMPLING: tuple[Kind, ...] = ("grpo", "mixed", "distill", *MEASURING)
 EXPERT = "experts."
 GATE = "gates."
 COLD_START, INITIAL = "cold_start", "initial"  # of which a run has one, its first stage
-DATA_KEYS = (".prompts", ".demonstrations")  # what patterns that name problems end with
+PROBLEMS = ("experts.*.prompts", "experts.*.demonstrations")
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,6 @@ class Stage:
     steps: int | None = None
     routing: str | None = None
     reads: dict[str, Any] = field(default_factory=dict)
-    data: dict[str, Any] = field(default_factory=dict)  # of these, the problems it reads
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -185,19 +186,22 @@ class Stage:
     @property
     def data_digest(self) -> str:
         """Changes when the stage's problems or demonstrations change."""
-        return digest(self.data)
+        return digest(problems(self.reads))
 
 
 def compile_graph(settings: RunSettings) -> tuple[Stage, ...]:
     """The run's stages in the order they run: each after all that it waits for."""
     tree = settings.model_dump(mode="json")
 
+    @cache  # most stages read the model, and several all domains
+    def named(pattern: str) -> dict[str, Any]:
+        return dict(leaves(tree, pattern))
+
     def stage(name: str, kind: Kind, block: str = "", **fields: Any) -> Stage:
         of = {"domain": fields.get("domain") or "*", "gated": block}
         patterns = [pattern.format(**of) for pattern in READS[kind]]
-        found = {pattern: dict(leaves(tree, pattern)) for pattern in patterns}
-        data = [found[pattern] for pattern in patterns if pattern.endswith(DATA_KEYS)]
-        return Stage(name, kind, reads=_joined(found.values()), data=_joined(data), **fields)
+        reads = dict(chain.from_iterable(named(pattern).items() for pattern in patterns))
+        return Stage(name, kind, reads=reads, **fields)
 
     if settings.cold_start is None:
         stages = [stage(INITIAL, "import", steps=0)]
@@ -236,14 +240,19 @@ def matches(key: str, pattern: str) -> bool:
     return below and all(w in ("*", p) for p, w in zip(parts, wanted, strict=False))
 
 
+def problems(reads: dict[str, Any]) -> dict[str, Any]:
+    """Of the settings that a stage reads those that name its problems and demonstrations."""
+    return {
+        key: value
+        for key, value in reads.items()
+        if any(matches(key, pattern) for pattern in PROBLEMS)
+    }
+
+
 def digest(value: Any) -> str:
     """SHA-256 of the value as canonical JSON."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    return dict(chain.from_iterable(part.items() for part in parts))
 
 
 def _parents_first(experts: dict[str, DomainSettings]) -> list[str]:

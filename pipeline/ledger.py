@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -73,13 +74,22 @@ class Ledger:
             return []
         events = []
         for line in self.path.read_text(encoding="utf-8", errors="replace").split("\n"):
-            try:
-                event = Event(**json.loads(line))
-            except (ValueError, TypeError):
-                continue
-            if event.state in get_args(State):
+            if (event := _event(line)) is not None:
                 events.append(event)
         return events
+
+
+def _event(line: str) -> Event | None:
+    """What a line says; None for one that was cut short or damaged."""
+    try:
+        event = Event(**json.loads(line))
+        datetime.fromisoformat(event.time)
+    except (ValueError, TypeError):
+        return None
+    texts, seconds = (event.stage, event.cause), event.seconds
+    sound = all(isinstance(text, str) for text in texts) and type(event.attempt) is int
+    counted = seconds is None or (type(seconds) in (int, float) and 0 <= seconds < math.inf)
+    return event if sound and counted and event.state in get_args(State) else None
 
 
 def latest(events: Iterable[Event]) -> dict[str, Event]:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
 from functools import cache
-from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from parallel.files import write_atomically
+from parallel.files import Checkpoint, write_atomically
 from pipeline.fingerprints import fingerprints
-from pipeline.graph import Stage
+from pipeline.graph import Stage, digest, problems
 from pipeline.run_directory import RunDirectory, StageDirectory
-from stages.settings import RunSettings
+
+if TYPE_CHECKING:  # building the settings classes takes longer than all of `braid status`
+    from stages.settings import RunSettings
 
 PACKAGES = (
     "torch",
@@ -33,33 +33,33 @@ PACKAGES = (
 )
 
 
-class Lineage(BaseModel):
+@dataclass(frozen=True, kw_only=True)
+class Lineage:
     """What decides a stage's result; when any of it changes, the result is stale.
 
     Except `layout`: it tells on which ranks the stage last ran, and a checkpoint serves any layout.
+    `files` are digests of the data and the tokenizer that are read.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     stage: str
     parents: dict[str, str | None]
-    config: str
-    data: str
-    files: dict[str, str | None] = Field(
-        default_factory=dict, description="digests of the data and the tokenizer that are read"
-    )
+    files: dict[str, str | None]
     settings: dict[str, Any]
     layout: dict[str, Any]
     routing: str | None
 
 
+@dataclass(frozen=True, kw_only=True)
 class Manifest(Lineage):
-    """The lineage as recorded, with what else was true at the time.
+    """The lineage as recorded, with digests of the settings and of those that name its data, and
+    what else was true at the time.
 
     `code` and `versions` are for people and make nothing stale: or every commit and every upgrade
     would throw away finished training.
     """
 
+    config: str
+    data: str
     code: str
     versions: dict[str, str]
 
@@ -67,43 +67,58 @@ class Manifest(Lineage):
 def lineage_now(stage: Stage, settings: RunSettings, run: RunDirectory) -> Lineage:
     """The lineage the stage would have if it ran now; a parent without a checkpoint is None."""
     checkpoints = {name: run.stage(name).newest_checkpoint() for name in stage.inputs}
+    return lineage_from(stage, checkpoints, settings.layout.model_dump())
+
+
+def lineage_from(
+    stage: Stage, checkpoints: Mapping[str, Checkpoint | None], layout: dict[str, Any]
+) -> Lineage:
+    """The same, with the newest `checkpoints` of all inputs, and maybe of other stages."""
+    found = {name: checkpoints[name] for name in stage.inputs}
     return Lineage(
         stage=stage.name,
-        parents={name: found and found.digest for name, found in checkpoints.items()},
-        config=stage.config_digest,
-        data=stage.data_digest,
+        parents={name: each.digest if each else None for name, each in found.items()},
         files=fingerprints(stage.reads),
         settings=stage.reads,
-        layout=settings.layout.model_dump(),
+        layout=layout,
         routing=stage.routing,
     )
 
 
 def write_manifest(directory: StageDirectory, lineage: Lineage) -> None:
     """Record the lineage of a stage about to start, whole or not at all."""
-    manifest = Manifest(**dict(lineage), code=code_revision(), versions=package_versions())
-    write_atomically(directory.manifest, manifest.model_dump_json(indent=2) + "\n")
+    manifest = Manifest(
+        **{field.name: getattr(lineage, field.name) for field in fields(lineage)},
+        config=digest(lineage.settings),
+        data=digest(problems(lineage.settings)),
+        code=code_revision(),
+        versions=package_versions(),
+    )
+    write_atomically(directory.manifest, json.dumps(asdict(manifest), indent=2) + "\n")
 
 
 def read_manifest(directory: StageDirectory) -> Manifest | None:
-    """The recorded lineage, or None if the stage never started here."""
+    """The recorded lineage, or None if the stage never started here or the file is damaged."""
     try:
-        return Manifest.model_validate_json(directory.manifest.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValidationError):
+        written = json.loads(directory.manifest.read_text(encoding="utf-8"))
+        known = {field.name: written[field.name] for field in fields(Manifest)}
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
+    wanted = [written[name] for name in ("parents", "files", "settings", "layout", "versions")]
+    return Manifest(**known) if all(isinstance(each, dict) for each in wanted) else None
 
 
 def changes(recorded: Lineage, now: Lineage) -> Iterator[str]:
     """What makes a stage stale: every way in which the result would differ if it were made now."""
-    for name, digest in now.parents.items():
-        if digest is not None and recorded.parents.get(name) != digest:
+    for name, parent in now.parents.items():
+        if parent is not None and recorded.parents.get(name) != parent:
             yield f"it was made from another checkpoint of {name}"
     for name in recorded.parents.keys() - now.parents.keys():
         yield f"it was made from {name}, which is no longer an input"
-    for key, digest in now.files.items():
-        if digest is not None and recorded.files.get(key, digest) != digest:
+    for key, files in now.files.items():
+        if files is not None and recorded.files.get(key, files) != files:
             yield f"the files of {key} have changed"
-    if recorded.config != now.config:
+    if recorded.settings != now.settings:
         keys = recorded.settings.keys() | now.settings.keys()
         for key in sorted(keys):
             old, new = recorded.settings.get(key), now.settings.get(key)
@@ -127,6 +142,8 @@ def code_revision() -> str:
 @cache
 def package_versions() -> dict[str, str]:
     """The installed versions of the packages that decide a result."""
+    from importlib import metadata  # which takes a while to import, and only a start needs it
+
     found = {}
     for name in PACKAGES:
         try:

@@ -9,13 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.markup import escape
-from rich.progress_bar import ProgressBar
-from rich.table import Table
+if TYPE_CHECKING:  # rich takes a while to import, and `braid status` draws nothing with it
+    from rich.console import Console
+    from rich.table import Table
 
 LIVE_SECONDS = 0.25
 PLAIN_SECONDS = 10.0
@@ -68,11 +66,12 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """At the pace since the first step seen."""
+        """At the pace since the first step seen; None before there is one, or after the clock was
+        set back."""
         if not (self.first and self.last and self.steps) or self.last["step"] <= self.first["step"]:
             return None
         pace = (self.last["time"] - self.first["time"]) / (self.last["step"] - self.first["step"])
-        return float(pace * (self.steps - self.last["step"]))
+        return float(pace * (self.steps - self.last["step"])) if pace >= 0 else None
 
     def describe(self, awaited: str = "the first step") -> str:
         """The step, the time left and the newest values, in words; before there are any, what is
@@ -127,6 +126,10 @@ class StageView:
 
     def line(self) -> Table:
         """Its line of the screen."""
+        from rich.markup import escape
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
         line = Table.grid(padding=(0, 1))
         bar = ProgressBar(total=self._progress.steps or 1, completed=self._progress.step, width=24)
         line.add_row(escape(self._title), bar, self._progress.describe(self._awaited()))
@@ -147,6 +150,8 @@ class Screen:
     """Context in which stages are shown: on a terminal, a line for each that it redraws."""
 
     def __init__(self, console: Console) -> None:
+        from rich.live import Live
+
         self.console = console
         self._views: list[StageView] = []
         # No refresh thread: children may be started only from a process with one thread.
@@ -182,6 +187,8 @@ class Screen:
         """Draw every stage's line anew; returns whether there is a terminal for it."""
         if self._live is None:
             return False
+        from rich.console import Group
+
         self._live.update(Group(*(view.line() for view in self._views)), refresh=True)
         return True
 

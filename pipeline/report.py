@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
-
-from rich.table import Table
-from rich.text import Text
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from parallel.files import write_atomically
-from parallel.settings import EngineSettings, LayoutSettings
+from pipeline import columns
+from pipeline.columns import Cell
+from pipeline.errors import BraidError
 from pipeline.graph import EXPERT, Stage
-from pipeline.ledger import Ledger, minutes
+from pipeline.ledger import Event, Ledger, minutes
 from pipeline.progress import clock, latest
 from pipeline.run_directory import RunDirectory
 from pipeline.states import StageState
 from pipeline.violations import shown
-from stages.settings import RunSettings
+
+if TYPE_CHECKING:  # rich and the settings classes take longer than all of `braid status`
+    from rich.table import Table
+    from rich.text import Text
+
+    from parallel.settings import EngineSettings, LayoutSettings
+    from stages.settings import RunSettings
 
 STYLES = {
     "done": "green",
@@ -28,44 +33,48 @@ STYLES = {
     "stale": "yellow",
     "pending": "dim",
 }
+PLAN_HEADINGS = ("stage", "kind", "from", "steps", "engine", "state")
+STATUS_HEADINGS = ("stage", "state", "saved step", "attempts", "time", "note")
 OWN_DOMAIN = "◆"
 # Experts are spread over the ranks on their own, so that both lines of a layout fill all ranks.
 OF_DENSE_LAYERS = ("data", "tensor", "pipeline", "virtual_pipeline", "context")
 OF_EXPERTS = ("expert", "expert_tensor")
+SCORE = {"accuracy", "low", "high", "n"}
 
 Models = dict[str, dict[str, dict[str, Any]]]
 
 
 def plan_table(
-    settings: RunSettings, stages: tuple[Stage, ...], states: dict[str, StageState]
-) -> Table:
+    settings: RunSettings, stages: Sequence[Stage], states: Mapping[str, StageState], coloured: bool
+) -> str:
     """The stages in order: what each does, from what, for how long, and whether it is done."""
-    where = f"{layout_text(settings.layout)}; {engines_text(settings.engine)}"
-    table = plain_table(f"{settings.name}: seed {settings.seed}, {where}")
-    for heading in ("stage", "kind", "from", "steps", "engine", "state"):
-        table.add_column(heading)
     names = indented(stages)
-    for stage in stages:
-        state = states[stage.name]
-        table.add_row(
+    rows = [
+        (
             names[stage.name],
             stage.kind,
             _origin(stage),
             str(stage.steps or ""),
             "yes" if stage.needs_engine else "",
-            _state_text(state, f": {state.cause}" if state.state == "stale" else ""),
+            _state_cell(state, f": {state.cause}" if state.state == "stale" else ""),
         )
-    return table
+        for stage, state in ((stage, states[stage.name]) for stage in stages)
+    ]
+    where = f"{layout_text(settings.layout)}; {engines_text(settings.engine)}"
+    title = f"{settings.name}: seed {settings.seed}, {where}"
+    return columns.table(title, PLAN_HEADINGS, rows, coloured)
 
 
 def status_table(
-    run: RunDirectory, stages: tuple[Stage, ...], states: dict[str, StageState]
-) -> Table:
+    run: RunDirectory,
+    stages: Sequence[Stage],
+    states: Mapping[str, StageState],
+    events: Sequence[Event],
+    coloured: bool,
+) -> str:
     """Where every stage stands, what it saved, how long its ended attempts took, and a note."""
-    table = plain_table(f"{shown(run.path)}{' (running)' if run.is_running() else ''}")
-    spent = minutes(Ledger(run.ledger).events())
-    for heading in ("stage", "state", "saved step", "attempts", "time", "note"):
-        table.add_column(heading)
+    spent = minutes(events)
+    rows = []
     for stage in stages:
         state = states[stage.name]
         steps = f"{state.step or 0}/{stage.steps}" if stage.steps else ""
@@ -73,11 +82,12 @@ def status_table(
         attempts = str(state.attempts or "")
         running = state.state == "running"
         note = latest(run.stage(stage.name).metrics) if running else state.cause
-        table.add_row(stage.name, _state_text(state), steps, attempts, taken, note)
-    return table
+        rows.append((stage.name, _state_cell(state), steps, attempts, taken, note))
+    title = f"{shown(run.path)}{' (running)' if run.is_running() else ''}"
+    return columns.table(title, STATUS_HEADINGS, rows, coloured)
 
 
-def summary(states: dict[str, StageState]) -> str:
+def summary(states: Mapping[str, StageState]) -> str:
     """How many stages stand where, such as `3 done, 1 failed, 3 pending`."""
     counts = Counter(state.state for state in states.values())
     return ", ".join(f"{number} {state}" for state, number in counts.items())
@@ -88,8 +98,22 @@ def write_results(run: RunDirectory) -> Models:
 
     Returns:
         {model: {domain: {"accuracy", "low", "high", "n"}}}
+
+    Raises:
+        BraidError: what the evaluation left is damaged.
     """
-    models: Models = json.loads(run.stage("evaluate").results.read_text())["models"]
+    path = run.stage("evaluate").results
+    try:
+        models: Models = json.loads(path.read_text(encoding="utf-8"))["models"]
+        sound = all(
+            score.keys() >= SCORE and all(type(score[name]) in (int, float) for name in SCORE)
+            for scores in models.values()
+            for score in scores.values()
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        sound = False
+    if not sound:
+        raise BraidError(f"{shown(path)} is damaged; evaluate once more with --from evaluate")
     results = {"models": models, "minutes": minutes(Ledger(run.ledger).events())}
     write_atomically(run.results, json.dumps(results, indent=2) + "\n")
     return models
@@ -133,6 +157,8 @@ def engines_text(engine: EngineSettings) -> str:
 
 def plain_table(title: str) -> Table:
     """A table without lines, its title at the left: as every command prints them."""
+    from rich.table import Table
+
     return Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False)
 
 
@@ -154,11 +180,13 @@ def _origin(stage: Stage) -> str:
     return f"{stage.parent or start}{taught}"
 
 
-def _state_text(state: StageState, more: str = "") -> Text:
-    return Text(f"{state.state}{more}", style=STYLES[state.state])
+def _state_cell(state: StageState, more: str = "") -> Cell:
+    return Cell(f"{state.state}{more}", STYLES[state.state])
 
 
 def _score_text(score: dict[str, Any], own: bool) -> Text:
+    from rich.text import Text
+
     half = (score["high"] - score["low"]) / 2
     text = f"{100 * score['accuracy']:.1f} ± {100 * half:.1f}"
     return Text(f"{OWN_DOMAIN} {text}", style="bold") if own else Text(text)

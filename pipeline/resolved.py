@@ -3,22 +3,29 @@ thousand stages takes half a minute and `braid status` should answer at once."""
 
 from __future__ import annotations
 
-import hashlib
-
 from pydantic import ValidationError
 
 from parallel.files import write_atomically
+from pipeline import compiled
+from pipeline.compiled import Compiled, digest_of
 from pipeline.config import dump_resolved, load
+from pipeline.graph import compile_graph
 from pipeline.run_directory import RunDirectory
 from stages.settings import RunSettings
 
 
 def write(run: RunDirectory, settings: RunSettings) -> None:
-    """Write run.yaml, and the JSON with the digest of the YAML that it stands for."""
-    text = dump_resolved(settings)
-    write_atomically(run.settings, text)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    write_atomically(run.settings_for_programs, f"{digest}\n{settings.model_dump_json()}\n")
+    """Write run.yaml, and beside it what programs read sooner."""
+    write_atomically(run.settings, dump_resolved(settings))
+    write_for_programs(run, settings)
+
+
+def write_for_programs(run: RunDirectory, settings: RunSettings) -> None:
+    """Write what programs read sooner than the run.yaml of these settings, which stands."""
+    body = settings.model_dump_json()
+    seal = digest_of([run.settings.read_bytes(), body.encode()])
+    write_atomically(run.settings_for_programs, f"{seal}\n{body}\n")
+    compiled.write(run, settings.layout.model_dump(), compile_graph(settings))
 
 
 def read(run: RunDirectory, *, to_start: bool = False) -> RunSettings:
@@ -35,12 +42,20 @@ def read(run: RunDirectory, *, to_start: bool = False) -> RunSettings:
     return known or load(run.settings, to_start=to_start)
 
 
+def compile_anew(run: RunDirectory) -> Compiled:
+    """A run's stages from its settings. Raises ConfigError as `read` does."""
+    settings = read(run)
+    return Compiled(settings.layout.model_dump(), compile_graph(settings))
+
+
 def _known(run: RunDirectory) -> RunSettings | None:
-    """Those of the JSON; None where run.yaml has changed since, or this version cannot read it."""
+    """Those of the JSON; None where it is damaged, where run.yaml has changed since, or where this
+    version cannot read it."""
     try:
-        digest, _, text = run.settings_for_programs.read_text(encoding="utf-8").partition("\n")
-        if hashlib.sha256(run.settings.read_bytes()).hexdigest() == digest:
-            return RunSettings.model_validate_json(text, strict=True)
+        text = run.settings_for_programs.read_text(encoding="utf-8")
+        seal, _, body = text.rstrip("\n").partition("\n")
+        if seal == digest_of([run.settings.read_bytes(), body.encode()]):
+            return RunSettings.model_validate_json(body, strict=True)
     except (OSError, ValidationError, UnicodeDecodeError):
         pass
     return None

@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel.files import ENDED, STATE, Checkpoint, whole_checkpoints
-from parallel.settings import RESTART_REQUEST
+from parallel.files import ENDED, RESTART_REQUEST, STATE, Checkpoint, newest_whole, numbered
 from pipeline.errors import BraidError
 from pipeline.violations import shown
 
@@ -68,30 +67,36 @@ class StageDirectory:
         """The Hugging Face checkpoint of an export."""
         return self.path / "huggingface"
 
+    def is_running(self) -> bool:
+        """Whether a launcher works on the stage now, as far as locks of its machine reach."""
+        return _is_locked(self.lock)
+
     def job(self, attempt: int) -> Path:
         """What the processes of an attempt read; their logs lie beside it."""
         return self.path / f"attempt_{attempt}" / "job.json"
 
     def attempts(self) -> int:
         """How many times the stage was tried."""
-        found = [_number(path, "attempt_") for path in self.path.glob("attempt_*")]
-        return max(filter(None, found), default=0)
+        return max((number for number, _ in numbered(self.path, "attempt_")), default=0)
 
     def newest_checkpoint(self) -> Checkpoint | None:
         """The whole checkpoint with the highest step."""
-        found = whole_checkpoints(self.path / "checkpoints")
-        return found[-1] if found else None
+        return newest_whole(self.path / "checkpoints")
 
     def ended_early(self) -> str | None:
         """Why the stage is done before its last step, where its newest checkpoint says so."""
         checkpoint = self.newest_checkpoint()
-        if checkpoint is None:
-            return None
-        try:
-            state = json.loads((checkpoint.path / STATE).read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # it is found when somebody loads it
-            return None
-        return state.get(ENDED)
+        return ended_early(checkpoint) if checkpoint else None
+
+
+def ended_early(checkpoint: Checkpoint) -> str | None:
+    """Why the stage was done at this checkpoint, before its last step; None where it was not."""
+    try:
+        state = json.loads((checkpoint.path / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # it is found when somebody loads it
+        return None
+    found: str | None = state.get(ENDED)
+    return found
 
 
 @dataclass(frozen=True)
@@ -137,6 +142,10 @@ class RunDirectory:
     @property
     def settings_for_programs(self) -> Path:
         return self.path / ".run.json"
+
+    @property
+    def stages_for_programs(self) -> Path:
+        return self.path / ".stages.json"
 
     @property
     def ledger(self) -> Path:
@@ -213,10 +222,6 @@ class RunDirectory:
         """Whether a launcher has the run for itself now."""
         return _is_locked(self._lock)
 
-    def stage_is_running(self, name: str) -> bool:
-        """Whether a launcher works on the stage now, as far as locks of its machine reach."""
-        return _is_locked(self.stage(name).lock)
-
     @property
     def _lock(self) -> Path:
         return self.path / "run.lock"
@@ -247,12 +252,6 @@ def _is_locked(path: Path) -> bool:
             return not _try_lock(file.fileno(), fcntl.LOCK_SH)
     except FileNotFoundError:
         return False
-
-
-def _number(path: Path, prefix: str) -> int | None:
-    """The number in a folder's name, or None for one that a person put aside: `attempt_1.old`."""
-    digits = path.name.removeprefix(prefix)
-    return int(digits) if digits.isdecimal() else None
 
 
 def _try_lock(descriptor: int, mode: int) -> bool:

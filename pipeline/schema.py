@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -58,31 +57,6 @@ def without_arms(root: type[BaseModel], location: Key) -> Key:
 def tag(annotation: Any) -> str:
     """The key whose value says which settings class of a union is meant, such as `name`."""
     return _tag(_classes(annotation))
-
-
-def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf of nested mappings as (dotted key, value); an empty mapping is a leaf."""
-    if not isinstance(value, Mapping) or (prefix and not value):
-        yield prefix, value
-        return
-    for name, child in value.items():
-        yield from flatten(child, f"{prefix}.{name}" if prefix else name)
-
-
-def leaves(tree: Mapping[str, Any], pattern: str) -> Iterator[tuple[str, Any]]:
-    """Every leaf that a dotted pattern names, or that stands below what it names, as `flatten`
-    gives them; `*` stands for any one name."""
-    found = [("", tree)]
-    for part in pattern.split("."):
-        found = [
-            (f"{prefix}.{name}" if prefix else name, value[name])
-            for prefix, value in found
-            if isinstance(value, Mapping)
-            for name in (value if part == "*" else [part])
-            if name in value
-        ]
-    for prefix, value in found:
-        yield from flatten(value, prefix)
 
 
 def _is_settings(annotation: Any) -> bool:

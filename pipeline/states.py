@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+from parallel.files import Checkpoint
 from pipeline.graph import Stage
 from pipeline.ledger import Event, Ledger, State, latest
-from pipeline.lineage import changes, lineage_now, read_manifest
-from pipeline.run_directory import RunDirectory, StageDirectory
-from pipeline.slurm.queue import QueuedJob
-from stages.settings import RunSettings
+from pipeline.lineage import Lineage, changes, lineage_from, read_manifest
+from pipeline.run_directory import RunDirectory, StageDirectory, ended_early
+
+if TYPE_CHECKING:  # building the settings classes takes longer than all of `braid status`
+    from pipeline.slurm.queue import QueuedJob
+    from stages.settings import RunSettings
 
 
 @dataclass(frozen=True)
 class StageState:
-    """Where a stage stands. `step` is that of its newest whole checkpoint."""
+    """Where a stage stands. `step` is that of its newest whole checkpoint, and `job` the number of
+    the job that Slurm has for it."""
 
     state: State
     cause: str = ""
@@ -27,85 +33,118 @@ class StageState:
 def derive(
     run: RunDirectory,
     settings: RunSettings,
-    stages: tuple[Stage, ...],
+    stages: Sequence[Stage],
     queue: Mapping[str, QueuedJob] | None = None,
 ) -> dict[str, StageState]:
     """Every stage's state, in the order of the graph. `queue` has the jobs that the ledger names
     and Slurm still has; without it, what was submitted is taken to wait."""
-    events = latest(Ledger(run.ledger).events())
+    events = Ledger(run.ledger).events()
+    return states_of(run, stages, settings.layout.model_dump(), events, queue)
+
+
+def states_of(
+    run: RunDirectory,
+    stages: Sequence[Stage],
+    layout: dict[str, Any],
+    events: Iterable[Event],
+    queue: Mapping[str, QueuedJob] | None = None,
+) -> dict[str, StageState]:
+    """The same from the run's `events`, and without its settings. Every file is read once."""
+    newest = latest(events)
     states: dict[str, StageState] = {}
-    for stage in stages:
-        states[stage.name] = _state(run, settings, stage, events.get(stage.name), states, queue)
+    checkpoints: dict[str, Checkpoint | None] = {}
+    for stage in stages:  # inputs come first
+        directory = run.stage(stage.name)
+        checkpoints[stage.name] = directory.newest_checkpoint()
+        now = partial(lineage_from, stage, checkpoints, layout)
+        left = _Left(directory, checkpoints[stage.name], directory.attempts())
+        event = newest.get(stage.name)
+        states[stage.name] = _in_the_queue(left, event, queue) or _state(
+            stage, left, event, now, states
+        )
     return states
 
 
+@dataclass(frozen=True)
+class _Left:
+    """What attempts at a stage left behind."""
+
+    directory: StageDirectory
+    checkpoint: Checkpoint | None
+    attempts: int
+
+    def stands(self, state: State, cause: str = "", job: str | None = None) -> StageState:
+        step = self.checkpoint.step if self.checkpoint else None
+        return StageState(state, cause, self.attempts, step, job)
+
+
+def _in_the_queue(
+    left: _Left, event: Event | None, queue: Mapping[str, QueuedJob] | None
+) -> StageState | None:
+    """The state of a stage that Slurm has, or had and lost; None of others."""
+    if event is None or event.job is None or event.state == "done":
+        return None
+    if (job := (queue or {}).get(event.job)) is not None:
+        return left.stands("submitted" if job.waits else "running", job.describe(), event.job)
+    if event.state != "submitted":
+        return None
+    if queue is None:
+        return left.stands("submitted", event.cause, event.job)
+    return left.stands("failed", f"job {event.job} left the queue before it began", event.job)
+
+
 def _state(
-    run: RunDirectory,
-    settings: RunSettings,
     stage: Stage,
+    left: _Left,
     event: Event | None,
-    earlier: dict[str, StageState],
-    queue: Mapping[str, QueuedJob] | None,
+    now: Callable[[], Lineage],
+    earlier: Mapping[str, StageState],
 ) -> StageState:
-    directory = run.stage(stage.name)
-    if event is not None and event.job is not None and event.state != "done":
-        if (job := (queue or {}).get(event.job)) is not None:
-            return _in_the_queue(job, directory, event)
-        if event.state == "submitted":
-            state: State = "submitted" if queue is None else "failed"
-            lost = f"job {event.job} left the queue before it began"
-            cause = event.cause if queue is None else lost
-            return StageState(state, cause, directory.attempts(), _step(directory), event.job)
-    recorded = read_manifest(directory)
-    if recorded is None or event is None:
-        return StageState("pending", attempts=directory.attempts())
-    checkpoint = directory.newest_checkpoint()
-    attempts, step = directory.attempts(), checkpoint.step if checkpoint else None
-    if event.state == "done" or _holds_work(stage, directory):
-        reasons = list(changes(recorded, lineage_now(stage, settings, run)))
+    if event is None:
+        return StageState("pending", attempts=left.attempts)
+    recorded = read_manifest(left.directory)
+    if recorded is None:
+        if left.directory.manifest.exists() or left.checkpoint is not None:
+            return left.stands("stale", "its manifest.json is gone or damaged")
+        return StageState("pending", attempts=left.attempts)
+    if event.state == "done" or _holds_work(stage, left):
+        reasons = list(changes(recorded, now()))
         reasons += [
             f"its input {name} is {earlier[name].state}"
             for name in stage.inputs
             if earlier[name].state != "done"
         ]
-        lack = lacks(stage, directory) if event.state == "done" else None
-        if lack and step is None:
+        lack = _lack(stage, left.directory, left.checkpoint) if event.state == "done" else None
+        if lack and left.checkpoint is None:
             reasons.append(lack)
         if reasons:
-            return StageState("stale", "; ".join(reasons), attempts, step)
+            return left.stands("stale", "; ".join(reasons))
         if lack:  # a damaged last checkpoint was removed, and an older one is still there
-            return StageState("pending", lack, attempts, step)
-    if event.state == "running" and not run.stage_is_running(stage.name):
-        return StageState("failed", "its launcher was killed", attempts, step)
-    return StageState(event.state, event.cause, attempts, step)
+            return left.stands("pending", lack)
+    if event.state == "running" and not left.directory.is_running():
+        return left.stands("failed", "its launcher was killed")
+    return left.stands(event.state, event.cause)
 
 
-def _in_the_queue(job: QueuedJob, directory: StageDirectory, event: Event) -> StageState:
-    state: State = "submitted" if job.waits else "running"
-    return StageState(state, job.describe(), directory.attempts(), _step(directory), event.job)
-
-
-def _step(directory: StageDirectory) -> int | None:
-    checkpoint = directory.newest_checkpoint()
-    return checkpoint.step if checkpoint else None
-
-
-def _holds_work(stage: Stage, directory: StageDirectory) -> bool:
+def _holds_work(stage: Stage, left: _Left) -> bool:
     """Whether a next attempt would build on what an earlier one left."""
     if stage.measures:
-        return directory.measured.exists()
-    return directory.newest_checkpoint() is not None
+        return left.directory.measured.exists()
+    return left.checkpoint is not None
 
 
 def lacks(stage: Stage, directory: StageDirectory) -> str | None:
     """What a finished stage should have left and did not, or None."""
+    return _lack(stage, directory, directory.newest_checkpoint())
+
+
+def _lack(stage: Stage, directory: StageDirectory, checkpoint: Checkpoint | None) -> str | None:
     if stage.measures:
         return None if directory.results.exists() else "its results.json is gone"
     if stage.kind == "export":
         return None if directory.exported.exists() else "its exported model is gone"
-    checkpoint = directory.newest_checkpoint()
     if checkpoint is None:
         return "it has no checkpoint"
-    if checkpoint.step != stage.steps and directory.ended_early() is None:
+    if checkpoint.step != stage.steps and ended_early(checkpoint) is None:
         return f"its newest checkpoint is of step {checkpoint.step} of {stage.steps}"
     return None

@@ -7,6 +7,7 @@ person sees all of them at once.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from dataclasses import dataclass, replace
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.composer import Composer
+from yaml.constructor import SafeConstructor
+from yaml.resolver import Resolver
 
 from pipeline.violations import Place, Violation, dotted
 
@@ -40,26 +44,72 @@ class Mapping:
 Node = Leaf | Mapping
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML whose `4e-3` is a number (YAML 1.1 wants `4.0e-3`), and without aliases.
+class _WithoutAliases(Composer):
+    """An alias would give one value two places; `extends` is the way to share."""
 
-    An alias would give one value two places; `extends` is the way to share.
-    """
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+    def compose_node(self: Any, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             raise yaml.MarkedYAMLError(
                 problem="aliases are not supported; share values with extends",
                 problem_mark=self.peek_event().start_mark,
             )
-        return super().compose_node(parent, index)
+        return Composer.compose_node(self, parent, index)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
+class _Loader(_WithoutAliases, yaml.SafeLoader):
+    """YAML whose `4e-3` is a number: YAML 1.1 wants `4.0e-3`."""
+
+
+# The fastest first: any that reads the text will do, and the last one says what is wrong with it,
+# so that the message is the same whatever PyYAML was built with.
+LOADERS: list[Any] = [_Loader]
+if yaml.__with_libyaml__:
+    from yaml._yaml import CParser
+
+    class _FastLoader(_WithoutAliases, CParser, SafeConstructor, Resolver):
+        """The same over the C library's parser."""
+
+        def __init__(self, stream: str) -> None:
+            CParser.__init__(self, stream)
+            Composer.__init__(self)
+            SafeConstructor.__init__(self)
+            Resolver.__init__(self)
+
+    LOADERS.insert(0, _FastLoader)
+
+for _each in LOADERS:
+    _each.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+        list("-+0123456789"),
+    )
+
+
+class _TooDeep(Exception):
+    """Lists in lists, or mappings in mappings, without end; where it became too many."""
+
+    def __init__(self, line: int) -> None:
+        super().__init__("nested too deeply")
+        self.line = line
+
+
+def _compose(text: str) -> yaml.Node | None:
+    """The document as a tree, or None where it is empty. Raises YAMLError, _TooDeep."""
+    *faster, last = LOADERS
+    for loader in faster:
+        with contextlib.suppress(yaml.YAMLError):
+            return _composed_by(loader(text))
+    return _composed_by(last(text))
+
+
+def _composed_by(loader: Any) -> yaml.Node | None:
+    try:
+        found: yaml.Node | None = loader.get_single_node()
+    except RecursionError:
+        raise _TooDeep(loader.peek_event().start_mark.line + 1) from None
+    finally:
+        loader.dispose()
+    return found
 
 
 class Reader:
@@ -106,9 +156,9 @@ class Reader:
         """
         place = Place(None)
         try:
-            composed = yaml.compose(text, Loader=_Loader)
-        except RecursionError:
-            self._note(place, key, "nested too deeply")
+            composed = _compose(text)
+        except _TooDeep as error:
+            self._note(place, key, str(error))
             return None
         except yaml.YAMLError as error:
             self._note(place, key, f"not a YAML value: {_problem(error)}")
@@ -118,15 +168,15 @@ class Reader:
     def _mapping_of(self, text: str, path: Path, key: Key) -> Mapping:
         place = Place(path)
         try:
-            composed = yaml.compose(text, Loader=_Loader)
-        except RecursionError:
-            return self._unreadable(place, key, "nested too deeply")
+            composed = _compose(text)
+        except _TooDeep as error:
+            return self._unreadable(Place(path, error.line), key, str(error))
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             where = Place(path, mark.line + 1) if mark else place
             return self._unreadable(where, key, f"not valid YAML: {_problem(error)}")
         if composed is None:
-            return Mapping({}, place)
+            return Mapping({}, Place(path, 1))
         node = self._node(composed, Place(path, composed.start_mark.line + 1), key)
         if isinstance(node, Mapping):
             return node
@@ -237,11 +287,7 @@ def _over(below: Node | None, node: Node) -> Node:
 
 
 def _plain(node: yaml.Node) -> Any:
-    constructor = _Loader("")
-    try:
-        return constructor.construct_document(node)
-    finally:
-        constructor.dispose()
+    return SafeConstructor().construct_document(node)
 
 
 def _is_json(value: Any) -> bool:
@@ -255,4 +301,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _problem(error: Exception) -> str:
-    return " ".join(str(getattr(error, "problem", None) or error).split())
+    """What is wrong, on one line; `but found another document` says nothing without its context."""
+    problem, context = (getattr(error, name, None) for name in ("problem", "context"))
+    whole = f"{context}, {problem}" if problem and problem.startswith("but ") else problem
+    return " ".join(str(whole or error).split())

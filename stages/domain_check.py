@@ -15,9 +15,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from parallel.files import write_atomically
+from parallel.files import CHARACTERS, write_atomically
 from parallel.last_word import say_last_word
-from parallel.settings import CHARACTERS
 from stages.demonstration_report import demonstration_report
 from stages.domains.demonstrations import demonstrate
 from stages.domains.formats import FORMATS

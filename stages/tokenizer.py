@@ -13,7 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from parallel.settings import CHARACTERS as CHARACTERS_NAME
+from parallel.files import CHARACTERS as CHARACTERS_NAME
 from parallel.settings import END_TOKEN, PAD_TOKEN, TOKENIZER_SIZE, ModelSettings
 from stages.chat import ASSISTANT, Message
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from parallel.files import write_atomically
+from parallel.files import RESTART_REQUEST, write_atomically
 from parallel.rollout.wire import (
     PROTOCOL,
     Address,
@@ -23,7 +23,7 @@ from parallel.rollout.wire import (
     Refitted,
     frames,
 )
-from parallel.settings import RESTART_REQUEST, EngineSettings
+from parallel.settings import EngineSettings
 
 Answer = TypeVar("Answer")
 

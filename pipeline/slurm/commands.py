@@ -83,13 +83,17 @@ def _states(
     run: RunDirectory, settings: RunSettings, stages: tuple[Stage, ...], *, ask: bool
 ) -> dict[str, StageState]:
     """Raises SlurmError where Slurm is to be asked and does not answer."""
-    found = queue.queued(job_numbers(run).values()) if ask else queue_of(run)[0]
+    found = (
+        queue.queued(job_numbers(Ledger(run.ledger).events()).values())
+        if ask
+        else queue_of(Ledger(run.ledger).events())[0]
+    )
     return derive(run, settings, stages, found)
 
 
 def _jobs(run: RunDirectory) -> dict[str, QueuedJob]:
     """The job of every stage that is in the queue."""
-    numbers = job_numbers(run)
+    numbers = job_numbers(Ledger(run.ledger).events())
     jobs = queue.queued(numbers.values())
     return {name: jobs[number] for name, number in numbers.items() if number in jobs}
 

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from pipeline.errors import reason
-from pipeline.ledger import Ledger, latest
-from pipeline.run_directory import RunDirectory
+from pipeline.ledger import Event, latest
 from pipeline.slurm.queue import QueuedJob, SlurmError, queued
 
 
-def job_numbers(run: RunDirectory) -> dict[str, str]:
-    """The number of the newest job of every stage that is not done and had one."""
-    events = latest(Ledger(run.ledger).events())
+def job_numbers(events: Iterable[Event]) -> dict[str, str]:
+    """The number of the newest job of every stage that is not done and had one, by a run's
+    `events`."""
     return {
         name: event.job
-        for name, event in events.items()
+        for name, event in latest(events).items()
         if event.job is not None and event.state != "done"
     }
 
 
-def queue_of(run: RunDirectory) -> tuple[Mapping[str, QueuedJob] | None, str]:
-    """The run's jobs that Slurm still has, by number; None where it was not asked, with what a
-    person should know about that."""
-    numbers = job_numbers(run)
+def queue_of(events: Iterable[Event]) -> tuple[Mapping[str, QueuedJob] | None, str]:
+    """The jobs of a run's `events` that Slurm still has, by number; None where it was not asked,
+    with what a person should know about that."""
+    numbers = job_numbers(events)
     if not numbers:
         return None, ""
     try:

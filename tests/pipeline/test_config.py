@@ -148,7 +148,7 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
         ),
         (
             "model={family: glm4_moe, architecture: {n_group: two}}",
-            "model.architecture.n_group: Input should be a valid integer, not 'two'",
+            'model.architecture.n_group: should be a valid integer, not "two"',
         ),
         ("model.vocabulary_size=96", "model.vocabulary_size: 96 should be 80, the number of ids"),
         ("experts.sums.sampling.group_size=1", "a group of one has no advantage"),

@@ -11,7 +11,7 @@ from pipeline.graph import READS, compile_graph, matches
 from pipeline.lineage import changes, lineage_now
 from pipeline.neutral import CHANGES_NO_RESULT
 from pipeline.run_directory import RunDirectory
-from pipeline.schema import flatten
+from pipeline.trees import flatten
 from pipeline.violations import ConfigError
 from stages.settings import RunSettings
 

@@ -1,0 +1,75 @@
+"""Where runs stand: `braid status`, which builds no settings class where it need not."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+from pipeline import columns, compiled, report
+from pipeline.errors import BraidError, reason
+from pipeline.ledger import Ledger
+from pipeline.run_directory import RunDirectory
+from pipeline.slurm.jobs import queue_of
+from pipeline.states import states_of
+from pipeline.violations import hint, shown
+
+
+def status(arguments: Namespace) -> None:
+    """Show where a run stands, or every run."""
+    if arguments.run is not None:
+        _show(find(arguments.runs_dir, arguments.run))
+        return
+    found = runs(arguments.runs_dir)
+    if not found:
+        print(f"no runs in {shown(arguments.runs_dir)}")
+    for path in found:
+        print(f"{path.name}: {_summary(RunDirectory(path))}")
+
+
+def find(runs_dir: Path, name: str) -> RunDirectory:
+    """The run of a name, or in a folder. Raises BraidError where there is none."""
+    for path in (runs_dir / name, Path(name)):
+        if (run := RunDirectory(path)).settings.exists():
+            return run
+    known = [path.name for path in runs(runs_dir)]
+    raise BraidError(f"no run {name} in {shown(runs_dir)}; {hint(name, known)}")
+
+
+def runs(runs_dir: Path) -> list[Path]:
+    """The folders of all runs."""
+    return sorted(settings.parent for settings in runs_dir.glob("*/run.yaml"))
+
+
+def _show(run: RunDirectory) -> None:
+    """Ledger and queue as one table; below it the run's results, where it has ended."""
+    found, events = _compiled(run), Ledger(run.ledger).events()
+    jobs, unasked = queue_of(events)
+    states = states_of(run, found.stages, found.layout, events, jobs)
+    print(report.status_table(run, found.stages, states, events, columns.takes_colour()))
+    if unasked:
+        print(unasked)
+    if states["evaluate"].state == "done" and run.results.exists():
+        # Imported here, since only a table of results needs it.
+        from rich.console import Console
+
+        models = json.loads(run.results.read_text(encoding="utf-8"))["models"]
+        Console().print("", report.results_table(models), sep="\n")
+
+
+def _summary(run: RunDirectory) -> str:
+    try:
+        found, events = _compiled(run), Ledger(run.ledger).events()
+        return report.summary(states_of(run, found.stages, found.layout, events))
+    except (BraidError, OSError) as error:
+        return reason(error).replace("\n", "\n  ")
+
+
+def _compiled(run: RunDirectory) -> compiled.Compiled:
+    """Raises ConfigError where run.yaml cannot be read."""
+    if (found := compiled.read(run)) is not None:
+        return found
+    # Imported here, since building the settings classes takes longer than all of the rest.
+    from pipeline.resolved import compile_anew
+
+    return compile_anew(run)

@@ -1,0 +1,6 @@
+"""A module that a case names, with another function than the case asks for."""
+
+
+def score(problem: object, response: str) -> float:
+    """As a reward does."""
+    return 1.0
