@@ -25,13 +25,14 @@ from pipeline.doctor import sections, table
 from pipeline.domain_check import check
 from pipeline.domain_starter import write_starter
 from pipeline.errors import BraidError
+from pipeline.estimate import estimate
 from pipeline.fork import fork
 from pipeline.graph import compile_graph, matches
 from pipeline.jobs import checkpoint_path
 from pipeline.launcher import JobFailed, Programs
-from pipeline.ledger import Ledger
+from pipeline.ledger import Ledger, minutes
 from pipeline.logs import print_file, print_log
-from pipeline.memory import memory_report
+from pipeline.memory import largest_memory, memory_report
 from pipeline.neutral import CHANGES_NO_RESULT, MAY_CHANGE
 from pipeline.overview import find
 from pipeline.probe import probe
@@ -345,7 +346,9 @@ def _take_over(run: RunDirectory, settings: RunSettings, other: RunDirectory) ->
 def _show_plan(run: RunDirectory, settings: RunSettings) -> None:
     stages = compile_graph(settings)
     states = derive(run, settings, stages)
-    print(report.plan_table(settings, stages, states, columns.takes_colour()))
+    left = estimate(run, settings, stages, states, minutes(Ledger(run.ledger).events()))
+    print(report.plan_table(settings, stages, states, left, columns.takes_colour()))
+    print(f"{report.left_line(left)}; {largest_memory(settings, stages)}")
 
 
 def _show_commands(run: RunDirectory, settings: RunSettings) -> None:

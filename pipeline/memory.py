@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -35,6 +35,13 @@ def memory_report(settings: RunSettings) -> Iterator[RenderableType]:
         yield _pipeline_table(settings, largest.name, ranks)
         yield ""
     yield from map(Text, _notes(settings, ranks))
+
+
+def largest_memory(settings: RunSettings, stages: Sequence[Stage]) -> str:
+    """What the fullest rank of all needs, and in which stage, in a line."""
+    needs = {stage.name: fullest(stage_memory(stage, settings)).total for stage in stages}
+    name = max(needs, key=lambda name: needs[name])
+    return f"the fullest rank takes {human(needs[name])}, in {name} (--memory has every stage's)"
 
 
 def stage_memory(stage: Stage, settings: RunSettings) -> list[RankMemory]:

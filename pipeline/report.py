@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # rich and the settings classes take longer than all of `brai
     from rich.text import Text
 
     from parallel.settings import EngineSettings, LayoutSettings
+    from pipeline.estimate import Estimate
     from stages.settings import RunSettings
 
 STYLES = {
@@ -33,7 +34,7 @@ STYLES = {
     "stale": "yellow",
     "pending": "dim",
 }
-PLAN_HEADINGS = ("stage", "kind", "from", "steps", "engine", "state")
+PLAN_HEADINGS = ("stage", "kind", "from", "steps", "engine", "state", "next", "time left")
 STATUS_HEADINGS = ("stage", "state", "saved step", "attempts", "time", "note")
 OWN_DOMAIN = "◆"
 # Experts are spread over the ranks on their own, so that both lines of a layout fill all ranks.
@@ -45,9 +46,14 @@ Models = dict[str, dict[str, dict[str, Any]]]
 
 
 def plan_table(
-    settings: RunSettings, stages: Sequence[Stage], states: Mapping[str, StageState], coloured: bool
+    settings: RunSettings,
+    stages: Sequence[Stage],
+    states: Mapping[str, StageState],
+    left: Estimate,
+    coloured: bool,
 ) -> str:
-    """The stages in order: what each does, from what, for how long, and whether it is done."""
+    """The stages in order: what each does, from what, for how long, whether it is done, what would
+    happen to it and why, and how long that takes."""
     names = indented(stages)
     rows = [
         (
@@ -56,13 +62,43 @@ def plan_table(
             _origin(stage),
             str(stage.steps or ""),
             "yes" if stage.needs_engine else "",
-            _state_cell(state, f": {state.cause}" if state.state == "stale" else ""),
+            _state_cell(state),
+            _what_follows(stage, state),
+            _left_text(state, left.seconds[stage.name]),
         )
         for stage, state in ((stage, states[stage.name]) for stage in stages)
     ]
     where = f"{layout_text(settings.layout)}; {engines_text(settings.engine)}"
     title = f"{settings.name}: seed {settings.seed}, {where}"
     return columns.table(title, PLAN_HEADINGS, rows, coloured)
+
+
+def left_line(left: Estimate) -> str:
+    """The sum of an estimate, in a line."""
+    if not left.total:
+        return "how long it takes is not known before stages of it have run"
+    hours = left.total * left.devices / 3600
+    line = f"about {clock(left.total)} left, {hours:.3g} hours of a rank"
+    return f"{line}; without {', '.join(left.unknown)}" if left.unknown else line
+
+
+def _what_follows(stage: Stage, state: StageState) -> str:
+    if state.state == "done":
+        return "is kept"
+    if state.state == "stale":
+        return f"is refused: {state.cause}"
+    if state.state in ("running", "submitted"):
+        return state.cause
+    if stage.steps and state.step:
+        return f"continues from step {state.step}"
+    waits = f", after {', '.join(stage.after)}" if stage.after else ""
+    return f"starts{waits}"
+
+
+def _left_text(state: StageState, seconds: float | None) -> str:
+    if state.state == "done":
+        return ""
+    return "?" if seconds is None else clock(seconds)
 
 
 def status_table(

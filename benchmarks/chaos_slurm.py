@@ -1,0 +1,239 @@
+"""The kill matrix on a real Slurm: daemons, nodes and processes are killed, and the bits the same.
+
+    python benchmarks/chaos_slurm.py [--cases 10] [--seed 0] [--minutes 30]
+
+The run of `chaos.py` goes on in peace on this machine. Then it is submitted to a Slurm of three
+virtual nodes on this host (tests/slurm/cluster.sh, which needs root), each of the two ranks on a
+node of its own, again and again. Every time something is killed by kill -9 at a random moment: the
+controller or a node's daemon, which come back after some seconds, a whole node, a step's daemon,
+an srun, a stage's launcher, a rank, an engine. Where jobs are lost by that, the run is submitted
+again, as a person would. The final checkpoint of every stage is held to that of the local run, bit
+for bit. Exits 1 unless all are the same. Writes benchmarks/chaos_slurm.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from chaos import CONFIG, NAME, ONLY, STAGES, Reference, difference, peaceful
+from machine import machine
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from moments import position
+from process_tree import Process, everything
+from runs import BRAID, REPOSITORY
+from virtual_cluster import Cluster
+
+RESULTS = Path(__file__).parent / "chaos_slurm.json"
+AWAY_SECONDS = 5.0  # that a daemon stays away which comes back
+NODE_AWAY_SECONDS = 20.0  # longer than Slurm takes to notice
+SUBMISSIONS = 6
+PATIENCE_SECONDS = 600.0
+PROFILE = "ranks_per_node: 1\nwarning_seconds: 60\n"
+PROCESSES = {
+    "launcher": ("pipeline.cli", "stage"),
+    "rank": ("stages.main",),
+    "engine": ("parallel.rollout.server",),
+    "srun": ("srun",),
+    "slurmstepd": ("slurmstepd:",),
+}
+TARGETS = ("slurmctld", "slurmd", "node", *PROCESSES)
+
+
+@dataclass
+class Case:
+    """One run of which a `target` was killed after so many `seconds`, in a stage and step; it took
+    so many submissions. `fault` says what was not as it should be."""
+
+    seed: int
+    target: str
+    seconds: float = 0.0
+    stage: str = ""
+    step: int = 0
+    submissions: int = 0
+    total_seconds: float = 0.0
+    fault: str | None = None
+
+
+class Submitted:
+    """One run on the cluster, in `directory`."""
+
+    def __init__(self, cluster: Cluster, directory: Path) -> None:
+        self.cluster = cluster
+        self.path = directory / NAME
+        self.submissions = 0
+        self._directory = directory
+        directory.mkdir()
+        (directory / "cluster.yaml").write_text(PROFILE)
+
+    def submit(self) -> None:
+        """Hand what is not done to Slurm."""
+        where = ["--cluster", str(self._directory / "cluster.yaml")]
+        command = [*BRAID, "submit", str(CONFIG), *ONLY, *where]
+        found = subprocess.run(
+            [*command, "--runs-dir", str(self._directory)],
+            env=self.cluster.environment,
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        if found.returncode:
+            raise RuntimeError(found.stderr)
+        self.submissions += 1
+
+    def done(self) -> bool:
+        """Whether the ledger says so of every stage."""
+        ledger = self.path / "ledger.jsonl"
+        lines = ledger.read_text().splitlines() if ledger.exists() else []
+        ended = {each["stage"] for each in map(json.loads, lines) if each["state"] == "done"}
+        return ended >= set(STAGES)
+
+    def finish(self) -> None:
+        """Wait for the end, and submit again what was lost on the way."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not self.done() or self._jobs():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"it does not end:\n{self.cluster.call('squeue', '--array')}")
+            if not self._jobs() and not self.done():
+                if self.submissions == SUBMISSIONS:
+                    raise RuntimeError(f"submitted {SUBMISSIONS} times")
+                self.submit()
+            time.sleep(0.5)
+
+    def victims(self, target: str) -> list[Process]:
+        """Its processes of a kind; every one of a job has the cluster in its environment."""
+        return [
+            each
+            for each in everything().values()
+            if all(any(word in part for part in each.arguments) for word in PROCESSES[target])
+            and (target == "slurmstepd" or str(self.path) in " ".join(each.arguments))
+            and _variables(each).get("SLURM_CONF") == self.cluster.environment["SLURM_CONF"]
+        ]
+
+    def _jobs(self) -> list[str]:
+        """Those in the queue; what Slurm holds back because a launch failed is released."""
+        lines = self.cluster.call("squeue", "--noheader", "--format=%A %r").splitlines()
+        for line in lines:
+            if "held" in line:
+                self.cluster.call("scontrol", "release", line.split()[0])
+        return lines
+
+
+def _variables(process: Process) -> dict[str, str]:
+    try:
+        return process.variables
+    except OSError:
+        return {}
+
+
+def strike(run: Submitted, target: str, generator: random.Random) -> bool:
+    """Kill it; whether there was one."""
+    cluster = run.cluster
+    node = f"n{generator.randint(1, 3)}"
+    if target == "slurmctld":
+        _kill(int((cluster.directory / "slurmctld.pid").read_text()))
+        time.sleep(AWAY_SECONDS)
+        cluster.control("start-controller")
+        return True
+    if target == "slurmd":
+        _kill(int((cluster.directory / f"slurmd-{node}.pid").read_text()))
+        time.sleep(AWAY_SECONDS)
+        cluster.control("start-node", node)
+        return True
+    if target == "node":
+        cluster.control("kill-node", node)
+        time.sleep(NODE_AWAY_SECONDS)
+        cluster.control("start-node", node)
+        return True
+    found = run.victims(target)
+    if not found:
+        return False
+    _kill(generator.choice(sorted(found, key=lambda each: each.number)).number)
+    return True
+
+
+def _kill(number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(number, signal.SIGKILL)
+
+
+def killed(cluster: Cluster, directory: Path, seed: int, reference: Reference) -> Case:
+    """One run, and whether it is the local one's equal."""
+    generator = random.Random(seed)
+    case = Case(seed, TARGETS[seed % len(TARGETS)])
+    started = time.monotonic()
+    run = Submitted(cluster, directory)
+    try:
+        run.submit()
+        moment = generator.uniform(0, reference.seconds)
+        time.sleep(moment)
+        while not run.done():
+            if (here := position(run.path)) is not None and strike(run, case.target, generator):
+                case.stage, case.step = here.stage, here.step
+                case.seconds = round(time.monotonic() - started, 1)
+                break
+            time.sleep(0.1)
+        run.finish()
+        case.fault = difference(reference, run.path)
+    except RuntimeError as error:
+        case.fault = str(error)
+    case.submissions, case.total_seconds = run.submissions, round(time.monotonic() - started, 1)
+    return case
+
+
+def tell(case: Case) -> None:
+    """A line for the run."""
+    where = f"at {case.seconds:.0f} s in {case.stage} after step {case.step}"
+    took = f"{case.submissions} submissions, {case.total_seconds:.0f} s"
+    verdict = case.fault or "bit-identical"
+    print(f"seed {case.seed}  {case.target:10}  {where}; {took}: {verdict}", flush=True)
+
+
+def main() -> None:
+    """Kill, print, write, judge."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=10, help="runs, each with one kill")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=30, help="after which no run is begun")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as folder:
+        print("a run in peace, on this machine", flush=True)
+        reference = peaceful(Path(folder) / "peaceful")
+        print(f"{reference.seconds:.0f} s", flush=True)
+        (Path(folder) / "slurm").mkdir()
+        cluster = Cluster(Path(folder) / "slurm")
+        cluster.control("up")
+        done: list[Case] = []
+        ends = time.monotonic() + 60 * arguments.minutes
+        try:
+            for seed in range(arguments.seed, arguments.seed + arguments.cases):
+                if time.monotonic() > ends:
+                    break
+                case = killed(cluster, Path(folder) / str(seed), seed, reference)
+                done.append(case)
+                tell(case)
+                cases = [asdict(each) for each in done]
+                RESULTS.write_text(
+                    json.dumps({"machine": machine(), "cases": cases}, indent=1) + "\n"
+                )
+        finally:
+            cluster.control("down")
+    same = sum(case.fault is None for case in done)
+    print(f"{same} of {len(done)} bit-identical, {arguments.cases} asked for")
+    sys.exit(0 if same == len(done) == arguments.cases else 1)
+
+
+if __name__ == "__main__":
+    main()

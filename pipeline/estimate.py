@@ -1,0 +1,101 @@
+"""How long the stages of a run still take, from what those before them have taken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from pipeline.graph import Stage
+from pipeline.run_directory import RunDirectory
+from pipeline.states import StageState
+from stages.settings import RunSettings
+
+TAIL_BYTES = 1 << 14  # of a stage's metrics: some tens of steps
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The seconds that each stage still takes; None where nothing is known that it could be told
+    by. `devices` are the ranks of the trainer, and engines of their own."""
+
+    seconds: Mapping[str, float | None]
+    devices: int
+
+    @property
+    def total(self) -> float:
+        """Of all stages of which something is known, one after another."""
+        return sum(left or 0.0 for left in self.seconds.values())
+
+    @property
+    def unknown(self) -> list[str]:
+        """Those of which nothing is."""
+        return [name for name, left in self.seconds.items() if left is None]
+
+
+def estimate(
+    run: RunDirectory,
+    settings: RunSettings,
+    stages: Sequence[Stage],
+    states: Mapping[str, StageState],
+    spent: Mapping[str, float],
+) -> Estimate:
+    """From the pace of a stage's own steps, or else of the other stages of its kind in this run; a
+    stage without steps takes what it, or others of its kind, took before (`spent`, in minutes)."""
+    paces = {stage.name: _pace(run, stage) for stage in stages if stage.steps}
+    engine = settings.engine
+    own = engine.count * engine.tensor if engine.placement == "own" else 0
+    seconds: dict[str, float | None] = {}
+    for stage in stages:
+        state = states[stage.name]
+        alike = [each.name for each in stages if each.kind == stage.kind]
+        if state.state == "done":
+            seconds[stage.name] = 0.0
+        elif stage.steps:
+            begun = 0 if state.state == "stale" else state.step or 0
+            pace = _known(paces, stage.name, alike)
+            seconds[stage.name] = None if pace is None else pace * (stage.steps - begun)
+        else:
+            took = _known(spent, stage.name, alike)
+            seconds[stage.name] = None if took is None else 60 * took
+    return Estimate(seconds, settings.layout.ranks + own)
+
+
+def _known(found: Mapping[str, float | None], name: str, alike: Sequence[str]) -> float | None:
+    if (own := found.get(name)) is not None:
+        return own
+    others = [each for other in alike if (each := found.get(other)) is not None]
+    return median(others) if others else None
+
+
+def _pace(run: RunDirectory, stage: Stage) -> float | None:
+    """Seconds a step, the median of the last ones; a resumed stage stood still between two."""
+    lines = _tail(run, stage)
+    gaps = [
+        (after["time"] - before["time"]) / (after["step"] - before["step"])
+        for before, after in pairwise(lines)
+        if after["step"] > before["step"] and after["time"] > before["time"]
+    ]
+    return median(gaps) if gaps else None
+
+
+def _tail(run: RunDirectory, stage: Stage) -> list[dict[str, Any]]:
+    found = []
+    try:
+        with run.stage(stage.name).metrics.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - TAIL_BYTES))
+            text = file.read()
+    except FileNotFoundError:
+        return []
+    for line in text.split(b"\n"):
+        try:
+            parsed = json.loads(line)
+        except ValueError:  # cut off, in front by us, or at the end by who writes it
+            continue
+        if isinstance(parsed, dict) and {"step", "time"} <= parsed.keys():
+            found.append(parsed)
+    return found
