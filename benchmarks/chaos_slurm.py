@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,12 +42,13 @@ NODE_AWAY_SECONDS = 20.0  # longer than Slurm takes to notice
 SUBMISSIONS = 6
 PATIENCE_SECONDS = 600.0
 PROFILE = "ranks_per_node: 1\nwarning_seconds: 60\n"
-PROCESSES = {
-    "launcher": ("pipeline.cli", "stage"),
-    "rank": ("stages.main",),
-    "engine": ("parallel.rollout.server",),
-    "srun": ("srun",),
-    "slurmstepd": ("slurmstepd:",),
+# What tells the processes of a kind by their arguments.
+PROCESSES: dict[str, Callable[[tuple[str, ...]], bool]] = {
+    "launcher": lambda words: words[2:3] == ("stage",) and words[1].endswith("braid"),
+    "rank": lambda words: "stages.main" in words and "srun" not in words,
+    "engine": lambda words: "parallel.rollout.server" in words and "srun" not in words,
+    "srun": lambda words: words[0] == "srun",
+    "slurmstepd": lambda words: words[0].startswith("slurmstepd:"),
 }
 TARGETS = ("slurmctld", "slurmd", "node", *PROCESSES)
 
@@ -117,7 +119,7 @@ class Submitted:
         return [
             each
             for each in everything().values()
-            if all(any(word in part for part in each.arguments) for word in PROCESSES[target])
+            if PROCESSES[target](each.arguments)
             and (target == "slurmstepd" or str(self.path) in " ".join(each.arguments))
             and _variables(each).get("SLURM_CONF") == self.cluster.environment["SLURM_CONF"]
         ]

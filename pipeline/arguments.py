@@ -1,0 +1,353 @@
+"""The arguments of every `braid` command, and the help that teaches them."""
+
+from __future__ import annotations
+
+from argparse import (
+    SUPPRESS,
+    ArgumentParser,
+    ArgumentTypeError,
+    RawDescriptionHelpFormatter,
+)
+from collections.abc import Callable
+from pathlib import Path
+
+from pipeline.neutral import MAY_CHANGE
+
+EXIT_CODES = """\
+exit codes:
+  0    done
+  1    a failure, told in one message: what failed, where, and how to mend it
+  2    the command line is not understood
+  130  stopped by Ctrl-C; 143 by SIGTERM. The run continues with `braid resume`.
+"""
+
+DESCRIPTION = """\
+Post-train a mixture-of-experts model: one cold start, one expert a domain grown from it, and one
+model braided back out of the experts.
+
+a first run, from its settings to its results:
+  braid doctor                               can this machine run it?
+  braid validate configs/quickstart.yaml     is the configuration right?
+  braid plan configs/quickstart.yaml         what will run, and from what?
+  braid run configs/quickstart.yaml          run it here, with progress and a table at the end
+  braid status quickstart                    where does it stand? (from another terminal)
+  braid resume quickstart                    continue after a crash, a kill or Ctrl-C
+"""
+
+CONFIG_HELP = """\
+CONFIG is a YAML file. Any key may be laid over from the command line, as dotted.key=value:
+"""
+
+DOMAIN_HELP = """\
+  braid domain new geometry --source jsonl
+  braid domain check configs/domains/geometry.yaml --tokenizer /models/tokenizer
+  braid domain check configs/domains/geometry.yaml --run quickstart --stage cold_start
+
+`check` scores the reference answers, an empty response and one that answers nothing, and its exit
+code is 1 where a reward does not tell them apart. With --run it draws one step's responses from a
+model and shows what they earn. `new` never overwrites.
+"""
+
+
+GATE_HELP = """\
+  braid gate override quickstart gates.spell_backward --reason "noise: 3 of 500 problems"
+
+The reason stands in the ledger, and `braid status` and `braid why` show it. What waits for the gate
+starts with the next `braid resume`. Only a gate that has stopped can be overridden.
+"""
+
+
+def parser() -> ArgumentParser:
+    """Of the whole command."""
+    braid = ArgumentParser(
+        "braid",
+        description=DESCRIPTION,
+        epilog=EXIT_CODES,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    commands = braid.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def command(name: str, summary: str, details: str) -> ArgumentParser:
+        added = commands.add_parser(
+            name,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            epilog=details,
+            formatter_class=RawDescriptionHelpFormatter,
+        )
+        added.add_argument(
+            "--runs-dir", type=Path, default=Path("runs"), help="where runs lie (default: runs)"
+        )
+        return added
+
+    _add_config_commands(command)
+    _add_run_commands(command)
+    _add_gate_commands(command)
+    _add_domain_commands(command)
+    return braid
+
+
+def _add_config_commands(command: Callable[[str, str, str], ArgumentParser]) -> None:
+    validate = command(
+        "validate",
+        "check a configuration and list everything wrong with it",
+        CONFIG_HELP + "  braid validate configs/quickstart.yaml experts.chain_sum.loop.steps=80",
+    )
+    validate.add_argument(
+        "--resolved", action="store_true", help="print it with every default written out"
+    )
+    plan = command(
+        "plan",
+        "show the stages of a configuration and which of them are done",
+        CONFIG_HELP
+        + "  braid plan configs/quickstart.yaml seed=1 --name second\n"
+        + "  braid plan configs/quickstart.yaml --dot | dot -Tsvg > quickstart.svg\n\n"
+        + "Does it fit? Bytes a rank and the engine hold, before anything is started:\n"
+        + "  braid plan configs/quickstart.yaml --memory\n"
+        + "  braid plan configs/quickstart.yaml --memory layout.recompute=full",
+    )
+    plan.add_argument(
+        "--memory", action="store_true", help="show the memory that every stage needs instead"
+    )
+    plan.add_argument("--dot", action="store_true", help="print the graph for Graphviz instead")
+    run = command(
+        "run",
+        "run a configuration on this machine",
+        CONFIG_HELP
+        + "  braid run configs/quickstart.yaml\n"
+        + "  braid run configs/quickstart.yaml --name no-kl "
+        + "experts.spell_backward.objective.kl.coefficient=0\n\n"
+        + "Everything of the run lies in runs/NAME. Run again, the same configuration continues,\n"
+        + "and nothing that is done is done twice. Another one under the same name is refused\n"
+        + "where stages have work that its settings would have made otherwise: --from makes those\n"
+        + "anew. What `braid resume --help` names may always differ.\n\n"
+        + "  braid run configs/quickstart.yaml --only cold_start --only experts.chain_sum\n"
+        + "  braid run configs/quickstart.yaml experts.chain_sum.loop.steps=80 "
+        + "--from experts.chain_sum\n"
+        + "  braid run configs/quickstart.yaml --name no-kl --fork quickstart "
+        + "experts.spell_backward.objective.kl.coefficient=0",
+    )
+    run.add_argument(
+        "--dry-run", action="store_true", help="show the plan and the commands, and run nothing"
+    )
+    run.add_argument(
+        "--fork",
+        metavar="OTHER_RUN",
+        help="take over its finished stages that this run would make from the same things",
+    )
+    _add_selection(run)
+    _add_side_by_side(run)
+    submit = command(
+        "submit",
+        "hand the stages of a configuration that are not done to Slurm",
+        CONFIG_HELP
+        + "  braid submit configs/quickstart.yaml --cluster configs/clusters/mine.yaml --dry-run\n"
+        + "  braid submit configs/quickstart.yaml --cluster configs/clusters/mine.yaml\n"
+        + "  braid submit runs/quickstart/run.yaml      continue it, on the same cluster\n\n"
+        + "Every stage is a job of one of the scripts in slurm/, which waits for those it is made\n"
+        + "from. --dry-run makes the run's folder and shows the very commands, for a person to\n"
+        + "run: they stand in runs/NAME/slurm/submit.sh. docs/slurm.md has the rest.",
+    )
+    submit.add_argument(
+        "--cluster", type=Path, metavar="FILE", help="its profile (default: the run's last one)"
+    )
+    submit.add_argument(
+        "--dry-run", action="store_true", help="write the commands, and submit nothing"
+    )
+    submit.add_argument(
+        "--only",
+        metavar="STAGE",
+        action="append",
+        default=[],
+        help="submit this stage alone; may be given again for others",
+    )
+    for parser in (run, submit):
+        parser.add_argument(
+            "--check-refit",
+            dest="implied",
+            action="append_const",
+            const="engine.check_refit=true",
+            default=[],
+            help="compare every engine tensor with the trainer's, by checksum, after each refit: "
+            "engine.check_refit=true",
+        )
+    for parser in (validate, plan, run, submit):
+        parser.add_argument("config", type=Path, metavar="CONFIG", help="the run's YAML file")
+        parser.add_argument(
+            "overrides", nargs="*", default=[], metavar="KEY=VALUE", help="laid over the file"
+        )
+        parser.add_argument("--name", help="the run's name, instead of the configuration's")
+
+
+def _add_selection(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--only",
+        metavar="STAGE",
+        action="append",
+        default=[],
+        help="run this stage alone, as experts.math; may be given again for others",
+    )
+    parser.add_argument(
+        "--from",
+        dest="anew",
+        metavar="STAGE",
+        action="append",
+        default=[],
+        help="make this stage and all that follows it anew; what they left is kept in replaced/",
+    )
+
+
+def _add_side_by_side(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--side-by-side",
+        metavar="N",
+        type=_positive,
+        default=1,
+        help="so many stages at once, each on its part of the cores and with engines of its own",
+    )
+
+
+def _add_run_commands(command: Callable[[str, str, str], ArgumentParser]) -> None:
+    command(
+        "doctor",
+        "show what is installed here, what is used of it, and what to mend",
+        "  braid doctor\n"
+        "  srun --gres=gpu:1 braid doctor             on the nodes that will run the stages\n\n"
+        "✓ is right, · is worth knowing, ✗ keeps stages from running and makes the exit code 1:\n"
+        "a login node without torch has one too, and still validates, plans and shows.\n"
+        "`make install` builds an environment for the CPU in which everything fits.",
+    )
+    resume = command(
+        "resume",
+        "continue a run from the newest whole checkpoint of each unfinished stage",
+        "  braid resume quickstart\n"
+        "  braid resume /scratch/runs/quickstart\n\n"
+        "To continue with other settings, `braid run` the configuration with them under the same\n"
+        f"name. These may change, since they decide no result:\n{MAY_CHANGE}",
+    )
+    _add_selection(resume)
+    _add_side_by_side(resume)
+    stage = command(
+        "stage",
+        "run one stage of a run: what the stage scripts in slurm/ do",
+        "  braid stage runs/quickstart experts.chain_sum\n\n"
+        "In a job of Slurm's, ranks and engines are steps of it; elsewhere they run here. The\n"
+        "run's folder is what `braid run` or `braid submit --dry-run` has made.",
+    )
+    cancel = command(
+        "cancel",
+        "take a run's jobs out of Slurm's queue; stages that run save first",
+        "  braid cancel quickstart\n  braid cancel quickstart experts.chain_sum",
+    )
+    logs = command(
+        "logs",
+        "show what a stage prints",
+        "  braid logs quickstart experts.chain_sum -f\n"
+        "  braid logs quickstart experts.chain_sum --rank 3\n"
+        "  braid logs quickstart experts.chain_sum --engine 0",
+    )
+    status = command(
+        "status",
+        "show where a run stands, or all runs",
+        "  braid status\n  braid status quickstart",
+    )
+    why = command(
+        "why",
+        "explain a stage's state: what it was made from, and what happened to it",
+        "  braid why quickstart merge",
+    )
+    diff = command(
+        "diff",
+        "show what differs between two runs: settings, data, parents, code, versions",
+        "  braid diff quickstart no-kl",
+    )
+    evaluate = command(
+        "evaluate",
+        "evaluate the finished stages of a run once more",
+        "  braid evaluate quickstart --stage merge --problems 5000\n\n"
+        "The run's own results.json stays as it is.",
+    )
+    export = command(
+        "export",
+        "write a finished stage's model as a Hugging Face checkpoint",
+        "  braid export quickstart --stage experts.chain_sum --to /tmp/chain_sum",
+    )
+    for parser in (resume, stage, cancel, logs, why, diff, evaluate, export):
+        parser.add_argument("run", metavar="RUN", help="the run's name, or its folder")
+    status.add_argument("run", metavar="RUN", nargs="?", help="the run's name, or its folder")
+    for parser in (stage, logs, why):
+        parser.add_argument("stage", metavar="STAGE", help="its name, as `braid status` shows it")
+    cancel.add_argument("stages", metavar="STAGE", nargs="*", help="only these (default: all)")
+    cancel.add_argument(
+        "--now", action="store_true", help="end those that run without waiting for a checkpoint"
+    )
+    logs.add_argument("-f", "--follow", action="store_true", help="go on while the stage does")
+    logs.add_argument("--rank", type=int, default=0, metavar="N", help="whose (default: 0)")
+    logs.add_argument("--engine", type=int, metavar="N", help="an engine's instead of a rank's")
+    diff.add_argument("other", metavar="OTHER_RUN", help="another run's name, or its folder")
+    evaluate.add_argument("--stage", help="only this stage's model (default: all finished ones)")
+    evaluate.add_argument(
+        "--problems", type=_positive, help="problems a domain (default: the configuration's)"
+    )
+    export.add_argument("--stage", required=True, help="whose model, such as merge")
+    export.add_argument("--to", required=True, type=Path, help="a folder that is new or empty")
+
+
+def _add_gate_commands(command: Callable[[str, str, str], ArgumentParser]) -> None:
+    gate = command("gate", "let a run go on that a gate has stopped", GATE_HELP)
+    actions = gate.add_subparsers(metavar="ACTION", required=True)
+    override = actions.add_parser(
+        "override",
+        help="let what waits for the gate start, and record why",
+        epilog=GATE_HELP,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    override.set_defaults(command="gate_override")
+    # Laid over the `gate`'s own, which may stand before the action.
+    override.add_argument("--runs-dir", type=Path, default=SUPPRESS, help="where runs lie")
+    override.add_argument("run", metavar="RUN", help="the run's name, or its folder")
+    override.add_argument("stage", metavar="STAGE", help="the gate, such as gates.math")
+    override.add_argument("--reason", required=True, help="why, in a sentence, for the ledger")
+
+
+def _add_domain_commands(command: Callable[[str, str, str], ArgumentParser]) -> None:
+    domain = command("domain", "write a domain's file, and check one", DOMAIN_HELP)
+    actions = domain.add_subparsers(metavar="ACTION", required=True)
+    check = actions.add_parser(
+        "check",
+        help="show a domain's prompts, and whether its rewards tell right from wrong",
+        epilog=DOMAIN_HELP,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    check.set_defaults(command="domain_check")
+    # Laid over the `domain`'s own, which may stand before the action.
+    check.add_argument("--runs-dir", type=Path, default=SUPPRESS, help="where runs lie")
+    check.add_argument("file", type=Path, metavar="FILE", help="the domain's YAML file")
+    check.add_argument(
+        "--prompts", type=_positive, default=5, help="how many to show and score (default: 5)"
+    )
+    check.add_argument(
+        "--tokenizer",
+        type=Path,
+        help="folder of a Hugging Face tokenizer (default: the run's, else single characters)",
+    )
+    check.add_argument("--run", metavar="RUN", help="also draw responses, with this run's engine")
+    check.add_argument("--stage", help="from the model of this finished stage of the run")
+    check.add_argument(
+        "--samples", type=_positive, help="responses to a prompt (default: sampling.group_size)"
+    )
+    new = actions.add_parser("new", help="write configs/domains/NAME.yaml, to begin with")
+    new.set_defaults(command="domain_new")
+    new.add_argument("name", metavar="NAME")
+    new.add_argument(
+        "--source",
+        choices=("reasoning_gym", "jsonl", "parquet"),
+        default="reasoning_gym",
+        help="where its problems come from (default: reasoning_gym)",
+    )
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise ArgumentTypeError(f"{text} is no positive number")
+    return int(text)
