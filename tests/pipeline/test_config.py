@@ -9,7 +9,6 @@ import pytest
 
 from pipeline import resolved
 from pipeline.config import differing_keys, dump_resolved, load
-from pipeline.rewards import function_fault
 from pipeline.run_directory import RunDirectory
 from pipeline.violations import ConfigError
 from stages.domains.rewards.settings import PythonReward
@@ -449,55 +448,6 @@ def test_initial_weights_stand_beside_the_file_that_states_them(config: Path) ->
     (models / "tiny.yaml").write_text("initial_weights: start\n")
     edited(config, "model:\n", "model:\n  extends: models/tiny.yaml\n")
     assert load(config).model.initial_weights == models / "start"
-
-
-def test_a_reward_of_one_s_own_is_found_in_the_working_directory(
-    config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(config.parent)
-    rewards = config.with_name("my_rewards.py")
-    rewards.write_text("def half(problem, response):\n    return 0.5\n")
-    load(config, [own("my_rewards:half")])
-    rewards.write_text("def half(problem, response)\n")
-    assert faults(config, own("my_rewards:half")) == [
-        "command line: experts.sums.rewards.own.function: my_rewards.py:1 is not valid Python: "
-        "expected ':'"
-    ]
-    assert faults(config, own(".my:half")) == [
-        "command line: experts.sums.rewards.own.function: no module .my in the working directory "
-        "or among Python's packages"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("half: object = print", True),
-        ("try:\n    from rewards import half\nexcept ImportError:\n    half = print", True),
-        ("if True:\n    import rewards as half", True),
-        ("from rewards import *", True),
-        ("def whole(problem, response):\n    half = 0.5\n    return half", False),
-        ("class Rewards:\n    half = print", False),
-    ],
-)
-def test_a_reward_is_whatever_its_module_binds(
-    config: Path, monkeypatch: pytest.MonkeyPatch, text: str, found: bool
-) -> None:
-    monkeypatch.chdir(config.parent)
-    config.with_name("my_rewards.py").write_text(text)
-    fault = function_fault("my_rewards:half")
-    assert fault == (None if found else "my_rewards.py defines no half")
-
-
-def test_packages_around_a_reward_need_no_init(
-    config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(config.parent)
-    folder = config.parent / "outer_package" / "inner_package"
-    folder.mkdir(parents=True)
-    (folder / "my_rewards.py").write_text("half = print")
-    assert function_fault("outer_package.inner_package.my_rewards:half") is None
-    assert function_fault("outer_package.inner_package.others:half") is not None
 
 
 def test_a_run_can_be_read_where_it_could_not_start(config: Path) -> None:
