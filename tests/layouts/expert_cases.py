@@ -100,7 +100,12 @@ def expert(layout: LayoutSettings, directory: str, objective: dict[str, Any]) ->
         experts={"sums": domain},
     )
     job = StageJob.model_construct(
-        stage="experts.sums", domain="sums", parent=Path(directory), models={}, settings=settings
+        stage="experts.sums",
+        domain="sums",
+        directory=Path(directory),
+        parent=Path(directory),
+        models={},
+        settings=settings,
     )
     with (
         mock.patch("stages.on_policy.Rollouts"),
