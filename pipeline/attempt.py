@@ -63,6 +63,7 @@ def _recorded(
     """Write the lineage of a new attempt, and its beginning and its end into the ledger."""
     directory = run.stage(stage.name)
     number = directory.attempts() + 1
+    directory.verdict.unlink(missing_ok=True)  # a gate's last one is not that of this attempt
     write_manifest(directory, lineage_now(stage, settings, run))
     checkpoint = directory.newest_checkpoint()
     cause = f"from step {checkpoint.step}" if checkpoint else "from the start"

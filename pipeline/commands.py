@@ -30,7 +30,7 @@ from pipeline.fork import fork
 from pipeline.graph import compile_graph, matches
 from pipeline.jobs import checkpoint_path
 from pipeline.launcher import JobFailed, Programs
-from pipeline.ledger import Ledger, minutes
+from pipeline.ledger import Ledger, latest, minutes
 from pipeline.logs import print_file, print_log
 from pipeline.memory import largest_memory, memory_report
 from pipeline.neutral import CHANGES_NO_RESULT, MAY_CHANGE
@@ -41,7 +41,7 @@ from pipeline.runner import refuse_stale, run_stages
 from pipeline.selection import chosen, following, put_aside, to_make_anew
 from pipeline.signals import Stopped
 from pipeline.slurm.jobs import queue_of
-from pipeline.states import derive
+from pipeline.states import StageState, derive
 from pipeline.violations import shown
 from stages.domains.rewards.settings import RewardPoolSettings
 from stages.settings import DomainCheckJob, RunSettings
@@ -71,7 +71,7 @@ def plan(arguments: Namespace) -> None:
         return
     run = RunDirectory(arguments.runs_dir / settings.name)
     if arguments.dot:
-        states = derive(run, settings, compile_graph(settings))
+        states = _now(run, settings)
         print("\n".join(explain.dot(settings, states)))
         return
     _show_plan(run, settings)
@@ -123,10 +123,13 @@ def logs(arguments: Namespace) -> None:
     [stage] = chosen(run, stages, [arguments.stage])
 
     def goes_on() -> bool:
-        jobs, _ = queue_of(Ledger(run.ledger).events())
-        state = derive(run, settings, stages, jobs)[stage.name].state
-        return state in ("running", "submitted")
+        return _now(run, settings)[stage.name].state in ("running", "submitted")
 
+    job = latest(Ledger(run.ledger).events()).get(stage.name)
+    output = run.output_of(job.job) if job is not None and job.job is not None else None
+    if arguments.engine is None and output is not None and not run.stage(stage.name).attempts():
+        print_file(output)  # the job's, which has not come as far as the stage
+        return
     if arguments.engine is None:
         directory, name = run.stage(stage.name), f"rank_{arguments.rank}.log"
         print_log(directory, name, goes_on if arguments.follow else None)
@@ -173,7 +176,7 @@ def gate_override(arguments: Namespace) -> None:
     run, settings = existing(arguments)
     with run.lock(shared=True):
         gates.override(run, settings, arguments.stage, arguments.reason)
-    print(f"{arguments.stage} is overridden; go on with: braid resume {shown(run.path)}")
+    print(f"{arguments.stage} is overridden; go on with: {run.to_go_on()}")
 
 
 def domain_new(arguments: Namespace) -> None:
@@ -343,9 +346,15 @@ def _take_over(run: RunDirectory, settings: RunSettings, other: RunDirectory) ->
     print(f"took over from {shown(other.path)}: {what}")
 
 
+def _now(run: RunDirectory, settings: RunSettings) -> dict[str, StageState]:
+    """The stages' states by ledger and queue."""
+    jobs, _ = queue_of(Ledger(run.ledger).events())
+    return derive(run, settings, compile_graph(settings), jobs)
+
+
 def _show_plan(run: RunDirectory, settings: RunSettings) -> None:
     stages = compile_graph(settings)
-    states = derive(run, settings, stages)
+    states = _now(run, settings)
     left = estimate(run, settings, stages, states, minutes(Ledger(run.ledger).events()))
     print(report.plan_table(settings, stages, states, left, columns.takes_colour()))
     print(f"{report.left_line(left)}; {largest_memory(settings, stages)}")

@@ -13,6 +13,7 @@ from pipeline.lineage import Manifest, read_manifest
 from pipeline.progress import clock
 from pipeline.run_directory import RunDirectory
 from pipeline.selection import chosen
+from pipeline.slurm.jobs import queue_of
 from pipeline.states import StageState, derive
 from stages.settings import RunSettings
 
@@ -34,7 +35,7 @@ def why(run: RunDirectory, settings: RunSettings, name: str) -> Iterator[str]:
     """
     stages = compile_graph(settings)
     [stage] = chosen(run, stages, [name])
-    states = derive(run, settings, stages)
+    states = derive(run, settings, stages, queue_of(Ledger(run.ledger).events())[0])
     yield f"{name} is {_with_cause(states[name])}"
     directory = run.stage(name)
     if checkpoint := directory.newest_checkpoint():

@@ -23,7 +23,7 @@ from parallel.files import write_atomically
 from pipeline.errors import BraidError
 from pipeline.graph import Stage, compile_graph
 from pipeline.ledger import Ledger
-from pipeline.report import Models
+from pipeline.report import STOPPED_MARK, Models
 from pipeline.run_directory import RunDirectory, StageDirectory
 from pipeline.selection import chosen
 from pipeline.states import StageState, derive
@@ -46,7 +46,8 @@ class Verdict:
     @property
     def text(self) -> str:
         """As it stands in the ledger."""
-        return f"{'gate' if self.outcome == 'stopped' else self.outcome}: {'; '.join(self.reasons)}"
+        mark = STOPPED_MARK if self.outcome == "stopped" else f"{self.outcome}: "
+        return f"{mark}{'; '.join(self.reasons)}"
 
 
 class GateStopped(BraidError):
@@ -60,7 +61,7 @@ class GateStopped(BraidError):
             f"{stage.gated}, after an edit\nof its settings, or the gate with --from {stage.name}, "
             "after an edit of the gate; or go on all the same:\n"
             f'  braid gate override {where} {stage.name} --reason "..."\n'
-            f"  braid resume {where}"
+            f"  {run.to_go_on()}"
         )
 
 
@@ -257,5 +258,5 @@ def _logged(directory: StageDirectory) -> list[dict[str, Any]]:
 
 def _stopped(run: RunDirectory, stage: Stage, state: StageState) -> Verdict | None:
     """The verdict of a gate that has stopped, and was not overridden."""
-    verdict = read_verdict(run.stage(stage.name)) if state.state == "failed" else None
+    verdict = read_verdict(run.stage(stage.name)) if state.state not in ("done", "stale") else None
     return verdict if verdict and verdict.outcome == "stopped" else None

@@ -14,6 +14,7 @@ from pipeline.violations import shown
 
 LOOK_SECONDS = 0.5
 CHUNK = 1 << 20
+SRUN = "srun.log"
 
 
 def print_log(directory: StageDirectory, name: str, goes_on: Callable[[], bool] | None) -> None:
@@ -23,6 +24,8 @@ def print_log(directory: StageDirectory, name: str, goes_on: Callable[[], bool] 
     Raises:
         BraidError: there is no such log, and none will come.
     """
+    if not _log(directory, name).exists() and _log(directory, SRUN).exists():
+        name = SRUN  # no rank has begun, and srun says why
     for text in _grown(directory, name, goes_on):
         sys.stdout.write(text)
         sys.stdout.flush()

@@ -60,7 +60,8 @@ def _show(run: RunDirectory) -> None:
 def _summary(run: RunDirectory) -> str:
     try:
         found, events = _compiled(run), Ledger(run.ledger).events()
-        return report.summary(states_of(run, found.stages, found.layout, events))
+        jobs, _ = queue_of(events)
+        return report.summary(states_of(run, found.stages, found.layout, events, jobs))
     except (BraidError, OSError) as error:
         return reason(error).replace("\n", "\n  ")
 

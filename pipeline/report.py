@@ -37,6 +37,7 @@ STYLES = {
 PLAN_HEADINGS = ("stage", "kind", "from", "steps", "engine", "state", "next", "time left")
 STATUS_HEADINGS = ("stage", "state", "saved step", "attempts", "time", "note")
 OWN_DOMAIN = "◆"
+STOPPED_MARK = "gate: "  # what the verdict of a gate that stopped begins with
 # Experts are spread over the ranks on their own, so that both lines of a layout fill all ranks.
 OF_DENSE_LAYERS = ("data", "tensor", "pipeline", "virtual_pipeline", "context")
 OF_EXPERTS = ("expert", "expert_tensor")
@@ -63,7 +64,7 @@ def plan_table(
             str(stage.steps or ""),
             "yes" if stage.needs_engine else "",
             _state_cell(state),
-            _what_follows(stage, state),
+            _what_follows(stage, states),
             _left_text(state, left.seconds[stage.name]),
         )
         for stage, state in ((stage, states[stage.name]) for stage in stages)
@@ -82,17 +83,25 @@ def left_line(left: Estimate) -> str:
     return f"{line}; without {', '.join(left.unknown)}" if left.unknown else line
 
 
-def _what_follows(stage: Stage, state: StageState) -> str:
+def _what_follows(stage: Stage, states: Mapping[str, StageState]) -> str:
+    state = states[stage.name]
     if state.state == "done":
         return "is kept"
     if state.state == "stale":
         return f"is refused: {state.cause}"
     if state.state in ("running", "submitted"):
         return state.cause
+    if _has_stopped(stage.name, states):
+        return "stops again, unless it is overridden or something changes"
+    if held := [gate for gate in stage.after if _has_stopped(gate, states)]:
+        return f"waits for {', '.join(held)}"
     if stage.steps and state.step:
         return f"continues from step {state.step}"
-    waits = f", after {', '.join(stage.after)}" if stage.after else ""
-    return f"starts{waits}"
+    return f"starts, after {', '.join(stage.after)}" if stage.after else "starts"
+
+
+def _has_stopped(name: str, states: Mapping[str, StageState]) -> bool:
+    return states[name].state == "failed" and states[name].cause.startswith(STOPPED_MARK)
 
 
 def _left_text(state: StageState, seconds: float | None) -> str:

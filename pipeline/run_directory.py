@@ -180,6 +180,17 @@ class RunDirectory:
         """What Slurm's jobs printed, and the script that submits them."""
         return self.path / "slurm"
 
+    def output_of(self, job: str) -> Path | None:
+        """What a job of Slurm's printed, if it began at all."""
+        found = sorted(self.slurm.glob(f"*-{job}.out"))
+        return found[0] if found else None
+
+    def to_go_on(self) -> str:
+        """The command that continues it: on the cluster that it was submitted to, or here."""
+        if self.cluster.exists():
+            return f"braid submit {shown(self.settings)}"
+        return f"braid resume {shown(self.path)}"
+
     def engine(self, index: int) -> EngineDirectory:
         return EngineDirectory(self.engines / str(index))
 

@@ -12,6 +12,7 @@ from pipeline.graph import Stage
 from pipeline.ledger import Event, Ledger, State, latest
 from pipeline.lineage import Lineage, changes, lineage_from, read_manifest
 from pipeline.run_directory import RunDirectory, StageDirectory, ended_early
+from pipeline.violations import shown
 
 if TYPE_CHECKING:  # building the settings classes takes longer than all of `braid status`
     from pipeline.slurm.queue import QueuedJob
@@ -59,7 +60,7 @@ def states_of(
         now = partial(lineage_from, stage, checkpoints, layout)
         left = _Left(directory, checkpoints[stage.name], directory.attempts())
         event = newest.get(stage.name)
-        states[stage.name] = _in_the_queue(left, event, queue) or _state(
+        states[stage.name] = _in_the_queue(run, left, event, queue) or _state(
             stage, left, event, now, states
         )
     return states
@@ -79,7 +80,7 @@ class _Left:
 
 
 def _in_the_queue(
-    left: _Left, event: Event | None, queue: Mapping[str, QueuedJob] | None
+    run: RunDirectory, left: _Left, event: Event | None, queue: Mapping[str, QueuedJob] | None
 ) -> StageState | None:
     """The state of a stage that Slurm has, or had and lost; None of others."""
     if event is None or event.job is None or event.state == "done":
@@ -90,7 +91,10 @@ def _in_the_queue(
         return None
     if queue is None:
         return left.stands("submitted", event.cause, event.job)
-    return left.stands("failed", f"job {event.job} left the queue before it began", event.job)
+    cause = f"job {event.job} left the queue before it began"
+    if output := run.output_of(event.job):
+        cause = f"job {event.job} ended before the stage began: {shown(output)} says why"
+    return left.stands("failed", cause, event.job)
 
 
 def _state(

@@ -6,9 +6,10 @@ from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
-from pipeline import commands
-from pipeline.config import load_cluster
+from pipeline import commands, resolved
+from pipeline.config import differing_keys, load_cluster
 from pipeline.errors import BraidError
+from pipeline.gates import refuse_stopped
 from pipeline.graph import Stage, compile_graph
 from pipeline.ledger import Ledger
 from pipeline.run_directory import RunDirectory
@@ -33,10 +34,12 @@ def submit(arguments: Namespace) -> None:
     stages = compile_graph(settings)
     wanted = chosen(run, stages, arguments.only)
     with run.lock(shared=True), run.lock_submission():
+        _refuse_other_settings(run, settings)
         commands.take_settings(run, settings)
         refuse_stale(run, settings, wanted)
         states = _states(run, settings, stages, ask=not arguments.dry_run)
         _refuse_missing(wanted, states)
+        refuse_stopped(run, wanted, states)
         jobs = submitting.submissions(run, settings, cluster, wanted, states)
         script = submitting.write_scripts(run, cluster, jobs)
         if arguments.dry_run:
@@ -48,8 +51,8 @@ def submit(arguments: Namespace) -> None:
         state = states[stage.name]
         if state.state in ("done", "submitted", "running"):
             print(f"{stage.name}: {state.state} already{_in_words(state)}")
-    name = run.name
-    print(f"see where it stands with: braid status {name}; what a stage prints: braid logs {name}")
+    print(f"see where it stands with: braid status {run.name}; and what a stage prints with:")
+    print(f"braid logs {run.name} STAGE -f")
 
 
 def stage(arguments: Namespace) -> None:
@@ -63,9 +66,16 @@ def stage(arguments: Namespace) -> None:
 def cancel(arguments: Namespace) -> None:
     """Take a run's jobs out of the queue; those that run save first."""
     run, settings = commands.existing(arguments)
-    names = {stage.name for stage in chosen(run, compile_graph(settings), arguments.stages)}
+    stages = compile_graph(settings)
+    names = {stage.name for stage in chosen(run, stages, arguments.stages)}
     with run.lock_submission():
-        jobs = {name: job for name, job in _jobs(run).items() if name in names}
+        queued = _jobs(run)
+        names &= queued.keys()
+        for stage in stages:  # those before it come first
+            # Slurm lets what waits for a cancelled task of an array start all the same.
+            if names & {*stage.waits_for}:
+                names.add(stage.name)
+        jobs = {name: job for name, job in queued.items() if name in names}
         if not jobs:
             print(f"{shown(run.path)} has no job in the queue")
         # Those that wait first, so that none begins because another one ends.
@@ -76,7 +86,8 @@ def cancel(arguments: Namespace) -> None:
                 queue.call(["scancel", "--batch", "--signal=TERM", job.number])
             if job.waits:
                 Ledger(run.ledger).append(name, "pending", "cancelled", run.stage(name).attempts())
-            print(f"{name}: {'cancelled' if job.waits else 'saves and ends'} (job {job.number})")
+            running = "ends at once" if arguments.now else "saves and ends"
+            print(f"{name}: {'cancelled' if job.waits else running} (job {job.number})")
 
 
 def _states(
@@ -105,6 +116,18 @@ def _refuse_missing(wanted: list[Stage], states: Mapping[str, StageState]) -> No
         for name, state in states.items()
     }
     refuse_missing_inputs(wanted, arriving)
+
+
+def _refuse_other_settings(run: RunDirectory, settings: RunSettings) -> None:
+    """Raise BraidError where jobs wait that would run with other settings than they were submitted
+    with."""
+    if run.settings.exists() and differing_keys(resolved.read(run), settings):
+        jobs, _ = queue_of(Ledger(run.ledger).events())
+        if jobs:
+            raise BraidError(
+                f"{shown(run.path)} has jobs in the queue, which would run with these other "
+                f"settings; take them out first with: braid cancel {run.name}"
+            )
 
 
 def _cluster(path: Path | None, run: RunDirectory) -> ClusterSettings:

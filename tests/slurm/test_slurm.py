@@ -183,3 +183,26 @@ def test_a_log_is_followed_to_the_end_of_the_stage(braid: Braid) -> None:
     braid.submit("--only", "cold_start")
     assert "rank 0 on n" in braid("logs", "small", "cold_start", "-f")
     assert braid("status", "small").count(" done ") == 1
+
+
+def test_a_job_that_ends_before_its_stage_begins_shows_why(braid: Braid, cluster: Cluster) -> None:
+    setup = "setup: ['echo no such module; exit 7', "
+    braid.profile.write_text(braid.profile.read_text().replace("setup: [", setup))
+    jobs = braid.submit("--only", "cold_start")
+    cluster.wait_until(lambda: cluster.state(jobs["cold_start"]) == "FAILED")
+    assert "ended before the stage began: " in braid("status", "small")
+    assert "no such module" in braid("logs", "small", "cold_start")
+
+
+def test_what_waits_for_a_cancelled_stage_is_cancelled_too(braid: Braid) -> None:
+    jobs = braid.submit()
+    others = ("submit", braid.config, "--cluster", braid.profile, "seed=1")
+    assert "take them out first with: braid cancel small" in braid(*others, code=1)
+    said = braid("cancel", "small", "experts.words")
+    assert {line.partition(":")[0] for line in said.splitlines()} == {
+        "experts.words",
+        "merge",
+        "evaluate",
+        "export",
+    }
+    braid.wait_for_the_end({"experts.sums": jobs["experts.sums"]})
