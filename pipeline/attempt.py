@@ -15,8 +15,9 @@ from pipeline.launcher import JobFailed, Launcher, Work
 from pipeline.ledger import Ledger, State, latest
 from pipeline.lineage import lineage_now, write_manifest
 from pipeline.progress import Screen
-from pipeline.run_directory import LOCK_PATIENCE_SECONDS, RunDirectory
+from pipeline.run_directory import LOCK_PATIENCE_SECONDS, RunDirectory, StageDirectory
 from pipeline.signals import Stopped
+from pipeline.stale import refuse_stale
 from pipeline.states import lacks
 from stages.settings import RunSettings
 
@@ -35,13 +36,17 @@ def attempt(
     on it may take `patience` seconds to end.
 
     Raises:
+        StaleStages: what was left of it, or an input, was made from something else.
         JobFailed: it failed.
         Stopped: a signal asked for it.
         RunLocked: another launcher works on it.
     """
     ledger = Ledger(run.ledger)
-    with run.lock_stage(stage.name, patience):
+    with run.lock_stage(stage.name, patience, launcher.check):
         close_abandoned(run, ledger, [stage])
+        # Whoever had the lock before may have left other work than was there when we looked.
+        if refuse_stale(run, settings, [stage])[stage.name].state == "done":
+            return
         with (
             screen.watching(title, stage.steps, run.stage(stage.name).metrics) as view,
             _recorded(run, settings, stage, ledger, slurm_job) as number,
@@ -65,24 +70,32 @@ def _recorded(
     number = directory.attempts() + 1
     directory.verdict.unlink(missing_ok=True)  # a gate's last one is not that of this attempt
     write_manifest(directory, lineage_now(stage, settings, run))
-    checkpoint = directory.newest_checkpoint()
-    cause = f"from step {checkpoint.step}" if checkpoint else "from the start"
-    ledger.append(stage.name, "running", cause, number, job=slurm_job)
+    ledger.append(stage.name, "running", start_of(directory), number, job=slurm_job)
     started = time.monotonic()
     try:
         yield number
         if lack := lacks(stage, directory):
             raise BraidError(f"stage {stage.name} ended as if it were done, but {lack}")
         cause = ending(run, settings, stage)
-    except Exception as error:
+    except BaseException as error:
         state: State = "pending" if isinstance(error, Stopped) else "failed"
-        why = error.cause if isinstance(error, JobFailed) else reason(error)
+        why = "its launcher was ended"
+        if isinstance(error, Exception):
+            why = error.cause if isinstance(error, JobFailed) else reason(error)
         try:
             ledger.append(stage.name, state, why, number, time.monotonic() - started, slurm_job)
         except OSError as unwritten:
             error.add_note(f"the ledger does not tell so: {reason(unwritten)}")
         raise
     ledger.append(stage.name, "done", cause, number, time.monotonic() - started)
+
+
+def start_of(directory: StageDirectory) -> str:
+    """What an attempt that begins now builds on, in words."""
+    if checkpoint := directory.newest_checkpoint():
+        return f"from step {checkpoint.step}"
+    measured = len(list(directory.measured.glob("*.json")))
+    return f"from {measured} measured models" if measured else "from the start"
 
 
 def close_abandoned(run: RunDirectory, ledger: Ledger, stages: Iterable[Stage]) -> None:
@@ -94,7 +107,11 @@ def close_abandoned(run: RunDirectory, ledger: Ledger, stages: Iterable[Stage]) 
         if event is not None and event.state == "running":
             job = run.stage(event.stage).job(event.attempt)
             # The newest event may be a notice, written when the attempt had run for a while.
-            begun = next(e for e in events if (e.stage, e.attempt) == (event.stage, event.attempt))
+            begun = event
+            for earlier in reversed([each for each in events if each.stage == event.stage]):
+                if (earlier.state, earlier.attempt) != ("running", event.attempt):
+                    break
+                begun = earlier
             seen = job.stat().st_mtime if job.exists() else begun.timestamp
             seconds = max(0.0, seen - begun.timestamp)
             ledger.append(event.stage, "failed", "its launcher was killed", event.attempt, seconds)

@@ -37,10 +37,11 @@ from pipeline.neutral import CHANGES_NO_RESULT, MAY_CHANGE
 from pipeline.overview import find
 from pipeline.probe import probe
 from pipeline.run_directory import RunDirectory
-from pipeline.runner import refuse_stale, run_stages
+from pipeline.runner import run_stages
 from pipeline.selection import chosen, following, put_aside, to_make_anew
 from pipeline.signals import Stopped
 from pipeline.slurm.jobs import queue_of
+from pipeline.stale import refuse_stale
 from pipeline.states import StageState, derive
 from pipeline.violations import shown
 from stages.domains.rewards.settings import RewardPoolSettings
@@ -321,6 +322,7 @@ def _refuse_other_configuration(
 def _run_to_the_end(run: RunDirectory, settings: RunSettings, arguments: Namespace) -> None:
     console = terminal()
     stages = compile_graph(settings)
+    _refuse_queued(run)
     if arguments.anew:
         for folder in put_aside(run, following(stages, arguments.anew)):
             print(f"put aside {shown(folder)}")
@@ -346,9 +348,22 @@ def _take_over(run: RunDirectory, settings: RunSettings, other: RunDirectory) ->
     print(f"took over from {shown(other.path)}: {what}")
 
 
+def _refuse_queued(run: RunDirectory) -> None:
+    """Raise BraidError where Slurm has jobs of the run, which would begin the same stages."""
+    jobs, unasked = queue_of(run, Ledger(run.ledger).events())
+    if jobs:
+        numbers = ", ".join(jobs)
+        raise BraidError(
+            f"{shown(run.path)} has jobs in Slurm's queue: {numbers}; wait for them, or take them "
+            f"out with: braid cancel {run.name}"
+        )
+    if unasked:
+        print(unasked)
+
+
 def _now(run: RunDirectory, settings: RunSettings) -> dict[str, StageState]:
     """The stages' states by ledger and queue."""
-    jobs, _ = queue_of(Ledger(run.ledger).events())
+    jobs, _ = queue_of(run, Ledger(run.ledger).events())
     return derive(run, settings, compile_graph(settings), jobs)
 
 
@@ -371,7 +386,14 @@ def _show_commands(run: RunDirectory, settings: RunSettings) -> None:
         print(f"  {shlex.join(PROGRAMS.stage(job))}")
 
 
+class _Terminal(Console):
+    """One that falls silent when its reader leaves, where Rich's would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 def terminal() -> Console:
     """Where a command prints; wide where there is no terminal to ask."""
-    console = Console()
-    return console if console.is_terminal else Console(width=PLAIN_WIDTH)
+    console = _Terminal()
+    return console if console.is_terminal else _Terminal(width=PLAIN_WIDTH)

@@ -15,7 +15,7 @@ from parallel.files import CHARACTERS
 from parallel.settings import Settings
 from pipeline import checks, schema
 from pipeline.dropped import without_dropped
-from pipeline.slurm.settings import ClusterSettings
+from pipeline.slurm.settings import ClusterSettings, too_short
 from pipeline.trees import flatten
 from pipeline.violations import ConfigError, Place, Violation, dotted, hint
 from pipeline.yaml_source import Key, Leaf, Mapping, Reader, find, lay, nearest, plain
@@ -69,6 +69,9 @@ def load_cluster(path: Path) -> ClusterSettings:
     tree = reader.file(path)
     settings, invalid = _validated(ClusterSettings, tree, complete=not reader.broken)
     found = [*reader.violations, *invalid]
+    if settings is not None:
+        for key, message in too_short(settings):
+            found.append(Violation(nearest(tree, tuple(key.split("."))), key, message))
     if found or settings is None:
         raise ConfigError(sorted(found, key=_reading_order))
     return settings

@@ -35,7 +35,7 @@ def why(run: RunDirectory, settings: RunSettings, name: str) -> Iterator[str]:
     """
     stages = compile_graph(settings)
     [stage] = chosen(run, stages, [name])
-    states = derive(run, settings, stages, queue_of(Ledger(run.ledger).events())[0])
+    states = derive(run, settings, stages, queue_of(run, Ledger(run.ledger).events())[0])
     yield f"{name} is {_with_cause(states[name])}"
     directory = run.stage(name)
     if checkpoint := directory.newest_checkpoint():

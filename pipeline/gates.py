@@ -202,7 +202,7 @@ def _kept(stage: Stage, gate: MergeGateSettings, models: Models, domain: str) ->
         return _Finding("passed", said)
     least = f"merge.gate.min_kept = {gate.min_kept:g} of that"
     return _Finding(
-        "stopped" if beyond.high < 0 else "warned", f"{said}: {_points(beyond)} from {least}"
+        "warned" if beyond.high >= 0 else "stopped", f"{said}: {_points(beyond)} from {least}"
     )
 
 
@@ -253,7 +253,15 @@ def _highest(values: Sequence[float]) -> float:
 
 def _logged(directory: StageDirectory) -> list[dict[str, Any]]:
     """The metrics of every step of a finished stage."""
-    return [json.loads(line) for line in directory.metrics.read_text().splitlines()]
+    found = []
+    text = directory.metrics.read_text(encoding="utf-8", errors="replace")
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            found.append(json.loads(line))
+        except ValueError as error:
+            where = f"{shown(directory.metrics)}:{number}"
+            raise BraidError(f"{where}: is damaged, and a gate reads it: {error}") from error
+    return found
 
 
 def _stopped(run: RunDirectory, stage: Stage, state: StageState) -> Verdict | None:

@@ -90,6 +90,10 @@ class Launcher:
     ) -> None:
         self._engines.stop()
 
+    def check(self) -> None:
+        """Raises Stopped when a signal asked for it."""
+        self._signals.check()
+
     def execute(
         self, job: StageJob, view: StageView, record: Callable[[str], None] = lambda _: None
     ) -> Work:
@@ -125,9 +129,11 @@ class Launcher:
                 _pass_on(ranks, tell)
                 self._signals.check()
                 yield
-        except Stopped:
+        except Stopped as stopped:
+            ask_to_stop(ranks)
             view.say("stopping when the stage has saved; the same signal again stops at once")
-            yield from self._let_save(ranks)
+            yield from self._let_save(ranks, stopped)
+            self._signals.check()
             raise
         finally:
             kill(ranks)
@@ -149,12 +155,11 @@ class Launcher:
             raise JobFailed(job.stage, first_cause(_failed(ranks), first))
         return all(rank.status() == 0 for rank in ranks)
 
-    def _let_save(self, ranks: Sequence[Process]) -> Iterator[None]:
-        received = self._signals.count
-        ask_to_stop(ranks)
+    def _let_save(self, ranks: Sequence[Process], stopped: Stopped) -> Iterator[None]:
+        received = self._signals.count(stopped.number)
         deadline = time.monotonic() + self._save_seconds
         while any(rank.status() is None for rank in ranks):
-            if time.monotonic() > deadline or self._signals.count > received:
+            if time.monotonic() > deadline or self._signals.count(stopped.number) > received:
                 return
             yield
 

@@ -88,6 +88,7 @@ def _event(line: str) -> Event | None:
         return None
     texts, seconds = (event.stage, event.cause), event.seconds
     sound = all(isinstance(text, str) for text in texts) and type(event.attempt) is int
+    sound = sound and (event.job is None or isinstance(event.job, str))
     counted = seconds is None or (type(seconds) in (int, float) and 0 <= seconds < math.inf)
     return event if sound and counted and event.state in get_args(State) else None
 

@@ -13,6 +13,7 @@ from pipeline.run_directory import StageDirectory
 from pipeline.violations import shown
 
 LOOK_SECONDS = 0.5
+ASK_SECONDS = 5.0  # Slurm's controller has others to answer too
 CHUNK = 1 << 20
 SRUN = "srun.log"
 
@@ -47,8 +48,11 @@ def _grown(
     directory: StageDirectory, name: str, goes_on: Callable[[], bool] | None
 ) -> Iterator[str]:
     log, offset = _log(directory, name), 0
+    more, ask = goes_on is not None, 0.0
     while True:
-        more = goes_on is not None and goes_on()  # asked first: what it writes last is read still
+        if goes_on is not None and time.monotonic() >= ask:
+            more = goes_on()  # asked first: what it writes last is read still
+            ask = time.monotonic() + ASK_SECONDS
         newest = _log(directory, name)
         if newest.exists() and newest != log:
             yield f"--- {shown(newest)} ---\n"

@@ -44,7 +44,7 @@ def runs(runs_dir: Path) -> list[Path]:
 def _show(run: RunDirectory) -> None:
     """Ledger and queue as one table; below it the run's results, where it has ended."""
     found, events = _compiled(run), Ledger(run.ledger).events()
-    jobs, unasked = queue_of(events)
+    jobs, unasked = queue_of(run, events)
     states = states_of(run, found.stages, found.layout, events, jobs)
     print(report.status_table(run, found.stages, states, events, columns.takes_colour()))
     if unasked:
@@ -60,7 +60,7 @@ def _show(run: RunDirectory) -> None:
 def _summary(run: RunDirectory) -> str:
     try:
         found, events = _compiled(run), Ledger(run.ledger).events()
-        jobs, _ = queue_of(events)
+        jobs, _ = queue_of(run, events)
         return report.summary(states_of(run, found.stages, found.layout, events, jobs))
     except (BraidError, OSError) as error:
         return reason(error).replace("\n", "\n  ")

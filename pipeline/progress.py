@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -118,7 +118,7 @@ class StageView:
 
     def say(self, text: str) -> None:
         """Print a line about the stage that stays."""
-        self._screen.console.print(f"{self._title}  {text}", markup=False, highlight=False)
+        self._screen.say(f"{self._title}  {text}")
 
     def say_done(self) -> None:
         """Print how long the stage took."""
@@ -170,7 +170,15 @@ class Screen:
         trace: TracebackType | None,
     ) -> None:
         if self._live:
-            self._live.stop()
+            with suppress(OSError):
+                self._live.stop()
+
+    def say(self, line: str) -> None:
+        """Print a line that stays. A terminal that is gone is no reason to end a stage."""
+        try:
+            self.console.print(line, markup=False, highlight=False)
+        except OSError:
+            self.console.quiet = True
 
     @contextmanager
     def watching(self, title: str, steps: int | None, metrics: Path) -> Iterator[StageView]:
@@ -189,7 +197,10 @@ class Screen:
             return False
         from rich.console import Group
 
-        self._live.update(Group(*(view.line() for view in self._views)), refresh=True)
+        try:
+            self._live.update(Group(*(view.line() for view in self._views)), refresh=True)
+        except OSError:
+            self.console.quiet = True
         return True
 
 

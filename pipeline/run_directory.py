@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -209,14 +209,20 @@ class RunDirectory:
             yield
 
     @contextmanager
-    def lock_stage(self, name: str, patience: float = LOCK_PATIENCE_SECONDS) -> Iterator[None]:
+    def lock_stage(
+        self,
+        name: str,
+        patience: float = LOCK_PATIENCE_SECONDS,
+        check: Callable[[], None] = lambda: None,
+    ) -> Iterator[None]:
         """Hold one stage for this process alone; the caller has the run's lock, shared or not.
+        `check`, called while this waits, may raise.
 
         Raises:
             RunLocked: another launcher works on the stage, and went on for `patience` seconds.
         """
         what = f"stage {name} of {shown(self.path)} is"
-        with _locked(self.stage(name).lock, what, patience=patience):
+        with _locked(self.stage(name).lock, what, patience=patience, check=check):
             yield
 
     @contextmanager
@@ -240,7 +246,11 @@ class RunDirectory:
 
 @contextmanager
 def _locked(
-    path: Path, what: str, shared: bool = False, patience: float = LOCK_PATIENCE_SECONDS
+    path: Path,
+    what: str,
+    shared: bool = False,
+    patience: float = LOCK_PATIENCE_SECONDS,
+    check: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+") as file:
@@ -249,11 +259,14 @@ def _locked(
             # `_is_locked` holds the lock for an instant when it looks.
             if time.monotonic() > deadline:
                 file.seek(0)
-                raise RunLocked(f"{what} being run by {file.read().strip()}")
+                holder = file.read().strip() or "braid stage or braid submit: see braid status"
+                raise RunLocked(f"{what} being run by {holder}")
+            check()
             time.sleep(0.05)
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
+        if not shared:  # of several, none is to be named alone
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
         yield
 
 

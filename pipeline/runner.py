@@ -20,25 +20,10 @@ from pipeline.placement import ThisMachine
 from pipeline.processes import POLL_SECONDS
 from pipeline.progress import Screen
 from pipeline.run_directory import RunDirectory
-from pipeline.selection import chosen, refuse_missing_inputs, to_make_anew
+from pipeline.selection import chosen, refuse_missing_inputs
 from pipeline.signals import Signals, Stopped
-from pipeline.states import StageState, derive
-from pipeline.violations import shown
+from pipeline.stale import refuse_stale
 from stages.settings import RunSettings
-
-
-class StaleStages(BraidError):
-    """Finished or half-finished work no longer matches what it was made from."""
-
-    def __init__(
-        self, run: RunDirectory, stages: Sequence[Stage], stale: dict[str, StageState]
-    ) -> None:
-        lines = [f"{name}: {state.cause}" for name, state in stale.items()]
-        super().__init__(
-            "\n  ".join(["stages no longer match what they were made from:", *lines])
-            + "\nrestore what changed, or make them anew, and all that follows them, with\n"
-            f"{to_make_anew(stages, stale)}; what they left is kept in {shown(run.replaced)}"
-        )
 
 
 def run_stages(
@@ -92,7 +77,7 @@ class _Course:
         self._begin = begin
         self._going: dict[Launcher, tuple[Stage, Work]] = {}
         self._stopped: Stopped | None = None
-        self._failures: list[BraidError | OSError] = []
+        self._failures: list[Exception] = []
 
     def go(self, lanes: Sequence[Launcher]) -> None:
         """Raises what the first stage did that failed, when the others have ended."""
@@ -136,7 +121,7 @@ class _Course:
             pass
         except Stopped as stopped:
             self._stopped = stopped
-        except (BraidError, OSError) as failure:
+        except Exception as failure:  # it is raised when the other lanes have ended
             self._failures.append(failure)
             self._leave_out_what_waits_for(stage)
         del self._going[lane]
@@ -164,25 +149,3 @@ def _lanes(
     for lane in range(count):
         own = cores[lane * part : (lane + 1) * part]
         yield run.engines / f"lane_{lane}", ThisMachine(settings.engine, own)
-
-
-def refuse_stale(
-    run: RunDirectory, settings: RunSettings, wanted: Sequence[Stage]
-) -> dict[str, StageState]:
-    """The state of every stage.
-
-    Raises:
-        StaleStages: finished or half-finished work of a stage that is wanted, or of an input of
-            one, was made from other settings or inputs.
-    """
-    stages = compile_graph(settings)
-    states = derive(run, settings, stages)
-    touched = {name for stage in wanted for name in (stage.name, *stage.inputs)}
-    stale = {
-        name: state for name, state in states.items() if name in touched and state.state == "stale"
-    }
-    for name, state in stale.items():
-        Ledger(run.ledger).append(name, "stale", state.cause, state.attempts)
-    if stale:
-        raise StaleStages(run, stages, stale)
-    return states

@@ -69,7 +69,8 @@ def put_aside(run: RunDirectory, stages: Iterable[Stage]) -> list[Path]:
         folder = run.stage(stage.name).path
         if not folder.exists():
             continue
-        number = 1 + len(list(run.replaced.glob(f"{stage.name}.*")))
+        taken = [path.suffix[1:] for path in run.replaced.glob(f"{stage.name}.*")]
+        number = 1 + max((int(each) for each in taken if each.isdecimal()), default=0)
         to = run.replaced / f"{stage.name}.{number}"
         to.parent.mkdir(exist_ok=True)
         folder.rename(to)

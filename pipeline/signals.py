@@ -45,15 +45,14 @@ class Signals:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
-    @property
-    def count(self) -> int:
-        """How many came."""
-        return len(self._received)
+    def count(self, number: int) -> int:
+        """How often this one came."""
+        return self._received.count(number)
 
     def check(self) -> None:
-        """Raises Stopped when one came."""
-        if self._received:
-            raise Stopped(self._received[0])
+        """Raises Stopped when one came; who asks to stop goes before time that is up."""
+        for number in sorted(self._received, key=lambda number: number == TIME_IS_UP):
+            raise Stopped(number)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._received.append(number)

@@ -60,9 +60,10 @@ def states_of(
         now = partial(lineage_from, stage, checkpoints, layout)
         left = _Left(directory, checkpoints[stage.name], directory.attempts())
         event = newest.get(stage.name)
-        states[stage.name] = _in_the_queue(run, left, event, queue) or _state(
-            stage, left, event, now, states
-        )
+        found = _state(stage, left, event, now, states)
+        if found.state not in ("done", "stale"):  # which no job changes
+            found = _in_the_queue(run, left, event, queue) or found
+        states[stage.name] = found
     return states
 
 

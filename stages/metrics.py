@@ -89,6 +89,7 @@ class MetricsLog:
         self.path = job.directory / "metrics.jsonl"
         self.steps = steps
         _keep_until(self.path, start)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.touch()  # the launcher sees that the model is loaded
         self._wandb = _start_wandb(job)
 

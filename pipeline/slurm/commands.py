@@ -13,7 +13,6 @@ from pipeline.gates import refuse_stopped
 from pipeline.graph import Stage, compile_graph
 from pipeline.ledger import Ledger
 from pipeline.run_directory import RunDirectory
-from pipeline.runner import refuse_stale
 from pipeline.selection import chosen, refuse_missing_inputs
 from pipeline.slurm import queue
 from pipeline.slurm import submit as submitting
@@ -21,6 +20,7 @@ from pipeline.slurm.jobs import job_numbers, queue_of
 from pipeline.slurm.queue import QueuedJob
 from pipeline.slurm.settings import ClusterSettings
 from pipeline.slurm.stage import run_stage
+from pipeline.stale import refuse_stale
 from pipeline.states import StageState, derive
 from pipeline.violations import shown
 from stages.settings import RunSettings
@@ -31,6 +31,8 @@ def submit(arguments: Namespace) -> None:
     run, settings = commands.configured(arguments)
     cluster = _cluster(arguments.cluster, run)
     submitting.refuse_too_large_engines(settings, cluster)
+    if "%" in str(run.path.absolute()):
+        raise BraidError(f"{shown(run.path)}: Slurm reads a % in a path otherwise; choose another")
     stages = compile_graph(settings)
     wanted = chosen(run, stages, arguments.only)
     with run.lock(shared=True), run.lock_submission():
@@ -95,9 +97,9 @@ def _states(
 ) -> dict[str, StageState]:
     """Raises SlurmError where Slurm is to be asked and does not answer."""
     found = (
-        queue.queued(job_numbers(Ledger(run.ledger).events()).values())
+        queue.queued(run.name, job_numbers(Ledger(run.ledger).events()).values())
         if ask
-        else queue_of(Ledger(run.ledger).events())[0]
+        else queue_of(run, Ledger(run.ledger).events())[0]
     )
     return derive(run, settings, stages, found)
 
@@ -105,7 +107,7 @@ def _states(
 def _jobs(run: RunDirectory) -> dict[str, QueuedJob]:
     """The job of every stage that is in the queue."""
     numbers = job_numbers(Ledger(run.ledger).events())
-    jobs = queue.queued(numbers.values())
+    jobs = queue.queued(run.name, numbers.values())
     return {name: jobs[number] for name, number in numbers.items() if number in jobs}
 
 
@@ -122,7 +124,7 @@ def _refuse_other_settings(run: RunDirectory, settings: RunSettings) -> None:
     """Raise BraidError where jobs wait that would run with other settings than they were submitted
     with."""
     if run.settings.exists() and differing_keys(resolved.read(run), settings):
-        jobs, _ = queue_of(Ledger(run.ledger).events())
+        jobs, _ = queue_of(run, Ledger(run.ledger).events())
         if jobs:
             raise BraidError(
                 f"{shown(run.path)} has jobs in the queue, which would run with these other "

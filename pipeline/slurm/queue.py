@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pipeline.errors import BraidError
 
 PATIENCE_SECONDS = 60.0  # a busy controller answers late
-QUEUE_FORMAT = "%i|%T|%r|%M|%l|%N"
+QUEUE_FORMAT = "%i|%T|%r|%M|%l|%N|%j"
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
 
 
@@ -28,6 +29,7 @@ class QueuedJob:
     elapsed: str
     limit: str
     nodes: str
+    name: str = ""
 
     @property
     def waits(self) -> bool:
@@ -48,7 +50,18 @@ def call(command: Sequence[str]) -> str:
     """
     try:
         found = subprocess.run(
-            command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+            command,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=PATIENCE_SECONDS,
+            check=False,
+            # Of the job that we may be in ourselves, nothing is to reach another one.
+            env={
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith("SLURM_") or name == "SLURM_CONF"
+            },
         )
     except FileNotFoundError as error:
         raise SlurmError(
@@ -66,8 +79,9 @@ def is_here() -> bool:
     return shutil.which("squeue") is not None
 
 
-def queued(numbers: Iterable[str]) -> dict[str, QueuedJob]:
-    """Those of the jobs, `17` or `17_2` of an array, that wait or run now, by number.
+def queued(run: str, numbers: Iterable[str]) -> dict[str, QueuedJob]:
+    """Those of a run's jobs, `17` or `17_2` of an array, that wait, run or end now, by number.
+    Numbers are given out again: a job that is named after another run is not meant.
 
     Raises SlurmError when Slurm does not answer.
     """
@@ -75,5 +89,11 @@ def queued(numbers: Iterable[str]) -> dict[str, QueuedJob]:
     if not wanted:
         return {}
     lines = call(["squeue", "--me", "--noheader", "--array", f"--format={QUEUE_FORMAT}"])
-    jobs = (QueuedJob(*line.split("|")) for line in lines.splitlines() if line.count("|") == 5)
-    return {job.number: job for job in jobs if job.number in wanted and job.state != "COMPLETING"}
+    found = {}
+    for line in lines.splitlines():
+        parts = line.split("|", 6)
+        if len(parts) == 7 and parts[0] in wanted:
+            job = QueuedJob(*parts)
+            if "." not in job.name or job.name.startswith(f"{run}."):
+                found[job.number] = job
+    return found

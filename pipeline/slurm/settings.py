@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -10,6 +11,19 @@ from parallel.settings import Positive, Settings
 
 Walltime = Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d\d){0,2}$")]  # as sbatch --time takes it
 StageKind = Literal["import", "sft", "grpo", "mixed", "distill", "gate", "evaluate", "export"]
+
+
+def seconds_of(walltime: str) -> int:
+    """What sbatch makes of it: `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M` or `D-H:M:S`; 0 is no limit."""
+    days, dash, rest = walltime.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+    elif len(parts) == 3:
+        hours, minutes, seconds = parts
+    else:
+        hours, (minutes, seconds) = 0, [*parts, 0][:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 class ContainerSettings(Settings):
@@ -63,3 +77,11 @@ class ClusterSettings(Settings):
         default=(), description="lines of shell before a stage: modules, an environment"
     )
     container: ContainerSettings | None = None
+
+
+def too_short(cluster: ClusterSettings) -> Iterator[tuple[str, str]]:
+    """Every walltime that has no room for the warning before its end: (dotted key, message)."""
+    others = [(f"walltimes.{kind}", walltime) for kind, walltime in cluster.walltimes.items()]
+    for key, walltime in [("walltime", cluster.walltime), *others]:
+        if 0 < seconds_of(walltime) <= cluster.warning_seconds:
+            yield key, f"{walltime} should be more than warning_seconds = {cluster.warning_seconds}"

@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 
 from rich.console import Console
 
 from pipeline import report
-from pipeline.attempt import attempt
+from pipeline.attempt import attempt, start_of
 from pipeline.config import load_cluster
 from pipeline.errors import BraidError
 from pipeline.gates import refuse_stopped
 from pipeline.graph import Stage
 from pipeline.launcher import JobFailed, Launcher, Programs, to_the_end
-from pipeline.ledger import Ledger
+from pipeline.ledger import Event, Ledger
 from pipeline.placement import Placement, ThisMachine
 from pipeline.progress import Screen
 from pipeline.run_directory import LOCK_PATIENCE_SECONDS, RunDirectory
-from pipeline.runner import refuse_stale
 from pipeline.selection import refuse_missing_inputs
 from pipeline.signals import STOP_SIGNALS, TIME_IS_UP, Signals, Stopped
 from pipeline.slurm.nodes import place
-from pipeline.slurm.queue import call
+from pipeline.slurm.queue import SlurmError, call
 from pipeline.slurm.settings import ClusterSettings
 from pipeline.slurm.steps import SlurmJob, job_number
+from pipeline.stale import refuse_stale
 from stages.settings import RunSettings
 
 SPARE_SECONDS = 15.0  # of the warning's, to write the ledger in and to go back into the queue
 OTHER_JOB_SECONDS = 120.0  # what the job before this one, on a node that was lost, may take to end
+CONTROLLER_SECONDS = 5.0  # between two tries to reach a controller that is away
 REQUEUED_SECONDS = 300.0  # what Slurm may take to end a job that goes back into its queue
 
 
@@ -76,7 +78,8 @@ def _attempt(
     placement: Placement = ThisMachine(settings.engine)
     patience, save_seconds = LOCK_PATIENCE_SECONDS, 30.0
     if number is not None:
-        nodes = call(["scontrol", "show", "hostnames"]).split()
+        listed = os.environ["SLURM_JOB_NODELIST"]
+        nodes = call(["scontrol", "show", "hostnames", listed]).split()
         places = place(nodes, settings.layout, settings.engine, cluster, samples=stage.needs_engine)
         placement = SlurmJob(places, settings.engine, cluster)
         patience = OTHER_JOB_SECONDS
@@ -110,30 +113,56 @@ def _go_back(
     Raises what ended the attempt, where too many began at the same step.
     """
     ledger = Ledger(run.ledger)
-    starts: dict[int, str] = {}
-    for event in ledger.events():
-        if event.stage == stage.name and event.state == "running":
-            starts.setdefault(event.attempt, event.cause)
-    newest = f"from step {step}" if (step := _step(run, stage)) else "from the start"
-    alike = 0
-    for start in reversed(starts.values()):
+    directory = run.stage(stage.name)
+    newest, alike = start_of(directory), 0
+    for start in reversed(_starts(ledger.events(), stage)):
         if start != newest:
             break
         alike += 1
     if alike > cluster.restarts:
         ended.add_note(
-            f"{alike} attempts in a row started {newest} and saved no step beyond it (restarts = "
+            f"{alike} attempts in a row began {newest} and came no further (restarts = "
             f"{cluster.restarts}); mend the cause, raise the walltime or save more often, and "
             "submit again"
         )
         raise ended
-    attempts = run.stage(stage.name).attempts()
+    attempts = directory.attempts()
     ledger.append(stage.name, "submitted", f"job {number} again: {why}", attempts, job=number)
-    call(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]])
+    try:
+        _requeue(number)
+    except SlurmError as error:
+        cause = f"{why}, and the job could not go back into the queue: {error}"
+        ledger.append(stage.name, "pending", cause, attempts)
+        ended.add_note(f"{error}; submit again")
+        raise ended from error
     time.sleep(REQUEUED_SECONDS)
     raise BraidError(f"job {number} went back into the queue and was not ended")
 
 
-def _step(run: RunDirectory, stage: Stage) -> int | None:
-    checkpoint = run.stage(stage.name).newest_checkpoint()
-    return checkpoint.step if checkpoint else None
+def _starts(events: Sequence[Event], stage: Stage) -> list[str]:
+    """What each attempt of the stage began with, since it was last submitted or put aside."""
+    found: dict[int, str] = {}
+    for event in events:
+        if event.stage != stage.name:
+            continue
+        if event.cause.startswith(("as job", "put aside")):
+            found = {}
+        elif event.state == "running":
+            found.setdefault(event.attempt, event.cause)
+    return list(found.values())
+
+
+def _requeue(number: str) -> None:
+    """Of an array, this task alone. The controller may be away for a while.
+
+    Raises SlurmError where it refuses, or does not come back.
+    """
+    deadline = time.monotonic() + REQUEUED_SECONDS
+    while True:
+        try:
+            call(["scontrol", "requeue", number])
+            return
+        except SlurmError as error:
+            if "contact" not in str(error) or time.monotonic() > deadline:
+                raise
+        time.sleep(CONTROLLER_SECONDS)

@@ -18,6 +18,7 @@ from pipeline.slurm.settings import ClusterSettings, ContainerSettings
 
 END_SECONDS = 15.0  # what Slurm may take to end a step before its srun is killed
 TASKS_ENDED = re.compile(r"(\S+): tasks? ([\d,-]+): (.+)")
+CONTROLLER_AWAY = "Unable to contact slurm controller"
 PROGRAM_S_FAULT = (*(f"exit code {code}" for code in range(1, 128)), "Out Of Memory")
 
 
@@ -148,6 +149,8 @@ class Step:
         said = self._said()
         if nodes := [line for line in said if "Node failure" in line]:
             return Failure(nodes[0], self.log, lost=True)
+        if away := [line for line in said if CONTROLLER_AWAY in line]:
+            return Failure(away[0], self.log, lost=True)
         endings = {task: how for line in said for task, how in _ending(line)}
         order = [*endings, *range(len(self._logs))]
 

@@ -16,7 +16,7 @@ from pipeline.graph import Stage
 from pipeline.ledger import Ledger
 from pipeline.run_directory import RunDirectory
 from pipeline.slurm.nodes import nodes_needed
-from pipeline.slurm.queue import call
+from pipeline.slurm.queue import SlurmError, call
 from pipeline.slurm.settings import ClusterSettings
 from pipeline.states import StageState
 from pipeline.violations import shown
@@ -66,6 +66,9 @@ def submissions(
         for name, state in states.items()
         if state.state in IN_THE_QUEUE and state.job is not None
     }
+    for stage in wanted:
+        if states[stage.name].state == "running" and stage.name not in job_of:
+            raise BraidError(f"stage {stage.name} runs outside of Slurm; submit when it has ended")
     left = [
         stage for stage in wanted if states[stage.name].state != "done" and stage.name not in job_of
     ]
@@ -96,7 +99,11 @@ def submit(run: RunDirectory, submissions: Iterable[Submission]) -> list[tuple[S
     found = []
     for submission in submissions:
         answer = call(submission.command(numbers))
-        numbers.append(answer.strip().partition(";")[0])  # `17;cluster` where there are several
+        lines = answer.split() or [""]
+        number = lines[-1].partition(";")[0]  # `17;cluster` where there are several
+        if not number.isdecimal():
+            raise SlurmError(f"sbatch told no job's number: {answer!r}")
+        numbers.append(number)
         for stage in submission.stages:
             job = submission.job(numbers[-1], stage)
             attempt = run.stage(stage.name).attempts()

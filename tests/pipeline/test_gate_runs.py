@@ -199,8 +199,10 @@ def test_a_gate_may_be_added_to_a_run_that_is_done(braid: Braid, config: Path, r
 
 def test_a_plan_shows_gates(braid: Braid, config: Path) -> None:
     lines = [" ".join(line.split()) for line in braid("plan", config, *GATES)[1].splitlines()]
-    assert "gates.sums gate experts.sums against cold_start yes pending" in lines
-    assert "gates.merge gate merge against experts.sums, experts.words yes pending" in lines
+    assert "gates.sums gate experts.sums against cold_start yes pending starts ?" in lines
+    assert (
+        "gates.merge gate merge against experts.sums, experts.words yes pending starts ?" in lines
+    )
     drawn = [line.strip() for line in braid("plan", config, *GATES, "--dot")[1].splitlines()]
     assert '"gates.sums" -> "merge" [style=bold, label=gate];' in drawn
     assert '"gates.merge" -> "export" [style=bold, label=gate];' in drawn

@@ -25,7 +25,8 @@ from pipeline.ledger import Ledger, State
 from pipeline.processes import Child, wait_for_all
 from pipeline.report import write_results
 from pipeline.run_directory import RunDirectory, RunLocked
-from pipeline.runner import StaleStages, run_stages
+from pipeline.runner import run_stages
+from pipeline.stale import StaleStages
 from pipeline.states import derive
 from stages.settings import RunSettings
 
