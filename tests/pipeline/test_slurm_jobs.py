@@ -17,7 +17,7 @@ from pipeline.processes import wait_for_all
 from pipeline.run_directory import RunDirectory
 from pipeline.slurm.nodes import Places, nodes_needed, place
 from pipeline.slurm.queue import QueuedJob
-from pipeline.slurm.settings import ClusterSettings, ContainerSettings
+from pipeline.slurm.settings import ClusterSettings, ContainerSettings, seconds_of
 from pipeline.slurm.steps import Step, contained
 from pipeline.slurm.submit import submissions, submit, write_scripts
 from pipeline.states import derive
@@ -179,6 +179,33 @@ def test_a_profile_s_faults_are_told_with_file_and_line(tmp_path: Path) -> None:
     assert 'cluster.yaml:1: acount: unknown key; did you mean "account"?' in text
     assert "cluster.yaml:2: walltime: " in text
     assert "cluster.yaml:3: container.runtime: should be 'pyxis' or 'apptainer'" in text
+
+
+@pytest.mark.parametrize(
+    ("walltime", "seconds"),
+    [
+        ("90", 5400),
+        ("2:30", 150),
+        ("4:00:00", 14_400),
+        ("1-12", 129_600),
+        ("1-0:30", 88_200),
+        ("2-1:02:03", 176_523),
+        ("0", 0),
+    ],
+)
+def test_walltimes_are_read_as_sbatch_reads_them(walltime: str, seconds: int) -> None:
+    assert seconds_of(walltime) == seconds
+
+
+def test_a_walltime_without_room_for_its_warning_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text('warning_seconds: 300\nwalltime: "0"\nwalltimes:\n  export: "0:05:00"\n')
+    with pytest.raises(ConfigError) as caught:
+        load_cluster(path)
+    [line] = str(caught.value).splitlines()[1:]
+    assert line.endswith(
+        "cluster.yaml:4: walltimes.export: 0:05:00 should be more than warning_seconds = 300"
+    )
 
 
 def test_a_container_holds_the_ranks_and_its_own_python() -> None:

@@ -101,6 +101,16 @@ def test_a_stage_goes_on_in_another_slice_when_its_time_is_up(
     assert "again: the walltime is near" in (braid.run / "ledger.jsonl").read_text()
 
 
+def test_a_task_of_an_array_goes_back_alone(braid: Braid, cluster: Cluster) -> None:
+    jobs = braid.submit()
+    braid.wait_for_step("experts.words", 3)  # the last task, whose job has the array's own number
+    cluster.call("scancel", "--batch", "--signal=USR1", jobs["experts.words"])
+    braid.wait_for_the_end(jobs)
+    for stage, attempts in (("experts.sums", {1}), ("experts.words", {1, 2})):
+        no_step_is_repeated_beyond_a_checkpoint(braid, stage)
+        assert {attempt for attempt, _, _ in braid.steps(stage)} == attempts
+
+
 def test_a_stage_that_comes_no_further_fails(braid: Braid, cluster: Cluster) -> None:
     with braid.profile.open("a") as profile:
         profile.write("restarts: 0\n")
