@@ -126,16 +126,17 @@ def logs(arguments: Namespace) -> None:
     def goes_on() -> bool:
         return _now(run, settings)[stage.name].state in ("running", "submitted")
 
-    job = latest(Ledger(run.ledger).events()).get(stage.name)
-    output = run.output_of(job.job) if job is not None and job.job is not None else None
-    if arguments.engine is None and output is not None and not run.stage(stage.name).attempts():
-        print_file(output)  # the job's, which has not come as far as the stage
-        return
+    directory = run.stage(stage.name)
+    if arguments.engine is None and not directory.attempts() and not goes_on():
+        event = latest(Ledger(run.ledger).events()).get(stage.name)
+        if event is not None and event.job is not None and (output := run.output_of(event.job)):
+            print_file(output)  # of a job that did not come as far as the stage
+            return
     if arguments.engine is None:
-        directory, name = run.stage(stage.name), f"rank_{arguments.rank}.log"
+        name = f"rank_{arguments.rank}.log"
         print_log(directory, name, goes_on if arguments.follow else None)
         return
-    own = run.stage(stage.name).engines / str(arguments.engine) / "engine.log"
+    own = directory.engines / str(arguments.engine) / "engine.log"
     print_file(own if own.exists() else run.engine(arguments.engine).log)
 
 

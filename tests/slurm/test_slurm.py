@@ -126,7 +126,7 @@ def test_a_stage_that_comes_no_further_fails(braid: Braid, cluster: Cluster) -> 
     status = braid("status", "small")
     assert "failed" in status
     log = braid.run / "slurm" / f"small.cold_start-{jobs['cold_start']}.out"
-    assert "1 attempts in a row started from the start" in log.read_text()
+    assert "1 attempts in a row began from the start" in log.read_text()
 
 
 def test_the_controller_may_be_away_for_a_while(braid: Braid, cluster: Cluster) -> None:
