@@ -41,6 +41,7 @@ def _report(error: Exception) -> None:
 MODULES = {  # of the commands that are not in pipeline.commands
     "status": "pipeline.overview",
     **dict.fromkeys(("submit", "stage", "cancel"), "pipeline.slurm.commands"),
+    **dict.fromkeys(("domain_new", "domain_check"), "pipeline.domain_commands"),
 }
 
 

@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import json
 import shlex
-import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
-from rich.text import Text
 
-from parallel.files import CHARACTERS
-from pipeline import columns, domain_preview, explain, gates, one_off, report, resolved
+from pipeline import columns, explain, gates, one_off, report, resolved
 from pipeline.config import (
     differing_keys,
     dump_resolved,
     load,
-    load_domain,
-    load_with_domain,
 )
 from pipeline.doctor import sections, table
-from pipeline.domain_check import check
-from pipeline.domain_starter import write_starter
 from pipeline.errors import BraidError
 from pipeline.estimate import estimate
 from pipeline.fork import fork
 from pipeline.graph import compile_graph, matches
-from pipeline.jobs import checkpoint_path
 from pipeline.launcher import JobFailed, Programs
 from pipeline.ledger import Ledger, latest, minutes
 from pipeline.logs import print_file, print_log
@@ -44,8 +35,7 @@ from pipeline.slurm.jobs import queue_of
 from pipeline.stale import refuse_stale
 from pipeline.states import StageState, derive
 from pipeline.violations import shown
-from stages.domains.rewards.settings import RewardPoolSettings
-from stages.settings import DomainCheckJob, RunSettings
+from stages.settings import RunSettings
 
 PROGRAMS = Programs()
 PLAIN_WIDTH = 160  # where there is no terminal to ask
@@ -179,84 +169,6 @@ def gate_override(arguments: Namespace) -> None:
     with run.lock(shared=True):
         gates.override(run, settings, arguments.stage, arguments.reason)
     print(f"{arguments.stage} is overridden; go on with: {run.to_go_on()}")
-
-
-def domain_new(arguments: Namespace) -> None:
-    """Write a domain's file to begin with."""
-    path = write_starter(arguments.name, arguments.source)
-    print(f"wrote {shown(path)}; see what it says with: braid domain check {shown(path)}")
-
-
-def domain_check(arguments: Namespace) -> None:
-    """Show a domain, and whether its rewards tell right from wrong; with a run, on a model too."""
-    if arguments.run is not None:
-        _check_with_run(arguments)
-        return
-    if arguments.stage or arguments.samples:
-        raise BraidError("--stage and --samples are of a --run, which is not given")
-    folder: Path | None = arguments.tokenizer
-    tokenizer = CHARACTERS if folder is None else str(folder.absolute())
-    console = terminal()
-    _judge(arguments, _faults(arguments, RewardPoolSettings(), tokenizer, console), console)
-
-
-def _check_with_run(arguments: Namespace) -> None:
-    """The same with a run's tokenizer and limits, and one step's responses from its model."""
-    if arguments.tokenizer or not arguments.stage:
-        raise BraidError("--run needs a --stage, and takes no --tokenizer: a run has its own")
-    run, own = existing(arguments)
-    one_off.finished_training(run, own, arguments.stage)
-    name, console = arguments.file.stem, terminal()
-    settings = load_with_domain(run.settings, arguments.file, arguments.samples)
-    model = own.model
-    faults = _faults(arguments, own.rewards, model.tokenizer, console, model.max_positions)
-    checkpoint = checkpoint_path(run, arguments.stage)
-    console.print()
-    with run.lock():
-        found = one_off.preview(run, settings, console, PROGRAMS, checkpoint, name)
-    console.print()
-    console.print(domain_preview.examples(found["groups"]))
-    console.print()
-    for line in domain_preview.lines(found["groups"], found["failures"]):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    for histogram in domain_preview.histograms(found["groups"]):
-        console.print()
-        console.print(histogram)
-    console.print()
-    _judge(arguments, faults, console)
-
-
-def _faults(
-    arguments: Namespace,
-    pool: RewardPoolSettings,
-    tokenizer: str,
-    console: Console,
-    max_positions: int | None = None,
-) -> list[str]:
-    """Show the domain; where its rewards do not tell right from wrong."""
-    path: Path = arguments.file
-    domain = load_domain(path, pool)
-    with tempfile.TemporaryDirectory(prefix="braid-domain-") as folder:
-        job = DomainCheckJob(
-            domain=path.stem,
-            settings=domain,
-            tokenizer=tokenizer,
-            pool=pool,
-            prompts=arguments.prompts,
-            max_positions=max_positions,
-            result=Path(folder) / "found.json",
-        )
-        return check(job, console)
-
-
-def _judge(arguments: Namespace, faults: list[str], console: Console) -> None:
-    """Raises BraidError where a reward does not tell right from wrong."""
-    path: Path = arguments.file
-    for fault in faults:
-        console.print(Text.assemble(("✗ ", "red"), fault))
-    if faults:
-        raise BraidError(f"{shown(path)}: its rewards (✗) do not tell right from wrong")
-    print(f"{shown(path)} is valid, and its rewards tell right from wrong on these prompts")
 
 
 def configured(arguments: Namespace) -> tuple[RunDirectory, RunSettings]:
