@@ -34,6 +34,8 @@ TOKEN = {"name": "token"}
 # Gradients are clipped to one length here, and in those of an eighth of the samples the share of
 # signal is sqrt(8) smaller: at a rate that is sqrt(8) smaller, eight move as far as one of all.
 SEVERAL_UPDATES = {"updates_per_rollout": 8, "optimizer": {"learning_rate": 2.8}}
+# Twice as many steps, each of half the size: a policy that is one step old is then less old.
+SMALLER_STEPS = {"optimizer": {"learning_rate": 4.0}, "loop": {"steps": 2 * STEPS}}
 
 # Those of a name are grown from one cold start.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -72,6 +74,10 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "overlap": {"rollout": {"mode": "overlap"}},
         "async_2": {"rollout": {"mode": "async", "max_staleness": 2}},
     },
+    "modes_small_steps": {
+        "sync": SMALLER_STEPS | {"rollout": {"mode": "sync"}},
+        "overlap": SMALLER_STEPS | {"rollout": {"mode": "overlap"}},
+    },
 }
 
 
@@ -84,12 +90,18 @@ def main() -> None:
     arguments = parser.parse_args()
     name = arguments.name
     seeds = {seed: measure(name, seed, arguments.runs_dir) for seed in arguments.seeds}
-    report = {"machine": machine(), "steps": STEPS, "seeds": seeds}
+    steps = {each: steps_of(keys) for each, keys in VARIANTS[name].items()}
+    report = {"machine": machine(), "steps": steps, "seeds": seeds}
     (HERE / "variants").mkdir(exist_ok=True)
     (HERE / "variants" / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
     for alike in compared(name):
         print(table({seed: {each: found[each] for each in alike} for seed, found in seeds.items()}))
         print()
+
+
+def steps_of(keys: dict[str, Any]) -> int:
+    """How many a variant makes."""
+    return int(keys.get("loop", {}).get("steps", STEPS))
 
 
 def compared(name: str) -> list[list[str]]:
@@ -107,7 +119,7 @@ def measure(name: str, seed: int, runs_dir: Path) -> dict[str, Any]:
     logs = {each: stages / f"experts.{each}" / "metrics.jsonl" for each in VARIANTS[name]}
 
     def done() -> bool:
-        return all(len(logged(log)) == STEPS for log in logs.values())
+        return all(len(logged(log)) == steps_of(VARIANTS[name][each]) for each, log in logs.items())
 
     if not done():
         runs_dir.mkdir(parents=True, exist_ok=True)
