@@ -61,8 +61,8 @@ class Engines:
         for engine in self._engines:
             if (failure := engine.failure()) is None:
                 continue
-            if not engine.was_ready:
-                return failure
+            if not engine.was_ready and not failure.lost:
+                return failure  # it would fail the next time too
             bound = self._settings.engine.max_restarts
             if engine.restarts >= bound:
                 return replace(failure, cause=f"{failure.cause}; {_worn_out(bound)}")

@@ -1,10 +1,11 @@
 """An engine that samples nothing: it writes its address and waits, or fails as it is told.
 
-python fake_engine.py ENGINE_JOB wait|die|forget
+python fake_engine.py ENGINE_JOB wait|die|fall|forget
 """
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,8 @@ def main() -> None:
     if action == "die":
         print("RuntimeError: not enough memory for the cache")
         sys.exit(1)
+    if action == "fall":
+        os.kill(os.getpid(), signal.SIGKILL)
     address = Path(job["address"])
     unfinished = address.with_suffix(".tmp")
     cores = sorted(os.sched_getaffinity(0))

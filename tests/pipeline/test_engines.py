@@ -94,6 +94,18 @@ def test_an_engine_that_is_killed_is_restarted_and_the_others_stay(
     ]
 
 
+def test_an_engine_that_is_killed_before_it_is_ready_is_restarted(
+    run: RunDirectory, config: Path
+) -> None:
+    settings = with_engine(config, max_restarts=1)
+    with (
+        launched(run, settings, {"sums": "hang"}, "fall") as execute,
+        pytest.raises(JobFailed, match=r"SIGKILL .*; it was restarted once already"),
+    ):
+        execute("sums")
+    assert len(starts(run, 0)) == 2
+
+
 def test_an_engine_that_a_rank_gives_up_is_restarted(run: RunDirectory, config: Path) -> None:
     with launched(run, with_engine(config), {"sums": "give_an_engine_up"}) as execute:
         assert execute("sums") == [
