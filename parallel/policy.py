@@ -23,6 +23,7 @@ from parallel import families, hugging_face_weights, routing
 from parallel.batch import MicroBatch
 from parallel.model import build_bridge, build_chunks, initialize
 from parallel.responses import Responses
+from parallel.router_agreement import RouterAgreement
 from parallel.router_memory import RouterMemory
 from parallel.settings import (
     LayoutSettings,
@@ -46,6 +47,7 @@ class Policy:
         self.settings = settings
         self.routed_layers = families.routed_layers(settings)
         self.routers = routing.connect(self.chunks, self.routed_layers)
+        self.agreement = RouterAgreement(self.routers, len(self.routed_layers))
         low_precision = self.bridge.config.bf16
         self.modules: list[Any] = [
             Float16Module(self.bridge.config, chunk) if low_precision else chunk

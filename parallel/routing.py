@@ -27,6 +27,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 from parallel.packing import PackedRow
+from parallel.router_agreement import RouterAgreement, WatchedReplay
 from parallel.router_memory import RouterMemory
 from parallel.settings import RoutingLossSettings
 
@@ -38,10 +39,12 @@ class Router(TopKRouter):
         super().__init__(config=config, pg_collection=pg_collection)
         # Megatron's process-wide list would mix those of a policy, its reference and teachers.
         RouterReplay.clear_global_router_replay_instances()
+        self.router_replay = WatchedReplay()
         self.place = 0  # among all routed layers of the model
         self.row: PackedRow | None = None
         self.losses: RoutingLosses | None = None
         self.memory: RouterMemory | None = None
+        self.agreement: RouterAgreement | None = None
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
@@ -50,12 +53,15 @@ class Router(TopKRouter):
         row, replay = self.row, self.router_replay
         assert row is not None and replay is not None
         replay.clear_indices()
-        if row.routes is None:
+        routes = None if row.routes is None else self._own(row.routes[self.place])
+        if routes is None:
             replay.clear_router_replay_action()
         else:
-            replay.set_target_indices(self._own(row.routes[self.place]))
+            replay.set_target_indices(routes)
             replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         gates, chosen = super().routing(logits, padding_mask)
+        if self.agreement is not None and routes is not None:
+            self.agreement.see(self, routes, self._own(row.real))
         if self.memory is not None:
             self.memory.see(self, _scores(self, logits.flatten(0, -2).float()), chosen)
         if self.losses is not None and self.training:

@@ -52,6 +52,12 @@ def _bound_rules(key: str, domain: DomainSettings) -> Found:
             f"{gate.max_drift:g} bounds a metric that is not logged with {key}.rollout.mode = sync "
             "and no oversampling, where no sample is old; use null",
         )
+    if gate.min_router_agreement is not None and domain.routing.replay != "r3":
+        yield (
+            f"{key}.gate.min_router_agreement",
+            f"{gate.min_router_agreement:g} bounds a metric that is not logged with "
+            f"{key}.routing.replay = {domain.routing.replay}; use null, or r3",
+        )
     if gate.max_router_movement is not None and domain.objective.ratio.name != "rspo":
         yield (
             f"{key}.gate.max_router_movement",

@@ -209,6 +209,13 @@ def _kept(stage: Stage, gate: MergeGateSettings, models: Models, domain: str) ->
 def _bounds(stage: Stage, gate: ExpertGateSettings, steps: Steps, key: str) -> Iterator[_Finding]:
     for name, metric, bound, over, how in (
         ("max_mismatch", "mismatch_max", gate.max_mismatch, _highest, "reaches"),
+        (
+            "min_router_agreement",
+            "router_agreement",
+            gate.min_router_agreement,
+            _lowest,
+            "falls to",
+        ),
         ("max_drift", "drift_high_ratio", gate.max_drift, fmean, "is on average"),
         (
             "max_router_movement",
@@ -228,8 +235,9 @@ def _bounds(stage: Stage, gate: ExpertGateSettings, steps: Steps, key: str) -> I
             continue
         said = f"{metric} {how} {over(values):.3g} {last}"
         # A NaN is within no bound.
-        within = over(values) <= bound
-        beyond = f"{said}, above {key}.{name} = {bound:g}"
+        least = name.startswith("min_")
+        within = over(values) >= bound if least else over(values) <= bound
+        beyond = f"{said}, {'below' if least else 'above'} {key}.{name} = {bound:g}"
         yield _Finding("passed", said) if within else _Finding("stopped", beyond)
 
 
@@ -249,6 +257,10 @@ def _points(change: Difference) -> str:
 
 def _highest(values: Sequence[float]) -> float:
     return math.nan if any(map(math.isnan, values)) else max(values)
+
+
+def _lowest(values: Sequence[float]) -> float:
+    return -_highest([-value for value in values])
 
 
 def _logged(directory: StageDirectory) -> list[dict[str, Any]]:

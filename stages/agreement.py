@@ -34,17 +34,19 @@ def measure_mismatch(
         entropy = responses.entropy(temperature) if entropies else None
         return responses.log_probs(temperature), entropy
 
+    policy.agreement.start()
     # Only the last pipeline stage has log-probabilities.
     for batch, found in zip(batches, policy.evaluate(batches, recomputed), strict=False):
         batch.old_logprobs, batch.old_entropies = found
-    return compare(batches)
+    return compare(policy, batches)
 
 
-def compare(batches: list[MicroBatch]) -> dict[str, float]:
-    """Hold the log pi_old of every batch against the engine's mu. Collective.
+def compare(policy: Policy, batches: list[MicroBatch]) -> dict[str, float]:
+    """Hold the log pi_old of every batch against the engine's mu, and the experts that the policy
+    would have used since `agreement.start` against the engine's. Collective.
 
-    Returns the mismatch metrics (section 4 of the algorithms); a NaN on either side is an infinite
-    mismatch.
+    Returns the mismatch metrics (section 4 of the algorithms; a NaN on either side is an infinite
+    mismatch), and where routes were replayed, the shares of experts that are the same (section 5).
     """
     largest = 0.0
     sums = dict.fromkeys(("total", "high", "tokens", "k3", "sequences"), 0.0)
@@ -69,4 +71,5 @@ def compare(batches: list[MicroBatch]) -> dict[str, float]:
         "mismatch_mean": sums["total"] / tokens,
         "mismatch_sequence_k3": sums["k3"] / max(sums["sequences"], 1),
         "high_ratio": sums["high"] / tokens,
+        **policy.agreement.shares(),
     }

@@ -59,10 +59,14 @@ METRICS = {
     "mismatch_mean": "tokens",
     "mismatch_sequence_k3": "sequences",
     "high_ratio": "tokens",
+    "router_agreement": "layers",
+    "router_agreement_N": "tokens",
     "drift_max": "step",
     "drift_mean": "tokens",
     "drift_sequence_k3": "sequences",
     "drift_high_ratio": "tokens",
+    "drift_router_agreement": "layers",
+    "drift_router_agreement_N": "tokens",
     "staleness_mean": "sequences",
     "staleness_max": "step",
     "staleness_N": "sequences",
@@ -135,8 +139,10 @@ def token_efficiency(batches: Sequence[MicroBatch]) -> dict[str, float]:
 
 
 def _declared_as(name: str) -> str:
-    """There is one staleness for every number of steps, and one reward for every name."""
-    return re.sub(r"^reward/.+$", "reward/NAME", re.sub(r"^staleness_\d+$", "staleness_N", name))
+    """There is one staleness for every number of steps, one agreement for every layer, and one
+    reward for every name."""
+    numbered = re.sub(r"^(staleness|(?:drift_)?router_agreement)_\d+$", r"\1_N", name)
+    return re.sub(r"^reward/.+$", "reward/NAME", numbered)
 
 
 def _keep_until(path: Path, step: int) -> None:

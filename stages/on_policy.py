@@ -176,8 +176,9 @@ class OnPolicyStage(ABC):
         self._version = step
         updates = self.divide(rollout)
         if self.one_pass and len(updates) == 1 and self.policy_learns(step):
+            self.policy.agreement.start()
             measured = self.gradients(rollout.updates[0], updates[0])
-            return Prepared(updates, compare(updates[0]), measured)
+            return Prepared(updates, compare(self.policy, updates[0]), measured)
         parts = [part for batches in updates for part in batches]
         temperature = self.sampling.temperature
         differences = measure_mismatch(self.policy, parts, temperature, self.entropies)

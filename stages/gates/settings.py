@@ -40,6 +40,9 @@ class ExpertGateSettings(GateSettings):
     max_mismatch: AtLeastZero | None = Field(
         default=None, description="of mismatch_max, in any of these steps, nats; null bounds none"
     )
+    min_router_agreement: Fraction | None = Field(
+        default=None, description="of router_agreement, in any of these steps; null bounds none"
+    )
     max_drift: Fraction | None = Field(
         default=None, description="of the mean of drift_high_ratio; null bounds none"
     )

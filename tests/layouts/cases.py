@@ -305,6 +305,20 @@ def replayed_routing(layout: LayoutSettings) -> dict[str, float]:
     }
 
 
+def router_agreement(layout: LayoutSettings) -> dict[str, float]:
+    """Of random routes, in a pass without gradients and in one with them, cut differently."""
+    policy = build(layout)
+    drawn = samples(16, routes=True)
+    policy.agreement.start()
+    policy.target_logprobs(batches(drawn, replay=True), 1.0)
+    found = policy.agreement.shares()
+    policy.agreement.start()
+    parts = batches(drawn, count=4, replay=True)
+    policy.accumulate(parts, lambda r: (0.0 * r.log_probs().sum(), None), tokens=1.0)
+    assert policy.agreement.shares() == found
+    return found
+
+
 def gradient_of_routing_losses(
     layout: LayoutSettings, losses: RoutingLossSettings
 ) -> dict[str, float]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import (
     MATRIX,
+    MODEL,
     SPREAD,
     differences,
     expected_kept_logprobs,
@@ -17,6 +18,7 @@ from cases import (
     low_precision,
     reference,
     replayed_routing,
+    router_agreement,
 )
 from ranks import On
 
@@ -70,6 +72,18 @@ def test_replay_changes_the_experts_and_keeps_the_routers_gradient(on: On) -> No
         assert found["changed"] > 1e-3
         assert found["restored"] == 0.0
         assert found["router_gradient"] > 0.0
+
+
+@pytest.mark.parametrize("name", [*ONE_DEVICE, *list(MATRIX)[1:]])
+def test_router_agreement_does_not_know_the_layout(name: str, on: On) -> None:
+    [expected] = on(LayoutSettings(), router_agreement, LayoutSettings())
+    assert expected["router_agreement"] == pytest.approx(
+        MODEL.experts_per_token / MODEL.experts, abs=0.05
+    )
+    assert len(expected) == 1 + MODEL.layers
+    for found in on(MATRIX[name], router_agreement, MATRIX[name]):
+        # One slot of hundreds may be decided by rounding.
+        assert found == pytest.approx(expected, abs=0.005)
 
 
 @pytest.mark.one_device

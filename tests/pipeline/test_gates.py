@@ -90,22 +90,23 @@ def test_only_the_last_steps_are_bounded(gain: Callable[..., Verdict]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bound", "metric", "within"),
+    ("bound", "metric", "within", "beyond"),
     [
-        ("max_mismatch", "mismatch_max", [0.5, 0.2]),
-        ("max_drift", "drift_high_ratio", [0.75, 0.25]),
-        ("max_router_movement", "router_movement", [0.75, 0.25]),
-        ("max_kl", "kl", [0.75, 0.25]),
+        ("max_mismatch", "mismatch_max", [0.5, 0.2], 0.6),
+        ("min_router_agreement", "router_agreement", [0.5, 0.7], 0.4),
+        ("max_drift", "drift_high_ratio", [0.75, 0.25], 0.6),
+        ("max_router_movement", "router_movement", [0.75, 0.25], 0.6),
+        ("max_kl", "kl", [0.75, 0.25], 0.6),
     ],
 )
 def test_every_bound_holds_its_metric(
-    gain: Callable[..., Verdict], bound: str, metric: str, within: list[float]
+    gain: Callable[..., Verdict], bound: str, metric: str, within: list[float], beyond: float
 ) -> None:
     def outcome(*values: float) -> str:
         return gain(240, 160, [{metric: value} for value in values], **{bound: 0.5}).outcome
 
     assert outcome(*within) == "passed"
-    assert outcome(*within, 0.6) == "stopped"
+    assert outcome(*within, beyond) == "stopped"
     assert outcome(*within, math.nan) == "stopped"
     assert gain(240, 160, [{"loss": 0.0}], **{bound: 0.5}).text == (
         f"gate: {metric} is not logged in the last 1 steps of experts.sums, and "
@@ -259,6 +260,10 @@ def test_a_change_of_a_gate_touches_it_alone(
             ["experts.sums.gate.max_router_movement=1"],
             "is logged with experts.sums.objective.ratio",
         ),
+        (
+            ["experts.sums.gate.min_router_agreement=1", "experts.sums.routing.replay=none"],
+            "is not logged with experts.sums.routing.replay = none",
+        ),
         (["merge.gate.min_kept=95"], "merge.gate.min_kept: should be less than or equal to 1"),
         (
             [
@@ -280,12 +285,15 @@ def test_a_gate_that_cannot_work_is_refused(
 
 def test_bounds_of_what_is_logged_are_taken(config: Path) -> None:
     overrides = [
-        "experts.sums.gate={max_kl: 1, max_drift: 1, max_router_movement: 1}",
+        "experts.sums.gate={max_kl: 1, max_drift: 1, max_router_movement: 1, "
+        "min_router_agreement: 1}",
         "experts.sums.objective={kl: {coefficient: 0.1}, ratio: {name: rspo}}",
         "experts.sums.rollout.mode=overlap",
     ]
     gate = load(config, overrides).experts["sums"].gate
-    assert gate == ExpertGateSettings(max_kl=1, max_drift=1, max_router_movement=1)
+    assert gate == ExpertGateSettings(
+        max_kl=1, max_drift=1, max_router_movement=1, min_router_agreement=1
+    )
 
 
 def test_the_cold_start_looks_for_as_many_problems_as_a_gate_wants(config: Path) -> None:

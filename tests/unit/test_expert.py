@@ -398,6 +398,7 @@ def test_mismatch_is_measured_by_token_and_by_sequence() -> None:
     entropies = torch.ones(2, 2)
     policy = mock.Mock()
     policy.evaluate.return_value = [(part.engine_logprobs + moved, entropies)]
+    policy.agreement.shares.return_value = {"router_agreement": 0.5}
     found = measure_mismatch(policy, [part], temperature=1.0, entropies=True)
     log_3 = np.log(3.0)
     assert found == {
@@ -405,5 +406,6 @@ def test_mismatch_is_measured_by_token_and_by_sequence() -> None:
         "mismatch_mean": pytest.approx((2 * np.log(4.0) + log_3) / 3),
         "mismatch_sequence_k3": pytest.approx((0 + 3 - log_3 - 1) / 2, rel=1e-5),
         "high_ratio": 1.0,
+        "router_agreement": 0.5,
     }
     assert part.old_entropies is entropies

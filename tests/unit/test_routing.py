@@ -33,6 +33,35 @@ def test_vector_9() -> None:
     assert logits.grad[0, 0].tolist() == pytest.approx([slope, 0, -slope], abs=1e-7)
 
 
+def test_agreement_is_the_share_of_slots_that_the_routers_would_fill_alike() -> None:
+    """Of real tokens, whatever the order of their experts, in the passes that are watched."""
+    model = MODEL.model_copy(update={"experts": 3, "experts_per_token": 2})
+    policy = Policy(model, LayoutSettings())
+    row = lay_out([3], Place(), slot=4)
+    logits = torch.tensor([[1.0, 0.5, 0.4]]).repeat(4, 1, 1)  # experts 0 and 1
+    alike, halves = [[1, 0], [0, 1], [1, 0], [2, 2]], [[0, 2], [2, 1], [1, 0], [0, 1]]
+
+    def passes(routes: list[list[int]] | None) -> None:
+        row.routes = None if routes is None else torch.tensor([routes] * model.layers)
+        for router in policy.routers:
+            router.row = row
+            router.routing(logits)
+
+    passes(halves)
+    policy.agreement.start()
+    passes(alike)
+    assert set(policy.agreement.shares().values()) == {1.0}
+    policy.agreement.start()
+    passes(halves)
+    passes(None)
+    shares = policy.agreement.shares()
+    names = {f"router_agreement_{layer}" for layer in range(model.layers)}
+    assert shares == dict.fromkeys(names | {"router_agreement"}, pytest.approx(4 / 6))
+    policy.agreement.start()
+    passes(None)
+    assert policy.agreement.shares() == {}
+
+
 def test_vector_11() -> None:
     """Of a real token; padding counts for nothing."""
     losses = RoutingLosses(RoutingLossSettings(z_loss=0.5), [mock.Mock()])
