@@ -20,8 +20,8 @@ class MismatchError(RuntimeError):
     def __init__(self, largest: float, bound: float) -> None:
         super().__init__(
             f"after a refit the engine's log-probabilities differ from the trainer's by up to"
-            f" {largest:.3g} nats; engine.max_logprob_difference allows {bound:g}; docs/refit.md says"
-            " what to look at, in which order"
+            f" {largest:.3g} nats; engine.max_logprob_difference allows {bound:g};"
+            " docs/refit.md says what to look at, in which order"
         )
 
 
