@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -44,7 +43,8 @@ from pipeline.policy_checks import (
     vocabulary_rules,
 )
 from pipeline.rewards import reward_needs, reward_rules, step_rules
-from pipeline.violations import hint, shown
+from pipeline.violations import hint
+from pipeline.weights_checks import weights_rules
 from stages.domains.rewards.settings import RewardPoolSettings
 from stages.settings import (
     ColdStartSettings,
@@ -124,9 +124,7 @@ def surroundings(run: dict[str, Any], domains: Domains) -> Found:
     Such things may be gone, or not seen from here, when a run that they began is looked at.
     """
     model = run.get("model")
-    weights = model.get("initial_weights") if isinstance(model, dict) else None
-    if isinstance(weights, str) and not Path(weights).is_dir():
-        yield "model.initial_weights", f"no such folder: {shown(Path(weights))}"
+    yield from weights_rules(model)
     yield from missing_tokenizer(model)
     # A domain by itself, which has no model around it, is held to what it says.
     demonstrated = has_cold_start(run) or model is None

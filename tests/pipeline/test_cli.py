@@ -69,17 +69,16 @@ def test_a_plan_names_every_parallelism(braid: Braid, config: Path) -> None:
     )
 
 
-def test_a_run_without_a_cold_start(braid: Braid, config: Path, runs: Path) -> None:
-    config.with_name("start").mkdir()
-    start = [f"model.initial_weights={config.with_name('start')}", "cold_start=null"]
-    code, out, _ = braid("plan", config, *start)
+def test_a_run_without_a_cold_start(braid: Braid, config: Path, runs: Path, start: Path) -> None:
+    without = [f"model.initial_weights={start}", "cold_start=null"]
+    code, out, _ = braid("plan", config, *without)
     first, expert = (line.split() for line in out.splitlines()[2:4])
     assert (code, first[:4]) == (0, ["initial", "import", "model.initial_weights", "pending"])
     assert expert[:6] == ["experts.sums", "grpo", "initial", "2", "yes", "pending"]
-    _, out, _ = braid("plan", config, "--memory", *start)
+    _, out, _ = braid("plan", config, "--memory", *without)
     [memory] = [line for line in out.splitlines() if line.startswith("initial ")]
     assert len(memory.split()) == 5  # name, parameters, total, and no optimizer
-    code, out, err = braid("run", config, *start)
+    code, out, err = braid("run", config, *without)
     assert (code, err) == (0, "")
     assert "[1/6] initial  done in" in out
     results = json.loads((runs / "small" / "results.json").read_text())
