@@ -15,6 +15,7 @@ from pipeline.config import (
     dump_resolved,
     load,
 )
+from pipeline.copies import refuse_another_run_s
 from pipeline.doctor import sections, table
 from pipeline.errors import BraidError
 from pipeline.estimate import estimate
@@ -60,7 +61,7 @@ def plan(arguments: Namespace) -> None:
         for part in memory_report(settings):
             console.print(part)
         return
-    run = RunDirectory(arguments.runs_dir / settings.name)
+    run = _run_of(arguments, settings)
     if arguments.dot:
         states = _now(run, settings)
         print("\n".join(explain.dot(settings, states)))
@@ -174,7 +175,7 @@ def gate_override(arguments: Namespace) -> None:
 def configured(arguments: Namespace) -> tuple[RunDirectory, RunSettings]:
     """The run of a configuration, with its settings."""
     settings = _load(arguments, *arguments.implied)
-    return RunDirectory(arguments.runs_dir / settings.name), settings
+    return _run_of(arguments, settings), settings
 
 
 def take_settings(run: RunDirectory, settings: RunSettings, anew: Sequence[str] = ()) -> None:
@@ -183,6 +184,14 @@ def take_settings(run: RunDirectory, settings: RunSettings, anew: Sequence[str] 
     if run.settings.exists():
         _refuse_other_configuration(run, settings, anew)
     resolved.write(run, settings)
+
+
+def _run_of(arguments: Namespace, settings: RunSettings) -> RunDirectory:
+    """The run that a configuration names. Raises BraidError where it stands in another's folder."""
+    run = RunDirectory(arguments.runs_dir / settings.name)
+    if not arguments.name and not any(each.startswith("name=") for each in arguments.overrides):
+        refuse_another_run_s(arguments.config, run)
+    return run
 
 
 def _load(arguments: Namespace, *implied: str) -> RunSettings:

@@ -188,7 +188,9 @@ class RunDirectory:
     def to_go_on(self) -> str:
         """The command that continues it: on the cluster that it was submitted to, or here."""
         if self.cluster.exists():
-            return f"braid submit {shown(self.settings)}"
+            folder = shown(self.path.parent)
+            elsewhere = f" --runs-dir {folder}" if folder != "runs" else ""
+            return f"braid submit {shown(self.settings)}{elsewhere}"
         return f"braid resume {shown(self.path)}"
 
     def engine(self, index: int) -> EngineDirectory:
