@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from rich.console import Console
 
@@ -19,7 +19,7 @@ from pipeline.copies import refuse_another_run_s
 from pipeline.doctor import sections, table
 from pipeline.errors import BraidError
 from pipeline.estimate import estimate
-from pipeline.fork import fork
+from pipeline.fork import Fork, find_fork, take_over
 from pipeline.graph import compile_graph, matches
 from pipeline.launcher import JobFailed, Programs
 from pipeline.ledger import Ledger, latest, minutes
@@ -29,8 +29,14 @@ from pipeline.neutral import CHANGES_NO_RESULT, MAY_CHANGE
 from pipeline.overview import find
 from pipeline.probe import probe
 from pipeline.run_directory import RunDirectory
-from pipeline.runner import run_stages
-from pipeline.selection import chosen, following, put_aside, to_make_anew
+from pipeline.runner import cores_side_by_side, run_stages
+from pipeline.selection import (
+    chosen,
+    following,
+    put_aside,
+    refuse_selection,
+    to_make_anew,
+)
 from pipeline.signals import Stopped
 from pipeline.slurm.jobs import queue_of
 from pipeline.stale import refuse_stale
@@ -90,8 +96,9 @@ def run(arguments: Namespace) -> None:
         _show_plan(run, settings)
         _show_commands(run, settings)
         return
-    chosen(run, compile_graph(settings), [*arguments.only, *arguments.anew])
     other = _named(arguments, arguments.fork)[0] if arguments.fork else None
+    found = find_fork(run, settings, other) if other is not None else Fork()
+    _refuse_options(run, settings, arguments, found.taken)
     with run.lock():
         take_settings(run, settings, arguments.anew)
         if other is not None:
@@ -102,7 +109,7 @@ def run(arguments: Namespace) -> None:
 def resume(arguments: Namespace) -> None:
     """Continue a run from where it stands."""
     run, settings = existing(arguments, to_start=True)
-    chosen(run, compile_graph(settings), [*arguments.only, *arguments.anew])
+    _refuse_options(run, settings, arguments)
     with run.lock():
         resolved.write_for_programs(run, settings)  # another version of Braid may have written it
         _run_to_the_end(run, settings, arguments)
@@ -265,9 +272,20 @@ def _run_to_the_end(run: RunDirectory, settings: RunSettings, arguments: Namespa
 
 
 def _take_over(run: RunDirectory, settings: RunSettings, other: RunDirectory) -> None:
-    taken = fork(run, settings, other)
-    what = ", ".join(taken) if taken else "no stage, since none is done that this run would make so"
-    print(f"took over from {shown(other.path)}: {what}")
+    found = find_fork(run, settings, other)
+    take_over(run, other, found)
+    none = "no stage, since none is done that this run would make so"
+    print(f"took over from {shown(other.path)}: {', '.join(found.taken) or none}")
+    for name, gate in found.held.items():
+        print(f"left {name} there, since it waits for {gate}, which is to be asked first")
+
+
+def _refuse_options(
+    run: RunDirectory, settings: RunSettings, arguments: Namespace, taken: Collection[str] = ()
+) -> None:
+    """Raise BraidError where what the options ask for cannot be; nothing has been written yet."""
+    refuse_selection(run, settings, arguments.only, arguments.anew, taken)
+    cores_side_by_side(arguments.side_by_side)
 
 
 def _refuse_queued(run: RunDirectory) -> None:

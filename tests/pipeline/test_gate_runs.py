@@ -197,6 +197,58 @@ def test_a_gate_may_be_added_to_a_run_that_is_done(braid: Braid, config: Path, r
     assert set(attempts(runs / "small").values()) == {1}
 
 
+@pytest.mark.parametrize("theirs", [(), GATES], ids=["never asked", "stopped since"])
+def test_a_fork_takes_nothing_past_a_gate_that_is_not_open(
+    braid: Braid, config: Path, runs: Path, theirs: tuple[str, ...]
+) -> None:
+    """In the other run the merge was made without the gate, or before it was asked anew."""
+    assert braid("run", config, *theirs, "--name", "other")[0] == 0
+    if theirs:
+        again = braid("resume", "other", "--from", "gates.sums", actions=FALLS_SHORT)
+        assert again[0] == 1
+        assert events(runs / "other", "merge")[-1][0] == "done"
+    forked = ("run", config, *GATES, "--fork", "other")
+    code, out, err = braid(*forked, actions=FALLS_SHORT)
+    assert code == 1
+    assert err.startswith(f"braid: {SAID}")
+    told = f"took over from {runs}/other: cold_start, experts.sums, experts.words\n"
+    assert told in out
+    assert "left merge there, since it waits for gates.sums, which is to be asked first\n" in out
+    assert attempts(runs / "small") == {
+        **dict.fromkeys(("cold_start", "experts.sums", "experts.words"), 0),
+        "gates.sums": 1,
+    }
+    assert braid("resume", "small")[0] == 1
+    assert not (runs / "small" / "stages" / "merge").exists()
+    # What is opened here opens it for what stands there.
+    assert braid("gate", "override", "small", "gates.sums", "--reason", "why not")[0] == 0
+    code, out, _ = braid(*forked)
+    assert code == 0
+    assert f"took over from {runs}/other: merge" in out
+    assert attempts(runs / "small")["merge"] == 0
+
+
+def test_a_fork_asks_a_stricter_gate_anew(braid: Braid, config: Path, runs: Path) -> None:
+    assert braid("run", config, *GATES, "--name", "other")[0] == 0
+    stricter = "experts.sums.gate.min_gain=0.5"
+    code, out, err = braid("run", config, *GATES, stricter, "--fork", "other")
+    assert code == 1
+    assert "min_gain wants the whole interval at +50.0 or above" in err
+    assert "left merge there, since it waits for gates.sums" in out
+    assert not (runs / "small" / "stages" / "merge").exists()
+
+
+def test_a_fork_takes_an_open_gate_with_its_verdict(braid: Braid, config: Path, runs: Path) -> None:
+    assert braid("run", config, *GATES, "--name", "other")[0] == 0
+    code, out, err = braid("run", config, *GATES, "--fork", "other")
+    assert (code, err) == (0, "")
+    assert "left " not in out
+    assert set(attempts(runs / "small").values()) == {0}
+    [(state, cause)] = events(runs / "small", "gates.sums")
+    assert (state, "other: passed: experts.sums gains" in cause) == ("done", True)
+    assert (runs / "small" / "stages" / "gates.sums" / "verdict.json").exists()
+
+
 def test_a_plan_shows_gates(braid: Braid, config: Path) -> None:
     lines = [" ".join(line.split()) for line in braid("plan", config, *GATES)[1].splitlines()]
     assert "gates.sums gate experts.sums against cold_start yes pending starts ?" in lines
