@@ -22,7 +22,7 @@ from pipeline.estimate import estimate
 from pipeline.fork import Fork, find_fork, take_over
 from pipeline.graph import compile_graph, matches
 from pipeline.launcher import JobFailed, Programs
-from pipeline.ledger import Ledger, latest, minutes
+from pipeline.ledger import Ledger, latest, took
 from pipeline.logs import print_file, print_log
 from pipeline.memory import largest_memory, memory_report
 from pipeline.neutral import CHANGES_NO_RESULT, MAY_CHANGE
@@ -310,7 +310,7 @@ def _now(run: RunDirectory, settings: RunSettings) -> dict[str, StageState]:
 def _show_plan(run: RunDirectory, settings: RunSettings) -> None:
     stages = compile_graph(settings)
     states = _now(run, settings)
-    left = estimate(run, settings, stages, states, minutes(Ledger(run.ledger).events()))
+    left = estimate(run, settings, stages, states, took(Ledger(run.ledger).events()))
     print(report.plan_table(settings, stages, states, left, columns.takes_colour()))
     print(f"{report.left_line(left)}; {largest_memory(settings, stages)}")
 

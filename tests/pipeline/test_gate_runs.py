@@ -120,6 +120,41 @@ def test_an_override_is_recorded_and_the_run_goes_on(
     assert cause.startswith(f"taken over from {stopped}: overridden: a bad seed; it said: ")
 
 
+def table(out: str, width: int = 130) -> tuple[dict[str, list[str]], str]:
+    """The rows of a table by their stages, and what stands below them."""
+    rows, _, below = out.partition("\n\n")
+    assert max(map(len, rows.splitlines()[1:])) < width
+    return {line.split()[0]: line.split() for line in rows.splitlines()[1:]}, below
+
+
+def test_a_status_has_room_for_a_verdict_in_a_word(braid: Braid, stopped: Path) -> None:
+    rows, below = table(braid("status", "small")[1])
+    assert rows["gates.sums"][-1] == "stopped"
+    [(_, cause)] = events(stopped, "gates.sums")[-1:]
+    assert below == f"gates.sums: {cause}\n"
+    braid("gate", "override", "small", "gates.sums", "--reason", "why not")
+    rows, below = table(braid("status", "small")[1])
+    assert rows["gates.sums"][-1] == "overridden"
+    assert below.startswith("gates.sums: overridden: why not; it said: gate: ")
+    assert braid("resume", "small", actions={"gates.merge": {"0": "draw_level"}})[0] == 0
+    rows, below = table(braid("status", "small")[1].partition("\n\nmodel")[0])
+    assert rows["gates.merge"][-1] == "warned"
+    assert "gates.merge: warned: merge solves 47.0 % of sums" in below
+    assert braid("resume", "small", "--from", "gates.merge")[0] == 0
+    out = braid("status", "small")[1]
+    assert table(out)[0]["gates.merge"][-1] == "passed"
+    assert "gates.merge:" not in out
+
+
+def test_a_long_cause_stands_below_the_table(braid: Braid, config: Path) -> None:
+    assert braid("run", config, "--only", "cold_start")[0] == 0
+    edits = ("cold_start.optimizer.learning_rate=0.5", "cold_start.loop.steps=3", "seed=7")
+    rows, below = table(braid("plan", config, *edits)[1], width=160)
+    assert "…" in rows["cold_start"]
+    assert below.startswith("cold_start: is refused: cold_start.loop.steps was 2 and is now 3; ")
+    assert "seed was 0 and is now 7\n" in below
+
+
 @pytest.mark.parametrize(
     ("stage", "reason", "message"),
     [
