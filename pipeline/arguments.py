@@ -264,13 +264,16 @@ def _add_run_commands(command: Callable[[str, str, str], ArgumentParser]) -> Non
     evaluate = command(
         "evaluate",
         "evaluate the finished stages of a run once more",
-        "  braid evaluate quickstart --stage merge --problems 5000\n\n"
+        "  braid evaluate quickstart --stage merge --problems 5000\n"
+        "  braid evaluate quickstart --stage experts.chain_sum --step 40\n\n"
         "The run's own results.json stays as it is.",
     )
     export = command(
         "export",
         "write a finished stage's model as a Hugging Face checkpoint",
-        "  braid export quickstart --stage experts.chain_sum --to /tmp/chain_sum",
+        "  braid export quickstart --stage experts.chain_sum --to /tmp/chain_sum\n"
+        "  braid export quickstart --stage experts.chain_sum --step 40 --to /tmp/at_its_best\n\n"
+        "Which steps there are, loop.keep_last and loop.keep_best decide.",
     )
     for parser in (resume, stage, cancel, logs, why, diff, evaluate, export):
         parser.add_argument("run", metavar="RUN", help="the run's name, or its folder")
@@ -289,6 +292,14 @@ def _add_run_commands(command: Callable[[str, str, str], ArgumentParser]) -> Non
     evaluate.add_argument(
         "--problems", type=_positive, help="problems a domain (default: the configuration's)"
     )
+    for parser in (evaluate, export):
+        parser.add_argument(
+            "--step",
+            metavar="N",
+            type=_whole,
+            help="the stage's whole checkpoint of this step, done or not (default: the newest of a "
+            "stage that is done)",
+        )
     export.add_argument("--stage", required=True, help="whose model, such as merge")
     export.add_argument("--to", required=True, type=Path, help="a folder that is new or empty")
 
@@ -345,6 +356,12 @@ def _add_domain_commands(command: Callable[[str, str, str], ArgumentParser]) -> 
         default="reasoning_gym",
         help="where its problems come from (default: reasoning_gym)",
     )
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"{text} is no number of a step")
+    return int(text)
 
 
 def _positive(text: str) -> int:

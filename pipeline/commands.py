@@ -158,7 +158,13 @@ def evaluate(arguments: Namespace) -> None:
     console = terminal()
     with run.lock():
         models = one_off.evaluate(
-            run, settings, console, PROGRAMS, arguments.stage, arguments.problems
+            run,
+            settings,
+            console,
+            PROGRAMS,
+            arguments.stage,
+            arguments.problems,
+            arguments.step,
         )
     console.print(report.results_table(models))
 
@@ -167,8 +173,11 @@ def export(arguments: Namespace) -> None:
     """Write a finished stage's model for transformers and vLLM."""
     run, settings = existing(arguments)
     with run.lock():
-        one_off.export(run, settings, terminal(), PROGRAMS, arguments.stage, arguments.to)
-    print(f"exported {arguments.stage} to {shown(arguments.to)}")
+        one_off.export(
+            run, settings, terminal(), PROGRAMS, arguments.stage, arguments.to, arguments.step
+        )
+    which = "" if arguments.step is None else f" of step {arguments.step}"
+    print(f"exported {arguments.stage}{which} to {shown(arguments.to)}")
 
 
 def gate_override(arguments: Namespace) -> None:
