@@ -11,7 +11,6 @@ from rich.console import Console
 
 from pipeline import columns, explain, gates, one_off, report, resolved
 from pipeline.config import (
-    differing_keys,
     dump_resolved,
     load,
 )
@@ -20,12 +19,12 @@ from pipeline.doctor import sections, table
 from pipeline.errors import BraidError
 from pipeline.estimate import estimate
 from pipeline.fork import Fork, find_fork, take_over
-from pipeline.graph import compile_graph, matches
+from pipeline.graph import compile_graph
 from pipeline.launcher import JobFailed, Programs
 from pipeline.ledger import Ledger, latest, took
 from pipeline.logs import print_file, print_log
 from pipeline.memory import largest_memory, memory_report
-from pipeline.neutral import CHANGES_NO_RESULT, MAY_CHANGE
+from pipeline.other_settings import refuse_other_configuration
 from pipeline.overview import find
 from pipeline.probe import probe
 from pipeline.run_directory import RunDirectory
@@ -35,11 +34,9 @@ from pipeline.selection import (
     following,
     put_aside,
     refuse_selection,
-    to_make_anew,
 )
 from pipeline.signals import Stopped
 from pipeline.slurm.jobs import queue_of
-from pipeline.stale import refuse_stale
 from pipeline.states import StageState, derive
 from pipeline.violations import shown
 from stages.settings import RunSettings
@@ -198,7 +195,7 @@ def take_settings(run: RunDirectory, settings: RunSettings, anew: Sequence[str] 
     """Make these the run's settings. Raises BraidError where stages have work of other ones and
     are not to be made `anew`."""
     if run.settings.exists():
-        _refuse_other_configuration(run, settings, anew)
+        refuse_other_configuration(run, settings, anew)
     resolved.write(run, settings)
 
 
@@ -225,36 +222,6 @@ def _named(
 ) -> tuple[RunDirectory, RunSettings]:
     run = find(arguments.runs_dir, name)
     return run, resolved.read(run, to_start=to_start)
-
-
-def _refuse_other_configuration(
-    run: RunDirectory, settings: RunSettings, anew: Sequence[str]
-) -> None:
-    """Raise BraidError where stages have work of other settings and are not to be made `anew`."""
-    differing = differing_keys(resolved.read(run), settings)
-    if not differing:
-        print(f"{shown(run.path)} holds a run of this very configuration: continuing it")
-        return
-    lines = [
-        f"  {key}: {json.dumps(there)} there, {json.dumps(here)} here"
-        for key, (there, here) in differing.items()
-    ]
-    stages = compile_graph(settings)
-    states = derive(run, settings, stages)
-    stale = [stage.name for stage in stages if states[stage.name].state == "stale"]
-    if not set(stale) - {stage.name for stage in following(stages, anew)}:
-        print("\n".join([f"continuing {shown(run.path)} with other settings:", *lines]))
-        return
-    if all(any(matches(key, each) for each in CHANGES_NO_RESULT) for key in differing):
-        refuse_stale(run, settings, stages)
-    raise BraidError(
-        "\n".join([f"{shown(run.path)} holds a run of another configuration:", *lines])
-        + f"\nwith which these were made that are done or begun: {', '.join(stale)}"
-        + "\nname this one otherwise with --name NAME, continue that one with "
-        + f"`braid resume {shown(run.path)}`, or make\nanew what depends on it with "
-        + f"{to_make_anew(stages, stale)};\n"
-        + f"for all stages, only these settings may change:\n{MAY_CHANGE}"
-    )
 
 
 def _run_to_the_end(run: RunDirectory, settings: RunSettings, arguments: Namespace) -> None:
