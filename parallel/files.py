@@ -19,6 +19,8 @@ RESTART_REQUEST = "restart"
 # In place of the folder of a tokenizer, that of single characters: `model.tokenizer: characters`;
 # `stages.tokenizer` holds it.
 CHARACTERS = "characters"
+# Which file has which tensor of a Hugging Face checkpoint that has several.
+WEIGHTS_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)

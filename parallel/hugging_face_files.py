@@ -14,10 +14,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from parallel.boxes import Box, within
-from parallel.files import naming, write_atomically
+from parallel.files import WEIGHTS_INDEX, naming, write_atomically
 from parallel.hugging_face import TensorSpec
 
-INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 4 << 30  # of a file at most, unless a single tensor is larger
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -47,7 +46,7 @@ class WeightFiles:
         """Read the index and every file's header. `faults` tells what is wrong with them."""
         self.stored: dict[str, Stored] = {}
         self.faults: list[str] = []
-        index = self._index(directory / INDEX)
+        index = self._index(directory / WEIGHTS_INDEX)
         files = {directory / name for name in index.values()} or directory.glob("*.safetensors")
         for file in sorted(files):
             self._scan(file)
@@ -56,7 +55,7 @@ class WeightFiles:
         for name, file_name in index.items():
             if name in self.stored and self.stored[name].file.name != file_name:
                 self.faults.append(
-                    f"{INDEX}: {name} is said to be in {file_name}, but is in "
+                    f"{WEIGHTS_INDEX}: {name} is said to be in {file_name}, but is in "
                     f"{self.stored[name].file.name}"
                 )
 
@@ -100,7 +99,7 @@ class WeightFiles:
         except FileNotFoundError:
             return {}  # a checkpoint of one file needs none
         except (OSError, ValueError, KeyError, TypeError) as error:
-            self.faults.append(f"{INDEX}: {error!r}")
+            self.faults.append(f"{WEIGHTS_INDEX}: {error!r}")
             return {}
 
     def _scan(self, path: Path) -> None:
@@ -207,7 +206,7 @@ def _lay_out(
             "metadata": {"total_size": sum(map(_size, expected.values()))},
             "weight_map": {name: place.file.name for name, place in places.items()},
         }
-        write_atomically(directory / INDEX, json.dumps(index, indent=2) + "\n")
+        write_atomically(directory / WEIGHTS_INDEX, json.dumps(index, indent=2) + "\n")
     return places
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from argparse import (
-    SUPPRESS,
-    ArgumentParser,
-    ArgumentTypeError,
-    RawDescriptionHelpFormatter,
-)
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from pathlib import Path
 
+from pipeline.action_arguments import (
+    add_domain_commands,
+    add_gate_commands,
+    positive,
+    whole,
+)
 from pipeline.neutral import MAY_CHANGE
 
 EXIT_CODES = """\
@@ -36,24 +37,6 @@ a first run, from its settings to its results:
 
 CONFIG_HELP = """\
 CONFIG is a YAML file. Any key may be laid over from the command line, as dotted.key=value:
-"""
-
-DOMAIN_HELP = """\
-  braid domain new geometry --source jsonl
-  braid domain check configs/domains/geometry.yaml --tokenizer /models/tokenizer
-  braid domain check configs/domains/geometry.yaml --run quickstart --stage cold_start
-
-`check` scores the reference answers, an empty response and one that answers nothing, and its exit
-code is 1 where a reward does not tell them apart. With --run it draws one step's responses from a
-model and shows what they earn. `new` never overwrites.
-"""
-
-
-GATE_HELP = """\
-  braid gate override quickstart gates.spell_backward --reason "noise: 3 of 500 problems"
-
-The reason stands in the ledger, and `braid status` and `braid why` show it. What waits for the gate
-starts with the next `braid resume`. Only a gate that has stopped can be overridden.
 """
 
 
@@ -82,8 +65,8 @@ def parser() -> ArgumentParser:
 
     _add_config_commands(command)
     _add_run_commands(command)
-    _add_gate_commands(command)
-    _add_domain_commands(command)
+    add_gate_commands(command)
+    add_domain_commands(command)
     return braid
 
 
@@ -201,7 +184,7 @@ def _add_side_by_side(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--side-by-side",
         metavar="N",
-        type=_positive,
+        type=positive,
         default=1,
         help="so many stages at once, each on its part of the cores and with engines of its own",
     )
@@ -264,13 +247,16 @@ def _add_run_commands(command: Callable[[str, str, str], ArgumentParser]) -> Non
     evaluate = command(
         "evaluate",
         "evaluate the finished stages of a run once more",
-        "  braid evaluate quickstart --stage merge --problems 5000\n\n"
+        "  braid evaluate quickstart --stage merge --problems 5000\n"
+        "  braid evaluate quickstart --stage experts.chain_sum --step 40\n\n"
         "The run's own results.json stays as it is.",
     )
     export = command(
         "export",
         "write a finished stage's model as a Hugging Face checkpoint",
-        "  braid export quickstart --stage experts.chain_sum --to /tmp/chain_sum",
+        "  braid export quickstart --stage experts.chain_sum --to /tmp/chain_sum\n"
+        "  braid export quickstart --stage experts.chain_sum --step 40 --to /tmp/at_its_best\n\n"
+        "Which steps there are, loop.keep_last and loop.keep_best decide.",
     )
     for parser in (resume, stage, cancel, logs, why, diff, evaluate, export):
         parser.add_argument("run", metavar="RUN", help="the run's name, or its folder")
@@ -287,67 +273,15 @@ def _add_run_commands(command: Callable[[str, str, str], ArgumentParser]) -> Non
     diff.add_argument("other", metavar="OTHER_RUN", help="another run's name, or its folder")
     evaluate.add_argument("--stage", help="only this stage's model (default: all finished ones)")
     evaluate.add_argument(
-        "--problems", type=_positive, help="problems a domain (default: the configuration's)"
+        "--problems", type=positive, help="problems a domain (default: the configuration's)"
     )
+    for parser in (evaluate, export):
+        parser.add_argument(
+            "--step",
+            metavar="N",
+            type=whole,
+            help="the stage's whole checkpoint of this step, done or not (default: the newest of a "
+            "stage that is done)",
+        )
     export.add_argument("--stage", required=True, help="whose model, such as merge")
     export.add_argument("--to", required=True, type=Path, help="a folder that is new or empty")
-
-
-def _add_gate_commands(command: Callable[[str, str, str], ArgumentParser]) -> None:
-    gate = command("gate", "let a run go on that a gate has stopped", GATE_HELP)
-    actions = gate.add_subparsers(metavar="ACTION", required=True)
-    override = actions.add_parser(
-        "override",
-        help="let what waits for the gate start, and record why",
-        epilog=GATE_HELP,
-        formatter_class=RawDescriptionHelpFormatter,
-    )
-    override.set_defaults(command="gate_override")
-    # Laid over the `gate`'s own, which may stand before the action.
-    override.add_argument("--runs-dir", type=Path, default=SUPPRESS, help="where runs lie")
-    override.add_argument("run", metavar="RUN", help="the run's name, or its folder")
-    override.add_argument("stage", metavar="STAGE", help="the gate, such as gates.math")
-    override.add_argument("--reason", required=True, help="why, in a sentence, for the ledger")
-
-
-def _add_domain_commands(command: Callable[[str, str, str], ArgumentParser]) -> None:
-    domain = command("domain", "write a domain's file, and check one", DOMAIN_HELP)
-    actions = domain.add_subparsers(metavar="ACTION", required=True)
-    check = actions.add_parser(
-        "check",
-        help="show a domain's prompts, and whether its rewards tell right from wrong",
-        epilog=DOMAIN_HELP,
-        formatter_class=RawDescriptionHelpFormatter,
-    )
-    check.set_defaults(command="domain_check")
-    # Laid over the `domain`'s own, which may stand before the action.
-    check.add_argument("--runs-dir", type=Path, default=SUPPRESS, help="where runs lie")
-    check.add_argument("file", type=Path, metavar="FILE", help="the domain's YAML file")
-    check.add_argument(
-        "--prompts", type=_positive, default=5, help="how many to show and score (default: 5)"
-    )
-    check.add_argument(
-        "--tokenizer",
-        type=Path,
-        help="folder of a Hugging Face tokenizer (default: the run's, else single characters)",
-    )
-    check.add_argument("--run", metavar="RUN", help="also draw responses, with this run's engine")
-    check.add_argument("--stage", help="from the model of this finished stage of the run")
-    check.add_argument(
-        "--samples", type=_positive, help="responses to a prompt (default: sampling.group_size)"
-    )
-    new = actions.add_parser("new", help="write configs/domains/NAME.yaml, to begin with")
-    new.set_defaults(command="domain_new")
-    new.add_argument("name", metavar="NAME")
-    new.add_argument(
-        "--source",
-        choices=("reasoning_gym", "jsonl", "parquet"),
-        default="reasoning_gym",
-        help="where its problems come from (default: reasoning_gym)",
-    )
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise ArgumentTypeError(f"{text} is no positive number")
-    return int(text)

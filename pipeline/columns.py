@@ -41,9 +41,19 @@ def takes_colour() -> bool:
     return sys.stdout.isatty() and not plain
 
 
+def plain(text: str) -> str:
+    """A text without what would move the cursor."""
+    return text.translate(CONTROL)
+
+
+def shortened(text: str, width: int) -> str:
+    """A text of at most so many characters."""
+    return text if len(text) <= width else f"{text[: width - 2].rstrip()} …"
+
+
 def _clean(cell: str | Cell) -> Cell:
     found = Cell(cell) if isinstance(cell, str) else cell
-    return Cell(found.text.translate(CONTROL), found.style)
+    return Cell(plain(found.text), found.style)
 
 
 def _line(row: Sequence[Cell], widths: Sequence[int], coloured: bool) -> str:

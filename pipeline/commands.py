@@ -5,34 +5,38 @@ from __future__ import annotations
 import json
 import shlex
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from rich.console import Console
 
 from pipeline import columns, explain, gates, one_off, report, resolved
 from pipeline.config import (
-    differing_keys,
     dump_resolved,
     load,
 )
+from pipeline.copies import refuse_another_run_s
 from pipeline.doctor import sections, table
 from pipeline.errors import BraidError
 from pipeline.estimate import estimate
-from pipeline.fork import fork
-from pipeline.graph import compile_graph, matches
+from pipeline.fork import Fork, find_fork, take_over
+from pipeline.graph import compile_graph
 from pipeline.launcher import JobFailed, Programs
-from pipeline.ledger import Ledger, latest, minutes
+from pipeline.ledger import Ledger, latest, took
 from pipeline.logs import print_file, print_log
 from pipeline.memory import largest_memory, memory_report
-from pipeline.neutral import CHANGES_NO_RESULT, MAY_CHANGE
+from pipeline.other_settings import refuse_other_configuration
 from pipeline.overview import find
 from pipeline.probe import probe
 from pipeline.run_directory import RunDirectory
-from pipeline.runner import run_stages
-from pipeline.selection import chosen, following, put_aside, to_make_anew
+from pipeline.runner import cores_side_by_side, run_stages
+from pipeline.selection import (
+    chosen,
+    following,
+    put_aside,
+    refuse_selection,
+)
 from pipeline.signals import Stopped
 from pipeline.slurm.jobs import queue_of
-from pipeline.stale import refuse_stale
 from pipeline.states import StageState, derive
 from pipeline.violations import shown
 from stages.settings import RunSettings
@@ -60,7 +64,7 @@ def plan(arguments: Namespace) -> None:
         for part in memory_report(settings):
             console.print(part)
         return
-    run = RunDirectory(arguments.runs_dir / settings.name)
+    run = _run_of(arguments, settings)
     if arguments.dot:
         states = _now(run, settings)
         print("\n".join(explain.dot(settings, states)))
@@ -89,8 +93,9 @@ def run(arguments: Namespace) -> None:
         _show_plan(run, settings)
         _show_commands(run, settings)
         return
-    chosen(run, compile_graph(settings), [*arguments.only, *arguments.anew])
     other = _named(arguments, arguments.fork)[0] if arguments.fork else None
+    found = find_fork(run, settings, other) if other is not None else Fork()
+    _refuse_options(run, settings, arguments, found.taken)
     with run.lock():
         take_settings(run, settings, arguments.anew)
         if other is not None:
@@ -101,7 +106,7 @@ def run(arguments: Namespace) -> None:
 def resume(arguments: Namespace) -> None:
     """Continue a run from where it stands."""
     run, settings = existing(arguments, to_start=True)
-    chosen(run, compile_graph(settings), [*arguments.only, *arguments.anew])
+    _refuse_options(run, settings, arguments)
     with run.lock():
         resolved.write_for_programs(run, settings)  # another version of Braid may have written it
         _run_to_the_end(run, settings, arguments)
@@ -150,7 +155,13 @@ def evaluate(arguments: Namespace) -> None:
     console = terminal()
     with run.lock():
         models = one_off.evaluate(
-            run, settings, console, PROGRAMS, arguments.stage, arguments.problems
+            run,
+            settings,
+            console,
+            PROGRAMS,
+            arguments.stage,
+            arguments.problems,
+            arguments.step,
         )
     console.print(report.results_table(models))
 
@@ -159,8 +170,11 @@ def export(arguments: Namespace) -> None:
     """Write a finished stage's model for transformers and vLLM."""
     run, settings = existing(arguments)
     with run.lock():
-        one_off.export(run, settings, terminal(), PROGRAMS, arguments.stage, arguments.to)
-    print(f"exported {arguments.stage} to {shown(arguments.to)}")
+        one_off.export(
+            run, settings, terminal(), PROGRAMS, arguments.stage, arguments.to, arguments.step
+        )
+    which = "" if arguments.step is None else f" of step {arguments.step}"
+    print(f"exported {arguments.stage}{which} to {shown(arguments.to)}")
 
 
 def gate_override(arguments: Namespace) -> None:
@@ -174,15 +188,23 @@ def gate_override(arguments: Namespace) -> None:
 def configured(arguments: Namespace) -> tuple[RunDirectory, RunSettings]:
     """The run of a configuration, with its settings."""
     settings = _load(arguments, *arguments.implied)
-    return RunDirectory(arguments.runs_dir / settings.name), settings
+    return _run_of(arguments, settings), settings
 
 
 def take_settings(run: RunDirectory, settings: RunSettings, anew: Sequence[str] = ()) -> None:
     """Make these the run's settings. Raises BraidError where stages have work of other ones and
     are not to be made `anew`."""
     if run.settings.exists():
-        _refuse_other_configuration(run, settings, anew)
+        refuse_other_configuration(run, settings, anew)
     resolved.write(run, settings)
+
+
+def _run_of(arguments: Namespace, settings: RunSettings) -> RunDirectory:
+    """The run that a configuration names. Raises BraidError where it stands in another's folder."""
+    run = RunDirectory(arguments.runs_dir / settings.name)
+    if not arguments.name and not any(each.startswith("name=") for each in arguments.overrides):
+        refuse_another_run_s(arguments.config, run)
+    return run
 
 
 def _load(arguments: Namespace, *implied: str) -> RunSettings:
@@ -200,36 +222,6 @@ def _named(
 ) -> tuple[RunDirectory, RunSettings]:
     run = find(arguments.runs_dir, name)
     return run, resolved.read(run, to_start=to_start)
-
-
-def _refuse_other_configuration(
-    run: RunDirectory, settings: RunSettings, anew: Sequence[str]
-) -> None:
-    """Raise BraidError where stages have work of other settings and are not to be made `anew`."""
-    differing = differing_keys(resolved.read(run), settings)
-    if not differing:
-        print(f"{shown(run.path)} holds a run of this very configuration: continuing it")
-        return
-    lines = [
-        f"  {key}: {json.dumps(there)} there, {json.dumps(here)} here"
-        for key, (there, here) in differing.items()
-    ]
-    stages = compile_graph(settings)
-    states = derive(run, settings, stages)
-    stale = [stage.name for stage in stages if states[stage.name].state == "stale"]
-    if not set(stale) - {stage.name for stage in following(stages, anew)}:
-        print("\n".join([f"continuing {shown(run.path)} with other settings:", *lines]))
-        return
-    if all(any(matches(key, each) for each in CHANGES_NO_RESULT) for key in differing):
-        refuse_stale(run, settings, stages)
-    raise BraidError(
-        "\n".join([f"{shown(run.path)} holds a run of another configuration:", *lines])
-        + f"\nwith which these were made that are done or begun: {', '.join(stale)}"
-        + "\nname this one otherwise with --name NAME, continue that one with "
-        + f"`braid resume {shown(run.path)}`, or make\nanew what depends on it with "
-        + f"{to_make_anew(stages, stale)};\n"
-        + f"for all stages, only these settings may change:\n{MAY_CHANGE}"
-    )
 
 
 def _run_to_the_end(run: RunDirectory, settings: RunSettings, arguments: Namespace) -> None:
@@ -256,9 +248,20 @@ def _run_to_the_end(run: RunDirectory, settings: RunSettings, arguments: Namespa
 
 
 def _take_over(run: RunDirectory, settings: RunSettings, other: RunDirectory) -> None:
-    taken = fork(run, settings, other)
-    what = ", ".join(taken) if taken else "no stage, since none is done that this run would make so"
-    print(f"took over from {shown(other.path)}: {what}")
+    found = find_fork(run, settings, other)
+    take_over(run, other, found)
+    none = "no stage, since none is done that this run would make so"
+    print(f"took over from {shown(other.path)}: {', '.join(found.taken) or none}")
+    for name, gate in found.held.items():
+        print(f"left {name} there, since it waits for {gate}, which is to be asked first")
+
+
+def _refuse_options(
+    run: RunDirectory, settings: RunSettings, arguments: Namespace, taken: Collection[str] = ()
+) -> None:
+    """Raise BraidError where what the options ask for cannot be; nothing has been written yet."""
+    refuse_selection(run, settings, arguments.only, arguments.anew, taken)
+    cores_side_by_side(arguments.side_by_side)
 
 
 def _refuse_queued(run: RunDirectory) -> None:
@@ -283,7 +286,7 @@ def _now(run: RunDirectory, settings: RunSettings) -> dict[str, StageState]:
 def _show_plan(run: RunDirectory, settings: RunSettings) -> None:
     stages = compile_graph(settings)
     states = _now(run, settings)
-    left = estimate(run, settings, stages, states, minutes(Ledger(run.ledger).events()))
+    left = estimate(run, settings, stages, states, took(Ledger(run.ledger).events()))
     print(report.plan_table(settings, stages, states, left, columns.takes_colour()))
     print(f"{report.left_line(left)}; {largest_memory(settings, stages)}")
 

@@ -41,10 +41,10 @@ def estimate(
     settings: RunSettings,
     stages: Sequence[Stage],
     states: Mapping[str, StageState],
-    spent: Mapping[str, float],
+    took: Mapping[str, float],
 ) -> Estimate:
     """From the pace of a stage's own steps, or else of the other stages of its kind in this run; a
-    stage without steps takes what it, or others of its kind, took before (`spent`, in minutes)."""
+    stage without steps takes as many seconds as it, or others of its kind, `took` before."""
     paces = {stage.name: _pace(run, stage) for stage in stages if stage.steps}
     engine = settings.engine
     own = engine.count * engine.tensor if engine.placement == "own" else 0
@@ -59,8 +59,7 @@ def estimate(
             pace = _known(paces, stage.name, alike)
             seconds[stage.name] = None if pace is None else pace * (stage.steps - begun)
         else:
-            took = _known(spent, stage.name, alike)
-            seconds[stage.name] = None if took is None else 60 * took
+            seconds[stage.name] = _known(took, stage.name, alike)
     return Estimate(seconds, settings.layout.ranks + own)
 
 

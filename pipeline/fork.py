@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from parallel.files import Checkpoint
 from pipeline.graph import Stage, compile_graph
 from pipeline.ledger import Ledger, latest
-from pipeline.lineage import changes, lineage_now, read_manifest
+from pipeline.lineage import Lineage, changes, lineage_from, read_manifest
 from pipeline.run_directory import RunDirectory, StageDirectory
-from pipeline.states import lacks
+from pipeline.states import derive, lacks
 from pipeline.violations import shown
 from stages.settings import RunSettings
 
@@ -20,34 +22,64 @@ LEFT_BEHIND = (
 )
 
 
-def fork(run: RunDirectory, settings: RunSettings, other: RunDirectory) -> list[str]:
-    """Take over every finished stage of `other` whose settings, data and inputs are those of this
-    run, and that has left nothing here; returns their names.
+@dataclass(frozen=True)
+class Fork:
+    """What a run can take over from another one: `taken` are the stages' names, each with what the
+    ledger is to say of it, and `held` those of stages that would be among them if a gate were done,
+    with that gate."""
+
+    taken: dict[str, str] = field(default_factory=dict)
+    held: dict[str, str] = field(default_factory=dict)
+
+
+def find_fork(run: RunDirectory, settings: RunSettings, other: RunDirectory) -> Fork:
+    """Every finished stage of `other` whose settings, data and inputs are those of this run, and
+    that has left nothing here. Writes nothing.
+
+    A stage that waits for a gate is taken only where the gate is done here, or is itself taken with
+    its verdict: else the gate is asked first.
+    """
+    stages = compile_graph(settings)
+    events = latest(Ledger(other.ledger).events())
+    here = derive(run, settings, stages)
+    done = {name for name, state in here.items() if state.state == "done"}
+    checkpoints: dict[str, Checkpoint | None] = {}
+    found = Fork()
+    for stage in stages:  # what it waits for comes first
+        ours, theirs = run.stage(stage.name), other.stage(stage.name)
+        checkpoints[stage.name] = ours.newest_checkpoint()
+        event = events.get(stage.name)
+        if event is None or event.state != "done" or ours.path.exists():
+            continue
+        now = lineage_from(stage, checkpoints, settings.layout.model_dump())
+        if not _is_what_would_be_made(stage, now, theirs):
+            continue
+        if asked := [gate for gate in stage.after if gate not in done]:
+            found.held[stage.name] = asked[0]
+            continue
+        checkpoints[stage.name] = theirs.newest_checkpoint()
+        done.add(stage.name)
+        said = f": {event.cause}" if stage.kind == "gate" else ""
+        found.taken[stage.name] = f"taken over from {shown(other.path)}{said}"
+    return found
+
+
+def take_over(run: RunDirectory, other: RunDirectory, fork: Fork) -> None:
+    """Take over what was found.
 
     Checkpoints are linked, not copied, where both runs lie on one file system: nobody writes into
     a whole one. Raises OSError when the disk is full or not to be written.
     """
-    events = latest(Ledger(other.ledger).events())
-    ledger, taken = Ledger(run.ledger), []
-    for stage in compile_graph(settings):
-        event = events.get(stage.name)
-        if event is None or event.state != "done" or run.stage(stage.name).path.exists():
-            continue
-        if _is_what_would_be_made(stage, settings, run, other.stage(stage.name)):
-            _take_over(other.stage(stage.name), run.stage(stage.name))
-            said = f": {event.cause}" if stage.kind == "gate" else ""
-            ledger.append(stage.name, "done", f"taken over from {shown(other.path)}{said}", 0)
-            taken.append(stage.name)
-    return taken
+    ledger = Ledger(run.ledger)
+    for name, cause in fork.taken.items():
+        _take_over(other.stage(name), run.stage(name))
+        ledger.append(name, "done", cause, 0)
 
 
-def _is_what_would_be_made(
-    stage: Stage, settings: RunSettings, run: RunDirectory, theirs: StageDirectory
-) -> bool:
+def _is_what_would_be_made(stage: Stage, now: Lineage, theirs: StageDirectory) -> bool:
     manifest = read_manifest(theirs)
     if manifest is None or lacks(stage, theirs):
         return False
-    now = lineage_now(stage, settings, run)
     return None not in now.parents.values() and not any(changes(manifest, now))
 
 

@@ -41,16 +41,23 @@ def stage_job(stage: Stage, settings: RunSettings, run: RunDirectory, attempt: i
     )
 
 
-def checkpoint_path(run: RunDirectory, stage: str) -> Path:
-    """The newest whole checkpoint of a stage.
+def checkpoint_path(run: RunDirectory, stage: str, step: int | None = None) -> Path:
+    """The newest whole checkpoint of a stage, or that of a step.
 
     Raises:
-        MissingCheckpoint: the stage has none.
+        MissingCheckpoint: the stage has none, or none of that step.
     """
-    found = run.stage(stage).newest_checkpoint()
-    if found is None:
-        raise MissingCheckpoint(f"stage {stage} of {shown(run.path)} has no checkpoint yet")
-    return found.path.absolute()
+    directory = run.stage(stage)
+    found = directory.newest_checkpoint() if step is None else directory.checkpoint(step)
+    if found is not None:
+        return found.path.absolute()
+    message = f"stage {stage} of {shown(run.path)} has no checkpoint"
+    if not (steps := directory.whole_steps()):
+        raise MissingCheckpoint(f"{message} yet")
+    kept = ", ".join(map(str, steps))
+    raise MissingCheckpoint(
+        f"{message} of step {step}: whole are those of step{'s' * (len(steps) > 1)} {kept}"
+    )
 
 
 def write_stage_job(job: StageJob) -> Path:

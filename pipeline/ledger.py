@@ -107,6 +107,12 @@ def minutes(events: Iterable[Event]) -> dict[str, float]:
     return {stage: round(value, 3) for stage, value in total.items()}
 
 
+def took(events: Iterable[Event]) -> dict[str, float]:
+    """The seconds of each stage's newest attempt that ended well: one that failed may have done
+    next to nothing."""
+    return {e.stage: e.seconds for e in events if e.state == "done" and e.seconds is not None}
+
+
 @contextmanager
 def _alone(file: IO[bytes]) -> Iterator[None]:
     """Hold the file, by a lock that NFS and Lustre know too, which the kernel gives back when this

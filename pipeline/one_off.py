@@ -30,13 +30,22 @@ def evaluate(
     programs: Programs,
     stage: str | None = None,
     problems: int | None = None,
+    step: int | None = None,
 ) -> Models:
-    """Evaluate one finished stage, or all of them, on so many problems a domain.
+    """Evaluate one finished stage, or all of them, on so many problems a domain; or one stage's
+    checkpoint of a step.
 
     Raises:
-        BraidError: the stage is not finished, the problems are too few, or the evaluation failed.
+        BraidError: the stage is not finished, there is no such checkpoint, the problems are too
+            few, or the evaluation failed.
     """
-    models = {name: checkpoint_path(run, name) for name in finished_training(run, settings, stage)}
+    if step is None:
+        done = finished_training(run, settings, stage)
+        models = {name: checkpoint_path(run, name) for name in done}
+    elif stage is None:
+        raise BraidError(f"--step {step} is of one stage; name it with --stage")
+    else:
+        models = {stage: checkpoint_of(run, settings, stage, step)}
     if problems is not None:
         if problems < (ranks := settings.layout.data):
             raise BraidError(
@@ -97,25 +106,42 @@ def export(
     programs: Programs,
     stage: str,
     to: Path,
+    step: int | None = None,
 ) -> None:
-    """Write a finished stage's model as a Hugging Face checkpoint.
+    """Write a finished stage's model, or a stage's of a step, as a Hugging Face checkpoint.
 
     Raises:
-        BraidError: `to` holds something already, the stage is not finished, or the export failed.
+        BraidError: `to` holds something already, the stage is not finished, there is no such
+            checkpoint, or the export failed.
     """
     if to.exists() and not (to.is_dir() and not any(to.iterdir())):
         raise BraidError(f"{shown(to)} holds something already; choose another --to")
-    finished_training(run, settings, stage)
+    parent = checkpoint_of(run, settings, stage, step)
     job = StageJob(
         stage="export",
         kind="export",
         directory=_new_directory(run, "exports").path.absolute(),
         attempt=1,
-        parent=checkpoint_path(run, stage),
+        parent=parent,
         output=to.absolute(),
         settings=settings,
     )
     _execute(run, job, console, programs)
+
+
+def checkpoint_of(run: RunDirectory, settings: RunSettings, stage: str, step: int | None) -> Path:
+    """The last checkpoint of a finished stage, or that of a step, which the stage may have kept
+    while it was not finished.
+
+    Raises:
+        BraidError: there is none, or it was made from other settings or inputs than the run's.
+    """
+    stages = compile_graph(settings)
+    trained = {each.name for each in stages if each.trains}
+    state = derive(run, settings, stages)[stage] if stage in trained else None
+    if step is None or state is None or state.state == "stale":
+        finished_training(run, settings, stage)
+    return checkpoint_path(run, stage, step)
 
 
 def finished_training(

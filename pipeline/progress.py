@@ -80,7 +80,10 @@ class Progress:
             return f"starting: {awaited} ({time.monotonic() - self.started:.0f} s)"
         labels = [self.last[name] for name in SHOWN_LABELS if name in self.last]
         parts = [f"step {self.step}/{self.steps}", *labels]
-        if self.seconds_left is not None:
+        if self.step == self.steps:
+            # Its checkpoint may take minutes; a measurement leaves next to nothing.
+            parts += [] if labels else [f"saving step {self.step}"]
+        elif self.seconds_left is not None:
             parts.append(f"{clock(self.seconds_left)} left")
         parts += [f"{name} {self.last[name]:.4g}" for name in SHOWN_METRICS if name in self.last]
         return "  ".join(parts)

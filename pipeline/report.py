@@ -37,6 +37,8 @@ STYLES = {
 PLAN_HEADINGS = ("stage", "kind", "from", "steps", "engine", "state", "next", "time left")
 STATUS_HEADINGS = ("stage", "state", "saved step", "attempts", "time", "note")
 OWN_DOMAIN = "◆"
+NOTE_WIDTH = 60  # characters of a cause that stand in a table
+PASSED, STOPPED = "passed", "stopped"  # what a table says of a gate
 STOPPED_MARK = "gate: "  # what the verdict of a gate that stopped begins with
 # Experts are spread over the ranks on their own, so that both lines of a layout fill all ranks.
 OF_DENSE_LAYERS = ("data", "tensor", "pipeline", "virtual_pipeline", "context")
@@ -54,8 +56,9 @@ def plan_table(
     coloured: bool,
 ) -> str:
     """The stages in order: what each does, from what, for how long, whether it is done, what would
-    happen to it and why, and how long that takes."""
+    happen to it and why, and how long that takes; what is too long for a column stands below."""
     names = indented(stages)
+    follows = {stage.name: _what_follows(stage, states) for stage in stages}
     rows = [
         (
             names[stage.name],
@@ -64,23 +67,31 @@ def plan_table(
             str(stage.steps or ""),
             "yes" if stage.needs_engine else "",
             _state_cell(state),
-            _what_follows(stage, states),
+            columns.shortened(follows[stage.name], NOTE_WIDTH),
             _left_text(state, left.seconds[stage.name]),
         )
         for stage, state in ((stage, states[stage.name]) for stage in stages)
     ]
     where = f"{layout_text(settings.layout)}; {engines_text(settings.engine)}"
     title = f"{settings.name}: seed {settings.seed}, {where}"
-    return columns.table(title, PLAN_HEADINGS, rows, coloured)
+    table = columns.table(title, PLAN_HEADINGS, rows, coloured)
+    return _with_below(table, {k: v for k, v in follows.items() if len(v) > NOTE_WIDTH})
 
 
 def left_line(left: Estimate) -> str:
     """The sum of an estimate, in a line."""
     if not left.total:
-        return "how long it takes is not known before stages of it have run"
-    hours = left.total * left.devices / 3600
-    line = f"about {clock(left.total)} left, {hours:.3g} hours of a rank"
+        unknown = "how long it takes is not known before stages of it have run"
+        return unknown if left.unknown else "nothing is left to run"
+    total = "less than 1 s" if left.total < 1 else f"about {clock(left.total)}"
+    line = f"{total} left, {_hours_text(left.total * left.devices / 3600)} of a rank"
     return f"{line}; without {', '.join(left.unknown)}" if left.unknown else line
+
+
+def _hours_text(hours: float) -> str:
+    if hours < 0.01:
+        return "less than 0.01 hours"
+    return f"{hours:.2f} hours" if hours < 10 else f"{hours:,.0f} hours"
 
 
 def _what_follows(stage: Stage, states: Mapping[str, StageState]) -> str:
@@ -107,7 +118,9 @@ def _has_stopped(name: str, states: Mapping[str, StageState]) -> bool:
 def _left_text(state: StageState, seconds: float | None) -> str:
     if state.state == "done":
         return ""
-    return "?" if seconds is None else clock(seconds)
+    if seconds is None:
+        return "?"
+    return "< 1 s" if seconds < 1 else clock(seconds)
 
 
 def status_table(
@@ -117,19 +130,36 @@ def status_table(
     events: Sequence[Event],
     coloured: bool,
 ) -> str:
-    """Where every stage stands, what it saved, how long its ended attempts took, and a note."""
+    """Where every stage stands, what it saved, how long its ended attempts took, and a note; what
+    is too long for a column stands below the table, unless all is well."""
     spent = minutes(events)
-    rows = []
+    rows, below = [], {}
     for stage in stages:
         state = states[stage.name]
         steps = f"{state.step or 0}/{stage.steps}" if stage.steps else ""
         taken = clock(60 * spent[stage.name]) if stage.name in spent else ""
         attempts = str(state.attempts or "")
         running = state.state == "running"
-        note = latest(run.stage(stage.name).metrics) if running else state.cause
+        note = latest(run.stage(stage.name).metrics) if running else _note(stage, state)
+        if not running and note not in (state.cause, PASSED):
+            below[stage.name] = state.cause
         rows.append((stage.name, _state_cell(state), steps, attempts, taken, note))
     title = f"{shown(run.path)}{' (running)' if run.is_running() else ''}"
-    return columns.table(title, STATUS_HEADINGS, rows, coloured)
+    return _with_below(columns.table(title, STATUS_HEADINGS, rows, coloured), below)
+
+
+def _with_below(table: str, texts: Mapping[str, str]) -> str:
+    """A table, and below it in full what stages' columns had no room for."""
+    lines = [f"{name}: {columns.plain(text)}" for name, text in texts.items()]
+    return "\n".join([table, "", *lines]) if lines else table
+
+
+def _note(stage: Stage, state: StageState) -> str:
+    """Why a stage stands so, in a few words: of a gate that was judged, no more than how."""
+    if stage.kind == "gate" and (state.state == "done" or state.cause.startswith(STOPPED_MARK)):
+        stopped = state.cause.startswith(STOPPED_MARK)
+        return STOPPED if stopped else columns.shortened(state.cause.partition(":")[0], NOTE_WIDTH)
+    return columns.shortened(state.cause, NOTE_WIDTH)
 
 
 def summary(states: Mapping[str, StageState]) -> str:

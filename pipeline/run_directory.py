@@ -12,7 +12,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel.files import ENDED, RESTART_REQUEST, STATE, Checkpoint, newest_whole, numbered
+from parallel.files import (
+    ENDED,
+    RESTART_REQUEST,
+    STATE,
+    Checkpoint,
+    newest_whole,
+    numbered,
+    read_checkpoint,
+    whole_checkpoints,
+)
 from pipeline.errors import BraidError
 from pipeline.violations import shown
 
@@ -82,6 +91,14 @@ class StageDirectory:
     def newest_checkpoint(self) -> Checkpoint | None:
         """The whole checkpoint with the highest step."""
         return newest_whole(self.path / "checkpoints")
+
+    def checkpoint(self, step: int) -> Checkpoint | None:
+        """The whole checkpoint of a step."""
+        return read_checkpoint(self.path / "checkpoints" / f"step_{step}")
+
+    def whole_steps(self) -> list[int]:
+        """The steps of all whole checkpoints, the oldest first."""
+        return [found.step for found in whole_checkpoints(self.path / "checkpoints")]
 
     def ended_early(self) -> str | None:
         """Why the stage is done before its last step, where its newest checkpoint says so."""
@@ -188,7 +205,9 @@ class RunDirectory:
     def to_go_on(self) -> str:
         """The command that continues it: on the cluster that it was submitted to, or here."""
         if self.cluster.exists():
-            return f"braid submit {shown(self.settings)}"
+            folder = shown(self.path.parent)
+            elsewhere = f" --runs-dir {folder}" if folder != "runs" else ""
+            return f"braid submit {shown(self.settings)}{elsewhere}"
         return f"braid resume {shown(self.path)}"
 
     def engine(self, index: int) -> EngineDirectory:

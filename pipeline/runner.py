@@ -141,11 +141,15 @@ def _lanes(
     if count == 1:
         yield run.engines, ThisMachine(settings.engine)
         return
+    for lane, own in enumerate(cores_side_by_side(count)):
+        yield run.engines / f"lane_{lane}", ThisMachine(settings.engine, own)
+
+
+def cores_side_by_side(count: int) -> list[list[int]]:
+    """The cores of each of so many stages at once. Raises BraidError where there are too few."""
     cores = sorted(os.sched_getaffinity(0))
     if (part := len(cores) // count) == 0:
         raise BraidError(
             f"--side-by-side {count} needs as many cores, and here are {len(cores)}; use fewer"
         )
-    for lane in range(count):
-        own = cores[lane * part : (lane + 1) * part]
-        yield run.engines / f"lane_{lane}", ThisMachine(settings.engine, own)
+    return [cores[lane * part : (lane + 1) * part] for lane in range(count)]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from pipeline.errors import BraidError
-from pipeline.graph import Stage
+from pipeline.graph import Stage, compile_graph
 from pipeline.ledger import Ledger
 from pipeline.run_directory import RunDirectory
-from pipeline.states import StageState
+from pipeline.states import StageState, derive
 from pipeline.violations import hint, shown
+from stages.settings import RunSettings
 
 
 def chosen(run: RunDirectory, stages: Sequence[Stage], names: Iterable[str]) -> list[Stage]:
@@ -41,6 +42,28 @@ def refuse_missing_inputs(wanted: Sequence[Stage], states: Mapping[str, StageSta
         heading = "stages lack what they are made from or wait for:"
         remedy = "name those too with --only, or run without it"
         raise BraidError("\n".join([heading, *lines, remedy]))
+
+
+def refuse_selection(
+    run: RunDirectory,
+    settings: RunSettings,
+    only: Iterable[str],
+    anew: Sequence[str],
+    taken: Collection[str] = (),
+) -> None:
+    """Raise BraidError where `only` or `anew` names no stage, or one that will lack what it is made
+    from once the stages `taken` stand there and those made `anew` are put aside."""
+    stages = compile_graph(settings)
+    wanted = chosen(run, stages, only)
+    chosen(run, stages, anew)
+    again = {stage.name for stage in following(stages, anew)}
+    states = derive(run, settings, stages)
+    for name, state in states.items():
+        if name in again:
+            states[name] = StageState("pending")
+        elif name in taken or state.state == "stale":  # which is refused with a reason of its own
+            states[name] = StageState("done")
+    refuse_missing_inputs(wanted, states)
 
 
 def following(stages: Sequence[Stage], names: Iterable[str]) -> list[Stage]:

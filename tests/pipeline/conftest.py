@@ -55,6 +55,16 @@ def config(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def start(tmp_path: Path) -> Path:
+    """The folder of a Hugging Face checkpoint, as far as it is looked at before a run."""
+    folder = tmp_path / "start"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    (folder / "model.safetensors").touch()
+    return folder
+
+
+@pytest.fixture
 def settings(config: Path) -> RunSettings:
     return load(config)
 

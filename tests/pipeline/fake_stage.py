@@ -109,6 +109,13 @@ def save_then_hang(job: dict, rank: int) -> None:
     hang(job, rank)
 
 
+def save_then_break(job: dict, rank: int) -> None:
+    """Fail after the first step, which is saved."""
+    if rank == 0:
+        save(Path(job["directory"]), job["stage"], step=1)
+        break_down(job, rank)
+
+
 def break_down(job: dict, rank: int) -> None:
     print("Traceback (most recent call last):\nValueError: broken")
     sys.exit(3)
@@ -223,6 +230,7 @@ ACTIONS = {
         fall_short,
         draw_level,
         save_then_hang,
+        save_then_break,
         break_down,
         say_why,
         leave_early,

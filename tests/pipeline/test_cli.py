@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,17 +71,16 @@ def test_a_plan_names_every_parallelism(braid: Braid, config: Path) -> None:
     )
 
 
-def test_a_run_without_a_cold_start(braid: Braid, config: Path, runs: Path) -> None:
-    config.with_name("start").mkdir()
-    start = [f"model.initial_weights={config.with_name('start')}", "cold_start=null"]
-    code, out, _ = braid("plan", config, *start)
+def test_a_run_without_a_cold_start(braid: Braid, config: Path, runs: Path, start: Path) -> None:
+    without = [f"model.initial_weights={start}", "cold_start=null"]
+    code, out, _ = braid("plan", config, *without)
     first, expert = (line.split() for line in out.splitlines()[2:4])
     assert (code, first[:4]) == (0, ["initial", "import", "model.initial_weights", "pending"])
     assert expert[:6] == ["experts.sums", "grpo", "initial", "2", "yes", "pending"]
-    _, out, _ = braid("plan", config, "--memory", *start)
+    _, out, _ = braid("plan", config, "--memory", *without)
     [memory] = [line for line in out.splitlines() if line.startswith("initial ")]
     assert len(memory.split()) == 5  # name, parameters, total, and no optimizer
-    code, out, err = braid("run", config, *start)
+    code, out, err = braid("run", config, *without)
     assert (code, err) == (0, "")
     assert "[1/6] initial  done in" in out
     results = json.loads((runs / "small" / "results.json").read_text())
@@ -259,6 +260,54 @@ def test_one_more_evaluation_and_export(
     (to / "config.json").write_text("{}")
     code, _, err = braid("export", "small", "--stage", "experts.sums", "--to", to)
     assert (code, err) == (1, f"braid: {to} holds something already; choose another --to\n")
+
+
+def job_of(run: Path, folder: str) -> dict[str, Any]:
+    """Of the newest evaluation or export."""
+    newest = max((run / folder).glob("*/attempt_1/job.json"), key=lambda path: path.stat().st_mtime)
+    return json.loads(newest.read_text())
+
+
+def test_a_checkpoint_that_was_kept_on_the_way_is_taken_by_its_step(
+    braid: Braid, config: Path, runs: Path, tmp_path: Path
+) -> None:
+    braid("run", config, actions={"experts.words": {"0": "say_why"}})
+    kept = runs / "small" / "stages" / "experts.sums" / "checkpoints"
+    shutil.copytree(kept / "step_2", kept / "step_1")
+    (kept / "step_9").mkdir()  # not whole
+    sums = ("--stage", "experts.sums", "--step")
+    code, out, err = braid("export", "small", *sums, 1, "--to", tmp_path / "best")
+    assert (code, err) == (0, "")
+    assert out.endswith(f"exported experts.sums of step 1 to {tmp_path}/best\n")
+    assert job_of(runs / "small", "exports")["parent"] == str(kept / "step_1")
+    assert braid("evaluate", "small", *sums, 1)[0] == 0
+    assert job_of(runs / "small", "evaluations")["models"] == {"experts.sums": str(kept / "step_1")}
+    for command in (("export", "small", "--to", tmp_path / "none"), ("evaluate", "small")):
+        code, out, err = braid(*command, *sums, 9)
+        assert (code, out) == (1, "")
+        assert err == (
+            f"braid: stage experts.sums of {runs}/small has no checkpoint of step 9: whole are "
+            "those of steps 1, 2\n"
+        )
+    assert "--step 1 is of one stage; name it with" in braid("evaluate", "small", "--step", 1)[2]
+    assert (
+        "no stage experts.sum leaves"
+        in braid("evaluate", "small", "--stage", "experts.sum", "--step", 1)[2]
+    )
+    assert "words of " in braid("evaluate", "small", "--stage", "experts.words", "--step", 1)[2]
+    assert braid("evaluate", "small", *sums, "last")[0] == 2
+
+
+def test_a_stage_that_is_not_done_gives_its_checkpoints_by_their_steps(
+    braid: Braid, config: Path, runs: Path
+) -> None:
+    braid("run", config, actions={"experts.sums": {"0": "save_then_break"}})
+    sums = ("--stage", "experts.sums")
+    assert "stage experts.sums is failed" in braid("evaluate", "small", *sums)[2]
+    assert braid("evaluate", "small", *sums, "--step", 1)[0] == 0
+    settings = runs / "small" / "run.yaml"
+    settings.write_text(settings.read_text().replace("seed: 0\n", "seed: 7\n"))
+    assert "experts.sums is stale" in braid("evaluate", "small", *sums, "--step", 1)[2]
 
 
 def test_a_full_disk_is_one_line_with_the_path(

@@ -442,9 +442,10 @@ def test_missing_files_are_named_and_hide_no_other_fault(config: Path) -> None:
     ]
 
 
-def test_initial_weights_stand_beside_the_file_that_states_them(config: Path) -> None:
+def test_initial_weights_stand_beside_the_file_that_states_them(config: Path, start: Path) -> None:
     models = config.parent / "models"
-    (models / "start").mkdir(parents=True)
+    models.mkdir()
+    start.rename(models / "start")
     (models / "tiny.yaml").write_text("initial_weights: start\n")
     edited(config, "model:\n", "model:\n  extends: models/tiny.yaml\n")
     assert load(config).model.initial_weights == models / "start"

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from pipeline.estimate import estimate
+from pipeline.estimate import Estimate, estimate
 from pipeline.graph import compile_graph
 from pipeline.report import left_line
 from pipeline.run_directory import RunDirectory
 from pipeline.states import StageState
 from stages.settings import RunSettings
+
+Braid = Callable[..., tuple[int, str, str]]
 
 
 def log(run: RunDirectory, stage: str, times: list[float]) -> None:
@@ -48,14 +52,14 @@ def test_a_stage_is_told_by_its_own_steps_or_by_those_of_its_kind(
     }
     assert found.devices == 2
     assert left_line(found) == (
-        "about 9 s left, 0.005 hours of a rank; without merge, evaluate, export"
+        "about 9 s left, less than 0.01 hours of a rank; without merge, evaluate, export"
     )
 
 
 def test_what_has_no_steps_takes_what_it_took_before(
     run: RunDirectory, settings: RunSettings
 ) -> None:
-    found = estimate(run, settings, compile_graph(settings), states(settings), {"evaluate": 1.5})
+    found = estimate(run, settings, compile_graph(settings), states(settings), {"evaluate": 90.0})
     assert found.seconds["evaluate"] == 90.0
 
 
@@ -68,6 +72,41 @@ def test_stale_stages_start_anew_and_engines_of_their_own_count(
     stale = StageState("stale", "seed was 0", step=1)
     found = estimate(run, settings, compile_graph(settings), states(settings, cold_start=stale), {})
     assert (found.seconds["cold_start"], found.devices) == (8.0, 4)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "devices", "line"),
+    [
+        ({"merge": 1e-4}, 2, "less than 1 s left, less than 0.01 hours of a rank"),
+        ({"merge": 40.0}, 2, "about 40 s left, 0.02 hours of a rank"),
+        ({"merge": 5400.0, "evaluate": 1800.0}, 2, "about 2 h 00 min left, 4.00 hours of a rank"),
+        ({"merge": 7.2e6}, 16, "about 2000 h 00 min left, 32,000 hours of a rank"),
+        ({"merge": 0.0}, 2, "nothing is left to run"),
+        (
+            {"merge": 0.0, "evaluate": None},
+            2,
+            "how long it takes is not known before stages of it have run",
+        ),
+    ],
+)
+def test_an_estimate_is_told_in_numbers_that_mean_something(
+    seconds: dict[str, float | None], devices: int, line: str
+) -> None:
+    assert left_line(Estimate(seconds, devices)) == line
+
+
+def test_a_plan_estimates_from_attempts_that_ended_well(braid: Braid, config: Path) -> None:
+    def left(*options: str) -> dict[str, str]:
+        rows = [line.split() for line in braid("plan", config, *options)[1].splitlines()]
+        return {row[0]: " ".join(row[-3:]) for row in rows}
+
+    assert braid("run", config, actions={"evaluate": {"0": "say_why"}})[0] == 1
+    assert left()["evaluate"].endswith(" ?")
+    assert braid("resume", "small")[0] == 0
+    assert "nothing is left to run; " in braid("plan", config)[1]
+    assert left("--name", "second")["evaluate"].endswith(" ?")
+    assert braid("resume", "small", "--from", "evaluate", actions={"evaluate": {"0": "say_why"}})[0]
+    assert left()["evaluate"].endswith(" s")
 
 
 @pytest.mark.parametrize("text", ["", "nonsense\n", '{"step": 1, "time": 5}\n'])

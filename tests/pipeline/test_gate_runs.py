@@ -120,6 +120,41 @@ def test_an_override_is_recorded_and_the_run_goes_on(
     assert cause.startswith(f"taken over from {stopped}: overridden: a bad seed; it said: ")
 
 
+def table(out: str, width: int = 130) -> tuple[dict[str, list[str]], str]:
+    """The rows of a table by their stages, and what stands below them."""
+    rows, _, below = out.partition("\n\n")
+    assert max(map(len, rows.splitlines()[1:])) < width
+    return {line.split()[0]: line.split() for line in rows.splitlines()[1:]}, below
+
+
+def test_a_status_has_room_for_a_verdict_in_a_word(braid: Braid, stopped: Path) -> None:
+    rows, below = table(braid("status", "small")[1])
+    assert rows["gates.sums"][-1] == "stopped"
+    [(_, cause)] = events(stopped, "gates.sums")[-1:]
+    assert below == f"gates.sums: {cause}\n"
+    braid("gate", "override", "small", "gates.sums", "--reason", "why not")
+    rows, below = table(braid("status", "small")[1])
+    assert rows["gates.sums"][-1] == "overridden"
+    assert below.startswith("gates.sums: overridden: why not; it said: gate: ")
+    assert braid("resume", "small", actions={"gates.merge": {"0": "draw_level"}})[0] == 0
+    rows, below = table(braid("status", "small")[1].partition("\n\nmodel")[0])
+    assert rows["gates.merge"][-1] == "warned"
+    assert "gates.merge: warned: merge solves 47.0 % of sums" in below
+    assert braid("resume", "small", "--from", "gates.merge")[0] == 0
+    out = braid("status", "small")[1]
+    assert table(out)[0]["gates.merge"][-1] == "passed"
+    assert "gates.merge:" not in out
+
+
+def test_a_long_cause_stands_below_the_table(braid: Braid, config: Path) -> None:
+    assert braid("run", config, "--only", "cold_start")[0] == 0
+    edits = ("cold_start.optimizer.learning_rate=0.5", "cold_start.loop.steps=3", "seed=7")
+    rows, below = table(braid("plan", config, *edits)[1], width=160)
+    assert "…" in rows["cold_start"]
+    assert below.startswith("cold_start: is refused: cold_start.loop.steps was 2 and is now 3; ")
+    assert "seed was 0 and is now 7\n" in below
+
+
 @pytest.mark.parametrize(
     ("stage", "reason", "message"),
     [
@@ -195,6 +230,58 @@ def test_a_gate_may_be_added_to_a_run_that_is_done(braid: Braid, config: Path, r
     assert (code, err) == (0, "")
     assert "[4/8] gates.sums  passed: " in out
     assert set(attempts(runs / "small").values()) == {1}
+
+
+@pytest.mark.parametrize("theirs", [(), GATES], ids=["never asked", "stopped since"])
+def test_a_fork_takes_nothing_past_a_gate_that_is_not_open(
+    braid: Braid, config: Path, runs: Path, theirs: tuple[str, ...]
+) -> None:
+    """In the other run the merge was made without the gate, or before it was asked anew."""
+    assert braid("run", config, *theirs, "--name", "other")[0] == 0
+    if theirs:
+        again = braid("resume", "other", "--from", "gates.sums", actions=FALLS_SHORT)
+        assert again[0] == 1
+        assert events(runs / "other", "merge")[-1][0] == "done"
+    forked = ("run", config, *GATES, "--fork", "other")
+    code, out, err = braid(*forked, actions=FALLS_SHORT)
+    assert code == 1
+    assert err.startswith(f"braid: {SAID}")
+    told = f"took over from {runs}/other: cold_start, experts.sums, experts.words\n"
+    assert told in out
+    assert "left merge there, since it waits for gates.sums, which is to be asked first\n" in out
+    assert attempts(runs / "small") == {
+        **dict.fromkeys(("cold_start", "experts.sums", "experts.words"), 0),
+        "gates.sums": 1,
+    }
+    assert braid("resume", "small")[0] == 1
+    assert not (runs / "small" / "stages" / "merge").exists()
+    # What is opened here opens it for what stands there.
+    assert braid("gate", "override", "small", "gates.sums", "--reason", "why not")[0] == 0
+    code, out, _ = braid(*forked)
+    assert code == 0
+    assert f"took over from {runs}/other: merge" in out
+    assert attempts(runs / "small")["merge"] == 0
+
+
+def test_a_fork_asks_a_stricter_gate_anew(braid: Braid, config: Path, runs: Path) -> None:
+    assert braid("run", config, *GATES, "--name", "other")[0] == 0
+    stricter = "experts.sums.gate.min_gain=0.5"
+    code, out, err = braid("run", config, *GATES, stricter, "--fork", "other")
+    assert code == 1
+    assert "min_gain wants the whole interval at +50.0 or above" in err
+    assert "left merge there, since it waits for gates.sums" in out
+    assert not (runs / "small" / "stages" / "merge").exists()
+
+
+def test_a_fork_takes_an_open_gate_with_its_verdict(braid: Braid, config: Path, runs: Path) -> None:
+    assert braid("run", config, *GATES, "--name", "other")[0] == 0
+    code, out, err = braid("run", config, *GATES, "--fork", "other")
+    assert (code, err) == (0, "")
+    assert "left " not in out
+    assert set(attempts(runs / "small").values()) == {0}
+    [(state, cause)] = events(runs / "small", "gates.sums")
+    assert (state, "other: passed: experts.sums gains" in cause) == ("done", True)
+    assert (runs / "small" / "stages" / "gates.sums" / "verdict.json").exists()
 
 
 def test_a_plan_shows_gates(braid: Braid, config: Path) -> None:

@@ -191,18 +191,17 @@ def test_every_pattern_names_a_setting(with_baseline: RunSettings) -> None:
 
 
 @pytest.fixture
-def start(config: Path) -> list[str]:
+def without(start: Path) -> list[str]:
     """Overrides of a run that starts from a Hugging Face checkpoint, without a cold start."""
-    config.with_name("start").mkdir()
-    return [f"model.initial_weights={config.with_name('start')}", "cold_start=null"]
+    return [f"model.initial_weights={start}", "cold_start=null"]
 
 
 def test_without_a_cold_start_experts_grow_from_the_initial_weights(
-    config: Path, start: list[str]
+    config: Path, without: list[str]
 ) -> None:
     reference = "{coefficient: 0.1, reference: cold_start}"
     asked = [
-        *start,
+        *without,
         "rounds=2",
         "experts.sums.from=cold_start",
         "experts.words.from=experts.sums",
@@ -223,7 +222,7 @@ def test_without_a_cold_start_experts_grow_from_the_initial_weights(
 
 
 def test_without_a_cold_start_no_demonstrations_are_asked_for(
-    config: Path, start: list[str]
+    config: Path, without: list[str]
 ) -> None:
     prompts = config.with_name("prompts.jsonl")
     prompts.write_text("{}\n")
@@ -231,7 +230,7 @@ def test_without_a_cold_start_no_demonstrations_are_asked_for(
     config.write_text(config.read_text().replace("{dataset: chain_sum}", files))
     rewards = "experts.sums.rewards={right: {kind: math}}"
     missing = "experts.words.demonstrations={source: jsonl, path: nowhere.jsonl, response: answer}"
-    load(config, [*start, rewards, missing])
+    load(config, [*without, rewards, missing])
     with pytest.raises(ConfigError) as caught:
         load(config, [rewards, missing])
     assert {violation.key for violation in caught.value.violations} == {

@@ -42,6 +42,18 @@ def test_progress_says_the_step_the_time_left_and_the_reward() -> None:
     assert progress.describe() == "step 4/10  18 s left  reward 0.5  loss 1.5"
 
 
+def test_after_the_last_step_no_time_is_left_and_the_checkpoint_is_saved() -> None:
+    trained, measured = Progress(0.0, 10), Progress(0.0, None)
+    for step in (9, 10):
+        trained.add(json.loads(line(step, loss=0.5)))
+        measured.add(json.loads(line(step, model="merge", domain="sums", accuracy=0.5)))
+    assert trained.describe() == "step 10/10  saving step 10  loss 0.5"
+    assert measured.describe() == "step 10/10  merge  sums  accuracy 0.5"
+    alone = Progress(0.0, 10)
+    alone.add(json.loads(line(10)))  # of a stage that had one step to go
+    assert alone.describe() == "step 10/10  saving step 10"
+
+
 def test_a_log_gets_few_plain_lines(tmp_path: Path) -> None:
     output = io.StringIO()
     metrics = tmp_path / "metrics.jsonl"

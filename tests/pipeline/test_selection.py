@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 Braid = Callable[..., tuple[int, str, str]]
 
 
@@ -35,10 +37,55 @@ def test_a_stage_alone_needs_its_inputs(braid: Braid, config: Path, runs: Path) 
     assert code == 1
     assert "  merge needs cold_start, which is pending\n" in err
     assert "  merge needs experts.sums, which is pending\n" in err
-    assert attempts(runs / "small") == {}
     code, _, err = braid("run", config, "--only", "merg")
     assert code == 1
     assert 'has no stage merg; did you mean "merge"?' in err
+    assert not runs.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--only", "merge"], "merge needs cold_start, which is pending"),
+        (["--from", "merg"], "has no stage merg; did you mean"),
+        (["--from", "merge", "--only", "evaluate"], "evaluate needs merge, which is pending"),
+        (["--side-by-side", "99999"], "--side-by-side 99999 needs as many cores"),
+        (["--fork", "nothing"], "no run nothing in"),
+        (["--fork", "one", "--only", "evaluate"], "evaluate needs merge, which is pending"),
+    ],
+)
+def test_options_that_are_refused_leave_nothing(
+    braid: Braid, config: Path, runs: Path, options: list[str], message: str
+) -> None:
+    experts = ["cold_start", "experts.sums", "experts.words"]
+    only = [each for name in experts for each in ("--only", name)]
+    assert braid("run", config, "--name", "one", *only)[0] == 0
+    code, out, err = braid("run", config, *options)
+    assert (code, out) == (1, "")
+    assert message in err
+    assert [path.name for path in runs.iterdir()] == ["one"]
+
+
+def test_a_refused_selection_puts_nothing_aside(braid: Braid, config: Path, runs: Path) -> None:
+    assert braid("run", config)[0] == 0
+    before = digests(runs / "small")
+    for command, name in (("run", config), ("resume", "small")):
+        code, _, err = braid(command, name, "--from", "cold_start", "--only", "merge")
+        assert code == 1
+        assert "  merge needs experts.sums, which is pending\n" in err
+    assert digests(runs / "small") == before
+    assert not (runs / "small" / "replaced").exists()
+
+
+def test_a_stage_alone_may_need_what_a_fork_brings(braid: Braid, config: Path, runs: Path) -> None:
+    assert braid("run", config, "--name", "one")[0] == 0
+    (runs / "two").mkdir()  # nothing of a run yet
+    code, out, err = braid(
+        "run", config, "--name", "two", "--fork", "one", "--from", "merge", "--only", "merge"
+    )
+    assert (code, err) == (0, "")
+    assert attempts(runs / "two")["merge"] == 1
+    assert "put aside" in out
 
 
 def test_an_edited_domain_makes_its_expert_anew_and_what_follows(

@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from parallel.files import WEIGHTS_INDEX
 from parallel.hugging_face import TensorSpec
-from parallel.hugging_face_files import INDEX, WeightFiles, WeightsError, verify, write
+from parallel.hugging_face_files import WeightFiles, WeightsError, verify, write
 
 SHARD_BYTES = 100
 EXPECTED = {
@@ -35,7 +36,7 @@ def test_tensors_come_back_from_several_files(tmp_path: Path) -> None:
     assert [file.name for file in files] == [
         f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)
     ]
-    index = json.loads((tmp_path / INDEX).read_text())
+    index = json.loads((tmp_path / WEIGHTS_INDEX).read_text())
     assert index["metadata"]["total_size"] == 6 + 20 + 256 + 16
     for file in files:
         for name, tensor in load_file(file).items():
@@ -111,12 +112,12 @@ def test_what_is_not_finite_is_named(poison: float, tmp_path: Path) -> None:
 
 def test_an_index_that_does_not_fit_is_a_fault(tmp_path: Path) -> None:
     write(tmp_path, EXPECTED, drawn().items(), SHARD_BYTES)
-    index = tmp_path / INDEX
+    index = tmp_path / WEIGHTS_INDEX
     text = index.read_text()
     index.write_text(text.replace('"norm": "model-00001', '"norm": "model-00003'))
     assert "norm is said to be in model-00003" in WeightFiles(tmp_path).faults[0]
     index.write_text(text[:-9])
-    assert INDEX in WeightFiles(tmp_path).faults[0]
+    assert WEIGHTS_INDEX in WeightFiles(tmp_path).faults[0]
 
 
 def test_a_long_list_of_faults_is_cut_short() -> None:
