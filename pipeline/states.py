@@ -12,6 +12,7 @@ from pipeline.graph import Stage
 from pipeline.ledger import Event, Ledger, State, latest
 from pipeline.lineage import Lineage, changes, lineage_from, read_manifest
 from pipeline.run_directory import RunDirectory, StageDirectory, ended_early
+from pipeline.verdicts import OVERRIDDEN, DamagedVerdict, read_verdict
 from pipeline.violations import shown
 
 if TYPE_CHECKING:  # building the settings classes takes longer than all of `braid status`
@@ -126,9 +127,23 @@ def _state(
             return left.stands("stale", "; ".join(reasons))
         if lack:  # a damaged last checkpoint was removed, and an older one is still there
             return left.stands("pending", lack)
+    if stage.kind == "gate" and (damage := _damaged_verdict(left.directory, event)):
+        return left.stands("pending", damage)
     if event.state == "running" and not left.directory.is_running():
         return left.stands("failed", "its launcher was killed")
     return left.stands(event.state, event.cause)
+
+
+def _damaged_verdict(directory: StageDirectory, event: Event) -> str | None:
+    """What is wrong with the verdict of a gate that has said something; None where nothing is, and
+    where a person has overridden it."""
+    if event.state not in ("done", "failed") or OVERRIDDEN in event.cause:
+        return None
+    try:
+        read_verdict(directory)
+    except DamagedVerdict as error:
+        return f"{error}; the gate is asked again"
+    return None
 
 
 def _holds_work(stage: Stage, left: _Left) -> bool:
