@@ -180,8 +180,7 @@ def configured(arguments: Namespace) -> tuple[RunDirectory, RunSettings]:
 def take_settings(run: RunDirectory, settings: RunSettings, anew: Sequence[str] = ()) -> None:
     """Make these the run's settings. Raises BraidError where stages have work of other ones and
     are not to be made `anew`."""
-    if run.settings.exists():
-        _refuse_other_configuration(run, settings, anew)
+    refuse_other_configuration(run, settings, anew)
     resolved.write(run, settings)
 
 
@@ -202,10 +201,12 @@ def _named(
     return run, resolved.read(run, to_start=to_start)
 
 
-def _refuse_other_configuration(
-    run: RunDirectory, settings: RunSettings, anew: Sequence[str]
+def refuse_other_configuration(
+    run: RunDirectory, settings: RunSettings, anew: Sequence[str] = ()
 ) -> None:
     """Raise BraidError where stages have work of other settings and are not to be made `anew`."""
+    if not run.settings.exists():
+        return
     differing = differing_keys(resolved.read(run), settings)
     if not differing:
         print(f"{shown(run.path)} holds a run of this very configuration: continuing it")
@@ -221,7 +222,7 @@ def _refuse_other_configuration(
         print("\n".join([f"continuing {shown(run.path)} with other settings:", *lines]))
         return
     if all(any(matches(key, each) for each in CHANGES_NO_RESULT) for key in differing):
-        refuse_stale(run, settings, stages)
+        refuse_stale(run, settings, stages, record=False)
     raise BraidError(
         "\n".join([f"{shown(run.path)} holds a run of another configuration:", *lines])
         + f"\nwith which these were made that are done or begun: {', '.join(stale)}"

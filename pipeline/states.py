@@ -55,6 +55,7 @@ def states_of(
     newest = latest(events)
     states: dict[str, StageState] = {}
     checkpoints: dict[str, Checkpoint | None] = {}
+    jobs = {job.stage: job for job in (queue or {}).values()}  # by their own arguments
     for stage in stages:  # inputs come first
         directory = run.stage(stage.name)
         checkpoints[stage.name] = directory.newest_checkpoint()
@@ -63,7 +64,7 @@ def states_of(
         event = newest.get(stage.name)
         found = _state(stage, left, event, now, states)
         if found.state not in ("done", "stale"):  # which no job changes
-            found = _in_the_queue(run, left, event, queue) or found
+            found = _in_the_queue(run, left, event, queue, jobs.get(stage.name)) or found
         states[stage.name] = found
     return states
 
@@ -82,13 +83,20 @@ class _Left:
 
 
 def _in_the_queue(
-    run: RunDirectory, left: _Left, event: Event | None, queue: Mapping[str, QueuedJob] | None
+    run: RunDirectory,
+    left: _Left,
+    event: Event | None,
+    queue: Mapping[str, QueuedJob] | None,
+    unnamed: QueuedJob | None,
 ) -> StageState | None:
-    """The state of a stage that Slurm has, or had and lost; None of others."""
+    """The state of a stage that Slurm has, or had and lost; None of others. `unnamed` is a job for
+    it that the ledger need not name."""
+    number = event.job if event is not None and event.state != "done" else None
+    job = (queue or {}).get(number) if number is not None else None
+    if (job := job or unnamed) is not None:
+        return left.stands("submitted" if job.waits else "running", job.describe(), job.number)
     if event is None or event.job is None or event.state == "done":
         return None
-    if (job := (queue or {}).get(event.job)) is not None:
-        return left.stands("submitted" if job.waits else "running", job.describe(), event.job)
     if event.state != "submitted":
         return None
     if queue is None:
