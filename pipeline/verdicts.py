@@ -46,10 +46,11 @@ def read_verdict(directory: StageDirectory) -> Verdict | None:
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedVerdict(f"{shown(path)} is damaged: {_why(error)}") from error
-    known = isinstance(found, dict) and found.keys() == {"outcome", "reasons"}
-    outcome, reasons = (found["outcome"], found["reasons"]) if known else (None, None)
+    outcome, reasons = None, None
+    if isinstance(found, dict) and found.keys() == {"outcome", "reasons"}:
+        outcome, reasons = found["outcome"], found["reasons"]
     told = isinstance(reasons, list) and all(isinstance(each, str) for each in reasons)
-    if outcome not in get_args(Outcome) or not told or not reasons:
+    if outcome is None or outcome not in get_args(Outcome) or not told or not reasons:
         raise DamagedVerdict(
             f"{shown(path)} is damaged: it is not an outcome ({', '.join(get_args(Outcome))}) with "
             "its reasons"

@@ -212,7 +212,7 @@ class RolloutLog:
                 raise Garbage("it says more than one")
             if entry is not None:
                 sample = sample_of(*entry, self._model)
-                if (sample.versions != version).any():
+                if np.any(sample.versions != version):
                     raise Garbage("it is of other weights than its file")
         # OverflowError: a token of a prompt that is no int32.
         except (ValueError, OverflowError, RecursionError) as error:
