@@ -128,14 +128,21 @@ def _add_config_commands(command: Callable[[str, str, str], ArgumentParser]) -> 
         + "  braid submit configs/quickstart.yaml --cluster configs/clusters/mine.yaml\n"
         + "  braid submit runs/quickstart/run.yaml      continue it, on the same cluster\n\n"
         + "Every stage is a job of one of the scripts in slurm/, which waits for those it is made\n"
-        + "from. --dry-run makes the run's folder and shows the very commands, for a person to\n"
-        + "run: they stand in runs/NAME/slurm/submit.sh. docs/slurm.md has the rest.",
+        + "from. --dry-run shows the very commands and writes nothing; --prepare makes the run's\n"
+        + "folder, for a person to run them: they stand in runs/NAME/slurm/submit.sh.\n"
+        + "docs/slurm.md has the rest.",
     )
     submit.add_argument(
         "--cluster", type=Path, metavar="FILE", help="its profile (default: the run's last one)"
     )
-    submit.add_argument(
-        "--dry-run", action="store_true", help="write the commands, and submit nothing"
+    without = submit.add_mutually_exclusive_group()
+    without.add_argument(
+        "--dry-run", action="store_true", help="show the commands; submit and write nothing"
+    )
+    without.add_argument(
+        "--prepare",
+        action="store_true",
+        help="make the run's folder with the commands in it, and submit nothing",
     )
     submit.add_argument(
         "--only",
@@ -215,7 +222,7 @@ def _add_run_commands(command: Callable[[str, str, str], ArgumentParser]) -> Non
         "run one stage of a run: what the stage scripts in slurm/ do",
         "  braid stage runs/quickstart experts.chain_sum\n\n"
         "In a job of Slurm's, ranks and engines are steps of it; elsewhere they run here. The\n"
-        "run's folder is what `braid run` or `braid submit --dry-run` has made.",
+        "run's folder is what `braid run` or `braid submit --prepare` has made.",
     )
     cancel = command(
         "cancel",

@@ -10,10 +10,7 @@ from collections.abc import Collection, Sequence
 from rich.console import Console
 
 from pipeline import columns, explain, gates, one_off, report, resolved
-from pipeline.config import (
-    dump_resolved,
-    load,
-)
+from pipeline.config import dump_resolved, load
 from pipeline.copies import refuse_another_run_s
 from pipeline.doctor import sections, table
 from pipeline.errors import BraidError
@@ -29,12 +26,7 @@ from pipeline.overview import find
 from pipeline.probe import probe
 from pipeline.run_directory import RunDirectory
 from pipeline.runner import cores_side_by_side, run_stages
-from pipeline.selection import (
-    chosen,
-    following,
-    put_aside,
-    refuse_selection,
-)
+from pipeline.selection import chosen, following, put_aside, refuse_selection
 from pipeline.signals import Stopped
 from pipeline.slurm.jobs import queue_of
 from pipeline.states import StageState, derive
@@ -194,8 +186,7 @@ def configured(arguments: Namespace) -> tuple[RunDirectory, RunSettings]:
 def take_settings(run: RunDirectory, settings: RunSettings, anew: Sequence[str] = ()) -> None:
     """Make these the run's settings. Raises BraidError where stages have work of other ones and
     are not to be made `anew`."""
-    if run.settings.exists():
-        refuse_other_configuration(run, settings, anew)
+    refuse_other_configuration(run, settings, anew)
     resolved.write(run, settings)
 
 

@@ -77,6 +77,11 @@ def load_cluster(path: Path) -> ClusterSettings:
     return settings
 
 
+def place_in_cluster(path: Path, key: Key) -> Place:
+    """Where the profile in a file says something."""
+    return nearest(Reader().file(path), key)
+
+
 def load_with_domain(run: Path, path: Path, samples: int | None = None) -> RunSettings:
     """A run's settings with the domain of a file in place of all of the run's own, and with so many
     samples of a prompt.

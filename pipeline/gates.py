@@ -17,37 +17,23 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 from parallel.files import write_atomically
 from pipeline.errors import BraidError
 from pipeline.graph import Stage, compile_graph
 from pipeline.ledger import Ledger
-from pipeline.report import STOPPED_MARK, Models
+from pipeline.report import Models
 from pipeline.run_directory import RunDirectory, StageDirectory
 from pipeline.selection import chosen
 from pipeline.states import StageState, derive
+from pipeline.verdicts import OVERRIDDEN, DamagedVerdict, Outcome, Verdict, read_verdict
 from pipeline.violations import shown
 from stages.gates.settings import ExpertGateSettings, GateSettings, MergeGateSettings
 from stages.settings import RunSettings
 from stages.statistics import Accuracy, Difference, difference
 
-Outcome = Literal["passed", "warned", "stopped"]
 Steps = Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a gate says, with the numbers for it."""
-
-    outcome: Outcome
-    reasons: tuple[str, ...]
-
-    @property
-    def text(self) -> str:
-        """As it stands in the ledger."""
-        mark = STOPPED_MARK if self.outcome == "stopped" else f"{self.outcome}: "
-        return f"{mark}{'; '.join(self.reasons)}"
 
 
 class GateStopped(BraidError):
@@ -112,15 +98,6 @@ def ending(run: RunDirectory, settings: RunSettings, stage: Stage) -> str:
     return verdict.text
 
 
-def read_verdict(directory: StageDirectory) -> Verdict | None:
-    """What a gate said; None of other stages, and of a gate that was not judged yet."""
-    try:
-        found = json.loads(directory.verdict.read_text(encoding="utf-8"))
-        return Verdict(found["outcome"], tuple(found["reasons"]))
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return None
-
-
 def tell_verdict(run: RunDirectory, stage: Stage, say: Callable[[str], None]) -> None:
     """Say what a gate that is done has said."""
     if verdict := read_verdict(run.stage(stage.name)):
@@ -159,7 +136,7 @@ def override(run: RunDirectory, settings: RunSettings, name: str, reason: str) -
             f"{name} of {shown(run.path)} is {state.state}{cause}\n"
             "only a gate that has stopped is overridden"
         )
-    cause = f"overridden: {reason}; it said: {verdict.text}"
+    cause = f"{OVERRIDDEN}{reason}; it said: {verdict.text}"
     Ledger(run.ledger).append(name, "done", cause, state.attempts)
 
 
@@ -278,5 +255,10 @@ def _logged(directory: StageDirectory) -> list[dict[str, Any]]:
 
 def _stopped(run: RunDirectory, stage: Stage, state: StageState) -> Verdict | None:
     """The verdict of a gate that has stopped, and was not overridden."""
-    verdict = read_verdict(run.stage(stage.name)) if state.state not in ("done", "stale") else None
+    if state.state in ("done", "stale"):
+        return None
+    try:
+        verdict = read_verdict(run.stage(stage.name))
+    except DamagedVerdict:  # its state says so, and that the gate is asked again
+        return None
     return verdict if verdict and verdict.outcome == "stopped" else None

@@ -58,25 +58,39 @@ class Ledger:
     ) -> None:
         """Write one line, durably. Writers of any machine that shares the file take turns."""
         rounded = None if seconds is None else round(seconds, 3)
-        event = Event(_now(), stage, state, cause, attempt, rounded, job)
-        fields = {name: value for name, value in asdict(event).items() if value is not None}
-        line = (json.dumps(fields) + "\n").encode()
         with naming(self.path), self.path.open("a+b", buffering=0) as file, _alone(file):
-            if _ends_in_half_a_line(file):
-                line = b"\n" + line
-            if file.write(line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(file.fileno())
+            _write(file, Event(_now(), stage, state, cause, attempt, rounded, job))
+
+    def submitted(self, stage: str, cause: str, attempt: int, job: str) -> None:
+        """Write that Slurm has `job` for a stage, unless the ledger names that: a job may begin,
+        and end, before we have heard its number, and what it said itself is newer."""
+        with naming(self.path), self.path.open("a+b", buffering=0) as file, _alone(file):
+            file.seek(0)  # of another descriptor of the file, the end would be that of the lock
+            events = _events(file.read().decode(errors="replace"))
+            named = [each.job for each in events if each.stage == stage and each.job]
+            if job not in named[-1:]:
+                _write(file, Event(_now(), stage, "submitted", cause, attempt, job=job))
 
     def events(self) -> list[Event]:
         """Every whole line. A line cut short by a crash says nothing that can be relied on."""
         if not self.path.exists():
             return []
-        events = []
-        for line in self.path.read_text(encoding="utf-8", errors="replace").split("\n"):
-            if (event := _event(line)) is not None:
-                events.append(event)
-        return events
+        return _events(self.path.read_text(encoding="utf-8", errors="replace"))
+
+
+def _events(text: str) -> list[Event]:
+    return [event for line in text.split("\n") if (event := _event(line)) is not None]
+
+
+def _write(file: IO[bytes], event: Event) -> None:
+    """Append one line to the file, which the caller holds alone."""
+    fields = {name: value for name, value in asdict(event).items() if value is not None}
+    line = (json.dumps(fields) + "\n").encode()
+    if _ends_in_half_a_line(file):
+        line = b"\n" + line
+    if file.write(line) < len(line):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.fsync(file.fileno())
 
 
 def _event(line: str) -> Event | None:

@@ -19,9 +19,11 @@ from stages.settings import RunSettings
 
 
 def refuse_other_configuration(
-    run: RunDirectory, settings: RunSettings, anew: Sequence[str]
+    run: RunDirectory, settings: RunSettings, anew: Sequence[str] = ()
 ) -> None:
     """Raise BraidError where stages have work of other settings and are not to be made `anew`."""
+    if not run.settings.exists():
+        return
     differing = differing_keys(resolved.read(run), settings)
     if not differing:
         print(f"{shown(run.path)} holds a run of this very configuration: continuing it")
@@ -37,7 +39,7 @@ def refuse_other_configuration(
         print("\n".join([f"continuing {shown(run.path)} with other settings:", *lines]))
         return
     if all(any(matches(key, each) for each in CHANGES_NO_RESULT) for key in differing):
-        refuse_stale(run, settings, stages)
+        refuse_stale(run, settings, stages, record=False)
     raise BraidError(
         "\n".join([f"{shown(run.path)} holds a run of another configuration:", *lines])
         + f"\nwith which these were made that are done or begun: {', '.join(stale)}"

@@ -16,6 +16,7 @@ from pipeline.ledger import Event, Ledger, minutes
 from pipeline.progress import clock, latest
 from pipeline.run_directory import RunDirectory
 from pipeline.states import StageState
+from pipeline.verdicts import STOPPED_MARK
 from pipeline.violations import shown
 
 if TYPE_CHECKING:  # rich and the settings classes take longer than all of `braid status`
@@ -39,7 +40,6 @@ STATUS_HEADINGS = ("stage", "state", "saved step", "attempts", "time", "note")
 OWN_DOMAIN = "◆"
 NOTE_WIDTH = 60  # characters of a cause that stand in a table
 PASSED, STOPPED = "passed", "stopped"  # what a table says of a gate
-STOPPED_MARK = "gate: "  # what the verdict of a gate that stopped begins with
 # Experts are spread over the ranks on their own, so that both lines of a layout fill all ranks.
 OF_DENSE_LAYERS = ("data", "tensor", "pipeline", "virtual_pipeline", "context")
 OF_EXPERTS = ("expert", "expert_tensor")

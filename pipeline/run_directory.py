@@ -197,6 +197,16 @@ class RunDirectory:
         """What Slurm's jobs printed, and the script that submits them."""
         return self.path / "slurm"
 
+    @property
+    def submission(self) -> Path:
+        """The script of the commands that submit it."""
+        return self.slurm / "submit.sh"
+
+    @property
+    def submitting(self) -> Path:
+        """There while Slurm may have jobs that the ledger does not name."""
+        return self.slurm / "submitting"
+
     def output_of(self, job: str) -> Path | None:
         """What a job of Slurm's printed, if it began at all."""
         found = sorted(self.slurm.glob(f"*-{job}.out"))
@@ -245,14 +255,15 @@ class RunDirectory:
             yield
 
     @contextmanager
-    def lock_submission(self) -> Iterator[None]:
-        """Submit stages of the run for this process alone.
+    def lock_submission(self) -> Iterator[int]:
+        """Submit stages of the run for this process alone; gives the lock's descriptor, for others
+        to hold that may live longer.
 
         Raises:
             RunLocked: another one does.
         """
-        with _locked(self.path / "submit.lock", f"{shown(self.path)} is"):
-            yield
+        with _locked(self.path / "submit.lock", f"{shown(self.path)} is") as descriptor:
+            yield descriptor
 
     def is_running(self) -> bool:
         """Whether a launcher has the run for itself now."""
@@ -270,7 +281,7 @@ def _locked(
     shared: bool = False,
     patience: float = LOCK_PATIENCE_SECONDS,
     check: Callable[[], None] = lambda: None,
-) -> Iterator[None]:
+) -> Iterator[int]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+") as file:
         deadline = time.monotonic() + patience
@@ -286,7 +297,7 @@ def _locked(
         if not shared:  # of several, none is to be named alone
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
             file.flush()
-        yield
+        yield file.fileno()
 
 
 def _is_locked(path: Path) -> bool:

@@ -29,9 +29,9 @@ class StaleStages(BraidError):
 
 
 def refuse_stale(
-    run: RunDirectory, settings: RunSettings, wanted: Sequence[Stage]
+    run: RunDirectory, settings: RunSettings, wanted: Sequence[Stage], *, record: bool = True
 ) -> dict[str, StageState]:
-    """The state of every stage.
+    """The state of every stage. `record` also writes into the ledger what is refused.
 
     Raises:
         StaleStages: finished or half-finished work of a stage that is wanted, or of an input of
@@ -43,7 +43,7 @@ def refuse_stale(
     stale = {
         name: state for name, state in states.items() if name in touched and state.state == "stale"
     }
-    for name, state in stale.items():
+    for name, state in stale.items() if record else ():
         Ledger(run.ledger).append(name, "stale", state.cause, state.attempts)
     if stale:
         raise StaleStages(run, stages, stale)

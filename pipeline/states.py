@@ -12,6 +12,7 @@ from pipeline.graph import Stage
 from pipeline.ledger import Event, Ledger, State, latest
 from pipeline.lineage import Lineage, changes, lineage_from, read_manifest
 from pipeline.run_directory import RunDirectory, StageDirectory, ended_early
+from pipeline.verdicts import OVERRIDDEN, DamagedVerdict, read_verdict
 from pipeline.violations import shown
 
 if TYPE_CHECKING:  # building the settings classes takes longer than all of `braid status`
@@ -54,6 +55,7 @@ def states_of(
     newest = latest(events)
     states: dict[str, StageState] = {}
     checkpoints: dict[str, Checkpoint | None] = {}
+    jobs = {job.stage: job for job in (queue or {}).values()}  # by their own arguments
     for stage in stages:  # inputs come first
         directory = run.stage(stage.name)
         checkpoints[stage.name] = directory.newest_checkpoint()
@@ -62,7 +64,7 @@ def states_of(
         event = newest.get(stage.name)
         found = _state(stage, left, event, now, states)
         if found.state not in ("done", "stale"):  # which no job changes
-            found = _in_the_queue(run, left, event, queue) or found
+            found = _in_the_queue(run, left, event, queue, jobs.get(stage.name)) or found
         states[stage.name] = found
     return states
 
@@ -81,13 +83,20 @@ class _Left:
 
 
 def _in_the_queue(
-    run: RunDirectory, left: _Left, event: Event | None, queue: Mapping[str, QueuedJob] | None
+    run: RunDirectory,
+    left: _Left,
+    event: Event | None,
+    queue: Mapping[str, QueuedJob] | None,
+    unnamed: QueuedJob | None,
 ) -> StageState | None:
-    """The state of a stage that Slurm has, or had and lost; None of others."""
+    """The state of a stage that Slurm has, or had and lost; None of others. `unnamed` is a job for
+    it that the ledger need not name."""
+    number = event.job if event is not None and event.state != "done" else None
+    job = (queue or {}).get(number) if number is not None else None
+    if (job := job or unnamed) is not None:
+        return left.stands("submitted" if job.waits else "running", job.describe(), job.number)
     if event is None or event.job is None or event.state == "done":
         return None
-    if (job := (queue or {}).get(event.job)) is not None:
-        return left.stands("submitted" if job.waits else "running", job.describe(), event.job)
     if event.state != "submitted":
         return None
     if queue is None:
@@ -126,9 +135,23 @@ def _state(
             return left.stands("stale", "; ".join(reasons))
         if lack:  # a damaged last checkpoint was removed, and an older one is still there
             return left.stands("pending", lack)
+    if stage.kind == "gate" and (damage := _damaged_verdict(left.directory, event)):
+        return left.stands("pending", damage)
     if event.state == "running" and not left.directory.is_running():
         return left.stands("failed", "its launcher was killed")
     return left.stands(event.state, event.cause)
+
+
+def _damaged_verdict(directory: StageDirectory, event: Event) -> str | None:
+    """What is wrong with the verdict of a gate that has said something; None where nothing is, and
+    where a person has overridden it."""
+    if event.state not in ("done", "failed") or OVERRIDDEN in event.cause:
+        return None
+    try:
+        read_verdict(directory)
+    except DamagedVerdict as error:
+        return f"{error}; the gate is asked again"
+    return None
 
 
 def _holds_work(stage: Stage, left: _Left) -> bool:

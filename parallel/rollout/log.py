@@ -26,7 +26,7 @@ import numpy as np
 
 from parallel.files import naming
 from parallel.last_word import say_notice
-from parallel.rollout.answers import Question, sample_of
+from parallel.rollout.answers import Garbage, Question, sample_of
 from parallel.rollout.wire import Generation
 from parallel.sample import Sample
 from parallel.settings import ModelSettings
@@ -164,23 +164,22 @@ class RolloutLog:
             path = self._path(version)
             with naming(path):
                 file = path.open("r+b" if path.exists() else "w+b")
-                self._open[version] = self._read(path, file)
+                self._open[version] = self._read(path, file, version)
         return self._open[version]
 
-    def _read(self, path: Path, file: BinaryIO) -> _Version:
+    def _read(self, path: Path, file: BinaryIO, version: int) -> _Version:
         read = _Version(file, {}, whole=False)
         good = 0
         try:
             for number, data in enumerate(frames(file)):
                 if number == 0:
-                    if msgspec.msgpack.decode(data, type=Origin) != self._origin:
-                        raise Damaged("it is of another model, parent or sampling")
-                elif (entry := ENTRIES.decode(data)) is None:
+                    self._hold_to_origin(data)
+                elif (entry := self._entry(data, version)) is None:
                     read.whole = True
                 else:
                     read.answers[entry[0].seed] = entry
                 good = file.tell()
-        except (Damaged, msgspec.MsgspecError) as error:
+        except Damaged as error:
             self._notify(
                 f"{path}: {error}; the {len(read.answers)} responses before byte {good} are used,"
                 " and what follows is drawn again"
@@ -190,6 +189,35 @@ class RolloutLog:
         if good == 0:
             self._write(file, self._origin)
         return read
+
+    def _hold_to_origin(self, data: bytes) -> None:
+        """Raise Damaged where a file's first frame does not say that it is of this very log."""
+        try:
+            origin = msgspec.msgpack.decode(data, type=Origin)
+        except (ValueError, RecursionError) as error:  # msgspec's are ValueErrors
+            raise Damaged(f"its first frame tells no origin: {error}") from error
+        if origin.format != FORMAT:
+            raise Damaged(f"it is of format {origin.format}, and not of {FORMAT}")
+        if origin != self._origin:
+            raise Damaged("it is of another model, parent or sampling")
+
+    def _entry(self, data: bytes, version: int) -> Entry:
+        """A frame whose checksum is right may still hold what nobody who writes here would write.
+
+        Raises Damaged.
+        """
+        try:
+            entry = ENTRIES.decode(data)
+            if msgspec.msgpack.encode(entry) != data:  # such as a key that is none
+                raise Garbage("it says more than one")
+            if entry is not None:
+                sample = sample_of(*entry, self._model)
+                if np.any(sample.versions != version):
+                    raise Garbage("it is of other weights than its file")
+        # OverflowError: a token of a prompt that is no int32.
+        except (ValueError, OverflowError, RecursionError) as error:
+            raise Damaged(f"a frame that is no response: {error}") from error
+        return entry
 
     def _remove(self, dropped: Callable[[int], bool]) -> None:
         with self._lock:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from parallel.files import write_atomically
 from pipeline import commands, resolved
 from pipeline.config import differing_keys, load_cluster
 from pipeline.errors import BraidError
 from pipeline.gates import refuse_stopped
 from pipeline.graph import Stage, compile_graph
 from pipeline.ledger import Ledger
+from pipeline.other_settings import refuse_other_configuration
 from pipeline.run_directory import RunDirectory
 from pipeline.selection import chosen, refuse_missing_inputs
 from pipeline.slurm import queue
 from pipeline.slurm import submit as submitting
-from pipeline.slurm.jobs import job_numbers, queue_of
+from pipeline.slurm.jobs import adopt, job_numbers, queue_of
 from pipeline.slurm.queue import QueuedJob
 from pipeline.slurm.settings import ClusterSettings
 from pipeline.slurm.stage import run_stage
@@ -29,26 +31,31 @@ from stages.settings import RunSettings
 def submit(arguments: Namespace) -> None:
     """Hand every stage that is not done to Slurm."""
     run, settings = commands.configured(arguments)
-    cluster = _cluster(arguments.cluster, run)
-    submitting.refuse_too_large_engines(settings, cluster)
+    profile = _profile(arguments.cluster, run)
+    cluster = load_cluster(profile)
     if "%" in str(run.path.absolute()):
         raise BraidError(f"{shown(run.path)}: Slurm reads a % in a path otherwise; choose another")
     stages = compile_graph(settings)
     wanted = chosen(run, stages, arguments.only)
-    with run.lock(shared=True), run.lock_submission():
+    submitting.refuse_too_large_engines(settings, cluster, stages)
+    if arguments.dry_run:
+        _show(run, settings, cluster, stages, wanted)
+        return
+    if not run.settings.exists():  # then nothing is made for what cannot start
+        _refuse_missing(wanted, derive(run, settings, stages))
+    with run.lock(shared=True), run.lock_submission() as lock:
         _refuse_other_settings(run, settings)
         commands.take_settings(run, settings)
         refuse_stale(run, settings, wanted)
-        states = _states(run, settings, stages, ask=not arguments.dry_run)
-        _refuse_missing(wanted, states)
-        refuse_stopped(run, wanted, states)
-        jobs = submitting.submissions(run, settings, cluster, wanted, states)
-        script = submitting.write_scripts(run, cluster, jobs)
-        if arguments.dry_run:
-            print(script.read_text(), end="")
+        states = derive(run, settings, stages, adopt(run))
+        jobs = _submissions(run, settings, cluster, wanted, states)
+        submitting.write_scripts(run, cluster, jobs)
+        if arguments.prepare:
+            write_atomically(run.submitting, "")
+            print(f"nothing is submitted; the commands stand in {shown(run.submission)}")
             return
-        for stage, number in submitting.submit(run, jobs):
-            print(f"{stage.name}: job {number}")
+        for stage, number in submitting.submit(run, jobs, cluster, profile, lock):
+            print(f"{stage.name}: job {number}", flush=True)
     for stage in wanted:
         state = states[stage.name]
         if state.state in ("done", "submitted", "running"):
@@ -72,16 +79,16 @@ def cancel(arguments: Namespace) -> None:
     names = {stage.name for stage in chosen(run, stages, arguments.stages)}
     with run.lock_submission():
         queued = _jobs(run)
-        names &= queued.keys()
+        names &= {name for name, _ in queued}
         for stage in stages:  # those before it come first
             # Slurm lets what waits for a cancelled task of an array start all the same.
             if names & {*stage.waits_for}:
                 names.add(stage.name)
-        jobs = {name: job for name, job in queued.items() if name in names}
+        jobs = [(name, job) for name, job in queued if name in names]
         if not jobs:
             print(f"{shown(run.path)} has no job in the queue")
         # Those that wait first, so that none begins because another one ends.
-        for name, job in sorted(jobs.items(), key=lambda item: not item[1].waits):
+        for name, job in sorted(jobs, key=lambda item: not item[1].waits):
             if job.waits or arguments.now:
                 queue.call(["scancel", job.number])
             else:
@@ -92,23 +99,47 @@ def cancel(arguments: Namespace) -> None:
             print(f"{name}: {'cancelled' if job.waits else running} (job {job.number})")
 
 
-def _states(
-    run: RunDirectory, settings: RunSettings, stages: tuple[Stage, ...], *, ask: bool
-) -> dict[str, StageState]:
-    """Raises SlurmError where Slurm is to be asked and does not answer."""
-    found = (
-        queue.queued(run.name, job_numbers(Ledger(run.ledger).events()).values())
-        if ask
-        else queue_of(run, Ledger(run.ledger).events())[0]
+def _show(
+    run: RunDirectory,
+    settings: RunSettings,
+    cluster: ClusterSettings,
+    stages: Sequence[Stage],
+    wanted: list[Stage],
+) -> None:
+    """What would be submitted, as a script; writes nothing."""
+    _refuse_other_settings(run, settings)
+    refuse_other_configuration(run, settings)
+    refuse_stale(run, settings, wanted, record=False)
+    found, unasked = queue_of(run, Ledger(run.ledger).events())
+    states = derive(run, settings, stages, found)
+    print(submitting.script_of(_submissions(run, settings, cluster, wanted, states)))
+    print(
+        "# Nothing is written and nothing submitted. The stage scripts are these files. For their"
     )
-    return derive(run, settings, stages, found)
+    print(f"# commands to run by hand, --prepare makes {shown(run.path)} and this script in it.")
+    if unasked:
+        print(f"# {unasked}")
 
 
-def _jobs(run: RunDirectory) -> dict[str, QueuedJob]:
-    """The job of every stage that is in the queue."""
-    numbers = job_numbers(Ledger(run.ledger).events())
-    jobs = queue.queued(run.name, numbers.values())
-    return {name: jobs[number] for name, number in numbers.items() if number in jobs}
+def _submissions(
+    run: RunDirectory,
+    settings: RunSettings,
+    cluster: ClusterSettings,
+    wanted: list[Stage],
+    states: Mapping[str, StageState],
+) -> list[submitting.Submission]:
+    """Raises BraidError where something that is wanted cannot start."""
+    _refuse_missing(wanted, states)
+    refuse_stopped(run, wanted, states)
+    return submitting.submissions(run, settings, cluster, wanted, states)
+
+
+def _jobs(run: RunDirectory) -> list[tuple[str, QueuedJob]]:
+    """The stage and the job of everything in the queue; two where a stage was submitted twice."""
+    jobs = adopt(run)
+    stages = {number: name for name, number in job_numbers(Ledger(run.ledger).events()).items()}
+    named = ((job.stage or stages.get(number), job) for number, job in jobs.items())
+    return [(name, job) for name, job in named if name is not None]
 
 
 def _refuse_missing(wanted: list[Stage], states: Mapping[str, StageState]) -> None:
@@ -132,11 +163,12 @@ def _refuse_other_settings(run: RunDirectory, settings: RunSettings) -> None:
             )
 
 
-def _cluster(path: Path | None, run: RunDirectory) -> ClusterSettings:
+def _profile(path: Path | None, run: RunDirectory) -> Path:
+    """The file of the cluster's profile: one that is given, or what the run has of its last."""
     if path is not None:
-        return load_cluster(path)
+        return path
     if run.cluster.exists():
-        return load_cluster(run.cluster)
+        return run.cluster
     raise BraidError("--cluster FILE is needed: configs/clusters has one to begin with")
 
 

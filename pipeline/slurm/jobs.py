@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from pipeline.errors import reason
-from pipeline.ledger import Event
+from pipeline.ledger import Event, Ledger
 from pipeline.run_directory import RunDirectory
 from pipeline.slurm.queue import QueuedJob, SlurmError, queued
 
@@ -25,12 +25,33 @@ def job_numbers(events: Iterable[Event]) -> dict[str, str]:
 def queue_of(
     run: RunDirectory, events: Iterable[Event]
 ) -> tuple[Mapping[str, QueuedJob] | None, str]:
-    """The jobs of a run's `events` that Slurm still has, by number; None where it was not asked,
-    with what a person should know about that."""
+    """The jobs of a run that Slurm still has, by number: those of its `events`, and those that
+    never came into the ledger. None where it was not asked, with what a person should know about
+    that."""
     numbers = job_numbers(events)
-    if not numbers:
+    if not numbers and not run.submitting.exists():
         return None, ""
     try:
-        return queued(run.name, numbers.values()), ""
+        return queued(run.path, numbers.values()), ""
     except SlurmError as error:
         return None, f"Slurm was not asked about this run's jobs: {reason(error)}"
+
+
+def adopt(run: RunDirectory) -> Mapping[str, QueuedJob]:
+    """The jobs of a run that Slurm has, by number. The ledger gets a line for each that it does not
+    name: `braid submit` was killed before it wrote one or never heard sbatch's answer, or a person
+    submitted it. The caller holds the lock of submissions.
+
+    Raises SlurmError when Slurm does not answer.
+    """
+    ledger = Ledger(run.ledger)
+    numbers = job_numbers(ledger.events())
+    if not numbers and not run.cluster.exists():  # nothing was ever submitted
+        return {}
+    found = queued(run.path, numbers.values())
+    for job in found.values():
+        if job.stage is not None and numbers.get(job.stage) not in found:
+            numbers[job.stage] = job.number
+            cause = f"as job {job.number}, which was in the queue"
+            ledger.submitted(job.stage, cause, run.stage(job.stage).attempts(), job.number)
+    return found

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from parallel.settings import Positive, Settings
 
-Walltime = Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d\d){0,2}$")]  # as sbatch --time takes it
+WALLTIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")  # as sbatch --time takes it
+FORMS = '"D-HH:MM:SS", "HH:MM:SS" or "MINUTES"'
 StageKind = Literal["import", "sft", "grpo", "mixed", "distill", "gate", "evaluate", "export"]
 
 
@@ -26,6 +29,19 @@ def seconds_of(walltime: str) -> int:
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
+def _walltime(value: Any) -> Any:
+    """YAML 1.1 counts 1:30:00 in sixties, and nobody knows what a number was then written as."""
+    if type(value) in (int, float):
+        message = f"should stand in quotes, as YAML makes a number of 1:30:00: {FORMS}"
+        raise PydanticCustomError("walltime", message)
+    if isinstance(value, str) and not WALLTIME.fullmatch(value):
+        raise PydanticCustomError("walltime", f"should be {FORMS}, in quotes")
+    return value
+
+
+Walltime = Annotated[str, BeforeValidator(_walltime)]
+
+
 class ContainerSettings(Settings):
     """The image that ranks and engines run in; the launcher itself runs outside, beside srun."""
 
@@ -37,13 +53,39 @@ class ContainerSettings(Settings):
     python: str = Field(default="python3", description="the interpreter in there that has braid")
 
 
-class ClusterSettings(Settings):
-    """How stages become jobs of Slurm's."""
+class KindSettings(Settings):
+    """What stages of a kind ask for otherwise; null is what the others ask for."""
 
     account: str | None = None
     partition: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    memory_per_node: str | None = None
     options: tuple[str, ...] = Field(
-        default=(), description="further options of sbatch, such as --exclusive or --qos=high"
+        default=(), description="of sbatch, behind those of every stage: the last one counts"
+    )
+    ranks_per_node: Positive | None = None
+    gpus_per_node: Annotated[int, Field(ge=0)] | None = None
+    gpu_type: str | None = None
+    cpus_per_rank: Positive | None = None
+    walltime: Walltime | None = None
+
+
+class ClusterSettings(Settings):
+    """How stages become jobs of Slurm's."""
+
+    renamed: ClassVar[dict[str, str]] = {"walltimes": "kinds: {KIND: {walltime: ...}}"}
+
+    account: str | None = None
+    partition: str | None = None
+    qos: str | None = None
+    constraint: str | None = Field(default=None, description="features of nodes, such as a100|h100")
+    memory_per_node: str | None = Field(
+        default=None,
+        description='as sbatch --mem: "900G"; "0" is all of it, null the cluster\'s own',
+    )
+    options: tuple[str, ...] = Field(
+        default=(), description="further options of sbatch, such as --exclusive"
     )
     ranks_per_node: Positive = Field(
         default=8, description="ranks, of the trainer and of engines, that a node has room for"
@@ -51,12 +93,13 @@ class ClusterSettings(Settings):
     gpus_per_node: Annotated[int, Field(ge=0)] = Field(
         default=0, description="0 asks for none: ranks and engines then run on the CPU"
     )
+    gpu_type: str | None = Field(default=None, description="such as h100; null is any")
     cpus_per_rank: Positive = 1
     walltime: Walltime = Field(
         default="4:00:00", description="a longer stage saves, goes back into the queue, continues"
     )
-    walltimes: dict[StageKind, Walltime] = Field(
-        default_factory=dict, description="of kinds of stages that need another"
+    kinds: dict[StageKind, KindSettings] = Field(
+        default_factory=dict, description="of stages what they ask for otherwise"
     )
     warning_seconds: Annotated[int, Field(ge=60)] = Field(
         default=300, description="before the walltime ends, to save in; Slurm may be 60 s early"
@@ -78,10 +121,17 @@ class ClusterSettings(Settings):
     )
     container: ContainerSettings | None = None
 
+    def of_kind(self, kind: StageKind) -> ClusterSettings:
+        """What stages of a kind go by: this, with what is said of the kind laid over it."""
+        if (own := self.kinds.get(kind)) is None:
+            return self
+        said = {name: value for name, value in own if value is not None and name != "options"}
+        return self.model_copy(update={**said, "options": (*self.options, *own.options)})
+
 
 def too_short(cluster: ClusterSettings) -> Iterator[tuple[str, str]]:
     """Every walltime that has no room for the warning before its end: (dotted key, message)."""
-    others = [(f"walltimes.{kind}", walltime) for kind, walltime in cluster.walltimes.items()]
+    others = [(f"kinds.{kind}.walltime", own.walltime) for kind, own in cluster.kinds.items()]
     for key, walltime in [("walltime", cluster.walltime), *others]:
-        if 0 < seconds_of(walltime) <= cluster.warning_seconds:
+        if walltime is not None and 0 < seconds_of(walltime) <= cluster.warning_seconds:
             yield key, f"{walltime} should be more than warning_seconds = {cluster.warning_seconds}"

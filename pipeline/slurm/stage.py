@@ -56,6 +56,7 @@ def run_stage(
     in_a_job = "SLURM_JOB_ID" in os.environ
     number = job_number() if in_a_job else None
     cluster = load_cluster(run.cluster) if run.cluster.exists() else ClusterSettings()
+    cluster = cluster.of_kind(stage.kind)
     try:
         _attempt(run, settings, stage, console, programs, cluster, number)
     except (JobFailed, Stopped) as ended:
@@ -140,14 +141,15 @@ def _go_back(
 
 
 def _starts(events: Sequence[Event], stage: Stage) -> list[str]:
-    """What each attempt of the stage began with, since it was last submitted or put aside."""
+    """What each attempt of the stage began with, since it has this job or was put aside."""
     found: dict[int, str] = {}
+    job = None
     for event in events:
         if event.stage != stage.name:
             continue
-        if event.cause.startswith(("as job", "put aside")):
-            found = {}
-        elif event.state == "running":
+        if event.job not in (None, job) or event.cause.startswith("put aside"):
+            found, job = {}, event.job
+        if event.state == "running":
             found.setdefault(event.attempt, event.cause)
     return list(found.values())
 

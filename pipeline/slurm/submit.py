@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from pipeline.ledger import Ledger
 from pipeline.run_directory import RunDirectory
 from pipeline.slurm.nodes import nodes_needed
 from pipeline.slurm.queue import SlurmError, call
+from pipeline.slurm.refusals import explained
 from pipeline.slurm.settings import ClusterSettings
 from pipeline.states import StageState
 from pipeline.violations import shown
@@ -88,17 +89,30 @@ def submissions(
     return found
 
 
-def submit(run: RunDirectory, submissions: Iterable[Submission]) -> list[tuple[Stage, str]]:
-    """Hand everything to Slurm; returns the number of every stage's job.
+def submit(
+    run: RunDirectory,
+    submissions: Iterable[Submission],
+    cluster: ClusterSettings,
+    profile: Path,
+    lock: int,
+) -> Iterator[tuple[Stage, str]]:
+    """Hand everything to Slurm; gives the number of every stage's job. The file
+    `RunDirectory.submitting` is there until all of them are in the ledger, so that whoever asks
+    where the run stands asks Slurm for the others too. sbatch holds the `lock` of submissions:
+    where we are killed and it is not, nothing else is submitted before it ends.
 
     Raises:
-        SlurmError: Slurm refused one; those before it are in the queue, and in the ledger.
+        SlurmError: Slurm refused one; those before it are in the queue, and in the ledger. The
+            message has the keys of `profile` that the refusal speaks of.
     """
+    write_atomically(run.submitting, "")
     ledger = Ledger(run.ledger)
     numbers: list[str] = []
-    found = []
     for submission in submissions:
-        answer = call(submission.command(numbers))
+        try:
+            answer = call(submission.command(numbers), keep=[lock])
+        except SlurmError as error:
+            raise explained(error, submission.stages[0].kind, cluster, profile) from error
         lines = answer.split() or [""]
         number = lines[-1].partition(";")[0]  # `17;cluster` where there are several
         if not number.isdecimal():
@@ -107,22 +121,13 @@ def submit(run: RunDirectory, submissions: Iterable[Submission]) -> list[tuple[S
         for stage in submission.stages:
             job = submission.job(numbers[-1], stage)
             attempt = run.stage(stage.name).attempts()
-            ledger.append(stage.name, "submitted", f"as job {job}", attempt, job=job)
-            found.append((stage, job))
-    return found
+            ledger.submitted(stage.name, f"as job {job}", attempt, job)
+            yield stage, job
+    run.submitting.unlink(missing_ok=True)
 
 
-def write_scripts(
-    run: RunDirectory, cluster: ClusterSettings, submissions: Sequence[Submission]
-) -> Path:
-    """Write what the stage scripts read of the cluster, and a script of the very commands that
-    submit them; returns that."""
-    text = yaml.safe_dump(cluster.model_dump(mode="json"), sort_keys=False, width=100)
-    write_atomically(run.cluster, text)
-    here = shlex.quote(str(Path(sys.executable).parent))
-    setup = ["# Sourced by the stage scripts.", f"export PATH={here}:$PATH", *cluster.setup]
-    write_atomically(run.setup_script, "\n".join(setup) + "\n")
-    run.slurm.mkdir(exist_ok=True)
+def script_of(submissions: Sequence[Submission]) -> str:
+    """A script of the very commands that submit everything."""
     lines = ["#!/bin/bash", "# What `braid submit` does.", "set -euo pipefail"]
     variables = [f"${{job_{index}}}" for index in range(len(submissions))]
     for index, submission in enumerate(submissions):
@@ -130,23 +135,40 @@ def write_scripts(
         command = " ".join(f'"{part}"' if "${job" in part else shlex.quote(part) for part in parts)
         names = " ".join(stage.name for stage in submission.stages)
         lines += ["", f"# {names}", f"job_{index}=$({command})"]
-    path = run.slurm / "submit.sh"
-    write_atomically(path, "\n".join(lines) + "\n")
-    return path
+    return "\n".join(lines) + "\n"
+
+
+def write_scripts(
+    run: RunDirectory, cluster: ClusterSettings, submissions: Sequence[Submission]
+) -> None:
+    """Write what the stage scripts read of the cluster, and beside it the script of the commands
+    that submit them."""
+    text = yaml.safe_dump(cluster.model_dump(mode="json"), sort_keys=False, width=100)
+    write_atomically(run.cluster, text)
+    here = shlex.quote(str(Path(sys.executable).parent))
+    setup = ["# Sourced by the stage scripts.", f"export PATH={here}:$PATH", *cluster.setup]
+    write_atomically(run.setup_script, "\n".join(setup) + "\n")
+    write_atomically(run.submission, script_of(submissions))
 
 
 def needed_nodes(settings: RunSettings, cluster: ClusterSettings, stage: Stage) -> int:
     """How many nodes a stage takes."""
-    return nodes_needed(settings.layout, settings.engine if stage.needs_engine else None, cluster)
+    engine = settings.engine if stage.needs_engine else None
+    return nodes_needed(settings.layout, engine, cluster.of_kind(stage.kind))
 
 
-def refuse_too_large_engines(settings: RunSettings, cluster: ClusterSettings) -> None:
+def refuse_too_large_engines(
+    settings: RunSettings, cluster: ClusterSettings, stages: Iterable[Stage]
+) -> None:
     """Raise BraidError where no node has room for an engine."""
-    if settings.engine.tensor > cluster.ranks_per_node:
-        raise BraidError(
-            f"engine.tensor = {settings.engine.tensor} is more than the cluster's ranks_per_node ="
-            f" {cluster.ranks_per_node}, and an engine stands on one node"
-        )
+    for kind in dict.fromkeys(stage.kind for stage in stages if stage.needs_engine):
+        room = cluster.of_kind(kind).ranks_per_node
+        if settings.engine.tensor > room:
+            whose = f" for {kind}" if room != cluster.ranks_per_node else ""
+            raise BraidError(
+                f"engine.tensor = {settings.engine.tensor} is more than the cluster's "
+                f"ranks_per_node = {room}{whose}, and an engine stands on one node"
+            )
 
 
 def _submission(
@@ -157,6 +179,7 @@ def _submission(
     after: tuple[str, ...],
 ) -> Submission:
     first = stages[0]
+    cluster = cluster.of_kind(first.kind)
     alone = len(stages) == 1
     script = SCRIPTS / f"{SCRIPT_OF.get(first.kind, first.kind)}.sbatch"
     if not script.exists():
@@ -167,7 +190,7 @@ def _submission(
         f"--nodes={needed_nodes(settings, cluster, first)}",
         f"--ntasks-per-node={cluster.ranks_per_node}",
         f"--cpus-per-task={cluster.cpus_per_rank}",
-        f"--time={cluster.walltimes.get(first.kind, cluster.walltime)}",
+        f"--time={cluster.walltime}",
         f"--signal=B:USR1@{cluster.warning_seconds}",
         f"--output={logs}",
     ]
@@ -175,10 +198,15 @@ def _submission(
         at_once = f"%{cluster.experts_at_once}" if cluster.experts_at_once else ""
         options.append(f"--array=0-{len(stages) - 1}{at_once}")
     if cluster.gpus_per_node:
-        options.append(f"--gpus-per-node={cluster.gpus_per_node}")
-    if cluster.account:
-        options.append(f"--account={cluster.account}")
-    if cluster.partition:
-        options.append(f"--partition={cluster.partition}")
+        of_type = f"{cluster.gpu_type}:" if cluster.gpu_type else ""
+        options.append(f"--gpus-per-node={of_type}{cluster.gpus_per_node}")
+    asked = {
+        "account": cluster.account,
+        "partition": cluster.partition,
+        "qos": cluster.qos,
+        "constraint": cluster.constraint,
+        "mem": cluster.memory_per_node,
+    }
+    options += [f"--{name}={value}" for name, value in asked.items() if value is not None]
     arguments = (str(run.path.absolute()), *(stage.name for stage in stages))
     return Submission(tuple(stages), (*options, *cluster.options), script, arguments, after)

@@ -22,6 +22,7 @@ from pipeline.progress import Screen
 from pipeline.run_directory import RunDirectory
 from pipeline.runner import run_stages
 from pipeline.signals import TIME_IS_UP, Signals, Stopped
+from pipeline.slurm.queue import SEPARATOR
 from pipeline.stale import StaleStages
 from stages.settings import RunSettings
 
@@ -135,20 +136,25 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str
     return say
 
 
+def queue_line(fields: str) -> str:
+    """The program that prints them as squeue does."""
+    return f"echo '{fields.replace('|', SEPARATOR)}'"
+
+
 def test_a_run_with_jobs_in_the_queue_is_not_run_here(
     braid: Callable[..., tuple[int, str, str]],
     config: Path,
     run: RunDirectory,
     slurm: Callable[[str, str], None],
 ) -> None:
-    slurm("squeue", "echo '7|PENDING|Priority|0:00|4:00|n1|small.cold_start'")
+    slurm("squeue", queue_line("7|PENDING|Priority|0:00|4:00|n1|small.cold_start|/|x"))
     run.path.mkdir(parents=True)
     Ledger(run.ledger).append("cold_start", "submitted", "as job 7", 0, job="7")
     code, _, err = braid("run", config)
     assert code == 1
     assert "has jobs in Slurm's queue: 7; wait for them, or take them out with: braid cancel" in err
     # The number was given out again, to another run's job.
-    slurm("squeue", "echo '7|RUNNING|None|0:10|4:00|n1|other.cold_start'")
+    slurm("squeue", queue_line("7|RUNNING|None|0:10|4:00|n1|other.cold_start|/|x"))
     assert braid("run", config)[0] == 0
 
 
@@ -160,7 +166,7 @@ def test_what_slurm_says_need_not_be_text(
 ) -> None:
     braid("run", config)
     Ledger(run.ledger).append("merge", "submitted", "as job 7", 1, job="7")
-    slurm("squeue", r"printf '\xff\xfe|\n7|RUNNING'")
+    slurm("squeue", r"printf '\xff\xfe\x1f\n7\x1fRUNNING'")
     assert braid("status", "small")[0] == 0
     slurm("squeue", "echo 'slurm_load_jobs error: Socket timed out' >&2; exit 1")
     assert "Slurm was not asked about this run's jobs" in braid("status", "small")[1]

@@ -296,3 +296,60 @@ def test_a_plan_shows_gates(braid: Braid, config: Path) -> None:
     assert '"experts.sums" -> "gates.sums" [style=dotted];' in drawn
     assert any(line.startswith('"gates.sums" [') and "diamond" in line for line in drawn)
     assert braid("plan", config, *GATES, "--memory")[0] == 0
+
+
+NONSENSE = {
+    "no JSON": "it is no JSON",
+    "[" * 100_000: "it is no JSON",
+    "\xff": "it is no JSON",
+    "null": "it is not an outcome (passed, warned, stopped) with its reasons",
+    "NaN": "it is not an outcome",
+    '{"outcome": "passed"}': "it is not an outcome",
+    '{"outcome": "fine", "reasons": ["a"]}': "it is not an outcome",
+    '{"outcome": ["passed"], "reasons": ["a"]}': "it is not an outcome",
+    '{"outcome": "passed", "reasons": [NaN, 3]}': "it is not an outcome",
+    '{"outcome": "passed", "reasons": "all"}': "it is not an outcome",
+    '{"outcome": "passed", "reasons": []}': "it is not an outcome",
+}
+
+
+@pytest.mark.parametrize("text", NONSENSE)
+def test_a_verdict_of_nonsense_is_told_and_the_gate_is_asked_again(
+    text: str, braid: Braid, config: Path, stopped: Path
+) -> None:
+    verdict = stopped / "stages" / "gates.sums" / "verdict.json"
+    sound = verdict.read_bytes()
+    verdict.write_bytes(text.encode("latin-1"))
+    told = f"{verdict} is damaged: {NONSENSE[text]}"
+    for command in (("why", "small", "gates.sums"), ("status", "small")):
+        code, out, err = braid(*command)
+        assert (code, err) == (0, "")
+        assert told.replace(" ", "") in "".join(out.split()) or command[0] == "status"
+        assert "pending" in out
+    assert " done " not in braid("status", "small")[1].partition("gates.sums")[2].splitlines()[0]
+    code, out, err = braid("plan", config, *GATES)
+    assert (code, err) == (0, "")
+    code, _, err = braid("gate", "override", "small", "gates.sums", "--reason", "why not")
+    assert code == 1
+    assert told in err
+    assert "; the gate is asked again\n" in err
+    assert braid("resume", "small", actions=FALLS_SHORT)[0] == 1
+    assert attempts(stopped)["gates.sums"] == 2
+    assert verdict.read_bytes() == sound
+
+
+def test_a_gate_whose_verdict_was_damaged_has_not_passed(
+    braid: Braid, config: Path, runs: Path
+) -> None:
+    assert braid("run", config, *GATES)[0] == 0
+    (runs / "small/stages/gates.sums/verdict.json").write_text("{}")
+    assert braid("status")[1] == "small: 7 done, 1 pending\n"
+    assert braid("resume", "small")[0] == 0
+    assert attempts(runs / "small")["gates.sums"] == 2
+    assert braid("status")[1] == "small: 8 done\n"
+
+
+def test_a_damaged_verdict_takes_no_override_back(braid: Braid, stopped: Path) -> None:
+    braid("gate", "override", "small", "gates.sums", "--reason", "why not")
+    (stopped / "stages/gates.sums/verdict.json").write_text("{}")
+    assert "gates.sums is done: overridden: why not" in braid("why", "small", "gates.sums")[1]

@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 from pipeline.config import load_cluster
-from pipeline.slurm.settings import ClusterSettings, ContainerSettings
+from pipeline.slurm.settings import ClusterSettings, ContainerSettings, KindSettings
 from pipeline.slurm.submit import SCRIPTS
 
 REPOSITORY = Path(__file__).parents[2]
@@ -23,6 +23,10 @@ def test_every_key_is_documented() -> None:
     text = (REPOSITORY / "docs" / "slurm.md").read_text()
     keys = [*ClusterSettings.model_fields, *ContainerSettings.model_fields]
     assert [key for key in keys if key not in text] == []
+
+
+def test_a_kind_of_stages_has_no_key_of_its_own() -> None:
+    assert KindSettings.model_fields.keys() < ClusterSettings.model_fields.keys()
 
 
 def test_every_stage_script_says_how_to_submit_it_by_hand() -> None:

@@ -17,13 +17,19 @@ from pipeline.processes import wait_for_all
 from pipeline.run_directory import RunDirectory
 from pipeline.slurm.nodes import Places, nodes_needed, place
 from pipeline.slurm.queue import QueuedJob
-from pipeline.slurm.settings import ClusterSettings, ContainerSettings, seconds_of
+from pipeline.slurm.settings import ClusterSettings, ContainerSettings, KindSettings, seconds_of
 from pipeline.slurm.steps import Step, contained
-from pipeline.slurm.submit import submissions, submit, write_scripts
+from pipeline.slurm.submit import (
+    refuse_too_large_engines,
+    submissions,
+    submit,
+    write_scripts,
+)
 from pipeline.states import derive
 from pipeline.violations import ConfigError
 from stages.settings import RunSettings
 
+EXPORT = KindSettings(walltime="0:10:00")
 NODES = [f"n{number}" for number in range(1, 10)]
 
 
@@ -79,7 +85,7 @@ def test_too_few_nodes_are_refused_with_the_number() -> None:
 def test_stages_wait_for_those_they_are_made_from(run: RunDirectory, settings: RunSettings) -> None:
     stages = compile_graph(settings)
     cluster = ClusterSettings(
-        account="lab", partition="gpu", gpus_per_node=8, walltimes={"export": "0:10:00"}
+        account="lab", partition="gpu", gpus_per_node=8, kinds={"export": EXPORT}
     )
     found = submissions(run, settings, cluster, stages, derive(run, settings, stages))
     commands = [each.command(["10", "11", "12", "13"]) for each in found]
@@ -150,8 +156,10 @@ def test_a_submission_that_slurm_refuses_leaves_those_before_it_in_the_ledger(
     stages = compile_graph(settings)
     run.path.mkdir(parents=True)
     jobs = submissions(run, settings, ClusterSettings(), stages, derive(run, settings, stages))
-    with pytest.raises(BraidError, match="sbatch failed: sbatch: error: Invalid account"):
-        submit(run, jobs)
+    refused = pytest.raises(BraidError, match="sbatch failed: sbatch: error: Invalid account")
+    with run.lock_submission() as lock, refused:
+        list(submit(run, jobs, ClusterSettings(), run.cluster, lock))
+    assert run.submitting.exists()  # whatever else Slurm took is looked for
     events = [(event.stage, event.state, event.job) for event in Ledger(run.ledger).events()]
     assert events == [("cold_start", "submitted", "7")]
 
@@ -163,7 +171,8 @@ def test_the_script_of_the_commands_is_shell_that_passes_the_numbers_on(
     run.path.mkdir(parents=True)
     cluster = ClusterSettings(setup=("module load cuda",), options=("--comment=two words",))
     jobs = submissions(run, settings, cluster, stages, derive(run, settings, stages))
-    script = write_scripts(run, cluster, jobs).read_text()
+    write_scripts(run, cluster, jobs)
+    script = run.submission.read_text()
     assert '"--dependency=afterok:${job_0}:${job_1}_0:${job_1}_1"' in script
     assert "'--comment=two words'" in script
     assert run.setup_script.read_text().endswith("\nmodule load cuda\n")
@@ -199,12 +208,14 @@ def test_walltimes_are_read_as_sbatch_reads_them(walltime: str, seconds: int) ->
 
 def test_a_walltime_without_room_for_its_warning_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
-    path.write_text('warning_seconds: 300\nwalltime: "0"\nwalltimes:\n  export: "0:05:00"\n')
+    path.write_text(
+        'warning_seconds: 300\nwalltime: "0"\nkinds:\n  export: {walltime: "0:05:00"}\n'
+    )
     with pytest.raises(ConfigError) as caught:
         load_cluster(path)
     [line] = str(caught.value).splitlines()[1:]
     assert line.endswith(
-        "cluster.yaml:4: walltimes.export: 0:05:00 should be more than warning_seconds = 300"
+        "cluster.yaml:4: kinds.export.walltime: 0:05:00 should be more than warning_seconds = 300"
     )
 
 
@@ -320,7 +331,84 @@ def test_submitting_without_slurm_says_so_and_keeps_the_commands(
     code, _, err = braid("submit", config, "--cluster", profile)
     assert code == 1
     assert "there is no sbatch here; submit from a machine that has Slurm's commands" in err
-    code, out, _ = braid("submit", config, "--cluster", profile, "--dry-run")
-    assert code == 0
-    assert out.endswith((runs / "small" / "slurm" / "submit.sh").read_text())
-    assert out.count("sbatch --parsable") == 5
+    script = (runs / "small" / "slurm" / "submit.sh").read_text()
+    assert script.count("sbatch --parsable") == 5
+
+
+def test_kinds_of_stages_ask_for_nodes_of_their_own(
+    run: RunDirectory, settings: RunSettings
+) -> None:
+    stages = compile_graph(settings)
+    cluster = ClusterSettings.model_validate(
+        {
+            "partition": "big",
+            "gpus_per_node": 8,
+            "options": ["--exclusive"],
+            "kinds": {
+                "evaluate": {
+                    "partition": "small",
+                    "qos": "low",
+                    "constraint": "a100",
+                    "memory_per_node": "90G",
+                    "ranks_per_node": 1,
+                    "gpus_per_node": 1,
+                    "gpu_type": "a100",
+                    "cpus_per_rank": 3,
+                    "options": ["--nice=5"],
+                },
+                "export": {"gpus_per_node": 0},
+            },
+        }
+    )
+    found = submissions(run, settings, cluster, stages, derive(run, settings, stages))
+    options = {each.stages[0].name: each.options for each in found}
+    assert {"--partition=big", "--gpus-per-node=8", "--nodes=1"} < set(options["merge"])
+    assert {
+        "--partition=small",
+        "--qos=low",
+        "--constraint=a100",
+        "--mem=90G",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--gpus-per-node=a100:1",
+        "--cpus-per-task=3",
+    } < set(options["evaluate"])
+    assert options["evaluate"][-2:] == ("--exclusive", "--nice=5")
+    assert not any("gpus" in option for option in options["export"])
+    large = settings.model_copy(update={"engine": settings.engine.model_copy(update={"tensor": 2})})
+    with pytest.raises(BraidError, match=r"ranks_per_node = 1 for evaluate, and an engine"):
+        refuse_too_large_engines(large, cluster, stages)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "walltime: 1:30:00",
+            'walltime: should stand in quotes, as YAML makes a number of 1:30:00: "D-HH:MM:SS", '
+            '"HH:MM:SS" or "MINUTES", not 5400',
+        ),
+        (
+            "kinds: {sft: {walltime: 90}}",
+            "kinds.sft.walltime: should stand in quotes, as YAML makes a number of 1:30:00: "
+            '"D-HH:MM:SS", "HH:MM:SS" or "MINUTES", not 90',
+        ),
+        (
+            "walltime: 2h",
+            'walltime: should be "D-HH:MM:SS", "HH:MM:SS" or "MINUTES", in quotes, not "2h"',
+        ),
+        (
+            'walltimes: {export: "0:30:00"}',
+            "walltimes: is now written kinds: {KIND: {walltime: ...}}",
+        ),
+        ("kinds: {gppo: {}}", "kinds.gppo.[key]: "),
+        ("kinds: {sft: {wall: 1}}", 'kinds.sft.wall: unknown key; did you mean "walltime"?'),
+    ],
+)
+def test_a_profile_s_message_says_how_to_write_it(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(f"restarts: 1\n{text}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_cluster(path)
+    [_, line] = str(caught.value).splitlines()
+    assert line.startswith(f"{path}:2: {message}")

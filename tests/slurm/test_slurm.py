@@ -4,6 +4,7 @@ the last checkpoint is made twice."""
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections import Counter
 from itertools import pairwise
@@ -141,8 +142,11 @@ def test_the_controller_may_be_away_for_a_while(braid: Braid, cluster: Cluster) 
 
 
 def test_a_stage_script_may_be_submitted_by_hand(braid: Braid, cluster: Cluster) -> None:
-    said = braid("submit", braid.config, "--cluster", braid.profile, "--dry-run")
-    assert said == (braid.run / "slurm" / "submit.sh").read_text()
+    shown = braid("submit", braid.config, "--cluster", braid.profile, "--dry-run")
+    assert not braid.run.exists()
+    braid("submit", braid.config, "--cluster", braid.profile, "--prepare")
+    said = (braid.run / "slurm" / "submit.sh").read_text()
+    assert shown.startswith(said)
     script = said.partition("job_0=$(")[2].splitlines()[0].removesuffix(")").split()
     job = cluster.call(*script)
     braid.wait_for_the_end({"cold_start": job})
@@ -156,6 +160,32 @@ def test_a_stage_script_may_be_submitted_by_hand(braid: Braid, cluster: Cluster)
         timeout=60,
     )
     cluster.wait_until(lambda: braid("status", "small").count(" done ") == 6)
+
+
+def test_jobs_whose_submission_was_killed_are_found_and_not_submitted_again(
+    braid: Braid, cluster: Cluster
+) -> None:
+    # sbatch queues the job, and its caller is killed before it hears the number.
+    sbatch = braid.program.parent / "sbatch"
+    sbatch.write_text(f'#!/bin/bash\n{shutil.which("sbatch")} --hold "$@"\nkill -9 $PPID\n')
+    sbatch.chmod(0o755)
+    path = cluster.environment["PATH"]
+    cluster.environment["PATH"] = f"{sbatch.parent}:{path}"
+    try:
+        braid("submit", braid.config, "--cluster", braid.profile, code=-9)
+    finally:
+        cluster.environment["PATH"] = path
+    sbatch.unlink()
+    job = cluster.call("squeue", "--noheader", "--format=%i")
+    assert not (braid.run / "ledger.jsonl").exists()
+    assert f"job {job} waits" in braid("status", "small")
+    said = braid("submit", braid.run / "run.yaml")
+    assert f"cold_start: submitted already (job {job} waits: " in said
+    assert said.count(": job ") == 5
+    assert '"as job ' in (braid.run / "ledger.jsonl").read_text()
+    cluster.call("scontrol", "release", job)
+    cluster.wait_until(lambda: braid("status", "small").count(" done ") == 6)
+    assert {attempt for attempt, _, _ in braid.steps("cold_start")} == {1}
 
 
 def test_a_failed_stage_takes_those_after_it_along_and_is_submitted_again(

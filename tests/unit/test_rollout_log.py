@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -136,6 +137,84 @@ def test_after_a_flipped_bit_nothing_is_believed_and_a_person_is_told(tmp_path: 
         [[told]] = [call.args for call in log._notify.call_args_list]
         assert str(path) in told and "damaged at byte" in told
         log.close()
+
+
+def changed(entry: Answered, **changes: Any) -> Answered:
+    """The same with other fields of the answer."""
+    return entry[0], msgspec.structs.replace(entry[1], **changes)
+
+
+def nonsense() -> dict[str, Any]:
+    """What a frame with the right checksum may hold, and what a person is told of it."""
+    entry = answered(1)
+    plain: Any = msgspec.to_builtins(entry, builtin_types=(bytes,))
+    return {
+        "is no response: .*routes": changed(entry, routes=b"abc"),
+        "is no response: a token outside": changed(
+            entry, tokens=np.full(len(entry[1].tokens) // 4, -1, np.int32).tobytes()
+        ),
+        "is no response: .*codec can't decode": [
+            {**plain[0], "domain": msgspec.Raw(NO_TEXT)},
+            *plain[1:],
+        ],
+        "above 0, infinite, or no number": changed(
+            entry, logprobs=np.full(len(entry[1].tokens) // 4, np.nan, np.float32).tobytes()
+        ),
+        "is no response: it is of other weights": changed(
+            entry, versions=np.full(len(entry[1].tokens) // 4, 7, np.int32).tobytes()
+        ),
+        "missing required field `prompt`": [{"domain": "sums"}, plain[1]],
+        "Expected `int`, got `str`": [{**plain[0], "seed": "five"}, plain[1]],
+        "is no response: it says more": [{**plain[0], "colour": "red"}, plain[1]],
+        "is no response: Expected `array": 17,
+        "is no response: .*length 2": [plain[0]],
+        "is no response: .*": [{**plain[0], "prompt": [2**60]}, plain[1]],
+        "is no response: .*[Rr]ecursion": [{**plain[0], "colour": msgspec.Raw(DEEP)}, plain[1]],
+    }
+
+
+NO_TEXT = b"\xa1\xff"
+DEEP = b"\x91" * 100_000 + b"\xc0"  # lists in lists
+
+
+@pytest.mark.parametrize("told", nonsense())
+def test_a_whole_frame_of_nonsense_is_told_and_put_aside(told: str, tmp_path: Path) -> None:
+    good, other = answered(0), answered(2)
+    path = written(tmp_path, [good])
+    whole = path.read_bytes()
+    path.write_bytes(whole + frame(nonsense()[told]) + frame(other))
+    log = opened(tmp_path)
+    [first, *rest] = log.take(3, [good[0], answered(1)[0], other[0]])
+    assert same(first, good)
+    assert rest == [None, None]
+    [[said]] = [call.args for call in log._notify.call_args_list]
+    assert re.search(told, said), said
+    assert said.startswith(f"{path}: ")
+    log.close()
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("first", "told"),
+    [
+        ({"format": 2, "digest": "a"}, "it is of format 2, and not of 1"),
+        ({"format": "new"}, "its first frame tells no origin: Expected `int`, got `str`"),
+        (None, "its first frame tells no origin"),
+    ],
+)
+def test_a_log_that_begins_with_nonsense_is_begun_anew(
+    first: object, told: str, tmp_path: Path
+) -> None:
+    entry = answered(1)
+    path = written(tmp_path, [entry])
+    sound = path.read_bytes()
+    path.write_bytes(frame(first) + frame(entry))
+    log = opened(tmp_path)
+    assert log.take(3, [entry[0]]) == [None]
+    assert told in log._notify.call_args.args[0]
+    log.add(*entry)
+    log.close()
+    assert path.read_bytes() == sound
 
 
 def test_a_log_of_another_origin_is_not_used(tmp_path: Path) -> None:

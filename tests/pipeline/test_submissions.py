@@ -1,0 +1,256 @@
+"""`braid submit` beside a stand-in for Slurm: what it writes, and what becomes of a job that Slurm
+has and the ledger does not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.graph import compile_graph
+from pipeline.ledger import Ledger
+from pipeline.slurm.queue import queued
+from pipeline.slurm.stage import _starts
+from stages.settings import RunSettings
+
+Braid = Callable[..., tuple[int, str, str]]
+
+
+def test_a_dry_run_writes_nothing_and_prepare_the_run_s_folder(
+    braid: Braid, config: Path, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    profile = tmp_path / "cluster.yaml"
+    profile.write_text("ranks_per_node: 2\n")
+    given = ("submit", config, "--cluster", profile)
+    code, shown, err = braid(*given, "--dry-run")
+    assert (code, err) == (0, "")
+    assert shown.count("sbatch --parsable") == 5
+    assert f"\n# commands to run by hand, --prepare makes {runs}/small and this script" in shown
+    assert not runs.exists()
+    code, said, _ = braid(*given, "--prepare")
+    script = runs / "small" / "slurm" / "submit.sh"
+    assert (code, said) == (0, f"nothing is submitted; the commands stand in {script}\n")
+    assert shown.startswith(script.read_text())
+    before = {path: path.read_bytes() for path in runs.rglob("*") if path.is_file()}
+    code, again, _ = braid(*given, "--dry-run")
+    assert code == 0
+    assert script.read_text() in again
+    assert {path: path.read_bytes() for path in runs.rglob("*") if path.is_file()} == before
+    other = braid(*given, "--dry-run", "--prepare")
+    assert other[0] == 2
+
+
+def test_nothing_is_made_for_a_stage_that_cannot_start(
+    braid: Braid, config: Path, runs: Path, tmp_path: Path
+) -> None:
+    profile = tmp_path / "cluster.yaml"
+    profile.write_text("ranks_per_node: 2\n")
+    code, _, err = braid("submit", config, "--cluster", profile, "--only", "merge")
+    assert code == 1
+    assert "merge needs cold_start, which is pending" in err
+    assert not runs.exists()
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a queue: sbatch adds a line to `queue`, `squeue` shows it. Where there is a
+    file `refuses`, sbatch says what is in it; where there is `killer`, it kills its caller;
+    and while there is `slow`, it takes its time."""
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+    sbatch = """\
+folder=$(dirname "$0")
+if [ -e "$folder/refuses" ]; then cat "$folder/refuses" >&2; exit 1; fi
+number=$((100 + $(cat "$folder/submitted" 2>/dev/null | wc -l)))
+options=()
+while [[ "$1" == --* ]]; do options+=("$1"); shift; done
+echo "${options[*]}" >> "$folder/submitted"
+tasks=$(printf '%s\\n' "${options[@]}" | sed -n 's/^--array=0-\\([0-9]*\\).*/\\1/p')
+each() {
+    printf '%s\\x1fPENDING\\x1fPriority\\x1f0:00\\x1f4:00\\x1f\\x1fother\\x1f%s\\x1f%s\\n' \\
+        "$1" "$PWD" "$2" >> "$folder/queue"
+}
+if [ -n "$tasks" ]; then
+    for task in $(seq 0 "$tasks"); do each "${number}_$task" "$*"; done
+else
+    each "$number" "$*"
+fi
+if [ -e "$folder/killer" ]; then kill -9 $PPID; fi
+while [ -e "$folder/slow" ]; do sleep 0.1; done
+if [ -e "$folder/first" ]; then bash "$folder/first" "$number" "$2" "$3"; fi
+echo "$number"
+"""
+    programs = {
+        "sbatch": sbatch,
+        "squeue": 'cat "$(dirname "$0")/queue" 2>/dev/null\nexit 0\n',
+        "scancel": 'echo "$@" >> "$(dirname "$0")/cancelled"\n',
+    }
+    for name, text in programs.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return folder
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("ranks_per_node: 2\n")
+    return path
+
+
+def killed_submission(config: Path, profile: Path, runs: Path, slurm: Path) -> None:
+    """`braid submit` whose sbatch kills it when the job is in the queue."""
+    (slurm / "killer").touch()
+    command = [sys.executable, "-m", "pipeline.cli", "submit", "--runs-dir", str(runs)]
+    found = subprocess.run([*command, str(config), "--cluster", str(profile)], check=False)
+    assert found.returncode == -9
+    (slurm / "killer").unlink()
+
+
+def test_a_job_whose_submission_was_killed_is_adopted(
+    braid: Braid, config: Path, profile: Path, runs: Path, slurm: Path
+) -> None:
+    killed_submission(config, profile, runs, slurm)
+    ledger = Ledger(runs / "small" / "ledger.jsonl")
+    assert ledger.events() == []
+    status = " ".join(braid("status", "small")[1].split())
+    assert "cold_start submitted" in status
+    assert "job 100 waits: Priority" in status
+    assert ledger.events() == []  # looking changes nothing
+    assert "has jobs in Slurm's queue: 100" in braid("resume", "small")[2]
+    code, out, err = braid("submit", config, "--cluster", profile)
+    assert (code, err) == (0, "")
+    assert "cold_start: submitted already (job 100 waits: Priority)" in out
+    [first, *others] = ledger.events()
+    assert (first.stage, first.job) == ("cold_start", "100")
+    assert first.cause == "as job 100, which was in the queue"
+    assert [each.job for each in others] == ["101_0", "101_1", "102", "103", "104"]
+    assert "--dependency=afterok:100 " in (slurm / "submitted").read_text().splitlines()[1]
+    assert not (runs / "small" / "slurm" / "submitting").exists()
+
+
+def test_a_job_whose_submission_was_killed_is_cancelled(
+    braid: Braid, config: Path, profile: Path, runs: Path, slurm: Path
+) -> None:
+    killed_submission(config, profile, runs, slurm)
+    code, out, err = braid("cancel", "small")
+    assert (code, out, err) == (0, "cold_start: cancelled (job 100)\n", "")
+    assert (slurm / "cancelled").read_text() == "100\n"
+
+
+def test_an_sbatch_that_outlives_its_caller_keeps_others_from_submitting(
+    braid: Braid, config: Path, profile: Path, runs: Path, slurm: Path
+) -> None:
+    (slurm / "slow").touch()
+    try:
+        killed_submission(config, profile, runs, slurm)
+        code, _, err = braid("submit", config, "--cluster", profile)
+    finally:
+        (slurm / "slow").unlink()
+    assert code == 1
+    assert "small is being run by process" in err
+    deadline = time.monotonic() + 60
+    while braid("submit", config, "--cluster", profile)[0]:
+        assert time.monotonic() < deadline
+    assert len((slurm / "submitted").read_text().splitlines()) == 5
+
+
+def test_a_stage_s_attempts_are_counted_anew_for_every_job(
+    tmp_path: Path, settings: RunSettings
+) -> None:
+    ledger, stage = Ledger(tmp_path / "ledger.jsonl"), compile_graph(settings)[0]
+    for attempt in (1, 2):
+        ledger.append(stage.name, "running", "from the start", attempt, job="7")
+        ledger.append(stage.name, "submitted", "job 7 again: lost", attempt, job="7")
+    assert len(_starts(ledger.events(), stage)) == 2
+    ledger.append(stage.name, "running", "from step 4", 3, job="8")  # it began at once
+    ledger.submitted(stage.name, "as job 8", 2, "8")
+    assert _starts(ledger.events(), stage) == ["from step 4"]
+    ledger.submitted(stage.name, "as job 9", 3, "9")
+    assert _starts(ledger.events(), stage) == []
+
+
+def test_a_job_that_begins_and_ends_before_its_line_is_written_is_not_told_anew(
+    braid: Braid, config: Path, profile: Path, runs: Path, slurm: Path
+) -> None:
+    line = {"time": "2026-01-01T00:00:00+00:00", "stage": "cold_start", "attempt": 1, "job": "100"}
+    states = ({"state": "running", "cause": "x"}, {"state": "failed", "cause": "its own"})
+    lines = "\n".join(json.dumps({**line, **each}) for each in states)
+    (slurm / "first").write_text(
+        f"if [ $1 = 100 ]; then cat >> '{runs}/small/ledger.jsonl' <<'END'\n{lines}\nEND\nfi\n"
+    )
+    assert braid("submit", config, "--cluster", profile)[0] == 0
+    events = Ledger(runs / "small" / "ledger.jsonl").events()
+    told = [(each.state, each.cause) for each in events if each.stage == "cold_start"]
+    assert told == [("running", "x"), ("failed", "its own")]
+
+
+def test_a_job_is_known_by_its_arguments(slurm: Path, tmp_path: Path) -> None:
+    here = tmp_path / "my runs" / "small"
+    here.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(here)
+    jobs = {
+        "1": ("/", f"/my checkout/slurm/sft.sbatch {here} cold_start"),
+        "2": (str(tmp_path), "/b/slurm/evaluate.sbatch my runs/small evaluate"),
+        "3_1": ("/", f"/b/slurm/grpo.sbatch {here} experts.a experts.b"),
+        "4": ("/", f"/b/slurm/sft.sbatch {tmp_path}/link cold_start"),
+        "5": ("/", "/b/slurm/sft.sbatch /other/runs/small cold_start"),  # numbers come again
+        "6": ("/", "/home/me/train.sh"),
+        "7": ("/", f"/home/me/train.sh {here} cold_start"),
+        "3_[2-9]": ("/", f"/b/slurm/grpo.sbatch {here} experts.a experts.b"),
+    }
+    lines = [
+        "\x1f".join((number, "PENDING", "Priority", "0:00", "4:00", "", "any", folder, command))
+        for number, (folder, command) in jobs.items()
+    ]
+    (slurm / "queue").write_text("\n".join([*lines, "half a line"]) + "\n")
+    found = queued(here, ["5", "6"])
+    assert {number: job.stage for number, job in found.items()} == {
+        "1": "cold_start",
+        "2": "evaluate",
+        "3_1": "experts.b",
+        "4": "cold_start",
+        "6": None,
+    }
+
+
+REFUSED = {
+    "sbatch: error: invalid partition specified: gpuu": ['cluster.yaml:1: partition: "gpuu"'],
+    "sbatch: error: Batch job submission failed: Invalid qos specification": [
+        'cluster.yaml:3: kinds.sft.qos: "fast"'
+    ],
+    "sbatch: error: Batch job submission failed: Invalid account or account/partition combination"
+    " specified": ["cluster.yaml: account: is not set", 'cluster.yaml:1: partition: "gpuu"'],
+    "sbatch: error: Batch job submission failed: Requested time limit is invalid (missing or"
+    " exceeds some limit)": ['cluster.yaml:2: walltime: "9-0"'],
+    "sbatch: error: Invalid generic resource (gres) specification": [
+        "cluster.yaml:3: kinds.sft.gpus_per_node: 9",
+        "cluster.yaml: gpu_type: is not set",
+    ],
+}
+
+
+@pytest.mark.parametrize("said", [*REFUSED, "sbatch: error: the plugin of this site objects"])
+def test_what_sbatch_refuses_is_told_with_the_keys_it_speaks_of(
+    said: str, braid: Braid, config: Path, profile: Path, slurm: Path
+) -> None:
+    profile.write_text(
+        "partition: gpuu\nwalltime: '9-0'\nkinds: {sft: {qos: fast, gpus_per_node: 9}}\n"
+    )
+    (slurm / "refuses").write_text(f"{said}\n")
+    code, _, err = braid("submit", config, "--cluster", profile)
+    assert code == 1
+    first, *lines = err.splitlines()
+    assert first == f"braid: sbatch failed: {said}"
+    if said in REFUSED:
+        heading, *lines = lines
+        assert heading == "what it was asked for is said by the cluster's profile:"
+    expected = [f"  {profile.parent}/{line}" for line in REFUSED.get(said, [])]
+    assert lines == expected
