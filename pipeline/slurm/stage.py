@@ -30,6 +30,7 @@ from stages.settings import RunSettings
 
 SPARE_SECONDS = 15.0  # of the warning's, to write the ledger in and to go back into the queue
 OTHER_JOB_SECONDS = 120.0  # what the job before this one, on a node that was lost, may take to end
+IN_THE_QUEUE = "Job is pending execution"  # what scontrol says where Slurm was faster
 CONTROLLER_SECONDS = 5.0  # between two tries to reach a controller that is away
 REQUEUED_SECONDS = 300.0  # what Slurm may take to end a job that goes back into its queue
 
@@ -130,7 +131,7 @@ def _go_back(
     attempts = directory.attempts()
     ledger.append(stage.name, "submitted", f"job {number} again: {why}", attempts, job=number)
     try:
-        _requeue(number)
+        go_back_into_the_queue(number)
     except SlurmError as error:
         cause = f"{why}, and the job could not go back into the queue: {error}"
         ledger.append(stage.name, "pending", cause, attempts)
@@ -154,8 +155,9 @@ def _starts(events: Sequence[Event], stage: Stage) -> list[str]:
     return list(found.values())
 
 
-def _requeue(number: str) -> None:
-    """Of an array, this task alone. The controller may be away for a while.
+def go_back_into_the_queue(number: str) -> None:
+    """Of an array, this task alone. The controller may be away for a while; where a node failed, it
+    may have done it already.
 
     Raises SlurmError where it refuses, or does not come back.
     """
@@ -165,6 +167,8 @@ def _requeue(number: str) -> None:
             call(["scontrol", "requeue", number])
             return
         except SlurmError as error:
+            if IN_THE_QUEUE in str(error):
+                return
             if "contact" not in str(error) or time.monotonic() > deadline:
                 raise
         time.sleep(CONTROLLER_SECONDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,9 @@ from pipeline.ledger import Ledger
 from pipeline.processes import wait_for_all
 from pipeline.run_directory import RunDirectory
 from pipeline.slurm.nodes import Places, nodes_needed, place
-from pipeline.slurm.queue import QueuedJob
+from pipeline.slurm.queue import QueuedJob, SlurmError
 from pipeline.slurm.settings import ClusterSettings, ContainerSettings, KindSettings, seconds_of
+from pipeline.slurm.stage import go_back_into_the_queue
 from pipeline.slurm.steps import Step, contained
 from pipeline.slurm.submit import (
     refuse_too_large_engines,
@@ -296,6 +298,24 @@ def test_one_task_explains_the_others(
     failure = step.failure()
     step.reap()
     assert (failure.cause, failure.lost) == (cause, lost)
+
+
+@pytest.mark.parametrize(
+    ("said", "fault"),
+    [
+        ("17_2: Job is pending execution", None),  # Slurm had requeued it, since its node failed
+        ("17_2: Access/permission denied", "scontrol failed: 17_2: Access/permission denied"),
+    ],
+)
+def test_a_job_that_slurm_has_requeued_itself_is_in_the_queue(
+    said: str, fault: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "scontrol"
+    program.write_text(f"#!/bin/bash\necho '{said}' >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with nullcontext() if fault is None else pytest.raises(SlurmError, match=fault):
+        go_back_into_the_queue("17_2")
 
 
 def test_an_interface_has_an_address_or_the_names_of_others() -> None:
