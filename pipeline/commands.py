@@ -28,7 +28,7 @@ from pipeline.run_directory import RunDirectory
 from pipeline.runner import cores_side_by_side, run_stages
 from pipeline.selection import chosen, following, put_aside, refuse_selection
 from pipeline.signals import Stopped
-from pipeline.slurm.jobs import queue_of
+from pipeline.slurm.jobs import queue_of, refuse_queued
 from pipeline.states import StageState, derive
 from pipeline.violations import shown
 from stages.settings import RunSettings
@@ -89,6 +89,7 @@ def run(arguments: Namespace) -> None:
     found = find_fork(run, settings, other) if other is not None else Fork()
     _refuse_options(run, settings, arguments, found.taken)
     with run.lock():
+        refuse_queued(run)
         take_settings(run, settings, arguments.anew)
         if other is not None:
             _take_over(run, settings, other)
@@ -100,6 +101,7 @@ def resume(arguments: Namespace) -> None:
     run, settings = existing(arguments, to_start=True)
     _refuse_options(run, settings, arguments)
     with run.lock():
+        refuse_queued(run)
         resolved.write_for_programs(run, settings)  # another version of Braid may have written it
         _run_to_the_end(run, settings, arguments)
 
@@ -146,6 +148,7 @@ def evaluate(arguments: Namespace) -> None:
     run, settings = existing(arguments)
     console = terminal()
     with run.lock():
+        refuse_queued(run)
         models = one_off.evaluate(
             run,
             settings,
@@ -162,6 +165,7 @@ def export(arguments: Namespace) -> None:
     """Write a finished stage's model for transformers and vLLM."""
     run, settings = existing(arguments)
     with run.lock():
+        refuse_queued(run)
         one_off.export(
             run, settings, terminal(), PROGRAMS, arguments.stage, arguments.to, arguments.step
         )
@@ -218,7 +222,6 @@ def _named(
 def _run_to_the_end(run: RunDirectory, settings: RunSettings, arguments: Namespace) -> None:
     console = terminal()
     stages = compile_graph(settings)
-    _refuse_queued(run)
     if arguments.anew:
         for folder in put_aside(run, following(stages, arguments.anew)):
             print(f"put aside {shown(folder)}")
@@ -253,19 +256,6 @@ def _refuse_options(
     """Raise BraidError where what the options ask for cannot be; nothing has been written yet."""
     refuse_selection(run, settings, arguments.only, arguments.anew, taken)
     cores_side_by_side(arguments.side_by_side)
-
-
-def _refuse_queued(run: RunDirectory) -> None:
-    """Raise BraidError where Slurm has jobs of the run, which would begin the same stages."""
-    jobs, unasked = queue_of(run, Ledger(run.ledger).events())
-    if jobs:
-        numbers = ", ".join(jobs)
-        raise BraidError(
-            f"{shown(run.path)} has jobs in Slurm's queue: {numbers}; wait for them, or take them "
-            f"out with: braid cancel {run.name}"
-        )
-    if unasked:
-        print(unasked)
 
 
 def _now(run: RunDirectory, settings: RunSettings) -> dict[str, StageState]:

@@ -16,6 +16,7 @@ from pipeline.domain_check import check
 from pipeline.domain_starter import write_starter
 from pipeline.errors import BraidError
 from pipeline.jobs import checkpoint_path
+from pipeline.slurm.jobs import refuse_queued
 from pipeline.violations import shown
 from stages.domains.rewards.settings import RewardPoolSettings
 from stages.settings import DomainCheckJob
@@ -53,6 +54,7 @@ def _check_with_run(arguments: Namespace) -> None:
     checkpoint = checkpoint_path(run, arguments.stage)
     console.print()
     with run.lock():
+        refuse_queued(run)
         found = one_off.preview(run, settings, console, commands.PROGRAMS, checkpoint, name)
     console.print()
     console.print(domain_preview.examples(found["groups"]))

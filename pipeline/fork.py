@@ -12,7 +12,7 @@ from pipeline.graph import Stage, compile_graph
 from pipeline.ledger import Ledger, latest
 from pipeline.lineage import Lineage, changes, lineage_from, read_manifest
 from pipeline.run_directory import RunDirectory, StageDirectory
-from pipeline.states import derive, lacks
+from pipeline.states import damaged_verdict, derive, lacks
 from pipeline.violations import shown
 from stages.settings import RunSettings
 
@@ -50,6 +50,8 @@ def find_fork(run: RunDirectory, settings: RunSettings, other: RunDirectory) -> 
         checkpoints[stage.name] = ours.newest_checkpoint()
         event = events.get(stage.name)
         if event is None or event.state != "done" or ours.path.exists():
+            continue
+        if stage.kind == "gate" and damaged_verdict(theirs, event):
             continue
         now = lineage_from(stage, checkpoints, settings.layout.model_dump())
         if not _is_what_would_be_made(stage, now, theirs):

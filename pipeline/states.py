@@ -114,35 +114,39 @@ def _state(
     now: Callable[[], Lineage],
     earlier: Mapping[str, StageState],
 ) -> StageState:
-    if event is None:
+    holds_work = _holds_work(stage, left)
+    if event is None and not holds_work:
         return StageState("pending", attempts=left.attempts)
+    done = event is not None and event.state == "done"
     recorded = read_manifest(left.directory)
     if recorded is None:
         if left.directory.manifest.exists() or left.checkpoint is not None:
             return left.stands("stale", "its manifest.json is gone or damaged")
         return StageState("pending", attempts=left.attempts)
-    if event.state == "done" or _holds_work(stage, left):
+    if done or holds_work:
         reasons = list(changes(recorded, now()))
         reasons += [
             f"its input {name} is {earlier[name].state}"
             for name in stage.inputs
-            if earlier[name].state != "done"
+            if earlier[name].state != "done" and event is not None
         ]
-        lack = _lack(stage, left.directory, left.checkpoint) if event.state == "done" else None
+        lack = _lack(stage, left.directory, left.checkpoint) if done else None
         if lack and left.checkpoint is None:
             reasons.append(lack)
         if reasons:
             return left.stands("stale", "; ".join(reasons))
         if lack:  # a damaged last checkpoint was removed, and an older one is still there
             return left.stands("pending", lack)
-    if stage.kind == "gate" and (damage := _damaged_verdict(left.directory, event)):
+    if event is None:
+        return left.stands("pending", "the ledger has no line of it, and its work is there")
+    if stage.kind == "gate" and (damage := damaged_verdict(left.directory, event)):
         return left.stands("pending", damage)
     if event.state == "running" and not left.directory.is_running():
         return left.stands("failed", "its launcher was killed")
     return left.stands(event.state, event.cause)
 
 
-def _damaged_verdict(directory: StageDirectory, event: Event) -> str | None:
+def damaged_verdict(directory: StageDirectory, event: Event) -> str | None:
     """What is wrong with the verdict of a gate that has said something; None where nothing is, and
     where a person has overridden it."""
     if event.state not in ("done", "failed") or OVERRIDDEN in event.cause:

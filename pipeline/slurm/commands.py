@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from parallel.files import write_atomically
@@ -12,7 +13,7 @@ from pipeline.config import differing_keys, load_cluster
 from pipeline.errors import BraidError
 from pipeline.gates import refuse_stopped
 from pipeline.graph import Stage, compile_graph
-from pipeline.ledger import Ledger
+from pipeline.ledger import Ledger, latest
 from pipeline.other_settings import refuse_other_configuration
 from pipeline.run_directory import RunDirectory
 from pipeline.selection import chosen, refuse_missing_inputs
@@ -20,7 +21,7 @@ from pipeline.slurm import queue
 from pipeline.slurm import submit as submitting
 from pipeline.slurm.jobs import adopt, job_numbers, queue_of
 from pipeline.slurm.queue import QueuedJob
-from pipeline.slurm.settings import ClusterSettings
+from pipeline.slurm.settings import READ_BY_JOBS, ClusterSettings
 from pipeline.slurm.stage import run_stage
 from pipeline.stale import refuse_stale
 from pipeline.states import StageState, derive
@@ -33,8 +34,11 @@ def submit(arguments: Namespace) -> None:
     run, settings = commands.configured(arguments)
     profile = _profile(arguments.cluster, run)
     cluster = load_cluster(profile)
-    if "%" in str(run.path.absolute()):
-        raise BraidError(f"{shown(run.path)}: Slurm reads a % in a path otherwise; choose another")
+    for letter, name in (("%", "%"), ("\n", "line break")):
+        if letter in str(run.path.absolute()):
+            raise BraidError(
+                f"{shown(run.path)}: Slurm reads a {name} in a path otherwise; choose another"
+            )
     stages = compile_graph(settings)
     wanted = chosen(run, stages, arguments.only)
     submitting.refuse_too_large_engines(settings, cluster, stages)
@@ -47,21 +51,26 @@ def submit(arguments: Namespace) -> None:
         _refuse_other_settings(run, settings)
         commands.take_settings(run, settings)
         refuse_stale(run, settings, wanted)
-        states = derive(run, settings, stages, adopt(run))
+        queued = adopt(run)
+        states = derive(run, settings, stages, queued)
+        _refuse_other_profile(run, cluster, [each for each in stages if states[each.name].job])
         jobs = _submissions(run, settings, cluster, wanted, states)
-        submitting.write_scripts(run, cluster, jobs)
+        if jobs:
+            submitting.write_scripts(run, cluster, jobs)
         if arguments.prepare:
             write_atomically(run.submitting, "")
             print(f"nothing is submitted; the commands stand in {shown(run.submission)}")
             return
         for stage, number in submitting.submit(run, jobs, cluster, profile, lock):
-            print(f"{stage.name}: job {number}", flush=True)
+            with suppress(BrokenPipeError):  # nobody reads on, and the others are submitted too
+                print(f"{stage.name}: job {number}", flush=True)
     for stage in wanted:
         state = states[stage.name]
         if state.state in ("done", "submitted", "running"):
             print(f"{stage.name}: {state.state} already{_in_words(state)}")
-    print(f"see where it stands with: braid status {run.name}; and what a stage prints with:")
-    print(f"braid logs {run.name} STAGE -f")
+    here = shown(run.path)
+    print(f"see where it stands with: braid status {here}; and what a stage prints with:")
+    print(f"braid logs {here} STAGE -f")
 
 
 def stage(arguments: Namespace) -> None:
@@ -79,6 +88,8 @@ def cancel(arguments: Namespace) -> None:
     names = {stage.name for stage in chosen(run, stages, arguments.stages)}
     with run.lock_submission():
         queued = _jobs(run)
+        newest = latest(Ledger(run.ledger).events())
+        done = {name for name, event in newest.items() if event.state == "done"}
         names &= {name for name, _ in queued}
         for stage in stages:  # those before it come first
             # Slurm lets what waits for a cancelled task of an array start all the same.
@@ -93,7 +104,7 @@ def cancel(arguments: Namespace) -> None:
                 queue.call(["scancel", job.number])
             else:
                 queue.call(["scancel", "--batch", "--signal=TERM", job.number])
-            if job.waits:
+            if job.waits and name not in done:
                 Ledger(run.ledger).append(name, "pending", "cancelled", run.stage(name).attempts())
             running = "ends at once" if arguments.now else "saves and ends"
             print(f"{name}: {'cancelled' if job.waits else running} (job {job.number})")
@@ -159,8 +170,30 @@ def _refuse_other_settings(run: RunDirectory, settings: RunSettings) -> None:
         if jobs:
             raise BraidError(
                 f"{shown(run.path)} has jobs in the queue, which would run with these other "
-                f"settings; take them out first with: braid cancel {run.name}"
+                f"settings; take them out first with: braid cancel {shown(run.path)}"
             )
+
+
+def _refuse_other_profile(
+    run: RunDirectory, cluster: ClusterSettings, queued: Sequence[Stage]
+) -> None:
+    """Raise BraidError where jobs wait or run that would read another profile than they were
+    submitted with."""
+    if not queued or not run.cluster.exists():
+        return
+    theirs = load_cluster(run.cluster)
+    differing = {
+        key
+        for stage in queued
+        for key in READ_BY_JOBS
+        if getattr(theirs.of_kind(stage.kind), key) != getattr(cluster.of_kind(stage.kind), key)
+    }
+    if differing:
+        raise BraidError(
+            f"{shown(run.path)} has jobs in the queue, which would read another "
+            f"{', '.join(sorted(differing))} than they were submitted with; take them out first "
+            f"with: braid cancel {shown(run.path)}"
+        )
 
 
 def _profile(path: Path | None, run: RunDirectory) -> Path:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from pipeline.errors import reason
-from pipeline.ledger import Event, Ledger
+from pipeline.errors import BraidError, reason
+from pipeline.ledger import Event, Ledger, latest
 from pipeline.run_directory import RunDirectory
-from pipeline.slurm.queue import QueuedJob, SlurmError, queued
+from pipeline.slurm.queue import QueuedJob, SlurmError, is_here, queued
+from pipeline.violations import shown
 
 
 def job_numbers(events: Iterable[Event]) -> dict[str, str]:
@@ -37,6 +38,22 @@ def queue_of(
         return None, f"Slurm was not asked about this run's jobs: {reason(error)}"
 
 
+def refuse_queued(run: RunDirectory) -> None:
+    """Raise BraidError where Slurm has jobs of the run, or is here and does not say: they would
+    begin the same stages, with what this changes, or find the run locked."""
+    jobs, unasked = queue_of(run, Ledger(run.ledger).events())
+    if jobs:
+        numbers = ", ".join(jobs)
+        raise BraidError(
+            f"{shown(run.path)} has jobs in Slurm's queue: {numbers}; wait for them, or take them "
+            f"out with: braid cancel {shown(run.path)}"
+        )
+    if unasked and is_here():
+        raise BraidError(f"{unasked}; try again when it answers")
+    if unasked:
+        print(unasked)
+
+
 def adopt(run: RunDirectory) -> Mapping[str, QueuedJob]:
     """The jobs of a run that Slurm has, by number. The ledger gets a line for each that it does not
     name: `braid submit` was killed before it wrote one or never heard sbatch's answer, or a person
@@ -46,10 +63,14 @@ def adopt(run: RunDirectory) -> Mapping[str, QueuedJob]:
     """
     ledger = Ledger(run.ledger)
     numbers = job_numbers(ledger.events())
-    if not numbers and not run.cluster.exists():  # nothing was ever submitted
+    if not numbers and not run.cluster.exists() and not is_here():  # nothing was ever submitted
         return {}
     found = queued(run.path, numbers.values())
+    done = {event.stage for event in latest(ledger.events()).values() if event.state == "done"}
     for job in found.values():
+        # One that is done stays so: a job for it looks, and ends.
+        if job.stage in done:
+            continue
         if job.stage is not None and numbers.get(job.stage) not in found:
             numbers[job.stage] = job.number
             cause = f"as job {job.number}, which was in the queue"

@@ -13,6 +13,11 @@ from parallel.settings import Positive, Settings
 
 WALLTIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")  # as sbatch --time takes it
 FORMS = '"D-HH:MM:SS", "HH:MM:SS" or "MINUTES"'
+# What a job reads of its profile when it begins, each time anew; the rest is said to sbatch.
+READ_BY_JOBS = (
+    *("ranks_per_node", "gpus_per_node", "cpus_per_rank", "warning_seconds", "restarts"),
+    *("network_interface", "setup", "container"),
+)
 StageKind = Literal["import", "sft", "grpo", "mixed", "distill", "gate", "evaluate", "export"]
 
 

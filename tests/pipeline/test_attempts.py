@@ -181,6 +181,7 @@ def test_an_sbatch_that_tells_no_number_is_an_error(
     said: str,
 ) -> None:
     (tmp_path / "cluster.yaml").write_text("ranks_per_node: 2\n")
+    slurm("squeue", "true")
     slurm("sbatch", said or "true")
     code, _, err = braid("submit", config, "--cluster", tmp_path / "cluster.yaml")
     assert (code, "sbatch told no job's number" in err) == (1, True)

@@ -284,6 +284,17 @@ def test_a_fork_takes_an_open_gate_with_its_verdict(braid: Braid, config: Path, 
     assert (runs / "small" / "stages" / "gates.sums" / "verdict.json").exists()
 
 
+def test_a_fork_takes_no_gate_whose_verdict_is_damaged(
+    braid: Braid, config: Path, runs: Path
+) -> None:
+    assert braid("run", config, *GATES, "--name", "other")[0] == 0
+    (runs / "other" / "stages" / "gates.sums" / "verdict.json").write_text("{}")
+    code, out, err = braid("run", config, *GATES, "--fork", "other")
+    assert (code, err) == (0, "")
+    assert "left merge there, since it waits for gates.sums" in out
+    assert attempts(runs / "small")["gates.sums"] == 1
+
+
 def test_a_plan_shows_gates(braid: Braid, config: Path) -> None:
     lines = [" ".join(line.split()) for line in braid("plan", config, *GATES)[1].splitlines()]
     assert "gates.sums gate experts.sums against cold_start yes pending starts ?" in lines

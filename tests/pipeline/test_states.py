@@ -46,6 +46,21 @@ def states(run: RunDirectory, settings: RunSettings) -> dict[str, str]:
     return {name: state.state for name, state in found.items() if state.state != "pending"}
 
 
+def test_work_that_the_ledger_has_lost_is_not_taken_for_that_of_other_settings(
+    run: RunDirectory, settings: RunSettings, trained: dict[str, Stage]
+) -> None:
+    run.ledger.unlink()
+    found = derive(run, settings, list(trained.values()))
+    assert found["merge"].state == "pending"
+    assert (found["merge"].step, found["merge"].cause) == (
+        2,
+        "the ledger has no line of it, and its work is there",
+    )
+    other = settings.model_copy(update={"seed": 7})
+    found = derive(run, other, compile_graph(other))
+    assert {found[name].state for name, stage in trained.items() if stage.trains} == {"stale"}
+
+
 def test_nothing_is_done_before_a_run(run: RunDirectory, settings: RunSettings) -> None:
     assert states(run, settings) == {}
 

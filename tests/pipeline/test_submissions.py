@@ -145,6 +145,92 @@ def test_a_job_whose_submission_was_killed_is_cancelled(
     assert (slurm / "cancelled").read_text() == "100\n"
 
 
+def by_hand(slurm: Path, number: str, run: Path, stage: str) -> None:
+    """A person has submitted a stage's script."""
+    line = (
+        number,
+        "PENDING",
+        "Priority",
+        "0:00",
+        "4:00",
+        "",
+        "any",
+        "/",
+        f"/b/x.sbatch {run} {stage}",
+    )
+    with (slurm / "queue").open("a") as queue:
+        queue.write("\x1f".join(line) + "\n")
+
+
+def test_a_job_by_hand_is_known_though_nothing_was_ever_submitted(
+    braid: Braid, config: Path, profile: Path, runs: Path, slurm: Path
+) -> None:
+    assert braid("run", config, "--only", "cold_start")[0] == 0
+    by_hand(slurm, "7", runs / "small", "experts.sums")
+    code, out, err = braid("submit", config, "--cluster", profile)
+    assert (code, err) == (0, "")
+    assert "experts.sums: submitted already (job 7 waits: Priority)" in out
+    assert "experts.sums" not in (slurm / "queue").read_text().split("\n", 1)[1]
+
+
+def test_a_job_for_a_stage_that_is_done_changes_nothing(
+    braid: Braid, config: Path, profile: Path, runs: Path, slurm: Path
+) -> None:
+    assert braid("run", config)[0] == 0
+    ledger = runs / "small" / "ledger.jsonl"
+    before = ledger.read_text()
+    by_hand(slurm, "7", runs / "small", "cold_start")
+    code, out, err = braid("submit", config, "--cluster", profile)
+    assert (code, err) == (0, "")
+    assert "cold_start: done already" in out
+    assert not (slurm / "submitted").exists()
+    assert braid("cancel", "small")[1] == "cold_start: cancelled (job 7)\n"
+    assert (slurm / "cancelled").read_text() == "7\n"
+    assert ledger.read_text() == before
+
+
+def contents(run: Path) -> dict[Path, bytes]:
+    """Of all files but those that are only locks."""
+    files = (path for path in run.rglob("*") if path.is_file() and path.suffix != ".lock")
+    return {path: path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("command", ["run", "evaluate", "export"])
+def test_nothing_that_jobs_read_changes_while_they_wait(
+    command: str, braid: Braid, config: Path, profile: Path, runs: Path, slurm: Path, tmp_path: Path
+) -> None:
+    assert braid("run", config, "--only", "cold_start")[0] == 0
+    assert braid("submit", config, "--cluster", profile)[0] == 0
+    before = contents(runs / "small")
+    given = {
+        "run": (config, "merge.optimizer.learning_rate=0.5", "--from", "merge"),
+        "evaluate": ("small", "--stage", "cold_start"),
+        "export": ("small", "--stage", "cold_start", "--to", tmp_path / "there"),
+    }
+    code, _, err = braid(command, *given[command])
+    assert code == 1
+    assert "has jobs in Slurm's queue: 100_0, 100_1, 101, 102, 103; wait" in err
+    assert contents(runs / "small") == before
+
+
+def test_a_profile_that_queued_jobs_would_read_is_not_changed_under_them(
+    braid: Braid, config: Path, profile: Path, runs: Path, slurm: Path
+) -> None:
+    assert braid("submit", config, "--cluster", profile, "--only", "cold_start")[0] == 0
+    profile.write_text("ranks_per_node: 1\nwarning_seconds: 90\n")
+    code, _, err = braid("submit", config, "--cluster", profile)
+    assert code == 1
+    assert "would read another ranks_per_node, warning_seconds than they were submitted" in err
+    # What was said to sbatch may be mended for the others.
+    profile.write_text("ranks_per_node: 2\nkinds: {grpo: {partition: other, ranks_per_node: 4}}\n")
+    code, _, err = braid("submit", config, "--cluster", profile)
+    assert (code, err) == (0, "")
+    assert "--partition=other" in (slurm / "submitted").read_text().splitlines()[1]
+    script = (runs / "small" / "slurm" / "submit.sh").read_text()
+    assert braid("submit", config, "--cluster", profile)[0] == 0  # with nothing left to submit
+    assert (runs / "small" / "slurm" / "submit.sh").read_text() == script
+
+
 def test_an_sbatch_that_outlives_its_caller_keeps_others_from_submitting(
     braid: Braid, config: Path, profile: Path, runs: Path, slurm: Path
 ) -> None:
