@@ -113,11 +113,6 @@ def _add_config_commands(command: Callable[[str, str, str], ArgumentParser]) -> 
     run.add_argument(
         "--dry-run", action="store_true", help="show the plan and the commands, and run nothing"
     )
-    run.add_argument(
-        "--fork",
-        metavar="OTHER_RUN",
-        help="take over its finished stages that this run would make from the same things",
-    )
     _add_selection(run)
     _add_side_by_side(run)
     submit = command(
@@ -126,7 +121,8 @@ def _add_config_commands(command: Callable[[str, str, str], ArgumentParser]) -> 
         CONFIG_HELP
         + "  braid submit configs/quickstart.yaml --cluster configs/clusters/mine.yaml --dry-run\n"
         + "  braid submit configs/quickstart.yaml --cluster configs/clusters/mine.yaml\n"
-        + "  braid submit runs/quickstart/run.yaml      continue it, on the same cluster\n\n"
+        + "  braid submit runs/quickstart/run.yaml      continue it, on the same cluster\n"
+        + "  braid submit runs/quickstart/run.yaml --from merge      and make that anew\n\n"
         + "Every stage is a job of one of the scripts in slurm/, which waits for those it is made\n"
         + "from. --dry-run shows the very commands and writes nothing; --prepare makes the run's\n"
         + "folder, for a person to run them: they stand in runs/NAME/slurm/submit.sh.\n"
@@ -144,14 +140,13 @@ def _add_config_commands(command: Callable[[str, str, str], ArgumentParser]) -> 
         action="store_true",
         help="make the run's folder with the commands in it, and submit nothing",
     )
-    submit.add_argument(
-        "--only",
-        metavar="STAGE",
-        action="append",
-        default=[],
-        help="submit this stage alone; may be given again for others",
-    )
+    _add_selection(submit)
     for parser in (run, submit):
+        parser.add_argument(
+            "--fork",
+            metavar="OTHER_RUN",
+            help="take over its finished stages that this run would make from the same things",
+        )
         parser.add_argument(
             "--check-refit",
             dest="implied",
@@ -232,7 +227,7 @@ def _add_run_commands(command: Callable[[str, str, str], ArgumentParser]) -> Non
     logs = command(
         "logs",
         "show what a stage prints",
-        "  braid logs quickstart experts.chain_sum -f\n"
+        "  braid logs quickstart experts.chain_sum -f           what its job prints\n"
         "  braid logs quickstart experts.chain_sum --rank 3\n"
         "  braid logs quickstart experts.chain_sum --engine 0",
     )
@@ -275,7 +270,12 @@ def _add_run_commands(command: Callable[[str, str, str], ArgumentParser]) -> Non
         "--now", action="store_true", help="end those that run without waiting for a checkpoint"
     )
     logs.add_argument("-f", "--follow", action="store_true", help="go on while the stage does")
-    logs.add_argument("--rank", type=int, default=0, metavar="N", help="whose (default: 0)")
+    logs.add_argument(
+        "--rank",
+        type=int,
+        metavar="N",
+        help="a rank's (default: the job's output of its progress; without one, rank 0)",
+    )
     logs.add_argument("--engine", type=int, metavar="N", help="an engine's instead of a rank's")
     diff.add_argument("other", metavar="OTHER_RUN", help="another run's name, or its folder")
     evaluate.add_argument("--stage", help="only this stage's model (default: all finished ones)")

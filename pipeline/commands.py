@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 from argparse import Namespace
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 
 from rich.console import Console
 
@@ -16,9 +17,9 @@ from pipeline.doctor import sections, table
 from pipeline.errors import BraidError
 from pipeline.estimate import estimate
 from pipeline.fork import Fork, find_fork, take_over
-from pipeline.graph import compile_graph
+from pipeline.graph import Stage, compile_graph
 from pipeline.launcher import JobFailed, Programs
-from pipeline.ledger import Ledger, latest, took
+from pipeline.ledger import Ledger, took
 from pipeline.logs import print_file, print_log
 from pipeline.memory import largest_memory, memory_report
 from pipeline.other_settings import refuse_other_configuration
@@ -85,14 +86,14 @@ def run(arguments: Namespace) -> None:
         _show_plan(run, settings)
         _show_commands(run, settings)
         return
-    other = _named(arguments, arguments.fork)[0] if arguments.fork else None
+    other = forked(arguments)
     found = find_fork(run, settings, other) if other is not None else Fork()
     _refuse_options(run, settings, arguments, found.taken)
     with run.lock():
         refuse_queued(run)
         take_settings(run, settings, arguments.anew)
         if other is not None:
-            _take_over(run, settings, other)
+            take_over_from(run, settings, other)
         _run_to_the_end(run, settings, arguments)
 
 
@@ -116,17 +117,24 @@ def logs(arguments: Namespace) -> None:
         return _now(run, settings)[stage.name].state in ("running", "submitted")
 
     directory = run.stage(stage.name)
-    if arguments.engine is None and not directory.attempts() and not goes_on():
-        event = latest(Ledger(run.ledger).events()).get(stage.name)
-        if event is not None and event.job is not None and (output := run.output_of(event.job)):
-            print_file(output)  # of a job that did not come as far as the stage
-            return
-    if arguments.engine is None:
-        name = f"rank_{arguments.rank}.log"
-        print_log(directory, name, goes_on if arguments.follow else None)
-        return
-    own = directory.engines / str(arguments.engine) / "engine.log"
-    print_file(own if own.exists() else run.engine(arguments.engine).log)
+    follow = goes_on if arguments.follow else None
+    if arguments.engine is not None:
+        own = directory.engines / str(arguments.engine) / "engine.log"
+        print_file(own if own.exists() else run.engine(arguments.engine).log, follow)
+    elif arguments.rank is None and (output := _output(run, stage)) is not None:
+        print_file(output, follow)
+    else:
+        print_log(directory, f"rank_{arguments.rank or 0}.log", follow)
+
+
+def _output(run: RunDirectory, stage: Stage) -> Path | None:
+    """What the newest job of a stage printed, its progress; None where it had none here."""
+    jobs = [
+        event.job
+        for event in Ledger(run.ledger).events()
+        if event.stage == stage.name and event.job is not None
+    ]
+    return run.output_of(jobs[-1]) if jobs else None
 
 
 def why(arguments: Namespace) -> None:
@@ -223,8 +231,7 @@ def _run_to_the_end(run: RunDirectory, settings: RunSettings, arguments: Namespa
     console = terminal()
     stages = compile_graph(settings)
     if arguments.anew:
-        for folder in put_aside(run, following(stages, arguments.anew)):
-            print(f"put aside {shown(folder)}")
+        make_anew(run, following(stages, arguments.anew))
     try:
         run_stages(run, settings, console, PROGRAMS, arguments.only, arguments.side_by_side)
     except (JobFailed, Stopped) as error:
@@ -241,7 +248,19 @@ def _run_to_the_end(run: RunDirectory, settings: RunSettings, arguments: Namespa
         print(f"merged model: {shown(run.stage('export').exported)}")
 
 
-def _take_over(run: RunDirectory, settings: RunSettings, other: RunDirectory) -> None:
+def forked(arguments: Namespace) -> RunDirectory | None:
+    """The run that `--fork` names, if it was given."""
+    return _named(arguments, arguments.fork)[0] if arguments.fork else None
+
+
+def make_anew(run: RunDirectory, stages: Iterable[Stage]) -> None:
+    """Put aside what stages have left, and say so."""
+    for folder in put_aside(run, stages):
+        print(f"put aside {shown(folder)}")
+
+
+def take_over_from(run: RunDirectory, settings: RunSettings, other: RunDirectory) -> None:
+    """Take over from another run what this one would make alike, and say so."""
     found = find_fork(run, settings, other)
     take_over(run, other, found)
     none = "no stage, since none is done that this run would make so"

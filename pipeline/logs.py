@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,35 +24,42 @@ def print_log(directory: StageDirectory, name: str, goes_on: Callable[[], bool] 
     Raises:
         BraidError: there is no such log, and none will come.
     """
-    if not _log(directory, name).exists() and _log(directory, SRUN).exists():
+    log = _log(directory, name)
+    if not log.exists() and _log(directory, SRUN).exists():
         name = SRUN  # no rank has begun, and srun says why
-    for text in _grown(directory, name, goes_on):
-        sys.stdout.write(text)
-        sys.stdout.flush()
+    elif log.exists() and not log.stat().st_size:
+        print(
+            f"{shown(log)} is empty: ranks print what goes wrong, and nothing else. How far the "
+            f"stage is says {shown(directory.metrics)}, and `braid status`",
+            flush=True,
+        )
+    _print(_grown(lambda: _log(directory, name), goes_on))
 
 
-def print_file(log: Path) -> None:
-    """Print a log that is not of an attempt, such as an engine's.
+def print_file(log: Path, goes_on: Callable[[], bool] | None) -> None:
+    """The same of a log that is not of an attempt: an engine's, or what a job of Slurm's says of
+    its stage's progress.
 
     Raises:
         BraidError: there is none.
     """
-    if not log.exists():
-        raise BraidError(f"there is no {shown(log)}")
-    with log.open(errors="replace") as file:
-        shutil.copyfileobj(file, sys.stdout)
+    _print(_grown(lambda: log, goes_on))
 
 
-def _grown(
-    directory: StageDirectory, name: str, goes_on: Callable[[], bool] | None
-) -> Iterator[str]:
-    log, offset = _log(directory, name), 0
+def _print(texts: Iterator[str]) -> None:
+    for text in texts:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def _grown(find: Callable[[], Path], goes_on: Callable[[], bool] | None) -> Iterator[str]:
+    log, offset = find(), 0
     more, ask = goes_on is not None, 0.0
     while True:
         if goes_on is not None and time.monotonic() >= ask:
             more = goes_on()  # asked first: what it writes last is read still
             ask = time.monotonic() + ASK_SECONDS
-        newest = _log(directory, name)
+        newest = find()
         if newest.exists() and newest != log:
             yield f"--- {shown(newest)} ---\n"
             log, offset = newest, 0

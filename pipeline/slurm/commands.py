@@ -11,12 +11,13 @@ from parallel.files import write_atomically
 from pipeline import commands, resolved
 from pipeline.config import differing_keys, load_cluster
 from pipeline.errors import BraidError
+from pipeline.fork import find_fork
 from pipeline.gates import refuse_stopped
 from pipeline.graph import Stage, compile_graph
 from pipeline.ledger import Ledger, latest
 from pipeline.other_settings import refuse_other_configuration
 from pipeline.run_directory import RunDirectory
-from pipeline.selection import chosen, refuse_missing_inputs
+from pipeline.selection import chosen, following, refuse_missing_inputs
 from pipeline.slurm import queue
 from pipeline.slurm import submit as submitting
 from pipeline.slurm.jobs import adopt, job_numbers, queue_of
@@ -41,17 +42,30 @@ def submit(arguments: Namespace) -> None:
             )
     stages = compile_graph(settings)
     wanted = chosen(run, stages, arguments.only)
+    chosen(run, stages, arguments.anew)
+    anew = following(stages, arguments.anew)
+    other = commands.forked(arguments)
+    taken = find_fork(run, settings, other).taken if other is not None else {}
     submitting.refuse_too_large_engines(settings, cluster, stages)
     if arguments.dry_run:
-        _show(run, settings, cluster, stages, wanted)
+        _refuse_other_settings(run, settings)
+        refuse_other_configuration(run, settings, arguments.anew)
+        refuse_stale(run, settings, [each for each in wanted if each not in anew], record=False)
+        found, unasked = queue_of(run, Ledger(run.ledger).events())
+        states = _to_be(derive(run, settings, stages, found), anew, taken)
+        _show(run, _submissions(run, settings, cluster, wanted, states), unasked)
         return
     if not run.settings.exists():  # then nothing is made for what cannot start
-        _refuse_missing(wanted, derive(run, settings, stages))
+        _refuse_missing(wanted, _to_be(derive(run, settings, stages), anew, taken))
     with run.lock(shared=True), run.lock_submission() as lock:
         _refuse_other_settings(run, settings)
-        commands.take_settings(run, settings)
-        refuse_stale(run, settings, wanted)
         queued = adopt(run)
+        _refuse_under_way(run, derive(run, settings, stages, queued), anew)
+        commands.take_settings(run, settings, arguments.anew)
+        if other is not None:
+            commands.take_over_from(run, settings, other)
+        commands.make_anew(run, anew)
+        refuse_stale(run, settings, wanted)
         states = derive(run, settings, stages, queued)
         _refuse_other_profile(run, cluster, [each for each in stages if states[each.name].job])
         jobs = _submissions(run, settings, cluster, wanted, states)
@@ -110,20 +124,32 @@ def cancel(arguments: Namespace) -> None:
             print(f"{name}: {'cancelled' if job.waits else running} (job {job.number})")
 
 
-def _show(
-    run: RunDirectory,
-    settings: RunSettings,
-    cluster: ClusterSettings,
-    stages: Sequence[Stage],
-    wanted: list[Stage],
+def _to_be(
+    states: Mapping[str, StageState], anew: Sequence[Stage], taken: Mapping[str, str]
+) -> dict[str, StageState]:
+    """The states when some stages are put aside, and others `taken` over."""
+    again = {stage.name for stage in anew}
+    found = dict(states)
+    found.update({name: StageState("done") for name in taken})
+    found.update({name: StageState("pending") for name in again})
+    return found
+
+
+def _refuse_under_way(
+    run: RunDirectory, states: Mapping[str, StageState], anew: Sequence[Stage]
 ) -> None:
+    """Raise BraidError where what is to be made anew waits in the queue or runs."""
+    busy = [each.name for each in anew if states[each.name].state in ("submitted", "running")]
+    if busy:
+        raise BraidError(
+            f"{', '.join(busy)} cannot be made anew, since a job of it waits or runs; take it out "
+            f"first with: braid cancel {shown(run.path)}"
+        )
+
+
+def _show(run: RunDirectory, jobs: Sequence[submitting.Submission], unasked: str) -> None:
     """What would be submitted, as a script; writes nothing."""
-    _refuse_other_settings(run, settings)
-    refuse_other_configuration(run, settings)
-    refuse_stale(run, settings, wanted, record=False)
-    found, unasked = queue_of(run, Ledger(run.ledger).events())
-    states = derive(run, settings, stages, found)
-    print(submitting.script_of(_submissions(run, settings, cluster, wanted, states)))
+    print(submitting.script_of(jobs))
     print(
         "# Nothing is written and nothing submitted. The stage scripts are these files. For their"
     )

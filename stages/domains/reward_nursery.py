@@ -37,6 +37,8 @@ def main() -> None:
     What a reward starts and leaves becomes this process's child, so that none outlives it.
     """
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # the stage decides when it ends
+        signal.signal(ignored, signal.SIG_IGN)
     control = Connection(int(sys.argv[1]))
     setup: Setup = control.recv()
     settings = [each for rewards in setup.rewards.values() for each in rewards.values()]
@@ -84,8 +86,6 @@ def _work(setup: Setup, descriptor: int, shared: int) -> NoReturn:
     status = 1
     try:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        for ignored in (signal.SIGINT, signal.SIGTERM):  # the stage decides when it ends
-            signal.signal(ignored, signal.SIG_IGN)
         limit = setup.settings.memory_mebibytes << 20
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         connection = Connection(descriptor)  # open until the end, which the pool waits for

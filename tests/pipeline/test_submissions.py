@@ -231,6 +231,62 @@ def test_a_profile_that_queued_jobs_would_read_is_not_changed_under_them(
     assert (runs / "small" / "slurm" / "submit.sh").read_text() == script
 
 
+def test_a_stage_is_submitted_anew_with_what_follows_it(
+    braid: Braid, config: Path, profile: Path, runs: Path, slurm: Path
+) -> None:
+    assert braid("run", config)[0] == 0
+    edited = ("submit", config, "experts.sums.objective.kl.coefficient=0.5", "--cluster", profile)
+    code, _, err = braid(*edited)
+    assert code == 1
+    assert "--from experts.sums" in err
+    before = contents(runs / "small")
+    code, shown, err = braid(*edited, "--from", "experts.sums", "--dry-run")
+    assert (code, err) == (0, "")
+    assert shown.count("sbatch --parsable") == 4  # the expert, merge, evaluation and export
+    assert contents(runs / "small") == before
+    code, out, err = braid(*edited, "--from", "experts.sums")
+    assert (code, err) == (0, "")
+    assert "put aside" in out
+    assert (runs / "small" / "replaced" / "experts.sums.1").is_dir()
+    assert len((slurm / "submitted").read_text().splitlines()) == 4
+    code, _, err = braid(*edited, "--from", "merge")
+    assert code == 1
+    assert "merge, evaluate, export cannot be made anew, since a job of it waits or runs" in err
+
+
+def test_a_submission_takes_over_from_another_run(
+    braid: Braid, config: Path, profile: Path, runs: Path, slurm: Path
+) -> None:
+    assert braid("run", config, "--name", "other")[0] == 0
+    edit = "merge.optimizer.learning_rate=0.5"
+    forked = ("submit", config, edit, "--cluster", profile, "--fork", "other")
+    code, shown, err = braid(*forked, "--dry-run")
+    assert (code, err) == (0, "")
+    assert shown.count("sbatch --parsable") == 3
+    assert not (runs / "small").exists()
+    code, out, err = braid(*forked)
+    assert (code, err) == (0, "")
+    assert f"took over from {runs}/other: cold_start, experts.sums, experts.words" in out
+    assert len((slurm / "submitted").read_text().splitlines()) == 3
+
+
+def test_logs_are_what_the_job_printed(
+    braid: Braid, config: Path, profile: Path, runs: Path, slurm: Path
+) -> None:
+    assert braid("run", config, "--only", "cold_start")[0] == 0
+    log = runs / "small" / "stages" / "cold_start" / "attempt_1" / "rank_0.log"
+    log.write_text("")
+    assert (
+        "rank_0.log is empty: ranks print what goes wrong"
+        in braid("logs", "small", "cold_start")[1]
+    )
+    Ledger(runs / "small" / "ledger.jsonl").append("cold_start", "running", "x", 1, job="9")
+    (runs / "small" / "slurm").mkdir()
+    (runs / "small" / "slurm" / "small.cold_start-9.out").write_text("step 1/2\nstep 2/2\n")
+    assert braid("logs", "small", "cold_start")[1] == "step 1/2\nstep 2/2\n"
+    assert "is empty" in braid("logs", "small", "cold_start", "--rank", "0")[1]
+
+
 def test_an_sbatch_that_outlives_its_caller_keeps_others_from_submitting(
     braid: Braid, config: Path, profile: Path, runs: Path, slurm: Path
 ) -> None:

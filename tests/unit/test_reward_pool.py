@@ -230,6 +230,16 @@ def test_a_response_that_always_gets_its_worker_killed_is_dropped_alone(pool: Ma
     assert "its process was killed by SIGKILL (was the memory used up?)" in failed.failure
 
 
+def test_a_signal_to_the_whole_process_group_ends_no_reward(pool: Made) -> None:
+    """As `timeout` and systemd send it: the stage saves first, and needs them for its last step."""
+    made = pool(odd=own("does"))
+    graded(made, "one")
+    for process in (made._nursery.pid, *(worker.process for worker in made._workers)):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(process, number)
+    assert [grade.reward for grade in graded(made, "two", "three")] == [3.0, 5.0]
+
+
 @pytest.mark.parametrize(("number", "why"), [(9, "was killed by SIGKILL"), (19, "said nothing")])
 def test_a_nursery_that_is_gone_ends_the_stage(
     pool: Made, number: int, why: str, monkeypatch: pytest.MonkeyPatch
