@@ -26,7 +26,11 @@ def chosen(run: RunDirectory, stages: Sequence[Stage], names: Iterable[str]) -> 
     return [stage for stage in stages if not wanted or stage.name in wanted]
 
 
-def refuse_missing_inputs(wanted: Sequence[Stage], states: Mapping[str, StageState]) -> None:
+def refuse_missing_inputs(
+    wanted: Sequence[Stage],
+    states: Mapping[str, StageState],
+    remedy: str = "name those too with --only, or run without it",
+) -> None:
     """Raise BraidError where a stage that is to run needs one that neither is done nor runs, or
     waits for such a gate."""
     running = {stage.name for stage in wanted}
@@ -40,7 +44,6 @@ def refuse_missing_inputs(wanted: Sequence[Stage], states: Mapping[str, StageSta
     ]
     if lines:
         heading = "stages lack what they are made from or wait for:"
-        remedy = "name those too with --only, or run without it"
         raise BraidError("\n".join([heading, *lines, remedy]))
 
 

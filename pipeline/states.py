@@ -122,7 +122,9 @@ def _state(
     if recorded is None:
         if left.directory.manifest.exists() or left.checkpoint is not None:
             return left.stands("stale", "its manifest.json is gone or damaged")
-        return StageState("pending", attempts=left.attempts)
+        # It may have failed before its first attempt.
+        cause = event.cause if event is not None and event.state == "failed" else ""
+        return StageState("pending", cause, left.attempts)
     if done or holds_work:
         reasons = list(changes(recorded, now()))
         reasons += [

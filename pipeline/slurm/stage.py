@@ -11,11 +11,11 @@ from rich.console import Console
 from pipeline import report
 from pipeline.attempt import attempt, start_of
 from pipeline.config import load_cluster
-from pipeline.errors import BraidError
+from pipeline.errors import BraidError, reason
 from pipeline.gates import refuse_stopped
 from pipeline.graph import Stage
 from pipeline.launcher import JobFailed, Launcher, Programs, to_the_end
-from pipeline.ledger import Event, Ledger
+from pipeline.ledger import Event, Ledger, latest
 from pipeline.placement import Placement, ThisMachine
 from pipeline.progress import Screen
 from pipeline.run_directory import LOCK_PATIENCE_SECONDS, RunDirectory
@@ -28,6 +28,7 @@ from pipeline.slurm.steps import SlurmJob, job_number
 from pipeline.stale import refuse_stale
 from stages.settings import RunSettings
 
+WAIT = "run those first, or have this job wait for theirs: sbatch --dependency=afterok:JOB"
 SPARE_SECONDS = 15.0  # of the warning's, to write the ledger in and to go back into the queue
 OTHER_JOB_SECONDS = 120.0  # what the job before this one, on a node that was lost, may take to end
 IN_THE_QUEUE = "Job is pending execution"  # what scontrol says where Slurm was faster
@@ -48,24 +49,42 @@ def run_stage(
         JobFailed: it failed.
         Stopped: a signal asked for it.
     """
+    number = job_number() if "SLURM_JOB_ID" in os.environ else None
     states = refuse_stale(run, settings, [stage])
     if states[stage.name].state == "done":
         console.print(f"{stage.name} is done already", highlight=False)
         return
-    refuse_missing_inputs([stage], states)
-    refuse_stopped(run, [stage], states)
-    in_a_job = "SLURM_JOB_ID" in os.environ
-    number = job_number() if in_a_job else None
     cluster = load_cluster(run.cluster) if run.cluster.exists() else ClusterSettings()
     cluster = cluster.of_kind(stage.kind)
+    newest = latest(Ledger(run.ledger).events()).get(stage.name)
     try:
+        refuse_missing_inputs([stage], states, WAIT)
+        refuse_stopped(run, [stage], states)
         _attempt(run, settings, stage, console, programs, cluster, number)
     except (JobFailed, Stopped) as ended:
         if number is None or (why := _to_try_again(ended)) is None:
             raise
         _go_back(run, stage, cluster, number, why, ended)
+    except BraidError as refusal:
+        if number is not None:
+            _note(run, stage, number, refusal, newest)
+        raise
     if stage.kind == "evaluate":
         console.print(report.results_table(report.write_results(run)))
+
+
+def _note(
+    run: RunDirectory, stage: Stage, number: str, refusal: BraidError, newest: Event | None
+) -> None:
+    """Have the ledger say why a job could not start its stage: whoever submitted it by hand looks
+    there first. Not where its attempt has said so, or another job has to do with the stage."""
+    event = latest(Ledger(run.ledger).events()).get(stage.name)
+    under_way = event is not None and event.state in ("submitted", "running")
+    if event == newest and (event is None or not under_way or event.job == number):
+        cause = f"job {number} was refused: {' '.join(reason(refusal).split())}"
+        Ledger(run.ledger).append(
+            stage.name, "failed", cause, run.stage(stage.name).attempts(), job=number
+        )
 
 
 def _attempt(

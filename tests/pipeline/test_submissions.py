@@ -287,6 +287,33 @@ def test_logs_are_what_the_job_printed(
     assert "is empty" in braid("logs", "small", "cold_start", "--rank", "0")[1]
 
 
+def test_a_job_that_cannot_start_its_stage_says_so_in_the_ledger(
+    braid: Braid,
+    config: Path,
+    profile: Path,
+    runs: Path,
+    slurm: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert braid("submit", config, "--cluster", profile, "--prepare")[0] == 0
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    code, _, err = braid("stage", "small", "experts.sums")
+    assert code == 1
+    assert "experts.sums needs cold_start, which is pending\nrun those first, or have" in err
+    [event] = Ledger(runs / "small" / "ledger.jsonl").events()
+    assert (event.stage, event.state, event.job) == ("experts.sums", "failed", "7")
+    assert (
+        "job 7 was refused: stages lack what they are made from"
+        in braid("why", "small", "experts.sums")[1]
+    )
+    # What another job does is not talked over.
+    Ledger(runs / "small" / "ledger.jsonl").append(
+        "experts.sums", "submitted", "as job 8", 0, job="8"
+    )
+    assert braid("stage", "small", "experts.sums")[0] == 1
+    assert Ledger(runs / "small" / "ledger.jsonl").events()[-1].job == "8"
+
+
 def test_an_sbatch_that_outlives_its_caller_keeps_others_from_submitting(
     braid: Braid, config: Path, profile: Path, runs: Path, slurm: Path
 ) -> None:
