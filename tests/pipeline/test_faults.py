@@ -309,6 +309,21 @@ def test_damaged_results_say_how_to_mend_them(
     assert braid("resume", "small", "--from", "evaluate")[0] == 0
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"models": 5}', "\xff", '{"a":' * 100_000])
+def test_a_status_goes_on_without_results_that_are_damaged(
+    finished: RunDirectory, braid: Braid, content: str
+) -> None:
+    whole = braid("status", "small")[1]
+    finished.results.write_bytes(content.encode("latin-1"))
+    code, out, err = braid("status", "small")
+    assert (code, err) == (0, "")
+    table, said = out.split("\n\n")
+    assert whole.startswith(f"{table}\n\n")
+    assert said == f"{finished.results} is damaged; evaluate once more with --from evaluate\n"
+    assert braid("resume", "small")[0] == 0
+    assert braid("status", "small")[1] == whole
+
+
 def test_a_checkpoint_with_another_digest_makes_its_children_stale(
     finished: RunDirectory, braid: Braid
 ) -> None:
