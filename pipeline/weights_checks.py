@@ -17,7 +17,7 @@ from pipeline.violations import hint, shown
 
 Found = Iterator[tuple[str, str]]
 KEY = "model.initial_weights"
-MOST_BYTES = 1 << 26  # of a file of JSON; the index of the largest checkpoints has a tenth of it
+MOST_BYTES = 1 << 26  # of a file of JSON, far above the index of any checkpoint
 
 
 def weights_rules(model: object) -> Found:
