@@ -100,7 +100,7 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
     try:
         sums = json.loads((path / CHECKSUMS).read_text())
         return Checkpoint(path, step, str(sums["digest"]), dict(sums["files"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return None
 
 

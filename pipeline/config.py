@@ -15,7 +15,7 @@ from parallel.files import CHARACTERS
 from parallel.settings import Settings
 from pipeline import checks, schema
 from pipeline.dropped import without_dropped
-from pipeline.slurm.settings import ClusterSettings, too_short
+from pipeline.slurm.settings import ClusterSettings, StageKind, too_short
 from pipeline.trees import flatten
 from pipeline.violations import ConfigError, Place, Violation, dotted, hint
 from pipeline.yaml_source import Key, Leaf, Mapping, Reader, find, lay, nearest, plain
@@ -24,6 +24,7 @@ from stages.settings import DomainSettings, RunSettings
 
 Root = TypeVar("Root", bound=Settings)
 MAPPING = "a mapping of keys to values"
+OF_KEY = "[key]"  # ends pydantic's location of a key; only a cluster's kinds are a closed set
 TOKENIZER: Key = ("model", "tokenizer")
 # Paths that are written relative to the file that states them; `*` stands for every domain.
 PATHS: tuple[Key, ...] = (
@@ -260,6 +261,10 @@ def _below(root: type[Settings], tree: Mapping, error: ErrorDetails) -> Iterator
 def _violation(root: type[Settings], tree: Mapping, error: ErrorDetails) -> Violation:
     root = _schema_of(root)
     key = schema.without_arms(root, error["loc"])
+    if key[-1:] == (OF_KEY,):
+        key = key[:-1]
+        message = f"unknown kind; {hint(str(key[-1]), get_args(StageKind))}"
+        return Violation(nearest(tree, key), dotted(key), message)
     if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
         key = (*key, schema.tag(schema.type_at(root, key)))
     return Violation(nearest(tree, key), dotted(key), _message(root, error))

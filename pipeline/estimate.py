@@ -93,7 +93,7 @@ def _tail(run: RunDirectory, stage: Stage) -> list[dict[str, Any]]:
     for line in text.split(b"\n"):
         try:
             parsed = json.loads(line)
-        except ValueError:  # cut off, in front by us, or at the end by who writes it
+        except (ValueError, RecursionError):  # cut off in front by us, at the end by its writer
             continue
         if isinstance(parsed, dict) and {"step", "time"} <= parsed.keys():
             found.append(parsed)

@@ -119,7 +119,8 @@ def override(run: RunDirectory, settings: RunSettings, name: str, reason: str) -
 
     Raises BraidError where no reason is given, or where the stage is no gate that has stopped.
     """
-    reason = " ".join(reason.split())
+    # What is no UTF-8 on a command line comes as surrogates, which nothing could print later.
+    reason = " ".join(reason.encode(errors="replace").decode().split())
     if not reason:
         raise BraidError("--reason is empty, and the ledger is to say why the gate was overridden")
     stages = compile_graph(settings)
@@ -245,11 +246,14 @@ def _logged(directory: StageDirectory) -> list[dict[str, Any]]:
     found = []
     text = directory.metrics.read_text(encoding="utf-8", errors="replace")
     for number, line in enumerate(text.splitlines(), start=1):
+        where = f"{shown(directory.metrics)}:{number}: is damaged, and a gate reads it: "
         try:
-            found.append(json.loads(line))
-        except ValueError as error:
-            where = f"{shown(directory.metrics)}:{number}"
-            raise BraidError(f"{where}: is damaged, and a gate reads it: {error}") from error
+            step = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise BraidError(f"{where}{error}") from error
+        if not isinstance(step, dict):
+            raise BraidError(f"{where}it is no JSON object")
+        found.append(step)
     return found
 
 

@@ -97,8 +97,8 @@ def _event(line: str) -> Event | None:
     """What a line says; None for one that was cut short or damaged."""
     try:
         event = Event(**json.loads(line))
-        datetime.fromisoformat(event.time)
-    except (ValueError, TypeError):
+        _ = event.timestamp  # which the first and the last day of the calendar may lack
+    except (ValueError, TypeError, OverflowError, RecursionError):
         return None
     texts, seconds = (event.stage, event.cause), event.seconds
     sound = all(isinstance(text, str) for text in texts) and type(event.attempt) is int

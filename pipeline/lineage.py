@@ -102,7 +102,7 @@ def read_manifest(directory: StageDirectory) -> Manifest | None:
     try:
         written = json.loads(directory.manifest.read_text(encoding="utf-8"))
         known = {field.name: written[field.name] for field in fields(Manifest)}
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, RecursionError, KeyError, TypeError):
         return None
     wanted = [written[name] for name in ("parents", "files", "settings", "layout", "versions")]
     return Manifest(**known) if all(isinstance(each, dict) for each in wanted) else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from pathlib import Path
 
@@ -50,11 +49,17 @@ def _show(run: RunDirectory) -> None:
     if unasked:
         print(unasked)
     if states["evaluate"].state == "done" and run.results.exists():
-        # Imported here, since only a table of results needs it.
-        from rich.console import Console
+        _show_results(run)
 
-        models = json.loads(run.results.read_text(encoding="utf-8"))["models"]
-        Console().print("", report.results_table(models), sep="\n")
+
+def _show_results(run: RunDirectory) -> None:
+    if (models := report.read_models(run.results)) is None:
+        print(f"\n{shown(run.results)} is damaged; evaluate once more with --from evaluate")
+        return
+    # Imported here, since only a table of results needs it.
+    from rich.console import Console
+
+    Console().print("", report.results_table(models), sep="\n")
 
 
 def _summary(run: RunDirectory) -> str:

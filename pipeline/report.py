@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallel.files import write_atomically
@@ -178,6 +179,15 @@ def write_results(run: RunDirectory) -> Models:
         BraidError: what the evaluation left is damaged.
     """
     path = run.stage("evaluate").results
+    if (models := read_models(path)) is None:
+        raise BraidError(f"{shown(path)} is damaged; evaluate once more with --from evaluate")
+    results = {"models": models, "minutes": minutes(Ledger(run.ledger).events())}
+    write_atomically(run.results, json.dumps(results, indent=2) + "\n")
+    return models
+
+
+def read_models(path: Path) -> Models | None:
+    """What a results.json says of models; None where it is damaged."""
     try:
         models: Models = json.loads(path.read_text(encoding="utf-8"))["models"]
         sound = all(
@@ -185,13 +195,9 @@ def write_results(run: RunDirectory) -> Models:
             for scores in models.values()
             for score in scores.values()
         )
-    except (ValueError, KeyError, TypeError, AttributeError):
-        sound = False
-    if not sound:
-        raise BraidError(f"{shown(path)} is damaged; evaluate once more with --from evaluate")
-    results = {"models": models, "minutes": minutes(Ledger(run.ledger).events())}
-    write_atomically(run.results, json.dumps(results, indent=2) + "\n")
-    return models
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        return None
+    return models if sound else None
 
 
 def results_table(models: Models) -> Table:

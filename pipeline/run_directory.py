@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import glob
 import json
 import os
 import socket
@@ -209,7 +210,7 @@ class RunDirectory:
 
     def output_of(self, job: str) -> Path | None:
         """What a job of Slurm's printed, if it began at all."""
-        found = sorted(self.slurm.glob(f"*-{job}.out"))
+        found = sorted(self.slurm.glob(f"*-{glob.escape(job)}.out"))
         return found[0] if found else None
 
     def to_go_on(self) -> str:

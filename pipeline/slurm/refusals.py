@@ -27,6 +27,7 @@ REFUSALS = {
     "invalid feature": ("constraint",),
     "requested time limit": ("walltime",),
     "invalid --time": ("walltime",),
+    "invalid --signal": ("warning_seconds",),
     "memory specification": ("memory_per_node",),
     "memory required by task": ("memory_per_node",),
     "invalid --mem": ("memory_per_node",),
@@ -36,6 +37,8 @@ REFUSALS = {
     "violates accounting/qos policy": ("qos", "account", "walltime", *GPUS, "cpus_per_rank"),
     "not permitted to use": ("partition", "account", "qos"),
     "access/permission denied": ("partition", "account", "qos"),
+    "invalid --begin": ("options",),
+    "reservation": ("options",),
     "unrecognized option": ("options",),
     "invalid option": ("options",),
     "requires an argument": ("options",),
@@ -69,6 +72,6 @@ def _sayings(
 ) -> Iterator[tuple[str, str | int | tuple[str, ...] | None]]:
     """The dotted key and the value of every place that says it, the one that counts last."""
     yield key, getattr(cluster, key)
-    own = cluster.kinds.get(kind)
-    if own is not None and getattr(own, key) not in (None, ()):
-        yield f"kinds.{kind}.{key}", getattr(own, key)
+    own = getattr(cluster.kinds.get(kind), key, None)  # some keys are of all stages alike
+    if own not in (None, ()):
+        yield f"kinds.{kind}.{key}", own

@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from parallel.settings import Positive, Settings
 
 WALLTIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")  # as sbatch --time takes it
+MOST_WARNING_SECONDS = 65_535  # that sbatch --signal takes
 FORMS = '"D-HH:MM:SS", "HH:MM:SS" or "MINUTES"'
 # What a job reads of its profile when it begins, each time anew; the rest is said to sbatch.
 READ_BY_JOBS = (
@@ -106,7 +107,7 @@ class ClusterSettings(Settings):
     kinds: dict[StageKind, KindSettings] = Field(
         default_factory=dict, description="of stages what they ask for otherwise"
     )
-    warning_seconds: Annotated[int, Field(ge=60)] = Field(
+    warning_seconds: Annotated[int, Field(ge=60, le=MOST_WARNING_SECONDS)] = Field(
         default=300, description="before the walltime ends, to save in; Slurm may be 60 s early"
     )
     restarts: Annotated[int, Field(ge=0)] = Field(

@@ -109,7 +109,7 @@ def test_a_plan_estimates_from_attempts_that_ended_well(braid: Braid, config: Pa
     assert left()["evaluate"].endswith(" s")
 
 
-@pytest.mark.parametrize("text", ["", "nonsense\n", '{"step": 1, "time": 5}\n'])
+@pytest.mark.parametrize("text", ["", "nonsense\n", "[" * 10_000, '{"step": 1, "time": 5}\n'])
 def test_nothing_is_told_from_too_little(
     run: RunDirectory, settings: RunSettings, text: str
 ) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from fake_launcher import HERE
 
+from parallel.files import read_checkpoint
 from pipeline.attempt import close_abandoned
 from pipeline.graph import compile_graph
 from pipeline.ledger import Ledger, minutes
@@ -235,7 +236,8 @@ def finished(braid: Braid, config: Path, runs: Path) -> RunDirectory:
 def test_a_damaged_manifest_is_no_lineage(finished: RunDirectory, braid: Braid) -> None:
     path = finished.stage("experts.sums").manifest
     whole = path.read_bytes()
-    for content in (b"", whole[:-20], whole.replace(b'"settings"', b'"setting{"', 1), None):
+    nested = b"[" * 100_000
+    for content in (b"", nested, whole[:-20], whole.replace(b'"settings"', b'"setting{"', 1), None):
         path.unlink() if content is None else path.write_bytes(content)
         code, _, err = braid("resume", "small")
         assert code == 1
@@ -307,6 +309,32 @@ def test_damaged_results_say_how_to_mend_them(
         f"braid: {path} is damaged; evaluate once more with --from evaluate\n",
     )
     assert braid("resume", "small", "--from", "evaluate")[0] == 0
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"models": 5}', "\xff", '{"a":' * 100_000])
+def test_a_status_goes_on_without_results_that_are_damaged(
+    finished: RunDirectory, braid: Braid, content: str
+) -> None:
+    whole = braid("status", "small")[1]
+    finished.results.write_bytes(content.encode("latin-1"))
+    code, out, err = braid("status", "small")
+    assert (code, err) == (0, "")
+    table, said = out.split("\n\n")
+    assert whole.startswith(f"{table}\n\n")
+    assert said == f"{finished.results} is damaged; evaluate once more with --from evaluate\n"
+    assert braid("resume", "small")[0] == 0
+    assert braid("status", "small")[1] == whole
+
+
+@pytest.mark.parametrize("content", ["", "[" * 100_000, "[]", '{"digest": "1", "files": 5}'])
+def test_a_checkpoint_whose_checksums_are_damaged_is_not_whole(
+    finished: RunDirectory, content: str
+) -> None:
+    stage = finished.stage("merge")
+    path = stage.path / "checkpoints" / "step_2"
+    assert read_checkpoint(path) == stage.newest_checkpoint()
+    (path / "checksums.json").write_text(content)
+    assert read_checkpoint(path) is None
 
 
 def test_a_checkpoint_with_another_digest_makes_its_children_stale(

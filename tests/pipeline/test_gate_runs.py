@@ -93,6 +93,14 @@ def test_a_warning_is_told_and_the_run_goes_on(braid: Braid, config: Path, runs:
     assert "merge solves 47.0 % of sums, experts.sums 50.0 %: -0.5 points" in cause
 
 
+def test_a_reason_that_is_no_utf_8_is_told_as_far_as_it_can_be(braid: Braid, stopped: Path) -> None:
+    given = ("gate", "override", "small", "gates.sums", "--reason", "a b\udce4d \U0001f331 seed")
+    assert braid(*given)[0] == 0
+    _, cause = events(stopped, "gates.sums")[-1]
+    assert cause.startswith("overridden: a b?d \U0001f331 seed; it said: ")
+    assert "a b?d \U0001f331 seed" in braid("status", "small")[1]
+
+
 def test_an_override_is_recorded_and_the_run_goes_on(
     braid: Braid, config: Path, stopped: Path
 ) -> None:
@@ -219,6 +227,7 @@ def test_a_gate_is_run_alone(braid: Braid, config: Path, runs: Path) -> None:
     assert code == 1
     assert "  gates.sums needs experts.sums, which is pending\n" in err
     only = [each for name in ("cold_start", "experts.sums") for each in ("--only", name)]
+    only = ("--only", "cold_start", "--only", "experts.sums")
     assert braid("run", config, *GATES, *only)[0] == 0
     assert braid("run", config, *GATES, "--only", "gates.sums")[0] == 0
     assert attempts(runs / "small") == {"cold_start": 1, "experts.sums": 1, "gates.sums": 1}
@@ -358,6 +367,29 @@ def test_a_gate_whose_verdict_was_damaged_has_not_passed(
     assert braid("resume", "small")[0] == 0
     assert attempts(runs / "small")["gates.sums"] == 2
     assert braid("status")[1] == "small: 8 done\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("5", "it is no JSON object"),
+        ("null", "it is no JSON object"),
+        ('["kl"]', "it is no JSON object"),
+        ('{"kl": ', "Expecting value"),
+        ("[" * 100_000, "maximum recursion depth"),
+    ],
+)
+def test_a_damaged_line_of_metrics_is_named_by_the_gate_that_reads_it(
+    line: str, why: str, braid: Braid, config: Path, runs: Path
+) -> None:
+    only = ("--only", "cold_start", "--only", "experts.sums")
+    assert braid("run", config, *GATES, *only)[0] == 0
+    metrics = runs / "small/stages/experts.sums/metrics.jsonl"
+    with metrics.open("a") as file:
+        file.write(f"{line}\n")
+    code, _, err = braid("resume", "small")
+    assert code == 1
+    assert f"{metrics}:3: is damaged, and a gate reads it: {why}" in err
 
 
 def test_a_damaged_verdict_takes_no_override_back(braid: Braid, stopped: Path) -> None:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import multiprocessing
 from pathlib import Path
 
 import pytest
 
 from pipeline.ledger import Ledger, latest, minutes
+from pipeline.run_directory import RunDirectory
+
+SOUND = {
+    "time": "1970-01-01T00:00:00+00:00",
+    "stage": "merge",
+    "state": "done",
+    "cause": "finished",
+    "attempt": 1,
+}
 
 
 @pytest.fixture
@@ -29,6 +39,29 @@ def test_half_a_line_is_no_event_and_spoils_no_other(ledger: Ledger) -> None:
 
     ledger.append("cold_start", "running", "from step 20", 2)
     assert [event.cause for event in ledger.events()] == ["from the start", "from step 20"]
+
+
+DAMAGED = {
+    "nested": "[" * 100_000,
+    "no object": "5",
+    "no second": json.dumps(SOUND | {"time": "0001-01-01"}),
+    "no state": json.dumps(SOUND | {"state": "fine"}),
+}
+
+
+@pytest.mark.parametrize("line", DAMAGED.values(), ids=list(DAMAGED))
+def test_a_damaged_line_is_no_event_and_spoils_no_other(ledger: Ledger, line: str) -> None:
+    ledger.path.write_text(f"{json.dumps(SOUND)}\n{line}\n{json.dumps(SOUND)}\n")
+    assert [event.timestamp for event in ledger.events()] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("job", ["**", "[", "*", "7"])
+def test_only_the_output_of_that_job_is_found(run: RunDirectory, job: str) -> None:
+    run.slurm.mkdir(parents=True)
+    assert run.output_of(job) is None
+    (run.slurm / "merge-77.out").touch()
+    (run.slurm / "merge-7.out").touch()
+    assert run.output_of(job) == (run.slurm / "merge-7.out" if job == "7" else None)
 
 
 def test_staleness_hides_no_earlier_state(ledger: Ledger) -> None:

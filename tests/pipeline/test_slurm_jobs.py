@@ -421,7 +421,15 @@ def test_kinds_of_stages_ask_for_nodes_of_their_own(
             'walltimes: {export: "0:30:00"}',
             "walltimes: is now written kinds: {KIND: {walltime: ...}}",
         ),
-        ("kinds: {gppo: {}}", "kinds.gppo.[key]: "),
+        (
+            "kinds: {evaluat: {walltime: '1:00:00'}}",
+            'kinds.evaluat: unknown kind; did you mean "evaluate"?',
+        ),
+        ("kinds: {zzz: {}}", "kinds.zzz: unknown kind; known: import, sft, grpo, mixed, distill, "),
+        (
+            "warning_seconds: 65536",
+            "warning_seconds: should be less than or equal to 65535, not 65536",
+        ),
         ("kinds: {sft: {wall: 1}}", 'kinds.sft.wall: unknown key; did you mean "walltime"?'),
     ],
 )

@@ -403,6 +403,11 @@ REFUSED = {
         "cluster.yaml:3: kinds.sft.gpus_per_node: 9",
         "cluster.yaml: gpu_type: is not set",
     ],
+    "sbatch: error: Invalid --signal specification": ["cluster.yaml:1: warning_seconds: 300"],
+    "sbatch: error: Invalid --begin specification": ["cluster.yaml: options: is not set"],
+    "sbatch: error: Batch job submission failed: Requested reservation is invalid": [
+        "cluster.yaml: options: is not set"
+    ],
 }
 
 
