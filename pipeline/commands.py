@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import shlex
 from argparse import Namespace
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from rich.console import Console
 
@@ -13,6 +12,7 @@ from pipeline import columns, explain, gates, one_off, report, resolved
 from pipeline.config import dump_resolved, load
 from pipeline.copies import refuse_another_run_s
 from pipeline.doctor import sections, table
+from pipeline.dry_run import DryRun
 from pipeline.errors import BraidError
 from pipeline.estimate import estimate
 from pipeline.fork import Fork, find_fork, take_over
@@ -22,6 +22,7 @@ from pipeline.ledger import Ledger, latest, took
 from pipeline.logs import print_file, print_log
 from pipeline.memory import largest_memory, memory_report
 from pipeline.other_settings import refuse_other_configuration
+from pipeline.outlook import what_follows
 from pipeline.overview import find
 from pipeline.probe import probe
 from pipeline.run_directory import RunDirectory
@@ -81,13 +82,12 @@ def doctor(arguments: Namespace) -> None:
 def run(arguments: Namespace) -> None:
     """Run the configuration, or continue the run of it."""
     run, settings = configured(arguments)
-    if arguments.dry_run:
-        _show_plan(run, settings)
-        _show_commands(run, settings)
-        return
     other = _named(arguments, arguments.fork)[0] if arguments.fork else None
     found = find_fork(run, settings, other) if other is not None else Fork()
     _refuse_options(run, settings, arguments, found.taken)
+    if arguments.dry_run:
+        _show_dry_run(run, settings, arguments, found.taken)
+        return
     with run.lock():
         refuse_queued(run)
         take_settings(run, settings, arguments.anew)
@@ -268,19 +268,20 @@ def _show_plan(run: RunDirectory, settings: RunSettings) -> None:
     stages = compile_graph(settings)
     states = _now(run, settings)
     left = estimate(run, settings, stages, states, took(Ledger(run.ledger).events()))
-    print(report.plan_table(settings, stages, states, left, columns.takes_colour()))
+    follows = what_follows(stages, states)
+    print(report.plan_table(settings, stages, states, follows, left, columns.takes_colour()))
     print(f"{report.left_line(left)}; {largest_memory(settings, stages)}")
 
 
-def _show_commands(run: RunDirectory, settings: RunSettings) -> None:
-    print()
-    for index in range(settings.engine.count):
-        print(f"engine {index}: {shlex.join(PROGRAMS.engine(run.engine(index).job))}")
-    print(f"every stage, as ranks 0 to {settings.layout.ranks - 1}:")
-    for stage in compile_graph(settings):
-        directory = run.stage(stage.name)
-        job = directory.job(directory.attempts() + 1)
-        print(f"  {shlex.join(PROGRAMS.stage(job))}")
+def _show_dry_run(
+    run: RunDirectory, settings: RunSettings, arguments: Namespace, taken: Mapping[str, str]
+) -> None:
+    refuse_queued(run)
+    refuse_other_configuration(run, settings, arguments.anew)
+    stages, states = compile_graph(settings), _now(run, settings)
+    told = DryRun(run, settings, stages, states, taken, arguments.only, arguments.anew)
+    print(told.plan(columns.takes_colour()))
+    print("", *told.commands(PROGRAMS, arguments.side_by_side), sep="\n")
 
 
 class _Terminal(Console):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
 from pipeline.graph import Stage
+from pipeline.outlook import held
 from pipeline.run_directory import RunDirectory
 from pipeline.states import StageState
 from stages.settings import RunSettings
@@ -20,10 +21,12 @@ TAIL_BYTES = 1 << 14  # of a stage's metrics: some tens of steps
 @dataclass(frozen=True)
 class Estimate:
     """The seconds that each stage still takes; None where nothing is known that it could be told
-    by. `devices` are the ranks of the trainer, and engines of their own."""
+    by. `devices` are the ranks of the trainer, and engines of their own; `stopped` are the gates
+    that keep others from starting."""
 
     seconds: Mapping[str, float | None]
     devices: int
+    stopped: Sequence[str] = ()
 
     @property
     def total(self) -> float:
@@ -42,17 +45,21 @@ def estimate(
     stages: Sequence[Stage],
     states: Mapping[str, StageState],
     took: Mapping[str, float],
+    wanted: Collection[str] | None = None,
 ) -> Estimate:
     """From the pace of a stage's own steps, or else of the other stages of its kind in this run; a
-    stage without steps takes as many seconds as it, or others of its kind, `took` before."""
+    stage without steps takes as many seconds as it, or others of its kind, `took` before. What a
+    gate that has stopped keeps from starting takes none, nor does what is not `wanted`."""
     paces = {stage.name: _pace(run, stage) for stage in stages if stage.steps}
     engine = settings.engine
     own = engine.count * engine.tensor if engine.placement == "own" else 0
+    idle = held(stages, states)
     seconds: dict[str, float | None] = {}
     for stage in stages:
         state = states[stage.name]
         alike = [each.name for each in stages if each.kind == stage.kind]
-        if state.state == "done":
+        left_out = wanted is not None and stage.name not in wanted
+        if state.state == "done" or stage.name in idle or left_out:
             seconds[stage.name] = 0.0
         elif stage.steps:
             begun = 0 if state.state == "stale" else state.step or 0
@@ -60,7 +67,8 @@ def estimate(
             seconds[stage.name] = None if pace is None else pace * (stage.steps - begun)
         else:
             seconds[stage.name] = _known(took, stage.name, alike)
-    return Estimate(seconds, settings.layout.ranks + own)
+    stopped = [name for name, gates in idle.items() if name in gates]
+    return Estimate(seconds, settings.layout.ranks + own, stopped)
 
 
 def _known(found: Mapping[str, float | None], name: str, alike: Sequence[str]) -> float | None:
