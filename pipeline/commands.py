@@ -228,7 +228,7 @@ def _run_to_the_end(run: RunDirectory, settings: RunSettings, arguments: Namespa
     try:
         run_stages(run, settings, console, PROGRAMS, arguments.only, arguments.side_by_side)
     except (JobFailed, Stopped) as error:
-        error.add_note(f"what is done is kept; continue with: braid resume {shown(run.path)}")
+        error.add_note(f"what is done is kept; continue with: {_to_go_on(run, arguments)}")
         raise
     if arguments.only:
         print(f"{shown(run.path)}: {report.summary(derive(run, settings, stages))}")
@@ -239,6 +239,14 @@ def _run_to_the_end(run: RunDirectory, settings: RunSettings, arguments: Namespa
     print(f"\nresults: {shown(run.results)}")
     if settings.merge is not None:
         print(f"merged model: {shown(run.stage('export').exported)}")
+
+
+def _to_go_on(run: RunDirectory, arguments: Namespace) -> str:
+    """The command that goes on with what this one was asked for."""
+    only = [f"--only {name}" for name in arguments.only]
+    count = arguments.side_by_side
+    side_by_side = [f"--side-by-side {count}"] if count > 1 else []
+    return " ".join(["braid resume", shown(run.path), *only, *side_by_side])
 
 
 def _take_over(run: RunDirectory, settings: RunSettings, other: RunDirectory) -> None:
