@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeline.errors import BraidError
 from pipeline.graph import Stage, compile_graph
-from pipeline.ledger import Ledger
+from pipeline.ledger import PUT_ASIDE, Ledger
 from pipeline.run_directory import RunDirectory
 from pipeline.states import StageState, derive
 from pipeline.violations import hint, shown
@@ -107,6 +107,6 @@ def put_aside(run: RunDirectory, stages: Iterable[Stage]) -> list[Path]:
         to = run.replaced / f"{stage.name}.{number}"
         to.parent.mkdir(exist_ok=True)
         folder.rename(to)
-        Ledger(run.ledger).append(stage.name, "pending", f"put aside as {shown(to)}", 0)
+        Ledger(run.ledger).append(stage.name, "pending", f"{PUT_ASIDE}{shown(to)}", 0)
         moved.append(to)
     return moved
