@@ -149,7 +149,7 @@ def evaluate(arguments: Namespace) -> None:
     console = terminal()
     with run.lock():
         refuse_queued(run)
-        models = one_off.evaluate(
+        models, path = one_off.evaluate(
             run,
             settings,
             console,
@@ -158,7 +158,8 @@ def evaluate(arguments: Namespace) -> None:
             arguments.problems,
             arguments.step,
         )
-    console.print(report.results_table(models))
+    console.print(report.results_table(models, arguments.step))
+    print(f"\nresults: {shown(path)}")
 
 
 def export(arguments: Namespace) -> None:

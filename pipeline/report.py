@@ -177,8 +177,9 @@ def write_results(run: RunDirectory) -> Models:
     return models
 
 
-def results_table(models: Models) -> Table:
-    """Models by domains: accuracy and the half-width of its 95 % interval, in percent."""
+def results_table(models: Models, step: int | None = None) -> Table:
+    """Models by domains: accuracy and the half-width of its 95 % interval, in percent; of their
+    checkpoints of a step, where one was asked for."""
     table = plain_table(
         f"accuracy in %, with 95 % intervals; {OWN_DOMAIN} marks an expert's own domain"
     )
@@ -188,7 +189,7 @@ def results_table(models: Models) -> Table:
         table.add_column(domain, justify="right")
     for model, scores in models.items():
         cells = [_score_text(scores[domain], is_of(domain, model)) for domain in domains]
-        table.add_row(model, *cells)
+        table.add_row(model if step is None else f"{model}, step {step}", *cells)
     return table
 
 

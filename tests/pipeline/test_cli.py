@@ -291,7 +291,11 @@ def test_a_checkpoint_that_was_kept_on_the_way_is_taken_by_its_step(
     assert (code, err) == (0, "")
     assert out.endswith(f"exported experts.sums of step 1 to {tmp_path}/best\n")
     assert job_of(runs / "small", "exports")["parent"] == str(kept / "step_1")
-    assert braid("evaluate", "small", *sums, 1)[0] == 0
+    code, out, err = braid("evaluate", "small", *sums, 1)
+    assert (code, err) == (0, "")
+    assert "\nexperts.sums, step 1  ◆ 50.0 ± 5.0 " in out
+    [found] = (runs / "small" / "evaluations").glob("*/results.json")
+    assert out.endswith(f"\nresults: {found}\n")
     assert job_of(runs / "small", "evaluations")["models"] == {"experts.sums": str(kept / "step_1")}
     for command in (("export", "small", "--to", tmp_path / "none"), ("evaluate", "small")):
         code, out, err = braid(*command, *sums, 9)
