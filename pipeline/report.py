@@ -82,9 +82,9 @@ def plan_table(
 def left_line(left: Estimate) -> str:
     """The sum of an estimate, in a line."""
     if not left.total:
-        unknown = "how long it takes is not known before stages of it have run"
         if left.unknown:
-            return unknown
+            kinds = ", ".join(left.kinds)
+            return f"how long it takes is not known: no stage of the kind {kinds} has ended yet"
         gates = ", ".join(left.stopped)
         return f"nothing more can start: stopped by {gates}" if gates else "nothing is left to run"
     total = "less than 1 s" if left.total < 1 else f"about {clock(left.total)}"
