@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from machine import machine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -151,8 +152,9 @@ def main() -> None:
         try:
             started = time.monotonic()
             run = Submitted(cluster, Path(folder) / "runs", overrides)
-            steps = json.loads((run.path / ".run.json").read_text())["experts"]["chain_sum"]["loop"]
-            faults = with_faults(run, middle=max(1, steps["steps"] // 2 - 2))
+            settings = yaml.safe_load((run.path / "run.yaml").read_text())
+            steps = settings["experts"]["chain_sum"]["loop"]["steps"]
+            faults = with_faults(run, middle=max(1, steps // 2 - 2))
             seconds = time.monotonic() - started
             found = report(local / "quickstart", run, faults)
         finally:

@@ -111,7 +111,9 @@ def _add_config_commands(command: Callable[[str, str, str], ArgumentParser]) -> 
         + "experts.spell_backward.objective.kl.coefficient=0",
     )
     run.add_argument(
-        "--dry-run", action="store_true", help="show the plan and the commands, and run nothing"
+        "--dry-run",
+        action="store_true",
+        help="show the plan and the commands that these options lead to, and run nothing",
     )
     _add_selection(run)
     _add_side_by_side(run)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import shlex
 from argparse import Namespace
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -14,6 +13,7 @@ from pipeline import columns, explain, gates, one_off, report, resolved
 from pipeline.config import dump_resolved, load
 from pipeline.copies import refuse_another_run_s
 from pipeline.doctor import sections, table
+from pipeline.dry_run import DryRun
 from pipeline.errors import BraidError
 from pipeline.estimate import estimate
 from pipeline.fork import Fork, find_fork, take_over
@@ -23,6 +23,7 @@ from pipeline.ledger import Ledger, took
 from pipeline.logs import print_file, print_log
 from pipeline.memory import largest_memory, memory_report
 from pipeline.other_settings import refuse_other_configuration
+from pipeline.outlook import what_follows
 from pipeline.overview import find
 from pipeline.probe import probe
 from pipeline.run_directory import RunDirectory
@@ -82,13 +83,12 @@ def doctor(arguments: Namespace) -> None:
 def run(arguments: Namespace) -> None:
     """Run the configuration, or continue the run of it."""
     run, settings = configured(arguments)
-    if arguments.dry_run:
-        _show_plan(run, settings)
-        _show_commands(run, settings)
-        return
     other = forked(arguments)
     found = find_fork(run, settings, other) if other is not None else Fork()
     _refuse_options(run, settings, arguments, found.taken)
+    if arguments.dry_run:
+        _show_dry_run(run, settings, arguments, found.taken)
+        return
     with run.lock():
         refuse_queued(run)
         take_settings(run, settings, arguments.anew)
@@ -157,7 +157,7 @@ def evaluate(arguments: Namespace) -> None:
     console = terminal()
     with run.lock():
         refuse_queued(run)
-        models = one_off.evaluate(
+        models, path = one_off.evaluate(
             run,
             settings,
             console,
@@ -166,7 +166,8 @@ def evaluate(arguments: Namespace) -> None:
             arguments.problems,
             arguments.step,
         )
-    console.print(report.results_table(models))
+    console.print(report.results_table(models, arguments.step))
+    print(f"\nresults: {shown(path)}")
 
 
 def export(arguments: Namespace) -> None:
@@ -235,7 +236,7 @@ def _run_to_the_end(run: RunDirectory, settings: RunSettings, arguments: Namespa
     try:
         run_stages(run, settings, console, PROGRAMS, arguments.only, arguments.side_by_side)
     except (JobFailed, Stopped) as error:
-        error.add_note(f"what is done is kept; continue with: braid resume {shown(run.path)}")
+        error.add_note(f"what is done is kept; continue with: {_to_go_on(run, arguments)}")
         raise
     if arguments.only:
         print(f"{shown(run.path)}: {report.summary(derive(run, settings, stages))}")
@@ -246,6 +247,14 @@ def _run_to_the_end(run: RunDirectory, settings: RunSettings, arguments: Namespa
     print(f"\nresults: {shown(run.results)}")
     if settings.merge is not None:
         print(f"merged model: {shown(run.stage('export').exported)}")
+
+
+def _to_go_on(run: RunDirectory, arguments: Namespace) -> str:
+    """The command that goes on with what this one was asked for."""
+    only = [f"--only {name}" for name in arguments.only]
+    count = arguments.side_by_side
+    side_by_side = [f"--side-by-side {count}"] if count > 1 else []
+    return " ".join(["braid resume", shown(run.path), *only, *side_by_side])
 
 
 def forked(arguments: Namespace) -> RunDirectory | None:
@@ -287,19 +296,20 @@ def _show_plan(run: RunDirectory, settings: RunSettings) -> None:
     stages = compile_graph(settings)
     states = _now(run, settings)
     left = estimate(run, settings, stages, states, took(Ledger(run.ledger).events()))
-    print(report.plan_table(settings, stages, states, left, columns.takes_colour()))
+    follows = what_follows(stages, states)
+    print(report.plan_table(settings, stages, states, follows, left, columns.takes_colour()))
     print(f"{report.left_line(left)}; {largest_memory(settings, stages)}")
 
 
-def _show_commands(run: RunDirectory, settings: RunSettings) -> None:
-    print()
-    for index in range(settings.engine.count):
-        print(f"engine {index}: {shlex.join(PROGRAMS.engine(run.engine(index).job))}")
-    print(f"every stage, as ranks 0 to {settings.layout.ranks - 1}:")
-    for stage in compile_graph(settings):
-        directory = run.stage(stage.name)
-        job = directory.job(directory.attempts() + 1)
-        print(f"  {shlex.join(PROGRAMS.stage(job))}")
+def _show_dry_run(
+    run: RunDirectory, settings: RunSettings, arguments: Namespace, taken: Mapping[str, str]
+) -> None:
+    refuse_queued(run)
+    refuse_other_configuration(run, settings, arguments.anew)
+    stages, states = compile_graph(settings), _now(run, settings)
+    told = DryRun(run, settings, stages, states, taken, arguments.only, arguments.anew)
+    print(told.plan(columns.takes_colour()))
+    print("", *told.commands(PROGRAMS, arguments.side_by_side), sep="\n")
 
 
 class _Terminal(Console):

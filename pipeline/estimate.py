@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
 from pipeline.graph import Stage
+from pipeline.outlook import held
 from pipeline.run_directory import RunDirectory
 from pipeline.states import StageState
 from stages.settings import RunSettings
@@ -20,10 +21,13 @@ TAIL_BYTES = 1 << 14  # of a stage's metrics: some tens of steps
 @dataclass(frozen=True)
 class Estimate:
     """The seconds that each stage still takes; None where nothing is known that it could be told
-    by. `devices` are the ranks of the trainer, and engines of their own."""
+    by. `devices` are the ranks of the trainer, and engines of their own; `stopped` are the gates
+    that keep others from starting, and `kinds` those of which no stage has been measured."""
 
     seconds: Mapping[str, float | None]
     devices: int
+    stopped: Sequence[str] = ()
+    kinds: Sequence[str] = ()
 
     @property
     def total(self) -> float:
@@ -42,25 +46,52 @@ def estimate(
     stages: Sequence[Stage],
     states: Mapping[str, StageState],
     took: Mapping[str, float],
+    wanted: Collection[str] | None = None,
 ) -> Estimate:
-    """From the pace of a stage's own steps, or else of the other stages of its kind in this run; a
-    stage without steps takes as many seconds as it, or others of its kind, `took` before."""
+    """From the pace of a stage's own steps and the time before the first of them, or else of the
+    other stages of its kind in this run; a stage without steps takes as many seconds as it, or
+    others of its kind, `took` before. What a gate that has stopped keeps from starting takes none,
+    nor does what is not `wanted`."""
     paces = {stage.name: _pace(run, stage) for stage in stages if stage.steps}
+    starts = _starts(stages, states, took, paces)
     engine = settings.engine
     own = engine.count * engine.tensor if engine.placement == "own" else 0
+    idle = held(stages, states)
     seconds: dict[str, float | None] = {}
     for stage in stages:
         state = states[stage.name]
         alike = [each.name for each in stages if each.kind == stage.kind]
-        if state.state == "done":
+        left_out = wanted is not None and stage.name not in wanted
+        if state.state == "done" or stage.name in idle or left_out:
             seconds[stage.name] = 0.0
         elif stage.steps:
             begun = 0 if state.state == "stale" else state.step or 0
             pace = _known(paces, stage.name, alike)
-            seconds[stage.name] = None if pace is None else pace * (stage.steps - begun)
+            start = 0.0 if state.state == "running" else _known(starts, stage.name, alike) or 0.0
+            seconds[stage.name] = None if pace is None else start + pace * (stage.steps - begun)
         else:
             seconds[stage.name] = _known(took, stage.name, alike)
-    return Estimate(seconds, settings.layout.ranks + own)
+    stopped = [name for name, gates in idle.items() if name in gates]
+    unknown = [stage.kind for stage in stages if seconds[stage.name] is None]
+    kinds = list(dict.fromkeys(unknown))
+    return Estimate(seconds, settings.layout.ranks + own, stopped, kinds)
+
+
+def _starts(
+    stages: Sequence[Stage],
+    states: Mapping[str, StageState],
+    took: Mapping[str, float],
+    paces: Mapping[str, float | None],
+) -> dict[str, float]:
+    """The seconds besides its steps of each stage that took one attempt from its start to its end:
+    of another, what `took` counts is only its last attempt."""
+    found = {}
+    for stage in stages:
+        state, pace = states[stage.name], paces.get(stage.name)
+        whole = state.state == "done" and state.attempts == 1
+        if whole and stage.name in took and pace is not None and state.step is not None:
+            found[stage.name] = max(0.0, took[stage.name] - pace * state.step)
+    return found
 
 
 def _known(found: Mapping[str, float | None], name: str, alike: Sequence[str]) -> float | None:

@@ -18,6 +18,8 @@ from parallel.files import naming
 
 State = Literal["pending", "submitted", "running", "done", "failed", "stale"]
 
+PUT_ASIDE = "put aside as "  # what the cause of a stage that is made anew begins with
+
 
 @dataclass(frozen=True)
 class Event:
@@ -113,9 +115,11 @@ def latest(events: Iterable[Event]) -> dict[str, Event]:
 
 
 def minutes(events: Iterable[Event]) -> dict[str, float]:
-    """Each stage's wall time over all of its attempts."""
+    """Each stage's wall time over all attempts at what it has now, without those put aside."""
     total: dict[str, float] = {}
     for event in events:
+        if event.state == "pending" and event.cause.startswith(PUT_ASIDE):
+            total.pop(event.stage, None)
         if event.seconds is not None:
             total[event.stage] = total.get(event.stage, 0.0) + event.seconds / 60
     return {stage: round(value, 3) for stage, value in total.items()}

@@ -31,9 +31,9 @@ def evaluate(
     stage: str | None = None,
     problems: int | None = None,
     step: int | None = None,
-) -> Models:
+) -> tuple[Models, Path]:
     """Evaluate one finished stage, or all of them, on so many problems a domain; or one stage's
-    checkpoint of a step.
+    checkpoint of a step. Returns what was found, and the file that it stands in.
 
     Raises:
         BraidError: the stage is not finished, there is no such checkpoint, the problems are too
@@ -66,7 +66,7 @@ def evaluate(
     )
     _execute(run, job, console, programs)
     found: Models = json.loads(directory.results.read_text())["models"]
-    return found
+    return found, directory.results
 
 
 def preview(

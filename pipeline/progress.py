@@ -20,7 +20,8 @@ PLAIN_SECONDS = 10.0
 CLOCKS_DIFFER_SECONDS = 1.0  # ours from that of the files, at most
 LATEST_BYTES = 1 << 15
 SHOWN_LABELS = ("model", "domain")
-SHOWN_METRICS = ("reward", "loss", "accuracy")
+SHOWN_METRICS = ("reward", "loss")
+ACCURACY = "accuracy"
 
 
 class MetricsTail:
@@ -79,13 +80,16 @@ class Progress:
         if self.last is None:
             return f"starting: {awaited} ({time.monotonic() - self.started:.0f} s)"
         labels = [self.last[name] for name in SHOWN_LABELS if name in self.last]
-        parts = [f"step {self.step}/{self.steps}", *labels]
+        unit = "problem" if labels else "step"  # a measurement counts what it has asked
+        parts = [f"{unit} {self.step}/{self.steps}", *labels]
         if self.step == self.steps:
             # Its checkpoint may take minutes; a measurement leaves next to nothing.
             parts += [] if labels else [f"saving step {self.step}"]
         elif self.seconds_left is not None:
             parts.append(f"{clock(self.seconds_left)} left")
         parts += [f"{name} {self.last[name]:.4g}" for name in SHOWN_METRICS if name in self.last]
+        if ACCURACY in self.last:
+            parts.append(f"{ACCURACY} {100 * self.last[ACCURACY]:.1f} %")
         return "  ".join(parts)
 
 

@@ -53,13 +53,14 @@ def plan_table(
     settings: RunSettings,
     stages: Sequence[Stage],
     states: Mapping[str, StageState],
+    follows: Mapping[str, str],
     left: Estimate,
     coloured: bool,
 ) -> str:
-    """The stages in order: what each does, from what, for how long, whether it is done, what would
-    happen to it and why, and how long that takes; what is too long for a column stands below."""
+    """The stages in order: what each does, from what, for how long, whether it is done, what
+    `follows` for it and why, and how long that takes; what is too long for a column stands below.
+    """
     names = indented(stages)
-    follows = {stage.name: _what_follows(stage, states) for stage in stages}
     rows = [
         (
             names[stage.name],
@@ -69,7 +70,7 @@ def plan_table(
             "yes" if stage.needs_engine else "",
             _state_cell(state),
             columns.shortened(follows[stage.name], NOTE_WIDTH),
-            _left_text(state, left.seconds[stage.name]),
+            _left_text(left.seconds[stage.name]),
         )
         for stage, state in ((stage, states[stage.name]) for stage in stages)
     ]
@@ -82,8 +83,11 @@ def plan_table(
 def left_line(left: Estimate) -> str:
     """The sum of an estimate, in a line."""
     if not left.total:
-        unknown = "how long it takes is not known before stages of it have run"
-        return unknown if left.unknown else "nothing is left to run"
+        if left.unknown:
+            kinds = ", ".join(left.kinds)
+            return f"how long it takes is not known: no stage of the kind {kinds} has ended yet"
+        gates = ", ".join(left.stopped)
+        return f"nothing more can start: stopped by {gates}" if gates else "nothing is left to run"
     total = "less than 1 s" if left.total < 1 else f"about {clock(left.total)}"
     line = f"{total} left, {_hours_text(left.total * left.devices / 3600)} of a rank"
     return f"{line}; without {', '.join(left.unknown)}" if left.unknown else line
@@ -95,32 +99,11 @@ def _hours_text(hours: float) -> str:
     return f"{hours:.2f} hours" if hours < 10 else f"{hours:,.0f} hours"
 
 
-def _what_follows(stage: Stage, states: Mapping[str, StageState]) -> str:
-    state = states[stage.name]
-    if state.state == "done":
-        return "is kept"
-    if state.state == "stale":
-        return f"is refused: {state.cause}"
-    if state.state in ("running", "submitted"):
-        return state.cause
-    if _has_stopped(stage.name, states):
-        return "stops again, unless it is overridden or something changes"
-    if held := [gate for gate in stage.after if _has_stopped(gate, states)]:
-        return f"waits for {', '.join(held)}"
-    if stage.steps and state.step:
-        return f"continues from step {state.step}"
-    return f"starts, after {', '.join(stage.after)}" if stage.after else "starts"
-
-
-def _has_stopped(name: str, states: Mapping[str, StageState]) -> bool:
-    return states[name].state == "failed" and states[name].cause.startswith(STOPPED_MARK)
-
-
-def _left_text(state: StageState, seconds: float | None) -> str:
-    if state.state == "done":
-        return ""
+def _left_text(seconds: float | None) -> str:
     if seconds is None:
         return "?"
+    if not seconds:
+        return ""
     return "< 1 s" if seconds < 1 else clock(seconds)
 
 
@@ -200,8 +183,9 @@ def read_models(path: Path) -> Models | None:
     return models if sound else None
 
 
-def results_table(models: Models) -> Table:
-    """Models by domains: accuracy and the half-width of its 95 % interval, in percent."""
+def results_table(models: Models, step: int | None = None) -> Table:
+    """Models by domains: accuracy and the half-width of its 95 % interval, in percent; of their
+    checkpoints of a step, where one was asked for."""
     table = plain_table(
         f"accuracy in %, with 95 % intervals; {OWN_DOMAIN} marks an expert's own domain"
     )
@@ -211,7 +195,7 @@ def results_table(models: Models) -> Table:
         table.add_column(domain, justify="right")
     for model, scores in models.items():
         cells = [_score_text(scores[domain], is_of(domain, model)) for domain in domains]
-        table.add_row(model, *cells)
+        table.add_row(model if step is None else f"{model}, step {step}", *cells)
     return table
 
 

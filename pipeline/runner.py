@@ -138,11 +138,19 @@ def _lanes(
     run: RunDirectory, settings: RunSettings, count: int
 ) -> Iterator[tuple[Path, ThisMachine]]:
     """The folder of its engines, and the cores, of each of so many launchers."""
+    folders = engine_folders(run, count)
     if count == 1:
-        yield run.engines, ThisMachine(settings.engine)
+        yield folders[0], ThisMachine(settings.engine)
         return
-    for lane, own in enumerate(cores_side_by_side(count)):
-        yield run.engines / f"lane_{lane}", ThisMachine(settings.engine, own)
+    for folder, own in zip(folders, cores_side_by_side(count), strict=True):
+        yield folder, ThisMachine(settings.engine, own)
+
+
+def engine_folders(run: RunDirectory, count: int) -> list[Path]:
+    """The folder of the engines of each of so many launchers."""
+    if count == 1:
+        return [run.engines]
+    return [run.engines / f"lane_{lane}" for lane in range(count)]
 
 
 def cores_side_by_side(count: int) -> list[list[int]]:

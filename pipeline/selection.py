@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeline.errors import BraidError
 from pipeline.graph import Stage, compile_graph
-from pipeline.ledger import Ledger
+from pipeline.ledger import PUT_ASIDE, Ledger
 from pipeline.run_directory import RunDirectory
 from pipeline.states import StageState, derive
 from pipeline.violations import hint, shown
@@ -59,14 +59,24 @@ def refuse_selection(
     stages = compile_graph(settings)
     wanted = chosen(run, stages, only)
     chosen(run, stages, anew)
-    again = {stage.name for stage in following(stages, anew)}
-    states = derive(run, settings, stages)
+    states = as_found(stages, derive(run, settings, stages), taken, anew)
     for name, state in states.items():
-        if name in again:
-            states[name] = StageState("pending")
-        elif name in taken or state.state == "stale":  # which is refused with a reason of its own
+        if state.state == "stale":  # which is refused with a reason of its own
             states[name] = StageState("done")
     refuse_missing_inputs(wanted, states)
+
+
+def as_found(
+    stages: Sequence[Stage],
+    states: Mapping[str, StageState],
+    taken: Iterable[str],
+    anew: Iterable[str],
+) -> dict[str, StageState]:
+    """The states once the stages `taken` stand there, and then those made `anew` and all that
+    follows them are put aside."""
+    done = dict.fromkeys(taken, StageState("done"))
+    pending = {stage.name: StageState("pending") for stage in following(stages, anew)}
+    return {**states, **done, **pending}
 
 
 def following(stages: Sequence[Stage], names: Iterable[str]) -> list[Stage]:
@@ -100,6 +110,6 @@ def put_aside(run: RunDirectory, stages: Iterable[Stage]) -> list[Path]:
         to = run.replaced / f"{stage.name}.{number}"
         to.parent.mkdir(exist_ok=True)
         folder.rename(to)
-        Ledger(run.ledger).append(stage.name, "pending", f"put aside as {shown(to)}", 0)
+        Ledger(run.ledger).append(stage.name, "pending", f"{PUT_ASIDE}{shown(to)}", 0)
         moved.append(to)
     return moved

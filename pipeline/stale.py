@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pipeline.errors import BraidError
 from pipeline.graph import Stage, compile_graph
@@ -39,12 +39,17 @@ def refuse_stale(
     """
     stages = compile_graph(settings)
     states = derive(run, settings, stages)
-    touched = {name for stage in wanted for name in (stage.name, *stage.inputs)}
-    stale = {
-        name: state for name, state in states.items() if name in touched and state.state == "stale"
-    }
+    stale = stale_among(states, wanted)
     for name, state in stale.items() if record else ():
         Ledger(run.ledger).append(name, "stale", state.cause, state.attempts)
     if stale:
         raise StaleStages(run, stages, stale)
     return states
+
+
+def stale_among(states: Mapping[str, StageState], wanted: Sequence[Stage]) -> dict[str, StageState]:
+    """Of the stages that are wanted, and the inputs of such, those that are stale."""
+    touched = {name for stage in wanted for name in (stage.name, *stage.inputs)}
+    return {
+        name: state for name, state in states.items() if name in touched and state.state == "stale"
+    }

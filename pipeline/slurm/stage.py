@@ -15,7 +15,7 @@ from pipeline.errors import BraidError, reason
 from pipeline.gates import refuse_stopped
 from pipeline.graph import Stage
 from pipeline.launcher import JobFailed, Launcher, Programs, to_the_end
-from pipeline.ledger import Event, Ledger, latest
+from pipeline.ledger import PUT_ASIDE, Event, Ledger, latest
 from pipeline.placement import Placement, ThisMachine
 from pipeline.progress import Screen
 from pipeline.run_directory import LOCK_PATIENCE_SECONDS, RunDirectory
@@ -167,7 +167,7 @@ def _starts(events: Sequence[Event], stage: Stage) -> list[str]:
     for event in events:
         if event.stage != stage.name:
             continue
-        if event.job not in (None, job) or event.cause.startswith("put aside"):
+        if event.job not in (None, job) or event.cause.startswith(PUT_ASIDE):
             found, job = {}, event.job
         if event.state == "running":
             found.setdefault(event.attempt, event.cause)

@@ -173,6 +173,17 @@ def test_a_failure_tells_the_stage_and_how_to_go_on(braid: Braid, config: Path) 
     assert "[4/6] merge  done in" in out
 
 
+def test_the_command_to_go_on_with_repeats_what_was_asked_for(
+    braid: Braid, config: Path, runs: Path
+) -> None:
+    only = ("--only", "experts.sums", "--only", "cold_start", "--side-by-side", "2")
+    fails = {"experts.sums": {"1": "say_why"}}
+    for given in (("run", config, *only), ("resume", "small", *only, "--from", "cold_start")):
+        code, _, err = braid(*given, actions=fails)
+        assert code == 1
+        assert err.endswith(f"continue with: braid resume {runs}/small {' '.join(only)}\n")
+
+
 def test_an_engine_that_fails_again_and_again_leaves_a_run_to_resume(
     braid: Braid, config: Path, runs: Path
 ) -> None:
@@ -280,7 +291,11 @@ def test_a_checkpoint_that_was_kept_on_the_way_is_taken_by_its_step(
     assert (code, err) == (0, "")
     assert out.endswith(f"exported experts.sums of step 1 to {tmp_path}/best\n")
     assert job_of(runs / "small", "exports")["parent"] == str(kept / "step_1")
-    assert braid("evaluate", "small", *sums, 1)[0] == 0
+    code, out, err = braid("evaluate", "small", *sums, 1)
+    assert (code, err) == (0, "")
+    assert "\nexperts.sums, step 1  ◆ 50.0 ± 5.0 " in out
+    [found] = (runs / "small" / "evaluations").glob("*/results.json")
+    assert out.endswith(f"\nresults: {found}\n")
     assert job_of(runs / "small", "evaluations")["models"] == {"experts.sums": str(kept / "step_1")}
     for command in (("export", "small", "--to", tmp_path / "none"), ("evaluate", "small")):
         code, out, err = braid(*command, *sums, 9)

@@ -56,6 +56,26 @@ def test_a_stage_is_told_by_its_own_steps_or_by_those_of_its_kind(
     )
 
 
+def test_the_start_of_a_kind_counts_where_an_attempt_at_it_was_measured(
+    run: RunDirectory, settings: RunSettings
+) -> None:
+    log(run, "experts.sums", [0.0, 3.0])
+    took = {"experts.sums": 46.0}  # 40 s besides two steps of 3 s
+
+    def words(state: StageState, attempts: int = 1) -> float | None:
+        sums = StageState("done", step=2, attempts=attempts)
+        known = states(settings, experts_of_sums=sums, experts_of_words=state)
+        return estimate(run, settings, compile_graph(settings), known, took).seconds[
+            "experts.words"
+        ]
+
+    assert words(StageState("pending")) == 46.0
+    assert words(StageState("failed", step=1)) == 43.0
+    assert words(StageState("running", step=1)) == 3.0
+    # What a second attempt took is not of all steps.
+    assert words(StageState("pending"), attempts=2) == 6.0
+
+
 def test_what_has_no_steps_takes_what_it_took_before(
     run: RunDirectory, settings: RunSettings
 ) -> None:
@@ -85,14 +105,15 @@ def test_stale_stages_start_anew_and_engines_of_their_own_count(
         (
             {"merge": 0.0, "evaluate": None},
             2,
-            "how long it takes is not known before stages of it have run",
+            "how long it takes is not known: no stage of the kind evaluate has ended yet",
         ),
     ],
 )
 def test_an_estimate_is_told_in_numbers_that_mean_something(
     seconds: dict[str, float | None], devices: int, line: str
 ) -> None:
-    assert left_line(Estimate(seconds, devices)) == line
+    kinds = [name for name, left in seconds.items() if left is None]
+    assert left_line(Estimate(seconds, devices, kinds=kinds)) == line
 
 
 def test_a_plan_estimates_from_attempts_that_ended_well(braid: Braid, config: Path) -> None:
@@ -118,4 +139,7 @@ def test_nothing_is_told_from_too_little(
     path.write_text(text)
     found = estimate(run, settings, compile_graph(settings), states(settings), {})
     assert set(found.seconds.values()) == {None}
-    assert "is not known before" in left_line(found)
+    assert left_line(found) == (
+        "how long it takes is not known: no stage of the kind sft, grpo, distill, evaluate, export "
+        "has ended yet"
+    )

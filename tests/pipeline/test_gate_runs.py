@@ -396,3 +396,15 @@ def test_a_damaged_verdict_takes_no_override_back(braid: Braid, stopped: Path) -
     braid("gate", "override", "small", "gates.sums", "--reason", "why not")
     (stopped / "stages/gates.sums/verdict.json").write_text("{}")
     assert "gates.sums is done: overridden: why not" in braid("why", "small", "gates.sums")[1]
+
+
+def test_a_plan_starts_nothing_that_a_stopped_gate_holds(
+    braid: Braid, config: Path, stopped: Path
+) -> None:
+    _, out, _ = braid("plan", config, *GATES)
+    rows = {line.split()[0]: line for line in out.splitlines()}
+    for name in ("merge", "gates.merge", "evaluate", "export"):
+        assert rows[name].endswith(" pending  waits for gates.sums")
+    assert "nothing more can start: stopped by gates.sums; " in out
+    _, out, _ = braid("run", config, *GATES, "--dry-run")
+    assert "no command: nothing" in out

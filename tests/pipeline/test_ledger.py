@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.ledger import Ledger, latest, minutes
+from pipeline.ledger import PUT_ASIDE, Ledger, latest, minutes
 from pipeline.run_directory import RunDirectory
 
 SOUND = {
@@ -76,6 +76,15 @@ def test_minutes_are_summed_over_attempts(ledger: Ledger) -> None:
     ledger.append("merge", "running", "from step 20", 2)
     ledger.append("merge", "done", "finished", 2, seconds=60.0)
     assert minutes(ledger.events()) == {"merge": 1.5}
+
+
+def test_minutes_of_what_was_put_aside_do_not_count(ledger: Ledger) -> None:
+    ledger.append("merge", "done", "finished", 1, seconds=600.0)
+    ledger.append("evaluate", "done", "finished", 1, seconds=30.0)
+    ledger.append("merge", "pending", f"{PUT_ASIDE}runs/small/replaced/merge.1", 0)
+    assert minutes(ledger.events()) == {"evaluate": 0.5}
+    ledger.append("merge", "done", "finished", 1, seconds=60.0)
+    assert minutes(ledger.events()) == {"merge": 1.0, "evaluate": 0.5}
 
 
 def test_a_full_disk_names_the_ledger() -> None:

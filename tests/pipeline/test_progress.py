@@ -48,7 +48,7 @@ def test_after_the_last_step_no_time_is_left_and_the_checkpoint_is_saved() -> No
         trained.add(json.loads(line(step, loss=0.5)))
         measured.add(json.loads(line(step, model="merge", domain="sums", accuracy=0.5)))
     assert trained.describe() == "step 10/10  saving step 10  loss 0.5"
-    assert measured.describe() == "step 10/10  merge  sums  accuracy 0.5"
+    assert measured.describe() == "problem 10/10  merge  sums  accuracy 50.0 %"
     alone = Progress(0.0, 10)
     alone.add(json.loads(line(10)))  # of a stage that had one step to go
     assert alone.describe() == "step 10/10  saving step 10"

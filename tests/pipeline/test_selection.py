@@ -179,3 +179,60 @@ def test_a_finished_run_goes_on_to_another_round(braid: Braid, config: Path, run
     assert (code, err) == (0, "")
     assert "] merge" not in out
     assert "] round_2.merge  done" in out
+
+
+def test_a_dry_run_shows_what_the_options_do(braid: Braid, config: Path, runs: Path) -> None:
+    assert braid("run", config)[0] == 0
+    before = sorted((path, path.stat().st_mtime_ns) for path in runs.rglob("*"))
+
+    def shown(*options: str) -> tuple[dict[str, str], list[str]]:
+        code, out, err = braid("run", config, "--dry-run", *options)
+        assert (code, err) == (0, "")
+        plan, _, commands = out.partition("\n\nengine ")
+        rows = {line.split()[0]: line for line in plan.splitlines() if line.split()}
+        started = [line.split("/stages/")[1].split()[0] for line in commands.splitlines()[2:]]
+        return rows, started
+
+    rows, started = shown("--from", "merge", "--only", "merge")
+    assert " done " in rows["experts.sums"]
+    assert " is kept" in rows["experts.sums"]
+    assert " pending  is put aside, and starts" in rows["merge"]
+    assert " pending  is put aside, and left out by --only" in rows["evaluate"]
+    assert started == ["merge/attempt_1/job.json"]
+
+    edit = "experts.sums.objective.kl.coefficient=0.5"
+    forked = ("--name", "two", "--fork", "small", edit)
+    rows, started = shown(*forked)
+    assert " done     is taken over from " in rows["experts.words"]
+    assert " pending  starts" in rows["experts.sums"]
+    assert [each.split("/")[0] for each in started] == [
+        *("experts.sums", "merge", "evaluate", "export")
+    ]
+    assert "no command: nothing" in braid("run", config, "--dry-run")[1]
+    assert sorted((path, path.stat().st_mtime_ns) for path in runs.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--from", "merg"], "has no stage merg; did you mean"),
+        (["--from", "merge", "--only", "evaluate"], "evaluate needs merge, which is pending"),
+        (["seed=1"], "holds a run of another configuration"),
+        (["--name", "two", "--fork", "none"], "no run none in"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_command_would(
+    braid: Braid, config: Path, options: list[str], message: str
+) -> None:
+    assert braid("run", config)[0] == 0
+    code, out, err = braid("run", config, "--dry-run", *options)
+    assert (code, out) == (1, "")
+    assert message in err
+
+
+def test_a_dry_run_refuses_to_build_on_stale_work(braid: Braid, config: Path, runs: Path) -> None:
+    assert braid("run", config)[0] == 0
+    (runs / "small" / "stages" / "merge" / "manifest.json").unlink()
+    code, _, err = braid("run", config, "--dry-run")
+    assert (code, "merge: its manifest.json is gone" in err) == (1, True)
+    assert braid("run", config, "--dry-run", "--from", "merge")[0] == 0
