@@ -110,7 +110,7 @@ class LoopSettings(Settings):
     checkpoint_every: Positive = 20
     keep_last: Positive = 2
     keep_best: Annotated[int, Field(ge=0)] = Field(
-        default=0, description="how many of the best checkpoints to keep beside the last"
+        default=0, description="how many of the best checkpoints to keep too"
     )
     async_checkpoints: bool = Field(
         default=True, description="write a checkpoint while the training goes on"
