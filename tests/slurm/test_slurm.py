@@ -221,7 +221,8 @@ def test_cancelled_jobs_save_and_leave_the_queue(braid: Braid, cluster: Cluster)
 
 def test_a_log_is_followed_to_the_end_of_the_stage(braid: Braid) -> None:
     braid.submit("--only", "cold_start")
-    assert "rank 0 on n" in braid("logs", "small", "cold_start", "-f")
+    assert "cold_start  done in " in braid("logs", "small", "cold_start", "-f")
+    assert "rank 0 on n" in braid("logs", "small", "cold_start", "--rank", "0")
     assert braid("status", "small").count(" done ") == 1
 
 
@@ -237,7 +238,7 @@ def test_a_job_that_ends_before_its_stage_begins_shows_why(braid: Braid, cluster
 def test_what_waits_for_a_cancelled_stage_is_cancelled_too(braid: Braid) -> None:
     jobs = braid.submit()
     others = ("submit", braid.config, "--cluster", braid.profile, "seed=1")
-    assert "take them out first with: braid cancel small" in braid(*others, code=1)
+    assert "take them out first with: braid cancel runs/small" in braid(*others, code=1)
     said = braid("cancel", "small", "experts.words")
     assert {line.partition(":")[0] for line in said.splitlines()} == {
         "experts.words",
