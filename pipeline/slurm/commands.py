@@ -17,7 +17,7 @@ from pipeline.graph import Stage, compile_graph
 from pipeline.ledger import Ledger, latest
 from pipeline.other_settings import refuse_other_configuration
 from pipeline.run_directory import RunDirectory
-from pipeline.selection import chosen, following, refuse_missing_inputs
+from pipeline.selection import as_found, chosen, following, refuse_missing_inputs
 from pipeline.slurm import queue
 from pipeline.slurm import submit as submitting
 from pipeline.slurm.jobs import adopt, job_numbers, queue_of
@@ -52,22 +52,24 @@ def submit(arguments: Namespace) -> None:
         refuse_other_configuration(run, settings, arguments.anew)
         refuse_stale(run, settings, [each for each in wanted if each not in anew], record=False)
         found, unasked = queue_of(run, Ledger(run.ledger).events())
-        states = _to_be(derive(run, settings, stages, found), anew, taken)
+        states = as_found(stages, derive(run, settings, stages, found), taken, arguments.anew)
         _show(run, _submissions(run, settings, cluster, wanted, states), unasked)
         return
     if not run.settings.exists():  # then nothing is made for what cannot start
-        _refuse_missing(wanted, _to_be(derive(run, settings, stages), anew, taken))
+        _refuse_missing(wanted, as_found(stages, derive(run, settings, stages), taken, ()))
     with run.lock(shared=True), run.lock_submission() as lock:
         _refuse_other_settings(run, settings)
         queued = adopt(run)
-        _refuse_under_way(run, derive(run, settings, stages, queued), anew)
+        before = derive(run, settings, stages, queued)
+        _refuse_under_way(run, before, anew)
+        _refuse_other_profile(run, cluster, [each for each in stages if before[each.name].job])
+        _refuse_missing(wanted, as_found(stages, before, taken, arguments.anew))
         commands.take_settings(run, settings, arguments.anew)
         if other is not None:
             commands.take_over_from(run, settings, other)
         commands.make_anew(run, anew)
         refuse_stale(run, settings, wanted)
         states = derive(run, settings, stages, queued)
-        _refuse_other_profile(run, cluster, [each for each in stages if states[each.name].job])
         jobs = _submissions(run, settings, cluster, wanted, states)
         if jobs:
             submitting.write_scripts(run, cluster, jobs)
@@ -124,17 +126,6 @@ def cancel(arguments: Namespace) -> None:
             print(f"{name}: {'cancelled' if job.waits else running} (job {job.number})")
 
 
-def _to_be(
-    states: Mapping[str, StageState], anew: Sequence[Stage], taken: Mapping[str, str]
-) -> dict[str, StageState]:
-    """The states when some stages are put aside, and others `taken` over."""
-    again = {stage.name for stage in anew}
-    found = dict(states)
-    found.update({name: StageState("done") for name in taken})
-    found.update({name: StageState("pending") for name in again})
-    return found
-
-
 def _refuse_under_way(
     run: RunDirectory, states: Mapping[str, StageState], anew: Sequence[Stage]
 ) -> None:
@@ -180,9 +171,9 @@ def _jobs(run: RunDirectory) -> list[tuple[str, QueuedJob]]:
 
 
 def _refuse_missing(wanted: list[Stage], states: Mapping[str, StageState]) -> None:
-    """What is in the queue may be waited for."""
+    """What is in the queue may be waited for; what is stale is refused with a reason of its own."""
     arriving = {
-        name: StageState("done") if state.state in ("submitted", "running") else state
+        name: StageState("done") if state.state in ("submitted", "running", "stale") else state
         for name, state in states.items()
     }
     refuse_missing_inputs(wanted, arriving)

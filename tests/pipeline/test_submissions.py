@@ -244,6 +244,9 @@ def test_a_stage_is_submitted_anew_with_what_follows_it(
     assert (code, err) == (0, "")
     assert shown.count("sbatch --parsable") == 4  # the expert, merge, evaluation and export
     assert contents(runs / "small") == before
+    refused = braid(*edited, "--from", "experts.sums", "--only", "merge")
+    assert "merge needs experts.sums, which is pending" in refused[2]
+    assert contents(runs / "small") == before
     code, out, err = braid(*edited, "--from", "experts.sums")
     assert (code, err) == (0, "")
     assert "put aside" in out
@@ -371,8 +374,8 @@ def test_a_job_is_known_by_its_arguments(slurm: Path, tmp_path: Path) -> None:
         "3_1": ("/", f"/b/slurm/grpo.sbatch {here} experts.a experts.b"),
         "4": ("/", f"/b/slurm/sft.sbatch {tmp_path}/link cold_start"),
         "5": ("/", "/b/slurm/sft.sbatch /other/runs/small cold_start"),  # numbers come again
-        "6": ("/", "/home/me/train.sh"),
-        "7": ("/", f"/home/me/train.sh {here} cold_start"),
+        "6": ("/", "/elsewhere/train.sh"),
+        "7": ("/", f"/elsewhere/train.sh {here} cold_start"),
         "3_[2-9]": ("/", f"/b/slurm/grpo.sbatch {here} experts.a experts.b"),
     }
     lines = [
