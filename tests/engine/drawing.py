@@ -21,6 +21,7 @@ LONG = list(range(2, 40))  # longer than a cache block, so that its prefix is ca
 PROMPTS = [LONG, [*LONG, 50], [5, 6, 7]]
 SAMPLES = 4  # of each
 SAMPLING = Sampling(temperature=1.0, max_tokens=12, end_token=1)
+TIE = 1e-4  # between routers' logits, a hundred times what two ways to compute them differ by
 
 
 def request(sampling: Sampling = SAMPLING, seed: int = 0) -> Generate:
@@ -60,18 +61,23 @@ class Reference:
         state = {name: torch.tensor(values) for name, values in weights.items()}
         self.model = kind.from_pretrained(None, config=config, state_dict=state).eval()
         self._chosen: list[torch.Tensor] = []
+        self._margins: list[torch.Tensor] = []
         for name, module in self.model.named_modules():
             if name.endswith("mlp.gate"):
                 module.register_forward_hook(self._note)
 
     def _note(self, _module: Any, _given: Any, found: Any) -> None:
-        self._chosen.append(found[2].sort(-1).values)
+        logits, _, chosen = found
+        self._chosen.append(chosen.sort(-1).values)
+        ranked = logits.sort(-1, descending=True).values
+        self._margins.append(ranked[:, chosen.shape[-1] - 1] - ranked[:, chosen.shape[-1]])
 
     @torch.no_grad()
     def read(self, sample: Sample) -> tuple[torch.Tensor, np.ndarray]:
         """The logits that the response was drawn from, [response, vocabulary], and the experts of
         every token but the last, sorted, [length, layers, experts_per_token]."""
         self._chosen.clear()
+        self._margins.clear()
         tokens = torch.tensor(np.concatenate([sample.prompt, sample.response]))[None, :-1]
         logits = self.model(tokens).logits[0, len(sample.prompt) - 1 :]
         return logits, torch.stack(self._chosen, 1).numpy()
@@ -82,6 +88,13 @@ class Reference:
         chosen = expected.gather(-1, torch.tensor(sample.response, dtype=torch.int64)[:, None])
         assert sample.logprobs is not None
         return (chosen[:, 0] - torch.tensor(sample.logprobs)).abs().numpy()
+
+    def certain(self, sample: Sample) -> np.ndarray:
+        """Whether no router of a softmax had two equals to choose from up to a token of the
+        response: where it had, rounding decides, and all that follows with it. bool [response]."""
+        self.read(sample)
+        clear = torch.stack(self._margins, 1).amin(1).numpy() > TIE
+        return np.logical_and.accumulate(clear)[len(sample.prompt) - 1 :]
 
     def largest_difference(self, drawn: list[Sample], temperature: float = 1.0) -> float:
         return max(self.differences(each, temperature).max() for each in drawn)

@@ -28,7 +28,11 @@ def test_responses_go_on_under_new_weights_and_say_which_drew_each_token(
     on: On, engine: Running
 ) -> None:
     """Whatever drew the prefix, a token's log-probability, and the experts behind it, are those of
-    its own version given it."""
+    its own version given it.
+
+    When a refit falls between two steps depends on the machine, so that every run draws other
+    tokens, and now and then one whose experts are a matter of rounding.
+    """
     versions = [1, 2, 3]
     sampling = Sampling(temperature=1.0, max_tokens=200, end_token=1)
     [(drawn, weights)] = on(
@@ -40,16 +44,18 @@ def test_responses_go_on_under_new_weights_and_say_which_drew_each_token(
         assert each.versions is not None and each.routes is not None
         assert (np.diff(each.versions) >= 0).all()
         before = len(each.prompt) - 1  # tokens read before the one that the first was drawn from
-        expected = references[each.versions[0]].read(each)[1][:before]
-        assert np.array_equal(np.sort(each.routes[:before]), expected)
+        found = np.sort(each.routes)
+        first = references[each.versions[0]]
+        if first.certain(each)[0]:
+            assert np.array_equal(found[:before], first.read(each)[1][:before])
         for version in set(each.versions):
-            seen[version] += 1
-            drawn_then = each.versions == version
-            assert references[version].differences(each)[drawn_then].max() < 1e-4
-            expected = references[version].read(each)[1][before:]
-            found = np.sort(each.routes[before:])
-            assert np.array_equal(found[drawn_then], expected[drawn_then])
-    assert set(seen) == set(versions)
+            reference = references[version]
+            compared = (each.versions == version) & reference.certain(each)
+            seen[version] += compared.sum()
+            expected = reference.read(each)[1]
+            assert np.array_equal(found[before:][compared], expected[before:][compared])
+            assert reference.differences(each)[compared].max(initial=0) < 1e-4
+    assert all(seen[version] for version in versions)
 
 
 def test_an_engine_of_another_model_is_left_as_it_is(on: On, engine: Running) -> None:
