@@ -18,7 +18,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,11 +28,8 @@ from pathlib import Path
 
 from chaos import CONFIG, NAME, ONLY, STAGES, Reference, difference, peaceful
 from machine import machine
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from moments import position
 from process_tree import Process, everything
-from runs import BRAID, REPOSITORY
 from virtual_cluster import Cluster
 
 RESULTS = Path(__file__).parent / "chaos_slurm.json"
@@ -82,17 +78,7 @@ class Submitted:
     def submit(self) -> None:
         """Hand what is not done to Slurm."""
         where = ["--cluster", str(self._directory / "cluster.yaml")]
-        command = [*BRAID, "submit", str(CONFIG), *ONLY, *where]
-        found = subprocess.run(
-            [*command, "--runs-dir", str(self._directory)],
-            env=self.cluster.environment,
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        if found.returncode:
-            raise RuntimeError(found.stderr)
+        self.cluster.braid(self._directory, "submit", str(CONFIG), *ONLY, *where)
         self.submissions += 1
 
     def done(self) -> bool:

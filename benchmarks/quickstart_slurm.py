@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,9 +25,8 @@ from typing import Any
 import yaml
 from machine import machine
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "end_to_end"))
-from runs import BRAID, REPOSITORY, braid, metrics
+sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / each) for each in ("", "end_to_end")]
+from runs import REPOSITORY, braid, metrics
 from same_bits import digests
 from virtual_cluster import Cluster
 
@@ -71,17 +69,7 @@ class Submitted:
 
     def braid(self, *arguments: str) -> str:
         """What a command prints."""
-        found = subprocess.run(
-            [*BRAID, *arguments, "--runs-dir", str(self._directory)],
-            env=self.cluster.environment,
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        if found.returncode:
-            sys.exit(found.stderr)
-        return found.stdout
+        return self.cluster.braid(self._directory, *arguments)
 
     def ledger(self) -> list[dict[str, Any]]:
         """Its lines."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from runs import BRAID, REPOSITORY
 
 SCRIPT = Path(__file__).parent / "slurm" / "cluster.sh"
 INSTALL_SECONDS = 180
@@ -44,6 +45,20 @@ class Cluster:
             command, check=True, env=self.environment, capture_output=True, text=True, timeout=60
         )
         return found.stdout.strip()
+
+    def braid(self, runs: Path, *arguments: str) -> str:
+        """What a command of Braid's prints; RuntimeError, with its error, where it fails."""
+        found = subprocess.run(
+            [*BRAID, *arguments, "--runs-dir", str(runs)],
+            env=self.environment,
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_SECONDS,
+        )
+        if found.returncode:
+            raise RuntimeError(found.stderr)
+        return found.stdout
 
     def state(self, job: str) -> str:
         """That of a job, which Slurm remembers for a while after its end."""

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[1]
 BRAID = [sys.executable, "-m", "pipeline.cli"]
 CONFIG = str(REPOSITORY / "configs" / "smoke.yaml")
 STAGES = [
