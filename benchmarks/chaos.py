@@ -30,7 +30,8 @@ from typing import Any
 
 from machine import machine
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / each) for each in ("", "end_to_end")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "end_to_end"))
 from killed_run import Kill, KilledRun, Unclean
 from moments import Timeline, draw, watch
 from process_tree import KILLED

@@ -25,7 +25,8 @@ from typing import Any
 import yaml
 from machine import machine
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / each) for each in ("", "end_to_end")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "end_to_end"))
 from runs import REPOSITORY, braid, metrics
 from same_bits import digests
 from virtual_cluster import Cluster
