@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from parallel.files import write_atomically
@@ -30,57 +31,56 @@ from pipeline.violations import shown
 from stages.settings import RunSettings
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What `braid submit` was asked for: `wanted` stages, of them and of all others those made
+    `anew` by name, and what is `taken` over from the `other` run, by stage."""
+
+    run: RunDirectory
+    settings: RunSettings
+    profile: Path
+    cluster: ClusterSettings
+    stages: Sequence[Stage]
+    wanted: list[Stage]
+    anew: list[str]
+    other: RunDirectory | None
+    taken: Mapping[str, str]
+
+    def put_aside(self) -> list[Stage]:
+        """Those made anew, and all that follows them."""
+        return following(self.stages, self.anew)
+
+    def states(self, queued: Mapping[str, QueuedJob] | None = None) -> dict[str, StageState]:
+        """Where every stage stands; what is in the queue where `queued` says it."""
+        return derive(self.run, self.settings, self.stages, queued)
+
+    def states_to_be(self, now: Mapping[str, StageState]) -> dict[str, StageState]:
+        """Where every stage will stand once what was asked for is put aside and taken over."""
+        return as_found(self.stages, now, self.taken, self.anew)
+
+
 def submit(arguments: Namespace) -> None:
     """Hand every stage that is not done to Slurm."""
-    run, settings = commands.configured(arguments)
-    profile = _profile(arguments.cluster, run)
-    cluster = load_cluster(profile)
-    for letter, name in (("%", "%"), ("\n", "line break")):
-        if letter in str(run.path.absolute()):
-            raise BraidError(
-                f"{shown(run.path)}: Slurm reads a {name} in a path otherwise; choose another"
-            )
-    stages = compile_graph(settings)
-    wanted = chosen(run, stages, arguments.only)
-    chosen(run, stages, arguments.anew)
-    anew = following(stages, arguments.anew)
-    other = commands.forked(arguments)
-    taken = find_fork(run, settings, other).taken if other is not None else {}
-    submitting.refuse_too_large_engines(settings, cluster, stages)
+    asked = _asked(arguments)
+    run = asked.run
     if arguments.dry_run:
-        _refuse_other_settings(run, settings)
-        refuse_other_configuration(run, settings, arguments.anew)
-        refuse_stale(run, settings, [each for each in wanted if each not in anew], record=False)
-        found, unasked = queue_of(run, Ledger(run.ledger).events())
-        states = as_found(stages, derive(run, settings, stages, found), taken, arguments.anew)
-        _show(run, _submissions(run, settings, cluster, wanted, states), unasked)
+        _preview(asked)
         return
     if not run.settings.exists():  # then nothing is made for what cannot start
-        _refuse_missing(wanted, as_found(stages, derive(run, settings, stages), taken, ()))
+        _refuse_missing(asked.wanted, asked.states_to_be(asked.states()))
     with run.lock(shared=True), run.lock_submission() as lock:
-        _refuse_other_settings(run, settings)
-        queued = adopt(run)
-        before = derive(run, settings, stages, queued)
-        _refuse_under_way(run, before, anew)
-        _refuse_other_profile(run, cluster, [each for each in stages if before[each.name].job])
-        _refuse_missing(wanted, as_found(stages, before, taken, arguments.anew))
-        commands.take_settings(run, settings, arguments.anew)
-        if other is not None:
-            commands.take_over_from(run, settings, other)
-        commands.make_anew(run, anew)
-        refuse_stale(run, settings, wanted)
-        states = derive(run, settings, stages, queued)
-        jobs = _submissions(run, settings, cluster, wanted, states)
+        states = _settled(asked)
+        jobs = _submissions(asked, states)
         if jobs:
-            submitting.write_scripts(run, cluster, jobs)
+            submitting.write_scripts(run, asked.cluster, jobs)
         if arguments.prepare:
             write_atomically(run.submitting, "")
             print(f"nothing is submitted; the commands stand in {shown(run.submission)}")
             return
-        for stage, number in submitting.submit(run, jobs, cluster, profile, lock):
+        for stage, number in submitting.submit(run, jobs, asked.cluster, asked.profile, lock):
             with suppress(BrokenPipeError):  # nobody reads on, and the others are submitted too
                 print(f"{stage.name}: job {number}", flush=True)
-    for stage in wanted:
+    for stage in asked.wanted:
         state = states[stage.name]
         if state.state in ("done", "submitted", "running"):
             print(f"{stage.name}: {state.state} already{_in_words(state)}")
@@ -126,6 +126,57 @@ def cancel(arguments: Namespace) -> None:
             print(f"{name}: {'cancelled' if job.waits else running} (job {job.number})")
 
 
+def _asked(arguments: Namespace) -> _Asked:
+    """Raises BraidError where the arguments, the profile or the run's path cannot be."""
+    run, settings = commands.configured(arguments)
+    profile = _profile(arguments.cluster, run)
+    cluster = load_cluster(profile)
+    for letter, name in (("%", "%"), ("\n", "line break")):
+        if letter in str(run.path.absolute()):
+            raise BraidError(
+                f"{shown(run.path)}: Slurm reads a {name} in a path otherwise; choose another"
+            )
+    stages = compile_graph(settings)
+    wanted = chosen(run, stages, arguments.only)
+    chosen(run, stages, arguments.anew)
+    other = commands.forked(arguments)
+    taken = find_fork(run, settings, other).taken if other is not None else {}
+    submitting.refuse_too_large_engines(settings, cluster, stages)
+    return _Asked(run, settings, profile, cluster, stages, wanted, arguments.anew, other, taken)
+
+
+def _preview(asked: _Asked) -> None:
+    """Show what would be submitted, or raise BraidError as the submission would; writes nothing."""
+    run, settings = asked.run, asked.settings
+    _refuse_other_settings(run, settings)
+    refuse_other_configuration(run, settings, asked.anew)
+    again = asked.put_aside()
+    refuse_stale(run, settings, [each for each in asked.wanted if each not in again], record=False)
+    queued, unasked = queue_of(run, Ledger(run.ledger).events())
+    jobs = _submissions(asked, asked.states_to_be(asked.states(queued)))
+    _show(run, jobs, unasked)
+
+
+def _settled(asked: _Asked) -> dict[str, StageState]:
+    """Where every stage stands, once the run has these settings, and what was asked for is put
+    aside and taken over. Raises BraidError, with the run as it was, where that cannot be."""
+    run, settings = asked.run, asked.settings
+    _refuse_other_settings(run, settings)
+    queued = adopt(run)
+    before = asked.states(queued)
+    _refuse_under_way(run, before, asked.put_aside())
+    _refuse_other_profile(
+        run, asked.cluster, [each for each in asked.stages if before[each.name].job]
+    )
+    _refuse_missing(asked.wanted, asked.states_to_be(before))
+    commands.take_settings(run, settings, asked.anew)
+    if asked.other is not None:
+        commands.take_over_from(run, settings, asked.other)
+    commands.make_anew(run, asked.put_aside())
+    refuse_stale(run, settings, asked.wanted)
+    return asked.states(queued)
+
+
 def _refuse_under_way(
     run: RunDirectory, states: Mapping[str, StageState], anew: Sequence[Stage]
 ) -> None:
@@ -149,17 +200,11 @@ def _show(run: RunDirectory, jobs: Sequence[submitting.Submission], unasked: str
         print(f"# {unasked}")
 
 
-def _submissions(
-    run: RunDirectory,
-    settings: RunSettings,
-    cluster: ClusterSettings,
-    wanted: list[Stage],
-    states: Mapping[str, StageState],
-) -> list[submitting.Submission]:
+def _submissions(asked: _Asked, states: Mapping[str, StageState]) -> list[submitting.Submission]:
     """Raises BraidError where something that is wanted cannot start."""
-    _refuse_missing(wanted, states)
-    refuse_stopped(run, wanted, states)
-    return submitting.submissions(run, settings, cluster, wanted, states)
+    _refuse_missing(asked.wanted, states)
+    refuse_stopped(asked.run, asked.wanted, states)
+    return submitting.submissions(asked.run, asked.settings, asked.cluster, asked.wanted, states)
 
 
 def _jobs(run: RunDirectory) -> list[tuple[str, QueuedJob]]:
