@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from parallel.settings import Positive, Settings
@@ -19,6 +19,21 @@ READ_BY_JOBS = (
     *("ranks_per_node", "gpus_per_node", "cpus_per_rank", "warning_seconds", "restarts"),
     *("network_interface", "setup", "container"),
 )
+# Options of sbatch that Braid gives every job, and where a person says something of the same.
+_OWN = {
+    ("-a", "--array"): "see experts_at_once",
+    ("-d", "--dependency", "--kill-on-invalid-dep"): "what waits for what is the run's `from`",
+    ("-J", "--job-name"): "a job is named after its run and stage",
+    ("-o", "--output", "-e", "--error", "--open-mode"): "`braid logs` reads what a job prints",
+    ("--signal",): "see warning_seconds",
+    ("-t", "--time"): "see walltime",
+    ("-N", "--nodes", "-n", "--ntasks", "--ntasks-per-node"): "see ranks_per_node",
+    ("-c", "--cpus-per-task"): "see cpus_per_rank",
+    ("--gpus-per-node",): "see gpus_per_node",
+    ("--requeue", "--no-requeue"): "a job that stops early goes back into the queue",
+    ("--parsable", "--test-only", "--wrap", "-W", "--wait"): "a stage script is submitted as it is",
+}
+OWN_OPTIONS = {name: instead for names, instead in _OWN.items() for name in names}
 StageKind = Literal["import", "sft", "grpo", "mixed", "distill", "gate", "evaluate", "export"]
 
 
@@ -45,7 +60,16 @@ def _walltime(value: Any) -> Any:
     return value
 
 
+def _option(value: str) -> str:
+    """The last of an option counts, so that these would undo what Braid says of a job."""
+    name = value[:2] if value[1:2] != "-" else re.split(r"[=\s]", value)[0]
+    if name in OWN_OPTIONS:
+        raise PydanticCustomError("option", f"{name} is Braid's own to give; {OWN_OPTIONS[name]}")
+    return value
+
+
 Walltime = Annotated[str, BeforeValidator(_walltime)]
+Option = Annotated[str, AfterValidator(_option)]
 
 
 class ContainerSettings(Settings):
@@ -67,7 +91,7 @@ class KindSettings(Settings):
     qos: str | None = None
     constraint: str | None = None
     memory_per_node: str | None = None
-    options: tuple[str, ...] = Field(
+    options: tuple[Option, ...] = Field(
         default=(), description="of sbatch, behind those of every stage: the last one counts"
     )
     ranks_per_node: Positive | None = None
@@ -90,7 +114,7 @@ class ClusterSettings(Settings):
         default=None,
         description='as sbatch --mem: "900G"; "0" is all of it, null the cluster\'s own',
     )
-    options: tuple[str, ...] = Field(
+    options: tuple[Option, ...] = Field(
         default=(), description="further options of sbatch, such as --exclusive"
     )
     ranks_per_node: Positive = Field(

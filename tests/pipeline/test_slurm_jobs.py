@@ -430,6 +430,14 @@ def test_kinds_of_stages_ask_for_nodes_of_their_own(
             "warning_seconds: 65536",
             "warning_seconds: should be less than or equal to 65535, not 65536",
         ),
+        (
+            "options: [--exclusive, --array=0-3]",
+            "options.1: --array is Braid's own to give; see exp",
+        ),
+        (
+            "kinds: {sft: {options: [-t60]}}",
+            "kinds.sft.options.0: -t is Braid's own to give; see w",
+        ),
         ("kinds: {sft: {wall: 1}}", 'kinds.sft.wall: unknown key; did you mean "walltime"?'),
     ],
 )
