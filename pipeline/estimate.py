@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import Any
 
 from pipeline.graph import Stage
+from pipeline.metrics_file import newest_lines
 from pipeline.outlook import held
 from pipeline.run_directory import RunDirectory
 from pipeline.states import StageState
@@ -103,29 +102,10 @@ def _known(found: Mapping[str, float | None], name: str, alike: Sequence[str]) -
 
 def _pace(run: RunDirectory, stage: Stage) -> float | None:
     """Seconds a step, the median of the last ones; a resumed stage stood still between two."""
-    lines = _tail(run, stage)
+    lines = newest_lines(run.stage(stage.name).metrics, TAIL_BYTES)
     gaps = [
         (after["time"] - before["time"]) / (after["step"] - before["step"])
         for before, after in pairwise(lines)
         if after["step"] > before["step"] and after["time"] > before["time"]
     ]
     return median(gaps) if gaps else None
-
-
-def _tail(run: RunDirectory, stage: Stage) -> list[dict[str, Any]]:
-    found = []
-    try:
-        with run.stage(stage.name).metrics.open("rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - TAIL_BYTES))
-            text = file.read()
-    except FileNotFoundError:
-        return []
-    for line in text.split(b"\n"):
-        try:
-            parsed = json.loads(line)
-        except (ValueError, RecursionError):  # cut off in front by us, at the end by its writer
-            continue
-        if isinstance(parsed, dict) and {"step", "time"} <= parsed.keys():
-            found.append(parsed)
-    return found

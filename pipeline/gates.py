@@ -23,8 +23,9 @@ from parallel.files import write_atomically
 from pipeline.errors import BraidError
 from pipeline.graph import Stage, compile_graph
 from pipeline.ledger import Ledger
+from pipeline.metrics_file import all_lines
 from pipeline.report import Models
-from pipeline.run_directory import RunDirectory, StageDirectory
+from pipeline.run_directory import RunDirectory
 from pipeline.selection import chosen
 from pipeline.states import StageState, derive
 from pipeline.verdicts import OVERRIDDEN, DamagedVerdict, Outcome, Verdict, read_verdict
@@ -91,7 +92,7 @@ def ending(run: RunDirectory, settings: RunSettings, stage: Stage) -> str:
         verdict = judge_merge(stage, gate, models)
     else:
         assert stage.gated is not None
-        verdict = judge_expert(stage, gate, models, _logged(run.stage(stage.gated)))
+        verdict = judge_expert(stage, gate, models, all_lines(run.stage(stage.gated).metrics))
     write_atomically(directory.verdict, json.dumps(asdict(verdict), indent=2) + "\n")
     if verdict.outcome == "stopped":
         raise GateStopped(run, stage, verdict)
@@ -239,22 +240,6 @@ def _highest(values: Sequence[float]) -> float:
 
 def _lowest(values: Sequence[float]) -> float:
     return -_highest([-value for value in values])
-
-
-def _logged(directory: StageDirectory) -> list[dict[str, Any]]:
-    """The metrics of every step of a finished stage."""
-    found = []
-    text = directory.metrics.read_text(encoding="utf-8", errors="replace")
-    for number, line in enumerate(text.splitlines(), start=1):
-        where = f"{shown(directory.metrics)}:{number}: is damaged, and a gate reads it: "
-        try:
-            step = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise BraidError(f"{where}{error}") from error
-        if not isinstance(step, dict):
-            raise BraidError(f"{where}it is no JSON object")
-        found.append(step)
-    return found
 
 
 def _stopped(run: RunDirectory, stage: Stage, state: StageState) -> Verdict | None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from pipeline.metrics_file import LABELS, Line, MetricsTail, newest_lines
 
 if TYPE_CHECKING:  # rich takes a while to import, and `braid status` draws nothing with it
     from rich.console import Console
@@ -19,31 +20,8 @@ LIVE_SECONDS = 0.25
 PLAIN_SECONDS = 10.0
 CLOCKS_DIFFER_SECONDS = 1.0  # ours from that of the files, at most
 LATEST_BYTES = 1 << 15
-SHOWN_LABELS = ("model", "domain")
 SHOWN_METRICS = ("reward", "loss")
 ACCURACY = "accuracy"
-
-
-class MetricsTail:
-    """The new lines of a growing metrics.jsonl."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = path.stat().st_size if path.exists() else 0
-
-    def read(self) -> list[dict[str, Any]]:
-        """Whole lines since the last call."""
-        if not self._path.exists():
-            return []
-        # A resumed stage may cut off the lines after its checkpoint.
-        self._offset = min(self._offset, self._path.stat().st_size)
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            whole, _, _ = file.read().rpartition(b"\n")
-        if not whole:
-            return []
-        self._offset += len(whole) + 1
-        return [parsed for line in whole.split(b"\n") if (parsed := _parse(line)) is not None]
 
 
 @dataclass
@@ -52,10 +30,10 @@ class Progress:
 
     started: float
     steps: int | None
-    first: dict[str, Any] | None = None
-    last: dict[str, Any] | None = None
+    first: Line | None = None
+    last: Line | None = None
 
-    def add(self, line: dict[str, Any]) -> None:
+    def add(self, line: Line) -> None:
         """Take in one line of metrics."""
         self.first = self.first or line
         self.last = line
@@ -79,7 +57,7 @@ class Progress:
         waited for."""
         if self.last is None:
             return f"starting: {awaited} ({time.monotonic() - self.started:.0f} s)"
-        labels = [self.last[name] for name in SHOWN_LABELS if name in self.last]
+        labels = [self.last[name] for name in LABELS if name in self.last]
         unit = "problem" if labels else "step"  # a measurement counts what it has asked
         parts = [f"{unit} {self.step}/{self.steps}", *labels]
         if self.step == self.steps:
@@ -221,12 +199,8 @@ def watching(console: Console, title: str, steps: int | None, metrics: Path) -> 
 def latest(metrics: Path) -> str:
     """Where a running stage stands, from the last lines of its metrics, however many there are."""
     progress = Progress(time.monotonic(), None)
-    if metrics.exists():
-        with metrics.open("rb") as file:
-            file.seek(max(0, metrics.stat().st_size - LATEST_BYTES))
-            for line in file.read().split(b"\n"):
-                if (parsed := _parse(line)) is not None:
-                    progress.add(parsed)
+    for line in newest_lines(metrics, LATEST_BYTES):
+        progress.add(line)
     return progress.describe() if progress.last else "starting"
 
 
@@ -238,11 +212,3 @@ def clock(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        parsed = json.loads(line)
-    except ValueError:
-        return None
-    return parsed if isinstance(parsed, dict) and {"step", "time"} <= parsed.keys() else None

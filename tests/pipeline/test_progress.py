@@ -7,9 +7,11 @@ import json
 import os
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
-from pipeline.progress import MetricsTail, Progress, clock, latest, watching
+from pipeline.metrics_file import MetricsTail
+from pipeline.progress import Progress, clock, latest, watching
 
 
 def line(step: int, **values: object) -> str:
@@ -32,6 +34,23 @@ def test_the_tail_gives_whole_new_lines_only(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write("not json\n" + line(2))
     assert [found["step"] for found in tail.read()] == [2]
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        '{"step": 2, "time": 1.0, "loss": "low"}',
+        '{"step": 2, "time": NaN}',
+        '{"step": true, "time": 1.0}',
+        '{"step": 2, "steps": "many", "time": 1.0}',
+        '{"step": 2, "time": 1.0, "model": 5}',
+        "[" * 10_000,
+    ],
+)
+def test_a_line_that_no_stage_logs_is_left_out(damaged: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f"{line(1)}{damaged}\n")
+    assert latest(path) == "step 1/10"
 
 
 def test_progress_says_the_step_the_time_left_and_the_reward() -> None:
