@@ -36,7 +36,7 @@ from pipeline.violations import shown
 from stages.settings import RunSettings
 
 PROGRAMS = Programs()
-PLAIN_WIDTH = 160  # where there is no terminal to ask
+PLAIN_WIDTH = 1000  # where there is no terminal: whoever reads it breaks lines as they like
 
 
 def validate(arguments: Namespace) -> None:
@@ -320,6 +320,6 @@ class _Terminal(Console):
 
 
 def terminal() -> Console:
-    """Where a command prints; wide where there is no terminal to ask."""
+    """Where a command prints; as good as endless where there is no terminal to ask."""
     console = _Terminal()
     return console if console.is_terminal else _Terminal(width=PLAIN_WIDTH)

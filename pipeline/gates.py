@@ -229,9 +229,9 @@ def _accuracies(stage: Stage, models: Models, domain: str) -> tuple[Accuracy, Ac
 
 
 def _points(change: Difference) -> str:
-    """A difference with its interval, in percentage points."""
+    """A difference with its 95 % interval, in percentage points."""
     low, high = (f"{100 * value:+.1f}" for value in (change.low, change.high))
-    return f"{100 * change.difference:+.1f} points [{low}, {high}]"
+    return f"{100 * change.difference:+.1f} points (95 %: {low} to {high})"
 
 
 def _highest(values: Sequence[float]) -> float:

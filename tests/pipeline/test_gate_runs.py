@@ -11,7 +11,7 @@ import pytest
 Braid = Callable[..., tuple[int, str, str]]
 GATES = ("experts.sums.gate={problems: 20, max_mismatch: 1e-4}", "merge.gate={problems: 30}")
 FALLS_SHORT = {"gates.sums": {"0": "fall_short"}}
-SAID = "gate: experts.sums gains -20.0 points [-27.1, -12.9] over cold_start on sums, and "
+SAID = "gate: experts.sums gains -20.0 points (95 %: -27.1 to -12.9) over cold_start on sums, and "
 
 
 def events(run: Path, stage: str) -> list[tuple[str, str]]:
@@ -38,7 +38,10 @@ def stopped(braid: Braid, config: Path, runs: Path) -> Path:
 def test_gates_that_pass_let_a_run_come_to_its_end(braid: Braid, config: Path, runs: Path) -> None:
     code, out, err = braid("run", config, *GATES)
     assert (code, err) == (0, "")
-    assert "[4/8] gates.sums  passed: experts.sums gains +20.0 points [+12.9, +27.1] over" in out
+    assert (
+        "[4/8] gates.sums  passed: experts.sums gains +20.0 points (95 %: +12.9 to +27.1) over"
+        in out
+    )
     assert "; mismatch_max reaches 2e-05 in the last 2 steps of experts.sums\n" in out
     assert "[6/8] gates.merge  passed: merge solves 70.0 % of sums, experts.sums 50.0 %; " in out
     assert events(runs / "small", "gates.sums")[-1][1].startswith("passed: experts.sums gains")

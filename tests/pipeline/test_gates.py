@@ -47,7 +47,7 @@ def gain(stages: dict[str, Stage]) -> Callable[..., Verdict]:
 def test_a_gain_that_is_beyond_chance_passes(gain: Callable[..., Verdict]) -> None:
     verdict = gain(240, 160)
     assert verdict == Verdict(
-        "passed", ("experts.sums gains +16.0 points [+9.9, +21.9] over cold_start on sums",)
+        "passed", ("experts.sums gains +16.0 points (95 %: +9.9 to +21.9) over cold_start on sums",)
     )
     assert verdict.text.startswith("passed: experts.sums gains")
 
@@ -56,7 +56,7 @@ def test_a_gain_that_could_be_chance_stops(gain: Callable[..., Verdict]) -> None
     verdict = gain(166, 160)
     assert verdict.outcome == "stopped"
     assert verdict.text == (
-        "gate: experts.sums gains +1.2 points [-4.6, +7.0] over cold_start on sums, and "
+        "gate: experts.sums gains +1.2 points (95 %: -4.6 to +7.0) over cold_start on sums, and "
         "experts.sums.gate.min_gain wants the whole interval at +0.0 or above"
     )
     assert gain(166, 160, on_failure="warn").outcome == "warned"
@@ -146,7 +146,7 @@ def test_a_merge_is_warned_of_below_the_bound_and_stops_where_that_is_no_chance(
     verdict = kept(379, 410)
     assert verdict.outcome == "warned"
     assert verdict.reasons == (
-        "merge solves 75.8 % of sums, experts.sums 80.0 %: -0.2 points [-5.2, +4.8] from "
+        "merge solves 75.8 % of sums, experts.sums 80.0 %: -0.2 points (95 %: -5.2 to +4.8) from "
         "merge.gate.min_kept = 0.95 of that",
     )
     sure = next(right for right in range(379, 0, -1) if kept(right, 400).outcome == "stopped")
