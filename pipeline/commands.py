@@ -60,7 +60,7 @@ def plan(arguments: Namespace) -> None:
         return
     run = _run_of(arguments, settings)
     if arguments.dot:
-        states = _now(run, settings)
+        states = _now(run, settings, compile_graph(settings))
         print("\n".join(explain.dot(settings, states)))
         return
     _show_plan(run, settings)
@@ -114,7 +114,7 @@ def logs(arguments: Namespace) -> None:
     [stage] = chosen(run, stages, [arguments.stage])
 
     def goes_on() -> bool:
-        return _now(run, settings)[stage.name].state in ("running", "submitted")
+        return _now(run, settings, stages)[stage.name].state in ("running", "submitted")
 
     directory = run.stage(stage.name)
     follow = goes_on if arguments.follow else None
@@ -286,15 +286,17 @@ def _refuse_options(
     cores_side_by_side(arguments.side_by_side)
 
 
-def _now(run: RunDirectory, settings: RunSettings) -> dict[str, StageState]:
+def _now(
+    run: RunDirectory, settings: RunSettings, stages: Sequence[Stage]
+) -> dict[str, StageState]:
     """The stages' states by ledger and queue."""
     jobs, _ = queue_of(run, Ledger(run.ledger).events())
-    return derive(run, settings, compile_graph(settings), jobs)
+    return derive(run, settings, stages, jobs)
 
 
 def _show_plan(run: RunDirectory, settings: RunSettings) -> None:
     stages = compile_graph(settings)
-    states = _now(run, settings)
+    states = _now(run, settings, stages)
     left = estimate(run, settings, stages, states, took(Ledger(run.ledger).events()))
     follows = what_follows(stages, states)
     print(report.plan_table(settings, stages, states, follows, left, columns.takes_colour()))
@@ -306,7 +308,8 @@ def _show_dry_run(
 ) -> None:
     refuse_queued(run)
     refuse_other_configuration(run, settings, arguments.anew)
-    stages, states = compile_graph(settings), _now(run, settings)
+    stages = compile_graph(settings)
+    states = _now(run, settings, stages)
     told = DryRun(run, settings, stages, states, taken, arguments.only, arguments.anew)
     print(told.plan(columns.takes_colour()))
     print("", *told.commands(PROGRAMS, arguments.side_by_side), sep="\n")

@@ -51,19 +51,28 @@ def estimate(
     other stages of its kind in this run; a stage without steps takes as many seconds as it, or
     others of its kind, `took` before. What a gate that has stopped keeps from starting takes none,
     nor does what is not `wanted`."""
-    paces = {stage.name: _pace(run, stage) for stage in stages if stage.steps}
-    starts = _starts(stages, states, took, paces)
+    idle = held(stages, states)
+    to_run = [
+        stage
+        for stage in stages
+        if states[stage.name].state != "done"
+        and stage.name not in idle
+        and (wanted is None or stage.name in wanted)
+    ]
+    of_kind = {
+        kind: [stage for stage in stages if stage.kind == kind]
+        for kind in {stage.kind for stage in to_run}
+    }
+    measured = [stage for alike in of_kind.values() for stage in alike]
+    paces = {stage.name: _pace(run, stage) for stage in measured if stage.steps}
+    starts = _starts(measured, states, took, paces)
     engine = settings.engine
     own = engine.count * engine.tensor if engine.placement == "own" else 0
-    idle = held(stages, states)
-    seconds: dict[str, float | None] = {}
-    for stage in stages:
+    seconds: dict[str, float | None] = dict.fromkeys((stage.name for stage in stages), 0.0)
+    for stage in to_run:
         state = states[stage.name]
-        alike = [each.name for each in stages if each.kind == stage.kind]
-        left_out = wanted is not None and stage.name not in wanted
-        if state.state == "done" or stage.name in idle or left_out:
-            seconds[stage.name] = 0.0
-        elif stage.steps:
+        alike = [each.name for each in of_kind[stage.kind]]
+        if stage.steps:
             begun = 0 if state.state == "stale" else state.step or 0
             pace = _known(paces, stage.name, alike)
             start = 0.0 if state.state == "running" else _known(starts, stage.name, alike) or 0.0
