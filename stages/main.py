@@ -12,7 +12,8 @@ import sys
 import warnings
 from pathlib import Path
 
-from parallel.last_word import say_last_word
+from parallel.last_word import say_last_word, say_notice
+from parallel.settings import ModelSettings
 from stages.settings import StageJob
 
 MODULES = {
@@ -26,6 +27,7 @@ MODULES = {
     "export": "stages.export",
     "preview": "stages.preview",
 }
+BEFORE_ENGINES = ("import", "sft")
 
 
 def main() -> None:
@@ -38,10 +40,21 @@ def main() -> None:
 
     torch.use_deterministic_algorithms(job.settings.deterministic)
     with process_groups(job.settings.layout, job.settings.seed):
+        if job.kind in BEFORE_ENGINES and torch.distributed.get_rank() == 0:
+            _warn_of_engines(job.settings.model)
         try:
             importlib.import_module(MODULES[job.kind]).run(job)
         except (Exception, SystemExit) as error:
             _leave(error)
+
+
+def _warn_of_engines(model: ModelSettings) -> None:
+    """Say at once what a later stage would fail of; this one may be all that is wanted."""
+    from parallel.device import device
+    from parallel.rollout.cpu_limits import unsupported
+
+    if device().type == "cpu" and (why := unsupported(model)):
+        say_notice(f"stages that sample will fail on a CPU: {why}")
 
 
 def _leave(error: BaseException) -> None:

@@ -114,7 +114,11 @@ class EngineClient:
         silence = self.settings.hang_timeout_seconds
         with self._open("generate", msgspec.msgpack.encode(request), silence) as stream:
             try:
-                yield from frames(stream, Generation)
+                for message in frames(stream):
+                    if isinstance(message, Failure):
+                        reason = f"{self.name} failed while it generated: {message.error}"
+                        raise EngineError(reason)
+                    yield message
             except (OSError, EOFError, http.client.HTTPException, msgspec.MsgspecError) as error:
                 raise EngineError(f"{self.name} broke off while it generated: {error!r}") from error
 

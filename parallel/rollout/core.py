@@ -70,8 +70,13 @@ class Core:
             self._vllm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
 
     def prepare(self) -> None:
-        """Raises RuntimeError when a refit would not fit this vLLM or this model."""
+        """Raises RuntimeError when a refit would not fit this vLLM or this model, or when vLLM
+        cannot draw from it here."""
         self._on_every_rank("prepare", self.model.model_dump_json())
+        try:
+            self._draw_once()
+        except Exception as error:
+            raise RuntimeError(f"vLLM cannot draw from this model here: {error}") from error
 
     def lost_a_rank(self) -> bool:
         """Whether a process of tensor parallelism has ended; any thread may ask."""
@@ -138,6 +143,16 @@ class Core:
     def shutdown(self) -> None:
         """End the processes of tensor parallelism."""
         self._vllm.engine_core.shutdown()
+
+    def _draw_once(self) -> None:
+        """Draw a token under the weights that vLLM began with: what it has no kernel for fails
+        now, and not when a trainer waits for it."""
+        self.weight_version = 0
+        self.admit(Generate([Prompt(0, [0], 0)], Sampling(1.0, max_tokens=1, end_token=0)))
+        while self._requests:
+            self.step()
+        self.weight_version = None
+        self._vllm.reset_prefix_cache()
 
     def _on_every_rank(self, method: str, *arguments: Any) -> list[Any]:
         """What a method of `RefitExtension` answers on each rank of tensor parallelism."""

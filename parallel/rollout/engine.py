@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import traceback
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -28,8 +29,14 @@ BEAT_SECONDS = 1.0  # between signs of life
 LIFE_SECONDS = 0.5  # how often the engine looks whether its processes live
 
 Answer = TypeVar("Answer")
+
+
+class StepFailed(RuntimeError):
+    """vLLM raised an error while it drew a token; the engine is of no more use."""
+
+
 # What a stream is handed: the responses that ended with a step, by name, or why none will.
-Handed = dict[str, Generation] | Exception
+Handed = dict[str, Generation] | StepFailed
 
 
 class Engine:
@@ -46,11 +53,12 @@ class Engine:
         self._core: Core = self._thread.submit(Core, job).result()
         self._streams: dict[str, asyncio.Queue[Handed]] = {}
         self._drawing: asyncio.Task | None = None
-        self._failure: Exception | None = None
+        self._failure: StepFailed | None = None
         self._stopping = False
 
     async def prepare(self) -> None:
-        """Raises RuntimeError when a refit would not fit this vLLM or this model."""
+        """Raises RuntimeError when a refit would not fit this vLLM or this model, or when vLLM
+        cannot draw from it here."""
         await self._ask(self._core.prepare)
 
     async def describe(self) -> Description:
@@ -69,7 +77,7 @@ class Engine:
     async def health(self) -> bool:
         """Raises RuntimeError when a step has failed, or a process of the engine has ended."""
         if self._failure is not None:
-            raise RuntimeError(f"a step of vLLM failed: {self._failure!r}")
+            raise self._failure
         if self._core.lost_a_rank():
             raise RuntimeError("a process of vLLM has ended")
         return True
@@ -143,9 +151,10 @@ class Engine:
                 for stream, generations in ended.items():
                     stream.put_nowait(generations)
         except Exception as error:
-            self._failure = error
+            traceback.print_exception(error)
+            self._failure = StepFailed(f"a step of vLLM failed: {error!r}")
             for stream in set(self._streams.values()):
-                stream.put_nowait(error)
+                stream.put_nowait(self._failure)
 
     async def _responses(
         self, owed: set[str], stream: asyncio.Queue[Handed]
@@ -157,7 +166,7 @@ class Engine:
                 except TimeoutError:
                     await self._ask(self._core.lost_a_rank)  # answered between two steps
                     handed = {}
-                if isinstance(handed, Exception):
+                if isinstance(handed, StepFailed):
                     raise handed
                 owed -= handed.keys()
                 yield list(handed.values())

@@ -22,7 +22,7 @@ from aiohttp import web
 
 from parallel.last_word import say_last_word
 from parallel.network import address_of
-from parallel.rollout.engine import Engine
+from parallel.rollout.engine import Engine, StepFailed
 from parallel.rollout.wire import BEAT, Address, Failure, Generate, Join, Refit, frame
 from parallel.settings import EngineJob
 
@@ -70,8 +70,11 @@ class Server:
         responses = await self.engine.generate(asked)
         stream = web.StreamResponse()
         await stream.prepare(request)
-        async for ended in responses:
-            await stream.write(b"".join(map(frame, ended)) or BEAT)
+        try:
+            async for ended in responses:
+                await stream.write(b"".join(map(frame, ended)) or BEAT)
+        except StepFailed as error:
+            await stream.write(frame(Failure(str(error))))
         await stream.write_eof()
         return stream
 
@@ -104,7 +107,7 @@ async def _serve(engine: Engine, address: Path, interface: str) -> None:
     try:
         await engine.prepare()
     except Exception as error:
-        say_last_word(f"the engine cannot be refitted: {error}")
+        say_last_word(f"the engine cannot serve this run: {error}")
         raise
     server = Server(engine)
     runner = web.AppRunner(server.application(), access_log=None)

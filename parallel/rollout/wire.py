@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import msgspec
 
 from parallel.settings import ModelSettings
 
-PROTOCOL = 3  # of this file; both ends must speak the same
+PROTOCOL = 4  # of this file; both ends must speak the same
 
 LENGTH_BYTES = 4  # of a streamed answer's frames, each led by its length, big-endian
 BEAT = bytes(LENGTH_BYTES)  # an empty frame: no answer yet, but the engine is at work
-
-Answer = TypeVar("Answer")
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -84,7 +82,7 @@ class Generate(msgspec.Struct, frozen=True):
     sampling: Sampling
 
 
-class Generation(msgspec.Struct, frozen=True):
+class Generation(msgspec.Struct, frozen=True, tag=True):
     """One response. Arrays are little-endian bytes, so that nothing is boxed number by number.
 
     tokens: int32 [response]. logprobs: fp32 [response], of the sampled tokens under the sampling
@@ -149,8 +147,9 @@ class Refitted(msgspec.Struct, frozen=True):
     ranks: list[RankReport]
 
 
-class Failure(msgspec.Struct, frozen=True):
-    """The answer to a call that failed; the engine itself is still there."""
+class Failure(msgspec.Struct, frozen=True, tag=True):
+    """The answer to a call that failed, or the end of a streamed one; unless it was a step that
+    failed, the engine itself is still there."""
 
     error: str
 
@@ -172,7 +171,7 @@ class Readable(Protocol):
         """So many bytes, or fewer at the end."""
 
 
-def frames(source: Readable, kinds: type[Answer]) -> Iterator[Answer]:
+def frames(source: Readable) -> Iterator[Generation | Failure]:
     """The messages of a streamed answer.
 
     Raises EOFError when the stream ends within one.
@@ -184,7 +183,7 @@ def frames(source: Readable, kinds: type[Answer]) -> Iterator[Answer]:
         data = source.read(size)
         if len(header) < LENGTH_BYTES or len(data) < size:
             raise EOFError("the stream ended within a message")
-        yield msgspec.msgpack.decode(data, type=kinds)
+        yield msgspec.msgpack.decode(data, type=Generation | Failure)
 
 
 def prompts_of(tokens: Iterable[list[int]], samples: int, seed: int) -> list[Prompt]:

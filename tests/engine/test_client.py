@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
+from aiohttp.test_utils import TestClient, TestServer
 from engine_settings import ENGINE
 
 from parallel.rollout.client import EngineClient, EngineError, EngineRefused
+from parallel.rollout.engine import Engine, StepFailed
+from parallel.rollout.server import Server
 from parallel.rollout.wire import (
     PROTOCOL,
     Address,
@@ -99,6 +104,30 @@ def test_garbage_ends_a_stream_by_an_error_that_names_the_engine(
     assert next(stream) == GENERATION
     with pytest.raises(EngineError, match="engine 0 broke off while it generated"):
         next(stream)
+
+
+def test_a_step_that_failed_is_told_behind_what_had_ended(impostor: Impostor) -> None:
+    engine = Mock(spec=Engine)
+    engine.generate.return_value = _failing()
+    server = Server(engine)
+
+    async def answer() -> bytes:
+        async with TestClient(TestServer(server.application())) as web:
+            asked = msgspec.msgpack.encode(Generate([], Sampling(1.0, 4, 1)))
+            bearer = {"Authorization": f"Bearer {server.token}"}
+            return await (await web.post("/generate", data=asked, headers=bearer)).read()
+
+    client = impostor({"describe": described(), "generate": asyncio.run(answer())})
+    client.connect()
+    stream = client.generate(Generate([], Sampling(1.0, 4, 1)))
+    assert next(stream) == GENERATION
+    with pytest.raises(EngineError, match=r"^engine 0 failed while it generated: no kernel$"):
+        next(stream)
+
+
+async def _failing() -> AsyncIterator[list[Generation]]:
+    yield [GENERATION]
+    raise StepFailed("no kernel")
 
 
 def test_garbage_for_an_answer_is_an_error(impostor: Impostor) -> None:

@@ -1,0 +1,37 @@
+"""Models that vLLM has no kernels for on a CPU: said before, and by the engine at its start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engine_process import running_engine
+from engine_settings import MODEL
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+from parallel.rollout.cpu_limits import HEAD_DIMS, unsupported
+
+START_SECONDS = 120
+
+
+def test_the_sizes_of_heads_are_those_of_vllm() -> None:
+    assert list(HEAD_DIMS) == CPUAttentionBackend.get_supported_head_sizes()
+
+
+def test_what_is_known_is_said() -> None:
+    assert unsupported(MODEL) is None
+    narrow = unsupported(MODEL.model_copy(update={"head_dim": 16}))
+    assert narrow is not None
+    assert narrow.startswith("model.head_dim = 16: vLLM's attention has kernels for 32, 64, ")
+    latent = MODEL.model_copy(update={"family": "deepseek_v3", "head_dim": 16})
+    assert unsupported(latent) == "model.family: vLLM's latent attention has no kernel for fp32"
+    assert unsupported(latent.model_copy(update={"precision": "bf16"})) is None
+
+
+@pytest.mark.slow
+def test_an_engine_that_cannot_draw_is_never_ready(tmp_path: Path) -> None:
+    with running_engine(MODEL.model_copy(update={"head_dim": 16}), tmp_path) as engine:
+        assert engine.process.wait(START_SECONDS) == 1
+        assert not engine.address.exists()
+        log = (tmp_path / "engine.log").read_text()
+        assert "braid-error: the engine cannot serve this run: vLLM cannot draw from this" in log
