@@ -157,9 +157,10 @@ class EngineSettings(Settings):
         description="of each engine rank; null is enough for max_sequences of max_model_tokens",
     )
     start_timeout_seconds: Positive = 300
-    request_timeout_seconds: Positive = 600
+    request_timeout_seconds: Positive = Field(default=600, description="of a refit as a whole")
     hang_timeout_seconds: Positive = Field(
-        default=120, description="an engine that has requests and is silent so long is restarted"
+        default=120,
+        description="an engine that was asked for something and is silent so long is restarted",
     )
     max_restarts: Annotated[int, Field(ge=0)] = Field(
         default=3, description="of each engine within one attempt at a stage, which then fails"

@@ -107,20 +107,24 @@ class EngineClient:
 
     def refit(self, refit: Refit) -> Refitted:
         """Take new weights, which the trainer's ranks give meanwhile."""
-        return self._call("refit", refit, Refitted, self.settings.request_timeout_seconds)
+        most = self.settings.request_timeout_seconds
+        deadline = time.monotonic() + most
+        for message in self._stream("refit", refit):
+            if isinstance(message, Refitted):
+                return message
+            if isinstance(message, Failure):
+                raise EngineRefused(f"{self.name} refused refit: {message.error}")
+            if time.monotonic() > deadline:
+                raise EngineError(f"{self.name} was not done with refit after {most:g} s")
+        raise EngineError(f"{self.name} did not answer refit")
 
     def generate(self, request: Generate) -> Iterator[Generation]:
         """Responses as they end. Ends early only by raising EngineError."""
-        silence = self.settings.hang_timeout_seconds
-        with self._open("generate", msgspec.msgpack.encode(request), silence) as stream:
-            try:
-                for message in frames(stream):
-                    if isinstance(message, Failure):
-                        reason = f"{self.name} failed while it generated: {message.error}"
-                        raise EngineError(reason)
-                    yield message
-            except (OSError, EOFError, http.client.HTTPException, msgspec.MsgspecError) as error:
-                raise EngineError(f"{self.name} broke off while it generated: {error!r}") from error
+        for message in self._stream("generate", request):
+            if isinstance(message, Failure):
+                raise EngineError(f"{self.name} failed while it generated: {message.error}")
+            if isinstance(message, Generation):
+                yield message
 
     def stop(self) -> None:
         """End the engine's process."""
@@ -152,6 +156,18 @@ class EngineClient:
             try:
                 return msgspec.msgpack.decode(stream.read(), type=answer or Any)
             except (OSError, http.client.HTTPException, msgspec.MsgspecError) as error:
+                raise EngineError(
+                    f"{self.name} broke off its answer to {name}: {error!r}"
+                ) from error
+
+    def _stream(self, name: str, body: Any) -> Iterator[Generation | Refitted | Failure | None]:
+        """The messages that answer a call, and None for each sign of life."""
+        with self._open(
+            name, msgspec.msgpack.encode(body), self.settings.hang_timeout_seconds
+        ) as stream:
+            try:
+                yield from frames(stream)
+            except (OSError, EOFError, http.client.HTTPException, msgspec.MsgspecError) as error:
                 raise EngineError(
                     f"{self.name} broke off its answer to {name}: {error!r}"
                 ) from error

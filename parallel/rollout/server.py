@@ -22,7 +22,7 @@ from aiohttp import web
 
 from parallel.last_word import say_last_word
 from parallel.network import address_of
-from parallel.rollout.engine import Engine, StepFailed
+from parallel.rollout.engine import BEAT_SECONDS, Engine, StepFailed
 from parallel.rollout.wire import BEAT, Address, Failure, Generate, Join, Refit, frame
 from parallel.settings import EngineJob
 
@@ -45,7 +45,7 @@ class Server:
                 web.post("/describe", _answering(None, engine.describe)),
                 web.post("/health", _answering(None, engine.health)),
                 web.post("/join", _answering(Join, engine.join)),
-                web.post("/refit", _answering(Refit, engine.refit)),
+                web.post("/refit", self._refit),
                 web.post("/stop", _answering(None, engine.stop)),
                 web.post("/generate", self._generate),
             ]
@@ -75,6 +75,21 @@ class Server:
                 await stream.write(b"".join(map(frame, ended)) or BEAT)
         except StepFailed as error:
             await stream.write(frame(Failure(str(error))))
+        await stream.write_eof()
+        return stream
+
+    async def _refit(self, request: web.Request) -> web.StreamResponse:
+        """The answer, and until then signs of life: the ranks of the trainer may take long."""
+        asked = msgspec.msgpack.decode(await request.read(), type=Refit)
+        stream = web.StreamResponse()
+        await stream.prepare(request)
+        refit = asyncio.ensure_future(self.engine.refit(asked))
+        while not (await asyncio.wait({refit}, timeout=BEAT_SECONDS))[0]:
+            await stream.write(BEAT)
+        if (error := refit.exception()) is None:
+            await stream.write(frame(refit.result()))
+        else:
+            await stream.write(frame(Failure(f"{type(error).__name__}: {error}")))
         await stream.write_eof()
         return stream
 

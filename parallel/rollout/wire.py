@@ -141,7 +141,7 @@ class RankReport(msgspec.Struct, frozen=True):
     fingerprints: dict[str, str]
 
 
-class Refitted(msgspec.Struct, frozen=True):
+class Refitted(msgspec.Struct, frozen=True, tag=True):
     """The answer to `Refit`: one report a tensor-parallel rank."""
 
     ranks: list[RankReport]
@@ -171,19 +171,20 @@ class Readable(Protocol):
         """So many bytes, or fewer at the end."""
 
 
-def frames(source: Readable) -> Iterator[Generation | Failure]:
-    """The messages of a streamed answer.
+def frames(source: Readable) -> Iterator[Generation | Refitted | Failure | None]:
+    """The messages of a streamed answer; None for a beat.
 
     Raises EOFError when the stream ends within one.
     """
     while header := source.read(LENGTH_BYTES):
         if header == BEAT:
+            yield None
             continue
         size = int.from_bytes(header, "big")
         data = source.read(size)
         if len(header) < LENGTH_BYTES or len(data) < size:
             raise EOFError("the stream ended within a message")
-        yield msgspec.msgpack.decode(data, type=Generation | Failure)
+        yield msgspec.msgpack.decode(data, type=Generation | Refitted | Failure)
 
 
 def prompts_of(tokens: Iterable[list[int]], samples: int, seed: int) -> list[Prompt]:

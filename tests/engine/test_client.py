@@ -19,11 +19,13 @@ from parallel.rollout.client import EngineClient, EngineError, EngineRefused
 from parallel.rollout.engine import Engine, StepFailed
 from parallel.rollout.server import Server
 from parallel.rollout.wire import (
+    BEAT,
     PROTOCOL,
     Address,
     Description,
     Generate,
     Generation,
+    Refit,
     Sampling,
     frame,
 )
@@ -45,13 +47,17 @@ Impostor = Callable[[dict[str, bytes]], EngineClient]
 
 @pytest.fixture
 def impostor(tmp_path: Path) -> Iterator[Impostor]:
-    """`impostor(answers)`: a client of a server that answers each call with those bytes."""
+    """`impostor(answers)`: a client of a server that answers each call with those bytes, and one
+    that has none with silence."""
     servers = []
 
     def start(answers: dict[str, bytes]) -> EngineClient:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 self.rfile.read(int(self.headers["Content-Length"]))
+                if self.path.removeprefix("/") not in answers:
+                    self.rfile.read(1)  # until the client goes away
+                    return
                 self.send_response(200)
                 self.end_headers()
                 self.wfile.write(answers[self.path.removeprefix("/")])
@@ -102,7 +108,7 @@ def test_garbage_ends_a_stream_by_an_error_that_names_the_engine(
     client.connect()
     stream = client.generate(Generate([], Sampling(1.0, 4, 1)))
     assert next(stream) == GENERATION
-    with pytest.raises(EngineError, match="engine 0 broke off while it generated"):
+    with pytest.raises(EngineError, match="engine 0 broke off its answer to generate"):
         next(stream)
 
 
@@ -128,6 +134,24 @@ def test_a_step_that_failed_is_told_behind_what_had_ended(impostor: Impostor) ->
 async def _failing() -> AsyncIterator[list[Generation]]:
     yield [GENERATION]
     raise StepFailed("no kernel")
+
+
+def test_a_refit_in_silence_is_not_waited_for(impostor: Impostor) -> None:
+    client = impostor({"describe": described()})
+    client.connect()
+    client.settings = ENGINE.model_copy(update={"hang_timeout_seconds": 0.2})
+    with pytest.raises(EngineError, match=r"^engine 0 said nothing for 0\.2 s after refit$"):
+        client.refit(Refit(1, check=False))
+
+
+def test_a_refit_that_goes_on_and_on_ends(impostor: Impostor) -> None:
+    client = impostor({"describe": described(), "refit": 3 * BEAT})
+    client.connect()
+    with pytest.raises(EngineError, match=r"^engine 0 did not answer refit$"):
+        client.refit(Refit(1, check=False))
+    client.settings = ENGINE.model_copy(update={"request_timeout_seconds": 1e-9})
+    with pytest.raises(EngineError, match="engine 0 was not done with refit after 1e-09 s"):
+        client.refit(Refit(1, check=False))
 
 
 def test_garbage_for_an_answer_is_an_error(impostor: Impostor) -> None:

@@ -165,7 +165,7 @@ def test_a_client_gives_up_an_engine_that_hangs(engine: Running, refit: Refit) -
     os.killpg(engine.process.pid, signal.SIGSTOP)
     try:
         for silent, complaint in (
-            (stream, "broke off while it generated: TimeoutError"),
+            (stream, "broke off its answer to generate: TimeoutError"),
             (impatient.generate(request()), "said nothing for 2 s after generate"),
         ):
             started = time.monotonic()
