@@ -41,14 +41,14 @@ def main() -> None:
     torch.use_deterministic_algorithms(job.settings.deterministic)
     with process_groups(job.settings.layout, job.settings.seed):
         if job.kind in BEFORE_ENGINES and torch.distributed.get_rank() == 0:
-            _warn_of_engines(job.settings.model)
+            warn_of_engines(job.settings.model)
         try:
             importlib.import_module(MODULES[job.kind]).run(job)
         except (Exception, SystemExit) as error:
             _leave(error)
 
 
-def _warn_of_engines(model: ModelSettings) -> None:
+def warn_of_engines(model: ModelSettings) -> None:
     """Say at once what a later stage would fail of; this one may be all that is wanted."""
     from parallel.device import device
     from parallel.rollout.cpu_limits import unsupported

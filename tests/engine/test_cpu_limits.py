@@ -10,6 +10,7 @@ from engine_settings import MODEL
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from parallel.rollout.cpu_limits import HEAD_DIMS, unsupported
+from stages.main import warn_of_engines
 
 START_SECONDS = 120
 
@@ -26,6 +27,14 @@ def test_what_is_known_is_said() -> None:
     latent = MODEL.model_copy(update={"family": "deepseek_v3", "head_dim": 16})
     assert unsupported(latent) == "model.family: vLLM's latent attention has no kernel for fp32"
     assert unsupported(latent.model_copy(update={"precision": "bf16"})) is None
+
+
+def test_the_first_stage_says_it_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    warn_of_engines(MODEL)
+    assert capfd.readouterr() == ("", "")
+    warn_of_engines(MODEL.model_copy(update={"head_dim": 16}))
+    said = "braid-notice: stages that sample will fail on a CPU: model.head_dim = 16: vLLM's"
+    assert capfd.readouterr().err.startswith(said)
 
 
 @pytest.mark.slow
