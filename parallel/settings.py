@@ -158,7 +158,7 @@ class EngineSettings(Settings):
     )
     start_timeout_seconds: Positive = 300
     request_timeout_seconds: Positive = Field(default=600, description="of a refit as a whole")
-    hang_timeout_seconds: Positive = Field(
+    hang_timeout_seconds: Annotated[int, Field(ge=5)] = Field(  # several beats of an engine
         default=120,
         description="an engine that was asked for something and is silent so long is restarted",
     )

@@ -13,6 +13,7 @@ from pipeline.violations import shown
 
 LABELS = ("model", "domain")  # text; all else is a number
 Line = dict[str, Any]
+UNREADABLE = (ValueError, RecursionError, OverflowError)
 
 
 class MetricsTail:
@@ -54,7 +55,7 @@ def all_lines(path: Path) -> list[Line]:
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             found.append(_read(line))
-        except (ValueError, RecursionError) as error:
+        except UNREADABLE as error:
             where = f"{shown(path)}:{number}"
             raise BraidError(f"{where}: is damaged, and a gate reads it: {error}") from error
     return found
@@ -65,18 +66,19 @@ def _whole(lines: bytes) -> Iterator[Line]:
     for line in lines.split(b"\n"):
         try:
             yield _read(line)
-        except (ValueError, RecursionError):
+        except UNREADABLE:
             continue
 
 
 def _read(line: bytes) -> Line:
-    """Raises ValueError or RecursionError where it is not what a stage logs."""
+    """Raises one of UNREADABLE where it is not what a stage logs."""
     found = json.loads(line)
     if not isinstance(found, dict):
         raise ValueError("it is no JSON object")
     for name, value in found.items():
         if type(value) is float or type(value) is int:  # nearly all; a bool is neither
             wrong = name in LABELS
+            float(value)  # a whole number may be larger than any
         else:
             wrong = name not in LABELS or not isinstance(value, str)
         if wrong:

@@ -82,10 +82,12 @@ class Engine:
             raise RuntimeError("a process of vLLM has ended")
         return True
 
-    async def ended(self) -> None:
-        """Return when vLLM is of no more use, or when the engine was told to stop."""
+    async def ended(self) -> StepFailed | None:
+        """Return when vLLM is of no more use, or when the engine was told to stop: the step that
+        failed, if one did."""
         while not (self._failure or self._core.lost_a_rank() or self._stopping):
             await asyncio.sleep(LIFE_SECONDS)
+        return self._failure
 
     async def stop(self) -> None:
         """End soon, once the call is answered."""
@@ -167,6 +169,7 @@ class Engine:
                     await self._ask(self._core.lost_a_rank)  # answered between two steps
                     handed = {}
                 if isinstance(handed, StepFailed):
+                    owed = set()  # there is nothing left that could be given up
                     raise handed
                 owed -= handed.keys()
                 yield list(handed.values())

@@ -13,6 +13,7 @@ import hmac
 import os
 import secrets
 import sys
+import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,7 @@ class Server:
         stream = web.StreamResponse()
         await stream.prepare(request)
         refit = asyncio.ensure_future(self.engine.refit(asked))
+        refit.add_done_callback(_log)  # also when the client has gone away
         while not (await asyncio.wait({refit}, timeout=BEAT_SECONDS))[0]:
             await stream.write(BEAT)
         if (error := refit.exception()) is None:
@@ -92,6 +94,11 @@ class Server:
             await stream.write(frame(Failure(f"{type(error).__name__}: {error}")))
         await stream.write_eof()
         return stream
+
+
+def _log(call: asyncio.Future[Any]) -> None:
+    if not call.cancelled() and (error := call.exception()) is not None:
+        traceback.print_exception(error)
 
 
 def _answering(kind: Any, call: Callable[..., Awaitable[Any]]) -> Any:
@@ -132,8 +139,11 @@ async def _serve(engine: Engine, address: Path, interface: str) -> None:
     assert runner.addresses
     host, port = runner.addresses[0][:2]
     _publish(address, Address(host, port, server.token, os.getpid(), engine.instance))
-    await engine.ended()  # a process of vLLM that ended cannot be mended in here
+    failure = await engine.ended()  # a process of vLLM that ended cannot be mended in here
     engine.shutdown()
+    if failure is not None:
+        say_last_word(str(failure))
+        sys.exit(1)
 
 
 def _publish(path: Path, address: Address) -> None:

@@ -30,6 +30,8 @@ from pipeline.states import StageState, derive
 from pipeline.violations import shown
 from stages.settings import RunSettings
 
+UNDER_WAY = ("submitted", "running")
+
 
 @dataclass(frozen=True)
 class _Asked:
@@ -82,7 +84,7 @@ def submit(arguments: Namespace) -> None:
                 print(f"{stage.name}: job {number}", flush=True)
     for stage in asked.wanted:
         state = states[stage.name]
-        if state.state in ("done", "submitted", "running"):
+        if state.state in ("done", *UNDER_WAY):
             print(f"{stage.name}: {state.state} already{_in_words(state)}")
     here = shown(run.path)
     print(f"see where it stands with: braid status {here}; and what a stage prints with:")
@@ -165,10 +167,9 @@ def _settled(asked: _Asked) -> dict[str, StageState]:
     queued = adopt(run)
     before = asked.states(queued)
     _refuse_under_way(run, before, asked.put_aside())
-    _refuse_other_profile(
-        run, asked.cluster, [each for each in asked.stages if before[each.name].job]
-    )
-    _refuse_missing(asked.wanted, asked.states_to_be(before))
+    under_way = [each for each in asked.stages if before[each.name].state in UNDER_WAY]
+    _refuse_other_profile(run, asked.cluster, under_way)
+    _refuse_missing(asked.wanted, _but_stale(asked.states_to_be(before)))
     commands.take_settings(run, settings, asked.anew)
     if asked.other is not None:
         commands.take_over_from(run, settings, asked.other)
@@ -181,7 +182,7 @@ def _refuse_under_way(
     run: RunDirectory, states: Mapping[str, StageState], anew: Sequence[Stage]
 ) -> None:
     """Raise BraidError where what is to be made anew waits in the queue or runs."""
-    busy = [each.name for each in anew if states[each.name].state in ("submitted", "running")]
+    busy = [each.name for each in anew if states[each.name].state in UNDER_WAY]
     if busy:
         raise BraidError(
             f"{', '.join(busy)} cannot be made anew, since a job of it waits or runs; take it out "
@@ -216,12 +217,20 @@ def _jobs(run: RunDirectory) -> list[tuple[str, QueuedJob]]:
 
 
 def _refuse_missing(wanted: list[Stage], states: Mapping[str, StageState]) -> None:
-    """What is in the queue may be waited for; what is stale is refused with a reason of its own."""
-    arriving = {
-        name: StageState("done") if state.state in ("submitted", "running", "stale") else state
+    """What is in the queue may be waited for."""
+    refuse_missing_inputs(wanted, _as_done(states, *UNDER_WAY))
+
+
+def _but_stale(states: Mapping[str, StageState]) -> dict[str, StageState]:
+    """The states, of which those that are stale are refused with a reason of their own."""
+    return _as_done(states, "stale")
+
+
+def _as_done(states: Mapping[str, StageState], *these: str) -> dict[str, StageState]:
+    return {
+        name: StageState("done") if state.state in these else state
         for name, state in states.items()
     }
-    refuse_missing_inputs(wanted, arriving)
 
 
 def _refuse_other_settings(run: RunDirectory, settings: RunSettings) -> None:

@@ -62,9 +62,12 @@ def _walltime(value: Any) -> Any:
 
 def _option(value: str) -> str:
     """The last of an option counts, so that these would undo what Braid says of a job."""
-    name = value[:2] if value[1:2] != "-" else re.split(r"[=\s]", value)[0]
-    if name in OWN_OPTIONS:
-        raise PydanticCustomError("option", f"{name} is Braid's own to give; {OWN_OPTIONS[name]}")
+    given = value.strip()
+    name = given[:2] if given[1:2] != "-" else re.split(r"[=\s]", given)[0]
+    for own, instead in OWN_OPTIONS.items():
+        # sbatch takes the beginning of a name for the whole of it, unless it is a name itself.
+        if name == own or (len(name) > 3 and own.startswith(name) and name != "--gpus"):
+            raise PydanticCustomError("option", f"{own} is Braid's own to give; {instead}")
     return value
 
 

@@ -42,6 +42,8 @@ def test_the_tail_gives_whole_new_lines_only(tmp_path: Path) -> None:
         '{"step": 2, "time": 1.0, "loss": "low"}',
         '{"step": 2, "time": NaN}',
         '{"step": true, "time": 1.0}',
+        f'{{"step": 2, "time": 1.0, "loss": 1{400 * "0"}}}',
+        f'{{"step": 2, "time": 1{400 * "0"}}}',
         '{"step": 2, "steps": "many", "time": 1.0}',
         '{"step": 2, "time": 1.0, "model": 5}',
         "[" * 10_000,

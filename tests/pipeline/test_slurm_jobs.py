@@ -430,6 +430,8 @@ def test_kinds_of_stages_ask_for_nodes_of_their_own(
             "warning_seconds: 65536",
             "warning_seconds: should be less than or equal to 65535, not 65536",
         ),
+        ("options: [--gpus=2, --tim=5]", "options.1: --time is Braid's own to give; see walltime"),
+        ("options: [' --time=5']", "options.0: --time is Braid's own to give; see walltime"),
         (
             "options: [--exclusive, --array=0-3]",
             "options.1: --array is Braid's own to give; see exp",

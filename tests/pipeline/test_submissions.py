@@ -231,6 +231,35 @@ def test_a_profile_that_queued_jobs_would_read_is_not_changed_under_them(
     assert (runs / "small" / "slurm" / "submit.sh").read_text() == script
 
 
+def test_a_profile_may_change_for_what_has_left_the_queue(
+    braid: Braid, config: Path, profile: Path, slurm: Path
+) -> None:
+    assert braid("submit", config, "--cluster", profile, "--only", "cold_start")[0] == 0
+    (slurm / "queue").write_text("")  # cancelled by hand, before it began
+    profile.write_text("ranks_per_node: 1\n")
+    assert braid("submit", config, "--cluster", profile)[0] == 0
+    assert len((slurm / "submitted").read_text().splitlines()) == 6
+
+
+def test_nothing_is_submitted_behind_a_gate_that_is_stale(
+    braid: Braid, config: Path, profile: Path, runs: Path, slurm: Path
+) -> None:
+    gates = ("experts.sums.gate.min_gain=-1", "experts.words.gate.min_gain=-1")
+    only = [
+        word
+        for name in ("cold_start", "experts.sums", "experts.words", "gates.sums")
+        for word in ("--only", name)
+    ]
+    assert braid("run", config, *gates, *only, "--only", "gates.words")[0] == 0
+    (runs / "small/stages/gates.sums/results.json").unlink()
+    asked = ("submit", config, *gates, "--cluster", profile, "--only", "merge")
+    for options in ((), ("--dry-run",)):
+        code, _, err = braid(*asked, *options)
+        assert code == 1
+        assert "merge waits for gates.sums, which is stale" in err
+    assert not (slurm / "submitted").exists()
+
+
 def test_a_stage_is_submitted_anew_with_what_follows_it(
     braid: Braid, config: Path, profile: Path, runs: Path, slurm: Path
 ) -> None:
