@@ -161,14 +161,16 @@ def _preview(asked: _Asked) -> None:
 
 def _settled(asked: _Asked) -> dict[str, StageState]:
     """Where every stage stands, once the run has these settings, and what was asked for is put
-    aside and taken over. Raises BraidError, with the run as it was, where that cannot be."""
+    aside and taken over. Raises BraidError where that cannot be; unless it is for what is stale,
+    the run is then as it was."""
     run, settings = asked.run, asked.settings
     _refuse_other_settings(run, settings)
     queued = adopt(run)
     before = asked.states(queued)
     _refuse_under_way(run, before, asked.put_aside())
-    under_way = [each for each in asked.stages if before[each.name].state in UNDER_WAY]
-    _refuse_other_profile(run, asked.cluster, under_way)
+    jobs = [name for name, state in before.items() if state.job and state.state in UNDER_WAY]
+    with_jobs = [each for each in asked.stages if each.name in jobs]
+    _refuse_other_profile(run, asked.cluster, with_jobs)
     _refuse_missing(asked.wanted, _but_stale(asked.states_to_be(before)))
     commands.take_settings(run, settings, asked.anew)
     if asked.other is not None:
