@@ -52,13 +52,10 @@ def estimate(
     others of its kind, `took` before. What a gate that has stopped keeps from starting takes none,
     nor does what is not `wanted`."""
     idle = held(stages, states)
-    to_run = [
-        stage
-        for stage in stages
-        if states[stage.name].state != "done"
-        and stage.name not in idle
-        and (wanted is None or stage.name in wanted)
-    ]
+    names = {stage.name for stage in stages if states[stage.name].state != "done"} - idle.keys()
+    if wanted is not None:
+        names &= set(wanted)
+    to_run = [stage for stage in stages if stage.name in names]
     of_kind = {
         kind: [stage for stage in stages if stage.kind == kind]
         for kind in {stage.kind for stage in to_run}

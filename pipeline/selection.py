@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeline.errors import BraidError
 from pipeline.graph import Stage, compile_graph
-from pipeline.ledger import PUT_ASIDE, Ledger
+from pipeline.ledger import PUT_ASIDE, Ledger, State
 from pipeline.run_directory import RunDirectory
 from pipeline.states import StageState, derive
 from pipeline.violations import hint, shown
@@ -60,10 +60,8 @@ def refuse_selection(
     wanted = chosen(run, stages, only)
     chosen(run, stages, anew)
     states = as_found(stages, derive(run, settings, stages), taken, anew)
-    for name, state in states.items():
-        if state.state == "stale":  # which is refused with a reason of its own
-            states[name] = StageState("done")
-    refuse_missing_inputs(wanted, states)
+    # What is stale is refused with a reason of its own.
+    refuse_missing_inputs(wanted, as_done(states, "stale"))
 
 
 def as_found(
@@ -77,6 +75,14 @@ def as_found(
     done = dict.fromkeys(taken, StageState("done"))
     pending = {stage.name: StageState("pending") for stage in following(stages, anew)}
     return {**states, **done, **pending}
+
+
+def as_done(states: Mapping[str, StageState], *these: State) -> dict[str, StageState]:
+    """The states, with those that are one of `these` taken for done."""
+    return {
+        name: StageState("done") if state.state in these else state
+        for name, state in states.items()
+    }
 
 
 def following(stages: Sequence[Stage], names: Iterable[str]) -> list[Stage]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -152,21 +153,20 @@ class EngineClient:
             raise EngineError(f"{self.address_file} holds no engine's address: {error}") from error
 
     def _call(self, name: str, body: Any, answer: type[Answer] | None, seconds: float) -> Any:
-        with self._open(name, msgspec.msgpack.encode(body), seconds) as stream:
-            try:
-                return msgspec.msgpack.decode(stream.read(), type=answer or Any)
-            except (OSError, http.client.HTTPException, msgspec.MsgspecError) as error:
-                raise EngineError(
-                    f"{self.name} broke off its answer to {name}: {error!r}"
-                ) from error
+        with self._answer(name, body, seconds) as stream:
+            return msgspec.msgpack.decode(stream.read(), type=answer or Any)
 
     def _stream(self, name: str, body: Any) -> Iterator[Generation | Refitted | Failure | None]:
         """The messages that answer a call, and None for each sign of life."""
-        with self._open(
-            name, msgspec.msgpack.encode(body), self.settings.hang_timeout_seconds
-        ) as stream:
+        with self._answer(name, body, self.settings.hang_timeout_seconds) as stream:
+            yield from frames(stream)
+
+    @contextmanager
+    def _answer(self, name: str, body: Any, seconds: float) -> Iterator[http.client.HTTPResponse]:
+        """The answer to a call, to be read here: whatever is wrong with it is an EngineError."""
+        with self._open(name, msgspec.msgpack.encode(body), seconds) as stream:
             try:
-                yield from frames(stream)
+                yield stream
             except (OSError, EOFError, http.client.HTTPException, msgspec.MsgspecError) as error:
                 raise EngineError(
                     f"{self.name} broke off its answer to {name}: {error!r}"

@@ -15,10 +15,10 @@ from pipeline.errors import BraidError
 from pipeline.fork import find_fork
 from pipeline.gates import refuse_stopped
 from pipeline.graph import Stage, compile_graph
-from pipeline.ledger import Ledger, latest
+from pipeline.ledger import Ledger, State, latest
 from pipeline.other_settings import refuse_other_configuration
 from pipeline.run_directory import RunDirectory
-from pipeline.selection import as_found, chosen, following, refuse_missing_inputs
+from pipeline.selection import as_done, as_found, chosen, following, refuse_missing_inputs
 from pipeline.slurm import queue
 from pipeline.slurm import submit as submitting
 from pipeline.slurm.jobs import adopt, job_numbers, queue_of
@@ -30,7 +30,7 @@ from pipeline.states import StageState, derive
 from pipeline.violations import shown
 from stages.settings import RunSettings
 
-UNDER_WAY = ("submitted", "running")
+UNDER_WAY: tuple[State, ...] = ("submitted", "running")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class _Asked:
     other: RunDirectory | None
     taken: Mapping[str, str]
 
-    def put_aside(self) -> list[Stage]:
+    def to_put_aside(self) -> list[Stage]:
         """Those made anew, and all that follows them."""
         return following(self.stages, self.anew)
 
@@ -152,7 +152,7 @@ def _preview(asked: _Asked) -> None:
     run, settings = asked.run, asked.settings
     _refuse_other_settings(run, settings)
     refuse_other_configuration(run, settings, asked.anew)
-    again = asked.put_aside()
+    again = asked.to_put_aside()
     refuse_stale(run, settings, [each for each in asked.wanted if each not in again], record=False)
     queued, unasked = queue_of(run, Ledger(run.ledger).events())
     jobs = _submissions(asked, asked.states_to_be(asked.states(queued)))
@@ -167,15 +167,16 @@ def _settled(asked: _Asked) -> dict[str, StageState]:
     _refuse_other_settings(run, settings)
     queued = adopt(run)
     before = asked.states(queued)
-    _refuse_under_way(run, before, asked.put_aside())
-    jobs = [name for name, state in before.items() if state.job and state.state in UNDER_WAY]
-    with_jobs = [each for each in asked.stages if each.name in jobs]
+    _refuse_under_way(run, before, asked.to_put_aside())
+    under_way = {name for name, state in before.items() if state.job and state.state in UNDER_WAY}
+    with_jobs = [each for each in asked.stages if each.name in under_way]
     _refuse_other_profile(run, asked.cluster, with_jobs)
-    _refuse_missing(asked.wanted, _but_stale(asked.states_to_be(before)))
+    # What is stale is refused with a reason of its own.
+    _refuse_missing(asked.wanted, as_done(asked.states_to_be(before), "stale"))
     commands.take_settings(run, settings, asked.anew)
     if asked.other is not None:
         commands.take_over_from(run, settings, asked.other)
-    commands.make_anew(run, asked.put_aside())
+    commands.make_anew(run, asked.to_put_aside())
     refuse_stale(run, settings, asked.wanted)
     return asked.states(queued)
 
@@ -220,19 +221,7 @@ def _jobs(run: RunDirectory) -> list[tuple[str, QueuedJob]]:
 
 def _refuse_missing(wanted: list[Stage], states: Mapping[str, StageState]) -> None:
     """What is in the queue may be waited for."""
-    refuse_missing_inputs(wanted, _as_done(states, *UNDER_WAY))
-
-
-def _but_stale(states: Mapping[str, StageState]) -> dict[str, StageState]:
-    """The states, of which those that are stale are refused with a reason of their own."""
-    return _as_done(states, "stale")
-
-
-def _as_done(states: Mapping[str, StageState], *these: str) -> dict[str, StageState]:
-    return {
-        name: StageState("done") if state.state in these else state
-        for name, state in states.items()
-    }
+    refuse_missing_inputs(wanted, as_done(states, *UNDER_WAY))
 
 
 def _refuse_other_settings(run: RunDirectory, settings: RunSettings) -> None:

@@ -21,7 +21,7 @@ LONG = list(range(2, 40))  # longer than a cache block, so that its prefix is ca
 PROMPTS = [LONG, [*LONG, 50], [5, 6, 7]]
 SAMPLES = 4  # of each
 SAMPLING = Sampling(temperature=1.0, max_tokens=12, end_token=1)
-TIE = 1e-4  # between routers' logits, a hundred times what two ways to compute them differ by
+TIE = 1e-4  # between routers' logits; log-probabilities differ by 1e-5 at most without one
 
 
 def request(sampling: Sampling = SAMPLING, seed: int = 0) -> Generate:
