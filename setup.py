@@ -23,6 +23,7 @@ STAGES = [
     "math-verify[antlr4_13_2]==0.9.0",  # whether two mathematical answers are equal
     "jsonschema>=4.26",  # whether a response is JSON of the asked shape
     "referencing>=0.37",  # the same, so that no schema is fetched from anywhere
+    "setproctitle>=1.3",  # a forked rank or engine is found in `ps` by its own command
     "wandb>=0.26",  # metrics, offline unless told otherwise
 ]
 

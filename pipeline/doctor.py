@@ -17,6 +17,7 @@ from packaging.specifiers import SpecifierSet
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.forkserver import GPU_FILE
 from pipeline.memory import human
 from pipeline.probe import Findings
 from pipeline.report import plain_table
@@ -39,7 +40,6 @@ IMPORTED_AS = {"megatron-core": "megatron", OPTIONAL: "transformer_engine", "vll
 LOGIN_NODE = (
     "; fine on a login node, since validate, plan and status need no torch, but no stage runs here"
 )
-GPU_FILE = Path("/dev/nvidiactl")  # the driver's, whatever torch thinks of it
 LITTLE = 1 << 30
 
 

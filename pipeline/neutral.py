@@ -31,6 +31,7 @@ CHANGES_NO_RESULT = (
     "rounds",
     "layout",
     "logging",
+    "launch",
     "rewards",
     *(f"{stage}.guards" for stage in ("experts.*", "mixed")),
     *(f"engine.{key}" for key in ENGINE_KEYS),
@@ -39,6 +40,7 @@ CHANGES_NO_RESULT = (
 
 MAY_CHANGE = f"""\
   logging
+  launch
   layout
   rounds
   rewards: workers, timeout_seconds, memory_mebibytes, max_failed_fraction

@@ -10,6 +10,7 @@ from typing import Protocol
 from parallel.network import LOOPBACK
 from parallel.settings import EngineSettings
 from pipeline.cores import share_out
+from pipeline.forkserver import ForkServer, ForkServers
 from pipeline.processes import Child, Process, kill
 
 
@@ -32,13 +33,20 @@ class Placement(Protocol):
 
 
 class ThisMachine:
-    """Children of this process, on all of the cores it may use or on some of them."""
+    """Children of this process, on all of the cores it may use or on some of them; forked from
+    `servers`, where there are any."""
 
     interface = LOOPBACK
 
-    def __init__(self, engine: EngineSettings, cores: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        engine: EngineSettings,
+        cores: Sequence[int] | None = None,
+        servers: ForkServers | None = None,
+    ) -> None:
         self._engine = engine
         self._cores = cores
+        self._servers = servers
 
     def start_ranks(
         self, command: Sequence[str], world: int, folder: Path, beside_engines: bool
@@ -58,7 +66,8 @@ class ThisMachine:
                 log = folder / f"rank_{rank}.log"
                 environment = {**common, **own}
                 where = cores or self._cores
-                ranks.append(Child(f"rank {rank}", command, log, environment, where))
+                name = f"rank {rank}"
+                ranks.append(Child(name, command, log, environment, where, self._server(command)))
         except OSError:
             kill(ranks)
             raise
@@ -66,7 +75,10 @@ class ThisMachine:
 
     def start_engine(self, name: str, index: int, command: Sequence[str], log: Path) -> Process:
         cores = share_out(self._engine, self._cores).engines[index]
-        return Child(name, command, log, {}, cores or self._cores)
+        return Child(name, command, log, {}, cores or self._cores, self._server(command))
+
+    def _server(self, command: Sequence[str]) -> ForkServer | None:
+        return self._servers.of(command) if self._servers else None
 
 
 def free_port() -> int:

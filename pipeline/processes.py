@@ -38,6 +38,49 @@ class Failure:
     lost: bool = False
 
 
+class ForkLost(Exception):
+    """A fork that was asked for will not come."""
+
+
+@dataclass
+class Forked:
+    """A process that a fork server has forked for this one, whose child it is; the part of Popen
+    that `Child` needs."""
+
+    pid: int
+    returncode: int | None = None
+
+    def wait(self) -> int:
+        """Return the exit status, or minus the signal that killed it, when it has ended."""
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+
+class PendingFork(Protocol):
+    """A fork that was asked for."""
+
+    def poll(self) -> Forked | None:
+        """The process, once it is there. Raises ForkLost where it will not come."""
+
+    def cancel(self) -> None:
+        """Stop waiting; the process never runs."""
+
+
+class Server(Protocol):
+    """What forks a program on request: `pipeline.forkserver`."""
+
+    def fork(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        cores: Sequence[int] | None,
+        output: int,
+        status: int,
+    ) -> PendingFork:
+        """Ask for a process. Raises OSError where the server cannot be asked."""
+
+
 class Process(Protocol):
     """What runs for a launcher: a child on this machine, or the tasks of a step of Slurm's."""
 
@@ -64,7 +107,9 @@ class Child:
     """A process in a session of its own, with its output in a log file.
 
     A session of its own keeps the terminal's Ctrl-C from it: the launcher decides how it ends.
-    It and everything it starts run on the given `cores`, or wherever the launcher may.
+    It and everything it starts run on the given `cores`, or wherever the launcher may. Where there
+    is a fork `server` of the command's program, the process is forked there; it is started with
+    exec where there is none, and where the server is lost.
     """
 
     def __init__(
@@ -74,65 +119,121 @@ class Child:
         log: Path,
         environment: Mapping[str, str],
         cores: Sequence[int] | None = None,
+        server: Server | None = None,
+        keep: Sequence[int] = (),
     ) -> None:
+        """`keep` are further descriptors that a command started with exec inherits."""
         log.parent.mkdir(parents=True, exist_ok=True)
         self.name = name
         self.log = log
+        self._command, self._cores, self._keep = command, cores, keep
+        self._environment = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
         self._log_start = log.stat().st_size if log.exists() else 0
         self._unread = b""
         self._notices: list[str] = []
         self._said = ""
-        self._last_word, theirs = os.pipe()
-        try:
-            with log.open("ab") as output:
-                self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env={
-                        **os.environ,
-                        "PYTHONUNBUFFERED": "1",
-                        LAST_WORD: str(theirs),
-                        **environment,
-                    },
-                    pass_fds=(theirs,),
-                    start_new_session=True,
-                    preexec_fn=_prepared(os.getpid(), cores),
-                )
-        finally:
-            os.close(theirs)
+        self._last_word, self._theirs = os.pipe()
         os.set_blocking(self._last_word, False)
+        self._fork: PendingFork | None = None
+        self._process: subprocess.Popen[bytes] | Forked | None = None
+        try:
+            if server is None or not self._ask(server):
+                self._execute()
+        except BaseException:
+            os.close(self._last_word)
+            raise
 
     def status(self) -> int | None:
         """None while it runs; then its exit status, or minus the signal that killed it."""
-        if self._process.returncode is not None:
-            return self._process.returncode
+        if (process := self._started()) is None:
+            return None
+        if process.returncode is not None:
+            return process.returncode
         # The ended process is left unreaped, so that nobody else can get its group's number
         # before `reap` has signalled the group.
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        ended = os.waitid(os.P_PID, self._process.pid, options)
+        ended = os.waitid(os.P_PID, process.pid, options)
         if ended is None:
             return None
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def send(self, number: signal.Signals) -> None:
-        """Signal the process and everything it started."""
-        if self._process.returncode is None:
-            os.killpg(self._process.pid, number)
+        """Signal the process and everything it started. One that is not there yet never comes."""
+        if (process := self._started()) is None:
+            self._cancel(number)
+        elif process.returncode is None:
+            os.killpg(process.pid, number)
 
     def send_alone(self, number: signal.Signals) -> None:
         """Signal the process, and nothing that it started."""
-        if self._process.returncode is None:
-            os.kill(self._process.pid, number)
+        if (process := self._started()) is None:
+            self._cancel(number)
+        elif process.returncode is None:
+            os.kill(process.pid, number)
 
     def reap(self) -> None:
         """Kill what is left of the process and of everything it started, and wait for it."""
         self.send(signal.SIGKILL)
+        assert self._process is not None
         self._process.wait()
+        with contextlib.suppress(ChildProcessError):
+            # What it started and left became our children, if we are a subreaper.
+            while self._process.pid and os.waitpid(-self._process.pid, os.WNOHANG)[0]:
+                pass
         self._listen()
         os.close(self._last_word)
         self._last_word = -1
+
+    def _ask(self, server: Server) -> bool:
+        """Ask the server for the process; whether it could be asked."""
+        arguments = self._command[3:]  # after python -m MODULE
+        with self.log.open("ab") as output, contextlib.suppress(OSError):
+            self._fork = server.fork(
+                arguments, self._environment, self._cores, output.fileno(), self._theirs
+            )
+        return self._fork is not None
+
+    def _started(self) -> subprocess.Popen[bytes] | Forked | None:
+        """The process, or None while the fork server has not given it."""
+        if self._process is None and self._fork is not None:
+            try:
+                self._process = self._fork.poll()
+            except ForkLost:
+                self._execute()
+            if self._process is not None:
+                self._fork = None
+                self._close_theirs()
+        return self._process
+
+    def _execute(self) -> None:
+        """Start the process with exec."""
+        try:
+            with self.log.open("ab") as output:
+                self._process = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**self._environment, LAST_WORD: str(self._theirs)},
+                    pass_fds=(self._theirs, *self._keep),
+                    start_new_session=True,
+                    preexec_fn=_prepared(os.getpid(), self._cores),
+                )
+        finally:
+            self._close_theirs()
+
+    def _cancel(self, number: signal.Signals) -> None:
+        assert self._fork is not None
+        self._fork.cancel()
+        self._fork = None
+        self._process = Forked(0, returncode=-number)
+        self._close_theirs()
+
+    def _close_theirs(self) -> None:
+        """Let go of the status pipe's other end, which the process has now."""
+        if self._theirs >= 0:
+            os.close(self._theirs)
+            self._theirs = -1
 
     def notices(self) -> list[str]:
         """What it said since the last call that a person should know, though it goes on."""

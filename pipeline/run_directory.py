@@ -179,6 +179,11 @@ class RunDirectory:
         return self.path / "replaced"
 
     @property
+    def fork_servers(self) -> Path:
+        """The directory of the fork servers' logs."""
+        return self.path / "fork_servers"
+
+    @property
     def engines(self) -> Path:
         """The folder of the engines that stay up from stage to stage."""
         return self.path / "engine"

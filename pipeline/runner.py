@@ -12,6 +12,7 @@ from rich.console import Console
 
 from pipeline.attempt import attempt, close_abandoned
 from pipeline.errors import BraidError, reason
+from pipeline.forkserver import ForkServers
 from pipeline.gates import refuse_stopped
 from pipeline.graph import Stage, compile_graph
 from pipeline.launcher import Launcher, Programs, Work
@@ -52,10 +53,16 @@ def run_stages(
     wanted = chosen(run, stages, only)
     states = refuse_stale(run, settings, wanted)
     refuse_missing_inputs(wanted, states)
+    unfinished = [stage for stage in wanted if states[stage.name].state != "done"]
     with Signals() as signals, Screen(console) as screen, ExitStack() as stack:
+        servers = stack.enter_context(ForkServers(run.fork_servers, settings.launch.fork_servers))
+        if unfinished:  # their imports begin now, beside the first stage
+            servers.of(programs.stage(run.path))
+        if any(stage.needs_engine for stage in unfinished):
+            servers.of(programs.engine(run.path))
         lanes = [
             stack.enter_context(Launcher(folder, settings, programs, placement, signals))
-            for folder, placement in _lanes(run, settings, side_by_side)
+            for folder, placement in _lanes(run, settings, side_by_side, servers)
         ]
         titles = {
             stage.name: f"[{number}/{len(stages)}] {stage.name}"
@@ -66,7 +73,7 @@ def run_stages(
             refuse_stopped(run, [stage], states)
             yield from attempt(run, settings, stage, lane, screen, titles[stage.name])
 
-        _Course([stage for stage in wanted if states[stage.name].state != "done"], begin).go(lanes)
+        _Course(unfinished, begin).go(lanes)
 
 
 class _Course:
@@ -135,15 +142,15 @@ class _Course:
 
 
 def _lanes(
-    run: RunDirectory, settings: RunSettings, count: int
+    run: RunDirectory, settings: RunSettings, count: int, servers: ForkServers
 ) -> Iterator[tuple[Path, ThisMachine]]:
     """The folder of its engines, and the cores, of each of so many launchers."""
     folders = engine_folders(run, count)
     if count == 1:
-        yield folders[0], ThisMachine(settings.engine)
+        yield folders[0], ThisMachine(settings.engine, servers=servers)
         return
     for folder, own in zip(folders, cores_side_by_side(count), strict=True):
-        yield folder, ThisMachine(settings.engine, own)
+        yield folder, ThisMachine(settings.engine, own, servers)
 
 
 def engine_folders(run: RunDirectory, count: int) -> list[Path]:

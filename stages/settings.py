@@ -204,6 +204,16 @@ class LoggingSettings(Settings):
     project: str = "braid"
 
 
+class LaunchSettings(Settings):
+    """How `braid run` starts processes on this machine."""
+
+    fork_servers: bool = Field(
+        default=True,
+        description="fork ranks and engines from processes that have imported their packages, which"
+        " takes a second where starting them takes 10 to 20; never done where an NVIDIA driver is",
+    )
+
+
 class RunSettings(Settings):
     """A whole run: `experts` maps each domain's name to its settings."""
 
@@ -224,6 +234,7 @@ class RunSettings(Settings):
     mixed: MixedSettings | None = Field(
         default=None, description="trains one policy on all domains beside the experts; null none"
     )
+    launch: LaunchSettings = LaunchSettings()
     rewards: RewardPoolSettings = RewardPoolSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     logging: LoggingSettings = LoggingSettings()

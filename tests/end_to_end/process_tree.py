@@ -56,7 +56,9 @@ def _read(entry: Path) -> Process | None:
     try:
         # The name, in parentheses, may hold anything.
         state, parent, *rest = (entry / "stat").read_text().rpartition(")")[2].split()
-        arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        # A forked rank has set its title, which is one argument to the kernel.
+        titled = (entry / "cmdline").read_bytes().decode(errors="replace").rstrip("\0")
+        arguments = titled.split("\0") if "\0" in titled else titled.split(" ")
     except OSError:  # it has just ended
         return None
     if state in "ZX":
@@ -75,7 +77,12 @@ def _of(module: str) -> Finder:
 
 def _rank(number: int) -> Finder:
     ranks = _of("stages.main")
-    return lambda tree: [each for each in ranks(tree) if _variable(each, "RANK") == str(number)]
+
+    def is_it(rank: Process) -> bool:
+        # A forked rank shows the environment of its fork server.
+        return _variable(rank, "RANK") == str(number) or _log(rank) == f"rank_{number}.log"
+
+    return lambda tree: [each for each in ranks(tree) if is_it(each)]
 
 
 def _engine_children(tree: Tree) -> list[Process]:
@@ -104,10 +111,18 @@ def _variable(process: Process, name: str) -> str | None:
         return None
 
 
+def _log(process: Process) -> str | None:
+    try:
+        return Path(f"/proc/{process.number}/fd/1").readlink().name
+    except OSError:
+        return None
+
+
 # What may be killed. A finder is given the processes below the launcher, and below whatever else
 # the run was started with.
 KILLED: dict[str, Finder] = {
     "launcher": _of("pipeline.cli"),
+    "fork server": _of("parallel.forkserver"),
     "rank 0": _rank(0),
     "rank 1": _rank(1),
     "engine": _of("parallel.rollout.server"),

@@ -1,0 +1,109 @@
+"""Seconds from launch to first step, of ranks and engines, with fork servers and without.
+
+    python benchmarks/starts.py [--config configs/smoke.yaml] [--keep]
+
+Runs the config twice in this one call, `launch.fork_servers` on and off, and watches the files of
+the run: a stage is launched when its job file is there, `loaded` when its model is (metrics.jsonl
+is created), and at its first step when the first line is in metrics.jsonl. An engine is launched
+when its job file is there, and ready when it has written its address. Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from machine import machine
+
+REPOSITORY = Path(__file__).parents[1]
+LOOK_SECONDS = 0.01
+
+
+def main() -> None:
+    """Run both and print what was seen."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default=str(REPOSITORY / "configs" / "smoke.yaml"))
+    arguments = parser.parse_args()
+    found: dict[str, Any] = {"machine": machine(), "config": Path(arguments.config).name}
+    with tempfile.TemporaryDirectory(prefix="braid-starts-") as directory:
+        for setting in ("true", "false"):
+            found[f"fork_servers={setting}"] = watched(arguments.config, Path(directory), setting)
+    print(json.dumps(found, indent=1))
+
+
+def watched(config: str, directory: Path, setting: str) -> dict[str, Any]:
+    """One run, and when what was there."""
+    name = f"fork-servers-{setting}"
+    command = [sys.executable, "-m", "pipeline.cli", "run", config, "--runs-dir", str(directory)]
+    command += ["--name", name, f"launch.fork_servers={setting}", "logging.wandb=disabled"]
+    started = time.monotonic()
+    seen: dict[Path, float] = {}
+    servers = 0
+    with (directory / f"{name}.log").open("w") as log:
+        braid = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log)
+        while braid.poll() is None:
+            for path in marks(directory / name):
+                seen.setdefault(path, time.monotonic())
+            servers = max(servers, server_memory(braid.pid))
+            time.sleep(LOOK_SECONDS)
+    if braid.returncode:
+        sys.exit((directory / f"{name}.log").read_text())
+    stages = {}
+    for launched, at in seen.items():
+        if launched.parents[2].name == "stages" and launched.name == "job.json":
+            metrics = launched.parents[1] / "metrics.jsonl"
+            stages[metrics.parent.name] = {
+                "loaded": since(at, seen.get(metrics)),
+                "first_step": since(at, seen.get(metrics.with_suffix(".first"))),
+            }
+    engines = {
+        path.parent.name: since(at, seen.get(path.with_name("address.json")))
+        for path, at in seen.items()
+        if path.name == "engine.json"
+    }
+    return {
+        "whole_run_seconds": round(time.monotonic() - started, 1),
+        "seconds_after_launch": stages,
+        "engine_ready_seconds": engines,
+        "servers_peak_proportional_mebibytes": servers,
+    }
+
+
+def marks(run: Path) -> list[Path]:
+    """The files that tell how far the run is; METRICS.first stands for a first line."""
+    stages = [*run.glob("stages/*/attempt_*/job.json"), *run.glob("stages/*/metrics.jsonl")]
+    first = [
+        path.with_suffix(".first")
+        for path in stages
+        if path.name == "metrics.jsonl" and path.stat().st_size
+    ]
+    engines = [path for name in ("engine", "address") for path in run.glob(f"engine/*/{name}.json")]
+    return [*stages, *first, *engines]
+
+
+def since(start: float, end: float | None) -> float | None:
+    """Seconds between, where there was an end."""
+    return None if end is None else round(end - start, 2)
+
+
+def server_memory(launcher: int) -> int:
+    """MiB of the launcher's fork servers, what they share with their forks counted in parts."""
+    total = 0
+    for entry in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        try:
+            if b"parallel.forkserver" in Path(f"/proc/{entry}/cmdline").read_bytes():
+                lines = Path(f"/proc/{entry}/smaps_rollup").read_text().splitlines()
+                total += next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+        except OSError:
+            continue
+    return total >> 10
+
+
+if __name__ == "__main__":
+    main()

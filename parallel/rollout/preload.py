@@ -1,0 +1,21 @@
+"""What an engine imports, for the fork server that engines are forked from. Import it nowhere
+else."""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+from parallel.rollout.core import PROCESS_ENVIRONMENT
+
+os.environ.update(PROCESS_ENVIRONMENT)  # torch and vLLM read it while they are imported
+MODULES = (
+    "parallel.rollout.server",
+    "parallel.hugging_face",
+    "vllm",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.worker.cpu_worker",
+    "parallel.rollout.refit_extension",
+)
+for name in MODULES:
+    importlib.import_module(name)

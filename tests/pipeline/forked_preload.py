@@ -1,0 +1,13 @@
+"""What the fork server of `forked_program` imports; TEST_PRELOAD says how that goes."""
+
+import os
+import threading
+import time
+
+kind = os.environ.get("TEST_PRELOAD")
+if kind == "slow":
+    time.sleep(30)
+if kind == "raise":
+    raise ImportError("no such package")
+if kind == "thread":
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()

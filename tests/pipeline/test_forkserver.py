@@ -1,0 +1,229 @@
+"""Fork servers: what they fork is what exec would have started, and nothing depends on them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from awaiting import is_alive, wait_until
+
+from pipeline import forkserver
+from pipeline.forkserver import ForkServers
+from pipeline.processes import Child
+
+HERE = Path(__file__).parent
+MODULE = "forked_program"
+Start = Callable[..., Child]
+
+
+@pytest.fixture(autouse=True)
+def program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make `forked_program` one that has a server."""
+    path = os.pathsep.join([str(HERE), str(HERE.parents[1])])
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setitem(forkserver.PRELOADS, MODULE, "forked_preload")
+    monkeypatch.setitem(forkserver.OWN_ENVIRONMENT, MODULE, {})
+    monkeypatch.setattr(forkserver, "GPU_FILE", Path("/nonexistent"))
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[ForkServers]:
+    with ForkServers(tmp_path / "servers", wanted=True) as servers:
+        yield servers
+
+
+@pytest.fixture
+def start(tmp_path: Path, servers: ForkServers) -> Iterator[Start]:
+    """`start(action)`: a child that is forked if that is possible."""
+    children = []
+
+    def begin(action: str, name: str = "child", **environment: str) -> Child:
+        command = [sys.executable, "-m", MODULE, str(tmp_path), action]
+        log = tmp_path / f"{name}.log"
+        child = Child(name, command, log, environment, [0], servers.of(command))
+        children.append(child)
+        return child
+
+    yield begin
+    for child in children:
+        child.reap()
+
+
+def ended(child: Child) -> int:
+    wait_until(lambda: child.status() is not None, 30)
+    status = child.status()
+    assert status is not None
+    return status
+
+
+def told(child: Child) -> dict[str, Any]:
+    """What the program has printed."""
+    return json.loads(child.log.read_text().splitlines()[-1])
+
+
+def runs(directory: Path) -> list[int]:
+    """The processes that have run the program."""
+    path = directory / "runs"
+    return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def server_process(servers: ForkServers) -> int:
+    [server] = servers._servers.values()
+    process = server._process._process
+    assert process is not None
+    return process.pid
+
+
+def test_what_is_forked_is_what_exec_would_have_started(start: Start, tmp_path: Path) -> None:
+    forked = start("finish", TEST_VALUE="a=b\nc")
+    assert ended(forked) == 0
+    command = [sys.executable, "-m", MODULE, str(tmp_path), "finish"]
+    executed = Child("other", command, tmp_path / "other.log", {"TEST_VALUE": "a=b\nc"}, [0])
+    assert ended(executed) == 0
+    executed.reap()
+    expected = {**told(executed), "forked": True}
+    assert told(forked) == expected
+    assert expected["parent"] == os.getpid()
+    assert expected["leads_its_session"]
+
+
+def test_a_forked_process_is_found_by_its_command(start: Start, tmp_path: Path) -> None:
+    child = start("wait")
+    wait_until(lambda: child.status() is None and bool(runs(tmp_path)), 30)
+    [process] = runs(tmp_path)
+    shown = Path(f"/proc/{process}/cmdline").read_text().rstrip("\0")
+    assert shown == f"{sys.executable} -m {MODULE} {tmp_path} wait"
+
+
+def test_its_exit_status_and_last_word_arrive(start: Start) -> None:
+    failed = start("fail")
+    assert ended(failed) == 3
+    assert failed.failure().cause == "it was told to"
+    assert failed.failure().stated
+
+
+def test_killing_the_server_ends_nothing_that_it_forked(
+    start: Start, servers: ForkServers, tmp_path: Path
+) -> None:
+    waiting = start("wait")
+    wait_until(lambda: waiting.status() is None and bool(runs(tmp_path)), 30)
+    first = server_process(servers)
+    os.kill(first, signal.SIGKILL)
+    again = start("finish", name="again")
+    assert ended(again) == 0
+    assert waiting.status() is None
+    waiting.send(signal.SIGTERM)
+    assert ended(waiting) == -signal.SIGTERM
+    later = start("finish", name="later")
+    assert ended(later) == 0
+    assert told(later)["forked"]
+    assert server_process(servers) != first
+
+
+@pytest.mark.parametrize("moment", ["importing", "stopped"])
+def test_a_server_that_does_not_answer_is_done_without(
+    moment: str,
+    start: Start,
+    servers: ForkServers,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if moment == "importing":
+        monkeypatch.setenv("TEST_PRELOAD", "slow")
+        child = start("finish")
+        assert child.status() is None
+        os.kill(server_process(servers), signal.SIGKILL)
+    else:
+        assert ended(start("finish", name="before")) == 0
+        (tmp_path / "runs").unlink()
+        os.kill(server_process(servers), signal.SIGSTOP)
+        monkeypatch.setattr(forkserver, "FORK_SECONDS", 0.5)
+        child = start("finish")
+    assert ended(child) == 0
+    assert not told(child)["forked"]
+    if moment == "stopped":  # what was asked for before must not run a second time
+        os.kill(server_process(servers), signal.SIGCONT)
+        assert ended(start("finish", name="after")) == 0
+        assert len(runs(tmp_path)) == 2
+
+
+def test_what_is_cancelled_never_runs(start: Start, servers: ForkServers, tmp_path: Path) -> None:
+    assert ended(start("finish", name="before")) == 0
+    (tmp_path / "runs").unlink()
+    os.kill(server_process(servers), signal.SIGSTOP)
+    child = start("finish")
+    child.send(signal.SIGTERM)
+    assert child.status() == -signal.SIGTERM
+    os.kill(server_process(servers), signal.SIGCONT)
+    assert ended(start("finish", name="after")) == 0  # it comes after the other in the queue
+    assert len(runs(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("kind", ["raise", "thread"])
+def test_what_cannot_be_forked_is_started_with_exec(
+    kind: str, start: Start, servers: ForkServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_PRELOAD", kind)
+    child = start("finish")
+    assert ended(child) == 0
+    assert not told(child)["forked"]
+    assert servers.of([sys.executable, "-m", MODULE]) is None  # and not tried again
+
+
+@pytest.mark.parametrize("why", ["setting", "driver"])
+def test_servers_are_off(why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if why == "driver":
+        monkeypatch.setattr(forkserver, "GPU_FILE", tmp_path)
+    with ForkServers(tmp_path, wanted=why != "setting") as servers:
+        assert servers.of([sys.executable, "-m", MODULE]) is None
+
+
+def test_what_was_forked_ends_with_a_killed_launcher(tmp_path: Path) -> None:
+    program = f"""
+import sys, time
+from pathlib import Path
+from pipeline import forkserver
+from pipeline.processes import Child
+forkserver.PRELOADS["{MODULE}"] = "forked_preload"
+forkserver.OWN_ENVIRONMENT["{MODULE}"] = {{}}
+directory = Path(sys.argv[1])
+servers = forkserver.ForkServers(directory, True)
+command = [sys.executable, "-m", "{MODULE}", str(directory), "wait"]
+child = Child("child", command, directory / "child.log", {{}}, None, servers.of(command))
+while child.status() is None:
+    time.sleep(0.05)
+"""
+    launcher = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)])
+    try:
+        wait_until(lambda: bool(runs(tmp_path)), 30)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    [process] = runs(tmp_path)
+    wait_until(lambda: not is_alive(process), 10)
+
+
+@pytest.mark.parametrize("module", ["stages.main", "parallel.rollout.server"])
+def test_real_programs_can_be_forked(module: str, tmp_path: Path) -> None:
+    """Their imports start no thread, and the program then reads the job that it was given."""
+    command = [sys.executable, "-m", module, str(tmp_path / "job.json")]
+    with ForkServers(tmp_path, wanted=True) as servers:
+        server = servers.of(command)
+        child = Child("child", command, tmp_path / "child.log", {}, None, server)
+        deadline = time.monotonic() + 300
+        while child.status() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        log = (tmp_path / "child.log").read_text()
+        child.reap()
+        assert server is not None
+        assert server.state == "running", (tmp_path / f"{module}.log").read_text()
+        assert "parallel/forkserver.py" in log  # in the traceback
+        assert "job.json" in log
