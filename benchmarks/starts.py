@@ -1,11 +1,12 @@
 """Seconds from launch to first step, of ranks and engines, with fork servers and without.
 
-    python benchmarks/starts.py [--config configs/smoke.yaml] [--keep]
+    python benchmarks/starts.py [--config configs/smoke.yaml]
 
-Runs the config twice in this one call, `launch.fork_servers` on and off, and watches the files of
-the run: a stage is launched when its job file is there, `loaded` when its model is (metrics.jsonl
-is created), and at its first step when the first line is in metrics.jsonl. An engine is launched
-when its job file is there, and ready when it has written its address. Prints one JSON object.
+Runs the config twice in this one call, deterministic, with `launch.fork_servers` on and off, and
+watches the run's files: a stage is launched when its job file is there, `loaded` when its model is
+(metrics.jsonl is created), and has done its first step when metrics.jsonl has a line. An engine is
+launched when its job file is there, and ready when it has written its address. Prints one JSON
+object, in which `same_bits` says whether both runs have the same final weights, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from typing import Any
 
 from machine import machine
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "end_to_end"))
+from same_bits import digests
+
 REPOSITORY = Path(__file__).parents[1]
 LOOK_SECONDS = 0.01
 
@@ -34,26 +38,28 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="braid-starts-") as directory:
         for setting in ("true", "false"):
             found[f"fork_servers={setting}"] = watched(arguments.config, Path(directory), setting)
+        forked, executed = (digests(Path(directory) / name(each)) for each in ("true", "false"))
+        found["same_bits"] = forked == executed and len(forked) > 0
     print(json.dumps(found, indent=1))
 
 
 def watched(config: str, directory: Path, setting: str) -> dict[str, Any]:
     """One run, and when what was there."""
-    name = f"fork-servers-{setting}"
     command = [sys.executable, "-m", "pipeline.cli", "run", config, "--runs-dir", str(directory)]
-    command += ["--name", name, f"launch.fork_servers={setting}", "logging.wandb=disabled"]
+    command += ["--name", name(setting), "deterministic=true", f"launch.fork_servers={setting}"]
+    command += ["logging.wandb=disabled"]
     started = time.monotonic()
     seen: dict[Path, float] = {}
     servers = 0
-    with (directory / f"{name}.log").open("w") as log:
+    with (directory / f"{name(setting)}.log").open("w") as log:
         braid = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log)
         while braid.poll() is None:
-            for path in marks(directory / name):
+            for path in marks(directory / name(setting)):
                 seen.setdefault(path, time.monotonic())
             servers = max(servers, server_memory(braid.pid))
             time.sleep(LOOK_SECONDS)
     if braid.returncode:
-        sys.exit((directory / f"{name}.log").read_text())
+        sys.exit((directory / f"{name(setting)}.log").read_text())
     stages = {}
     for launched, at in seen.items():
         if launched.parents[2].name == "stages" and launched.name == "job.json":
@@ -73,6 +79,11 @@ def watched(config: str, directory: Path, setting: str) -> dict[str, Any]:
         "engine_ready_seconds": engines,
         "servers_peak_proportional_mebibytes": servers,
     }
+
+
+def name(setting: str) -> str:
+    """What the run is called."""
+    return f"fork-servers-{setting}"
 
 
 def marks(run: Path) -> list[Path]:

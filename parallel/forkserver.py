@@ -103,6 +103,10 @@ def _become(request: dict[str, Any], link_descriptor: int, output: int, status: 
     os.close(output)
     if request["cores"] is not None:
         os.sched_setaffinity(0, request["cores"])
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:  # OpenMP counted the server's cores when it was loaded
+        threads = request["environment"].get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))
+        torch.set_num_threads(int(threads))
     os.environ.clear()
     os.environ.update(request["environment"])
     os.environ[request["status_variable"]] = str(status)
