@@ -30,6 +30,7 @@ from parallel.settings import LAST_WORD
 from stages.domains.problem import Problem
 from stages.domains.reward_output import pass_on
 from stages.domains.reward_worker import CLOCK_BYTES, Clock, Loaded, Setup
+from stages.domains.rewards.endpoint import cautions
 from stages.domains.rewards.grading import Grade, failure
 from stages.domains.rewards.registry import check_machine
 from stages.domains.rewards.reward import Response, RewardError
@@ -87,6 +88,8 @@ class RewardPool:
         on_graded: Callable[[], None] = lambda: None,
     ) -> None:
         check_machine(rewards)
+        for line in cautions(rewards):
+            say_notice(line)
         self._rewards = {domain: dict(own) for domain, own in rewards.items()}
         self._settings = settings
         self._setup = Setup(self._rewards, settings, directory)
