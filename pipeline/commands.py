@@ -33,6 +33,7 @@ from pipeline.signals import Stopped
 from pipeline.slurm.jobs import queue_of, refuse_queued
 from pipeline.states import StageState, derive
 from pipeline.violations import shown
+from stages.domains.rewards.endpoint import cautions
 from stages.settings import RunSettings
 
 PROGRAMS = Programs()
@@ -48,6 +49,8 @@ def validate(arguments: Namespace) -> None:
     stages = compile_graph(settings)
     domains = ", ".join(settings.experts)
     print(f"{arguments.config} is valid: {len(stages)} stages, domains {domains}")
+    for line in cautions({name: each.rewards for name, each in settings.experts.items()}):
+        print(line)
 
 
 def plan(arguments: Namespace) -> None:

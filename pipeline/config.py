@@ -26,12 +26,13 @@ Root = TypeVar("Root", bound=Settings)
 MAPPING = "a mapping of keys to values"
 OF_KEY = "[key]"  # ends pydantic's location of a key; only a cluster's kinds are a closed set
 TOKENIZER: Key = ("model", "tokenizer")
-# Paths that are written relative to the file that states them; `*` stands for every domain.
+# Paths that are written relative to the file that states them; `*` stands for every name.
 PATHS: tuple[Key, ...] = (
     ("model", "initial_weights"),
     TOKENIZER,
     ("experts", "*", "prompts", "path"),
     ("experts", "*", "demonstrations", "path"),
+    ("experts", "*", "rewards", "*", "api_key_file"),
 )
 
 
@@ -214,11 +215,8 @@ def _unknown_override(tree: Mapping, key: Key) -> Violation | None:
 
 
 def _with_absolute_paths(tree: Mapping) -> Mapping:
-    domains = find(tree, ("experts",))
-    names = list(domains.entries) if isinstance(domains, Mapping) else []
     for pattern in PATHS:
-        for name in names if "*" in pattern else [""]:
-            key = tuple(name if part == "*" else part for part in pattern)
+        for key in _matching(tree, pattern):
             leaf = find(tree, key)
             if not isinstance(leaf, Leaf) or not isinstance(leaf.value, str):
                 continue
@@ -226,6 +224,16 @@ def _with_absolute_paths(tree: Mapping) -> Mapping:
                 path = leaf.place.beside(leaf.value).absolute()
                 tree = lay(tree, key, Leaf(str(path), leaf.place))
     return tree
+
+
+def _matching(tree: Mapping, pattern: Key) -> Iterator[Key]:
+    """Yield the keys of a tree that a pattern stands for."""
+    first, rest = pattern[0], pattern[1:]
+    for name in tree.entries if first == "*" else (first,):
+        if not rest:
+            yield (name,)
+        elif isinstance(node := tree.entries.get(name), Mapping):
+            yield from ((name, *more) for more in _matching(node, rest))
 
 
 def _validated(

@@ -4,7 +4,6 @@ from wrong."""
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,25 +17,29 @@ from pipeline.domain_preview import short
 from pipeline.errors import BraidError
 from pipeline.processes import Child, kill, python_module, wait_for_all
 from pipeline.report import plain_table
+from pipeline.signals import Signals
 from pipeline.violations import shown
 from stages.domains.sources.settings import FileDemonstrationSettings, ReasoningGymPromptSettings
 from stages.settings import DomainCheckJob, DomainSettings
 
 MODULE = "stages.domain_check"
+LOOK_SECONDS = 0.5  # between two looks for a signal
 AS_IT_STANDS = (
     ". The reference of a row is its answer as it stands: where a reward wants more of a response, "
     "such as a format, have the column hold a whole one"
 )
 
 
-def check(job: DomainCheckJob, console: Console) -> list[str]:
+def check(job: DomainCheckJob, console: Console, signals: Signals) -> list[str]:
     """Show a domain and what its rewards make of its references; returns what is wrong.
 
-    Raises BraidError where the domain cannot be used at all.
+    Raises:
+        BraidError: the domain cannot be used at all.
+        Stopped: a signal asked for it.
     """
     differing = [f"  {line}" for line in dump_differing(job.settings).splitlines()]
     _print(console, "what differs from the defaults:", *differing)
-    found = _looked_at(job, console)
+    found = _looked_at(job, console, signals)
     _print(console, "", *described(job.settings, found["lengths"]))
     for number, prompt in enumerate(found["prompts"], start=1):
         asked, answer = short(prompt["prompt"]), short(prompt["answer"])
@@ -49,14 +52,16 @@ def check(job: DomainCheckJob, console: Console) -> list[str]:
     return list(faults(job.domain, job.settings, found["prompts"]))
 
 
-def _looked_at(job: DomainCheckJob, console: Console) -> dict[str, Any]:
+def _looked_at(job: DomainCheckJob, console: Console, signals: Signals) -> dict[str, Any]:
     """What `stages.domain_check.checked` returns, from a process that may import everything."""
     folder = job.result.parent
     path = folder / "job.json"
     write_atomically(path, job.model_dump_json(indent=2) + "\n")
     child = Child("the check", python_module(MODULE, path), folder / "log", {})
     try:
-        wait_for_all([child], math.inf)
+        while child.status() is None:
+            signals.check()
+            wait_for_all([child], LOOK_SECONDS)
         _print(console, *child.notices())
         if child.status():
             failure = child.failure()

@@ -16,6 +16,7 @@ from pipeline.domain_check import check
 from pipeline.domain_starter import write_starter
 from pipeline.errors import BraidError
 from pipeline.jobs import checkpoint_path
+from pipeline.signals import Signals
 from pipeline.slurm.jobs import refuse_queued
 from pipeline.violations import shown
 from stages.domains.rewards.settings import RewardPoolSettings
@@ -78,7 +79,8 @@ def _faults(
     """Show the domain; where its rewards do not tell right from wrong."""
     path: Path = arguments.file
     domain = load_domain(path, pool)
-    with tempfile.TemporaryDirectory(prefix="braid-domain-") as folder:
+    # A signal that ended this process by itself would leave the folder behind.
+    with Signals() as signals, tempfile.TemporaryDirectory(prefix="braid-domain-") as folder:
         job = DomainCheckJob(
             domain=path.stem,
             settings=domain,
@@ -88,7 +90,7 @@ def _faults(
             max_positions=max_positions,
             result=Path(folder) / "found.json",
         )
-        return check(job, console)
+        return check(job, console, signals)
 
 
 def _judge(arguments: Namespace, faults: list[str], console: Console) -> None:

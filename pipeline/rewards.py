@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.violations import shown
+from stages.domains.rewards.endpoint import address_error
 from stages.domains.rewards.settings import CodeReward, JudgeReward, RewardPoolSettings
 from stages.domains.sandbox import MARGIN_SECONDS
 from stages.settings import DomainSettings
@@ -121,6 +122,8 @@ def _schema_rules(key: str, schema: dict[str, Any]) -> Found:
 
 
 def _judge_rules(key: str, judge: JudgeReward) -> Found:
+    if error := address_error(judge.base_url):
+        yield f"{key}.base_url", error
     if judge.lowest >= judge.highest:
         yield f"{key}.lowest", f"{judge.lowest:g} should be less than highest = {judge.highest:g}"
     if judge.api_key_file is not None and judge.api_key_variable is not None:

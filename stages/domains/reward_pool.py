@@ -30,6 +30,7 @@ from parallel.settings import LAST_WORD
 from stages.domains.problem import Problem
 from stages.domains.reward_output import pass_on
 from stages.domains.reward_worker import CLOCK_BYTES, Clock, Loaded, Setup
+from stages.domains.rewards.endpoint import cautions
 from stages.domains.rewards.grading import Grade, failure
 from stages.domains.rewards.registry import check_machine
 from stages.domains.rewards.reward import Response, RewardError
@@ -42,6 +43,7 @@ LOOK_SECONDS = 0.25  # how often the clocks of busy workers are looked at
 LOADING_SECONDS = 300.0
 NURSERY_SECONDS = 60.0  # that it may take to fork a worker, or to end one
 CLOSING_SECONDS = 5.0  # that it may take to end them all
+ENDING_SECONDS = 5.0  # that it may take to end, once its connection is broken
 PRINTING_SECONDS = 1.0  # that it may take to log what they have printed last
 ATTEMPTS = 3  # a response whose worker is lost so often, and no reward is to blame, has failed
 SHOWN_IN_FULL, SHOWN_CHARACTERS = 3, 300
@@ -86,6 +88,8 @@ class RewardPool:
         on_graded: Callable[[], None] = lambda: None,
     ) -> None:
         check_machine(rewards)
+        for line in cautions(rewards):
+            say_notice(line)
         self._rewards = {domain: dict(own) for domain, own in rewards.items()}
         self._settings = settings
         self._setup = Setup(self._rewards, settings, directory)
@@ -320,7 +324,10 @@ class RewardPool:
     def _give_up(self, error: Exception) -> None:
         """Nothing can be graded any more: whoever waits, now or later, hears why."""
         if not isinstance(error, RewardError):
-            ended = self._nursery.poll()
+            # A process that is killed closes its connections before it can be waited for.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._nursery.wait(ENDING_SECONDS)
+            ended = self._nursery.returncode
             why = repr(error) if ended is None else f"the one that starts them {_ending(ended)}"
             found = RewardError(f"the rewards' processes failed: {why}")
             found.__cause__ = error

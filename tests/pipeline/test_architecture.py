@@ -34,6 +34,7 @@ WITHOUT_TORCH = {
     "parallel.network",
     "parallel.weights.engine",
     "stages.domains.formats",
+    "stages.domains.rewards.endpoint",
     "stages.domains.rewards.reward",
     "stages.domains.rewards.schema",
     "stages.domains.sandbox",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -210,6 +211,21 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
         (judge(lowest=10), "experts.sums.rewards.a.lowest: 10 should be less than highest = 10"),
         (judge(verdict="good"), "a.verdict: should have a group, (...), which is the score"),
         (judge(base_url="http://"), "a.base_url: string should match pattern"),
+        (judge(base_url="http://u:pw@x/v1"), "a.base_url: must have no user and no password (@)"),
+        (judge(base_url="http://key@x"), "a.base_url: must have no user and no password (@)"),
+        (judge(base_url="http://x/v1?key=1"), "a.base_url: must have no query (?) and no fragm"),
+        (judge(base_url="http://x/v1#a"), "a.base_url: must have no query (?) and no fragment (#)"),
+        (judge(base_url="http://[bad/v1"), "a.base_url: has no valid host: a name, an IPv4 addre"),
+        (judge(base_url="http://[x]/v1"), "a.base_url: has no valid host: a name, an IPv4 addre"),
+        (judge(base_url="http://a..b/v1"), "a.base_url: has no valid host: a name, an IPv4 addre"),
+        (judge(base_url="http://-a/v1"), "a.base_url: has no valid host: a name, an IPv4 addre"),
+        (judge(base_url="http://1.2.3.999/v1"), "a.base_url: has no valid host: a name, an IPv4"),
+        (judge(base_url="http://:80/v1"), "a.base_url: has no valid host: a name, an IPv4 addre"),
+        (judge(base_url="http://x:65536/v1"), "a.base_url: must have a port from 1 to 65535"),
+        (judge(base_url="http://x:0/v1"), "a.base_url: must have a port from 1 to 65535"),
+        (judge(base_url="http://x:eighty/v1"), "a.base_url: must have a port from 1 to 65535"),
+        (judge(base_url="http://b\u00fccher/v1"), "a.base_url: must be printable ASCII: xn--NAME"),
+        (judge(base_url="http://x/\u007fv1"), "a.base_url: must be printable ASCII: xn--NAME"),
         (judge(attempts=99), "a.attempts: should be less than or equal to 16, not 99"),
         (
             rewards("{kind: json_schema, default_schema: {type: 7}}"),
@@ -364,6 +380,53 @@ def test_each_ratio_has_clips_of_its_own(config: Path, override: str, ratio: obj
     assert settings.experts["sums"].objective.ratio == ratio
     config.write_text(dump_resolved(settings))
     assert load(config) == settings
+
+
+def test_a_judges_key_lies_beside_the_file_that_names_it(config: Path) -> None:
+    folder = config.parent / "domains"
+    folder.mkdir()
+    (folder / "key").write_text("secret")
+    judge = "{kind: judge, base_url: 'http://x/v1', model: m, rubric: '{response}?', "
+    (folder / "_base.yaml").write_text(f"rewards: {{a: {judge}api_key_file: key}}}}\n")
+    edited(
+        config,
+        "prompts: {dataset: chain_sum}",
+        f"extends: domains/_base.yaml\n    rewards: {{b: {judge}api_key_file: domains/key}}}}"
+        "\n    prompts: {dataset: chain_sum}",
+    )
+    rewards = load(config).experts["sums"].rewards
+    files = [rewards[name].api_key_file for name in "ab"]  # type: ignore[union-attr]
+    assert files == [folder / "key"] * 2
+    (folder / "key").unlink()
+    missing = f"a.api_key_file: no such file: {folder / 'key'}".replace(f"{config.parent}/", "")
+    assert any(missing in each for each in faults(config))
+
+
+def test_validate_says_that_a_key_goes_unencrypted(
+    config: Path, braid: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_KEY", "secret")
+    for url, told in (("http://node7/v1", 1), ("http://127.0.0.1:80/v1", 0), ("https://x/v1", 0)):
+        given = judge(base_url=url, api_key_variable="A_KEY")
+        code, out, _ = braid("validate", str(config), given)
+        assert code == 0
+        line = "experts.sums.rewards.a.base_url: the key goes to node7 unencrypted; use https\n"
+        assert out.count(line) == told
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://api.example.com/v1",
+        "http://localhost:8000/v1",
+        "http://10.0.0.7:65535/v1",
+        "http://[2001:db8::1]:80/a%20b/v1/",
+        "http://node_7.cluster.local./v1",
+        "https://judge/@team/v1",
+    ],
+)
+def test_addresses_that_a_judge_may_have(config: Path, url: str) -> None:
+    load(config, [judge(base_url=url)])
 
 
 def test_the_merge_takes_one_sample_a_prompt(config: Path) -> None:

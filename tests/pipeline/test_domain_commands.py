@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -270,6 +272,27 @@ def test_a_domain_that_does_not_fit_a_run_is_refused(
 def test_options_that_need_each_other(braid: Braid, arguments: list[str], message: str) -> None:
     code, _, err = braid("domain", "check", "any.yaml", *arguments)
     assert (code, message in err) == (1, True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_check_that_is_stopped_leaves_nothing(
+    written: Callable[[str], Path], tmp_path: Path, number: signal.Signals
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    command = [sys.executable, "-m", "pipeline.cli", "domain", "check", written(SHAPE % "n")]
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, env=environment, stderr=subprocess.PIPE, text=True
+    ) as check:
+        deadline = time.monotonic() + 60
+        while not list(temporary.glob("*/job.json")):
+            assert time.monotonic() < deadline and check.poll() is None
+            time.sleep(0.01)
+        check.send_signal(number)
+        said = check.communicate(timeout=60)[1]
+    assert list(temporary.iterdir()) == []
+    assert (check.returncode, said) == (128 + number, f"braid: stopped by {number.name}\n")
 
 
 def test_where_runs_lie_may_be_said_behind_the_action(

@@ -4,25 +4,41 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from urllib.parse import quote, unquote
 
 import pytest
 
 from stages.domains.problem import DomainError, Problem
+from stages.domains.reward_pool import RewardPool
 from stages.domains.rewards.registry import make
 from stages.domains.rewards.reward import Response, RewardError
-from stages.domains.rewards.settings import JudgeReward
+from stages.domains.rewards.settings import JudgeReward, RewardPoolSettings
 
 RUBRIC = "Asked {prompt}, where {answer} is right, it said {response}. {Good}?"
 ASKED = Problem("essays", 0, "2+{answer}?", "4")
 
 
+KEY = "sk-Very/secret+0123456789"
+FORMS: dict[bytes, Callable[[str], str]] = {
+    b"AUTHORIZATION": str,
+    b"LOWER": str.lower,
+    b"QUOTED": lambda key: quote(key, safe=""),
+    b"ESCAPED": lambda key: "".join(f"\\u{ord(each):04X}" for each in key),
+    b"SLASHED": lambda key: key.replace("/", "\\/"),
+}
+
+
 class Service(ThreadingHTTPServer):
-    """Answers with what `script` says next, and with its last item from then on."""
+    """Answers with what `script` says next, and with its last item from then on.
+
+    Where it says AUTHORIZATION, it repeats what the request had there.
+    """
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -42,14 +58,17 @@ class _Handler(BaseHTTPRequestHandler):
         script = self.server.script
         status, said = script.pop(0) if len(script) > 1 else script[0]
         self.server.requests.append((self.path, dict(self.headers), body))
+        key = self.headers.get("Authorization", "")
         if status == 0:
             threading.Event().wait(2)
         if isinstance(said, str):
             said = json.dumps({"choices": [{"message": {"content": said}}]}).encode()
-        self.send_response(status or 200)
+        self.send_response(status or 200, key if status == 402 else None)
         if status == 302:
-            self.send_header("Location", "http://127.0.0.1:9/")
+            self.send_header("Location", f"http://127.0.0.1:9/{key}")
         self.end_headers()
+        for written, form in FORMS.items():
+            said = said.replace(written, form(key).encode())
         self.wfile.write(said)
 
     def log_message(self, *_: Any) -> None:
@@ -199,6 +218,81 @@ def test_the_key_is_sent_and_written_nowhere(
     kept = list((tmp_path / "cache").rglob("*.json"))
     assert len(kept) == 1
     assert "abc123" not in kept[0].read_text()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (400, b"who is FORM?"),
+        (500, b"%s key was FORM" % (b"x" * 270)),  # what is shown ends within the key
+        (402, b"FORM"),  # and in the reason
+        (302, b""),
+        (200, b'{"error": "FORM"}'),
+        (200, b'{"choices": [{"message": {"content": "FORM is no score"}}]}'),
+        (200, b'{"choices": [{"message": {"content": "FORM %s"}}]}' % (b"x" * 285)),
+        (200, b'{"choices": [{"message": {"content": "FORM score: 99"}}]}'),
+    ],
+)
+def test_the_key_stands_in_no_message(
+    service: Service,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    said: bytes,
+    form: bytes,
+) -> None:
+    monkeypatch.setenv("A_KEY", KEY)
+    service.script = [(status, said.replace(b"FORM", form))]
+    with pytest.raises(RewardError) as caught:
+        judged(service, tmp_path, api_key_variable="A_KEY", attempts=1)
+    written = unquote("".join(traceback.format_exception(caught.value)))
+    for each in (KEY, KEY[:12], KEY[-12:]):
+        assert each.lower() not in written.lower().replace("\\", "")
+    assert b"FORM" not in said or "[key]" in written or b"x" in said
+
+
+def test_the_key_is_kept_in_no_file_though_the_judge_repeats_it(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_KEY", KEY)
+    service.script = [(200, "You sent AUTHORIZATION. Score: 5")]
+    assert judged(service, tmp_path, api_key_variable="A_KEY") == 0.5
+    [kept] = tmp_path.rglob("*.json")
+    assert json.loads(kept.read_text())["said"] == "You sent Bearer [key]. Score: 5"
+    assert judged(service, tmp_path, api_key_variable="A_KEY") == 0.5
+    assert len(service.requests) == 1
+
+
+def test_a_verdict_that_takes_forever_is_ended_with_its_worker(
+    service: Service, tmp_path: Path
+) -> None:
+    service.script = [(200, "a" * 60)]
+    settings = JudgeReward(
+        base_url=service.base_url,
+        model="large",
+        rubric=RUBRIC,
+        verdict=r"(a+)+!",
+        timeout_seconds=1.0,
+    )
+    pool = RewardPool({"essays": {"style": settings}}, RewardPoolSettings(workers=1), tmp_path)
+    try:
+        [future] = pool.submit(ASKED, [Response("four", 5)])
+        failure = future.result(60).failure
+    finally:
+        pool.close()
+    assert failure is not None
+    assert "rewards.style: took more than 1 seconds and was killed" in failure
+
+
+def test_a_key_that_goes_unencrypted_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for url, told in [("http://node7:8000/v1", 1), ("https://node7/v1", 0), ("http://[::1]/v1", 0)]:
+        settings = JudgeReward(base_url=url, model="large", rubric=RUBRIC, api_key_variable="A_KEY")
+        RewardPool({"essays": {"style": settings}}, RewardPoolSettings(), tmp_path).close()
+        line = "experts.essays.rewards.style.base_url: the key goes to node7 unencrypted; use https"
+        assert capfd.readouterr().err.count(line) == told
 
 
 def test_a_key_that_is_missing(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
@@ -253,6 +254,22 @@ def test_a_nursery_that_is_gone_ends_the_stage(
     with pytest.raises(RewardError, match=why):
         future.result(SECONDS)
     made.close()
+
+
+def test_a_nursery_whose_connection_breaks_before_it_has_ended_says_how_it_ended(
+    pool: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As the kernel ends a process: it closes its files, and a while later it can be waited for."""
+    dying = tmp_path / "dying"
+    dying.write_text(
+        f"#!{sys.executable}\nimport os, sys, time\n"
+        "os.close(int(sys.argv[-1]))\ntime.sleep(0.5)\nos.kill(os.getpid(), 9)\n"
+    )
+    dying.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(dying))
+    [future] = pool(odd=own("does")).submit(problem(), [response("one")])
+    with pytest.raises(RewardError, match="the one that starts them was killed by SIGKILL"):
+        future.result(SECONDS)
 
 
 def test_what_stops_a_stage() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from stages.domains import sandbox
+from stages.domains.containment import supervisor
 from stages.domains.sandbox import Limits, SandboxError, run, score
 
 REPOSITORY = Path(__file__).parents[2]
@@ -139,6 +140,22 @@ GIVES_UP = {
         "  if not os.fork():\n    threading.Thread(target=hold).start()\n"
         "    ctypes.CDLL(None).syscall(EXIT, 0)\ntime.sleep(20)",
     ),
+    "memory behind a name": (
+        # As a line of /proc/PID/status, it would take 97 MiB off each process's account.
+        "memory",
+        "import ctypes, os, time\nctypes.CDLL(None).prctl(15, b'\\rRssAnon -99999', 0, 0, 0)\n"
+        "for _ in range(6): os.fork() or (b'x' * (60 << 20), time.sleep(1), os._exit(0))\n"
+        "time.sleep(1)\nprint('escaped')",
+    ),
+    "shared memory that is handed back": (
+        "error",
+        "import mmap, os, time\ndef hold():\n  m = mmap.mmap(-1, 60 << 20)\n"
+        "  for i in range(0, 60 << 20, 1 << 20):\n"
+        "    m[i:i + (1 << 20)] = b'x' * (1 << 20)\n    m.madvise(mmap.MADV_DONTNEED)\n"
+        "  time.sleep(0.5)\n  os._exit(0)\n"
+        "children = [os.fork() or hold() for _ in range(4)]\n"
+        "if not any(os.waitpid(child, 0)[1] for child in children): print('escaped')\n1 / 0",
+    ),
     "another's limits": (
         "error",
         "import resource\nresource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0))\nprint('escaped')",
@@ -191,7 +208,7 @@ GIVES_UP = {
 GOES_ON = {
     "sleep": "import time\ntime.sleep(60)",
     "busy loop": "while True: pass",
-    "deaf": "import signal, time\nfor s in set(range(1, 32)) - {9, 19}: "
+    "deaf": "import signal, time\nfor s in set(range(1, 32)) - {9, 17, 19}: "
     "signal.signal(s, signal.SIG_IGN)\nwhile True: time.sleep(60)",
     "late exit": "import atexit, time\natexit.register(time.sleep, 60)",
     "trace": "import sys, time\nsys.settrace(lambda *a: time.sleep(60))\n(lambda: 0)()",
@@ -269,6 +286,58 @@ def test_cpu_time_counts_for_all_processes_together() -> None:
     limits = Limits(wall_seconds=20, cpu_seconds=0.5)
     outcome = run(program, "", limits)
     assert outcome.ending == "timeout" and outcome.seconds < 10
+
+
+def test_cpu_time_of_children_that_nobody_waits_for_counts_too() -> None:
+    """Where SIGCHLD is ignored, the kernel would put their time into nobody's account."""
+    program = """
+import os, signal, time
+try: signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+except OSError: pass
+for _ in range(8):
+    if os.fork() == 0:
+        while time.process_time() < 0.3: pass
+        os._exit(0)
+    time.sleep(0.4)
+time.sleep(60)
+"""
+    outcome = run(program, "", Limits(wall_seconds=10, cpu_seconds=1.2))
+    assert outcome.ending == "timeout" and outcome.seconds < 9
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import ctypes\nctypes.CDLL(None).prctl(15, b'\\xff', 0, 0, 0)\n",
+        "import os, sys\nif b'\\xff' not in os.listdir(b'.'):\n"
+        "  os.symlink(os.fsencode(sys.executable), b'\\xff')\n"
+        "  os.execv(b'\\xff', ['x', '-I', '-S', '/program.py'])\n",
+    ],
+)
+def test_a_process_may_have_any_name(program: str) -> None:
+    outcome = run(program + "import time\ntime.sleep(0.3)\nprint('named')\n", "", PATIENT)
+    assert (outcome.ending, outcome.output) == ("exited", b"named\n"), outcome
+
+
+def test_a_program_that_cannot_be_watched_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What makes the watch fail is the program's doing: it has no reward of 0 to escape from."""
+    failing = """
+from stages.domains.containment import supervisor
+def _usage(first):
+    raise ValueError("a line that nobody has thought of")
+supervisor._usage = _usage
+"""
+    path, start = sandbox.SUPERVISOR.split("; ", 2)[1:]
+    monkeypatch.setattr(sandbox, "SUPERVISOR", f"import sys; {path}\n{failing}\n{start}")
+    outcome = run("import time; time.sleep(60)", "", PATIENT)
+    assert outcome.ending == "killed" and outcome.seconds < PATIENT.wall_seconds
+    assert "cannot be watched: ValueError('a line that nobody has thought of')" in outcome.errors
+
+
+def test_memory_counts_where_it_is_held() -> None:
+    status = b"Name:\t\rRssAnon: -9\nVmRSS:\t 99 kB\nRssAnon:\t 1 kB\nRssFile:\t 99 kB\n"
+    status += b"RssShmem:\t 20 kB\nVmSwap:\t 300 kB\nHugetlbPages:\t 4000 kB\n"
+    assert supervisor.memory_held(status) == 4321 << 10
 
 
 def test_an_honest_program_has_what_it_needs() -> None:

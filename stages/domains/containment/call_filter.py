@@ -1,7 +1,8 @@
 """The seccomp filter: which system calls a contained program may make.
 
 The namespaces contain; the filter takes away what they leave open (sockets, memory that is in no
-process, tracing a process of the same user) and the parts of the kernel that escapes were made of.
+process, CPU time that is in no account, tracing a process of the same user) and the parts of the
+kernel that escapes were made of.
 """
 
 from __future__ import annotations
@@ -76,11 +77,15 @@ _FIRST_COMMON = 424
 _ALLOWED_COMMON = (436, 437, 439, 441, 449)  # close_range, openat2, faccessat2, epoll_pwait2, ...
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _CLONE, _SOCKETPAIR, _PRLIMIT = (56, 220), (53, 199), (302, 261)
+_MMAP, _SIGACTION = (9, 222), (13, 134)
 _NEW_NAMESPACES = 0x7E020000
 _UNIX = 1
+_SHARED_ANONYMOUS = 0x01 | 0x20
+_CHILD_HAS_ENDED = 17
 
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_LOAD, _AND, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 _CALL_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
+_SECOND_ARGUMENT, _FOURTH_ARGUMENT, _UPPER_HALF = 24, 40, 4
 _ALLOW, _KILL = 0x7FFF0000, 0x80000000
 _REFUSE = 0x00050000  # | errno
 
@@ -114,5 +119,15 @@ def instructions() -> bytes:
     # A pair of sockets is a pipe (asyncio wakes its loop with one); limits only of the caller.
     code += [(_EQUAL, 0, 4, _SOCKETPAIR[column]), argument, (_EQUAL, 1, 0, _UNIX), no, yes]
     code += [(_EQUAL, 0, 4, _PRLIMIT[column]), argument, (_EQUAL, 1, 0, 0), no, yes]
+    # Shared anonymous memory that a process hands back with MADV_DONTNEED stays in memory, and is
+    # in no process's account.
+    flags = _LOAD, 0, 0, _FOURTH_ARGUMENT
+    both = [(_AND, 0, 0, _SHARED_ANONYMOUS), (_EQUAL, 0, 1, _SHARED_ANONYMOUS)]
+    code += [(_EQUAL, 0, 5, _MMAP[column]), flags, *both, no, yes]
+    # Where SIGCHLD is ignored, or SA_NOCLDWAIT set, the CPU time of children is lost when they end.
+    # No filter reads which of these is wanted, so nobody may set it; a null pointer only asks.
+    action, upper = [(_LOAD, 0, 0, _SECOND_ARGUMENT + half) for half in (0, _UPPER_HALF)]
+    code += [(_EQUAL, 0, 8, _SIGACTION[column]), argument, (_EQUAL, 0, 5, _CHILD_HAS_ENDED)]
+    code += [action, (_EQUAL, 0, 2, 0), upper, (_EQUAL, 1, 0, 0), no, yes]
     code.append(yes)
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)

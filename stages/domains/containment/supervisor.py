@@ -154,7 +154,19 @@ class Watch:
             self._poll.register(descriptor, select.POLLIN)
 
     def until_ended(self) -> None:
-        """Return when no process of the room is left."""
+        """Return when no process of the room is left.
+
+        Whatever keeps the program from being watched ends it, as one that was killed. Were that a
+        fault of the sandbox, a program could choose to have no reward instead of a bad one.
+        """
+        try:
+            self._watch()
+        except Exception as error:
+            self._kept["errors"] += f"\nthe program cannot be watched: {error!r}".encode()
+            self._end("killed")
+        os.waitpid(self._first, 0)  # after all others: the kernel makes it wait for them
+
+    def _watch(self) -> None:
         deadline = self._started + self._request["wall_seconds"]
         looked = self._started
         while self._pipes:
@@ -166,7 +178,6 @@ class Watch:
             if self._cause is None and now - looked >= WATCH_SECONDS:
                 looked = now
                 self._look()
-        os.waitpid(self._first, 0)  # after all others: the kernel makes it wait for them
 
     def outcome(self) -> dict[str, Any]:
         """How the run ended. Raises OSError where the room could not be built."""
@@ -219,7 +230,8 @@ def _usage(first: int) -> tuple[int, int, float]:
     """Threads, bytes of memory and seconds of CPU time of all below process `first`.
 
     Pages that a process shares with its parent since a fork count twice. The CPU time of those that
-    have ended is in their parents' account, and in the end in that of `first`.
+    have ended is in their parents' account, and in the end in that of `first`: the filter lets
+    nobody ignore SIGCHLD, by which the kernel would put it into none.
     """
     threads, memory, ticks = 0, 0, 0
     found, unseen = set(), [first]
@@ -229,13 +241,15 @@ def _usage(first: int) -> tuple[int, int, float]:
             continue
         found.add(process)
         try:
-            after_name = _read_text(f"/proc/{process}/stat").rpartition(")")[2].split()
+            # A process names itself, in any bytes but 0; the name ends at the last parenthesis.
+            after_name = _read(f"/proc/{process}/stat").rpartition(b")")[2].split()
             ticks += sum(map(int, after_name[11:15]))
             tasks = [f"/proc/{process}/task/{each}" for each in os.listdir(f"/proc/{process}/task")]
             if process != first:
                 threads += int(after_name[17])
                 # A first thread that has ended has no memory any more, and the others have it.
-                memory += next(filter(None, map(_memory, tasks)), 0)
+                held = (memory_held(_read_if_there(f"{task}/status")) for task in tasks)
+                memory += next(filter(None, held), 0)
             for task in tasks:
                 unseen += map(int, _read_if_there(f"{task}/children").split())
         except (FileNotFoundError, ProcessLookupError):  # it has just ended
@@ -243,29 +257,32 @@ def _usage(first: int) -> tuple[int, int, float]:
     return threads, memory, ticks / TICKS
 
 
-def _memory(task: str) -> int:
-    """Bytes in memory that are not a file's: those of the heap, stacks and shared mappings."""
-    total = 0
-    for line in _read_if_there(f"{task}/status").splitlines():
-        if line.startswith(("RssAnon", "RssShmem")):
-            total += int(line.split()[1]) << 10
-    return total
+def memory_held(status: bytes) -> int:
+    """Bytes of memory that are not a file's, by a /proc/PID/status: those of the heap, stacks and
+    shared mappings, swapped out or not.
+
+    The lines end with a newline and nothing else: `splitlines` would break one at a carriage return
+    in the process's name, which could then pass for a line of its own.
+    """
+    counted = (b"RssAnon:", b"RssShmem:", b"VmSwap:", b"HugetlbPages:")
+    lines = [line for line in status.split(b"\n") if line.startswith(counted)]
+    return sum(int(line.split()[1]) << 10 for line in lines)
 
 
-def _read_if_there(path: str) -> str:
+def _read_if_there(path: str) -> bytes:
     """Nothing where a thread has just ended: else one after another would hide all the rest."""
     try:
-        return _read_text(path)
+        return _read(path)
     except (FileNotFoundError, ProcessLookupError):
-        return ""
+        return b""
 
 
-def _read_text(path: str) -> str:
+def _read(path: str) -> bytes:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        text = b""
+        content = b""
         while chunk := os.read(descriptor, CHUNK):
-            text += chunk
-        return text.decode()
+            content += chunk
+        return content
     finally:
         os.close(descriptor)

@@ -16,12 +16,13 @@ from typing import Any
 
 from parallel.files import write_atomically
 from stages.domains.problem import Problem
+from stages.domains.rewards.endpoint import hiding
 from stages.domains.rewards.reward import Response, Reward, RewardError
 from stages.domains.rewards.settings import JudgeReward
 
 TRANSIENT = {408, 409, 425, 429}  # and all of 500 and above
 SHOWN = 300  # characters of what the judge said, in an error
-LONGEST_ANSWER = 16 << 20  # bytes
+LONGEST_ANSWER, LONGEST_REFUSAL = 16 << 20, 1 << 16  # bytes
 
 
 def make(settings: JudgeReward, directory: Path) -> Reward:
@@ -51,7 +52,8 @@ _opener = urllib.request.build_opener(_Staying)
 class Judge:
     """Asks for a verdict once: what it said is kept under a hash of the request.
 
-    Only an answer that held a score is kept. The key is in no file that the judge writes.
+    Only an answer that held a score is kept. Whatever the endpoint says is taken in without the
+    key, which it may repeat: in an error's message, the reason of a status, or its answer.
     """
 
     def __init__(self, settings: JudgeReward, cache: Path) -> None:
@@ -59,7 +61,9 @@ class Judge:
         self._cache = cache
         self._url = f"{settings.base_url.rstrip('/')}/chat/completions"
         self._headers = {"Content-Type": "application/json"}
-        if key := _key(settings):
+        key = _key(settings)
+        self._hide = hiding(key)
+        if key is not None:
             self._headers["Authorization"] = f"Bearer {key}"
 
     def score(self, rubric: str) -> float:
@@ -91,16 +95,39 @@ class Judge:
                 with _opener.open(
                     request, timeout=self._settings.request_timeout_seconds
                 ) as answer:
-                    return _content(_read(answer))
+                    return self._content(_read(answer))
             except urllib.error.HTTPError as error:
-                reason = _refusal(error)
+                reason = self._refusal(error)
                 if error.code < 500 and error.code not in TRANSIENT:
-                    raise RewardError(f"{self._url} refused: {reason}") from error
+                    # From None: the error's own text holds what the endpoint said.
+                    raise RewardError(f"{self._url} refused: {reason}") from None
             except (OSError, HTTPException, ValueError, RecursionError) as error:
-                reason = str(error) or repr(error)
+                reason = self._hide(str(error) or repr(error))
         raise RewardError(
             f"{self._url} gave no answer in {self._settings.attempts} attempts; the last: {reason}"
         )
+
+    def _content(self, answer: Any) -> str:
+        """The text of an answer. Raises ValueError where it is not one of chat completions."""
+        try:
+            content = answer["choices"][0]["message"]["content"]
+        except (KeyError, IndexError, TypeError):
+            content = None
+        if not isinstance(content, str):
+            said = self._hide(json.dumps(answer, ensure_ascii=False))
+            raise ValueError(f"not an answer of chat completions: {said[:SHOWN]}")
+        return self._hide(content)
+
+    def _refusal(self, error: urllib.error.HTTPError) -> str:
+        if target := error.headers.get("Location"):
+            said = f"it is moved to {target}; state that as base_url"
+        else:
+            try:
+                said = error.read(LONGEST_REFUSAL).decode(errors="replace")
+            except (OSError, HTTPException):  # it broke off
+                said = ""
+        # What is shown is cut off last: half a key is no longer found.
+        return f"{error.code} {self._hide(error.reason)[:SHOWN]}: {self._hide(said)[:SHOWN]}"
 
     def _verdict(self, said: str) -> float:
         found = list(re.finditer(self._settings.verdict, said))
@@ -140,27 +167,6 @@ def _read(answer: HTTPResponse) -> Any:
     if len(body) > LONGEST_ANSWER:
         raise ValueError(f"its answer is longer than {LONGEST_ANSWER >> 20} MiB")
     return json.loads(body)
-
-
-def _refusal(error: urllib.error.HTTPError) -> str:
-    if target := error.headers.get("Location"):
-        return f"{error.code} {error.reason}: it is moved to {target}; state that as base_url"
-    try:
-        said = error.read(SHOWN).decode(errors="replace")
-    except (OSError, HTTPException):  # it broke off
-        said = ""
-    return f"{error.code} {error.reason}: {said}"
-
-
-def _content(answer: Any) -> str:
-    """The text of an answer. Raises ValueError where it is not one of chat completions."""
-    try:
-        content = answer["choices"][0]["message"]["content"]
-    except (KeyError, IndexError, TypeError):
-        content = None
-    if not isinstance(content, str):
-        raise ValueError(f"not an answer of chat completions: {json.dumps(answer)[:SHOWN]}")
-    return content
 
 
 def _kept(file: Path) -> str | None:
