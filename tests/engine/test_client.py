@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from engine_settings import ENGINE
 
+from parallel.files import RESTART_REQUEST
 from parallel.rollout.client import EngineClient, EngineError, EngineRefused
 from parallel.rollout.engine import Engine, StepFailed
 from parallel.rollout.server import Server
@@ -89,6 +91,70 @@ def test_an_engine_of_another_version_is_refused(impostor: Impostor) -> None:
     client = impostor({"describe": described(protocol=1)})
     with pytest.raises(EngineRefused, match=f"engine 0 speaks version 1 .* version {PROTOCOL}"):
         client.connect()
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that waits for fractions of a second."""
+    monkeypatch.setattr("parallel.rollout.client.HEALTH_SECONDS", 0.1)
+    monkeypatch.setattr("parallel.rollout.client.LAUNCHER_SECONDS", 0.0)
+
+
+def replaced(client: EngineClient, process: int) -> None:
+    """Do the launcher's part: remove a restart request and publish another process's address."""
+    known = msgspec.json.decode(client.address_file.read_bytes(), type=Address)
+    client.address_file.with_name(RESTART_REQUEST).unlink()
+    changed = msgspec.structs.replace(known, pid=process, instance=str(process))
+    client.address_file.write_bytes(msgspec.json.encode(changed))
+
+
+@pytest.mark.usefixtures("hurried")
+def test_an_engine_that_is_silent_at_first_is_asked_again(impostor: Impostor) -> None:
+    answers: dict[str, bytes] = {}
+    client = impostor(answers)
+    client.settings = ENGINE.model_copy(update={"start_timeout_seconds": 20})
+    threading.Timer(0.5, answers.update, [{"describe": described()}]).start()
+    assert client.connect() == DESCRIPTION
+    assert not client.address_file.with_name(RESTART_REQUEST).exists()
+
+
+@pytest.mark.usefixtures("hurried")
+def test_an_engine_that_stays_silent_is_replaced(impostor: Impostor) -> None:
+    answers: dict[str, bytes] = {}
+    client = impostor(answers)
+    timeouts = {"start_timeout_seconds": 20, "hang_timeout_seconds": 0.3}
+    client.settings = ENGINE.model_copy(update=timeouts)
+    asked = client.address_file.with_name(RESTART_REQUEST)
+    reasons = []
+
+    def launch() -> None:
+        while not asked.exists():
+            time.sleep(0.01)
+        reasons.append(asked.read_text())
+        answers["describe"] = described()
+        replaced(client, process=2)
+
+    launcher = threading.Thread(target=launch, daemon=True)
+    launcher.start()
+    assert client.connect() == DESCRIPTION
+    launcher.join(5)
+    assert client.address is not None and client.address.pid == 2
+    [reason] = reasons
+    assert reason.startswith("it did not answer for 0.3 s (engine.hang_timeout_seconds); ")
+    assert "engine 0 said nothing for 0.1 s after describe" in reason
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_silent_engine_that_nobody_replaces_is_said_to_be_silent(impostor: Impostor) -> None:
+    client = impostor({})
+    timeouts = {"start_timeout_seconds": 1, "hang_timeout_seconds": 0.3}
+    client.settings = ENGINE.model_copy(update=timeouts)
+    with pytest.raises(EngineError) as caught:
+        client.connect()
+    assert str(caught.value).startswith(
+        "engine 0 was not replaced within 1 s; it did not answer for 0.3 s"
+    )
+    assert client.address_file.with_name(RESTART_REQUEST).exists()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import http.client
 import os
 import signal
 import stat
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from engine_settings import ENGINE, MODEL
 from msgspec.structs import replace
 from ranks import On
 
+from parallel.files import RESTART_REQUEST
 from parallel.rollout.client import EngineClient, EngineError, EngineRefused
 from parallel.rollout.wire import Generate, Prompt
 
@@ -175,6 +177,23 @@ def test_a_client_gives_up_an_engine_that_hangs(engine: Running, refit: Refit) -
     finally:
         os.killpg(engine.process.pid, signal.SIGCONT)
     assert reference.largest_difference(draw(impatient)) < 1e-4
+
+
+def test_an_engine_stopped_while_a_client_connects_is_asked_again(
+    engine: Running, client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at the start of a stage, when the machine was suspended or the engine swapped out."""
+    monkeypatch.setattr("parallel.rollout.client.HEALTH_SECONDS", 1.0)
+    monkeypatch.setattr("parallel.rollout.client.LAUNCHER_SECONDS", 0.0)
+    late = EngineClient(engine.address, ENGINE.model_copy(update={"start_timeout_seconds": 30}))
+    os.killpg(engine.process.pid, signal.SIGSTOP)
+    wake = threading.Timer(3, os.killpg, [engine.process.pid, signal.SIGCONT])
+    wake.start()
+    try:
+        assert late.connect() == client.describe()
+    finally:
+        wake.join()
+    assert not engine.address.with_name(RESTART_REQUEST).exists()
 
 
 def test_strangers_are_refused(client: EngineClient, engine: Running) -> None:
