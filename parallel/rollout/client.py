@@ -31,6 +31,7 @@ Answer = TypeVar("Answer")
 POLL_SECONDS = 0.05
 LAUNCHER_SECONDS = 60.0  # what the launcher may take to see that an engine is gone
 HEALTH_SECONDS = 5.0  # what an engine may take to say that it lives
+LARGEST_ANSWER = 1 << 20  # bytes, of one that is no stream; the largest real one is an error's text
 
 
 class EngineError(RuntimeError):
@@ -183,7 +184,7 @@ class EngineClient:
 
     def _call(self, name: str, body: Any, answer: type[Answer] | None, seconds: float) -> Any:
         with self._answer(name, body, seconds) as stream:
-            return msgspec.msgpack.decode(stream.read(), type=answer or Any)
+            return msgspec.msgpack.decode(_whole(stream), type=answer or Any)
 
     def _stream(self, name: str, body: Any) -> Iterator[Generation | Refitted | Failure | None]:
         """The messages that answer a call, and None for each sign of life."""
@@ -213,9 +214,20 @@ class EngineClient:
             response = connection.getresponse()
             if response.status == http.HTTPStatus.OK:
                 return response
-            failure = msgspec.msgpack.decode(response.read(), type=Failure)
+            failure = msgspec.msgpack.decode(_whole(response), type=Failure)
         except TimeoutError as error:
             raise EngineError(f"{self.name} said nothing for {seconds:g} s after {name}") from error
         except (OSError, http.client.HTTPException, msgspec.MsgspecError) as error:
             raise EngineError(f"{self.name} did not answer {name}: {error!r}") from error
         raise EngineRefused(f"{self.name} refused {name}: {failure.error}")
+
+
+def _whole(response: http.client.HTTPResponse) -> bytes:
+    """Read a short answer to its end.
+
+    Raises HTTPException where it has more than LARGEST_ANSWER bytes, of which no more are read.
+    """
+    data = response.read(LARGEST_ANSWER + 1)
+    if len(data) > LARGEST_ANSWER:
+        raise http.client.HTTPException(f"more than {LARGEST_ANSWER} bytes")
+    return data

@@ -22,6 +22,7 @@ from parallel.rollout.engine import Engine, StepFailed
 from parallel.rollout.server import Server
 from parallel.rollout.wire import (
     BEAT,
+    LENGTH_BYTES,
     PROTOCOL,
     Address,
     Description,
@@ -30,6 +31,7 @@ from parallel.rollout.wire import (
     Refit,
     Sampling,
     frame,
+    frames,
 )
 
 DESCRIPTION = Description(
@@ -44,23 +46,23 @@ DESCRIPTION = Description(
 )
 GENERATION = Generation(0, b"", b"", b"", (0, 1, 2), False, b"")
 
-Impostor = Callable[[dict[str, bytes]], EngineClient]
+Impostor = Callable[..., EngineClient]
 
 
 @pytest.fixture
 def impostor(tmp_path: Path) -> Iterator[Impostor]:
-    """`impostor(answers)`: a client of a server that answers each call with those bytes, and one
-    that has none with silence."""
+    """`impostor(answers, status=200)`: a client of a server that answers each call so, and
+    one that is not among them with silence."""
     servers = []
 
-    def start(answers: dict[str, bytes]) -> EngineClient:
+    def start(answers: dict[str, bytes], status: int = 200) -> EngineClient:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 self.rfile.read(int(self.headers["Content-Length"]))
                 if self.path.removeprefix("/") not in answers:
                     self.rfile.read(1)  # until the client goes away
                     return
-                self.send_response(200)
+                self.send_response(status)
                 self.end_headers()
                 self.wfile.write(answers[self.path.removeprefix("/")])
 
@@ -226,6 +228,27 @@ def test_garbage_for_an_answer_is_an_error(impostor: Impostor) -> None:
     with pytest.raises(EngineError, match="engine 0 broke off its answer to stop"):
         client.stop()
     assert not client.healthy()
+
+
+@pytest.mark.parametrize("status", [200, 500])
+def test_an_answer_larger_than_any_is_not_read(impostor: Impostor, status: int) -> None:
+    client = impostor({"describe": described(host="h" * (2 << 20))}, status)
+    client.address = msgspec.json.decode(client.address_file.read_bytes(), type=Address)
+    with pytest.raises(EngineError, match=r"engine 0 .* describe: .*more than 1048576 bytes"):
+        client.describe()
+
+
+def test_a_message_larger_than_any_is_not_read() -> None:
+    asked = []
+
+    class Endless:
+        def read(self, size: int) -> bytes:
+            asked.append(size)
+            return b"\xff" * LENGTH_BYTES
+
+    with pytest.raises(EOFError, match="a message of 4294967295 bytes"):
+        next(frames(Endless()))
+    assert asked == [LENGTH_BYTES]
 
 
 def test_a_file_that_holds_no_address_is_named(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import os
 import signal
+import socket
 import stat
 import threading
 import time
@@ -206,6 +207,27 @@ def test_strangers_are_refused(client: EngineClient, engine: Running) -> None:
         assert client.address.token.encode() not in response.read()
     assert stat.S_IMODE(engine.address.stat().st_mode) == 0o600
     assert client.healthy()
+
+
+def test_what_is_no_request_leaves_nothing_in_the_log(
+    client: EngineClient, engine: Running
+) -> None:
+    """Strangers who reach the port can fill no disk; what they get is an answer of HTTP's."""
+    assert client.address is not None
+    log = engine.directory / "engine.log"
+    before = log.stat().st_size
+    for junk in (
+        b"no request\r\n\r\n",
+        b"POST /join HTTP/1.1\r\nX: " + bytes(range(256)) + b"\r\n\r\n",
+        b"POST /join HTTP/1.1\r\nX: " + b"y" * (1 << 16) + b"\r\n\r\n",
+        b"POST http://[join/ HTTP/1.1\r\n\r\n",
+        b"POST /join HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nZ\r\n",
+    ):
+        with socket.create_connection((client.address.host, client.address.port), 10) as stranger:
+            stranger.sendall(junk)
+            assert stranger.recv(1 << 16).startswith(b"HTTP/1.")
+    assert client.healthy()
+    assert log.read_bytes()[before:] == b""
 
 
 def test_an_engine_that_never_comes_is_named(
