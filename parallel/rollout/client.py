@@ -31,6 +31,7 @@ Answer = TypeVar("Answer")
 POLL_SECONDS = 0.05
 LAUNCHER_SECONDS = 60.0  # what the launcher may take to see that an engine is gone
 HEALTH_SECONDS = 5.0  # what an engine may take to say that it lives
+LARGEST_ANSWER = 1 << 20  # bytes, of one that is no stream; the largest real one is an error's text
 
 
 class EngineError(RuntimeError):
@@ -58,34 +59,59 @@ class EngineClient:
         return f"engine {self.address_file.parent.name}"
 
     def connect(self) -> Description:
-        """Wait for an engine that is not the last one this client knew, and ask what it is.
+        """Wait for an engine other than the last one this client gave up; return what it is.
 
-        Raises EngineError when none comes; the launcher, which has engine.start_timeout_seconds for
-        a start, ends the stage before that.
+        An engine that publishes its address but does not answer is asked again until
+        engine.hang_timeout_seconds have passed, then the launcher is asked for a replacement.
+
+        Raises:
+            EngineRefused: it speaks another version of the protocol.
+            EngineError: none published an address in time, or a silent one was not replaced. The
+                launcher, which allows engine.start_timeout_seconds for a start, ends the stage
+                before that.
         """
         wait = self.settings.start_timeout_seconds + LAUNCHER_SECONDS
+        late = f"was not ready after {wait:g} s (engine.start_timeout_seconds)"
+        missing = f"{late}; it would have written {self.address_file}"
         deadline = time.monotonic() + wait
         while time.monotonic() < deadline:
-            if self.replaced():
-                self.address = self._read_address()
-                try:
-                    return self.describe()
-                except EngineRefused:
-                    raise
-                except EngineError:
-                    continue  # it died again; the launcher starts another
+            if (found := self._newcomer()) is None:
+                time.sleep(POLL_SECONDS)
+                continue
+            self.address = found
+            try:
+                return self._describe_patiently()
+            except EngineRefused:
+                raise
+            except EngineError as error:
+                self.give_up(str(error))
+                missing = f"was not replaced within {wait:g} s; {error}"
+            deadline = time.monotonic() + wait
+        raise EngineError(f"{self.name} {missing}")
+
+    def _describe_patiently(self) -> Description:
+        """Ask what the engine is until it answers.
+
+        Raises EngineRefused as `describe` does, and EngineError when it stays silent for
+        engine.hang_timeout_seconds or another process has taken its place.
+        """
+        allowed = self.settings.hang_timeout_seconds
+        deadline = time.monotonic() + allowed
+        while not self.replaced():
+            try:
+                return self.describe()
+            except EngineRefused:
+                raise
+            except EngineError as error:  # it is stopped or swapped out, or has just died
+                if time.monotonic() > deadline:
+                    silence = f"it did not answer for {allowed:g} s (engine.hang_timeout_seconds)"
+                    raise EngineError(f"{silence}; {error}") from error
             time.sleep(POLL_SECONDS)
-        raise EngineError(
-            f"{self.name} was not ready after {wait:g} s (engine.start_timeout_seconds); it would"
-            f" have written {self.address_file}"
-        )
+        raise EngineError("another process took its place")
 
     def replaced(self) -> bool:
-        """Whether an engine is there that is not the last one this client knew."""
-        found = self._read_address()
-        return found is not None and (
-            self.address is None or found.instance != self.address.instance
-        )
+        """Return True when an engine has an address and is not the last one this client knew."""
+        return self._newcomer() is not None
 
     def give_up(self, reason: str) -> None:
         """Ask the launcher to replace this engine; the next `connect` waits for the new one."""
@@ -144,6 +170,10 @@ class EngineClient:
             )
         return described
 
+    def _newcomer(self) -> Address | None:
+        found, known = self._read_address(), self.address
+        return found if found and (known is None or found.instance != known.instance) else None
+
     def _read_address(self) -> Address | None:
         try:
             return msgspec.json.decode(self.address_file.read_bytes(), type=Address)
@@ -154,7 +184,7 @@ class EngineClient:
 
     def _call(self, name: str, body: Any, answer: type[Answer] | None, seconds: float) -> Any:
         with self._answer(name, body, seconds) as stream:
-            return msgspec.msgpack.decode(stream.read(), type=answer or Any)
+            return msgspec.msgpack.decode(_whole(stream), type=answer or Any)
 
     def _stream(self, name: str, body: Any) -> Iterator[Generation | Refitted | Failure | None]:
         """The messages that answer a call, and None for each sign of life."""
@@ -184,9 +214,20 @@ class EngineClient:
             response = connection.getresponse()
             if response.status == http.HTTPStatus.OK:
                 return response
-            failure = msgspec.msgpack.decode(response.read(), type=Failure)
+            failure = msgspec.msgpack.decode(_whole(response), type=Failure)
         except TimeoutError as error:
             raise EngineError(f"{self.name} said nothing for {seconds:g} s after {name}") from error
         except (OSError, http.client.HTTPException, msgspec.MsgspecError) as error:
             raise EngineError(f"{self.name} did not answer {name}: {error!r}") from error
         raise EngineRefused(f"{self.name} refused {name}: {failure.error}")
+
+
+def _whole(response: http.client.HTTPResponse) -> bytes:
+    """Read a short answer to its end.
+
+    Raises HTTPException where it has more than LARGEST_ANSWER bytes, of which no more are read.
+    """
+    data = response.read(LARGEST_ANSWER + 1)
+    if len(data) > LARGEST_ANSWER:
+        raise http.client.HTTPException(f"more than {LARGEST_ANSWER} bytes")
+    return data

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import os
 import secrets
 import sys
@@ -24,10 +25,17 @@ from aiohttp import web
 from parallel.last_word import say_last_word
 from parallel.network import address_of
 from parallel.rollout.engine import BEAT_SECONDS, Engine, StepFailed
-from parallel.rollout.wire import BEAT, Address, Failure, Generate, Join, Refit, frame
+from parallel.rollout.wire import (
+    BEAT,
+    LARGEST_MESSAGE,
+    Address,
+    Failure,
+    Generate,
+    Join,
+    Refit,
+    frame,
+)
 from parallel.settings import EngineJob
-
-LARGEST_REQUEST = 1 << 30  # bytes
 
 
 class Server:
@@ -39,7 +47,7 @@ class Server:
 
     def application(self) -> web.Application:
         """One route a call; strangers get no further than the token."""
-        application = web.Application(middlewares=[self._guard], client_max_size=LARGEST_REQUEST)
+        application = web.Application(middlewares=[self._guard], client_max_size=LARGEST_MESSAGE)
         engine = self.engine
         application.add_routes(
             [
@@ -131,6 +139,9 @@ async def _serve(engine: Engine, address: Path, interface: str) -> None:
     except Exception as error:
         say_last_word(f"the engine cannot serve this run: {error}")
         raise
+    # `Server._guard` answers the handlers' own errors. What is left for aiohttp to log is requests
+    # that are not HTTP, each with a traceback: anybody who reaches the port could fill the disk.
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     server = Server(engine)
     runner = web.AppRunner(server.application(), access_log=None)
     await runner.setup()

@@ -12,6 +12,7 @@ from parallel.settings import ModelSettings
 
 PROTOCOL = 4  # of this file; both ends must speak the same
 
+LARGEST_MESSAGE = 1 << 30  # bytes, of a request or of one message of a streamed answer
 LENGTH_BYTES = 4  # of a streamed answer's frames, each led by its length, big-endian
 BEAT = bytes(LENGTH_BYTES)  # an empty frame: no answer yet, but the engine is at work
 
@@ -174,13 +175,15 @@ class Readable(Protocol):
 def frames(source: Readable) -> Iterator[Generation | Refitted | Failure | None]:
     """The messages of a streamed answer; None for a beat.
 
-    Raises EOFError when the stream ends within one.
+    Raises EOFError when the stream ends within one, or one is longer than LARGEST_MESSAGE.
     """
     while header := source.read(LENGTH_BYTES):
         if header == BEAT:
             yield None
             continue
         size = int.from_bytes(header, "big")
+        if size > LARGEST_MESSAGE:
+            raise EOFError(f"a message of {size} bytes; at most {LARGEST_MESSAGE} are read")
         data = source.read(size)
         if len(header) < LENGTH_BYTES or len(data) < size:
             raise EOFError("the stream ended within a message")

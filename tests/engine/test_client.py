@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,11 +16,13 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from engine_settings import ENGINE
 
+from parallel.files import RESTART_REQUEST
 from parallel.rollout.client import EngineClient, EngineError, EngineRefused
 from parallel.rollout.engine import Engine, StepFailed
 from parallel.rollout.server import Server
 from parallel.rollout.wire import (
     BEAT,
+    LENGTH_BYTES,
     PROTOCOL,
     Address,
     Description,
@@ -28,6 +31,7 @@ from parallel.rollout.wire import (
     Refit,
     Sampling,
     frame,
+    frames,
 )
 
 DESCRIPTION = Description(
@@ -42,23 +46,23 @@ DESCRIPTION = Description(
 )
 GENERATION = Generation(0, b"", b"", b"", (0, 1, 2), False, b"")
 
-Impostor = Callable[[dict[str, bytes]], EngineClient]
+Impostor = Callable[..., EngineClient]
 
 
 @pytest.fixture
 def impostor(tmp_path: Path) -> Iterator[Impostor]:
-    """`impostor(answers)`: a client of a server that answers each call with those bytes, and one
-    that has none with silence."""
+    """`impostor(answers, status=200)`: a client of a server that answers each call so, and
+    one that is not among them with silence."""
     servers = []
 
-    def start(answers: dict[str, bytes]) -> EngineClient:
+    def start(answers: dict[str, bytes], status: int = 200) -> EngineClient:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 self.rfile.read(int(self.headers["Content-Length"]))
                 if self.path.removeprefix("/") not in answers:
                     self.rfile.read(1)  # until the client goes away
                     return
-                self.send_response(200)
+                self.send_response(status)
                 self.end_headers()
                 self.wfile.write(answers[self.path.removeprefix("/")])
 
@@ -89,6 +93,70 @@ def test_an_engine_of_another_version_is_refused(impostor: Impostor) -> None:
     client = impostor({"describe": described(protocol=1)})
     with pytest.raises(EngineRefused, match=f"engine 0 speaks version 1 .* version {PROTOCOL}"):
         client.connect()
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that waits for fractions of a second."""
+    monkeypatch.setattr("parallel.rollout.client.HEALTH_SECONDS", 0.1)
+    monkeypatch.setattr("parallel.rollout.client.LAUNCHER_SECONDS", 0.0)
+
+
+def replaced(client: EngineClient, process: int) -> None:
+    """Do the launcher's part: remove a restart request and publish another process's address."""
+    known = msgspec.json.decode(client.address_file.read_bytes(), type=Address)
+    client.address_file.with_name(RESTART_REQUEST).unlink()
+    changed = msgspec.structs.replace(known, pid=process, instance=str(process))
+    client.address_file.write_bytes(msgspec.json.encode(changed))
+
+
+@pytest.mark.usefixtures("hurried")
+def test_an_engine_that_is_silent_at_first_is_asked_again(impostor: Impostor) -> None:
+    answers: dict[str, bytes] = {}
+    client = impostor(answers)
+    client.settings = ENGINE.model_copy(update={"start_timeout_seconds": 20})
+    threading.Timer(0.5, answers.update, [{"describe": described()}]).start()
+    assert client.connect() == DESCRIPTION
+    assert not client.address_file.with_name(RESTART_REQUEST).exists()
+
+
+@pytest.mark.usefixtures("hurried")
+def test_an_engine_that_stays_silent_is_replaced(impostor: Impostor) -> None:
+    answers: dict[str, bytes] = {}
+    client = impostor(answers)
+    timeouts = {"start_timeout_seconds": 20, "hang_timeout_seconds": 0.3}
+    client.settings = ENGINE.model_copy(update=timeouts)
+    asked = client.address_file.with_name(RESTART_REQUEST)
+    reasons = []
+
+    def launch() -> None:
+        while not asked.exists():
+            time.sleep(0.01)
+        reasons.append(asked.read_text())
+        answers["describe"] = described()
+        replaced(client, process=2)
+
+    launcher = threading.Thread(target=launch, daemon=True)
+    launcher.start()
+    assert client.connect() == DESCRIPTION
+    launcher.join(5)
+    assert client.address is not None and client.address.pid == 2
+    [reason] = reasons
+    assert reason.startswith("it did not answer for 0.3 s (engine.hang_timeout_seconds); ")
+    assert "engine 0 said nothing for 0.1 s after describe" in reason
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_silent_engine_that_nobody_replaces_is_said_to_be_silent(impostor: Impostor) -> None:
+    client = impostor({})
+    timeouts = {"start_timeout_seconds": 1, "hang_timeout_seconds": 0.3}
+    client.settings = ENGINE.model_copy(update=timeouts)
+    with pytest.raises(EngineError) as caught:
+        client.connect()
+    assert str(caught.value).startswith(
+        "engine 0 was not replaced within 1 s; it did not answer for 0.3 s"
+    )
+    assert client.address_file.with_name(RESTART_REQUEST).exists()
 
 
 @pytest.mark.parametrize(
@@ -160,6 +228,27 @@ def test_garbage_for_an_answer_is_an_error(impostor: Impostor) -> None:
     with pytest.raises(EngineError, match="engine 0 broke off its answer to stop"):
         client.stop()
     assert not client.healthy()
+
+
+@pytest.mark.parametrize("status", [200, 500])
+def test_an_answer_larger_than_any_is_not_read(impostor: Impostor, status: int) -> None:
+    client = impostor({"describe": described(host="h" * (2 << 20))}, status)
+    client.address = msgspec.json.decode(client.address_file.read_bytes(), type=Address)
+    with pytest.raises(EngineError, match=r"engine 0 .* describe: .*more than 1048576 bytes"):
+        client.describe()
+
+
+def test_a_message_larger_than_any_is_not_read() -> None:
+    asked = []
+
+    class Endless:
+        def read(self, size: int) -> bytes:
+            asked.append(size)
+            return b"\xff" * LENGTH_BYTES
+
+    with pytest.raises(EOFError, match="a message of 4294967295 bytes"):
+        next(frames(Endless()))
+    assert asked == [LENGTH_BYTES]
 
 
 def test_a_file_that_holds_no_address_is_named(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import http.client
 import os
 import signal
+import socket
 import stat
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +22,7 @@ from engine_settings import ENGINE, MODEL
 from msgspec.structs import replace
 from ranks import On
 
+from parallel.files import RESTART_REQUEST
 from parallel.rollout.client import EngineClient, EngineError, EngineRefused
 from parallel.rollout.wire import Generate, Prompt
 
@@ -177,6 +180,23 @@ def test_a_client_gives_up_an_engine_that_hangs(engine: Running, refit: Refit) -
     assert reference.largest_difference(draw(impatient)) < 1e-4
 
 
+def test_an_engine_stopped_while_a_client_connects_is_asked_again(
+    engine: Running, client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at the start of a stage, when the machine was suspended or the engine swapped out."""
+    monkeypatch.setattr("parallel.rollout.client.HEALTH_SECONDS", 1.0)
+    monkeypatch.setattr("parallel.rollout.client.LAUNCHER_SECONDS", 0.0)
+    late = EngineClient(engine.address, ENGINE.model_copy(update={"start_timeout_seconds": 30}))
+    os.killpg(engine.process.pid, signal.SIGSTOP)
+    wake = threading.Timer(3, os.killpg, [engine.process.pid, signal.SIGCONT])
+    wake.start()
+    try:
+        assert late.connect() == client.describe()
+    finally:
+        wake.join()
+    assert not engine.address.with_name(RESTART_REQUEST).exists()
+
+
 def test_strangers_are_refused(client: EngineClient, engine: Running) -> None:
     assert client.address is not None
     connection = http.client.HTTPConnection(client.address.host, client.address.port, timeout=10)
@@ -187,6 +207,27 @@ def test_strangers_are_refused(client: EngineClient, engine: Running) -> None:
         assert client.address.token.encode() not in response.read()
     assert stat.S_IMODE(engine.address.stat().st_mode) == 0o600
     assert client.healthy()
+
+
+def test_what_is_no_request_leaves_nothing_in_the_log(
+    client: EngineClient, engine: Running
+) -> None:
+    """Strangers who reach the port can fill no disk; what they get is an answer of HTTP's."""
+    assert client.address is not None
+    log = engine.directory / "engine.log"
+    before = log.stat().st_size
+    for junk in (
+        b"no request\r\n\r\n",
+        b"POST /join HTTP/1.1\r\nX: " + bytes(range(256)) + b"\r\n\r\n",
+        b"POST /join HTTP/1.1\r\nX: " + b"y" * (1 << 16) + b"\r\n\r\n",
+        b"POST http://[join/ HTTP/1.1\r\n\r\n",
+        b"POST /join HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nZ\r\n",
+    ):
+        with socket.create_connection((client.address.host, client.address.port), 10) as stranger:
+            stranger.sendall(junk)
+            assert stranger.recv(1 << 16).startswith(b"HTTP/1.")
+    assert client.healthy()
+    assert log.read_bytes()[before:] == b""
 
 
 def test_an_engine_that_never_comes_is_named(
