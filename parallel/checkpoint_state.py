@@ -46,10 +46,12 @@ def weights(policy: Policy, head: bool = True) -> State:
         number: chunk.sharded_state_dict(metadata=dict(METADATA))
         for number, chunk in enumerate(policy.chunks)
     }
-    if not head:
-        for shards in state.values():
-            for name in filter(_of_head, shards):
-                shards[name] = LocalNonpersistentObject(shards[name].data)
+    for shards in state.values():
+        for name, shard in shards.items():
+            # A layer's objects are TransformerEngine's scales of 8-bit formats, which no policy
+            # has, and TransformerEngine unpickles what it is given of them.
+            if isinstance(shard, ShardedObject) or (not head and _of_head(name)):
+                shards[name] = LocalNonpersistentObject(shard.data)
     return state
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from parallel import checkpoint_state
+from parallel.checkpoint_reader import CheckpointRefused
 from parallel.distributed import gather, layout_sizes, on_main
 from parallel.files import CHECKSUMS, STATE, checkpoint_folders, digest_of, read_checkpoint
 from parallel.policy import Policy, TrainedPolicy
@@ -53,7 +56,8 @@ def load_training(policy: TrainedPolicy, checkpoint: Path) -> dict[str, Any]:
     numbers then go on afresh. Raises CheckpointError when the checkpoint is of another model or
     another kind of optimizer. Collective.
     """
-    common = dist_checkpointing.load_common_state_dict(str(checkpoint))
+    with _as_checkpoint_error(checkpoint):
+        common = dist_checkpointing.load_common_state_dict(str(checkpoint))
     _restore(policy, checkpoint, common["updates"])
     for name, other in policy.companions.items():
         _restore(other, checkpoint, common["companions"][name]["updates"], f"{name}.")
@@ -111,10 +115,21 @@ def _read(state: checkpoint_state.State, checkpoint: Path) -> dict[str, Any]:
         get_default_load_sharded_strategy(str(checkpoint)),
         parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
-    try:
+    with _as_checkpoint_error(checkpoint):
         return dist_checkpointing.load(state, str(checkpoint), strategy)
+
+
+@contextmanager
+def _as_checkpoint_error(checkpoint: Path) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointRefused as refused:
+        raise CheckpointError(str(refused)) from refused
     # torch wraps what a reader raised into a BaseException of its own.
     except CheckpointException as error:
+        refusals = [each for each, _ in error.failures.values()]
+        if found := [str(each) for each in refusals if isinstance(each, CheckpointRefused)]:
+            raise CheckpointError(min(found)) from error
         raise CheckpointError(f"cannot read {checkpoint}: {reason(error)}") from error
 
 

@@ -26,6 +26,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from parallel import checkpoint_reader
 from parallel.adam import GroupStepAdam
 
 CPU = torch.device("cpu")
@@ -255,9 +256,11 @@ def _mend_megatron() -> None:
 
 
 def _mend_checkpoints() -> None:
-    """Replace what megatron-core 0.16.1 cannot checkpoint, or writes in a way that may hang."""
+    """Replace what megatron-core 0.16.1 cannot checkpoint, writes in a way that may hang, or reads
+    in a way that runs what it reads."""
     _count_adams_steps_by_group()
     _write_checkpoints_here()
+    checkpoint_reader.use_for_megatron()
 
 
 def _count_adams_steps_by_group() -> None:

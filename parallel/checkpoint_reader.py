@@ -1,0 +1,194 @@
+"""Reads checkpoints of megatron-core as data: nothing in their files is called.
+
+megatron-core unpickles three things: `.metadata`, the objects among the tensors (`*.distcp`), and
+`common.pt`. A pickle may call any function there is, and checksums.json does not help: whoever
+changed a file can take the checksum again. So each of the three is read here by an unpickler that
+knows only what such a file needs, and refuses everything else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import re
+from functools import cache
+from io import BytesIO
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+METADATA_FILE = ".metadata"
+COMMON_FILE = "common.pt"
+# What `.metadata` is made of: torch's own dataclasses and enums, which hold data and call nothing.
+NEEDED = {
+    "torch": ("Size",),
+    # Finds one of torch's few layouts by its name.
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.planner": (
+        "SavePlan",
+        "TensorWriteData",
+        "WriteItem",
+        "WriteItemType",
+    ),
+}
+
+
+class CheckpointRefused(Exception):
+    """A file of a checkpoint is not what megatron-core writes; the message says what to do."""
+
+
+class CheckpointReader(FileSystemReader):
+    """Torch's reader of a checkpoint's directory, whose metadata are read once and as data.
+
+    Raises:
+        CheckpointRefused: `.metadata` holds something else.
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        # Not in `read_metadata`: torch would log what that raises as "not found" and wrap it.
+        self._metadata = _read_metadata(Path(directory))
+        self._metadata.storage_meta.load_id = self.load_id
+
+    def read_metadata(self) -> Metadata:  # type: ignore[override]  # of one rank's files
+        """Return the metadata."""
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the tensors and objects of a plan.
+
+        Raises:
+            CheckpointRefused: an object is more than tensors, numbers and text.
+        """
+        try:
+            return super().read_data(plan, planner)
+        except _ObjectRefused as refused:
+            file = Path(self.path) / self.storage_data[refused.item.storage_index].relative_path
+            raise _refusal(file, refused.held) from refused.__cause__
+
+
+class _ObjectRefused(Exception):
+    def __init__(self, item: ReadItem, held: str) -> None:
+        super().__init__(held)
+        self.item = item
+        self.held = held
+
+
+class _Unpickler(pickle.Unpickler):
+    """An unpickler of `.metadata`."""
+
+    def __init__(self, file: IO[bytes], path: Path) -> None:
+        super().__init__(file)
+        self._path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        # By the whole name: that of protocol 4 may have dots, as `metadata.os.system` has.
+        if (found := _needed().get((module, name))) is None:
+            raise _refusal(self._path, f"{module}.{name}")
+        return found
+
+
+@cache
+def _needed() -> dict[tuple[str, str], Any]:
+    found = {
+        (module, name): getattr(importlib.import_module(module), name)
+        for module, names in NEEDED.items()
+        for name in names
+    }
+    types = {name: each for name, each in vars(torch).items() if isinstance(each, torch.dtype)}
+    return found | {("torch", name): each for name, each in types.items()}
+
+
+def use_for_megatron() -> None:
+    """Have megatron-core read checkpoints by what is here, whoever asks it to."""
+    strategies = "megatron.core.dist_checkpointing.strategies"
+    tensors: Any = importlib.import_module(f"{strategies}.torch")
+    common: Any = importlib.import_module(f"{strategies}.common")
+    tensors._get_filesystem_reader = lambda directory, **_: CheckpointReader(directory)
+    tensors.MCoreLoadPlanner.load_bytes = _load_object
+    common.TorchCommonLoadStrategy.load_common = lambda self, directory: _load_common(directory)
+
+
+def _read_metadata(checkpoint: Path) -> Any:
+    path = checkpoint / METADATA_FILE
+    with path.open("rb") as file:
+        try:
+            found = _Unpickler(file, path).load()
+            names = [each.relative_path for each in found.storage_data.values()]
+            found.storage_meta.load_id = None
+        except (CheckpointRefused, OSError):
+            raise
+        except Exception as error:  # what is damaged raises whatever it likes
+            raise _damage(path, error) from error
+    # The checksums and the owner of the run answer for the files of the checkpoint alone.
+    if elsewhere := [name for name in names if Path(name).name != name]:
+        raise CheckpointRefused(
+            f"{path}: names {elsewhere[0]}, which is not in the checkpoint; {_advice(checkpoint)}"
+        )
+    return found
+
+
+def _load_object(self: Any, item: ReadItem, value: BytesIO) -> None:
+    """Take an object, such as the random generators' states; torch's own would unpickle all."""
+    try:
+        loaded = torch.load(value, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise _ObjectRefused(item, _global_in(error)) from error
+    traverse: Any = importlib.import_module("torch.distributed.checkpoint._traverse")
+    traverse.set_element(self.original_state_dict, self.mappings[item.dest_index.fqn], loaded)
+
+
+def _load_common(checkpoint: str | Path) -> Any:
+    path = Path(checkpoint) / COMMON_FILE
+    try:
+        # Said here: by default, an environment variable decides.
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise _refusal(path, _global_in(error)) from error
+    except OSError:
+        raise
+    except Exception as error:  # what is damaged raises whatever it likes
+        raise _damage(path, error) from error
+
+
+def _global_in(error: pickle.UnpicklingError) -> str:
+    """What torch's unpickler refused, by its message; it names no more than torch.save writes."""
+    found = re.search(r"GLOBAL ([\w.]+)", str(error))
+    return found[1].rstrip(".") if found else "a pickle that torch.save does not write"
+
+
+def _refusal(path: Path, held: str) -> CheckpointRefused:
+    return CheckpointRefused(
+        f"{path}: holds {held}, which no checkpoint needs and which may run commands when it is "
+        f"loaded; {_advice(path.parent)}"
+    )
+
+
+def _damage(path: Path, error: Exception) -> CheckpointRefused:
+    why = f"({type(error).__name__}: {error})"
+    return CheckpointRefused(
+        f"{path}: is not what megatron-core writes {why}; {_advice(path.parent)}"
+    )
+
+
+def _advice(checkpoint: Path) -> str:
+    return (
+        f"find out who changed it, then remove {checkpoint} and resume the run: its stage "
+        "continues from the checkpoint before"
+    )

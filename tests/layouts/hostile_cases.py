@@ -1,0 +1,158 @@
+"""Checkpoints that run a command when they are unpickled, and what the ranks do with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cases import build
+from checkpoint_cases import KINDS
+
+from parallel.files import digest_of
+from parallel.settings import LayoutSettings
+
+HIDDEN = "evil.distcp"  # where a payload among the tensors lies
+
+
+class Evil:
+    """Pickled, a call of os.system that leaves a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, (f"touch '{self.marker}'",)
+
+
+def in_metadata(checkpoint: Path, marker: Path) -> str:
+    """All of `.metadata` is the call."""
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
+    return ".metadata"
+
+
+def in_planner_data(checkpoint: Path, marker: Path) -> str:
+    """The call is deep in metadata that are otherwise whole."""
+    return change_metadata(checkpoint, lambda found: setattr(found, "planner_data", [Evil(marker)]))
+
+
+def through_an_allowed_module(checkpoint: Path, marker: Path) -> str:
+    """`torch.distributed.checkpoint.metadata.os.system`, which protocol 4 follows by its dots."""
+    command = f"touch '{marker}'".encode()
+    module, name = b"torch.distributed.checkpoint.metadata", b"os.system"
+    parts = [b"\x80\x04"]
+    parts += [b"\x8c" + bytes([len(text)]) + text for text in (module, name)]
+    parts += [b"\x93\x8c", bytes([len(command)]), command, b"\x85R."]
+    (checkpoint / ".metadata").write_bytes(b"".join(parts))
+    return ".metadata"
+
+
+def in_random_numbers(checkpoint: Path, marker: Path) -> str:
+    """An object among the tensors, which torch unpickles whole."""
+
+    def point_there(found: Any) -> None:
+        [index] = [each for each in found.storage_data if each.fqn.startswith("random_numbers")]
+        found.storage_data[index] = hidden(checkpoint, marker)
+
+    change_metadata(checkpoint, point_there)
+    return HIDDEN
+
+
+def in_a_weight(checkpoint: Path, marker: Path) -> str:
+    """A weight that the metadata say is an object."""
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+    def point_there(found: Any) -> None:
+        name = "decoder.final_layernorm.weight"
+        disguised: Any = BytesStorageMetadata()
+        disguised.size = found.state_dict_metadata[name].size  # which megatron-core compares
+        found.state_dict_metadata[name] = disguised
+        found.storage_data[MetadataIndex(name)] = hidden(checkpoint, marker)
+
+    change_metadata(checkpoint, point_there)
+    return HIDDEN
+
+
+def in_common(checkpoint: Path, marker: Path) -> str:
+    """What no rank owns: the layout and the number of updates."""
+    import torch
+
+    torch.save({"updates": Evil(marker)}, checkpoint / "common.pt")
+    return "common.pt"
+
+
+def hidden(checkpoint: Path, marker: Path) -> Any:
+    import torch
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    torch.save(Evil(marker), checkpoint / HIDDEN)
+    return _StorageInfo(HIDDEN, 0, (checkpoint / HIDDEN).stat().st_size)
+
+
+def change_metadata(checkpoint: Path, change: Callable[[Any], None]) -> str:
+    path = checkpoint / ".metadata"
+    found = pickle.loads(path.read_bytes())
+    change(found)
+    path.write_bytes(pickle.dumps(found))
+    return path.name
+
+
+def seal(checkpoint: Path) -> None:
+    """Take the checksums again, as whoever changed the checkpoint would."""
+    from parallel.checkpoints import sha256
+
+    names = [path.name for path in checkpoint.iterdir() if path.name != "checksums.json"]
+    files = {name: sha256(checkpoint / name) for name in names}
+    content = {"digest": digest_of(files), "files": files}
+    (checkpoint / "checksums.json").write_text(json.dumps(content))
+
+
+def resume(layout: LayoutSettings, directory: str) -> str:
+    """The error of a stage that continues from the newest checkpoint, or nothing."""
+    from parallel import checkpoints
+
+    policy = KINDS["sgd"].build(layout)
+    found, errors = checkpoints.newest_whole(Path(directory))
+    assert found is not None and not errors
+    return error_of(lambda: checkpoints.load_training(policy, found))
+
+
+def take_weights(layout: LayoutSettings, directory: str) -> str:
+    """The error of a stage that takes another one's weights, or nothing."""
+    from parallel import checkpoints
+
+    [checkpoint] = Path(directory).iterdir()
+    return error_of(lambda: checkpoints.load_weights(build(layout), checkpoint))
+
+
+def resume_with_torch_told_otherwise(layout: LayoutSettings, directory: str) -> str:
+    """The same where the environment makes torch.load unpickle everything."""
+    os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
+    try:
+        return resume(layout, directory)
+    finally:
+        del os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"]
+
+
+def error_of(load: Callable[[], object]) -> str:
+    from parallel.checkpoints import CheckpointError
+
+    try:
+        load()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def objects_of_weights(layout: LayoutSettings) -> list[str]:
+    """What a checkpoint of the weights alone would unpickle, by name."""
+    from megatron.core.dist_checkpointing import ShardedObject
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+
+    from parallel import checkpoint_state
+
+    found = nested_values(checkpoint_state.weights(build(layout)))
+    return [each.key for each in found if isinstance(each, ShardedObject)]
