@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from pipeline.errors import BraidError, reason
 from pipeline.ledger import Event, Ledger, latest
+from pipeline.printing import say
 from pipeline.run_directory import RunDirectory
 from pipeline.slurm.queue import QueuedJob, SlurmError, is_here, queued
 from pipeline.violations import shown
@@ -51,7 +52,7 @@ def refuse_queued(run: RunDirectory) -> None:
     if unasked and is_here():
         raise BraidError(f"{unasked}; try again when it answers")
     if unasked:
-        print(unasked)
+        say(unasked)
 
 
 def adopt(run: RunDirectory) -> Mapping[str, QueuedJob]:
