@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,8 @@ from parallel.files import naming
 
 State = Literal["pending", "submitted", "running", "done", "failed", "stale"]
 
+# More than an attempt can take, about a century: the sum of any ledger's seconds stays finite.
+MOST_SECONDS = 3e9
 PUT_ASIDE = "put aside as "  # what the cause of a stage that is made anew begins with
 
 
@@ -105,7 +106,7 @@ def _event(line: str) -> Event | None:
     texts, seconds = (event.stage, event.cause), event.seconds
     sound = all(isinstance(text, str) for text in texts) and type(event.attempt) is int
     sound = sound and (event.job is None or isinstance(event.job, str))
-    counted = seconds is None or (type(seconds) in (int, float) and 0 <= seconds < math.inf)
+    counted = seconds is None or (type(seconds) in (int, float) and 0 <= seconds <= MOST_SECONDS)
     return event if sound and counted and event.state in get_args(State) else None
 
 
