@@ -29,7 +29,7 @@ from pipeline.run_directory import RunDirectory
 from pipeline.runner import cores_side_by_side, run_stages
 from pipeline.selection import chosen, following, put_aside, refuse_selection
 from pipeline.signals import Stopped
-from pipeline.slurm.jobs import queue_of, refuse_queued
+from pipeline.slurm.jobs import is_queued, queue_of, refuse_queued
 from pipeline.states import StageState, derive
 from pipeline.terminal import terminal
 from pipeline.violations import shown
@@ -112,28 +112,32 @@ def logs(arguments: Namespace) -> None:
     stages = compile_graph(settings)
     [stage] = chosen(run, stages, [arguments.stage])
 
+    of_job = arguments.rank is None and arguments.engine is None
+
     def goes_on() -> bool:
-        return _now(run, settings, stages)[stage.name].state in ("running", "submitted")
+        if _now(run, settings, stages)[stage.name].state in ("running", "submitted"):
+            return True
+        # The job prints its last lines after the ledger has its stage as done.
+        return of_job and (job := _newest_job(run, stage)) is not None and is_queued(run, job)
+
+    def output() -> Path | None:
+        """Return what the newest job printed, its progress; None where it had none here."""
+        job = _newest_job(run, stage) if of_job else None
+        return run.output_of(job) if job is not None else None
 
     directory = run.stage(stage.name)
     follow = goes_on if arguments.follow else None
     if arguments.engine is not None:
         own = directory.engines / str(arguments.engine) / "engine.log"
         print_file(own if own.exists() else run.engine(arguments.engine).log, follow)
-    elif arguments.rank is None and (output := _output(run, stage)) is not None:
-        print_file(output, follow)
     else:
-        print_log(directory, f"rank_{arguments.rank or 0}.log", follow)
+        print_log(directory, f"rank_{arguments.rank or 0}.log", follow, output)
 
 
-def _output(run: RunDirectory, stage: Stage) -> Path | None:
-    """What the newest job of a stage printed, its progress; None where it had none here."""
-    jobs = [
-        event.job
-        for event in Ledger(run.ledger).events()
-        if event.stage == stage.name and event.job is not None
-    ]
-    return run.output_of(jobs[-1]) if jobs else None
+def _newest_job(run: RunDirectory, stage: Stage) -> str | None:
+    """Return the number of the newest job that a stage had, by the ledger."""
+    events = [event for event in Ledger(run.ledger).events() if event.stage == stage.name]
+    return next((event.job for event in reversed(events) if event.job is not None), None)
 
 
 def why(arguments: Namespace) -> None:

@@ -39,6 +39,14 @@ def queue_of(
         return None, f"Slurm was not asked about this run's jobs: {reason(error)}"
 
 
+def is_queued(run: RunDirectory, number: str) -> bool:
+    """Return whether Slurm still has a job of the run; False where it does not answer."""
+    try:
+        return number in queued(run.path, [number])
+    except SlurmError:
+        return False
+
+
 def refuse_queued(run: RunDirectory) -> None:
     """Raise BraidError where Slurm has jobs of the run, or is here and does not say: they would
     begin the same stages, with what this changes, or find the run locked."""

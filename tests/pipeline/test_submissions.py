@@ -319,6 +319,66 @@ def test_logs_are_what_the_job_printed(
     assert "is empty" in braid("logs", "small", "cold_start", "--rank", "0")[1]
 
 
+def following(
+    monkeypatch: pytest.MonkeyPatch, config: Path, braid: Braid, runs: Path, slurm: Path, calls: str
+) -> Path:
+    """Have the stand-in for squeue do one of these lines of shell a call, the last one for good.
+    In them, `shows STATE` prints job 9 of cold_start, `$run` is the run's directory, and `$out`
+    what the job prints. Returns the file `$out`."""
+    monkeypatch.setattr("pipeline.logs.ASK_SECONDS", 0.0)
+    monkeypatch.setattr("pipeline.logs.LOOK_SECONDS", 0.01)
+    assert braid("run", config, "--only", "cold_start")[0] == 0
+    run = runs / "small"
+    (run / "slurm").mkdir()
+    output = run / "slurm" / "small.cold_start-9.out"
+    (slurm / "calls").write_text(calls)
+    (slurm / "squeue").write_text(
+        f"""#!/bin/bash
+run='{run}'; out='{output}'; folder=$(dirname "$0")
+shows() {{
+    printf '9\\x1f%s\\x1fNone\\x1f0:01\\x1f4:00\\x1fn1\\x1fx\\x1f/\\x1f/b/x.sbatch %s %s\\n' \\
+        "$1" "$run" cold_start
+}}
+echo >> "$folder/asked"
+number=$(wc -l < "$folder/asked") lines=$(wc -l < "$folder/calls")
+eval "$(sed -n "$((number < lines ? number : lines))p" "$folder/calls")"
+"""
+    )
+    return output
+
+
+def test_a_job_s_output_is_followed_until_the_job_has_ended(
+    monkeypatch: pytest.MonkeyPatch, braid: Braid, config: Path, runs: Path, slurm: Path
+) -> None:
+    # The ledger has the stage as done before the job prints so, and before its table of results.
+    calls = 'shows RUNNING\nshows RUNNING; echo "done in 1 s" >> "$out"\nshows COMPLETING\n:\n'
+    output = following(monkeypatch, config, braid, runs, slurm, calls)
+    output.write_text("step 2/2\n")
+    ledger = Ledger(runs / "small" / "ledger.jsonl")
+    ledger.append("cold_start", "running", "x", 1, job="9")
+    ledger.append("cold_start", "done", "finished", 1, 1.0)
+    assert braid("logs", "small", "cold_start", "-f") == (0, "step 2/2\ndone in 1 s\n", "")
+
+
+def test_a_job_that_has_not_begun_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, braid: Braid, config: Path, runs: Path, slurm: Path
+) -> None:
+    line = {"time": "2026-01-01T00:00:00+00:00", "stage": "cold_start", "attempt": 1, "cause": "x"}
+    done = json.dumps({**line, "state": "done"})
+    calls = (
+        'shows PENDING\nshows RUNNING; echo "step 1/2" >> "$out"\n'
+        f"shows RUNNING; echo '{done}' >> \"$run/ledger.jsonl\"\n"
+        ': ; echo "done in 1 s" >> "$out"\n:\n'
+    )
+    following(monkeypatch, config, braid, runs, slurm, calls)
+    Ledger(runs / "small" / "ledger.jsonl").append("cold_start", "failed", "x", 1, 1.0)
+    (runs / "small" / "stages" / "cold_start" / "attempt_1" / "rank_0.log").unlink()
+    Ledger(runs / "small" / "ledger.jsonl").submitted("cold_start", "as job 9", 1, "9")
+    code, out, err = braid("logs", "small", "cold_start", "-f")
+    assert (code, err) == (0, "")
+    assert out == "step 1/2\ndone in 1 s\n"
+
+
 def test_a_job_that_cannot_start_its_stage_says_so_in_the_ledger(
     braid: Braid,
     config: Path,
