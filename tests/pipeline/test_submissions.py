@@ -46,6 +46,57 @@ def test_a_dry_run_writes_nothing_and_prepare_the_run_s_folder(
     assert other[0] == 2
 
 
+@pytest.mark.parametrize("said", ["${job}$(touch x)", """${job}`touch x`"'\\ !;touch x;"""])
+def test_the_script_of_a_submission_runs_nothing_but_sbatch(
+    said: str, braid: Braid, config: Path, profile: Path, slurm: Path, tmp_path: Path
+) -> None:
+    options = {"account": said, "constraint": "${job_0}", "options": [f"--comment={said}"]}
+    profile.write_text(json.dumps({"ranks_per_node": 2, **options}))
+    (slurm / "sbatch").write_text(
+        "#!/bin/bash\n"
+        'folder=$(dirname "$0")\n'
+        'printf "%s\\0" "$@" END >> "$folder/submitted"\n'
+        'echo $((100 + $(tr -cd "\\n" < "$folder/count" | wc -c))); echo >> "$folder/count"\n'
+    )
+    (slurm / "count").touch()
+    runs = tmp_path / said
+    given = ("submit", config, "--cluster", profile, "--runs-dir", runs)
+    code, shown, err = braid(*given, "--dry-run")
+    assert (code, err) == (0, "")
+    assert braid(*given, "--prepare")[0] == 0
+    script = runs / "small" / "slurm" / "submit.sh"
+    assert shown.startswith(script.read_text())
+    here = tmp_path / "here"
+    here.mkdir()
+    subprocess.run(["bash", script], cwd=here, check=True)
+    assert not list(here.iterdir())
+    by_script = (slurm / "submitted").read_text()
+    (slurm / "submitted").unlink()
+    (slurm / "count").write_text("")
+    assert braid(*given)[0] == 0
+    assert by_script == (slurm / "submitted").read_text()
+    first, second, *_ = [job.split("\0") for job in by_script.split("END\0")]
+    for option in (f"--account={said}", "--constraint=${job_0}", f"--comment={said}"):
+        assert option in first
+    assert first[-3:] == [str(runs / "small"), "cold_start", ""]
+    assert "--dependency=afterok:100" in second
+
+
+@pytest.mark.parametrize("job", ["$(touch x)", "{0}", "{9}", "1 2", "", "1\n2"])
+def test_what_is_no_number_of_a_job_is_no_job(
+    braid: Braid, config: Path, profile: Path, runs: Path, slurm: Path, job: str
+) -> None:
+    assert braid("submit", config, "--cluster", profile, "--prepare")[0] == 0
+    (slurm / "squeue").write_text("#!/bin/bash\nexit 1\n")  # so that the ledger alone is believed
+    ledger = Ledger(runs / "small" / "ledger.jsonl")
+    ledger.append("cold_start", "submitted", "x", 0, job=job)
+    assert ledger.events() == []
+    code, shown, err = braid("submit", config, "--cluster", profile, "--dry-run")
+    assert (code, err) == (0, "")
+    assert shown.count("sbatch --parsable") == 5
+    assert "touch" not in shown
+
+
 def test_nothing_is_made_for_a_stage_that_cannot_start(
     braid: Braid, config: Path, runs: Path, tmp_path: Path
 ) -> None:
