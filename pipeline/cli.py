@@ -10,10 +10,12 @@ from importlib import import_module
 
 from pipeline.arguments import parser
 from pipeline.errors import BraidError, reason
+from pipeline.printing import encode_anything, say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; every failure ends as one message on standard error."""
+    encode_anything()
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     try:
         _command(arguments.command)(arguments)
@@ -35,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _report(error: Exception) -> None:
     notes: list[str] = getattr(error, "__notes__", [])
-    print("\n".join([f"braid: {reason(error)}", *notes]), file=sys.stderr)
+    say(f"braid: {reason(error)}", *notes, file=sys.stderr)
 
 
 MODULES = {  # of the commands that are not in pipeline.commands

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipeline.printing import visible
+
 GAP = "  "
 ANSI = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33, "blue": 34, "cyan": 36}
-# What would move the cursor or end the row: the cause of a failure is what some program said.
-CONTROL = dict.fromkeys([*range(32), *range(127, 160)], " ")
 
 
 @dataclass(frozen=True)
@@ -32,18 +32,13 @@ def table(
     cells = [[Cell(heading, "bold") for heading in headings]]
     cells += [[_clean(cell) for cell in row] for row in rows]
     widths = [max(len(cell.text) for cell in column) for column in zip(*cells, strict=True)]
-    return "\n".join([title, *(_line(row, widths, coloured) for row in cells)])
+    return "\n".join([visible(title), *(_line(row, widths, coloured) for row in cells)])
 
 
 def takes_colour() -> bool:
     """Whether standard output is a terminal on which nobody has asked for none: no-color.org."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")
     return sys.stdout.isatty() and not plain
-
-
-def plain(text: str) -> str:
-    """A text without what would move the cursor."""
-    return text.translate(CONTROL)
 
 
 def shortened(text: str, width: int) -> str:
@@ -53,7 +48,7 @@ def shortened(text: str, width: int) -> str:
 
 def _clean(cell: str | Cell) -> Cell:
     found = Cell(cell) if isinstance(cell, str) else cell
-    return Cell(plain(found.text), found.style)
+    return Cell(visible(found.text), found.style)
 
 
 def _line(row: Sequence[Cell], widths: Sequence[int], coloured: bool) -> str:

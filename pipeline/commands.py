@@ -7,8 +7,6 @@ from argparse import Namespace
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from pipeline import columns, explain, gates, one_off, report, resolved
 from pipeline.config import dump_resolved, load
 from pipeline.copies import refuse_another_run_s
@@ -25,19 +23,20 @@ from pipeline.memory import largest_memory, memory_report
 from pipeline.other_settings import refuse_other_configuration
 from pipeline.outlook import what_follows
 from pipeline.overview import find
+from pipeline.printing import say, visible
 from pipeline.probe import probe
 from pipeline.run_directory import RunDirectory
 from pipeline.runner import cores_side_by_side, run_stages
 from pipeline.selection import chosen, following, put_aside, refuse_selection
 from pipeline.signals import Stopped
-from pipeline.slurm.jobs import queue_of, refuse_queued
+from pipeline.slurm.jobs import is_queued, queue_of, refuse_queued
 from pipeline.states import StageState, derive
+from pipeline.terminal import terminal
 from pipeline.violations import shown
 from stages.domains.rewards.endpoint import cautions
 from stages.settings import RunSettings
 
 PROGRAMS = Programs()
-PLAIN_WIDTH = 1000  # where there is no terminal: whoever reads it breaks lines as they like
 
 
 def validate(arguments: Namespace) -> None:
@@ -48,9 +47,9 @@ def validate(arguments: Namespace) -> None:
         return
     stages = compile_graph(settings)
     domains = ", ".join(settings.experts)
-    print(f"{arguments.config} is valid: {len(stages)} stages, domains {domains}")
+    say(f"{arguments.config} is valid: {len(stages)} stages, domains {domains}")
     for line in cautions({name: each.rewards for name, each in settings.experts.items()}):
-        print(line)
+        say(line)
 
 
 def plan(arguments: Namespace) -> None:
@@ -64,7 +63,7 @@ def plan(arguments: Namespace) -> None:
     run = _run_of(arguments, settings)
     if arguments.dot:
         states = _now(run, settings, compile_graph(settings))
-        print("\n".join(explain.dot(settings, states)))
+        say(*explain.dot(settings, states))
         return
     _show_plan(run, settings)
 
@@ -80,7 +79,7 @@ def doctor(arguments: Namespace) -> None:
         faults += sum(row.verdict == "fault" for row in rows)
     if faults:
         raise BraidError(f"{faults} of these (✗) keep stages from running here")
-    print("everything that is needed to run here works")
+    say("everything that is needed to run here works")
 
 
 def run(arguments: Namespace) -> None:
@@ -116,42 +115,45 @@ def logs(arguments: Namespace) -> None:
     stages = compile_graph(settings)
     [stage] = chosen(run, stages, [arguments.stage])
 
+    of_job = arguments.rank is None and arguments.engine is None
+
     def goes_on() -> bool:
-        return _now(run, settings, stages)[stage.name].state in ("running", "submitted")
+        if _now(run, settings, stages)[stage.name].state in ("running", "submitted"):
+            return True
+        # The job prints its last lines after the ledger has its stage as done.
+        return of_job and (job := _newest_job(run, stage)) is not None and is_queued(run, job)
+
+    def output() -> Path | None:
+        """Return what the newest job printed, its progress; None where it had none here."""
+        job = _newest_job(run, stage) if of_job else None
+        return run.output_of(job) if job is not None else None
 
     directory = run.stage(stage.name)
     follow = goes_on if arguments.follow else None
     if arguments.engine is not None:
         own = directory.engines / str(arguments.engine) / "engine.log"
         print_file(own if own.exists() else run.engine(arguments.engine).log, follow)
-    elif arguments.rank is None and (output := _output(run, stage)) is not None:
-        print_file(output, follow)
     else:
-        print_log(directory, f"rank_{arguments.rank or 0}.log", follow)
+        print_log(directory, f"rank_{arguments.rank or 0}.log", follow, output)
 
 
-def _output(run: RunDirectory, stage: Stage) -> Path | None:
-    """What the newest job of a stage printed, its progress; None where it had none here."""
-    jobs = [
-        event.job
-        for event in Ledger(run.ledger).events()
-        if event.stage == stage.name and event.job is not None
-    ]
-    return run.output_of(jobs[-1]) if jobs else None
+def _newest_job(run: RunDirectory, stage: Stage) -> str | None:
+    """Return the number of the newest job that a stage had, by the ledger."""
+    events = [event for event in Ledger(run.ledger).events() if event.stage == stage.name]
+    return next((event.job for event in reversed(events) if event.job is not None), None)
 
 
 def why(arguments: Namespace) -> None:
     """Show why a stage stands where it stands."""
     run, settings = existing(arguments)
-    for line in explain.why(run, settings, arguments.stage):
-        print(line)
+    say(*map(visible, explain.why(run, settings, arguments.stage)))
 
 
 def diff(arguments: Namespace) -> None:
     """Show how two runs differ."""
     runs = [_named(arguments, name) for name in (arguments.run, arguments.other)]
     lines = list(explain.difference(*runs))
-    print("\n".join(lines) if lines else "no difference")
+    say(*map(visible, lines or ["no difference"]))
 
 
 def evaluate(arguments: Namespace) -> None:
@@ -170,7 +172,7 @@ def evaluate(arguments: Namespace) -> None:
             arguments.step,
         )
     console.print(report.results_table(models, arguments.step))
-    print(f"\nresults: {shown(path)}")
+    say(f"\nresults: {shown(path)}")
 
 
 def export(arguments: Namespace) -> None:
@@ -182,7 +184,7 @@ def export(arguments: Namespace) -> None:
             run, settings, terminal(), PROGRAMS, arguments.stage, arguments.to, arguments.step
         )
     which = "" if arguments.step is None else f" of step {arguments.step}"
-    print(f"exported {arguments.stage}{which} to {shown(arguments.to)}")
+    say(f"exported {arguments.stage}{which} to {shown(arguments.to)}")
 
 
 def gate_override(arguments: Namespace) -> None:
@@ -190,7 +192,7 @@ def gate_override(arguments: Namespace) -> None:
     run, settings = existing(arguments)
     with run.lock(shared=True):
         gates.override(run, settings, arguments.stage, arguments.reason)
-    print(f"{arguments.stage} is overridden; go on with: {run.to_go_on()}")
+    say(f"{arguments.stage} is overridden; go on with: {run.to_go_on()}")
 
 
 def configured(arguments: Namespace) -> tuple[RunDirectory, RunSettings]:
@@ -242,14 +244,14 @@ def _run_to_the_end(run: RunDirectory, settings: RunSettings, arguments: Namespa
         error.add_note(f"what is done is kept; continue with: {_to_go_on(run, arguments)}")
         raise
     if arguments.only:
-        print(f"{shown(run.path)}: {report.summary(derive(run, settings, stages))}")
+        say(f"{shown(run.path)}: {report.summary(derive(run, settings, stages))}")
         return
     models = report.write_results(run)
     console.print()
     console.print(report.results_table(models))
-    print(f"\nresults: {shown(run.results)}")
+    say(f"\nresults: {shown(run.results)}")
     if settings.merge is not None:
-        print(f"merged model: {shown(run.stage('export').exported)}")
+        say(f"merged model: {shown(run.stage('export').exported)}")
 
 
 def _to_go_on(run: RunDirectory, arguments: Namespace) -> str:
@@ -268,7 +270,7 @@ def forked(arguments: Namespace) -> RunDirectory | None:
 def make_anew(run: RunDirectory, stages: Iterable[Stage]) -> None:
     """Put aside what stages have left, and say so."""
     for folder in put_aside(run, stages):
-        print(f"put aside {shown(folder)}")
+        say(f"put aside {shown(folder)}")
 
 
 def take_over_from(run: RunDirectory, settings: RunSettings, other: RunDirectory) -> None:
@@ -276,9 +278,9 @@ def take_over_from(run: RunDirectory, settings: RunSettings, other: RunDirectory
     found = find_fork(run, settings, other)
     take_over(run, other, found)
     none = "no stage, since none is done that this run would make so"
-    print(f"took over from {shown(other.path)}: {', '.join(found.taken) or none}")
+    say(f"took over from {shown(other.path)}: {', '.join(found.taken) or none}")
     for name, gate in found.held.items():
-        print(f"left {name} there, since it waits for {gate}, which is to be asked first")
+        say(f"left {name} there, since it waits for {gate}, which is to be asked first")
 
 
 def _refuse_options(
@@ -303,7 +305,7 @@ def _show_plan(run: RunDirectory, settings: RunSettings) -> None:
     left = estimate(run, settings, stages, states, took(Ledger(run.ledger).events()))
     follows = what_follows(stages, states)
     print(report.plan_table(settings, stages, states, follows, left, columns.takes_colour()))
-    print(f"{report.left_line(left)}; {largest_memory(settings, stages)}")
+    say(f"{report.left_line(left)}; {largest_memory(settings, stages)}")
 
 
 def _show_dry_run(
@@ -315,17 +317,4 @@ def _show_dry_run(
     states = _now(run, settings, stages)
     told = DryRun(run, settings, stages, states, taken, arguments.only, arguments.anew)
     print(told.plan(columns.takes_colour()))
-    print("", *told.commands(PROGRAMS, arguments.side_by_side), sep="\n")
-
-
-class _Terminal(Console):
-    """One that falls silent when its reader leaves, where Rich's would end the process."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-
-
-def terminal() -> Console:
-    """Where a command prints; as good as endless where there is no terminal to ask."""
-    console = _Terminal()
-    return console if console.is_terminal else _Terminal(width=PLAIN_WIDTH)
+    say("", *told.commands(PROGRAMS, arguments.side_by_side))

@@ -16,8 +16,10 @@ from pipeline.domain_check import check
 from pipeline.domain_starter import write_starter
 from pipeline.errors import BraidError
 from pipeline.jobs import checkpoint_path
+from pipeline.printing import say
 from pipeline.signals import Signals
 from pipeline.slurm.jobs import refuse_queued
+from pipeline.terminal import terminal
 from pipeline.violations import shown
 from stages.domains.rewards.settings import RewardPoolSettings
 from stages.settings import DomainCheckJob
@@ -26,7 +28,7 @@ from stages.settings import DomainCheckJob
 def domain_new(arguments: Namespace) -> None:
     """Write a domain's file to begin with."""
     path = write_starter(arguments.name, arguments.source)
-    print(f"wrote {shown(path)}; see what it says with: braid domain check {shown(path)}")
+    say(f"wrote {shown(path)}; see what it says with: braid domain check {shown(path)}")
 
 
 def domain_check(arguments: Namespace) -> None:
@@ -38,7 +40,7 @@ def domain_check(arguments: Namespace) -> None:
         raise BraidError("--stage and --samples are of a --run, which is not given")
     folder: Path | None = arguments.tokenizer
     tokenizer = CHARACTERS if folder is None else str(folder.absolute())
-    console = commands.terminal()
+    console = terminal()
     _judge(arguments, _faults(arguments, RewardPoolSettings(), tokenizer, console), console)
 
 
@@ -48,7 +50,7 @@ def _check_with_run(arguments: Namespace) -> None:
         raise BraidError("--run needs a --stage, and takes no --tokenizer: a run has its own")
     run, own = commands.existing(arguments)
     one_off.finished_training(run, own, arguments.stage)
-    name, console = arguments.file.stem, commands.terminal()
+    name, console = arguments.file.stem, terminal()
     settings = load_with_domain(run.settings, arguments.file, arguments.samples)
     model = own.model
     faults = _faults(arguments, own.rewards, model.tokenizer, console, model.max_positions)
@@ -100,4 +102,4 @@ def _judge(arguments: Namespace, faults: list[str], console: Console) -> None:
         console.print(Text.assemble(("✗ ", "red"), fault))
     if faults:
         raise BraidError(f"{shown(path)}: its rewards (✗) do not tell right from wrong")
-    print(f"{shown(path)} is valid, and its rewards tell right from wrong on these prompts")
+    say(f"{shown(path)} is valid, and its rewards tell right from wrong on these prompts")

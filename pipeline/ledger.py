@@ -5,19 +5,22 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import math
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Literal, get_args
+from typing import IO, Any, Literal, get_args
 
 from parallel.files import naming
 
 State = Literal["pending", "submitted", "running", "done", "failed", "stale"]
 
+JOB = re.compile(r"[0-9]+([_+][0-9]+)*")
+# More than an attempt can take, about a century: the sum of any ledger's seconds stays finite.
+MOST_SECONDS = 3e9
 PUT_ASIDE = "put aside as "  # what the cause of a stage that is made anew begins with
 
 
@@ -104,9 +107,15 @@ def _event(line: str) -> Event | None:
         return None
     texts, seconds = (event.stage, event.cause), event.seconds
     sound = all(isinstance(text, str) for text in texts) and type(event.attempt) is int
-    sound = sound and (event.job is None or isinstance(event.job, str))
-    counted = seconds is None or (type(seconds) in (int, float) and 0 <= seconds < math.inf)
+    sound = sound and (event.job is None or _is_job(event.job))
+    counted = seconds is None or (type(seconds) in (int, float) and 0 <= seconds <= MOST_SECONDS)
     return event if sound and counted and event.state in get_args(State) else None
+
+
+def _is_job(number: Any) -> bool:
+    """Return whether it is a job's number as Slurm writes it, which goes into a script of shell:
+    `17`, `17_2` of an array, `17+1` of a heterogeneous job."""
+    return isinstance(number, str) and JOB.fullmatch(number) is not None
 
 
 def latest(events: Iterable[Event]) -> dict[str, Event]:

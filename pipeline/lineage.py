@@ -104,8 +104,19 @@ def read_manifest(directory: StageDirectory) -> Manifest | None:
         known = {field.name: written[field.name] for field in fields(Manifest)}
     except (FileNotFoundError, ValueError, RecursionError, KeyError, TypeError):
         return None
-    wanted = [written[name] for name in ("parents", "files", "settings", "layout", "versions")]
-    return Manifest(**known) if all(isinstance(each, dict) for each in wanted) else None
+    return Manifest(**known) if _is_sound(known) else None
+
+
+def _is_sound(known: dict[str, Any]) -> bool:
+    """Return whether the fields read from a manifest have the types that `Manifest` declares."""
+    texts = [known[name] for name in ("stage", "config", "data", "code")]
+    mappings = [known[name] for name in ("parents", "files", "settings", "layout", "versions")]
+    if not all(isinstance(each, dict) for each in mappings):
+        return False
+    texts += known["versions"].values()
+    digests = [known["routing"], *known["parents"].values(), *known["files"].values()]
+    texts += [each for each in digests if each is not None]
+    return all(isinstance(each, str) for each in texts)
 
 
 def changes(recorded: Lineage, now: Lineage) -> Iterator[str]:

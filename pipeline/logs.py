@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pipeline.errors import BraidError
+from pipeline.printing import say, visible
 from pipeline.run_directory import StageDirectory
 from pipeline.violations import shown
 
@@ -17,28 +19,35 @@ CHUNK = 1 << 20
 SRUN = "srun.log"
 
 
-def print_log(directory: StageDirectory, name: str, goes_on: Callable[[], bool] | None) -> None:
-    """Print a log of the newest attempt, such as `rank_0.log`, and while the stage `goes_on` what
-    comes; a new attempt's follows that of the one before.
+def print_log(
+    directory: StageDirectory,
+    name: str,
+    goes_on: Callable[[], bool] | None,
+    output: Callable[[], Path | None] = lambda: None,
+) -> None:
+    """Print what a job of Slurm's printed, its `output`, or where there is none a log of the newest
+    attempt, such as `rank_0.log`; and while the stage `goes_on` what comes. A new attempt's log
+    follows the one before.
 
     Raises:
         BraidError: there is no such log, and none will come.
     """
-    log = _log(directory, name)
-    if not log.exists() and _log(directory, SRUN).exists():
-        name = SRUN  # no rank has begun, and srun says why
-    elif log.exists() and not log.stat().st_size:
-        print(
+
+    def find() -> Path:
+        return output() or _log(directory, name)
+
+    log = find()
+    if log.name == name and log.exists() and not log.stat().st_size:
+        say(
             f"{shown(log)} is empty: ranks print what goes wrong, and nothing else. How far the "
             f"stage is says {shown(directory.metrics)}, and `braid status`",
             flush=True,
         )
-    _print(_grown(lambda: _log(directory, name), goes_on))
+    _print(_grown(find, goes_on))
 
 
 def print_file(log: Path, goes_on: Callable[[], bool] | None) -> None:
-    """The same of a log that is not of an attempt: an engine's, or what a job of Slurm's says of
-    its stage's progress.
+    """Print a log that is not of an attempt, such as an engine's, in the same way.
 
     Raises:
         BraidError: there is none.
@@ -48,36 +57,62 @@ def print_file(log: Path, goes_on: Callable[[], bool] | None) -> None:
 
 def _print(texts: Iterator[str]) -> None:
     for text in texts:
-        sys.stdout.write(text)
+        sys.stdout.write(visible(text, keep="\n\t\r"))
         sys.stdout.flush()
 
 
 def _grown(find: Callable[[], Path], goes_on: Callable[[], bool] | None) -> Iterator[str]:
-    log, offset = find(), 0
+    log = _Growing(find())
     more, ask = goes_on is not None, 0.0
     while True:
         if goes_on is not None and time.monotonic() >= ask:
-            more = goes_on()  # asked first: what it writes last is read still
+            more = goes_on()  # asked before reading: what is written until the end is read still
             ask = time.monotonic() + ASK_SECONDS
-        newest = find()
-        if newest.exists() and newest != log:
-            yield f"--- {shown(newest)} ---\n"
-            log, offset = newest, 0
-        if log.exists():
-            with log.open("rb") as file:
-                file.seek(offset)
-                while chunk := file.read(CHUNK):
-                    offset += len(chunk)
-                    yield chunk.decode(errors="replace")
-        elif not more:
-            known = sorted(path.name for path in log.parent.glob("*.log"))
-            there = f"; there are {', '.join(known)}" if known else ""
-            raise BraidError(f"there is no {shown(log)}{there}")
+        newest = find()  # before reading too: by the time there is another log, this one is whole
+        yield from log.read()
+        if newest != log.path and newest.exists():
+            yield from log.rest()
+            if log.offset:
+                yield f"--- {shown(newest)} ---\n"
+            log = _Growing(newest)
+            yield from log.read()
         if not more:
-            return
+            break
         time.sleep(LOOK_SECONDS)
+    if not log.path.exists():
+        known = sorted(path.name for path in log.path.parent.glob("*.log"))
+        there = f"; there are {', '.join(known)}" if known else ""
+        raise BraidError(f"there is no {shown(log.path)}{there}")
+    yield from log.rest()
+
+
+class _Growing:
+    """A log that is read as it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offset = 0
+        # What is written may end within a letter of several bytes.
+        self._decoder = getincrementaldecoder("utf-8")(errors="replace")
+
+    def read(self) -> Iterator[str]:
+        """Give what has been written since the last call; nothing where there is no file yet."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            while chunk := file.read(CHUNK):
+                self.offset += len(chunk)
+                yield self._decoder.decode(chunk)
+
+    def rest(self) -> Iterator[str]:
+        """Give what stands for the beginning of a letter that nothing completes."""
+        yield self._decoder.decode(b"", final=True)
 
 
 def _log(directory: StageDirectory, name: str) -> Path:
-    attempt = max(directory.attempts(), 1)
-    return directory.job(attempt).parent / name
+    """Return the path of a log of the newest attempt, or of srun's, which says why no rank has
+    begun."""
+    folder = directory.job(max(directory.attempts(), 1)).parent
+    log, srun = folder / name, folder / SRUN
+    return srun if srun.exists() and not log.exists() else log

@@ -12,6 +12,7 @@ from pipeline.errors import BraidError
 from pipeline.violations import shown
 
 LABELS = ("model", "domain")  # text; all else is a number
+MOST_STEPS = 10**12  # no stage has more, and arithmetic on them stays within a float
 Line = dict[str, Any]
 UNREADABLE = (ValueError, RecursionError, OverflowError)
 
@@ -84,8 +85,9 @@ def _read(line: bytes) -> Line:
         if wrong:
             raise ValueError(f"{name} is no {'text' if name in LABELS else 'number'}")
     for name in ("step", "steps"):
-        if not isinstance(found.get(name, 0), int):
-            raise ValueError(f"{name} is no whole number")
+        step = found.get(name, 0)
+        if not isinstance(step, int) or not 0 <= step <= MOST_STEPS:
+            raise ValueError(f"{name} is not a whole number from 0 to {MOST_STEPS}")
     if missing := {"step", "time"} - found.keys():
         raise ValueError(f"it has no {' and no '.join(sorted(missing))}")
     if not math.isfinite(found["time"]):

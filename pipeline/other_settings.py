@@ -10,6 +10,7 @@ from pipeline.config import differing_keys
 from pipeline.errors import BraidError
 from pipeline.graph import compile_graph, matches
 from pipeline.neutral import CHANGES_NO_RESULT, MAY_CHANGE
+from pipeline.printing import say
 from pipeline.run_directory import RunDirectory
 from pipeline.selection import following, to_make_anew
 from pipeline.stale import refuse_stale
@@ -26,7 +27,7 @@ def refuse_other_configuration(
         return
     differing = differing_keys(resolved.read(run), settings)
     if not differing:
-        print(f"{shown(run.path)} holds a run of this very configuration: continuing it")
+        say(f"{shown(run.path)} holds a run of this very configuration: continuing it")
         return
     lines = [
         f"  {key}: {json.dumps(there)} there, {json.dumps(here)} here"
@@ -36,7 +37,7 @@ def refuse_other_configuration(
     states = derive(run, settings, stages)
     stale = [stage.name for stage in stages if states[stage.name].state == "stale"]
     if not set(stale) - {stage.name for stage in following(stages, anew)}:
-        print("\n".join([f"continuing {shown(run.path)} with other settings:", *lines]))
+        say(f"continuing {shown(run.path)} with other settings:", *lines)
         return
     if all(any(matches(key, each) for each in CHANGES_NO_RESULT) for key in differing):
         refuse_stale(run, settings, stages, record=False)

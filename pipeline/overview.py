@@ -8,6 +8,7 @@ from pathlib import Path
 from pipeline import columns, compiled, report
 from pipeline.errors import BraidError, reason
 from pipeline.ledger import Ledger
+from pipeline.printing import say
 from pipeline.run_directory import RunDirectory
 from pipeline.slurm.jobs import queue_of
 from pipeline.states import states_of
@@ -21,9 +22,9 @@ def status(arguments: Namespace) -> None:
         return
     found = runs(arguments.runs_dir)
     if not found:
-        print(f"no runs in {shown(arguments.runs_dir)}")
+        say(f"no runs in {shown(arguments.runs_dir)}")
     for path in found:
-        print(f"{path.name}: {_summary(RunDirectory(path))}")
+        say(f"{path.name}: {_summary(RunDirectory(path))}")
 
 
 def find(runs_dir: Path, name: str) -> RunDirectory:
@@ -47,19 +48,19 @@ def _show(run: RunDirectory) -> None:
     states = states_of(run, found.stages, found.layout, events, jobs)
     print(report.status_table(run, found.stages, states, events, columns.takes_colour()))
     if unasked:
-        print(unasked)
+        say(unasked)
     if states["evaluate"].state == "done" and run.results.exists():
         _show_results(run)
 
 
 def _show_results(run: RunDirectory) -> None:
     if (models := report.read_models(run.results)) is None:
-        print(f"\n{shown(run.results)} is damaged; evaluate once more with --from evaluate")
+        say(f"\n{shown(run.results)} is damaged; evaluate once more with --from evaluate")
         return
     # Imported here, since only a table of results needs it.
-    from rich.console import Console
+    from pipeline.terminal import terminal
 
-    Console().print("", report.results_table(models), sep="\n")
+    terminal().print("", report.results_table(models), sep="\n")
 
 
 def _summary(run: RunDirectory) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -50,7 +51,9 @@ class Progress:
         if not (self.first and self.last and self.steps) or self.last["step"] <= self.first["step"]:
             return None
         pace = (self.last["time"] - self.first["time"]) / (self.last["step"] - self.first["step"])
-        return float(pace * (self.steps - self.last["step"])) if pace >= 0 else None
+        left = float(pace * (self.steps - self.last["step"]))
+        # Not finite where the times lie further apart than a float reaches.
+        return left if pace >= 0 and math.isfinite(left) else None
 
     def describe(self, awaited: str = "the first step") -> str:
         """The step, the time left and the newest values, in words; before there are any, what is
@@ -111,13 +114,13 @@ class StageView:
 
     def line(self) -> Table:
         """Its line of the screen."""
-        from rich.markup import escape
         from rich.progress_bar import ProgressBar
         from rich.table import Table
+        from rich.text import Text
 
         line = Table.grid(padding=(0, 1))
         bar = ProgressBar(total=self._progress.steps or 1, completed=self._progress.step, width=24)
-        line.add_row(escape(self._title), bar, self._progress.describe(self._awaited()))
+        line.add_row(Text(self._title), bar, Text(self._progress.describe(self._awaited())))
         return line
 
     def _awaited(self) -> str:

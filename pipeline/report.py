@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from pipeline.columns import Cell
 from pipeline.errors import BraidError
 from pipeline.graph import EXPERT, Stage
 from pipeline.ledger import Event, Ledger, minutes
+from pipeline.printing import visible
 from pipeline.progress import clock, latest
 from pipeline.run_directory import RunDirectory
 from pipeline.states import StageState
@@ -134,7 +136,7 @@ def status_table(
 
 def _with_below(table: str, texts: Mapping[str, str]) -> str:
     """A table, and below it in full what stages' columns had no room for."""
-    lines = [f"{name}: {columns.plain(text)}" for name, text in texts.items()]
+    lines = [f"{name}: {visible(text)}" for name, text in texts.items()]
     return "\n".join([table, "", *lines]) if lines else table
 
 
@@ -173,14 +175,23 @@ def read_models(path: Path) -> Models | None:
     """What a results.json says of models; None where it is damaged."""
     try:
         models: Models = json.loads(path.read_text(encoding="utf-8"))["models"]
-        sound = all(
-            score.keys() >= SCORE and all(type(score[name]) in (int, float) for name in SCORE)
-            for scores in models.values()
-            for score in scores.values()
-        )
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        scores = [score for of_model in models.values() for score in of_model.values()]
+        # A table has a row for every model and a column for every domain.
+        sound = len({frozenset(of_model) for of_model in models.values()}) <= 1
+        sound = sound and all(_is_score(score) for score in scores)
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError, OverflowError):
         return None
     return models if sound else None
+
+
+def _is_score(score: dict[str, Any]) -> bool:
+    """Return whether a score has all its numbers, and none that is infinite.
+
+    Raises:
+        OverflowError: an integer is larger than any float.
+    """
+    numbers = [score.get(name) for name in SCORE]
+    return all(type(each) in (int, float) and math.isfinite(each) for each in numbers)
 
 
 def results_table(models: Models, step: int | None = None) -> Table:
@@ -190,7 +201,7 @@ def results_table(models: Models, step: int | None = None) -> Table:
         f"accuracy in %, with 95 % intervals; {OWN_DOMAIN} marks an expert's own domain"
     )
     table.add_column("model")
-    domains = list(dict.fromkeys(domain for scores in models.values() for domain in scores))
+    domains = list(next(iter(models.values()), {}))
     for domain in domains:
         table.add_column(domain, justify="right")
     for model, scores in models.items():

@@ -108,13 +108,14 @@ class StageDirectory:
 
 
 def ended_early(checkpoint: Checkpoint) -> str | None:
-    """Why the stage was done at this checkpoint, before its last step; None where it was not."""
+    """Why the stage was done at this checkpoint, before its last step; None where it was not, or
+    where state.json is damaged, which is reported when a stage loads it."""
     try:
         state = json.loads((checkpoint.path / STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # it is found when somebody loads it
+    except (OSError, ValueError, RecursionError):
         return None
-    found: str | None = state.get(ENDED)
-    return found
+    found = state.get(ENDED) if isinstance(state, dict) else None
+    return found if isinstance(found, str) else None
 
 
 @dataclass(frozen=True)

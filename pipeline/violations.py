@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import BraidError
+from pipeline.printing import visible
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,15 @@ class Place:
 
 @dataclass(frozen=True)
 class Violation:
-    """One fault, printed as `file:line: key: message`."""
+    """One fault, printed as `file:line: key: message`, on one line whatever a key is."""
 
     place: Place
     key: str
     message: str
 
     def __str__(self) -> str:
-        return ": ".join(part for part in (str(self.place), self.key, self.message) if part)
+        parts = (str(self.place), self.key, self.message)
+        return visible(": ".join(part for part in parts if part))
 
 
 class ConfigError(BraidError):

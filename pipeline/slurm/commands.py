@@ -17,6 +17,7 @@ from pipeline.gates import refuse_stopped
 from pipeline.graph import Stage, compile_graph
 from pipeline.ledger import Ledger, State, latest
 from pipeline.other_settings import refuse_other_configuration
+from pipeline.printing import say
 from pipeline.run_directory import RunDirectory
 from pipeline.selection import as_done, as_found, chosen, following, refuse_missing_inputs
 from pipeline.slurm import queue
@@ -27,6 +28,7 @@ from pipeline.slurm.settings import READ_BY_JOBS, ClusterSettings
 from pipeline.slurm.stage import run_stage
 from pipeline.stale import refuse_stale
 from pipeline.states import StageState, derive
+from pipeline.terminal import terminal
 from pipeline.violations import shown
 from stages.settings import RunSettings
 
@@ -77,18 +79,18 @@ def submit(arguments: Namespace) -> None:
             submitting.write_scripts(run, asked.cluster, jobs)
         if arguments.prepare:
             write_atomically(run.submitting, "")
-            print(f"nothing is submitted; the commands stand in {shown(run.submission)}")
+            say(f"nothing is submitted; the commands stand in {shown(run.submission)}")
             return
         for stage, number in submitting.submit(run, jobs, asked.cluster, asked.profile, lock):
             with suppress(BrokenPipeError):  # nobody reads on, and the others are submitted too
-                print(f"{stage.name}: job {number}", flush=True)
+                say(f"{stage.name}: job {number}", flush=True)
     for stage in asked.wanted:
         state = states[stage.name]
         if state.state in ("done", *UNDER_WAY):
-            print(f"{stage.name}: {state.state} already{_in_words(state)}")
+            say(f"{stage.name}: {state.state} already{_in_words(state)}")
     here = shown(run.path)
-    print(f"see where it stands with: braid status {here}; and what a stage prints with:")
-    print(f"braid logs {here} STAGE -f")
+    say(f"see where it stands with: braid status {here}; and what a stage prints with:")
+    say(f"braid logs {here} STAGE -f")
 
 
 def stage(arguments: Namespace) -> None:
@@ -96,7 +98,7 @@ def stage(arguments: Namespace) -> None:
     run, settings = commands.existing(arguments, to_start=True)
     [wanted] = chosen(run, compile_graph(settings), [arguments.stage])
     with run.lock(shared=True):
-        run_stage(run, settings, wanted, commands.terminal(), commands.PROGRAMS)
+        run_stage(run, settings, wanted, terminal(), commands.PROGRAMS)
 
 
 def cancel(arguments: Namespace) -> None:
@@ -115,7 +117,7 @@ def cancel(arguments: Namespace) -> None:
                 names.add(stage.name)
         jobs = [(name, job) for name, job in queued if name in names]
         if not jobs:
-            print(f"{shown(run.path)} has no job in the queue")
+            say(f"{shown(run.path)} has no job in the queue")
         # Those that wait first, so that none begins because another one ends.
         for name, job in sorted(jobs, key=lambda item: not item[1].waits):
             if job.waits or arguments.now:
@@ -125,7 +127,7 @@ def cancel(arguments: Namespace) -> None:
             if job.waits and name not in done:
                 Ledger(run.ledger).append(name, "pending", "cancelled", run.stage(name).attempts())
             running = "ends at once" if arguments.now else "saves and ends"
-            print(f"{name}: {'cancelled' if job.waits else running} (job {job.number})")
+            say(f"{name}: {'cancelled' if job.waits else running} (job {job.number})")
 
 
 def _asked(arguments: Namespace) -> _Asked:
@@ -195,13 +197,11 @@ def _refuse_under_way(
 
 def _show(run: RunDirectory, jobs: Sequence[submitting.Submission], unasked: str) -> None:
     """What would be submitted, as a script; writes nothing."""
-    print(submitting.script_of(jobs))
-    print(
-        "# Nothing is written and nothing submitted. The stage scripts are these files. For their"
-    )
-    print(f"# commands to run by hand, --prepare makes {shown(run.path)} and this script in it.")
+    say(submitting.script_of(jobs))
+    say("# Nothing is written and nothing submitted. The stage scripts are these files. For their")
+    say(f"# commands to run by hand, --prepare makes {shown(run.path)} and this script in it.")
     if unasked:
-        print(f"# {unasked}")
+        say(f"# {unasked}")
 
 
 def _submissions(asked: _Asked, states: Mapping[str, StageState]) -> list[submitting.Submission]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from pipeline.errors import BraidError, reason
 from pipeline.ledger import Event, Ledger, latest
+from pipeline.printing import say
 from pipeline.run_directory import RunDirectory
 from pipeline.slurm.queue import QueuedJob, SlurmError, is_here, queued
 from pipeline.violations import shown
@@ -38,6 +39,14 @@ def queue_of(
         return None, f"Slurm was not asked about this run's jobs: {reason(error)}"
 
 
+def is_queued(run: RunDirectory, number: str) -> bool:
+    """Return whether Slurm still has a job of the run; False where it does not answer."""
+    try:
+        return number in queued(run.path, [number])
+    except SlurmError:
+        return False
+
+
 def refuse_queued(run: RunDirectory) -> None:
     """Raise BraidError where Slurm has jobs of the run, or is here and does not say: they would
     begin the same stages, with what this changes, or find the run locked."""
@@ -51,7 +60,7 @@ def refuse_queued(run: RunDirectory) -> None:
     if unasked and is_here():
         raise BraidError(f"{unasked}; try again when it answers")
     if unasked:
-        print(unasked)
+        say(unasked)
 
 
 def adopt(run: RunDirectory) -> Mapping[str, QueuedJob]:

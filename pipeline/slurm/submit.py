@@ -41,12 +41,26 @@ class Submission:
 
     def command(self, numbers: Sequence[str]) -> list[str]:
         """The command line, where the submissions before this one got these numbers."""
-        options = ["sbatch", "--parsable", *self.options]
-        if self.after:
-            waited = ":".join(each.format(*numbers) for each in self.after)
-            # Slurm would else leave a job in the queue for ever that one before it has failed.
-            options += [f"--dependency=afterok:{waited}", "--kill-on-invalid-dep=yes"]
-        return [*options, str(self.script), *self.arguments]
+        return [*self._sbatch, *self._dependency(numbers), str(self.script), *self.arguments]
+
+    def shell(self, variables: Sequence[str]) -> str:
+        """Return the command line for a shell whose `variables`, such as `${job_0}`, hold the
+        numbers of the submissions before this one. The shell expands nothing else."""
+        # In double quotes, which is safe for the numbers of jobs and these variables alone.
+        waits = [f'"{option}"' for option in self._dependency(variables)]
+        before, behind = shlex.join(self._sbatch), shlex.join([str(self.script), *self.arguments])
+        return " ".join([before, *waits, behind])
+
+    @property
+    def _sbatch(self) -> list[str]:
+        return ["sbatch", "--parsable", *self.options]
+
+    def _dependency(self, numbers: Sequence[str]) -> list[str]:
+        if not self.after:
+            return []
+        waited = ":".join(each.format(*numbers) for each in self.after)
+        # Slurm would else leave a job in the queue for ever that one before it has failed.
+        return [f"--dependency=afterok:{waited}", "--kill-on-invalid-dep=yes"]
 
     def job(self, number: str, stage: Stage) -> str:
         """The number of one stage's job, where the submission got this one."""
@@ -131,10 +145,8 @@ def script_of(submissions: Sequence[Submission]) -> str:
     lines = ["#!/bin/bash", "# What `braid submit` does.", "set -euo pipefail"]
     variables = [f"${{job_{index}}}" for index in range(len(submissions))]
     for index, submission in enumerate(submissions):
-        parts = submission.command(variables)
-        command = " ".join(f'"{part}"' if "${job" in part else shlex.quote(part) for part in parts)
         names = " ".join(stage.name for stage in submission.stages)
-        lines += ["", f"# {names}", f"job_{index}=$({command})"]
+        lines += ["", f"# {names}", f"job_{index}=$({submission.shell(variables)})"]
     return "\n".join(lines) + "\n"
 
 

@@ -12,7 +12,6 @@ import pytest
 from fake_launcher import fake_programs
 from rich.console import Console
 
-from pipeline import commands
 from pipeline.attempt import attempt
 from pipeline.graph import compile_graph
 from pipeline.launcher import Launcher, to_the_end
@@ -24,6 +23,7 @@ from pipeline.runner import run_stages
 from pipeline.signals import TIME_IS_UP, Signals, Stopped
 from pipeline.slurm.queue import SEPARATOR
 from pipeline.stale import StaleStages
+from pipeline.terminal import Terminal
 from stages.settings import RunSettings
 
 
@@ -98,7 +98,7 @@ class Gone:
 def test_a_terminal_that_is_gone_ends_no_stage(
     run: RunDirectory, settings: RunSettings, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    console = commands._Terminal(file=Gone(number))  # type: ignore[arg-type]
+    console = Terminal(file=Gone(number))  # type: ignore[arg-type]
     with run.lock():
         run_stages(run, settings, console, fake_programs({}))
     assert [event.state for event in Ledger(run.ledger).events()].count("done") == 6

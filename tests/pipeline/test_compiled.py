@@ -88,7 +88,7 @@ def test_the_status_of_a_run_builds_no_settings(run: RunDirectory, settings: Run
 
 def test_columns_are_aligned_and_coloured_on_a_terminal_only() -> None:
     rows = [("merge", Cell("done", "green"), "fin\nish\x1b[2Jed"), ("a", Cell("stale"), "")]
-    plain = "title\nstage  state  note\nmerge  done   fin ish [2Jed\na      stale"
+    plain = "title\nstage  state  note\nmerge  done   fin\\nish\\x1b[2Jed\na      stale"
     assert table("title", ("stage", "state", "note"), rows, coloured=False) == plain
     coloured = table("title", ("stage", "state", "note"), rows, coloured=True)
-    assert "merge  \x1b[32mdone\x1b[0m   fin ish" in coloured
+    assert "merge  \x1b[32mdone\x1b[0m   fin\\nish" in coloured

@@ -381,7 +381,7 @@ def test_a_gate_whose_verdict_was_damaged_has_not_passed(
         ('{"kl": ', "Expecting value"),
         ('{"step": 3, "time": 1.0, "kl": "0.1"}', "kl is no number"),
         ('{"step": 3, "time": 1.0, "kl": null}', "kl is no number"),
-        ('{"step": 3.5, "time": 1.0}', "step is no whole number"),
+        ('{"step": 3.5, "time": 1.0}', "step is not a whole number"),
         ('{"step": 3}', "it has no time"),
         ("[" * 100_000, "maximum recursion depth"),
     ],

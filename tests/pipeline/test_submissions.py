@@ -46,6 +46,57 @@ def test_a_dry_run_writes_nothing_and_prepare_the_run_s_folder(
     assert other[0] == 2
 
 
+@pytest.mark.parametrize("said", ["${job}$(touch x)", """${job}`touch x`"'\\ !;touch x;"""])
+def test_the_script_of_a_submission_runs_nothing_but_sbatch(
+    said: str, braid: Braid, config: Path, profile: Path, slurm: Path, tmp_path: Path
+) -> None:
+    options = {"account": said, "constraint": "${job_0}", "options": [f"--comment={said}"]}
+    profile.write_text(json.dumps({"ranks_per_node": 2, **options}))
+    (slurm / "sbatch").write_text(
+        "#!/bin/bash\n"
+        'folder=$(dirname "$0")\n'
+        'printf "%s\\0" "$@" END >> "$folder/submitted"\n'
+        'echo $((100 + $(tr -cd "\\n" < "$folder/count" | wc -c))); echo >> "$folder/count"\n'
+    )
+    (slurm / "count").touch()
+    runs = tmp_path / said
+    given = ("submit", config, "--cluster", profile, "--runs-dir", runs)
+    code, shown, err = braid(*given, "--dry-run")
+    assert (code, err) == (0, "")
+    assert braid(*given, "--prepare")[0] == 0
+    script = runs / "small" / "slurm" / "submit.sh"
+    assert shown.startswith(script.read_text())
+    here = tmp_path / "here"
+    here.mkdir()
+    subprocess.run(["bash", script], cwd=here, check=True)
+    assert not list(here.iterdir())
+    by_script = (slurm / "submitted").read_text()
+    (slurm / "submitted").unlink()
+    (slurm / "count").write_text("")
+    assert braid(*given)[0] == 0
+    assert by_script == (slurm / "submitted").read_text()
+    first, second, *_ = [job.split("\0") for job in by_script.split("END\0")]
+    for option in (f"--account={said}", "--constraint=${job_0}", f"--comment={said}"):
+        assert option in first
+    assert first[-3:] == [str(runs / "small"), "cold_start", ""]
+    assert "--dependency=afterok:100" in second
+
+
+@pytest.mark.parametrize("job", ["$(touch x)", "{0}", "{9}", "1 2", "", "1\n2"])
+def test_what_is_no_number_of_a_job_is_no_job(
+    braid: Braid, config: Path, profile: Path, runs: Path, slurm: Path, job: str
+) -> None:
+    assert braid("submit", config, "--cluster", profile, "--prepare")[0] == 0
+    (slurm / "squeue").write_text("#!/bin/bash\nexit 1\n")  # so that the ledger alone is believed
+    ledger = Ledger(runs / "small" / "ledger.jsonl")
+    ledger.append("cold_start", "submitted", "x", 0, job=job)
+    assert ledger.events() == []
+    code, shown, err = braid("submit", config, "--cluster", profile, "--dry-run")
+    assert (code, err) == (0, "")
+    assert shown.count("sbatch --parsable") == 5
+    assert "touch" not in shown
+
+
 def test_nothing_is_made_for_a_stage_that_cannot_start(
     braid: Braid, config: Path, runs: Path, tmp_path: Path
 ) -> None:
@@ -317,6 +368,66 @@ def test_logs_are_what_the_job_printed(
     (runs / "small" / "slurm" / "small.cold_start-9.out").write_text("step 1/2\nstep 2/2\n")
     assert braid("logs", "small", "cold_start")[1] == "step 1/2\nstep 2/2\n"
     assert "is empty" in braid("logs", "small", "cold_start", "--rank", "0")[1]
+
+
+def following(
+    monkeypatch: pytest.MonkeyPatch, config: Path, braid: Braid, runs: Path, slurm: Path, calls: str
+) -> Path:
+    """Have the stand-in for squeue do one of these lines of shell a call, the last one for good.
+    In them, `shows STATE` prints job 9 of cold_start, `$run` is the run's directory, and `$out`
+    what the job prints. Returns the file `$out`."""
+    monkeypatch.setattr("pipeline.logs.ASK_SECONDS", 0.0)
+    monkeypatch.setattr("pipeline.logs.LOOK_SECONDS", 0.01)
+    assert braid("run", config, "--only", "cold_start")[0] == 0
+    run = runs / "small"
+    (run / "slurm").mkdir()
+    output = run / "slurm" / "small.cold_start-9.out"
+    (slurm / "calls").write_text(calls)
+    (slurm / "squeue").write_text(
+        f"""#!/bin/bash
+run='{run}'; out='{output}'; folder=$(dirname "$0")
+shows() {{
+    printf '9\\x1f%s\\x1fNone\\x1f0:01\\x1f4:00\\x1fn1\\x1fx\\x1f/\\x1f/b/x.sbatch %s %s\\n' \\
+        "$1" "$run" cold_start
+}}
+echo >> "$folder/asked"
+number=$(wc -l < "$folder/asked") lines=$(wc -l < "$folder/calls")
+eval "$(sed -n "$((number < lines ? number : lines))p" "$folder/calls")"
+"""
+    )
+    return output
+
+
+def test_a_job_s_output_is_followed_until_the_job_has_ended(
+    monkeypatch: pytest.MonkeyPatch, braid: Braid, config: Path, runs: Path, slurm: Path
+) -> None:
+    # The ledger has the stage as done before the job prints so, and before its table of results.
+    calls = 'shows RUNNING\nshows RUNNING; echo "done in 1 s" >> "$out"\nshows COMPLETING\n:\n'
+    output = following(monkeypatch, config, braid, runs, slurm, calls)
+    output.write_text("step 2/2\n")
+    ledger = Ledger(runs / "small" / "ledger.jsonl")
+    ledger.append("cold_start", "running", "x", 1, job="9")
+    ledger.append("cold_start", "done", "finished", 1, 1.0)
+    assert braid("logs", "small", "cold_start", "-f") == (0, "step 2/2\ndone in 1 s\n", "")
+
+
+def test_a_job_that_has_not_begun_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, braid: Braid, config: Path, runs: Path, slurm: Path
+) -> None:
+    line = {"time": "2026-01-01T00:00:00+00:00", "stage": "cold_start", "attempt": 1, "cause": "x"}
+    done = json.dumps({**line, "state": "done"})
+    calls = (
+        'shows PENDING\nshows RUNNING; echo "step 1/2" >> "$out"\n'
+        f"shows RUNNING; echo '{done}' >> \"$run/ledger.jsonl\"\n"
+        ': ; echo "done in 1 s" >> "$out"\n:\n'
+    )
+    following(monkeypatch, config, braid, runs, slurm, calls)
+    Ledger(runs / "small" / "ledger.jsonl").append("cold_start", "failed", "x", 1, 1.0)
+    (runs / "small" / "stages" / "cold_start" / "attempt_1" / "rank_0.log").unlink()
+    Ledger(runs / "small" / "ledger.jsonl").submitted("cold_start", "as job 9", 1, "9")
+    code, out, err = braid("logs", "small", "cold_start", "-f")
+    assert (code, err) == (0, "")
+    assert out == "step 1/2\ndone in 1 s\n"
 
 
 def test_a_job_that_cannot_start_its_stage_says_so_in_the_ledger(
