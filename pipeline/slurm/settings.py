@@ -51,12 +51,12 @@ def seconds_of(walltime: str) -> int:
 
 
 def _walltime(value: Any) -> Any:
-    """YAML 1.1 counts 1:30:00 in sixties, and nobody knows what a number was then written as."""
+    """Refuse a number: sbatch takes 90 for minutes, and a reader may take it for seconds."""
     if type(value) in (int, float):
-        message = f"should stand in quotes, as YAML makes a number of 1:30:00: {FORMS}"
+        message = f"should be text: {FORMS}"
         raise PydanticCustomError("walltime", message)
     if isinstance(value, str) and not WALLTIME.fullmatch(value):
-        raise PydanticCustomError("walltime", f"should be {FORMS}, in quotes")
+        raise PydanticCustomError("walltime", f"should be {FORMS}")
     return value
 
 

@@ -6,21 +6,14 @@ each one watches stands in `stages.guards.watch`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from parallel.settings import Count, Fraction, Settings
 
 AtLeastZero = Annotated[float, Field(ge=0)]
-
-
-def _word(given: Any) -> Any:
-    """YAML reads a bare `off` as false."""
-    return "off" if given is False else given
-
-
-Action = Annotated[Literal["warn", "stop", "off"], BeforeValidator(_word)]
+Action = Literal["warn", "stop", "off"]
 
 
 class GuardSettings(Settings):
