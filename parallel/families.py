@@ -8,7 +8,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from parallel.settings import LayoutSettings, ModelSettings, Positive, Settings
+from parallel.settings import (
+    Count,
+    Experts,
+    LayoutSettings,
+    ModelSettings,
+    Natural,
+    Settings,
+    Tokens,
+)
 
 PositiveFloat = Annotated[float, Field(gt=0)]
 
@@ -18,7 +26,7 @@ class RopeScaling(Settings):
 
     type: Literal["yarn"] = "yarn"
     factor: PositiveFloat
-    original_max_position_embeddings: Positive
+    original_max_position_embeddings: Tokens
     beta_fast: PositiveFloat = 32
     beta_slow: PositiveFloat = 1
     mscale: PositiveFloat = 1.0
@@ -33,11 +41,11 @@ class Glm4MoeArchitecture(Settings):
     """Dense layers before the first with experts, experts that every token uses, and routing to
     the best groups of experts only. Defaults are those of transformers."""
 
-    first_k_dense_replace: Annotated[int, Field(ge=0)] = 1
-    intermediate_size: Positive = 10944
-    n_shared_experts: Positive = 1
-    n_group: Positive = 1
-    topk_group: Positive = 1
+    first_k_dense_replace: Natural = 1
+    intermediate_size: Count = 10944
+    n_shared_experts: Experts = 1
+    n_group: Experts = 1
+    topk_group: Experts = 1
     routed_scaling_factor: PositiveFloat = 1.0
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 0.5
     attention_bias: bool = False
@@ -47,16 +55,16 @@ class Glm4MoeArchitecture(Settings):
 class DeepseekV3Architecture(Settings):
     """As GLM-4-MoE's, with multi-latent attention. Defaults are those of transformers."""
 
-    first_k_dense_replace: Annotated[int, Field(ge=0)] = 3
-    intermediate_size: Positive = 18432
-    n_shared_experts: Positive = 1
-    n_group: Positive = 8
-    topk_group: Positive = 4
+    first_k_dense_replace: Natural = 3
+    intermediate_size: Count = 18432
+    n_shared_experts: Experts = 1
+    n_group: Experts = 8
+    topk_group: Experts = 4
     routed_scaling_factor: PositiveFloat = 2.5
-    q_lora_rank: Positive | None = 1536
-    kv_lora_rank: Positive = 512
-    qk_nope_head_dim: Positive = 128
-    v_head_dim: Positive = 128
+    q_lora_rank: Count | None = 1536
+    kv_lora_rank: Count = 512
+    qk_nope_head_dim: Count = 128
+    v_head_dim: Count = 128
     rope_scaling: RopeScaling | None = None
 
 

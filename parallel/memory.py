@@ -175,8 +175,7 @@ def _chunk(model: ModelSettings, layout: LayoutSettings, number: int, values: bo
     """Some layers, with the embedding before the first and the output layer behind the last."""
     parts = layout.pipeline * layout.virtual_pipeline
     count = model.layers // parts
-    layers = range(number * count, (number + 1) * count)
-    routed = sum(layer in routed_layers(model) for layer in layers)
+    routed = max(0, (number + 1) * count - max(number * count, routed_layers(model).start))
     hidden, tensor = model.hidden_size, layout.tensor
     first, last = number == 0, number == parts - 1
     vocabulary = model.vocabulary_size * hidden // tensor

@@ -6,6 +6,7 @@ configuration on a login node that may have no torch at all.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -14,10 +15,16 @@ from pydantic import BaseModel, ConfigDict, Field
 from parallel.files import CHARACTERS
 from parallel.network import LOOPBACK
 
-Positive = Annotated[int, Field(gt=0)]
-# What fills a memory, or never ends, where a finger slipped.
+# Every integer has an upper bound: a slip of a digit is an error at once, and not a loop without
+# end or a full memory. The bounds are far above any model or machine there is.
 MOST = 1_000_000
 Count = Annotated[int, Field(gt=0, le=MOST)]
+Natural = Annotated[int, Field(ge=0, le=MOST)]
+Experts = Annotated[int, Field(gt=0, le=10_000)]
+Tokens = Annotated[int, Field(gt=0, le=100_000_000)]
+Mebibytes = Annotated[int, Field(gt=0, le=1 << 20)]
+# So many of the sizes that would fit are shown in a message.
+SHOWN_SIZES = 20
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -61,16 +68,16 @@ class ModelSettings(Settings):
         default=CHARACTERS,
         description="characters, or the folder of a Hugging Face tokenizer",
     )
-    vocabulary_size: Positive
-    hidden_size: Positive
-    layers: Positive
-    attention_heads: Positive
-    key_value_heads: Positive
-    head_dim: Positive
-    experts: Positive
-    experts_per_token: Positive
-    expert_hidden_size: Positive
-    max_positions: Positive = 256
+    vocabulary_size: Count
+    hidden_size: Count
+    layers: Annotated[int, Field(gt=0, le=2000)]
+    attention_heads: Count
+    key_value_heads: Count
+    head_dim: Count
+    experts: Experts
+    experts_per_token: Experts
+    expert_hidden_size: Count
+    max_positions: Tokens = 256
     rope_base: Annotated[float, Field(gt=0)] = 10000.0
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
     precision: Literal["fp32", "bf16"] = Field(
@@ -96,14 +103,14 @@ class LayoutSettings(Settings):
     """
 
     ranks: Count = 1
-    tensor: Positive = 1
-    pipeline: Positive = 1
-    virtual_pipeline: Positive = Field(
+    tensor: Count = 1
+    pipeline: Count = 1
+    virtual_pipeline: Count = Field(
         default=1, description="parts of the model a pipeline rank holds; more shrink the bubble"
     )
-    context: Positive = 1
-    expert: Positive = 1
-    expert_tensor: Positive = 1
+    context: Count = 1
+    expert: Count = 1
+    expert_tensor: Count = 1
     distributed_optimizer: bool = Field(
         default=True, description="split Adam's state over the data-parallel ranks"
     )
@@ -132,7 +139,7 @@ class OptimizerSettings(Settings):
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     momentum: Fraction = 0.9
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: Natural = 0
     decay: Literal["constant", "linear", "cosine"] = "constant"
     final_ratio: Fraction = 0.0
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
@@ -144,25 +151,25 @@ class EngineSettings(Settings):
     count: Annotated[int, Field(gt=0, le=10_000)] = Field(
         default=1, description="engines side by side, each with a whole model"
     )
-    tensor: Positive = Field(default=1, description="tensor-parallel ranks of each engine")
+    tensor: Count = Field(default=1, description="tensor-parallel ranks of each engine")
     placement: Literal["shared", "own"] = Field(
         default="shared",
         description="shared: on the trainer's devices, in turn; own: on devices (CPU: cores) of "
         "their own",
     )
-    max_model_tokens: Positive = 64
+    max_model_tokens: Tokens = 64
     max_sequences: Count = Field(default=256, description="of each engine at once")
-    kv_cache_mebibytes: Annotated[int, Field(gt=0, le=1 << 20)] | None = Field(
+    kv_cache_mebibytes: Mebibytes | None = Field(
         default=None,
         description="of each engine rank; null is enough for max_sequences of max_model_tokens",
     )
-    start_timeout_seconds: Positive = 300
-    request_timeout_seconds: Positive = Field(default=600, description="of a refit as a whole")
-    hang_timeout_seconds: Annotated[int, Field(ge=5)] = Field(  # several beats of an engine
-        default=120,
+    start_timeout_seconds: Count = 300
+    request_timeout_seconds: Count = Field(default=600, description="of a refit as a whole")
+    hang_timeout_seconds: Annotated[int, Field(ge=5, le=MOST)] = Field(
+        default=120,  # several beats of an engine
         description="an engine that was asked for something and is silent so long is restarted",
     )
-    max_restarts: Annotated[int, Field(ge=0)] = Field(
+    max_restarts: Natural = Field(
         default=3, description="of each engine within one attempt at a stage, which then fails"
     )
     transport: Literal["auto", "shared_memory", "messages"] = Field(
@@ -190,14 +197,27 @@ class EngineJob(Settings):
     seed: int
 
 
+def divisors(count: int) -> list[int]:
+    """Return the divisors of a positive number in ascending order, in O(sqrt(count))."""
+    small = [size for size in range(1, math.isqrt(count) + 1) if count % size == 0]
+    return small + [count // size for size in reversed(small) if size * size != count]
+
+
+def one_of(sizes: list[int]) -> str:
+    """Return the end of a message that lists the sizes to choose from, the smallest of many."""
+    more = len(sizes) - SHOWN_SIZES
+    larger = f" or of {more} larger ones" if more > 0 else ""
+    return f"use one of {sizes[:SHOWN_SIZES]}{larger}"
+
+
 def layout_violations(model: ModelSettings, layout: LayoutSettings) -> list[tuple[str, str]]:
     """Every reason the layout cannot hold the model: (dotted key, message with the mend)."""
     found = []
 
     def divides(key: str, size: int, whole: str, count: int) -> None:
         if count % size:
-            fitting = [n for n in range(1, count + 1) if count % n == 0]
-            found.append((key, f"{size} does not divide {whole} = {count}; use one of {fitting}"))
+            use = one_of(divisors(count))
+            found.append((key, f"{size} does not divide {whole} = {count}; {use}"))
 
     divides("layout.expert", layout.expert, "model.experts", model.experts)
     divides("layout.tensor", layout.tensor, "model.key_value_heads", model.key_value_heads)

@@ -7,23 +7,31 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
-import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from parallel.files import CHARACTERS
 from parallel.settings import Settings
-from pipeline import checks, schema
+from pipeline import checks, schema, yaml_core
 from pipeline.dropped import without_dropped
 from pipeline.slurm.settings import ClusterSettings, StageKind, too_short
 from pipeline.trees import flatten
-from pipeline.violations import ConfigError, Place, Violation, dotted, hint
+from pipeline.violations import (
+    LONGEST_VALUE,
+    ConfigError,
+    Place,
+    Violation,
+    dotted,
+    hint,
+    shortened,
+)
 from pipeline.yaml_source import Key, Leaf, Mapping, Reader, find, lay, nearest, plain
 from stages.domains.rewards.settings import RewardPoolSettings
 from stages.settings import DomainSettings, RunSettings
 
 Root = TypeVar("Root", bound=Settings)
 MAPPING = "a mapping of keys to values"
+MOST_ERRORS = 1000  # that are put into words, which takes longer than finding them
 OF_KEY = "[key]"  # ends pydantic's location of a key; only a cluster's kinds are a closed set
 TOKENIZER: Key = ("model", "tokenizer")
 # Paths that are written relative to the file that states them; `*` stands for every name.
@@ -69,13 +77,13 @@ def load_cluster(path: Path) -> ClusterSettings:
     """Read what is said of a cluster. Raises ConfigError as `load` does."""
     reader = Reader()
     tree = reader.file(path)
-    settings, invalid = _validated(ClusterSettings, tree, complete=not reader.broken)
+    settings, invalid, more = _validated(ClusterSettings, tree, complete=not reader.broken)
     found = [*reader.violations, *invalid]
     if settings is not None:
         for key, message in too_short(settings):
             found.append(Violation(nearest(tree, tuple(key.split("."))), key, message))
     if found or settings is None:
-        raise ConfigError(sorted(found, key=_reading_order))
+        raise ConfigError(sorted(found, key=_reading_order), more)
     return settings
 
 
@@ -114,7 +122,7 @@ def _settings(
 ) -> Root:
     """The settings in a tree that `reader` has read; `around` stands beside it in the rules."""
     tree, undropped = without_dropped(_with_absolute_paths(tree))
-    settings, invalid = _validated(root, tree, complete=not reader.broken)
+    settings, invalid, more = _validated(root, tree, complete=not reader.broken)
     if not reader.broken:  # else the unreadable file may have defined what is dropped
         invalid += undropped
     run = {**(around or {}), **plain(tree)}
@@ -129,11 +137,11 @@ def _settings(
         Violation(nearest(tree, tuple(key.split("."))), key, message) for key, message in broken
     ]
     # What is no value at all is not also one of the wrong type.
-    told = {(violation.place, violation.key) for violation in reader.violations}
-    invalid = [each for each in invalid if (each.place, each.key) not in told]
+    told = {(violation.place.file, violation.key) for violation in reader.violations}
+    invalid = [each for each in invalid if (each.place.file, each.key) not in told]
     found = [*reader.violations, *invalid, *crossed]
     if found or settings is None:
-        raise ConfigError(sorted(found, key=_reading_order))
+        raise ConfigError(sorted(found, key=_reading_order), more)
     return settings
 
 
@@ -145,16 +153,13 @@ def _with_domain(tree: Mapping, path: Path, reader: Reader) -> Mapping:
 
 def dump_resolved(settings: RunSettings) -> str:
     """The settings as YAML with every default written out; `load` reads it back unchanged."""
-    # The C library's, where PyYAML was built with it, is ten times as fast and writes the same.
-    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-    values = settings.model_dump(mode="json")
-    return str(yaml.dump(values, Dumper=dumper, sort_keys=False, width=100))
+    return yaml_core.dump(settings.model_dump(mode="json"))
 
 
 def dump_differing(settings: Settings) -> str:
     """What of settings differs from the defaults, as YAML. What says which settings a block has,
     such as a reward's `kind`, stands with every block that is there."""
-    return yaml.safe_dump(_differing(settings), sort_keys=False, width=100)
+    return yaml_core.dump(_differing(settings))
 
 
 def differing_keys(old: RunSettings, new: RunSettings) -> dict[str, tuple[Any, Any]]:
@@ -191,6 +196,8 @@ def _with_overrides(tree: Mapping, overrides: Iterable[str], reader: Reader) -> 
         if not equals or not all(key):
             message = "an override is written dotted.key=value"
             reader.violations.append(Violation(Place(None), override, message))
+        elif len(key) > yaml_core.MOST_DEPTH:
+            reader.violations.append(Violation(Place(None), name, "nested too deeply"))
         elif not reader.broken and (violation := _unknown_override(tree, key)):
             reader.violations.append(violation)
         elif node := reader.value(text, key):
@@ -238,17 +245,22 @@ def _matching(tree: Mapping, pattern: Key) -> Iterator[Key]:
 
 def _validated(
     root: type[Root], tree: Mapping, *, complete: bool
-) -> tuple[Root | None, list[Violation]]:
-    """A missing key counts only in a complete tree: else the unreadable file may have stated it."""
+) -> tuple[Root | None, list[Violation], int]:
+    """The settings, or the first MOST_ERRORS violations and how many more there are.
+
+    A missing key counts only in a complete tree: else the unreadable file may have stated it.
+    """
     # A YAML document has JSON's types, and JSON's strict mode is the one that knows a list may be
     # a tuple and a string a path, but neither "3" nor true a number.
     try:
         text = json.dumps(plain(tree), default=str)
-        return root.model_validate_json(text, strict=True), []
+        return root.model_validate_json(text, strict=True), [], 0
     except ValidationError as error:
         told = [each for each in error.errors() if complete or each["type"] != "missing"]
-        found = [_violation(root, tree, details) for details in told]
-        return None, [*found, *(each for details in told for each in _below(root, tree, details))]
+        first = told[:MOST_ERRORS]
+        found = [_violation(root, tree, details) for details in first]
+        found += (each for details in first for each in _below(root, tree, details))
+        return None, found, len(told) - len(first)
 
 
 def _below(root: type[Settings], tree: Mapping, error: ErrorDetails) -> Iterator[Violation]:
@@ -299,6 +311,9 @@ def _message(root: type[Settings], error: ErrorDetails) -> str:
         least, given = error["ctx"]["min_length"], error["ctx"]["actual_length"]
         return f"should have at least {least} {'item' if least == 1 else 'items'}, not {given}"
     given = "a mapping" if isinstance(error["input"], dict) else json.dumps(error["input"])
+    given = shortened(given, LONGEST_VALUE)
+    if error["type"] == "bool_type":
+        return f"should be true or false, not {given}"
     reason = error["msg"].removeprefix("Input ").replace("an object", MAPPING)
     reason = reason.replace("a valid dictionary or object to extract fields from", MAPPING)
     return f"{reason[0].lower()}{reason[1:]}, not {given}"

@@ -11,6 +11,12 @@ from pathlib import Path
 from pipeline.errors import BraidError
 from pipeline.printing import visible
 
+# Of a message: what a screen shows, whatever stands in a file.
+MOST_SHOWN = 50
+LONGEST_KEY = 200
+LONGEST_MESSAGE = 1000
+LONGEST_VALUE = 200
+
 
 @dataclass(frozen=True)
 class Place:
@@ -43,18 +49,29 @@ class Violation:
     message: str
 
     def __str__(self) -> str:
-        parts = (str(self.place), self.key, self.message)
-        return visible(": ".join(part for part in parts if part))
+        key, message = shortened(self.key, LONGEST_KEY), shortened(self.message, LONGEST_MESSAGE)
+        return visible(": ".join(part for part in (str(self.place), key, message) if part))
 
 
 class ConfigError(BraidError):
-    """A configuration that cannot run; `violations` lists every reason."""
+    """A configuration that cannot run; `violations` lists the reasons, without `more` of the same.
 
-    def __init__(self, violations: Sequence[Violation]) -> None:
+    The message shows the first MOST_SHOWN.
+    """
+
+    def __init__(self, violations: Sequence[Violation], more: int = 0) -> None:
         self.violations = tuple(violations)
-        count = len(self.violations)
+        count = len(self.violations) + more
         title = f"the configuration has {count} fault{'s' if count > 1 else ''}:"
-        super().__init__("\n".join([title, *map(str, self.violations)]))
+        lines = [title, *map(str, self.violations[:MOST_SHOWN])]
+        if len(lines) <= count:
+            lines.append(f"... and {count + 1 - len(lines)} more")
+        super().__init__("\n".join(lines))
+
+
+def shortened(text: str, longest: int) -> str:
+    """Return a text of at most about `longest` characters: the end of a longer one is left out."""
+    return text if len(text) <= longest else f"{text[:longest]}..."
 
 
 def dotted(key: Iterable[str | int]) -> str:
@@ -71,6 +88,8 @@ def shown(path: Path) -> str:
 def hint(name: str, known: Iterable[str]) -> str:
     """The nearest known name, or all of them: the end of a message about an unknown name."""
     names = list(known)
+    # What looks like a known name may have letters of another alphabet.
+    other = "" if name.isascii() else f"{name!a} has letters beyond ASCII; "
     if near := difflib.get_close_matches(name, names, n=1):
-        return f'did you mean "{near[0]}"?'
-    return f"known: {', '.join(names)}" if names else "nothing is known here"
+        return f'{other}did you mean "{near[0]}"?'
+    return f"{other}known: {', '.join(names)}" if names else f"{other}nothing is known here"

@@ -1,25 +1,32 @@
 """YAML files as a tree that remembers where every key was written, with `extends: FILE` resolved.
 
 A tree is made of `Mapping` and `Leaf`. A list is a leaf: an extending file replaces it whole.
-Reading never raises for a fault in a file: faults are collected in `Reader.violations`, so that a
-person sees all of them at once.
+Reading collects errors in `Reader.violations`, so that a person sees all of them at once. It raises
+only where a file, or what it extends, is too large to be a configuration.
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
-import re
+import stat
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
-from yaml.composer import Composer
-from yaml.constructor import SafeConstructor
-from yaml.resolver import Resolver
 
-from pipeline.violations import Place, Violation, dotted
+from pipeline.violations import ConfigError, Place, Violation, dotted
+from pipeline.yaml_core import (
+    MOST_DEPTH,
+    MOST_NODES,
+    BadScalar,
+    TooDeep,
+    TooMany,
+    compose,
+    has_surrogate,
+    scalar,
+)
+
+MOST_BYTES = 8 << 20  # of a file; a thousand domains with every key written out are 3 MiB
 
 Key = tuple[str, ...]
 
@@ -44,74 +51,6 @@ class Mapping:
 Node = Leaf | Mapping
 
 
-class _WithoutAliases(Composer):
-    """An alias would give one value two places; `extends` is the way to share."""
-
-    def compose_node(self: Any, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.MarkedYAMLError(
-                problem="aliases are not supported; share values with extends",
-                problem_mark=self.peek_event().start_mark,
-            )
-        return Composer.compose_node(self, parent, index)
-
-
-class _Loader(_WithoutAliases, yaml.SafeLoader):
-    """YAML whose `4e-3` is a number: YAML 1.1 wants `4.0e-3`."""
-
-
-# The fastest first: any that reads the text will do, and the last one says what is wrong with it,
-# so that the message is the same whatever PyYAML was built with.
-LOADERS: list[Any] = [_Loader]
-if yaml.__with_libyaml__:
-    from yaml._yaml import CParser
-
-    class _FastLoader(_WithoutAliases, CParser, SafeConstructor, Resolver):
-        """The same over the C library's parser."""
-
-        def __init__(self, stream: str) -> None:
-            CParser.__init__(self, stream)
-            Composer.__init__(self)
-            SafeConstructor.__init__(self)
-            Resolver.__init__(self)
-
-    LOADERS.insert(0, _FastLoader)
-
-for _each in LOADERS:
-    _each.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
-        list("-+0123456789"),
-    )
-
-
-class _TooDeep(Exception):
-    """Lists in lists, or mappings in mappings, without end; where it became too many."""
-
-    def __init__(self, line: int) -> None:
-        super().__init__("nested too deeply")
-        self.line = line
-
-
-def _compose(text: str) -> yaml.Node | None:
-    """The document as a tree, or None where it is empty. Raises YAMLError, _TooDeep."""
-    *faster, last = LOADERS
-    for loader in faster:
-        with contextlib.suppress(yaml.YAMLError):
-            return _composed_by(loader(text))
-    return _composed_by(last(text))
-
-
-def _composed_by(loader: Any) -> yaml.Node | None:
-    try:
-        found: yaml.Node | None = loader.get_single_node()
-    except RecursionError:
-        raise _TooDeep(loader.peek_event().start_mark.line + 1) from None
-    finally:
-        loader.dispose()
-    return found
-
-
 class Reader:
     """Reads files and command-line values into trees.
 
@@ -123,25 +62,38 @@ class Reader:
         self.violations: list[Violation] = []
         self.broken = False
         self._open: list[Path] = []
-        # What many domains extend is read once; its faults would be told for each of them.
-        self._faultless: dict[Path, Mapping] = {}
+        self._nodes = 0  # of all documents, each as often as it is extended
+        # What many domains extend is read once, and its errors are reported once. With each file is
+        # how many nodes it has, and how deep it was: deeper, it may be nested too deeply.
+        self._faultless: dict[Path, tuple[Mapping, int, int]] = {}
 
     def file(self, path: Path, key: Key = ()) -> Mapping:
-        """The mapping in a file, which stands at `key` of the whole; `extends` is resolved."""
-        if path not in self._faultless:
-            faults = len(self.violations)
-            tree = self._read(path, key)
-            if len(self.violations) > faults:
-                return tree
-            self._faultless[path] = tree
-        return self._faultless[path]
+        """Return the mapping in a file, which stands at `key` of the whole, with its `extends`.
+
+        Raises ConfigError where the whole has more than MOST_NODES keys and values.
+        """
+        if path in self._faultless and len(key) <= self._faultless[path][2]:
+            tree, nodes, _ = self._faultless[path]
+            self._count(nodes, Place(path))
+            return tree
+        faults, before = len(self.violations), self._nodes
+        tree = self._read(path, key)
+        if len(self.violations) == faults:
+            self._faultless[path] = tree, self._nodes - before, len(key)
+        return tree
+
+    def _count(self, nodes: int, place: Place) -> None:
+        self._nodes += nodes
+        if self._nodes > MOST_NODES:
+            many = f"more than {MOST_NODES} keys and values, with those of extended files"
+            raise ConfigError([Violation(place, "", many)])
 
     def _read(self, path: Path, key: Key) -> Mapping:
         place = Place(path)
         try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not a UTF-8 text file"
+            text = _text(path)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
             return self._unreadable(place, key, f"cannot be read: {reason}")
         self._open.append(path.resolve())
         try:
@@ -155,26 +107,34 @@ class Reader:
         Relative paths in it start at the working directory.
         """
         place = Place(None)
+        if has_surrogate(text):  # how Python takes in arguments that are no UTF-8
+            self._note(place, key, "not UTF-8 text")
+            return None
         try:
-            composed = _compose(text)
-        except _TooDeep as error:
+            composed, nodes = compose(text)
+        except (TooDeep, TooMany) as error:
             self._note(place, key, str(error))
             return None
         except yaml.YAMLError as error:
             self._note(place, key, f"not a YAML value: {_problem(error)}")
             return None
+        self._count(nodes, place)
         return Leaf(None, place) if composed is None else self._node(composed, place, key)
 
     def _mapping_of(self, text: str, path: Path, key: Key) -> Mapping:
         place = Place(path)
         try:
-            composed = _compose(text)
-        except _TooDeep as error:
-            return self._unreadable(Place(path, error.line), key, str(error))
+            composed, nodes = compose(text)
+        except TooDeep as error:
+            return self._unreadable(Place(path, error.line), (*key, *error.key), str(error))
+        except TooMany as error:
+            where = Place(path, error.line)
+            raise ConfigError([Violation(where, dotted(key), str(error))]) from None
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             where = Place(path, mark.line + 1) if mark else place
             return self._unreadable(where, key, f"not valid YAML: {_problem(error)}")
+        self._count(nodes, place)
         if composed is None:
             return Mapping({}, Place(path, 1))
         node = self._node(composed, Place(path, composed.start_mark.line + 1), key)
@@ -183,34 +143,64 @@ class Reader:
         return self._unreadable(node.place, key, "the file should hold a mapping of keys to values")
 
     def _node(self, node: yaml.Node, place: Place, key: Key) -> Node:
-        if isinstance(node, yaml.MappingNode):
-            return self._mapping(node, place, key)
-        try:
-            value = _plain(node)
-        except (yaml.YAMLError, ValueError) as error:
-            self._note(place, key, f"not a value: {_problem(error)}")
+        if not isinstance(node, yaml.MappingNode):
+            return Leaf(self._item(node, place, key), place)
+        if len(key) > MOST_DEPTH:
+            self._note(place, key, str(TooDeep(0, key)))
             return Leaf(None, place)
-        if isinstance(value, int) and abs(value) >= 2**63:
-            self._note(place, key, "too large a number")
-            return Leaf(None, place)
-        if not _is_json(value):
-            self._note(place, key, f"{value} is not a finite number, text, true, false or null")
-        return Leaf(value, place)
+        return self._mapping(node, place, key)
+
+    def _item(self, node: yaml.Node, place: Place, key: Key) -> Any:
+        """The plain value of a scalar, or of a list and of all that stands in it."""
+        if len(key) > MOST_DEPTH:
+            self._note(place, key, str(TooDeep(0, key)))
+        elif isinstance(node, yaml.ScalarNode):
+            try:
+                return scalar(node)
+            except BadScalar as error:
+                self._note(place, key, str(error))
+        elif isinstance(node, yaml.SequenceNode):
+            return [
+                self._item(child, place.at(child.start_mark.line + 1), (*key, str(number)))
+                for number, child in enumerate(node.value)
+            ]
+        else:
+            entries: dict[str, Any] = {}
+            taken: set[str] = set()
+            for key_node, value_node in node.value:
+                where = place.at(key_node.start_mark.line + 1)
+                if (name := self._name(key_node, where, key, taken)) is not None:
+                    entries[name] = self._item(value_node, where, (*key, name))
+            return entries
+        return None
 
     def _mapping(self, node: yaml.MappingNode, place: Place, key: Key) -> Mapping:
         entries: dict[str, Node] = {}
+        taken: set[str] = set()
         base: Mapping | None = None
         for key_node, value_node in node.value:
-            name = str(key_node.value)
             where = place.at(key_node.start_mark.line + 1)
-            if name in entries or (name == "extends" and base is not None):
-                self._note(where, (*key, name), "the key is given twice in this mapping")
-            elif name == "extends":
+            if (name := self._name(key_node, where, key, taken)) is None:
+                continue
+            if name == "extends":
                 base = self._extended(value_node, where, key)
             else:
                 entries[name] = self._node(value_node, where, (*key, name))
         own = Mapping(entries, place)
         return own if base is None else merge(base, own)
+
+    def _name(self, node: yaml.Node, place: Place, key: Key, taken: set[str]) -> str | None:
+        """The name that a mapping at `key` gives an entry, or None where it cannot have it; it is
+        added to those that are `taken`."""
+        name = str(node.value)
+        if has_surrogate(name):
+            self._note(place, (*key, name), "the key holds a surrogate, half of a character")
+        elif name in taken:
+            self._note(place, (*key, name), "the key is given twice in this mapping")
+        else:
+            taken.add(name)
+            return name
+        return None
 
     def _extended(self, node: yaml.Node, place: Place, key: Key) -> Mapping:
         if not isinstance(node, yaml.ScalarNode) or not node.value:
@@ -286,18 +276,19 @@ def _over(below: Node | None, node: Node) -> Node:
     return merge(below, node) if isinstance(node, Mapping) else replace(node, replaces=True)
 
 
-def _plain(node: yaml.Node) -> Any:
-    return SafeConstructor().construct_document(node)
-
-
-def _is_json(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(map(_is_json, value))
-    if isinstance(value, dict):
-        return all(isinstance(name, str) and _is_json(item) for name, item in value.items())
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return value is None or isinstance(value, str | int | bool)
+def _text(path: Path) -> str:
+    """A file's text. Raises OSError, and ValueError with the reason, where it has none to read."""
+    # A pipe would wait for its writer, and a device may have no end.
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError("not a regular file")
+    with path.open("rb") as file:
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"has more than {MOST_BYTES >> 20} MiB")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise ValueError("not a UTF-8 text file") from None
 
 
 def _problem(error: Exception) -> str:

@@ -16,10 +16,11 @@ from parallel.settings import (
     EngineSettings,
     LayoutSettings,
     ModelSettings,
+    Natural,
     OptimizerSettings,
-    Positive,
     RoutingLossSettings,
     Settings,
+    Tokens,
 )
 from stages.curriculum.settings import CurriculumSettings, NoCurriculumSettings
 from stages.domains.rewards.settings import (
@@ -49,10 +50,10 @@ class SamplingSettings(Settings):
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
         default=1.0, description="draw from the likeliest tokens that together have so much"
     )
-    top_k: Annotated[int, Field(ge=0)] = Field(
+    top_k: Natural = Field(
         default=0, description="draw from so many of the likeliest tokens; 0 is all of them"
     )
-    max_response_tokens: Positive = 24
+    max_response_tokens: Tokens = 24
 
 
 class MergeSamplingSettings(SamplingSettings):
@@ -69,7 +70,7 @@ class MergeRolloutSettings(Settings):
         description="sync: in turn. overlap: the next step's samples are drawn while this one"
         " trains. async: samples are always under way, and go on when the weights change",
     )
-    max_staleness: Positive = Field(
+    max_staleness: Count = Field(
         default=1,
         description="training steps that a sample's oldest weights may lie behind; older samples"
         " are dropped and counted",
@@ -79,12 +80,12 @@ class MergeRolloutSettings(Settings):
 class RolloutSettings(MergeRolloutSettings):
     """The same, and which prompts of those that were begun a step trains on."""
 
-    oversampling: Annotated[float, Field(ge=1)] = Field(
+    oversampling: Annotated[float, Field(ge=1, le=1000)] = Field(
         default=1.0,
         description="prompts under way, as a multiple of prompts_per_step: a step takes those whose"
         " samples are whole first, and leaves the others to the next",
     )
-    dynamic_sampling: Annotated[int, Field(ge=0)] = Field(
+    dynamic_sampling: Natural = Field(
         default=0,
         description="rounds in which prompts whose samples all earned the same are replaced",
     )
@@ -106,10 +107,10 @@ class LoopSettings(Settings):
     """How long a stage runs, how much a rank computes at once, and how often it saves."""
 
     steps: Count
-    micro_batch_tokens: Positive = 4096
-    checkpoint_every: Positive = 20
-    keep_last: Positive = 2
-    keep_best: Annotated[int, Field(ge=0)] = Field(
+    micro_batch_tokens: Tokens = 4096
+    checkpoint_every: Count = 20
+    keep_last: Count = 2
+    keep_best: Natural = Field(
         default=0, description="how many of the best checkpoints to keep too"
     )
     async_checkpoints: bool = Field(
@@ -125,7 +126,7 @@ class PolicySettings(Settings):
     objective: ObjectiveSettings = ObjectiveSettings()
     routing: RoutingSettings = RoutingSettings()
     optimizer: OptimizerSettings
-    updates_per_rollout: Positive = 1
+    updates_per_rollout: Count = 1
     loop: LoopSettings
     guards: GuardsSettings = GuardsSettings()
     stop: StopSettings | None = Field(
@@ -194,7 +195,7 @@ class EvaluationSettings(Settings):
 
     problems: Count = 2000
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    sampling_seed: Annotated[int, Field(ge=0)] = 20_000
+    sampling_seed: Annotated[int, Field(ge=0, lt=2**32)] = 20_000
 
 
 class LoggingSettings(Settings):
@@ -263,7 +264,7 @@ class StageJob(Settings):
     ]
     domain: str | None = None
     directory: Path
-    attempt: Positive
+    attempt: Count
     parent: Path | None = None
     teachers: dict[str, Path] = Field(default_factory=dict)
     models: dict[str, Path] = Field(default_factory=dict)
@@ -292,8 +293,8 @@ class DomainCheckJob(Settings):
     settings: DomainSettings
     tokenizer: str
     pool: RewardPoolSettings
-    prompts: Positive = Field(description="that are shown, and scored with their references")
-    max_positions: Positive | None = Field(
+    prompts: Count = Field(description="that are shown, and scored with their references")
+    max_positions: Tokens | None = Field(
         default=None, description="model.max_positions, where a run is known"
     )
     result: Path

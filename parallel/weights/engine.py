@@ -3,10 +3,11 @@ vLLM 0.30 copy on a tensor-parallel rank. Never imports torch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from parallel.boxes import Box
-from parallel.settings import ModelSettings
+from parallel.settings import ModelSettings, divisors, one_of
 from parallel.weights.names import Description, Part, Units, Weight, tensor_prefix
 
 
@@ -14,19 +15,17 @@ def engine_violations(model: ModelSettings, tensor_parallel: int) -> list[tuple[
     """Every reason an engine of this many ranks cannot hold the model, as (dotted key, message with
     the mend)."""
     units = _units(model)
-    fitting = [
-        size
-        for size in range(1, max(each.count for each in units) + 1)
-        if all(_divides(size, each) for each in units)
-    ]
+    # The vocabulary and the attention heads are never repeated, so their divisors are candidates.
+    common = math.gcd(*(_padded(each) for each in units if not each.repeated))
+    fitting = [size for size in divisors(common) if all(_divides(size, each) for each in units)]
     found = []
     for each in units:
         if not _divides(tensor_parallel, each):
             count = _padded(each)
             how = "neither divides nor is a multiple of" if each.repeated else "does not divide"
             padding = f", rounded up to {count}" if count != each.count else ""
-            mend = f"use one of {fitting}"
-            message = f"{tensor_parallel} {how} {each.name} = {each.count}{padding}; {mend}"
+            use = one_of(fitting)
+            message = f"{tensor_parallel} {how} {each.name} = {each.count}{padding}; {use}"
             found.append(("engine.tensor", message))
     return found
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from parallel.settings import Positive, Settings
+from parallel.settings import Count, Natural, Settings
 
 WALLTIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")  # as sbatch --time takes it
 MOST_WARNING_SECONDS = 65_535  # that sbatch --signal takes
@@ -51,12 +51,12 @@ def seconds_of(walltime: str) -> int:
 
 
 def _walltime(value: Any) -> Any:
-    """YAML 1.1 counts 1:30:00 in sixties, and nobody knows what a number was then written as."""
+    """Refuse a number: sbatch takes 90 for minutes, and a reader may take it for seconds."""
     if type(value) in (int, float):
-        message = f"should stand in quotes, as YAML makes a number of 1:30:00: {FORMS}"
+        message = f"should be text: {FORMS}"
         raise PydanticCustomError("walltime", message)
     if isinstance(value, str) and not WALLTIME.fullmatch(value):
-        raise PydanticCustomError("walltime", f"should be {FORMS}, in quotes")
+        raise PydanticCustomError("walltime", f"should be {FORMS}")
     return value
 
 
@@ -97,10 +97,10 @@ class KindSettings(Settings):
     options: tuple[Option, ...] = Field(
         default=(), description="of sbatch, behind those of every stage: the last one counts"
     )
-    ranks_per_node: Positive | None = None
-    gpus_per_node: Annotated[int, Field(ge=0)] | None = None
+    ranks_per_node: Count | None = None
+    gpus_per_node: Natural | None = None
     gpu_type: str | None = None
-    cpus_per_rank: Positive | None = None
+    cpus_per_rank: Count | None = None
     walltime: Walltime | None = None
 
 
@@ -120,14 +120,14 @@ class ClusterSettings(Settings):
     options: tuple[Option, ...] = Field(
         default=(), description="further options of sbatch, such as --exclusive"
     )
-    ranks_per_node: Positive = Field(
+    ranks_per_node: Count = Field(
         default=8, description="ranks, of the trainer and of engines, that a node has room for"
     )
-    gpus_per_node: Annotated[int, Field(ge=0)] = Field(
+    gpus_per_node: Natural = Field(
         default=0, description="0 asks for none: ranks and engines then run on the CPU"
     )
     gpu_type: str | None = Field(default=None, description="such as h100; null is any")
-    cpus_per_rank: Positive = 1
+    cpus_per_rank: Count = 1
     walltime: Walltime = Field(
         default="4:00:00", description="a longer stage saves, goes back into the queue, continues"
     )
@@ -137,12 +137,12 @@ class ClusterSettings(Settings):
     warning_seconds: Annotated[int, Field(ge=60, le=MOST_WARNING_SECONDS)] = Field(
         default=300, description="before the walltime ends, to save in; Slurm may be 60 s early"
     )
-    restarts: Annotated[int, Field(ge=0)] = Field(
+    restarts: Natural = Field(
         default=3,
         description="how often a stage may start from the same step again, after a failure that"
         " nothing explains, a lost node or too short a walltime",
     )
-    experts_at_once: Positive | None = Field(
+    experts_at_once: Count | None = Field(
         default=None, description="of an array of experts; null is as many as Slurm has room for"
     )
     network_interface: str | None = Field(

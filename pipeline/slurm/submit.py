@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from parallel.files import write_atomically
 from pipeline.errors import BraidError
 from pipeline.graph import Stage
@@ -21,6 +19,7 @@ from pipeline.slurm.refusals import explained
 from pipeline.slurm.settings import ClusterSettings
 from pipeline.states import StageState
 from pipeline.violations import shown
+from pipeline.yaml_core import dump
 from stages.settings import RunSettings
 
 SCRIPTS = Path(__file__).parents[2] / "slurm"
@@ -155,7 +154,7 @@ def write_scripts(
 ) -> None:
     """Write what the stage scripts read of the cluster, and beside it the script of the commands
     that submit them."""
-    text = yaml.safe_dump(cluster.model_dump(mode="json"), sort_keys=False, width=100)
+    text = dump(cluster.model_dump(mode="json"))
     write_atomically(run.cluster, text)
     here = shlex.quote(str(Path(sys.executable).parent))
     setup = ["# Sourced by the stage scripts.", f"export PATH={here}:$PATH", *cluster.setup]

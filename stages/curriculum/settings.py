@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from parallel.settings import Positive, Settings
+from parallel.settings import Count, Settings
 
 
 class NoCurriculumSettings(Settings):
@@ -28,10 +28,10 @@ class FrontierSettings(Settings):
         description="of a prompt's row, such as level or entry.metadata.difficulty: prompts with"
         " the same value are of one difficulty; null goes by the prompt's length",
     )
-    length_step: Positive = Field(
+    length_step: Count = Field(
         default=4, description="tokens by which lengths of one difficulty differ at most"
     )
-    memory: Positive = Field(
+    memory: Count = Field(
         default=256, description="samples of one difficulty that its estimate is of, newest most"
     )
 

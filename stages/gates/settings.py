@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from parallel.settings import Fraction, Positive, Settings
+from parallel.settings import Count, Fraction, Settings
 
 AtLeastZero = Annotated[float, Field(ge=0)]
 
@@ -17,7 +17,7 @@ AtLeastZero = Annotated[float, Field(ge=0)]
 class GateSettings(Settings):
     """What is measured before the next stage may start, and what happens where it falls short."""
 
-    problems: Positive = Field(
+    problems: Count = Field(
         default=500, description="held-out problems of each domain that a model is measured on"
     )
     on_failure: Literal["warn", "stop"] = Field(
@@ -34,7 +34,7 @@ class ExpertGateSettings(GateSettings):
         description="accuracy over the parent's, as a fraction, that the lower end of the 95 %"
         " interval of the gain has to reach",
     )
-    window: Positive = Field(
+    window: Count = Field(
         default=20, description="the expert's last steps, of which the bounds below are"
     )
     max_mismatch: AtLeastZero | None = Field(

@@ -6,21 +6,14 @@ each one watches stands in `stages.guards.watch`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from parallel.settings import Fraction, Positive, Settings
+from parallel.settings import Count, Fraction, Settings
 
 AtLeastZero = Annotated[float, Field(ge=0)]
-
-
-def _word(given: Any) -> Any:
-    """YAML reads a bare `off` as false."""
-    return "off" if given is False else given
-
-
-Action = Annotated[Literal["warn", "stop", "off"], BeforeValidator(_word)]
+Action = Literal["warn", "stop", "off"]
 
 
 class GuardSettings(Settings):
@@ -32,13 +25,13 @@ class GuardSettings(Settings):
         description="warn: say so, once until it is over. stop: save, and end the stage as failed."
         " off: only log the metric",
     )
-    patience: Positive = Field(default=5, description="steps in a row beyond the threshold")
+    patience: Count = Field(default=5, description="steps in a row beyond the threshold")
 
 
 class WindowGuardSettings(GuardSettings):
     """The same of a metric that compares means over windows of steps."""
 
-    window: Positive = Field(default=10, description="steps that one mean is taken over")
+    window: Count = Field(default=10, description="steps that one mean is taken over")
 
 
 class EntropyCollapseSettings(GuardSettings):
@@ -81,7 +74,7 @@ class FormatGainSettings(WindowGuardSettings):
     """Above it, the reward rises by what does not judge the answer; in units of the reward."""
 
     threshold: AtLeastZero = 0.05
-    window: Positive = Field(default=20, description="steps that one mean is taken over")
+    window: Count = Field(default=20, description="steps that one mean is taken over")
 
 
 class TruncationSettings(GuardSettings):
@@ -95,7 +88,7 @@ class MismatchSettings(GuardSettings):
 
     threshold: Fraction = 0.1
     action: Action = "stop"
-    patience: Positive = 3
+    patience: Count = 3
 
 
 class DriftSettings(GuardSettings):
@@ -126,4 +119,4 @@ class StopSettings(Settings):
         default="reward", description="reward, reward/NAME of one of its rewards, or all_right"
     )
     at_least: float
-    window: Positive = Field(default=10, description="steps over which its mean reaches that")
+    window: Count = Field(default=10, description="steps over which its mean reaches that")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from parallel.settings import Fraction, OptimizerSettings, Settings
+from parallel.settings import MOST, Fraction, Natural, OptimizerSettings, Settings
 
 AboveZero = Annotated[float, Field(gt=0)]
 Coefficient = Annotated[float, Field(ge=0)]
@@ -82,7 +82,9 @@ class GfpoSettings(Standardised):
     """As `grpo` among the responses of a group that are kept; the others get 0."""
 
     name: Literal["gfpo"] = "gfpo"
-    keep: Annotated[int, Field(ge=2)] = Field(default=4, description="responses of each group")
+    keep: Annotated[int, Field(ge=2, le=MOST)] = Field(
+        default=4, description="responses of each group"
+    )
     by: Literal["length", "reward_per_token"] = Field(
         default="length", description="keep the shortest, or those with the most reward per token"
     )
@@ -101,7 +103,7 @@ class CriticSettings(Settings):
     value_clip: AboveZero = Field(
         default=0.2, description="how far an update may move a value and still gain by it"
     )
-    warmup_steps: Annotated[int, Field(ge=0)] = Field(
+    warmup_steps: Natural = Field(
         default=0, description="first steps in which the critic learns and the policy does not"
     )
 

@@ -404,18 +404,16 @@ def test_kinds_of_stages_ask_for_nodes_of_their_own(
     ("text", "message"),
     [
         (
-            "walltime: 1:30:00",
-            'walltime: should stand in quotes, as YAML makes a number of 1:30:00: "D-HH:MM:SS", '
-            '"HH:MM:SS" or "MINUTES", not 5400',
+            "walltime: 5400",
+            'walltime: should be text: "D-HH:MM:SS", "HH:MM:SS" or "MINUTES", not 5400',
         ),
         (
             "kinds: {sft: {walltime: 90}}",
-            "kinds.sft.walltime: should stand in quotes, as YAML makes a number of 1:30:00: "
-            '"D-HH:MM:SS", "HH:MM:SS" or "MINUTES", not 90',
+            'kinds.sft.walltime: should be text: "D-HH:MM:SS", "HH:MM:SS" or "MINUTES", not 90',
         ),
         (
             "walltime: 2h",
-            'walltime: should be "D-HH:MM:SS", "HH:MM:SS" or "MINUTES", in quotes, not "2h"',
+            'walltime: should be "D-HH:MM:SS", "HH:MM:SS" or "MINUTES", not "2h"',
         ),
         (
             'walltimes: {export: "0:30:00"}',

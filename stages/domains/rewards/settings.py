@@ -12,10 +12,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from parallel.settings import Positive, Settings
+from parallel.settings import MOST, Count, Mebibytes, Settings, Tokens
 
-Seconds = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=MOST)]
 RunSeconds = Annotated[float, Field(gt=0, le=600)]
+Length = Annotated[int, Field(ge=0, le=1_000_000_000)]
 Unfinished = Literal["zero", "score"]
 
 
@@ -103,7 +104,7 @@ class JudgeReward(RewardBase):
     lowest: float = Field(default=0.0, description="the rubric's worst score, which earns 0")
     highest: float = Field(default=10.0, description="the rubric's best score, which earns 1")
     temperature: Annotated[float, Field(ge=0)] = 0.0
-    max_tokens: Positive = 1024
+    max_tokens: Tokens = 1024
     api_key_file: Path | None = Field(default=None, description="holds the key and nothing else")
     api_key_variable: str | None = Field(
         default=None, description="environment variable that holds the key"
@@ -140,11 +141,11 @@ class CodeReward(RewardBase):
     tests_seconds: Seconds = Field(
         default=60.0, description="of all runs of one response; tests that are left then fail"
     )
-    memory_mebibytes: Annotated[int, Field(ge=64)] = Field(
+    memory_mebibytes: Annotated[int, Field(ge=64, le=1 << 20)] = Field(
         default=512, description="of the address space of a process, and in use by all of a run"
     )
-    processes: Positive = Field(default=16, description="and threads, of one run at a time")
-    output_bytes: Positive = Field(
+    processes: Count = Field(default=16, description="and threads, of one run at a time")
+    output_bytes: Annotated[int, Field(gt=0, le=1 << 30)] = Field(
         default=1 << 20, description="of one run's output, and as many of its error output"
     )
     timeout_seconds: Seconds | None = 120.0
@@ -162,8 +163,8 @@ class OverlongReward(RewardBase):
 
     judges_answer: ClassVar[bool] = False
     kind: Literal["overlong"] = "overlong"
-    max_tokens: Positive = Field(description="L, end token included")
-    buffer_tokens: Positive = Field(description="c, the last of them, over which the reward falls")
+    max_tokens: Tokens = Field(description="L, end token included")
+    buffer_tokens: Tokens = Field(description="c, the last of them, over which the reward falls")
     unfinished: Unfinished = "score"
 
 
@@ -173,9 +174,9 @@ class LengthReward(RewardBase):
     judges_answer: ClassVar[bool] = False
     kind: Literal["length"] = "length"
     unit: Literal["tokens", "words", "characters"] = "tokens"
-    at_least: Annotated[int, Field(ge=0)] = 0
-    at_most: Positive | None = None
-    slack: Annotated[int, Field(ge=0)] = 0
+    at_least: Length = 0
+    at_most: Annotated[Length, Field(gt=0)] | None = None
+    slack: Length = 0
     unfinished: Unfinished = "score"
 
 
@@ -239,7 +240,7 @@ class RewardPoolSettings(Settings):
     timeout_seconds: Seconds = Field(
         default=60.0, description="for one reward of one response; its worker is then killed"
     )
-    memory_mebibytes: Positive = Field(default=4096, description="that one worker may allocate")
+    memory_mebibytes: Mebibytes = Field(default=4096, description="that one worker may allocate")
     max_failed_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0.5,
         description="share of a step's samples that may be left without a reward before the"

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from parallel.settings import Count, Fraction, Positive, Settings
+from parallel.settings import Count, Fraction, Settings, Tokens
 
 HeldOutFraction = Annotated[float, Field(gt=0, lt=1)]
 
@@ -59,7 +59,7 @@ class FilePromptSettings(FileSettings):
     answer: str | None = Field(
         default=None, description="column of the reference answer, for rewards that want one"
     )
-    max_prompt_tokens: Positive | None = Field(
+    max_prompt_tokens: Tokens | None = Field(
         default=None,
         description="longer prompts are skipped and counted, as are those that leave no room for a"
         " response in engine.max_model_tokens",
@@ -101,7 +101,7 @@ class FileDemonstrationSettings(DrawSettings, FileSettings):
     response: str | None = Field(
         default=None, description="column of responses to `prompt`; null reads `messages` instead"
     )
-    max_tokens: Positive | None = Field(
+    max_tokens: Tokens | None = Field(
         default=None,
         description="longer conversations are skipped and counted; null is model.max_positions",
     )

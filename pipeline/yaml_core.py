@@ -1,0 +1,218 @@
+"""YAML documents as PyYAML's nodes with the scalars of YAML 1.2, and their writing.
+
+PyYAML reads YAML 1.1, in which 010 is 8, 1:30 is 90 and `no` is false. Here a scalar is what the
+core schema of YAML 1.2 makes of it. Aliases and tags are errors: an alias would give one value two
+places, and a tag could only say what the scalar's form says already.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import yaml
+from yaml.composer import Composer
+from yaml.parser import Parser
+from yaml.reader import Reader
+from yaml.resolver import BaseResolver
+from yaml.scanner import Scanner
+
+# Of one document, and of all that a configuration extends. A thousand domains with every key
+# written out are 270,000.
+MOST_NODES = 500_000
+MOST_DEPTH = 64  # pydantic reads JSON of at most twice as much
+# PyYAML's own parser has the better messages and reads some 100 KiB a second.
+SLOWLY_READ = 1 << 18
+SURROGATE = re.compile("[\ud800-\udfff]")
+
+CORE: dict[str, tuple[str, str]] = {  # by tag: its scalars, and the characters they begin with
+    "null": (r"~|null|Null|NULL|", "~nN"),
+    "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    "float": (
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+}
+
+
+class TooDeep(Exception):
+    """Lists in lists, or mappings in mappings, beyond MOST_DEPTH.
+
+    `line` is where, and `key` the keys on the way to it, up to the first list.
+    """
+
+    def __init__(self, line: int, key: tuple[str, ...]) -> None:
+        super().__init__("nested too deeply")
+        self.line = line
+        self.key = key
+
+
+class TooMany(Exception):
+    """A document of more than MOST_NODES keys and values; `line` is where the last one stands."""
+
+    def __init__(self, line: int) -> None:
+        super().__init__(f"more than {MOST_NODES} keys and values")
+        self.line = line
+
+
+class BadScalar(ValueError):
+    """A scalar that is no value of a configuration; the message says why."""
+
+
+class _Composer(Composer):
+    """Composes a document without aliases and tags, up to MOST_NODES and MOST_DEPTH."""
+
+    def compose_node(self: Any, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent):
+            problem = "aliases are not supported; share values with extends"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+        if (tag := event.tag) is not None:
+            shown = tag.replace("tag:yaml.org,2002:", "!!")
+            problem = f"the tag {shown} is not supported; write the value alone, and text in quotes"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+        line = event.start_mark.line + 1
+        self.nodes += 1
+        if self.nodes > MOST_NODES:
+            raise TooMany(line)
+        if len(self.path) > MOST_DEPTH:
+            raise TooDeep(line, _keys(self.path))
+        self.path.append(index)
+        node = Composer.compose_node(self, parent, index)
+        self.path.pop()
+        is_key = isinstance(parent, yaml.MappingNode) and index is None
+        if is_key and not isinstance(node, yaml.ScalarNode):
+            problem = "a key should be text"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+        return node
+
+
+def _keys(path: list[Any]) -> tuple[str, ...]:
+    """Return the mappings' keys that a path of the composer starts with."""
+    keys = []
+    for index in path[1:]:  # the first is the document's
+        if not isinstance(index, yaml.ScalarNode):
+            break
+        keys.append(str(index.value))
+    return tuple(keys)
+
+
+class _Core(BaseResolver):
+    """Resolves plain scalars as the core schema of YAML 1.2."""
+
+
+class _Loader(Reader, Scanner, Parser, _Composer, _Core):
+    """A document over PyYAML's own parser."""
+
+    def __init__(self, text: str) -> None:
+        Reader.__init__(self, text)
+        Scanner.__init__(self)
+        Parser.__init__(self)
+        Composer.__init__(self)
+        BaseResolver.__init__(self)
+        self.nodes = 0
+        self.path: list[Any] = []
+
+
+# The fastest first: any that reads the text will do, and the last one says what is wrong with it,
+# so that the message is the same whatever PyYAML was built with.
+LOADERS: list[Any] = [_Loader]
+if yaml.__with_libyaml__:
+    from yaml._yaml import CParser
+
+    class _FastLoader(_Composer, CParser, _Core):
+        """A document over the C library's parser."""
+
+        def __init__(self, text: str) -> None:
+            CParser.__init__(self, text)
+            Composer.__init__(self)
+            BaseResolver.__init__(self)
+            self.nodes = 0
+            self.path: list[Any] = []
+
+    LOADERS.insert(0, _FastLoader)
+
+
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
+    """Quotes what is text here and another value to a reader of YAML 1.1 or 1.2.
+
+    The C library's, where PyYAML was built with it, is ten times as fast and writes the same.
+    """
+
+
+for _tag, (_form, _first) in CORE.items():
+    for _each in (_Core, _Dumper):
+        _each.add_implicit_resolver(
+            f"tag:yaml.org,2002:{_tag}",
+            re.compile(f"^(?:{_form})$"),
+            [*_first, *([""] if _tag == "null" else [])],
+        )
+
+
+def compose(text: str) -> tuple[yaml.Node | None, int]:
+    """Return the document as a tree, or None where it is empty, and how many nodes it has.
+
+    Raises YAMLError, TooDeep and TooMany.
+    """
+    *faster, last = LOADERS
+    for loader in faster:
+        try:
+            return _composed_by(loader(text))
+        except yaml.YAMLError:
+            if len(text) > SLOWLY_READ:
+                raise
+    return _composed_by(last(text))
+
+
+def _composed_by(loader: Any) -> tuple[yaml.Node | None, int]:
+    try:
+        return loader.get_single_node(), loader.nodes
+    finally:
+        loader.dispose()
+
+
+def dump(values: Any) -> str:
+    """Return plain values as YAML that `compose` and `scalar` read back unchanged."""
+    return str(yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=100))
+
+
+def scalar(node: yaml.ScalarNode) -> Any:
+    """Return a scalar's value. Raises BadScalar where no configuration holds such a one."""
+    text, tag = str(node.value), node.tag.rpartition(":")[2]
+    if tag == "null":
+        return None
+    if tag == "bool":
+        return text.lower() == "true"
+    if tag == "int":
+        return _integer(text)
+    if tag == "float":
+        return _number(text)
+    if has_surrogate(text):
+        raise BadScalar("holds a surrogate, half of a character")
+    return text
+
+
+def has_surrogate(text: str) -> bool:
+    """Return whether a text has half of a character, which UTF-8 cannot write."""
+    return SURROGATE.search(text) is not None
+
+
+def _integer(text: str) -> int:
+    if re.fullmatch(r"[-+]?0[0-9]+", text):
+        raise BadScalar(
+            f"{text} has a leading zero, which makes it octal in YAML 1.1 and decimal in 1.2; leave"
+            " the zero out, or quote what is text"
+        )
+    number = 2**63 if len(text) > 66 else int(text, 0)
+    if abs(number) >= 2**63:
+        raise BadScalar("too large a number")
+    return number
+
+
+def _number(text: str) -> float:
+    number = float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+    if not math.isfinite(number):
+        raise BadScalar(f"{number} is not a finite number, text, true, false or null")
+    return number

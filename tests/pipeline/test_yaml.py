@@ -1,0 +1,205 @@
+"""YAML as it is read: version 1.2's scalars, and one clear error for what no file should hold."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_bounds import within
+from test_config import edited, faults
+
+from pipeline.config import dump_resolved, load
+from pipeline.violations import ConfigError
+from pipeline.yaml_source import Reader, plain
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def read(text: str) -> object:
+    """The value of an override, which has to have no error."""
+    reader = Reader()
+    node = reader.value(text, ("key",))
+    assert node is not None and not reader.violations, reader.violations
+    return plain(node)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("10", 10),
+        ("+3", 3),
+        ("0", 0),
+        ("0o10", 8),
+        ("0xFf", 255),
+        ("4e-3", 4e-3),
+        ("1.5", 1.5),
+        (".5", 0.5),
+        ("1.", 1.0),
+        ("-0.0", 0.0),
+        ("true", True),
+        ("FALSE", False),
+        ("null", None),
+        ("~", None),
+        ("1:30", "1:30"),
+        ("1_0", "1_0"),
+        ("yes", "yes"),
+        ("No", "No"),
+        ("on", "on"),
+        ("off", "off"),
+        ("2026-01-01", "2026-01-01"),
+        ("0b11", "0b11"),
+        ("=", "="),
+        ("'010'", "010"),
+        ("[1, [off, {a: 1:30}]]", [1, ["off", {"a": "1:30"}]]),
+        ("[{1: a, <<: b}]", [{"1": "a", "<<": "b"}]),
+    ],
+)
+def test_scalars_are_those_of_yaml_1_2(text: str, value: object) -> None:
+    assert read(text) == value
+    assert type(read(text)) is type(value)
+
+
+@pytest.mark.parametrize("text", ["010", "-08", "00", "1:30", "1_0"])
+def test_numbers_that_yaml_versions_read_differently_are_no_integers(
+    config: Path, text: str
+) -> None:
+    [fault] = faults(config, f"seed={text}")
+    if ":" in text or "_" in text:
+        assert fault == f'command line: seed: should be a valid integer, not "{text}"'
+    else:
+        assert fault == (
+            f"command line: seed: {text} has a leading zero, which makes it octal in YAML 1.1 and "
+            "decimal in 1.2; leave the zero out, or quote what is text"
+        )
+
+
+@pytest.mark.parametrize("text", ["yes", "no", "on", "off", "Y"])
+def test_words_are_no_booleans(config: Path, text: str) -> None:
+    assert faults(config, f"deterministic={text}") == [
+        f'command line: deterministic: should be true or false, not "{text}"'
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["1e5", "0o17", "010", "1_000", "yes", "1.5", "0x1F", "2026-01-01"]
+)
+def test_text_that_looks_like_another_value_is_written_in_quotes(config: Path, name: str) -> None:
+    settings = load(config, [f"name='{name}'"])
+    config.write_text(dump_resolved(settings))
+    assert load(config) == settings
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("seed: !!bool maybe", "2: not valid YAML: the tag !!bool is not supported; "),
+        ("seed: !!int '3'", "2: not valid YAML: the tag !!int is not supported; "),
+        ("layout: !!python/object:os.system {ranks: 2}", "2: not valid YAML: the tag !!python/o"),
+        ("seed: !custom 3", "2: not valid YAML: the tag !custom is not supported; write the val"),
+        (
+            "cold_start: {optimizer: {betas: [{a: 1, a: 2}]}}",
+            "2: cold_start.optimizer.betas.0.a: the key is given twice in this mapping",
+        ),
+        ('name: "a\\ud800"', "2: name: holds a surrogate, half of a character"),
+        ('"na\\udfffme": 1', "2: na\udfffme: the key holds a surrogate, half of a character"),
+        ("seed: " + "[" * 100 + "]" * 100, "2: seed: nested too deeply"),
+        ("seed: " + "[" * 9000 + "]" * 9000, "2: seed: nested too deeply"),
+        ("seed: " + "{a: " * 150 + "1" + "}" * 150, "2: seed.a.a.a"),
+        ("? [a, b]\n: 1", "2: not valid YAML: a key should be text"),
+        ("seed: " + "9" * 5000, "2: seed: too large a number"),
+        ("cold_start: {optimizer: {betas: [1, 9999999999999999999999]}}", "betas.1: too large a"),
+    ],
+)
+def test_what_no_configuration_holds_is_named_with_its_place(
+    config: Path, line: str, message: str
+) -> None:
+    base = config.with_name("base.yaml")
+    config.rename(base)
+    config.write_text(f"extends: base.yaml\n{line}\n")
+    found = faults(config)
+    assert any(f"small.yaml:{message}" in each or message in each for each in found), found
+    assert not any("Invalid JSON" in each for each in found), found
+    assert max(map(len, found)) < 1500
+
+
+def test_depth_is_bounded_across_files_and_overrides(config: Path) -> None:
+    deep = "a: {" * 50 + "b: 1" + "}" * 50
+    config.with_name("deep.yaml").write_text(deep + "\n")
+    nested = "{a: " * 40 + "{extends: deep.yaml}" + "}" * 40
+    old = "prompts: {dataset: chain_sum"
+    edited(config, old, f"{old}, config: {nested}")
+    assert any(": nested too deeply" in each for each in faults(config))
+    long = ".".join(["experts.sums.prompts.config", *"a" * 3000])
+    assert any(": nested too deeply" in each for each in faults(config, f"{long}=1"))
+
+
+def test_an_override_that_is_no_text_is_one_error(config: Path) -> None:
+    raw = os.fsdecode(b"name=\xff\xfe")
+    assert faults(config, raw) == ["command line: name: not UTF-8 text"]
+    [fault] = faults(config, os.fsdecode(b"na\xffme=a"))
+    assert "unknown key" in fault
+
+
+@pytest.mark.parametrize("what", ["directory", "pipe", "device", "absent", "not text"])
+def test_what_is_no_file_of_text_is_refused_at_once(tmp_path: Path, what: str) -> None:
+    path, reason = tmp_path / "run.yaml", "not a regular file"
+    if what == "directory":
+        path.mkdir()
+    elif what == "pipe":
+        os.mkfifo(path)
+    elif what == "device":
+        path = Path("/dev/zero")
+    elif what == "absent":
+        reason = "No such file or directory"
+    else:
+        path.write_bytes(b"\xff\xfe")
+        reason = "not a UTF-8 text file"
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline.cli", "validate", str(path)],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[1:] == [f"{path}: cannot be read: {reason}"]
+
+
+def test_extends_that_multiply_are_refused_at_once(config: Path) -> None:
+    for number in range(9):
+        keys = [f"k{key}: {{extends: f{number + 1}.yaml, x: 1}}" for key in range(10)]
+        config.with_name(f"f{number}.yaml").write_text("\n".join(keys) + "\n")
+    config.with_name("f9.yaml").write_text("a: 1\n")
+    edited(config, "name: small", "name: small\nevaluation: {extends: f0.yaml}")
+    with within(10):
+        [fault] = faults(config)
+    assert fault.startswith("f")
+    assert "more than 500000 keys and values, with those of extended files" in fault
+
+
+def test_a_huge_file_is_refused_by_its_size_and_many_keys_by_their_number(tmp_path: Path) -> None:
+    path = tmp_path / "huge.yaml"
+    path.write_text("".join(f"key{number}: {number}\n" for number in range(2_600_000)))
+    with within(2), pytest.raises(ConfigError) as caught:
+        load(path)
+    assert str(caught.value).endswith("huge.yaml: cannot be read: has more than 8 MiB")
+    path.write_text("".join(f"k{number}: 1\n" for number in range(600_000)))
+    with within(60), pytest.raises(ConfigError) as caught:
+        load(path)
+    assert str(caught.value).endswith(": more than 500000 keys and values")
+
+
+def test_errors_are_counted_and_the_first_are_shown(config: Path) -> None:
+    config.write_text("\n".join(f"key_{number}: 1" for number in range(3000)) + "\n")
+    with within(20), pytest.raises(ConfigError) as caught:
+        load(config)
+    title, *lines, last = str(caught.value).splitlines()
+    assert title == "the configuration has 3005 faults:"
+    assert last == "... and 2955 more"
+    assert len(lines) == 50
+    assert all(": unknown key" in line or ": required key" in line for line in lines)
+
+
+def test_a_long_value_or_key_is_shortened_in_the_message(config: Path) -> None:
+    found = faults(config, "seed=" + "x" * 100_000, f"{'y' * 100_000}=1", "seed=" + "[1, " * 60)
+    assert max(map(len, found)) < 1500
