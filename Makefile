@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 TRL_VENV := .venv-trl
 TRL_INSTALLED := $(TRL_VENV)/.installed
 
-.PHONY: help install quickstart test lint bench bench-trl chaos gpu-check golden lock clean
+.PHONY: help install quickstart quick test test-all lint bench bench-trl chaos gpu-check golden lock clean
 
 help:  ## list these targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -27,8 +27,21 @@ $(INSTALLED): requirements/cpu.txt setup.py
 quickstart: $(INSTALLED)  ## cold start, three experts, merge, evaluation and export, on this machine
 	$(BIN)/braid run configs/quickstart.yaml
 
-test: $(INSTALLED) lint  ## all tests, the short end-to-end run among them
-	$(BIN)/python -m pytest
+# Unit and pipeline tests have processes of their own at most for moments, so that two workers
+# halve their time. A file stays on one worker, which has its fixtures and imports once.
+QUICK := tests/unit tests/pipeline
+ALL := -m 'not exhaustive'
+
+quick: $(INSTALLED)  ## unit and pipeline tests, without ranks or engines (3 minutes)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(QUICK)
+
+# Ranks and engines use every core already, and are shared by the tests of one process.
+test: $(INSTALLED) lint quick  ## lint, types, and a test of every property (12 minutes)
+	$(BIN)/python -m pytest tests $(QUICK:%=--ignore=%)
+
+test-all: $(INSTALLED) lint  ## all of it: further layouts, families, seeds, kills, and Slurm
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ALL) $(QUICK)
+	$(BIN)/python -m pytest $(ALL) tests $(QUICK:%=--ignore=%)
 
 bench: $(INSTALLED)  ## speed and memory of the parts, into benchmarks/results.json (some minutes)
 	$(BIN)/python benchmarks/all.py

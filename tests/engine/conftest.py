@@ -6,8 +6,22 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
+from drawing import request
 from engine_process import EngineOf, Running, running_engine
 from engine_settings import ENGINE, MODELS
+
+from parallel.rollout.client import EngineClient, EngineRefused
+
+
+def refusal(engine: Running) -> str | None:
+    """Why an engine that nobody has refitted does not sample, or None where it does."""
+    client = EngineClient(engine.address, ENGINE)
+    client.connect()
+    try:
+        list(client.generate(request()))
+    except EngineRefused as error:
+        return str(error)
+    return None
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +36,8 @@ def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineOf]:
                 directory.mkdir()
                 settings = ENGINE.model_copy(update={"tensor": tensor})
                 running = running_engine(MODELS[family], directory, settings)
-                engines[family, tensor] = stack.enter_context(running)
+                engines[family, tensor] = started = stack.enter_context(running)
+                started.before_refit = refusal(started)
             return engines[family, tensor]
 
         yield start

@@ -23,6 +23,7 @@ class Running:
     def __init__(self, model: ModelSettings, directory: Path, settings: EngineSettings) -> None:
         self.address = directory / "address.json"
         self.directory = directory
+        self.before_refit: str | None = None  # why it did not sample then
         job = EngineJob(model=model, engine=settings, index=0, address=self.address, seed=0)
         (directory / "engine.json").write_text(job.model_dump_json())
         self.start()

@@ -37,7 +37,6 @@ def test_the_first_stage_says_it_at_once(capfd: pytest.CaptureFixture[str]) -> N
     assert capfd.readouterr().err.startswith(said)
 
 
-@pytest.mark.slow
 def test_an_engine_that_cannot_draw_is_never_ready(tmp_path: Path) -> None:
     with running_engine(MODEL.model_copy(update={"head_dim": 16}), tmp_path) as engine:
         assert engine.process.wait(START_SECONDS) == 1

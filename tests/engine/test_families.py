@@ -9,12 +9,13 @@ from drawing import Reference, draw
 from engine_process import EngineOf
 from engine_settings import ENGINE, MODELS
 from ranks import On
+from tiers import tiered
 
 from parallel.families import routed_layers
 from parallel.rollout.client import EngineClient
 
 
-@pytest.mark.parametrize("family", ["mixtral", "glm4_moe"])
+@pytest.mark.parametrize("family", tiered(["mixtral", "glm4_moe"], {"glm4_moe"}))
 def test_log_probabilities_and_routes_are_those_of_the_model(
     on: On, engine_of: EngineOf, family: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import checkpoint_cases as cases
 import pytest
 from cases import SPREAD
 from ranks import On, Ranks
+from tiers import tiered
 
 from parallel.settings import NOTICE_MARK, LayoutSettings
 
@@ -54,6 +56,15 @@ SAME = {
     "VPP2": VIRTUAL,
     "TP2EP2": TENSOR_EXPERTS,
 }
+KEPT = {  # in `make test`: every parallelism, and every kind of optimizer
+    ("DP1_to_DP2", "adam_distributed"),
+    ("VPP2_to_TP2", "adam_distributed"),
+    ("CP2_to_PP2", "adam_distributed"),
+    ("TP2EP2_to_EP2PP2", "adam_distributed"),
+    ("ETP2_to_EP2", "adam_distributed"),
+    ("EP2_to_EP1", "adam"),
+    ("EP2_to_EP1", "sgd"),
+}
 OTHER_KINDS = [("adam", "adam_distributed"), ("adam_distributed", "adam")]
 
 
@@ -63,7 +74,7 @@ def expected(on: On) -> dict[str, dict[str, Any]]:
     return {kind: on(ONE, cases.never_stop, kind)[0] for kind in cases.KINDS}
 
 
-@pytest.mark.parametrize(("pair", "kind"), GOING_ON)
+@pytest.mark.parametrize(("pair", "kind"), tiered(GOING_ON, KEPT))
 def test_training_goes_on_under_another_layout(
     pair: str, kind: str, expected: dict[str, Any], on: On, tmp_path: Path
 ) -> None:
@@ -91,23 +102,24 @@ def check(found: list[dict[str, float]]) -> None:
         assert rank["weights"] < 1e-5
 
 
-@pytest.mark.parametrize("kind", cases.KINDS)
 @pytest.mark.parametrize(
-    "layout",
-    [pytest.param(ONE, marks=pytest.mark.one_device, id="1 rank")]
-    + [pytest.param(layout, id=name) for name, layout in SAME.items()],
+    ("name", "kind"),
+    [pytest.param("1 rank", kind, marks=pytest.mark.one_device) for kind in cases.KINDS]
+    + tiered(product(SAME, cases.KINDS), {("VPP2", "adam_distributed"), ("TP2EP2", "adam")}),
 )
-def test_training_resumes_bit_for_bit(
-    layout: LayoutSettings, kind: str, on: On, tmp_path: Path
-) -> None:
+def test_training_resumes_bit_for_bit(name: str, kind: str, on: On, tmp_path: Path) -> None:
+    layout = SAME.get(name, ONE)
     assert all(on(layout, cases.resumes_bit_for_bit, layout, kind, str(tmp_path)))
 
 
-@pytest.mark.parametrize("kind", cases.KINDS)
-@pytest.mark.parametrize("layout", [DATA, EXPERTS], ids=["DP2", "EP2"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    tiered(product(("DP2", "EP2"), cases.KINDS), {("EP2", "adam_distributed"), ("DP2", "sgd")}),
+)
 def test_what_is_saved_is_what_was_there_when_it_began(
-    layout: LayoutSettings, kind: str, on: On, tmp_path: Path
+    name: str, kind: str, on: On, tmp_path: Path
 ) -> None:
+    layout = SAME[name]
     for found in on(layout, cases.training_does_not_leak, layout, kind, str(tmp_path)):
         assert found == dict.fromkeys(found, True)
 
@@ -160,7 +172,7 @@ def damage(checkpoint: Path, how: str) -> Path:
     return victim
 
 
-@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize("how", tiered(DAMAGES, {"flip", "no_checksums"}))
 def test_a_stage_goes_on_from_the_checkpoint_before_a_damaged_one(
     how: str, on: On, tmp_path: Path
 ) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from cases import (
+    CORE,
     MATRIX,
     MODEL,
     SPREAD,
@@ -21,10 +23,12 @@ from cases import (
     router_agreement,
 )
 from ranks import On
+from tiers import tiered
 
 from parallel.settings import LayoutSettings, RoutingLossSettings
 
 LOSSES = RoutingLossSettings(load_balance=0.1, z_loss=0.01)
+RECOMPUTED = ("VPP2 recomputed", "CP2 attention recomputed")
 ONE_DEVICE = [pytest.param("1 rank", marks=pytest.mark.one_device)]
 
 
@@ -36,7 +40,7 @@ def one_process(on: On, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("name", [*ONE_DEVICE, *list(MATRIX)[1:]])
+@pytest.mark.parametrize("name", [*ONE_DEVICE, *tiered(list(MATRIX)[1:], {*CORE, *RECOMPUTED})])
 def test_loss_and_gradients_do_not_know_the_layout(name: str, on: On, one_process: Path) -> None:
     """SFT, GSPO with KL, and distillation; packed and padded; cut in one and in four or more;
     routed freely and replayed; with the routers' losses."""
@@ -74,7 +78,7 @@ def test_replay_changes_the_experts_and_keeps_the_routers_gradient(on: On) -> No
         assert found["router_gradient"] > 0.0
 
 
-@pytest.mark.parametrize("name", [*ONE_DEVICE, *list(MATRIX)[1:]])
+@pytest.mark.parametrize("name", [*ONE_DEVICE, *tiered(list(MATRIX)[1:], CORE)])
 def test_router_agreement_does_not_know_the_layout(name: str, on: On) -> None:
     [expected] = on(LayoutSettings(), router_agreement, LayoutSettings())
     assert expected["router_agreement"] == pytest.approx(
@@ -94,8 +98,11 @@ def test_routing_losses_have_the_gradient_of_their_definition(on: On) -> None:
     assert max(errors.values()) < 1e-5, errors
 
 
-@pytest.mark.parametrize("distributed", [True, False])
-@pytest.mark.parametrize("name", [*ONE_DEVICE, "TP2", "VPP2"])
+@pytest.mark.parametrize(
+    ("name", "distributed"),
+    [pytest.param("1 rank", each, marks=pytest.mark.one_device) for each in (True, False)]
+    + tiered(product(("TP2", "VPP2"), (True, False)), {("TP2", False), ("VPP2", True)}),
+)
 def test_low_precision_keeps_what_must_be_exact(name: str, distributed: bool, on: On) -> None:
     layout = MATRIX[name].model_copy(update={"distributed_optimizer": distributed})
     low, full = 0.0, 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hugging_face_cases import FAMILIES, MODELS
 from ranks import On
+from tiers import tiered
 from weight_cases import faults_of_pieces, faults_of_stream, write_with_bridge
 
 from parallel.settings import LayoutSettings
@@ -21,6 +22,7 @@ MATRIX = {
     "CP2 EP2 VPP2": {"ranks": 4, "context": 2, "expert": 2, "pipeline": 2, "virtual_pipeline": 2},
     "DP2 TP2 EP2 PP2": {"ranks": 8, "tensor": 2, "expert": 2, "pipeline": 2},
 }
+KEPT = ("TP2 EP2 PP2", "TP2 EP2 ETP2", "CP2 EP2 VPP2")  # in `make test`
 ONE_DEVICE = [pytest.param("1 rank", marks=pytest.mark.one_device)]
 
 
@@ -33,7 +35,7 @@ def converted(on: On, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str
     return files
 
 
-@pytest.mark.parametrize("name", [*ONE_DEVICE, *list(MATRIX)[1:]])  # each layout's ranks once
+@pytest.mark.parametrize("name", [*ONE_DEVICE, *tiered(list(MATRIX)[1:], KEPT)])
 def test_ranks_hold_and_stream_what_the_arithmetic_says(
     name: str, on: On, converted: dict[str, str]
 ) -> None:

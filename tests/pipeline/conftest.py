@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 from fake_launcher import fake_programs
+from light_machine import LightMachine, is_light
 
-from pipeline import cli, commands
+from pipeline import cli, commands, runner
 from pipeline.config import load
 from pipeline.run_directory import RunDirectory
 from stages.settings import RunSettings
@@ -81,9 +82,17 @@ def runs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def braid(runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Braid:
-    """Run `braid` with fake stages and return its exit code, its output and its error output."""
+    """Run `braid` with fake stages and return its exit code, its output and its error output.
 
-    def run(command: str, *arguments: object, actions: dict | None = None) -> tuple[int, str, str]:
+    Stages are calls in this process where their actions allow it, unless they are to be `children`.
+    """
+    this_machine = runner.ThisMachine
+
+    def run(
+        command: str, *arguments: object, actions: dict | None = None, children: bool = False
+    ) -> tuple[int, str, str]:
+        light = is_light(actions or {}) and not children
+        monkeypatch.setattr(runner, "ThisMachine", LightMachine if light else this_machine)
         monkeypatch.setattr(commands, "PROGRAMS", fake_programs(actions or {}))
         try:
             code = cli.main([command, "--runs-dir", str(runs), *map(str, arguments)])

@@ -13,10 +13,19 @@ from pathlib import Path
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
-    rank = os.environ["RANK"]
-    action = json.loads(sys.argv[2]).get(job["stage"], {}).get(rank, "work")
-    print(f"rank {rank} of {os.environ['WORLD_SIZE']} starts", flush=True)
-    ACTIONS[action](job, int(rank))
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    sys.exit(run(job, json.loads(sys.argv[2]), rank, world))
+
+
+def run(job: dict, actions: dict[str, dict[str, str]], rank: int, world: int) -> int:
+    """Do the rank's action and return its exit status."""
+    print(f"rank {rank} of {world} starts", flush=True)
+    action = actions.get(job["stage"], {}).get(str(rank), "work")
+    try:
+        ACTIONS[action](job, rank)
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
 
 
 def work(job: dict, rank: int) -> None:

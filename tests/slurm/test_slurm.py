@@ -14,7 +14,8 @@ import pytest
 from on_slurm import STAGES, Braid
 from virtual_cluster import Cluster
 
-pytestmark = pytest.mark.slow
+# Each takes its 10 to 20 seconds; three of them cross every part of what speaks with Slurm.
+more = pytest.mark.combinations
 
 
 def no_step_is_repeated_beyond_a_checkpoint(braid: Braid, stage: str, every: int = 5) -> None:
@@ -50,6 +51,7 @@ def test_a_run_is_submitted_and_ends(braid: Braid) -> None:
     assert "done already" in braid("stage", "small", "merge")
 
 
+@more
 def test_a_node_that_dies_costs_the_steps_since_the_checkpoint(
     braid: Braid, cluster: Cluster
 ) -> None:
@@ -64,6 +66,7 @@ def test_a_node_that_dies_costs_the_steps_since_the_checkpoint(
     assert node not in {where for attempt, _, where in braid.steps("cold_start") if attempt == 2}
 
 
+@more
 def test_the_other_node_may_die_as_well(braid: Braid, cluster: Cluster) -> None:
     jobs = braid.submit("--only", "cold_start")
     braid.wait_for_step("cold_start", 8)
@@ -77,6 +80,7 @@ def test_the_other_node_may_die_as_well(braid: Braid, cluster: Cluster) -> None:
     no_step_is_repeated_beyond_a_checkpoint(braid, "cold_start")
 
 
+@more
 def test_a_job_that_is_preempted_goes_on_later(braid: Braid, cluster: Cluster) -> None:
     jobs = braid.submit("--only", "cold_start")
     braid.wait_for_step("cold_start", 8)
@@ -102,6 +106,7 @@ def test_a_stage_goes_on_in_another_slice_when_its_time_is_up(
     assert "again: the walltime is near" in (braid.run / "ledger.jsonl").read_text()
 
 
+@more
 def test_a_task_of_an_array_goes_back_alone(braid: Braid, cluster: Cluster) -> None:
     jobs = braid.submit()
     braid.wait_for_step("experts.words", 3)  # the last task, whose job has the array's own number
@@ -112,6 +117,7 @@ def test_a_task_of_an_array_goes_back_alone(braid: Braid, cluster: Cluster) -> N
         assert {attempt for attempt, _, _ in braid.steps(stage)} == attempts
 
 
+@more
 def test_a_stage_that_comes_no_further_fails(braid: Braid, cluster: Cluster) -> None:
     with braid.profile.open("a") as profile:
         profile.write("restarts: 0\n")
@@ -130,6 +136,7 @@ def test_a_stage_that_comes_no_further_fails(braid: Braid, cluster: Cluster) -> 
     assert "1 attempts in a row began from the start" in log.read_text()
 
 
+@more
 def test_the_controller_may_be_away_for_a_while(braid: Braid, cluster: Cluster) -> None:
     jobs = braid.submit()
     braid.wait_for_step("cold_start", 5)
@@ -141,6 +148,7 @@ def test_the_controller_may_be_away_for_a_while(braid: Braid, cluster: Cluster) 
         no_step_is_repeated_beyond_a_checkpoint(braid, stage)
 
 
+@more
 def test_a_stage_script_may_be_submitted_by_hand(braid: Braid, cluster: Cluster) -> None:
     shown = braid("submit", braid.config, "--cluster", braid.profile, "--dry-run")
     assert not braid.run.exists()
@@ -162,6 +170,7 @@ def test_a_stage_script_may_be_submitted_by_hand(braid: Braid, cluster: Cluster)
     cluster.wait_until(lambda: braid("status", "small").count(" done ") == 6)
 
 
+@more
 def test_jobs_whose_submission_was_killed_are_found_and_not_submitted_again(
     braid: Braid, cluster: Cluster
 ) -> None:
@@ -188,6 +197,7 @@ def test_jobs_whose_submission_was_killed_are_found_and_not_submitted_again(
     assert {attempt for attempt, _, _ in braid.steps("cold_start")} == {1}
 
 
+@more
 def test_a_failed_stage_takes_those_after_it_along_and_is_submitted_again(
     braid: Braid, cluster: Cluster
 ) -> None:
@@ -219,6 +229,7 @@ def test_cancelled_jobs_save_and_leave_the_queue(braid: Braid, cluster: Cluster)
     no_step_is_repeated_beyond_a_checkpoint(braid, "cold_start")
 
 
+@more
 def test_a_log_is_followed_to_the_end_of_the_stage(braid: Braid) -> None:
     braid.submit("--only", "cold_start")
     assert "cold_start  done in " in braid("logs", "small", "cold_start", "-f")
@@ -226,6 +237,7 @@ def test_a_log_is_followed_to_the_end_of_the_stage(braid: Braid) -> None:
     assert braid("status", "small").count(" done ") == 1
 
 
+@more
 def test_a_job_that_ends_before_its_stage_begins_shows_why(braid: Braid, cluster: Cluster) -> None:
     setup = "setup: ['echo no such module; exit 7', "
     braid.profile.write_text(braid.profile.read_text().replace("setup: [", setup))
@@ -235,6 +247,7 @@ def test_a_job_that_ends_before_its_stage_begins_shows_why(braid: Braid, cluster
     assert "no such module" in braid("logs", "small", "cold_start")
 
 
+@more
 def test_what_waits_for_a_cancelled_stage_is_cancelled_too(braid: Braid) -> None:
     jobs = braid.submit()
     others = ("submit", braid.config, "--cluster", braid.profile, "seed=1")
