@@ -222,7 +222,6 @@ def test_the_exit_code_says_whether_stages_can_run(
     assert err == "braid: 1 of these (✗) keep stages from running here\n"
 
 
-@pytest.mark.slow
 def test_this_machine_is_examined() -> None:
     findings = probe(Console())
     assert findings.keys() == {"torch", "transformer_engine", "apex", "megatron", "vllm"}
