@@ -162,6 +162,12 @@ def faults(domain: str, settings: DomainSettings, prompts: list[dict[str, Any]])
 
 def notes(domain: str, settings: DomainSettings, prompts: list[dict[str, Any]]) -> Iterator[str]:
     """What is worth knowing and no fault."""
+    responses = [response for prompt in prompts for response in prompt["responses"]]
+    if failed := [each["watch_failures"] for each in responses if each["watch_failures"]]:
+        yield (
+            f"rewards of weight 0 failed on {len(failed)} responses, which keep what the others "
+            f"give; the first: {failed[0][0]}"
+        )
     if not any(each["what"] == "reference" for prompt in prompts for each in prompt["responses"]):
         yield "there are no reference answers: whether a right answer earns anything was not tried"
     for name in _judging(settings):

@@ -62,7 +62,8 @@ def _check_with_run(arguments: Namespace) -> None:
     console.print()
     console.print(domain_preview.examples(found["groups"]))
     console.print()
-    for line in domain_preview.lines(found["groups"], found["failures"]):
+    failures = found["failures"], found["watch_failures"]
+    for line in domain_preview.lines(found["groups"], *failures):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     for histogram in domain_preview.histograms(found["groups"]):
         console.print()

@@ -37,7 +37,7 @@ def short(text: str) -> str:
     return repr(text if len(text) <= CHARACTERS else f"{text[:half]} … {text[-half:]}")
 
 
-def lines(groups: Groups, failures: list[str]) -> Iterator[str]:
+def lines(groups: Groups, failures: list[str], watch_failures: list[str]) -> Iterator[str]:
     """What the groups teach, in words."""
     samples = [sample for group in groups for sample in group]
     graded = [_earned(group) for group in groups]
@@ -55,6 +55,8 @@ def lines(groups: Groups, failures: list[str]) -> Iterator[str]:
     yield f"  tokens of a response: {tokens / len(samples):.1f} on average"
     if failures:
         yield f"  without a reward: {_share(len(failures), len(samples))}; the first: {failures[0]}"
+    if watch_failures:
+        yield f"  a reward of weight 0 failed {len(watch_failures)} times: {watch_failures[0]}"
 
 
 def histograms(groups: Groups) -> Iterator[Table]:

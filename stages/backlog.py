@@ -189,12 +189,14 @@ class Backlog:
 class Batch:
     """What a step trains on, in the order in which the prompts were begun; and what was drawn
     beside it: groups that were `replaced` because they were flat, and samples `too_old`. Of
-    `failures` samples, all of these counted, the reward is None."""
+    `failures` samples, all of these counted, the reward is None; `watch_failures` times a reward of
+    weight 0 failed on one."""
 
     groups: list[Group]
     replaced: list[Group]
     too_old: int
     failures: int
+    watch_failures: int
 
     @property
     def drawn(self) -> list[Group]:
@@ -235,6 +237,7 @@ class Collection:
         self._version = version
         self._too_old = 0
         self._failures: list[str] = []
+        self._watch_failures = 0
         rounds = settings.dynamic_sampling
         self._taken = {domain: _Taken(rounds) for domain in backlog.domains}
 
@@ -256,6 +259,7 @@ class Collection:
             replaced=[group for taken in parts for group in taken.replaced],
             too_old=self._too_old,
             failures=len(self._failures),
+            watch_failures=self._watch_failures,
         )
         # In the order of the prompts, since that in which groups came is not the same twice.
         self._backlog.learn(sorted(batch.drawn, key=lambda group: group.problem.index))
@@ -263,6 +267,7 @@ class Collection:
 
     def _sort(self, taken: _Taken, group: Group) -> None:
         self._failures += group.failures
+        self._watch_failures += len(group.watch_failures)
         self._backlog.hold_to_limit(self._failures)
         if self._version - group.weight_version > self._settings.max_staleness:
             self._too_old += len(group.samples)

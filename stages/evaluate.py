@@ -122,18 +122,22 @@ class Evaluation:
         """One sample a problem, with the same seeds for every model. Collective."""
         correct = graded = 0
         for start in range(0, self.settings.problems, PROBLEMS_A_CALL):
-            right, of = self._solved(domain, start)
+            right, of, watch_failures = self._solved(domain, start)
             correct, graded = correct + right, graded + of
             if is_main():
                 asked = min(PROBLEMS_A_CALL, self.settings.problems - start)
                 self.answered += asked
-                found = {"accuracy": correct / graded, "reward_failures": float(asked - of)}
+                found = {
+                    "accuracy": correct / graded,
+                    "reward_failures": float(asked - of),
+                    "watch_failures": float(watch_failures),
+                }
                 self.log.write(self.answered, found, model=name, domain=domain)
         return asdict(wilson(correct, graded))
 
-    def _solved(self, domain: str, start: int) -> tuple[int, int]:
-        """How many of the problems from `start` on are solved, and how many have a reward at all.
-        Collective.
+    def _solved(self, domain: str, start: int) -> tuple[int, int, int]:
+        """How many of the problems from `start` on are solved, how many have a reward at all, and
+        how often one of weight 0 failed. Collective.
 
         Raises RewardError where too few have.
         """
@@ -145,12 +149,13 @@ class Evaluation:
             self.scoring.expect(groups)
             self._ask(domain, groups, self.settings.temperature)
 
-        def counted() -> tuple[int, int] | None:
+        def counted() -> tuple[int, int, int] | None:
             if not all(self.scoring.done(group) for group in groups):
                 return None
             failures = [failure for group in groups for failure in group.failures]
             self.scoring.hold_to_limit(failures, len(groups))
-            return sum(map(self._is_solved, groups)), len(groups) - len(failures)
+            watch_failures = sum(len(group.watch_failures) for group in groups)
+            return sum(map(self._is_solved, groups)), len(groups) - len(failures), watch_failures
 
         return self.rollouts.wait(counted, self.version)
 

@@ -87,8 +87,10 @@ def _hold_to_steps(groups: list[Group]) -> None:
 def _parts(
     samples: dict[tuple[int, int], Sample], shape: tuple[int, int], weights: Mapping[str, float]
 ) -> dict[str, torch.Tensor]:
-    """Parts [groups, G, K] and their weights, where every sample has parts."""
-    names = sorted({name for sample in samples.values() for name in sample.reward_parts or {}})
+    """Parts [groups, G, K] and their weights, where every sample has parts. One of weight 0 is
+    left out: it adds nothing, and a sample lacks it where it has failed."""
+    found = {name for sample in samples.values() for name in sample.reward_parts or {}}
+    names = sorted(name for name in found if weights.get(name, 1.0))
     if not names or any(sample.reward_parts is None for sample in samples.values()):
         return {}
     parts = np.zeros((*shape, len(names)))

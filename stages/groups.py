@@ -17,7 +17,8 @@ class Group:
 
     `ended` counts the groups that were whole before this one; it is not whole where that is None.
     `grades` are to come for its samples, where they are wanted; when it is `graded`, its samples
-    say what they earned, and `failures` why some have no reward.
+    say what they earned, `failures` why some have no reward, and `watch_failures` why some have no
+    value of a reward of weight 0.
     """
 
     problem: Problem
@@ -27,6 +28,7 @@ class Group:
     grades: list[Future[Grade] | None] | None = None
     graded: bool = False
     failures: list[str] = field(default_factory=list)
+    watch_failures: list[str] = field(default_factory=list)
 
     @property
     def samples(self) -> list[Sample]:

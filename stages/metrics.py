@@ -28,6 +28,7 @@ METRICS = {
     "reward": "sequences",
     "reward/NAME": "sequences",
     "reward_failures": "step",
+    "watch_failures": "step",
     "zero_variance": "groups",
     "all_right": "groups",
     "all_wrong": "groups",

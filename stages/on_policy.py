@@ -155,6 +155,7 @@ class OnPolicyStage(ABC):
             **staleness_metrics(trained, step, self.settings.max_staleness),
             dropped_stale=float(batch.too_old),
             reward_failures=float(batch.failures),
+            watch_failures=float(batch.watch_failures),
             too_long=self.backlog.too_long(),
         )
         return rollout

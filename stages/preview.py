@@ -90,5 +90,6 @@ def _write(job: StageJob, domain: DomainSettings, groups: list[Group], rollouts:
         for group in groups
     ]
     failures = [failure for group in groups for failure in group.failures]
-    found = {"groups": samples, "failures": failures}
+    watch_failures = [failure for group in groups for failure in group.watch_failures]
+    found = {"groups": samples, "failures": failures, "watch_failures": watch_failures}
     write_atomically(job.directory / "results.json", json.dumps(found) + "\n")

@@ -46,6 +46,7 @@ class Scoring:
                 sample.step_rewards = self._by_token(sample, grade.steps)
             if grade.failure is not None:
                 group.failures.append(grade.failure)
+            group.watch_failures += grade.watch_failures
         group.graded = True
         return True
 

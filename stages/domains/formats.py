@@ -1,6 +1,8 @@
 """The compact text of each reasoning-gym dataset: a prompt of a dozen characters, not a paragraph.
 
-Adding a dataset is adding a `Format`. A response is `<working>answer`.
+Adding a dataset is adding a `Format`. A response is `<working>answer`. Many of reasoning-gym's own
+scorers give the answer to `eval` or to sympy's `parse_expr`, which runs it as code in a reward
+worker: such a dataset is refused (`reasoning_gym_source`), whatever its `hand_in` lets through.
 """
 
 from __future__ import annotations

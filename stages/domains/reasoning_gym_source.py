@@ -5,10 +5,13 @@ Its import takes seconds, so only what makes or scores problems pays for it.
 
 from __future__ import annotations
 
+import ast
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +22,7 @@ from stages.domains.sources.settings import ReasoningGymPromptSettings
 SET_BY_THE_STREAM = {"seed", "size"}
 UNBOUNDED = 2**62
 PATIENCE = 20_000
+EVALUATORS = {"eval", "exec", "parse_expr", "sympify"}  # sympy's call eval
 
 
 class ReasoningGymSource:
@@ -26,7 +30,8 @@ class ReasoningGymSource:
 
     reasoning-gym draws item i with Random(seed + i): two seeds closer than the number of items
     drawn from them share items.
-    Raises DomainError where the dataset or a key of its config is unknown or refused.
+    Raises DomainError where the dataset or a key of its config is unknown or refused, or where the
+    dataset's scorer would run a response's text.
     """
 
     key = "prompts.config"
@@ -82,7 +87,14 @@ def _create_dataset(settings: ReasoningGymPromptSettings, domain: str, seed: int
     if name not in FORMATS:
         known = ", ".join(sorted(FORMATS))
         raise DomainError(domain, "prompts.dataset", f"unknown dataset {name!r}; known are {known}")
-    _, config_type = _reasoning_gym().factory.DATASETS[name]
+    dataset_type, config_type = _reasoning_gym().factory.DATASETS[name]
+    if found := _evaluation(dataset_type):
+        raise DomainError(
+            domain,
+            "prompts.dataset",
+            f"reasoning-gym's scorer would run a response's text: {found}; score it with a reward "
+            "of one's own",
+        )
     options = {option.name for option in fields(config_type)} - SET_BY_THE_STREAM
     for key in settings.config:
         if key not in options:
@@ -95,6 +107,23 @@ def _create_dataset(settings: ReasoningGymPromptSettings, domain: str, seed: int
         return _reasoning_gym().create_dataset(name, seed=seed, size=UNBOUNDED, **settings.config)
     except Exception as error:  # its configs refuse by assertions, and fail in any way they like
         raise DomainError(domain, "prompts.config", f"refused by {name}: {error}") from error
+
+
+def _evaluation(dataset_type: type[Any]) -> str | None:
+    """Where the module of a dataset's scorer evaluates text as code, or None.
+
+    What it evaluates of an entry alone is reasoning-gym's own; all else may be a response.
+    """
+    module = sys.modules[dataset_type.score_answer.__module__]
+    path = Path(str(module.__file__))
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if not isinstance(node, ast.Call) or not node.args:
+            continue
+        called = ast.unparse(node.func)
+        names = {each.id for each in ast.walk(node.args[0]) if isinstance(each, ast.Name)}
+        if called.rpartition(".")[2] in EVALUATORS and names != {"entry"}:
+            return f"{path.name}:{node.lineno} calls {ast.unparse(node)}"
+    return None
 
 
 def _reasoning_gym() -> ModuleType:

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.reduction import send_handle
 from pathlib import Path
@@ -29,7 +29,7 @@ from parallel.last_word import say_notice
 from parallel.settings import LAST_WORD
 from stages.domains.problem import Problem
 from stages.domains.reward_output import pass_on
-from stages.domains.reward_worker import CLOCK_BYTES, Clock, Loaded, Setup
+from stages.domains.reward_worker import CLOCK_BYTES, Chunk, Clock, Loaded, Setup
 from stages.domains.rewards.endpoint import cautions
 from stages.domains.rewards.grading import Grade, failure
 from stages.domains.rewards.registry import check_machine
@@ -55,6 +55,7 @@ class _Task:
     response: Response
     future: Future[Grade]
     attempts: int = 0
+    watch_failures: dict[str, str] = field(default_factory=dict)  # by the reward, of weight 0
 
 
 @dataclass(eq=False)
@@ -215,7 +216,10 @@ class RewardPool:
                 return
             worker.owed = dict(taken)
             worker.clock.rest()
-            chunk = [(number, task.problem, task.response) for number, task in taken]
+            chunk: Chunk = [
+                (number, task.problem, task.response, tuple(task.watch_failures))
+                for number, task in taken
+            ]
             try:
                 worker.connection.send(chunk)
             except OSError:  # it has just died; `_listen` hears of it
@@ -276,7 +280,7 @@ class RewardPool:
         # One that is killed when it has just gone on to the next response is to blame for neither.
         found = number in worker.owed and (late or not overdue)
         if found and not self._is_tried_again(worker.owed[number], overdue, status):
-            self._blame(worker.owed.pop(number), reward, None if overdue else status)
+            self._blame(number, worker.owed.pop(number), reward, None if overdue else status)
         self._put_back(worker.owed, in_vain=not found)
 
     def _put_back(self, owed: Mapping[int, _Task], in_vain: bool) -> None:
@@ -298,17 +302,30 @@ class RewardPool:
         task.attempts += 1
         return task.attempts < ATTEMPTS
 
-    def _blame(self, task: _Task, reward: int, status: int | None) -> None:
+    def _blame(self, number: int, task: _Task, reward: int, status: int | None) -> None:
+        """Settle a response that a reward has ended the worker of; have it graded once more,
+        without that reward, where the reward only watches."""
         name, settings = list(self._rewards[task.problem.domain].items())[reward]
         seconds = settings.timeout_seconds or self._settings.timeout_seconds
         what = f"took more than {seconds:g} seconds and was killed"
         if status is not None:
             what = f"its process {_ending(status)}"
-        self._settle(task, _failed(task, name, what))
+        if settings.weight:
+            self._settle(task, _failed(task, name, what))
+            return
+        task.watch_failures[name] = failure(task.problem, task.response, name, what)
+        task.attempts = 0
+        with self._lock:
+            self._queue.appendleft((number, task))
 
     def _settle(self, task: _Task, grade: Grade) -> None:
+        if task.watch_failures:
+            lines = (*task.watch_failures.values(), *grade.watch_failures)
+            grade = replace(grade, watch_failures=lines)
+        for line in grade.watch_failures:
+            self._report(f"{line}; it only watches, and the sample keeps its reward")
         if grade.failure is not None:
-            self._report(grade.failure)
+            self._report(f"{grade.failure}; the sample is dropped")
         task.future.set_result(grade)
         with self._lock:
             self._settled += 1
@@ -317,9 +334,10 @@ class RewardPool:
         """Loudly at first; then a line in the log for each."""
         self._failures += 1
         if self._failures <= SHOWN_IN_FULL:
-            say_notice(f"{line}; the sample is dropped")
+            say_notice(line)
         else:
-            print(f"{line[:SHOWN_CHARACTERS]}; the sample is dropped", file=sys.stderr, flush=True)
+            what, _, outcome = line.rpartition("; ")
+            print(f"{what[:SHOWN_CHARACTERS]}; {outcome}", file=sys.stderr, flush=True)
 
     def _give_up(self, error: Exception) -> None:
         """Nothing can be graded any more: whoever waits, now or later, hears why."""

@@ -19,7 +19,8 @@ FLUSH_SECONDS = 0.05  # what is graded waits no longer for the rest of its chunk
 REST_SECONDS = 60.0  # that a worker which owes something may be at none of it
 CLOCK_BYTES = 24
 
-Chunk = list[tuple[int, Problem, Response]]
+# Of each response its number, and the rewards of weight 0 that it has ended a worker with.
+Chunk = list[tuple[int, Problem, Response, tuple[str, ...]]]
 Grades = list[tuple[int, Grade]]
 
 
@@ -74,13 +75,14 @@ def serve(setup: Setup, connection: Connection, clock: Clock) -> None:
         chunk: Chunk = connection.recv()
         grades: Grades = []
         flushed = time.monotonic()
-        for number, problem, response in chunk:
+        for number, problem, response, skipped in chunk:
 
             def begin(reward: int, seconds: float | None, number: int = number) -> None:
                 limit = setup.settings.timeout_seconds if seconds is None else seconds
                 clock.begin(number, reward, time.monotonic() + limit)
 
-            grades.append((number, graders[problem.domain].grade(problem, response, begin)))
+            grade = graders[problem.domain].grade(problem, response, begin, skipped)
+            grades.append((number, grade))
             if os.getpid() != process:  # a reward has forked, and its child returned
                 os._exit(0)
             clock.rest()

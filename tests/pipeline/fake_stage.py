@@ -91,7 +91,7 @@ def preview(directory: Path, job: dict) -> None:
         ]
         for rights in ([True] * size, [False] * size, [True] + [False] * (size - 1))
     ]
-    found = {"groups": groups, "failures": [], "parent": job["parent"]}
+    found = {"groups": groups, "failures": [], "watch_failures": [], "parent": job["parent"]}
     (directory / "results.json").write_text(json.dumps(found))
 
 

@@ -324,7 +324,9 @@ def settings(**rewards: Any) -> DomainSettings:
     )
 
 
-def prompt(failure: str | None = None, **scores: float) -> dict[str, Any]:
+def prompt(
+    failure: str | None = None, watch_failures: tuple[str, ...] = (), **scores: float
+) -> dict[str, Any]:
     """A prompt at which the reward `right` gave these scores."""
     return {
         "prompt": "1+1=",
@@ -337,6 +339,7 @@ def prompt(failure: str | None = None, **scores: float) -> dict[str, Any]:
                 "parts": {"right": score},
                 "reward": score,
                 "failure": failure,
+                "watch_failures": watch_failures,
             }
             for what, score in scores.items()
         ],
@@ -387,6 +390,15 @@ def test_a_reward_that_fails_is_a_fault() -> None:
     failed = prompt(failure="experts.sums.rewards.right: raised KeyError('x')", empty=0.0)
     [found] = faults("sums", settings(**RIGHT), [failed, failed])
     assert found.startswith("a reward failed on 2 responses, which then have none; experts.sums.re")
+
+
+def test_a_reward_that_only_watches_and_fails_is_noted() -> None:
+    found = [prompt(watch_failures=("it hung",), reference=1.0, empty=0.0)]
+    assert not list(faults("sums", settings(**RIGHT), found))
+    assert list(notes("sums", settings(**RIGHT), found)) == [
+        "rewards of weight 0 failed on 2 responses, which keep what the others give; the first: "
+        "it hung"
+    ]
 
 
 def test_what_was_not_tried_is_noted() -> None:
@@ -458,6 +470,7 @@ def test_a_histogram_counts_every_value_once() -> None:
 def test_a_sample_without_a_reward_is_in_no_histogram() -> None:
     lost = {"reward": None, "parts": {}, "solved": False, "finished": True, "tokens": 1}
     assert list(domain_preview.histograms([[lost]])) == []
-    assert list(domain_preview.lines([[lost]], ["it hung"]))[-1] == (
-        "  without a reward: 100 %; the first: it hung"
-    )
+    assert list(domain_preview.lines([[lost]], ["it hung"], ["it raised"]))[-2:] == [
+        "  without a reward: 100 %; the first: it hung",
+        "  a reward of weight 0 failed 1 times: it raised",
+    ]

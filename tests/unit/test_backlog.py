@@ -282,6 +282,23 @@ def test_a_sample_without_a_reward_is_none_and_counted() -> None:
     assert reward_metrics(samples) == {"reward": 7.0, "reward/odd": 7.0}
 
 
+def test_a_reward_that_only_watches_is_counted_where_it_fails() -> None:
+    rollouts = FakeRollouts()
+    texts = {1: "raise x", 2: "good"}
+    rollouts.text = lambda sample: texts[len(sample.response)]  # type: ignore[method-assign]
+    source = backlog(rollouts, "sums", odd={**own("does"), "weight": 0.0}, size=own("length"))
+    source.begin({"sums": 3})
+    for group, lengths in zip(list(rollouts.asked), [(1, 2), (1, 1), (1, 1)], strict=True):
+        rollouts.end(group, lengths=lengths)
+    batch = rollouts.batch(Collection(source, RolloutSettings(), 1))  # 5 of 6: none is dropped
+    assert batch is not None
+    rewards = [[sample.reward for sample in group.samples] for group in batch.groups]
+    assert rewards == [[7.0, 4.0], [7.0, 7.0], [7.0, 7.0]]
+    assert (batch.failures, batch.watch_failures) == (0, 5)
+    samples = [sample for group in batch.groups for sample in group.samples]
+    assert reward_metrics(samples) == {"reward": 6.5, "reward/odd": 4.0, "reward/size": 6.5}
+
+
 def test_too_many_samples_without_a_reward_end_the_stage() -> None:
     rollouts = FakeRollouts()
     rollouts.text = lambda sample: "raise x"  # type: ignore[method-assign]

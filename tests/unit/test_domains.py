@@ -235,3 +235,28 @@ def test_what_is_no_number_sorts_nothing(item: str) -> None:
     problem = problem_of("number_sorting")
     count = problem.answer.count(",") + 1
     assert exact(problem, "<>" + ",".join([item] * count)) == 0.0
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        "string_insertion",
+        "spiral_matrix",
+        "binary_matrix",
+        "n_queens",
+        "puzzle24",
+        "countdown",
+        "polynomial_multiplication",
+        "simple_integration",
+        "intermediate_integration",
+    ],
+)
+def test_a_dataset_whose_scorer_runs_the_answer_is_refused(
+    dataset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever adds a format for it would else have the policy's text run beside the stage."""
+    monkeypatch.setitem(FORMATS, dataset, FORMATS["chain_sum"])
+    prompts = ReasoningGymPromptSettings.model_construct(dataset=dataset, config={})
+    message = r"prompts.dataset: reasoning-gym's scorer would run a response's text: \w+.*\.py:\d+ "
+    with pytest.raises(DomainError, match=message + r"calls (eval|\w*\.?parse_expr)\("):
+        PromptStream(prompts, TOKENIZER, "math", 0, "rl")

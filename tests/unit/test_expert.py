@@ -334,6 +334,15 @@ def test_parts_reach_the_advantages_by_name() -> None:
     assert [sample.advantage for sample in weighed] == pytest.approx([1.5, -1.5], abs=2e-5)
 
 
+def test_parts_that_only_watch_reach_no_advantage() -> None:
+    samples = drawn([1, 1])
+    samples[0].reward_parts = {"right": 1.0, "watched": 0.1}
+    samples[1].reward_parts = {"right": 0.0}  # what watches has failed here
+    weights = {"right": 2.0, "watched": 0.0}
+    [found] = add_advantages([group(samples, [2.0, 0.0])], MoGrpoSettings(), weights)
+    assert [sample.advantage for sample in found] == pytest.approx([2**0.5, -(2**0.5)], abs=1e-4)
+
+
 def test_steps_give_every_token_its_own_advantage() -> None:
     samples = drawn([4, 2])
     samples[0].step_rewards, samples[1].step_rewards = [(1, 1.0), (3, 0.0)], [(1, 0.0)]

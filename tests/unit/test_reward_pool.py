@@ -297,6 +297,37 @@ def test_parts_add_up_by_weight_and_a_cut_off_response_is_what_each_says(tmp_pat
 
 
 @pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("raise it", "raised ZeroDivisionError('it') at small_rewards.py:"),
+        ("nan", "returned nan, not a finite number"),
+        ("die 3", "its process ended with exit status 3"),
+        ("hang", "took more than 1 seconds and was killed"),
+        ("kill", "its process was killed by SIGKILL"),
+    ],
+)
+def test_a_reward_that_only_watches_takes_no_sample_along(
+    pool: Made, text: str, reason: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = {"odd": own("does", weight=0.0), "size": own("length"), "late": own("does", weight=0.0)}
+    before, failed, after = graded(pool(seconds=1, **given), "one", text, "three")
+    for grade, size in ((before, 3.0), (after, 5.0)):
+        assert grade == Grade(size, {"odd": size, "size": size, "late": size})
+    assert (failed.reward, failed.parts, failed.failure) == (len(text), {"size": len(text)}, None)
+    for name, line in zip(("odd", "late"), failed.watch_failures, strict=True):
+        assert line.startswith(f"experts.sums.rewards.{name}: {reason}")
+    said = capfd.readouterr().err
+    assert said.count("it only watches, and the sample keeps its reward") == 2
+    assert "dropped" not in said
+
+
+def test_steps_that_only_watch_are_nobody_s(tmp_path: Path) -> None:
+    given = rewards(watched=own("lines", weight=0.0), steps=own("lines", weight=2.0))
+    grade = Grader("sums", given, tmp_path).grade(problem(), response("ab,c"))
+    assert grade == Grade(4.0, {"watched": 2.0, "steps": 2.0}, steps=((3, 6.0), (4, 2.0)))
+
+
+@pytest.mark.parametrize(
     ("functions", "reason"),
     [
         (["backwards"], "whose ends should rise from above 0 to 3 at most"),

@@ -370,5 +370,8 @@ def test_what_counts_as_solved() -> None:
     assert not solved(kinds("format"), {"format": 0.0})
     watched = {**kinds("math"), **kinds("json_schema", weight=0.0)}
     assert solved(watched, {"math": 1.0, "json_schema": 0.0})
+    alone = {**kinds("format"), **kinds("math", weight=0.0)}
+    assert solved(alone, {"format": 1.0, "math": 0.0})
+    assert solved(alone, {"format": 1.0})  # what watches has failed
     punished = {**kinds("math"), **kinds("judge", weight=-1.0)}
     assert solved(punished, {"math": 1.0, "judge": 0.0})

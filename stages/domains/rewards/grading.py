@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import isfinite
@@ -25,13 +25,15 @@ class Grade:
 
     `parts` holds every reward before its weight. `steps`, where one of them gave any, are (number
     of characters that the step ends with, weighted reward). Where a reward failed, `reward` is None
-    and `failure` one line that says why.
+    and `failure` one line that says why. One of weight 0 only watches: where it fails it has no
+    part, a line in `watch_failures`, and no say in the rest.
     """
 
     reward: float | None
     parts: dict[str, float]
     steps: tuple[tuple[int, float], ...] = ()
     failure: str | None = None
+    watch_failures: tuple[str, ...] = ()
 
 
 class Grader:
@@ -50,29 +52,40 @@ class Grader:
         problem: Problem,
         response: Response,
         begin: Callable[[int, float | None], None] = lambda index, seconds: None,
+        skipped: Collection[str] = (),
     ) -> Grade:
-        """The grade. `begin` is told, before each reward, its place and its own time limit."""
+        """Return the grade, without the rewards `skipped`. `begin` is called before each reward
+        with its place and its own time limit, in seconds."""
         parts: dict[str, float] = {}
         total = 0.0
         steps: tuple[tuple[int, float], ...] = ()
+        watch_failures: list[str] = []
         for index, (name, settings) in enumerate(self._settings.items()):
+            if name in skipped:
+                continue
             begin(index, settings.timeout_seconds)
             try:
                 score = self._score(name, settings, problem, response)
                 if isinstance(score, Steps):
-                    if steps:
-                        raise RewardError("is the second of its domain to give steps")
-                    weighted = [settings.weight * each for each in score.rewards]
-                    steps = tuple(zip(score.ends, weighted, strict=True))
+                    if settings.weight:
+                        if steps:
+                            raise RewardError("is the second of its domain to give steps")
+                        weighted = [settings.weight * each for each in score.rewards]
+                        steps = tuple(zip(score.ends, weighted, strict=True))
                     score = sum(score.rewards) / len(score.rewards)
             except BaseException as error:  # a reward may not end its process quietly either
-                return Grade(None, parts, failure=failure(problem, response, name, _said(error)))
+                line = failure(problem, response, name, _said(error))
+                if settings.weight == 0:
+                    watch_failures.append(line)
+                    continue
+                return Grade(None, parts, (), line, tuple(watch_failures))
             parts[name] = score
             total += settings.weight * score
             if not isfinite(total):
                 what = f"returned {score!r}, which makes the sum of rewards {total}"
-                return Grade(None, parts, failure=failure(problem, response, name, what))
-        return Grade(total, parts, steps)
+                line = failure(problem, response, name, what)
+                return Grade(None, parts, (), line, tuple(watch_failures))
+        return Grade(total, parts, steps, None, tuple(watch_failures))
 
     def _score(
         self, name: str, settings: RewardBase, problem: Problem, response: Response
@@ -92,9 +105,11 @@ def failure(problem: Problem, response: Response, reward: str, what: str) -> str
 
 
 def solved(settings: Mapping[str, RewardSettings], parts: Mapping[str, float]) -> bool:
-    """Whether every reward that judges the answer is 1; where none does, every reward."""
+    """Whether every reward that judges the answer is 1; where none does, every reward. One of
+    weight 0 has no say."""
     judging = [name for name, each in settings.items() if each.judges_answer and each.weight > 0]
-    return all(parts[name] >= SOLVED for name in judging or settings)
+    counting = [name for name, each in settings.items() if each.weight]
+    return all(parts[name] >= SOLVED for name in judging or counting)
 
 
 def _checked(score: Score, characters: int) -> float | Steps:
