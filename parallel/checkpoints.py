@@ -27,7 +27,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from parallel import checkpoint_state
 from parallel.checkpoint_reader import CheckpointRefused
 from parallel.distributed import gather, layout_sizes, on_main
-from parallel.files import CHECKSUMS, STATE, checkpoint_folders, digest_of, read_checkpoint
+from parallel.files import (
+    CHECKSUMS,
+    STATE,
+    UnreadableCheckpoint,
+    checkpoint_folders,
+    digest_of,
+    read_checkpoint,
+    unreadable,
+)
 from parallel.policy import Policy, TrainedPolicy
 
 
@@ -39,6 +47,9 @@ def newest_whole(directory: Path) -> tuple[Path | None, list[str]]:
     """The newest whole checkpoint in `directory`, and what is wrong with each newer one.
 
     A damaged one is put aside as `damaged_step_N` for a person to look at. Collective.
+
+    Raises:
+        UnreadableCheckpoint: the newest one is there and cannot be read.
     """
     faults = []
     while (path := on_main(lambda: _newest(directory))) is not None:
@@ -75,7 +86,8 @@ def load_weights(policy: Policy, checkpoint: Path, head: bool = True) -> None:
     """Take only the weights of `checkpoint`, as a child stage, a reference or a teacher does;
     without the `head`, that of the policy stays, as a critic's does.
 
-    Raises CheckpointError when it is damaged: another stage's result has no substitute. Collective.
+    Raises CheckpointError when it is damaged: another stage's result has no substitute; and
+    UnreadableCheckpoint when it cannot be read. Collective.
     """
     if fault := _fault(checkpoint):
         raise CheckpointError(
@@ -148,17 +160,30 @@ def _put_aside(path: Path) -> Path:
 
 
 def _fault(path: Path) -> str | None:
-    """What is wrong with a checkpoint, the same on every rank. Each rank reads its own share."""
+    """Return what is wrong with a checkpoint, the same on every rank; each reads its share.
+
+    Raises:
+        UnreadableCheckpoint: on every rank, where one cannot read what is there. That is no
+            damage: the next try, or a chmod, may find the checkpoint whole.
+    """
+    faults, unread = [], ""
+    try:
+        faults = _own_faults(path)
+    except UnreadableCheckpoint as error:
+        unread = str(error)
+    found = gather((faults, unread))
+    if messages := sorted({message for _, message in found if message}):
+        raise UnreadableCheckpoint(messages[0])
+    return "; ".join(sorted({fault for faults, _ in found for fault in faults})) or None
+
+
+def _own_faults(path: Path) -> list[str]:
     checkpoint = read_checkpoint(path)
     if checkpoint is None or checkpoint.digest != digest_of(checkpoint.files):
-        faults = [f"{path / CHECKSUMS} is missing or not readable"]
-    else:
-        mine = sorted(checkpoint.files)[dist.get_rank() :: dist.get_world_size()]
-        faults = [
-            fault for name in mine if (fault := _file_fault(path / name, checkpoint.files[name]))
-        ]
-    found = sorted({fault for faults in gather(faults) for fault in faults})
-    return "; ".join(found) or None
+        return [f"{path / CHECKSUMS} is missing or damaged"]
+    mine = sorted(checkpoint.files)[dist.get_rank() :: dist.get_world_size()]
+    found = [_file_fault(path / name, checkpoint.files[name]) for name in mine]
+    return [fault for fault in found if fault]
 
 
 def _file_fault(path: Path, expected: str) -> str | None:
@@ -167,4 +192,4 @@ def _file_fault(path: Path, expected: str) -> str | None:
     except FileNotFoundError:
         return f"{path} is missing"
     except OSError as error:
-        return f"{path} cannot be read ({error.strerror})"
+        raise unreadable(path, error) from error

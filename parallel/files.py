@@ -23,6 +23,10 @@ CHARACTERS = "characters"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 
 
+class UnreadableCheckpoint(OSError):
+    """A checkpoint is there and cannot be read; the message names the path and what to do."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A whole checkpoint: `files` holds the SHA-256 of each, `digest` that of them all."""
@@ -63,8 +67,15 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def checkpoint_folders(directory: Path) -> list[Path]:
-    """Every `step_N` in `directory`, whole or not, oldest first."""
-    return [directory / name for _, name in numbered(directory, "step_")]
+    """Return every `step_N` in `directory`, whole or not, oldest first.
+
+    Raises:
+        UnreadableCheckpoint: the directory is there and cannot be read.
+    """
+    try:
+        return [directory / name for _, name in numbered(directory, "step_")]
+    except OSError as error:
+        raise UnreadableCheckpoint(_cannot_read(directory, error)) from error
 
 
 def numbered(directory: Path, prefix: str) -> list[tuple[int, str]]:
@@ -82,26 +93,56 @@ def numbered(directory: Path, prefix: str) -> list[tuple[int, str]]:
 
 
 def whole_checkpoints(directory: Path) -> list[Checkpoint]:
-    """The complete checkpoints `step_N` in `directory`, oldest first."""
+    """Return the complete checkpoints `step_N` in `directory`, oldest first.
+
+    Raises:
+        UnreadableCheckpoint: one of them cannot be read.
+    """
     return [whole for path in checkpoint_folders(directory) if (whole := read_checkpoint(path))]
 
 
 def newest_whole(directory: Path) -> Checkpoint | None:
-    """The complete checkpoint with the highest step; no older one is read."""
+    """Return the complete checkpoint with the highest step; no older one is read.
+
+    Raises:
+        UnreadableCheckpoint: the newest one cannot be read.
+    """
     found = map(read_checkpoint, reversed(checkpoint_folders(directory)))
     return next(filter(None, found), None)
 
 
 def read_checkpoint(path: Path) -> Checkpoint | None:
-    """The checkpoint at `path`, or None where that is none, or not a whole one."""
+    """Return the checkpoint at `path`, or None where there is none, or not a whole one.
+
+    Raises:
+        UnreadableCheckpoint: it is there and cannot be read. Taken for absent, its stage would
+            run again, or continue from an older one, over a wrong permission or a busy disk.
+    """
     step = _number(path.name, "step_")
     if step is None:
         return None
     try:
         sums = json.loads((path / CHECKSUMS).read_text())
         return Checkpoint(path, step, str(sums["digest"]), dict(sums["files"]))
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise unreadable(path / CHECKSUMS, error) from error
+    except (ValueError, RecursionError, KeyError, TypeError):
+        return None
+
+
+def unreadable(file: Path, error: OSError) -> UnreadableCheckpoint:
+    """Return the error of a file in a checkpoint that is there and cannot be read."""
+    checkpoint = file.parent
+    return UnreadableCheckpoint(
+        f"{_cannot_read(file, error)}, or continue without this checkpoint: "
+        f"mv {checkpoint} {checkpoint}.unreadable"
+    )
+
+
+def _cannot_read(path: Path, error: OSError) -> str:
+    return f"{path}: cannot be read ({error.strerror}); make it readable"
 
 
 def digest_of(files: dict[str, str]) -> str:

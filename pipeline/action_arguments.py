@@ -6,6 +6,8 @@ from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, RawDescription
 from collections.abc import Callable
 from pathlib import Path
 
+from pipeline.trust import OPTION
+
 DOMAIN_HELP = """\
   braid domain new geometry --source jsonl
   braid domain check configs/domains/geometry.yaml --tokenizer /models/tokenizer
@@ -69,6 +71,7 @@ def add_domain_commands(command: Callable[[str, str, str], ArgumentParser]) -> N
     check.add_argument(
         "--samples", type=positive, help="responses to a prompt (default: sampling.group_size)"
     )
+    add_trust(check)
     new = actions.add_parser("new", help="write configs/domains/NAME.yaml, to begin with")
     new.set_defaults(command="domain_new")
     new.add_argument("name", metavar="NAME")
@@ -77,6 +80,15 @@ def add_domain_commands(command: Callable[[str, str, str], ArgumentParser]) -> N
         choices=("reasoning_gym", "jsonl", "parquet"),
         default="reasoning_gym",
         help="where its problems come from (default: reasoning_gym)",
+    )
+
+
+def add_trust(parser: ArgumentParser) -> None:
+    """Add the option of everything that works on a run, or takes stages from one."""
+    parser.add_argument(
+        OPTION,
+        action="store_true",
+        help="work on the run although other users own it or may write to it",
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from pipeline.action_arguments import (
     add_domain_commands,
     add_gate_commands,
+    add_trust,
     positive,
     whole,
 )
@@ -149,6 +150,7 @@ def _add_config_commands(command: Callable[[str, str, str], ArgumentParser]) -> 
             metavar="OTHER_RUN",
             help="take over its finished stages that this run would make from the same things",
         )
+        add_trust(parser)
         parser.add_argument(
             "--check-refit",
             dest="implied",
@@ -265,6 +267,8 @@ def _add_run_commands(command: Callable[[str, str, str], ArgumentParser]) -> Non
     for parser in (resume, stage, cancel, logs, why, diff, evaluate, export):
         parser.add_argument("run", metavar="RUN", help="the run's name, or its folder")
     status.add_argument("run", metavar="RUN", nargs="?", help="the run's name, or its folder")
+    for parser in (resume, stage, evaluate, export):
+        add_trust(parser)
     for parser in (stage, logs, why):
         parser.add_argument("stage", metavar="STAGE", help="its name, as `braid status` shows it")
     cancel.add_argument("stages", metavar="STAGE", nargs="*", help="only these (default: all)")

@@ -32,6 +32,7 @@ from pipeline.signals import Stopped
 from pipeline.slurm.jobs import is_queued, queue_of, refuse_queued
 from pipeline.states import StageState, derive
 from pipeline.terminal import terminal
+from pipeline.trust import OPTION, check_owner, warn_of_readers
 from pipeline.violations import shown
 from stages.domains.rewards.endpoint import cautions
 from stages.settings import RunSettings
@@ -85,12 +86,14 @@ def doctor(arguments: Namespace) -> None:
 def run(arguments: Namespace) -> None:
     """Run the configuration, or continue the run of it."""
     run, settings = configured(arguments)
+    check_owner(run, arguments.trust_run)
     other = forked(arguments)
     found = find_fork(run, settings, other) if other is not None else Fork()
     _refuse_options(run, settings, arguments, found.taken)
     if arguments.dry_run:
         _show_dry_run(run, settings, arguments, found.taken)
         return
+    warn_of_readers(run)
     with run.lock():
         refuse_queued(run)
         take_settings(run, settings, arguments.anew)
@@ -101,8 +104,9 @@ def run(arguments: Namespace) -> None:
 
 def resume(arguments: Namespace) -> None:
     """Continue a run from where it stands."""
-    run, settings = existing(arguments, to_start=True)
+    run, settings = owned(arguments, to_start=True)
     _refuse_options(run, settings, arguments)
+    warn_of_readers(run)
     with run.lock():
         refuse_queued(run)
         resolved.write_for_programs(run, settings)  # another version of Braid may have written it
@@ -158,7 +162,7 @@ def diff(arguments: Namespace) -> None:
 
 def evaluate(arguments: Namespace) -> None:
     """Evaluate finished stages once more."""
-    run, settings = existing(arguments)
+    run, settings = owned(arguments)
     console = terminal()
     with run.lock():
         refuse_queued(run)
@@ -177,7 +181,7 @@ def evaluate(arguments: Namespace) -> None:
 
 def export(arguments: Namespace) -> None:
     """Write a finished stage's model for transformers and vLLM."""
-    run, settings = existing(arguments)
+    run, settings = owned(arguments)
     with run.lock():
         refuse_queued(run)
         one_off.export(
@@ -221,6 +225,13 @@ def _load(arguments: Namespace, *implied: str) -> RunSettings:
     return load(arguments.config, [*arguments.overrides, *name, *implied])
 
 
+def owned(arguments: Namespace, to_start: bool = False) -> tuple[RunDirectory, RunSettings]:
+    """Return the run that the arguments name, to work on, with its settings. Raises BraidError
+    where others may have written it and nobody asked to trust them."""
+    check_owner(find(arguments.runs_dir, arguments.run), arguments.trust_run)
+    return existing(arguments, to_start)
+
+
 def existing(arguments: Namespace, to_start: bool = False) -> tuple[RunDirectory, RunSettings]:
     """The run that the arguments name, with its settings."""
     return _named(arguments, arguments.run, to_start)
@@ -259,12 +270,17 @@ def _to_go_on(run: RunDirectory, arguments: Namespace) -> str:
     only = [f"--only {name}" for name in arguments.only]
     count = arguments.side_by_side
     side_by_side = [f"--side-by-side {count}"] if count > 1 else []
-    return " ".join(["braid resume", shown(run.path), *only, *side_by_side])
+    trust = [OPTION] if arguments.trust_run else []
+    return " ".join(["braid resume", shown(run.path), *only, *side_by_side, *trust])
 
 
 def forked(arguments: Namespace) -> RunDirectory | None:
-    """The run that `--fork` names, if it was given."""
-    return _named(arguments, arguments.fork)[0] if arguments.fork else None
+    """Return the run that `--fork` names, if it was given. Raises BraidError where others may have
+    written it and nobody asked to trust them."""
+    if not arguments.fork:
+        return None
+    check_owner(find(arguments.runs_dir, arguments.fork), arguments.trust_run)
+    return _named(arguments, arguments.fork)[0]
 
 
 def make_anew(run: RunDirectory, stages: Iterable[Stage]) -> None:

@@ -48,7 +48,7 @@ def _check_with_run(arguments: Namespace) -> None:
     """The same with a run's tokenizer and limits, and one step's responses from its model."""
     if arguments.tokenizer or not arguments.stage:
         raise BraidError("--run needs a --stage, and takes no --tokenizer: a run has its own")
-    run, own = commands.existing(arguments)
+    run, own = commands.owned(arguments)
     one_off.finished_training(run, own, arguments.stage)
     name, console = arguments.file.stem, terminal()
     settings = load_with_domain(run.settings, arguments.file, arguments.samples)

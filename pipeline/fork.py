@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from pipeline.ledger import Ledger, latest
 from pipeline.lineage import Lineage, changes, lineage_from, read_manifest
 from pipeline.run_directory import RunDirectory, StageDirectory
 from pipeline.states import damaged_verdict, derive, lacks
+from pipeline.trust import exposure
 from pipeline.violations import shown
 from stages.settings import RunSettings
 
@@ -70,11 +72,13 @@ def take_over(run: RunDirectory, other: RunDirectory, fork: Fork) -> None:
     """Take over what was found.
 
     Checkpoints are linked, not copied, where both runs lie on one file system: nobody writes into
-    a whole one. Raises OSError when the disk is full or not to be written.
+    a whole one. Where other users may write to the other run they are copied: through a link, they
+    could change what this run has. Raises OSError when the disk is full or not to be written.
     """
     ledger = Ledger(run.ledger)
+    copy = _link_or_copy if exposure(other) is None else shutil.copy2
     for name, cause in fork.taken.items():
-        _take_over(other.stage(name), run.stage(name))
+        _take_over(other.stage(name), run.stage(name), copy)
         ledger.append(name, "done", cause, 0)
 
 
@@ -85,7 +89,9 @@ def _is_what_would_be_made(stage: Stage, now: Lineage, theirs: StageDirectory) -
     return None not in now.parents.values() and not any(changes(manifest, now))
 
 
-def _take_over(theirs: StageDirectory, ours: StageDirectory) -> None:
+def _take_over(
+    theirs: StageDirectory, ours: StageDirectory, copy: Callable[[str, str], object]
+) -> None:
     """Whole or not at all: under another name until it is complete."""
     newest = theirs.newest_checkpoint()
     keep = newest.path.name if newest else None
@@ -97,7 +103,7 @@ def _take_over(theirs: StageDirectory, ours: StageDirectory) -> None:
 
     unfinished = ours.path.with_name(f".{ours.path.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
-    shutil.copytree(theirs.path, unfinished, ignore=left_behind, copy_function=_link_or_copy)
+    shutil.copytree(theirs.path, unfinished, ignore=left_behind, copy_function=copy)
     unfinished.rename(ours.path)
 
 

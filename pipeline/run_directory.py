@@ -27,6 +27,7 @@ from pipeline.errors import BraidError
 from pipeline.violations import shown
 
 LOCK_PATIENCE_SECONDS = 0.5
+PRIVATE = 0o700  # the mode of a run's directory
 
 
 class RunLocked(BraidError):
@@ -233,6 +234,12 @@ class RunDirectory:
     def stage(self, name: str) -> StageDirectory:
         return StageDirectory(self.path / "stages" / name)
 
+    def create(self) -> None:
+        """Create the directory where there is none, for this user alone: nobody else gets to what
+        is in it, whatever the modes of the files (mkdir's mode, so that no umask opens it)."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(mode=PRIVATE, exist_ok=True)
+
     @contextmanager
     def lock(self, shared: bool = False) -> Iterator[None]:
         """Hold the run for this process alone, or `shared` with others that each hold a stage; the
@@ -241,6 +248,7 @@ class RunDirectory:
         Raises:
             RunLocked: another launcher holds it.
         """
+        self.create()
         with _locked(self._lock, f"{shown(self.path)} is", shared):
             yield
 

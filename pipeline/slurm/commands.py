@@ -29,6 +29,7 @@ from pipeline.slurm.stage import run_stage
 from pipeline.stale import refuse_stale
 from pipeline.states import StageState, derive
 from pipeline.terminal import terminal
+from pipeline.trust import check_owner, warn_of_readers
 from pipeline.violations import shown
 from stages.settings import RunSettings
 
@@ -70,6 +71,7 @@ def submit(arguments: Namespace) -> None:
     if arguments.dry_run:
         _preview(asked)
         return
+    warn_of_readers(run)
     if not run.settings.exists():  # then nothing is made for what cannot start
         _refuse_missing(asked.wanted, asked.states_to_be(asked.states()))
     with run.lock(shared=True), run.lock_submission() as lock:
@@ -95,7 +97,7 @@ def submit(arguments: Namespace) -> None:
 
 def stage(arguments: Namespace) -> None:
     """Run one stage here, as the stage scripts do."""
-    run, settings = commands.existing(arguments, to_start=True)
+    run, settings = commands.owned(arguments, to_start=True)
     [wanted] = chosen(run, compile_graph(settings), [arguments.stage])
     with run.lock(shared=True):
         run_stage(run, settings, wanted, terminal(), commands.PROGRAMS)
@@ -133,6 +135,7 @@ def cancel(arguments: Namespace) -> None:
 def _asked(arguments: Namespace) -> _Asked:
     """Raises BraidError where the arguments, the profile or the run's path cannot be."""
     run, settings = commands.configured(arguments)
+    check_owner(run, arguments.trust_run)
     profile = _profile(arguments.cluster, run)
     cluster = load_cluster(profile)
     for letter, name in (("%", "%"), ("\n", "line break")):

@@ -272,6 +272,17 @@ def load_weights(checkpoint: str) -> str:
     return ""
 
 
+def find_newest(directory: str) -> str:
+    """The newest whole checkpoint that a stage would continue from, or the error."""
+    from parallel import checkpoints
+
+    try:
+        found, errors = checkpoints.newest_whole(Path(directory))
+    except OSError as error:
+        return str(error)
+    return f"{found}; {errors}"
+
+
 def loop_and_listen(directory: str) -> tuple[str, list[str], str]:
     """How the loop ends, what it leaves, and what a launcher heard from this rank meanwhile."""
     with tempfile.TemporaryFile() as heard:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -204,3 +206,16 @@ def test_another_stages_damaged_checkpoint_is_an_error(how: str, on: On, tmp_pat
     for message in on(SPREAD, cases.load_weights, str(tmp_path / "step_3")):
         assert message.startswith(f"damaged checkpoint: {victim} ")
         assert f"remove {tmp_path / 'step_3'} and resume the run" in message
+
+
+@pytest.mark.parametrize("name", ["checksums.json", "common.pt"])
+def test_a_checkpoint_that_cannot_be_read_is_not_damaged(name: str, on: On, tmp_path: Path) -> None:
+    on(SPREAD, cases.begin, SPREAD, "sgd", str(tmp_path))
+    checkpoint = tmp_path / "step_3"
+    victim = checkpoint / name
+    victim.unlink()
+    victim.symlink_to(victim)  # which nobody can open, root neither
+    why = os.strerror(errno.ELOOP)
+    [message] = {*on(SPREAD, cases.find_newest, str(tmp_path))}
+    assert message.startswith(f"{victim}: cannot be read ({why}); make it readable, or ")
+    assert checkpoint.is_dir()

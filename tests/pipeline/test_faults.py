@@ -3,6 +3,8 @@ clear message, and nothing lost."""
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import subprocess
@@ -335,6 +337,60 @@ def test_a_checkpoint_whose_checksums_are_damaged_is_not_whole(
     assert read_checkpoint(path) == stage.newest_checkpoint()
     (path / "checksums.json").write_text(content)
     assert read_checkpoint(path) is None
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_a_checkpoint_that_cannot_be_read_is_not_absent(
+    finished: RunDirectory, braid: Braid, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    checkpoint = finished.stage("merge").path / "checkpoints" / "step_2"
+    sums, really_open = checkpoint / "checksums.json", io.open
+
+    def refuse(file: object, *arguments: object, **keywords: object) -> object:
+        if str(file) == str(sums):
+            raise OSError(number, os.strerror(number), str(file))
+        return really_open(file, *arguments, **keywords)  # type: ignore[call-overload]
+
+    whole = braid("status", "small")[1]
+    with monkeypatch.context() as patched:
+        patched.setattr(io, "open", refuse)
+        check_unreadable(finished, braid, checkpoint, number)
+    assert braid("status", "small")[1] == whole
+
+
+def test_checksums_that_cannot_be_opened_are_not_absent(
+    finished: RunDirectory, braid: Braid
+) -> None:
+    checkpoint = finished.stage("merge").path / "checkpoints" / "step_2"
+    sums = checkpoint / "checksums.json"
+    sums.unlink()
+    sums.symlink_to(sums)  # which nobody can open, root neither
+    check_unreadable(finished, braid, checkpoint, errno.ELOOP)
+
+
+def check_unreadable(run: RunDirectory, braid: Braid, checkpoint: Path, number: int) -> None:
+    """Every command says so, and none takes the checkpoint for gone."""
+    sums = checkpoint / "checksums.json"
+    said = (
+        f"{sums}: cannot be read ({os.strerror(number)}); make it readable, or continue without "
+        f"this checkpoint: mv {checkpoint} {checkpoint}.unreadable"
+    )
+    for command in (["status", "small"], ["resume", "small"], ["why", "small", "merge"]):
+        code, _, err = braid(*command)
+        assert (code, err) == (1, f"braid: {said}\n")
+    assert braid("status")[1] == f"small: {said}\n"
+    assert checkpoint.is_dir()
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_read_is_not_empty(
+    finished: RunDirectory, braid: Braid
+) -> None:
+    folder = finished.stage("merge").path / "checkpoints"
+    folder.rename(folder.with_name("elsewhere"))
+    folder.symlink_to(folder)
+    code, _, err = braid("status", "small")
+    why = os.strerror(errno.ELOOP)
+    assert (code, err) == (1, f"braid: {folder}: cannot be read ({why}); make it readable\n")
 
 
 def test_a_checkpoint_with_another_digest_makes_its_children_stale(

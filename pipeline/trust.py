@@ -1,0 +1,84 @@
+"""Whose run it is: a run directory that other users could have written is refused.
+
+A run decides what its commands do: run.yaml names the functions of its rewards, the stage scripts
+source its setup.sh. Whoever continues, evaluates or exports it therefore trusts all who may write
+to it. What only looks at a run (`status`, `why`, `logs`, `plan`) does not ask.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipeline.errors import BraidError
+from pipeline.run_directory import RunDirectory
+from pipeline.violations import shown
+
+OPTION = "--trust-run"
+ROOT = 0  # may write everywhere in any case
+OTHERS_WRITE, OTHERS_READ, OTHERS_ENTER = 0o022, 0o044, 0o011
+# What decides in a run: its own files, those of stages, and checkpoints.
+DECIDING = ("*", "stages/*", "stages/*/*", "stages/*/checkpoints/*", "stages/*/checkpoints/*/*")
+RUNS_AS = "what is in a run runs as whoever works on it"
+
+
+def check_owner(run: RunDirectory, trusted: bool) -> None:
+    """Raise BraidError where users other than this one and root own a run or may write to it, and
+    it is not `trusted`; its message has what to type."""
+    if not trusted and (found := exposure(run)) is not None:
+        raise BraidError(found)
+
+
+def exposure(run: RunDirectory) -> str | None:
+    """Return who else may have written what is in a run, and what to do; None where nobody has."""
+    for path, status in _looked_at(run.path):
+        mode = status.st_mode & 0o777
+        if status.st_uid not in (os.geteuid(), ROOT):
+            who = f"belongs to {_name(status.st_uid)}"
+            return f"{shown(path)}: {who}, and {RUNS_AS}; if you trust them, add {OPTION}"
+        if mode & OTHERS_WRITE:
+            return (
+                f"{shown(path)}: other users may write to it (mode {mode:o}), and {RUNS_AS}; if "
+                f"nobody else has, type: chmod -R go-w {shown(run.path)}\n"
+                f"or add {OPTION} to trust them"
+            )
+    return None
+
+
+def warn_of_readers(run: RunDirectory) -> None:
+    """Say on standard error that others can read a run, as those of older versions could be; it is
+    left so, since it may be shared on purpose."""
+    mode = run.path.stat().st_mode & 0o777 if run.path.exists() else 0
+    if mode & (OTHERS_READ | OTHERS_ENTER):
+        here = shown(run.path)
+        print(
+            f"{here}: other users can read this run (mode {mode:o}); to make it private: "
+            f"chmod 700 {here}",
+            file=sys.stderr,
+        )
+
+
+def _looked_at(run: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """The run's directory, and what decides in it unless nobody else gets there."""
+    try:
+        found = run.stat()
+    except FileNotFoundError:
+        return
+    yield run, found
+    if not found.st_mode & OTHERS_ENTER:
+        return  # under a umask of 002 everything in it is writable by the group, which is no harm
+    for path in (each for pattern in DECIDING for each in run.glob(pattern)):
+        try:
+            yield path, path.stat()
+        except FileNotFoundError:  # a link to what is gone, or a file of a stage that runs
+            continue
+
+
+def _name(user: int) -> str:
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return f"user {user}"
