@@ -14,9 +14,9 @@ from typing import Any
 
 from stages.domains.formats import FORMATS, Entry
 from stages.domains.problem import DomainError, Problem
+from stages.domains.reasoning_gym_options import SET_BY_THE_STREAM, value_violation
 from stages.domains.sources.settings import ReasoningGymPromptSettings
 
-SET_BY_THE_STREAM = {"seed", "size"}
 UNBOUNDED = 2**62
 PATIENCE = 20_000
 
@@ -83,14 +83,14 @@ def _create_dataset(settings: ReasoningGymPromptSettings, domain: str, seed: int
         known = ", ".join(sorted(FORMATS))
         raise DomainError(domain, "prompts.dataset", f"unknown dataset {name!r}; known are {known}")
     _, config_type = _reasoning_gym().factory.DATASETS[name]
-    options = {option.name for option in fields(config_type)} - SET_BY_THE_STREAM
-    for key in settings.config:
-        if key not in options:
-            raise DomainError(
-                domain,
-                f"prompts.config.{key}",
-                f"{name} has no such option; it has {', '.join(sorted(options))}",
-            )
+    kinds = {option.name: option.type.__name__ for option in fields(config_type)}
+    known = sorted(set(kinds) - SET_BY_THE_STREAM)
+    for key, value in settings.config.items():
+        if key not in known:
+            message = f"{name} has no such option; it has {', '.join(known)}"
+            raise DomainError(domain, f"prompts.config.{key}", message)
+        if fault := value_violation(kinds[key], value):
+            raise DomainError(domain, f"prompts.config.{key}", fault)
     try:
         return _reasoning_gym().create_dataset(name, seed=seed, size=UNBOUNDED, **settings.config)
     except Exception as error:  # its configs refuse by assertions, and fail in any way they like

@@ -34,6 +34,7 @@ WITHOUT_TORCH = {
     "parallel.network",
     "parallel.weights.engine",
     "stages.domains.formats",
+    "stages.domains.reasoning_gym_options",
     "stages.domains.rewards.reward",
     "stages.domains.rewards.schema",
     "stages.domains.sandbox",
@@ -89,6 +90,7 @@ def test_a_refit_is_planned_without_torch() -> None:
     "arguments",
     [
         ["plan", "configs/quickstart.yaml"],
+        ["validate", "configs/quickstart.yaml"],
         ["plan", "configs/quickstart.yaml", "--memory"],
         ["status"],
         ["status", "small"],
