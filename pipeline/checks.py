@@ -30,6 +30,7 @@ from pipeline.data_checks import (
     demonstration_rules,
     missing_data,
     missing_tokenizer,
+    option_rules,
     tokenizer_rules,
 )
 from pipeline.gate_checks import gate_rules
@@ -131,6 +132,7 @@ def surroundings(run: dict[str, Any], domains: Domains) -> Found:
     for name, domain in domains.items():
         if domain:
             yield from missing_data(f"experts.{name}", domain, demonstrated)
+            yield from option_rules(f"experts.{name}", domain)
             yield from reward_needs(f"experts.{name}.rewards", domain)
     engine = _block(EngineSettings, run.get("engine", {}))
     if engine and (lack := placement_fault(engine)):

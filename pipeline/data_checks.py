@@ -9,6 +9,7 @@ from parallel.files import CHARACTERS
 from parallel.settings import TOKENIZER_SIZE, EngineSettings, ModelSettings
 from pipeline.violations import hint, shown
 from stages.domains.formats import FORMATS
+from stages.domains.reasoning_gym_options import options, value_violation
 from stages.domains.sources.settings import (
     FileDemonstrationSettings,
     FilePromptSettings,
@@ -50,6 +51,21 @@ def data_rules(
                 f"{prompts.max_prompt_tokens} and a response of {response} tokens are more than "
                 f"engine.max_model_tokens = {engine.max_model_tokens}",
             )
+
+
+def option_rules(key: str, domain: DomainSettings) -> Found:
+    """Return wrong options of a reasoning-gym dataset, where reasoning-gym is installed."""
+    prompts = domain.prompts
+    if not isinstance(prompts, ReasoningGymPromptSettings) or prompts.dataset not in FORMATS:
+        return
+    if (known := options(prompts.dataset)) is None:
+        return
+    for name, value in prompts.config.items():
+        option = f"{key}.prompts.config.{name}"
+        if name not in known:
+            yield option, f"unknown option of {prompts.dataset}; {hint(name, known)}"
+        elif fault := value_violation(known[name], value):
+            yield option, fault
 
 
 def demonstration_rules(key: str, domain: DomainSettings, model: ModelSettings | None) -> Found:

@@ -100,15 +100,33 @@ def function_fault(reference: str) -> str | None:
     module, _, function = reference.partition(":")
     spec = _find(module)
     if spec is None:
-        return f"no module {module} in the working directory or among Python's packages"
+        return _not_found(module, function)
     if spec.origin is None or not spec.origin.endswith(".py"):
         return None
+    where = shown(Path(spec.origin))
     try:
         names = _TopLevel(ast.parse(Path(spec.origin).read_bytes())).names
     except SyntaxError as error:
-        return f"{shown(Path(spec.origin))}:{error.lineno} is not valid Python: {error.msg}"
+        return f"{where}:{error.lineno} is not valid Python: {error.msg}"
+    except OSError as error:
+        return f"{where} cannot be read: {error.strerror}"
+    # Of expressions nested too deeply; the parser's MemoryError says no more than that either.
+    except (MemoryError, RecursionError, ValueError) as error:
+        return f"{where} cannot be read: {str(error) or 'it is too deeply nested for Python'}"
     known = function in names or "*" in names
-    return None if known else f"{shown(Path(spec.origin))} defines no {function}"
+    return None if known else f"{where} defines no {function}"
+
+
+def _not_found(module: str, function: str) -> str:
+    """Return why there is no such module: its package is a plain module, or it is nowhere."""
+    package = module.rpartition(".")[0]
+    spec = _find(package) if package else None
+    if spec is not None and spec.submodule_search_locations is None:
+        return (
+            f"{package} is a module and no package: name the module whose file defines {function},"
+            f" not {module}"
+        )
+    return f"no module {module} in the working directory or among Python's packages"
 
 
 def _schema_rules(key: str, schema: dict[str, Any]) -> Found:

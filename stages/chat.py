@@ -34,15 +34,21 @@ def content_key(prompt: str | Sequence[Message]) -> str:
     """SHA-256 of what a prompt says, 64 hexadecimal digits.
 
     It does not depend on a chat template, and a single message of the user is the same prompt as
-    its text: so the held-out split is the same however a file writes its prompts.
+    its text: so the held-out split is the same however a file writes its prompts. Nor does it
+    depend on the kind and amount of whitespace between words, or on any around the text.
     """
     if isinstance(prompt, str):
-        text = prompt
+        text = _spaced(prompt)
     elif len(prompt) == 1 and prompt[0].keys() == {"role", "content"} and _asks(prompt[0]):
-        text = prompt[0]["content"]
+        text = _spaced(prompt[0]["content"])
     else:
-        text = json.dumps(list(prompt), sort_keys=True, ensure_ascii=False)
+        messages = [{**each, "content": _spaced(each["content"])} for each in prompt]
+        text = json.dumps(messages, sort_keys=True, ensure_ascii=False)
     return sha256(text.encode(errors="surrogatepass")).hexdigest()
+
+
+def _spaced(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _asks(message: Message) -> bool:

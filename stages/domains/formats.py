@@ -23,9 +23,10 @@ class Format:
     """How a dataset's entry is asked, worked, answered, answered carelessly, and handed in.
 
     `hand_in` turns a response's answer into what reasoning-gym's scorer reads, or None where it
-    is no answer at all.
+    is no answer at all. `module` is reasoning-gym's, whose config class has the dataset's options.
     """
 
+    module: str
     prompt: Callable[[Entry], str]
     working: Callable[[Entry], str]
     answer: Callable[[Entry], str]
@@ -93,6 +94,7 @@ def _swap_neighbours(items: Sequence[str], random: Random) -> list[str]:
 
 FORMATS: dict[str, Format] = {
     "chain_sum": Format(
+        module="arithmetic.chain_sum",
         prompt=_sum_prompt,
         working=_running_totals,
         answer=lambda entry: entry["answer"],
@@ -100,6 +102,7 @@ FORMATS: dict[str, Format] = {
         hand_in=_hand_in_number,
     ),
     "spell_backward": Format(
+        module="algorithmic.spell_backward",
         prompt=_spelling_prompt,
         working=lambda entry: str(entry["metadata"]["word_len"]),
         answer=lambda entry: entry["answer"].lower(),
@@ -107,6 +110,7 @@ FORMATS: dict[str, Format] = {
         hand_in=lambda answer: answer,
     ),
     "number_sorting": Format(
+        module="algorithmic.number_sorting",
         prompt=_sorting_prompt,
         working=lambda entry: str(entry["metadata"]["numbers"]),
         answer=lambda entry: _number_list(entry["metadata"]["sorted_numbers"]),

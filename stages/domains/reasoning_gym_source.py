@@ -17,9 +17,9 @@ from typing import Any
 
 from stages.domains.formats import FORMATS, Entry
 from stages.domains.problem import DomainError, Problem
+from stages.domains.reasoning_gym_options import SET_BY_THE_STREAM, value_violation
 from stages.domains.sources.settings import ReasoningGymPromptSettings
 
-SET_BY_THE_STREAM = {"seed", "size"}
 UNBOUNDED = 2**62
 PATIENCE = 20_000
 EVALUATORS = {"eval", "exec", "parse_expr", "sympify"}  # sympy's call eval
@@ -95,14 +95,14 @@ def _create_dataset(settings: ReasoningGymPromptSettings, domain: str, seed: int
             f"reasoning-gym's scorer would run a response's text: {found}; score it with a reward "
             "of one's own",
         )
-    options = {option.name for option in fields(config_type)} - SET_BY_THE_STREAM
-    for key in settings.config:
+    kinds = {option.name: option.type.__name__ for option in fields(config_type)}
+    options = sorted(set(kinds) - SET_BY_THE_STREAM)
+    for key, value in settings.config.items():
         if key not in options:
-            raise DomainError(
-                domain,
-                f"prompts.config.{key}",
-                f"{name} has no such option; it has {', '.join(sorted(options))}",
-            )
+            message = f"{name} has no such option; it has {', '.join(options)}"
+            raise DomainError(domain, f"prompts.config.{key}", message)
+        if fault := value_violation(kinds[key], value):
+            raise DomainError(domain, f"prompts.config.{key}", fault)
     try:
         return _reasoning_gym().create_dataset(name, seed=seed, size=UNBOUNDED, **settings.config)
     except Exception as error:  # its configs refuse by assertions, and fail in any way they like

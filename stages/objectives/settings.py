@@ -13,6 +13,8 @@ from pydantic import Discriminator, Field, Tag
 from parallel.settings import MOST, Fraction, Natural, OptimizerSettings, Settings
 
 AboveZero = Annotated[float, Field(gt=0)]
+# The ratio is clipped to 1 - clip_low, which should not be below 0.
+BelowOne = Annotated[float, Field(gt=0, le=1)]
 Coefficient = Annotated[float, Field(ge=0)]
 
 
@@ -139,7 +141,7 @@ class SequenceRatioSettings(Settings):
     """One ratio a response, and its clip (GSPO's)."""
 
     name: Literal["sequence"] = "sequence"
-    clip_low: AboveZero = 3e-4
+    clip_low: BelowOne = 3e-4
     clip_high: AboveZero = 4e-4
 
 
@@ -147,7 +149,7 @@ class SequenceTokenRatioSettings(Settings):
     """The ratio of the response at every token, whose own gradient counts (GSPO-token's)."""
 
     name: Literal["sequence_token"] = "sequence_token"
-    clip_low: AboveZero = 3e-4
+    clip_low: BelowOne = 3e-4
     clip_high: AboveZero = 4e-4
 
 
@@ -155,7 +157,7 @@ class TokenRatioSettings(Settings):
     """One ratio a token, and its clip (DAPO's)."""
 
     name: Literal["token"] = "token"
-    clip_low: AboveZero = 0.2
+    clip_low: BelowOne = 0.2
     clip_high: AboveZero = 0.28
 
 

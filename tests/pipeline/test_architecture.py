@@ -35,6 +35,7 @@ WITHOUT_TORCH = {
     "parallel.weights.engine",
     "stages.domains.formats",
     "stages.domains.rewards.endpoint",
+    "stages.domains.reasoning_gym_options",
     "stages.domains.rewards.reward",
     "stages.domains.rewards.schema",
     "stages.domains.sandbox",
@@ -90,6 +91,7 @@ def test_a_refit_is_planned_without_torch() -> None:
     "arguments",
     [
         ["plan", "configs/quickstart.yaml"],
+        ["validate", "configs/quickstart.yaml"],
         ["plan", "configs/quickstart.yaml", "--memory"],
         ["status"],
         ["status", "small"],

@@ -265,6 +265,14 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
         (judge(api_key_variable="NOT_SET"), "the environment has no variable NOT_SET"),
         ("rewards.max_failed_fraction=1", "rewards.max_failed_fraction: should be less than 1"),
         (
+            "experts.sums.objective.ratio.clip_low=1.5",
+            "experts.sums.objective.ratio.clip_low: should be less than or equal to 1, not 1.5",
+        ),
+        (
+            "experts.sums.objective.ratio={name: token, clip_low: 2}",
+            "experts.sums.objective.ratio.clip_low: should be less than or equal to 1, not 2",
+        ),
+        (
             "experts.sums.reward=a:b",
             "experts.sums.reward: is now written rewards: {NAME: {kind: python, function: package.",
         ),
@@ -454,15 +462,17 @@ def test_extends_merges_mappings_and_replaces_lists(config: Path) -> None:
     folder = config.parent / "domains"
     folder.mkdir()
     (folder / "_base.yaml").write_text("optimizer: {learning_rate: 1, betas: [0.1, 0.2]}\n")
-    (folder / "sums.yaml").write_text("extends: _base.yaml\nprompts: {config: {a: 1, b: 1}}\n")
+    (folder / "sums.yaml").write_text(
+        "extends: _base.yaml\nprompts: {config: {min_terms: 1, max_terms: 1}}\n"
+    )
     edited(
         config,
         "prompts: {dataset: chain_sum}\n    optimizer: {learning_rate: 1e-3}",
-        "extends: domains/sums.yaml\n    prompts: {dataset: chain_sum, config: {b: 2}}\n"
+        "extends: domains/sums.yaml\n    prompts: {dataset: chain_sum, config: {max_terms: 2}}\n"
         "    optimizer: {betas: [0.3, 0.4]}",
     )
     sums = load(config).experts["sums"]
-    assert sums.prompts.config == {"a": 1, "b": 2}
+    assert sums.prompts.config == {"min_terms": 1, "max_terms": 2}
     assert sums.optimizer.learning_rate == 1
     assert sums.optimizer.betas == (0.3, 0.4)
 
@@ -528,11 +538,11 @@ def test_a_run_can_be_read_where_it_could_not_start(config: Path) -> None:
 
 
 def test_differing_keys_name_both_values(config: Path) -> None:
-    changed = load(config, ["seed=3", "experts.sums.prompts.config.a=1"])
+    changed = load(config, ["seed=3", "experts.sums.prompts.config.max_terms=3"])
     assert differing_keys(load(config), changed) == {
         "seed": (0, 3),
         "experts.sums.prompts.config": ({}, None),
-        "experts.sums.prompts.config.a": (None, 1),
+        "experts.sums.prompts.config.max_terms": (None, 3),
     }
 
 

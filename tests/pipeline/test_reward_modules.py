@@ -58,6 +58,38 @@ def test_a_reward_is_whatever_its_module_binds(
     assert fault == (None if found else "my_rewards.py defines no half")
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("x = " + "(" * 5000 + ")" * 5000, "is not valid Python: too many nested parentheses"),
+        ("x = " + "-" * 100_000 + "1", "cannot be read: "),
+        ("x = 1" + " + 1" * 100_000, "cannot be read: "),
+        ("x = '\0'", "is not valid Python: "),
+    ],
+)
+def test_a_module_that_python_cannot_take_is_one_fault(
+    config: Path, monkeypatch: pytest.MonkeyPatch, text: str, reason: str
+) -> None:
+    monkeypatch.chdir(config.parent)
+    config.with_name("my_rewards.py").write_text(text)
+    fault = function_fault("my_rewards:half")
+    assert fault is not None and fault.startswith("my_rewards.py") and reason in fault
+
+
+def test_a_module_in_what_is_no_package_is_said_to_be_there(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(config.parent)
+    config.with_name("my_rewards.py").write_text("half = print")
+    assert function_fault("os.path:join") == (
+        "os is a module and no package: name the module whose file defines join, not os.path"
+    )
+    assert function_fault("my_rewards.more:half") == (
+        "my_rewards is a module and no package: name the module whose file defines half, not "
+        "my_rewards.more"
+    )
+
+
 def test_packages_around_a_reward_need_no_init(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

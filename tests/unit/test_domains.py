@@ -162,7 +162,11 @@ def test_two_thousand_held_out_problems_are_found(dataset: str) -> None:
         ),
         (
             settings("chain_sum", min_terms="three"),
-            r"experts\.math\.prompts\.config: refused by chain_sum: .*'str'",
+            r"experts\.math\.prompts\.config\.min_terms: should be int, not \"three\"",
+        ),
+        (
+            settings("chain_sum", max_terms=10**9),
+            r"experts\.math\.prompts\.config\.max_terms: should be between -1000 and 1000, not 10",
         ),
     ],
 )

@@ -6,6 +6,7 @@ import json
 import os
 import tracemalloc
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -198,7 +199,12 @@ BAD_LINES = [
         '{"prompt": "\\ud83d", "answer": "2"}',
         "half of a surrogate pair, which is no text",
     ),
-    ('{"prompt": "", "answer": "2"}', "'prompt' is empty"),
+    ('{"prompt": "", "answer": "2"}', "'prompt' is blank"),
+    ('{"prompt": " \\n\\t", "answer": "2"}', "'prompt' is blank"),
+    (
+        '{"prompt": [{"role": "user", "content": " "}], "answer": "2"}',
+        "'prompt' has no message that is not blank",
+    ),
     ('{"prompt": 3, "answer": "2"}', "'prompt' is neither text nor a list of messages"),
     ('{"prompt": "1+1=", "answer": [2]}', "'answer' is neither text nor a finite number"),
     (
@@ -384,3 +390,31 @@ def test_the_report_of_a_source_without_end(tmp_path: Path) -> None:
     report = length_report(narrow, TOKENIZER, "math", drawn=200)
     assert (report.rows, report.prompts, report.duplicates) == (200, 10, 190)
     assert report.tokens[100] == len("c0=")
+
+
+# What reads the same is the same prompt
+
+
+@pytest.mark.parametrize("other", ["2+2? ", " 2+2?\n", "2+2?\u00a0"])
+def test_prompts_that_differ_in_whitespace_fall_into_the_same_split(other: str) -> None:
+    one, same = Problem("math", 0, "2+2?", "4"), Problem("math", 1, other, "4")
+    assert one.key == same.key
+    chat = ({"role": "system", "content": "add"}, {"role": "user", "content": "2+2?"})
+    spaced = (chat[0], {"role": "user", "content": other})
+    first, second = (Problem("math", 0, "", "4", {}, messages) for messages in (chat, spaced))
+    assert first.key == second.key != one.key
+    assert Problem("math", 0, "2 +2?", "4").key != one.key
+
+
+def test_repeated_prompts_with_other_spaces_are_dropped(tmp_path: Path) -> None:
+    made = [{"prompt": f"{n}+1?{' ' * (n % 2)}", "answer": "0"} for n in (1, 1, 2, 3)]
+    made.append({"prompt": " 2+1? ", "answer": "0"})
+    report = length_report(jsonl(write_jsonl(tmp_path / "a.jsonl", made)), TOKENIZER, "math", 9)
+    assert (report.prompts, report.duplicates) == (3, 2)
+
+
+def test_the_split_of_prompts_without_whitespace_is_what_it_was() -> None:
+    # SHA-256 of the bare text, as before whitespace was normalised: no prompt of the quickstart's
+    # domains has any, so that their held-out problems stay the same.
+    for prompt in ("c4-1-7+7=", "rcrunk=", "a9,83,25="):
+        assert Problem("math", 0, prompt, "").key == sha256(prompt.encode()).hexdigest()

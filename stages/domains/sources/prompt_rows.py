@@ -89,12 +89,14 @@ def prompt_of(row: Row, column: str) -> str | list[Message]:
         raise missing(column, list(row))
     value = row[column]
     if isinstance(value, str):
-        if not value:
-            raise RowFault(f"{column!r} is empty")
+        if not value.strip():
+            raise RowFault(f"{column!r} is blank")
         return value
     if not isinstance(value, list):
         raise RowFault(f"{column!r} is neither text nor a list of messages")
     messages = messages_of(row, column)
+    if not any(message["content"].strip() for message in messages):
+        raise RowFault(f"{column!r} has no message that is not blank")
     if messages[-1]["role"] == ASSISTANT:
         raise RowFault(f"{column!r} ends with a message of the assistant, which is to answer it")
     return messages
