@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from parallel.files import open_file
 from pipeline.errors import BraidError
 from pipeline.run_directory import StageDirectory
 from pipeline.violations import shown
@@ -64,7 +65,7 @@ def _grown(find: Callable[[], Path], goes_on: Callable[[], bool] | None) -> Iter
             yield f"--- {shown(newest)} ---\n"
             log, offset = newest, 0
         if log.exists():
-            with log.open("rb") as file:
+            with open_file(log) as file:
                 file.seek(offset)
                 while chunk := file.read(CHUNK):
                     offset += len(chunk)
