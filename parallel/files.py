@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 CHECKSUMS = "checksums.json"  # written last of all into a checkpoint
 STATE = "state.json"  # the loop's own state in a checkpoint
@@ -54,6 +57,51 @@ def write_atomically(path: Path, text: str) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def unreachable(path: Path) -> str | None:
+    """Return why the system cannot say whether a path exists, such as a name that is too long or a
+    directory that may not be searched; None where it can."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL character
+        return None
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return None
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a regular file for reading.
+
+    Raises:
+        OSError: also for a FIFO or a device, which a reader could wait for without end.
+    """
+    # O_NONBLOCK, since opening a FIFO waits for its writer; it changes nothing of regular files.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def read_file(path: Path) -> bytes:
+    """Return the content of a regular file. Raises OSError as `open_file` does."""
+    with open_file(path) as file:
+        return file.read()
+
+
+def read_text(path: Path, errors: str = "strict") -> str:
+    """Return the UTF-8 text of a regular file; `errors` are those of `bytes.decode`.
+
+    Raises:
+        OSError: as `open_file` does.
+        UnicodeDecodeError: the file is not UTF-8.
+    """
+    return read_file(path).decode(errors=errors)
 
 
 @contextmanager
@@ -122,7 +170,7 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
     if step is None:
         return None
     try:
-        sums = json.loads((path / CHECKSUMS).read_text())
+        sums = json.loads(read_text(path / CHECKSUMS))
         return Checkpoint(path, step, str(sums["digest"]), dict(sums["files"]))
     except (FileNotFoundError, NotADirectoryError):
         return None

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from parallel.files import write_atomically
+from parallel.files import read_file, read_text, write_atomically
 from pipeline.graph import Stage
 from pipeline.run_directory import RunDirectory
 
@@ -38,7 +38,7 @@ def read(run: RunDirectory) -> Compiled | None:
     """What was written; None where there is none, or it is damaged, or run.yaml or what compiles
     the graph has changed since."""
     try:
-        text = run.stages_for_programs.read_text(encoding="utf-8")
+        text = read_text(run.stages_for_programs)
         seal, _, body = text.rstrip("\n").partition("\n")
         if seal != _seal(run, body):
             return None
@@ -59,7 +59,7 @@ def sources() -> list[Path]:
 
 
 def _seal(run: RunDirectory, body: str) -> str:
-    return digest_of([run.settings.read_bytes(), _code(), body.encode()])
+    return digest_of([read_file(run.settings), _code(), body.encode()])
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from parallel.files import CHARACTERS
+from parallel.files import CHARACTERS, unreachable
 from parallel.settings import TOKENIZER_SIZE, EngineSettings, ModelSettings
 from pipeline.violations import hint, shown
 from stages.domains.formats import FORMATS
@@ -95,7 +95,11 @@ def missing_data(key: str, domain: DomainSettings, demonstrated: bool) -> Found:
     if demonstrated:
         blocks["demonstrations"] = domain.demonstrations
     for block, settings in blocks.items():
-        if isinstance(settings, FileSettings) and not settings.files():
+        if not isinstance(settings, FileSettings):
+            continue
+        if (why := unreachable(settings.path)) is not None:
+            yield f"{key}.{block}.path", f"{shown(settings.path)} {why}"
+        elif not settings.files():
             below = (
                 f" with a name that ends in .{settings.source}" if settings.path.is_dir() else ""
             )
@@ -105,6 +109,10 @@ def missing_data(key: str, domain: DomainSettings, demonstrated: bool) -> Found:
 def missing_tokenizer(model: object) -> Found:
     """The folder of `model.tokenizer`, where it is not there; `model` is the block as written."""
     name = model.get("tokenizer", CHARACTERS) if isinstance(model, dict) else CHARACTERS
-    if isinstance(name, str) and name != CHARACTERS and not Path(name).is_dir():
-        message = f"no such folder: {shown(Path(name))}; or use {CHARACTERS}"
-        yield "model.tokenizer", message
+    if not isinstance(name, str) or name == CHARACTERS:
+        return
+    folder = Path(name)
+    if (why := unreachable(folder)) is not None:
+        yield "model.tokenizer", f"{shown(folder)} {why}"
+    elif not folder.is_dir():
+        yield "model.tokenizer", f"no such folder: {shown(folder)}; or use {CHARACTERS}"

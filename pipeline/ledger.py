@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
-from parallel.files import naming
+from parallel.files import naming, read_text
 
 State = Literal["pending", "submitted", "running", "done", "failed", "stale"]
 
@@ -80,7 +80,7 @@ class Ledger:
         """Every whole line. A line cut short by a crash says nothing that can be relied on."""
         if not self.path.exists():
             return []
-        return _events(self.path.read_text(encoding="utf-8", errors="replace"))
+        return _events(read_text(self.path, errors="replace"))
 
 
 def _events(text: str) -> list[Event]:

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parallel.files import Checkpoint, write_atomically
+from parallel.files import Checkpoint, read_text, write_atomically
 from pipeline.fingerprints import fingerprints
 from pipeline.graph import Stage, digest, problems
 from pipeline.run_directory import RunDirectory, StageDirectory
@@ -100,7 +100,7 @@ def write_manifest(directory: StageDirectory, lineage: Lineage) -> None:
 def read_manifest(directory: StageDirectory) -> Manifest | None:
     """The recorded lineage, or None if the stage never started here or the file is damaged."""
     try:
-        written = json.loads(directory.manifest.read_text(encoding="utf-8"))
+        written = json.loads(read_text(directory.manifest))
         known = {field.name: written[field.name] for field in fields(Manifest)}
     except (FileNotFoundError, ValueError, RecursionError, KeyError, TypeError):
         return None

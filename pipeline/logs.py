@@ -8,6 +8,7 @@ from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from parallel.files import open_file
 from pipeline.errors import BraidError
 from pipeline.printing import say, visible
 from pipeline.run_directory import StageDirectory
@@ -99,7 +100,7 @@ class _Growing:
         """Give what has been written since the last call; nothing where there is no file yet."""
         if not self.path.exists():
             return
-        with self.path.open("rb") as file:
+        with open_file(self.path) as file:
             file.seek(self.offset)
             while chunk := file.read(CHUNK):
                 self.offset += len(chunk)

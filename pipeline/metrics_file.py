@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from parallel.files import open_file
 from pipeline.errors import BraidError
 from pipeline.violations import shown
 
@@ -30,7 +31,7 @@ class MetricsTail:
             return []
         # A resumed stage may cut off the lines after its checkpoint.
         self._offset = min(self._offset, self._path.stat().st_size)
-        with self._path.open("rb") as file:
+        with open_file(self._path) as file:
             file.seek(self._offset)
             whole, _, _ = file.read().rpartition(b"\n")
         if not whole:
@@ -42,7 +43,7 @@ class MetricsTail:
 def newest_lines(path: Path, most_bytes: int) -> list[Line]:
     """The last lines of a file, however many it has; none where it is not there."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             file.seek(0, 2)
             file.seek(max(0, file.tell() - most_bytes))
             return list(_whole(file.read()))

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parallel.files import write_atomically
+from parallel.files import read_text, write_atomically
 from pipeline import columns
 from pipeline.columns import Cell
 from pipeline.errors import BraidError
@@ -174,7 +174,7 @@ def write_results(run: RunDirectory) -> Models:
 def read_models(path: Path) -> Models | None:
     """What a results.json says of models; None where it is damaged."""
     try:
-        models: Models = json.loads(path.read_text(encoding="utf-8"))["models"]
+        models: Models = json.loads(read_text(path))["models"]
         scores = [score for of_model in models.values() for score in of_model.values()]
         # A table has a row for every model and a column for every domain.
         sound = len({frozenset(of_model) for of_model in models.values()}) <= 1

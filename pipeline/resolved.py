@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pydantic import ValidationError
 
-from parallel.files import write_atomically
+from parallel.files import read_file, read_text, write_atomically
 from pipeline import compiled
 from pipeline.compiled import Compiled, digest_of
 from pipeline.config import dump_resolved, load
@@ -23,7 +23,7 @@ def write(run: RunDirectory, settings: RunSettings) -> None:
 def write_for_programs(run: RunDirectory, settings: RunSettings) -> None:
     """Write what programs read sooner than the run.yaml of these settings, which stands."""
     body = settings.model_dump_json()
-    seal = digest_of([run.settings.read_bytes(), body.encode()])
+    seal = digest_of([read_file(run.settings), body.encode()])
     write_atomically(run.settings_for_programs, f"{seal}\n{body}\n")
     compiled.write(run, settings.layout.model_dump(), compile_graph(settings))
 
@@ -52,9 +52,9 @@ def _known(run: RunDirectory) -> RunSettings | None:
     """Those of the JSON; None where it is damaged, where run.yaml has changed since, or where this
     version cannot read it."""
     try:
-        text = run.settings_for_programs.read_text(encoding="utf-8")
+        text = read_text(run.settings_for_programs)
         seal, _, body = text.rstrip("\n").partition("\n")
-        if seal == digest_of([run.settings.read_bytes(), body.encode()]):
+        if seal == digest_of([read_file(run.settings), body.encode()]):
             return RunSettings.model_validate_json(body, strict=True)
     except (OSError, ValidationError, UnicodeDecodeError):
         pass

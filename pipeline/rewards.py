@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from parallel.files import unreachable
 from pipeline.violations import shown
 from stages.domains.rewards.endpoint import address_error
 from stages.domains.rewards.settings import CodeReward, JudgeReward, RewardPoolSettings
@@ -82,7 +83,9 @@ def reward_needs(key: str, domain: DomainSettings) -> Found:
             yield f"{key}.{name}.function", fault
         if reward.kind == "judge":
             file, variable = reward.api_key_file, reward.api_key_variable
-            if file is not None and not file.is_file():
+            if file is not None and (why := unreachable(file)) is not None:
+                yield f"{key}.{name}.api_key_file", f"{shown(file)} {why}"
+            elif file is not None and not file.is_file():
                 yield f"{key}.{name}.api_key_file", f"no such file: {shown(file)}"
             if variable is not None and variable not in os.environ:
                 yield (

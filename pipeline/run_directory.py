@@ -20,7 +20,9 @@ from parallel.files import (
     Checkpoint,
     newest_whole,
     numbered,
+    open_file,
     read_checkpoint,
+    read_text,
     whole_checkpoints,
 )
 from pipeline.errors import BraidError
@@ -112,7 +114,7 @@ def ended_early(checkpoint: Checkpoint) -> str | None:
     """Why the stage was done at this checkpoint, before its last step; None where it was not, or
     where state.json is damaged, which is reported when a stage loads it."""
     try:
-        state = json.loads((checkpoint.path / STATE).read_text(encoding="utf-8"))
+        state = json.loads(read_text(checkpoint.path / STATE))
     except (OSError, ValueError, RecursionError):
         return None
     found = state.get(ENDED) if isinstance(state, dict) else None
@@ -317,7 +319,7 @@ def _locked(
 
 def _is_locked(path: Path) -> bool:
     try:
-        with path.open("r") as file:
+        with open_file(path) as file:
             return not _try_lock(file.fileno(), fcntl.LOCK_SH)
     except FileNotFoundError:
         return False

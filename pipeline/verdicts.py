@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from parallel.files import read_text
 from pipeline.errors import BraidError, reason
 from pipeline.run_directory import StageDirectory
 from pipeline.violations import shown
@@ -41,7 +42,7 @@ def read_verdict(directory: StageDirectory) -> Verdict | None:
     """
     path = directory.verdict
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_text(path))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:

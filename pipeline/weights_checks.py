@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.families import FAMILIES
-from parallel.files import WEIGHTS_INDEX
+from parallel.files import WEIGHTS_INDEX, unreachable
 from parallel.settings import ModelSettings
 from pipeline.violations import hint, shown
 
@@ -33,6 +33,8 @@ def weights_rules(model: object) -> Found:
 
 
 def _fault(folder: Path, family: object) -> str | None:
+    if (why := unreachable(folder)) is not None:
+        return f"{shown(folder)} {why}"
     if not folder.is_dir():
         return f"no such folder: {shown(folder)}"
     return _of_config(folder / "config.json", family) or _of_files(folder)

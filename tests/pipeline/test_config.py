@@ -18,6 +18,12 @@ from stages.objectives.settings import SequenceRatioSettings, TokenRatioSettings
 REPOSITORY = Path(__file__).parents[2]
 
 
+JUDGE = (
+    '{{j: {{kind: judge, base_url: "http://x", model: m, rubric: "{{response}}", '
+    "api_key_file: {}}}}}"
+)
+
+
 def faults(path: Path, *overrides: str) -> list[str]:
     """Every violation of a configuration, with the test's folder cut off."""
     with pytest.raises(ConfigError) as caught:
@@ -513,6 +519,24 @@ def test_missing_files_are_named_and_hide_no_other_fault(config: Path) -> None:
     assert faults(config.with_name("absent.yaml"), "seed=1") == [
         "absent.yaml: cannot be read: No such file or directory"
     ]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model.tokenizer", "{}"),
+        ("model.initial_weights", "{}"),
+        ("experts.sums.demonstrations.path", "{{source: jsonl, path: {}}}"),
+        ("experts.sums.rewards.j.api_key_file", JUDGE),
+    ],
+)
+def test_a_path_that_cannot_be_looked_up_is_an_error_of_its_key(
+    config: Path, key: str, value: str
+) -> None:
+    block = key.removesuffix(".path").removesuffix(".j.api_key_file")
+    [fault] = faults(config, f"{block}={value.format('x' * 300)}")
+    assert fault.startswith(f"command line: {key}: ")
+    assert fault.endswith("x cannot be read: File name too long")
 
 
 def test_initial_weights_stand_beside_the_file_that_states_them(config: Path, start: Path) -> None:
