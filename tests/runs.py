@@ -11,18 +11,6 @@ from typing import Any
 
 REPOSITORY = Path(__file__).parents[1]
 BRAID = [sys.executable, "-m", "pipeline.cli"]
-CONFIG = str(REPOSITORY / "configs" / "smoke.yaml")
-STAGES = [
-    "cold_start",
-    "experts.chain_sum",
-    "experts.spell_backward",
-    "experts.number_sorting",
-    "gates.chain_sum",
-    "merge",
-    "evaluate",
-    "export",
-]
-TRAINING = [*STAGES[:4], "merge"]
 
 
 def braid(directory: Path, *arguments: str, log: Path | None = None) -> subprocess.Popen[str]:

@@ -1,4 +1,8 @@
-"""Every stage for real, in the fewest steps: once in peace, and once killed again and again."""
+"""Every stage for real, in the fewest steps: one run left alone, and one killed and resumed.
+
+`make test` has the short run: one domain, and one kill of the launcher and of the engine.
+`make test-all` has the smoke run too: three domains, and kills at random moments.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +20,73 @@ import pytest
 import torch
 from killed_run import Kill, KilledRun
 from moments import Moment, Timeline, draw, watch
-from runs import BRAID, CONFIG, REPOSITORY, STAGES, TRAINING, braid, finish, metrics
+from runs import BRAID, REPOSITORY, braid, finish, metrics
 from safetensors.torch import load_file
+from tiers import tiered
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from virtual_cluster import Cluster
 
 from pipeline.run_directory import RunDirectory
 
-pytestmark = pytest.mark.slow
-
-ARGUMENTS = ("deterministic=true", "evaluation.problems=20")
-MODELS = [*TRAINING]
-PROCESSES = ["launcher", "engine", "reward worker"]
 SEED = 0
-DOMAINS = ["chain_sum", "spell_backward", "number_sorting"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A configuration, and when processes of a run of it are killed.
+
+    `drawn` processes are killed at moments of a seed. `ends` kills at least end the command.
+    """
+
+    config: Path
+    domains: list[str]  # those without a KL first
+    without_kl: int
+    moments: list[Moment]
+    ends: int
+    drawn: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.config.stem
+
+    @property
+    def arguments(self) -> list[str]:
+        return [str(self.config), "deterministic=true", "evaluation.problems=20"]
+
+    @property
+    def training(self) -> list[str]:
+        return ["cold_start", *(f"experts.{domain}" for domain in self.domains), "merge"]
+
+    @property
+    def stages(self) -> list[str]:
+        *before, merge = self.training
+        return [*before, "gates.chain_sum", merge, "evaluate", "export"]
+
+
+# The merge has saved nothing by then, and repeats its first step.
+IN_THE_MERGE = Moment("launcher", "merge", step=1, seconds=0.0, which=0.0)
+SHORT = Plan(
+    Path(__file__).with_name("short.yaml"),
+    ["chain_sum"],
+    without_kl=0,
+    moments=[Moment("engine", "experts.chain_sum", step=1, seconds=0.0, which=0.0), IN_THE_MERGE],
+    ends=1,
+)
+SMOKE = Plan(
+    REPOSITORY / "configs" / "smoke.yaml",
+    ["chain_sum", "spell_backward", "number_sorting"],
+    without_kl=1,
+    moments=[IN_THE_MERGE, Moment("rank 0", "evaluate", step=4, seconds=0.0, which=0.0)],
+    ends=3,  # the launcher twice, and rank 0
+    drawn=["launcher", "engine", "reward worker"],
+)
 
 
 @dataclass(frozen=True)
 class Run:
     """A finished run and what its last command printed."""
 
+    plan: Plan
     path: Path
     output: str
     timeline: Timeline = field(default_factory=list)
@@ -50,55 +101,59 @@ class Run:
         return self.path / "stages" / "export" / "huggingface"
 
 
+@pytest.fixture(scope="module", params=tiered([SHORT, SMOKE], [SHORT]), ids=["short", "smoke"])
+def plan(request: pytest.FixtureRequest) -> Plan:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def peaceful(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def peaceful(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Watched while it goes on, to know what there is to kill, and when."""
     directory = tmp_path_factory.mktemp("peaceful")
     log = directory / "braid.log"
-    launched = braid(directory, "run", CONFIG, *ARGUMENTS, log=log)
-    timeline = watch(directory / "smoke", launched)
+    launched = braid(directory, "run", *plan.arguments, log=log)
+    timeline = watch(directory / plan.name, launched)
     assert launched.returncode == 0, log.read_text()
-    return Run(directory / "smoke", log.read_text(), timeline)
+    return Run(plan, directory / plan.name, log.read_text(), timeline)
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory, peaceful: Run) -> Run:
-    """A few moments of the kill matrix (benchmarks/chaos.py), and two that are always the same.
+def killed(tmp_path_factory: pytest.TempPathFactory, plan: Plan, peaceful: Run) -> Run:
+    """Kills at the moments of the plan: some of a seed, as in benchmarks/chaos.py, some always.
 
     `KilledRun` holds the run to clean ends, to continuing from the newest whole checkpoint, and to
     repeating no finished stage.
     """
     directory = tmp_path_factory.mktemp("killed")
     moments = [
-        *draw(peaceful.timeline, PROCESSES, random.Random(SEED)),
-        # The merge has saved nothing by then, and does its first step twice.
-        Moment("launcher", "merge", step=1, seconds=0.0, which=0.0),
-        Moment("rank 0", "evaluate", step=4, seconds=0.0, which=0.0),
+        *draw(peaceful.timeline, plan.drawn, random.Random(SEED)),
+        *plan.moments,
     ]
-    moments.sort(key=lambda moment: (STAGES.index(moment.stage), moment.step, moment.seconds))
-    begin = ["run", CONFIG, *ARGUMENTS, "merge.loop.checkpoint_every=2"]
-    run = KilledRun(directory, "smoke", begin, ["resume", "smoke"])
+    order = plan.stages
+    moments.sort(key=lambda moment: (order.index(moment.stage), moment.step, moment.seconds))
+    begin = ["run", *plan.arguments, "merge.loop.checkpoint_every=2"]
+    run = KilledRun(directory, plan.name, begin, ["resume", plan.name])
     try:
-        struck = [run.kill(moment, STAGES) for moment in moments]
+        struck = [run.kill(moment, order) for moment in moments]
         run.finish()
     finally:
         run.close()
     assert all(struck), run.kills
-    return Run(run.path, run.output(), kills=run.kills)
+    return Run(plan, run.path, run.output(), kills=run.kills)
 
 
 @pytest.mark.parametrize("name", ["peaceful", "killed"])
 def test_a_run_ends_with_the_table(name: str, request: pytest.FixtureRequest) -> None:
     run: Run = request.getfixturevalue(name)
-    assert list(run.results["models"]) == MODELS
+    assert list(run.results["models"]) == run.plan.training
     for scores in run.results["models"].values():
-        assert list(scores) == DOMAINS
+        assert list(scores) == run.plan.domains
         for score in scores.values():
             assert set(score) == {"accuracy", "low", "high", "n"}
             assert 0 <= score["low"] <= score["accuracy"] <= score["high"] <= 1
             assert score["n"] == 20
-    assert set(run.results["minutes"]) == set(STAGES)
-    for model in MODELS:
+    assert set(run.results["minutes"]) == set(run.plan.stages)
+    for model in run.plan.training:
         assert model in run.output
     assert "stages/export/huggingface" in run.output
 
@@ -106,15 +161,15 @@ def test_a_run_ends_with_the_table(name: str, request: pytest.FixtureRequest) ->
 def test_no_finished_stage_is_repeated(killed: Run) -> None:
     events = [json.loads(line) for line in (killed.path / "ledger.jsonl").read_text().splitlines()]
     done = Counter(event["stage"] for event in events if event["state"] == "done")
-    assert done == Counter(STAGES)
+    assert done == Counter(killed.plan.stages)
     started = [event for event in events if event["cause"].startswith("from ")]
     ended = sum(kill.outcome == "resumed" for kill in killed.kills)
-    assert ended >= 3  # the launcher twice, and rank 0
-    assert len(started) <= len(STAGES) + ended
+    assert ended >= killed.plan.ends
+    assert len(started) <= len(killed.plan.stages) + ended
 
 
 def test_no_step_is_missing_or_told_twice(killed: Run) -> None:
-    for stage in TRAINING:
+    for stage in killed.plan.training:
         steps = [line["step"] for line in metrics(killed.path, stage)]
         assert steps == list(range(1, len(steps) + 1))
 
@@ -126,6 +181,7 @@ def test_a_killed_run_ends_with_the_same_weights_and_results(peaceful: Run, kill
     assert killed.results["models"] == peaceful.results["models"]
 
 
+@pytest.mark.combinations  # of test_slurm's jobs and of this run; two stages more
 def test_jobs_of_slurm_make_the_same_weights(
     peaceful: Run, cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -136,7 +192,7 @@ def test_jobs_of_slurm_make_the_same_weights(
     only = [part for stage in stages for part in ("--only", stage)]
     where = ["--cluster", str(profile), "--runs-dir", str(tmp_path)]
     submitted = subprocess.run(
-        [*BRAID, "submit", CONFIG, *ARGUMENTS, *where, *only],
+        [*BRAID, "submit", *peaceful.plan.arguments, *where, *only],
         cwd=REPOSITORY,
         env=cluster.environment,
         capture_output=True,
@@ -147,7 +203,7 @@ def test_jobs_of_slurm_make_the_same_weights(
     *_, last = [line for line in submitted.stdout.splitlines() if ": job " in line]
     cluster.wait_until(lambda: cluster.state(last.split()[-1]) == "COMPLETED", seconds=300)
     for stage in stages:
-        assert _tensors(tmp_path / "smoke", stage) == _tensors(peaceful.path, stage)
+        assert _tensors(tmp_path / peaceful.plan.name, stage) == _tensors(peaceful.path, stage)
 
 
 def _tensors(run: Path, stage: str) -> dict[str, str]:
@@ -160,7 +216,7 @@ def _tensors(run: Path, stage: str) -> dict[str, str]:
 
 def test_what_was_drawn_before_a_kill_is_not_drawn_again(peaceful: Run, killed: Run) -> None:
     merge = metrics(killed.path, "merge")
-    assert merge[0]["replayed"] == 4 * len(DOMAINS)
+    assert merge[0]["replayed"] == 4 * len(killed.plan.domains)
     assert [line["loss"] for line in merge] == [
         line["loss"] for line in metrics(peaceful.path, "merge")
     ]
@@ -168,17 +224,17 @@ def test_what_was_drawn_before_a_kill_is_not_drawn_again(peaceful: Run, killed: 
 
 
 def test_engine_and_trainer_agree_after_every_refit(peaceful: Run) -> None:
-    for stage in TRAINING[1:]:
+    for stage in peaceful.plan.training[1:]:
         lines = metrics(peaceful.path, stage)
         assert len(lines) == 2
         assert all(line["mismatch_max"] <= 1e-4 for line in lines)
 
 
 def test_each_domain_has_its_own_kl(peaceful: Run) -> None:
-    logged = {domain: metrics(peaceful.path, f"experts.{domain}")[-1] for domain in DOMAINS}
-    assert "kl" not in logged["chain_sum"]
-    assert logged["spell_backward"]["kl"] >= 0
-    assert "kl" in logged["number_sorting"]
+    plan = peaceful.plan
+    logged = [metrics(peaceful.path, f"experts.{domain}")[-1] for domain in plan.domains]
+    assert all("kl" not in line for line in logged[: plan.without_kl])
+    assert all(line["kl"] >= 0 for line in logged[plan.without_kl :])
 
 
 def test_a_gate_measures_an_expert_and_its_parent_on_its_own_domain(peaceful: Run) -> None:
@@ -200,7 +256,7 @@ def test_a_gate_measures_an_expert_and_its_parent_on_its_own_domain(peaceful: Ru
 
 def test_a_domain_is_tried_on_a_finished_stage(peaceful: Run) -> None:
     domain = str(REPOSITORY / "configs" / "domains" / "spell_backward.yaml")
-    asked = ("--run", "smoke", "--stage", "cold_start", "--samples", "4")
+    asked = ("--run", peaceful.plan.name, "--stage", "cold_start", "--samples", "4")
     output = finish(braid(peaceful.path.parent, "domain", "check", domain, *asked))
     assert "128 responses to 32 prompts" in output
     assert "groups that teach nothing" in output
@@ -208,7 +264,7 @@ def test_a_domain_is_tried_on_a_finished_stage(peaceful: Run) -> None:
 
 
 def test_metrics_go_to_weights_and_biases_offline(peaceful: Run) -> None:
-    for stage in TRAINING:
+    for stage in peaceful.plan.training:
         assert list((peaceful.path / "stages" / stage / "wandb").glob("offline-run-*/*.wandb"))
 
 

@@ -40,8 +40,8 @@ MATRIX = {
     "CP2 EP2 VPP2": LayoutSettings(ranks=4, context=2, expert=2, pipeline=2, virtual_pipeline=2),
     "DP2 TP2 EP2 PP2": LayoutSettings(ranks=8, tensor=2, expert=2, pipeline=2),
 }
-# Among them every kind of parallelism, beside every other that it may stand beside.
-CORE = ("1 rank", "TP2 EP2 PP2", "TP2 CP2 EP2 ETP2", "CP2 EP2 VPP2")
+# Every kind of parallelism, most of them beside others.
+CORE = ("1 rank", "DP2", "ETP2", "TP2 EP2 PP2", "CP2 EP2 VPP2")
 MODEL = ModelSettings(
     vocabulary_size=80,
     hidden_size=32,

@@ -61,7 +61,6 @@ SAME = {
 KEPT = {  # in `make test`: every parallelism, and every kind of optimizer
     ("DP1_to_DP2", "adam_distributed"),
     ("VPP2_to_TP2", "adam_distributed"),
-    ("CP2_to_PP2", "adam_distributed"),
     ("TP2EP2_to_EP2PP2", "adam_distributed"),
     ("ETP2_to_EP2", "adam_distributed"),
     ("EP2_to_EP1", "adam"),

@@ -36,7 +36,7 @@ def one_process(on: On, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     ("layout", "name"),
     tiered(
         product(LAYOUTS, OBJECTIVES),
-        lambda layout, name: layout == "CP2 EP2 VPP2" or (layout, name) == ("TP2 EP2 PP2", FIRST),
+        lambda layout, name: layout == ("TP2 EP2 PP2" if name == FIRST else "CP2 EP2 VPP2"),
     ),
 )
 def test_an_update_does_not_know_the_layout(

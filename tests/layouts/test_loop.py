@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from cases import SPREAD, loop
 from ranks import On
+from tiers import tiered
 
 
 def steps(directory: Path) -> list[int]:
@@ -15,7 +16,7 @@ def steps(directory: Path) -> list[int]:
     return [json.loads(line)["step"] for line in lines]
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("asynchronous", tiered([True, False], {True}))
 def test_it_saves_at_its_cadence_and_at_the_end(asynchronous: bool, on: On, tmp_path: Path) -> None:
     expected = ("done", ["step_4", "step_5"])
     assert on(SPREAD, loop, str(tmp_path), None, None, asynchronous) == [expected] * 2
