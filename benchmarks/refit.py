@@ -19,12 +19,14 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from datetime import timedelta
 from math import prod
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import msgspec
 from hugging_face import resident
 from machine import machine
 
@@ -48,7 +50,8 @@ LAYOUTS = {
 }
 ENGINE_RANKS = 2
 ROUNDS = 5
-WAYS = ("shared_memory", "messages", "gather")
+SHARED = "shared_memory"
+WAYS = (SHARED, "messages", "gather")
 TIMEOUT = 120.0
 MEBIBYTE = 1 << 20
 KEPT = ExitStack()  # what a process must not let go of as long as it lives
@@ -119,13 +122,13 @@ def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
 
 def serve(pipe: Connection, rank: int, layout: LayoutSettings, address: str) -> None:
     """One process: do what the pipe says until it is closed."""
-    host, port, master, secret = address.split(":")
+    host, port, master, prefix = address.split(":")
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=master, OMP_NUM_THREADS="1")
     from parallel.weights.transport import Meeting
 
     def meeting(way: str) -> Meeting:
         ranks = layout.ranks + ENGINE_RANKS
-        return Meeting(host, int(port), f"{secret}/{way}", layout.ranks, ranks, TIMEOUT)
+        return Meeting(host, int(port), f"{prefix}/{way}", layout.ranks, ranks, TIMEOUT)
 
     ways = trainer(rank, layout, meeting) if rank < layout.ranks else engine(rank, layout, meeting)
     pipe.send(True)
@@ -147,6 +150,7 @@ Way = Callable[[], tuple[int, int]]
 def trainer(rank: int, layout: LayoutSettings, meeting: Callable[[str], Any]) -> dict[str, Way]:
     """A rank of the trainer, with its part of the model."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(layout.ranks))
+    from parallel.distributed import gather as gathered
     from parallel.distributed import process_groups
 
     KEPT.enter_context(process_groups(layout, seed=0))
@@ -155,19 +159,21 @@ def trainer(rank: int, layout: LayoutSettings, meeting: Callable[[str], Any]) ->
     from parallel.policy import Policy
     from parallel.weights.executor import outbox
     from parallel.weights.planner import Fleet, Plan
+    from parallel.weights.transport import share
 
     policy = Policy(MODEL, layout)
     policy.start_fresh(0)
     device = torch.device("cpu")
+    shared = gathered(share(policy.named_weights()))
     if rank == 0:
-        KEPT.callback(id, host_store(meeting("")))
+        KEPT.callback(id, host_store(meeting(SHARED)))
+        meeting(SHARED).store().set(SHARED, msgspec.msgpack.encode(shared).hex())
     boxes = {
         way: outbox(
             Plan(MODEL, layout, Fleet((ENGINE_RANKS,))),
             rank,
             policy.named_weights(),
-            way,
-            meeting(way),
+            None if way == SHARED else meeting(way),
             device,
         )
         for way in WAYS[:2]
@@ -176,7 +182,7 @@ def trainer(rank: int, layout: LayoutSettings, meeting: Callable[[str], Any]) ->
 
     def reshard(way: str) -> tuple[int, int]:
         boxes[way].send()
-        if way == "shared_memory":
+        if way == SHARED:
             return 0, 0
         slices = (s for sending in boxes[way].sendings for s in sending.slices)
         return sum(4 * prod(s.box[1]) for s in slices), 0
@@ -204,12 +210,20 @@ def engine(rank: int, layout: LayoutSettings, meeting: Callable[[str], Any]) -> 
     from parallel.weights.executor import inbox
     from parallel.weights.names import tensors
     from parallel.weights.planner import Fleet, Plan
+    from parallel.weights.transport import SharedMemory
 
     torch.set_num_threads(1)
     place, device = rank - layout.ranks, torch.device("cpu")
     room = {name: torch.zeros(box[1]) for name, box in needed(MODEL, ENGINE_RANKS, place)}
     plan = Plan(MODEL, layout, Fleet((ENGINE_RANKS,)))
-    boxes = {way: inbox(MODEL, layout, plan, place, way, meeting(way), device) for way in WAYS[:2]}
+    told = bytes.fromhex(meeting(SHARED).store().get(SHARED).decode())
+    shared = msgspec.msgpack.decode(told, type=list[SharedMemory])
+    boxes = {
+        way: inbox(
+            MODEL, layout, plan, place, None if way == SHARED else meeting(way), shared, device
+        )
+        for way in WAYS[:2]
+    }
     messages = whole_messages(meeting, rank)
 
     def reshard(way: str) -> tuple[int, int]:
@@ -246,9 +260,9 @@ def whole_messages(meeting: Callable[[str], Any], rank: int) -> Any:
 
 def host_store(meeting: Any) -> Any:
     """The store where all meet, on the port that was chosen for it."""
-    import torch.distributed as dist
+    from parallel import stores
 
-    return dist.TCPStore(meeting.host, meeting.port, is_master=True, wait_for_workers=False)
+    return stores.host_store(meeting.host, meeting.port, timedelta(seconds=TIMEOUT))
 
 
 def answers(pipes: list[Connection]) -> list[Any]:

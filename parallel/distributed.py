@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from parallel import device
 from parallel.settings import LayoutSettings
+from parallel.stores import host_store
 
 # What torch.distributed reads, and under which name srun says it to a task.
 SRUN = {
@@ -28,9 +29,12 @@ def process_groups(layout: LayoutSettings, seed: int) -> Iterator[None]:
     """Join this rank to the job and build Megatron's groups for `layout`; leave them at the end.
 
     Our launcher or torchrun says who this rank is through RANK, LOCAL_RANK and WORLD_SIZE, srun
-    through variables of its own; where to meet stands in MASTER_ADDR and MASTER_PORT.
+    through variables of its own; where to meet stands in MASTER_ADDR and MASTER_PORT. Rank 0
+    listens on that address alone, unless torchrun does in its place.
 
-    Raises ValueError when the number of ranks started is not `layout.ranks`.
+    Raises:
+        ValueError: the number of ranks started is not `layout.ranks`.
+        OSError: rank 0's machine does not have the address, or the port is in use.
     """
     if "RANK" not in os.environ:
         os.environ.update({name: os.environ[of] for name, of in SRUN.items() if of in os.environ})
@@ -46,7 +50,7 @@ def process_groups(layout: LayoutSettings, seed: int) -> Iterator[None]:
     else:
         torch.set_num_threads(1)  # the ranks share the cores with each other and the engine
         torch.set_flush_denormal(True)
-    dist.init_process_group(device.backend(), timeout=COLLECTIVE_TIMEOUT)
+    dist.init_process_group(device.backend(), timeout=COLLECTIVE_TIMEOUT, **_meeting())
     try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,
@@ -65,6 +69,24 @@ def process_groups(layout: LayoutSettings, seed: int) -> Iterator[None]:
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def _meeting() -> dict[str, Any]:
+    """Return the arguments of `init_process_group` that say who this rank is and where all meet.
+
+    They are none under torchrun, whose agent hosts the store, and where a variable is missing:
+    torch then reads the same variables and names the missing one.
+    """
+    missing = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
+    if missing or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return {}
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank == 0:
+        store = host_store(host, port, COLLECTIVE_TIMEOUT, ranks)
+    else:
+        store = dist.TCPStore(host, port, ranks, is_master=False, timeout=COLLECTIVE_TIMEOUT)
+    return {"store": store, "rank": rank, "world_size": ranks}
 
 
 def broadcast(value: Any, source: int = 0) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from parallel.network import LOOPBACK
+from parallel.network import LOOPBACK, address_of, environment_of
 from parallel.settings import EngineSettings
 from pipeline.cores import share_out
 from pipeline.forkserver import ForkServer, ForkServers
@@ -53,9 +53,10 @@ class ThisMachine:
     ) -> list[Process]:
         common = {
             "WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_ADDR": address_of(self.interface),
             "MASTER_PORT": str(free_port()),
             "OMP_NUM_THREADS": "1",
+            **environment_of(self.interface),
         }
         # Beside engines that have nothing to do, the ranks may use every core.
         cores = share_out(self._engine, self._cores).ranks if beside_engines else None
@@ -75,7 +76,9 @@ class ThisMachine:
 
     def start_engine(self, name: str, index: int, command: Sequence[str], log: Path) -> Process:
         cores = share_out(self._engine, self._cores).engines[index]
-        return Child(name, command, log, {}, cores or self._cores, self._server(command))
+        environment = environment_of(self.interface)
+        where = cores or self._cores
+        return Child(name, command, log, environment, where, self._server(command))
 
     def _server(self, command: Sequence[str]) -> ForkServer | None:
         return self._servers.of(command) if self._servers else None

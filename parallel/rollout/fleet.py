@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,11 +19,12 @@ from parallel.policy import Policy
 from parallel.rollout.client import EngineClient, EngineError, EngineRefused
 from parallel.rollout.wire import Description, Join, Refit, Refitted, model_digest
 from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
+from parallel.stores import host_store
 from parallel.weights import checksums
 from parallel.weights import planner as plans
 from parallel.weights.executor import Outbox, outbox
 from parallel.weights.names import EMBEDDING, HEAD
-from parallel.weights.transport import Meeting, host_identity, shared_memory_room, store_host
+from parallel.weights.transport import Meeting, host_identity, share, shared_memory_room
 
 ATTEMPTS = 3  # at a refit that fails though no engine was lost
 JOIN_SECONDS = 120.0  # that ranks wait for one another, or for the bytes of a message
@@ -33,11 +35,11 @@ class RefitError(EngineError):
 
 
 class _Gathering(NamedTuple):
-    """What every rank must know to join: where to meet, and the engines' sizes."""
+    """What every rank must know to join: where to meet, unless memory is shared, and the engines'
+    sizes."""
 
-    meeting: Meeting
+    meeting: Meeting | None
     sizes: tuple[int, ...]
-    transport: str
 
 
 class Fleet:
@@ -140,13 +142,14 @@ class Fleet:
         sizes = tuple(self.descriptions[client].tensor for client in members)
         hosts = {self.descriptions[client].host for client in members}
         local = len(hosts.union(host for host, _ in self._ranks)) == 1
-        return _Gathering(self._meet(sizes, local), sizes, self._way(local))
+        shared = self._way(local) == "shared_memory"
+        return _Gathering(None if shared else self._meet(sizes, local), sizes)
 
     def _meet(self, sizes: tuple[int, ...], local: bool) -> Meeting:
         """A new place in the store, which is this rank's."""
-        host = "127.0.0.1" if local else address_of(self.interface)
-        if self._store is None:
-            self._store = store_host()
+        host = address_of(LOOPBACK if local else self.interface)
+        if self._store is None or self._store.host != host:
+            self._store = host_store(host, 0, timedelta(seconds=JOIN_SECONDS))
         ranks = self.layout.ranks
         return Meeting(
             host, self._store.port, secrets.token_hex(16), ranks, ranks + sum(sizes), JOIN_SECONDS
@@ -172,29 +175,20 @@ class Fleet:
 
     def _join(self, gathering: _Gathering) -> list[Any] | None:
         """Every rank and every engine makes its part of the plan, and they meet."""
-        meeting, sizes, transport = gathering
-        fleet = plans.Fleet(sizes, forwarding=transport == "messages")
+        assert self._policy is not None
+        meeting, sizes = gathering
+        parameters = self._policy.named_weights()
+        shared = [] if meeting else gather(share(parameters))
+        fleet = plans.Fleet(sizes, forwarding=meeting is not None)
         self._plan = plan = plans.Plan(self.model, self.layout, fleet)
-        store = meeting.host, meeting.port
+        layout = self.layout.model_dump()
 
         def ask(client: EngineClient) -> None:
             place = [member for member, _ in self._joined].index(client)
-            client.join(
-                Join(
-                    store,
-                    meeting.secret,
-                    self.layout.model_dump(),
-                    list(sizes),
-                    place,
-                    transport,
-                    meeting.timeout_seconds,
-                )
-            )
+            client.join(Join(layout, list(sizes), place, meeting, shared, JOIN_SECONDS))
 
         def open_outbox() -> None:
-            assert self._policy is not None
-            parameters = self._policy.named_weights()
-            self._outbox = outbox(plan, dist.get_rank(), parameters, transport, meeting, device())
+            self._outbox = outbox(plan, dist.get_rank(), parameters, meeting, device())
 
         return self._exchange(ask, open_outbox)
 

@@ -28,7 +28,6 @@ from parallel.weights.engine import needed
 from parallel.weights.executor import Inbox, inbox, wire_dtype
 from parallel.weights.names import bucket, tensors
 from parallel.weights.planner import Bucket, Fleet, Plan
-from parallel.weights.transport import Meeting
 
 _PR_SET_PDEATHSIG = 1
 
@@ -67,13 +66,10 @@ class RefitExtension:
         self.leave()
         layout = LayoutSettings.model_validate(join.layout)
         rank = sum(join.fleet[: join.engine]) + _place()[0]
-        fleet = Fleet(tuple(join.fleet), forwarding=join.transport == "messages")
+        fleet = Fleet(tuple(join.fleet), forwarding=join.meeting is not None)
         plan = Plan(self._settings, layout, fleet)
-        host, port = join.store
-        ranks = layout.ranks + sum(join.fleet)
-        meeting = Meeting(host, port, join.secret, layout.ranks, ranks, join.timeout_seconds)
         self._inbox = inbox(
-            self._settings, layout, plan, rank, join.transport, meeting, self._device
+            self._settings, layout, plan, rank, join.meeting, join.shared, self._device
         )
 
     def leave(self) -> None:

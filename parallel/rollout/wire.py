@@ -9,8 +9,9 @@ from typing import Any, Protocol
 import msgspec
 
 from parallel.settings import ModelSettings
+from parallel.weights.transport import Meeting, SharedMemory
 
-PROTOCOL = 4  # of this file; both ends must speak the same
+PROTOCOL = 5  # of this file; both ends must speak the same
 
 LARGEST_MESSAGE = 1 << 30  # bytes, of a request or of one message of a streamed answer
 LENGTH_BYTES = 4  # of a streamed answer's frames, each led by its length, big-endian
@@ -107,16 +108,15 @@ class Generation(msgspec.Struct, frozen=True, tag=True):
 class Join(msgspec.Struct, frozen=True):
     """Take a place in the refits of one trainer: `parallel.weights` plans from this alone.
 
-    `engine` is this engine's place in `fleet`, the engines' tensor-parallel sizes. The ranks meet
-    at the store; its keys lie below `secret`, which no stranger knows.
+    `engine` is this engine's place in `fleet`, the engines' tensor-parallel sizes. All ranks
+    meet to send messages; where `meeting` is None the engine maps what each trainer rank shared.
     """
 
-    store: tuple[str, int]
-    secret: str
     layout: dict[str, Any]
     fleet: list[int]
     engine: int
-    transport: str
+    meeting: Meeting | None
+    shared: list[SharedMemory]
     timeout_seconds: float
 
 

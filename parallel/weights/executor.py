@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from math import prod
 
-import msgspec
 import torch
 import torch.distributed as dist
 
@@ -21,7 +20,7 @@ from parallel.weights import checksums
 from parallel.weights.names import is_precise
 from parallel.weights.planner import Bucket, Plan, Sending
 from parallel.weights.trainer import held
-from parallel.weights.transport import Mapped, Meeting, Messages, SharedMemory, share
+from parallel.weights.transport import Mapped, Meeting, Messages, SharedMemory
 
 IN_FLIGHT = 4  # messages that a trainer rank has packed and not yet sent
 
@@ -85,13 +84,7 @@ class MessageOutbox(Outbox):
 
 
 class SharedOutbox(Outbox):
-    """Tells the engines where the parameters are; they read them there."""
-
-    def __init__(
-        self, plan: Plan, rank: int, parameters: dict[str, torch.Tensor], store: dist.Store
-    ) -> None:
-        super().__init__(plan, rank, parameters)
-        store.set(_shared_key(rank), msgspec.msgpack.encode(share(parameters)).hex())
+    """A rank whose parameters the engines read where they are, as `transport.share` says."""
 
     def send(self) -> None:
         """Nothing to do: the trainer waits until the engines have read."""
@@ -218,15 +211,14 @@ class SharedInbox(Inbox):
         layout: LayoutSettings,
         plan: Plan,
         rank: int,
-        store: dist.Store,
+        shared: list[SharedMemory],
     ) -> None:
         super().__init__(model, plan, rank)
         peers = {message.peer for bucket in self.buckets for message in bucket.messages}
         self._pieces: dict[int, dict[str, list[tuple[Box, str, tuple[int, ...]]]]] = {}
         self._memory = {}
         for peer in peers:
-            told = bytes.fromhex(store.get(_shared_key(peer)).decode())
-            self._memory[peer] = Mapped(msgspec.msgpack.decode(told, type=SharedMemory))
+            self._memory[peer] = Mapped(shared[peer])
             pieces = self._pieces[peer] = {}
             for piece in held(model, layout, peer):
                 where = piece.box, f"{piece.chunk}/{piece.parameter}", piece.parameter_offset
@@ -272,13 +264,13 @@ def outbox(
     plan: Plan,
     rank: int,
     parameters: dict[str, torch.Tensor],
-    transport: str,
-    meeting: Meeting,
+    meeting: Meeting | None,
     device: torch.device,
 ) -> Outbox:
-    """A trainer rank's end of the transport so called; waits for the engines where it must."""
-    if transport == "shared_memory":
-        return SharedOutbox(plan, rank, parameters, meeting.store())
+    """Return a trainer rank's end: of messages, once all have met, and of shared memory where they
+    meet nowhere."""
+    if meeting is None:
+        return SharedOutbox(plan, rank, parameters)
     return MessageOutbox(plan, rank, parameters, Messages(meeting, rank, device))
 
 
@@ -287,19 +279,16 @@ def inbox(
     layout: LayoutSettings,
     plan: Plan,
     rank: int,
-    transport: str,
-    meeting: Meeting,
+    meeting: Meeting | None,
+    shared: list[SharedMemory],
     device: torch.device,
 ) -> Inbox:
-    """An engine rank's end of the transport so called; waits for the trainer's ranks."""
-    if transport == "shared_memory":
-        return SharedInbox(model, layout, plan, rank, meeting.store())
+    """Return an engine rank's end: of messages, once all have met, and of the memory that each
+    trainer rank has `shared` where they meet nowhere."""
+    if meeting is None:
+        return SharedInbox(model, layout, plan, rank, shared)
     messages = Messages(meeting, meeting.trainers + rank, device)
     return MessageInbox(model, plan, rank, messages, device)
-
-
-def _shared_key(rank: int) -> str:
-    return f"shared/{rank}"
 
 
 def _inside(box: Box, outer: Box) -> Box:

@@ -3,20 +3,26 @@ the trainer's memory.
 
 Messages go over gloo on a CPU and NCCL on GPUs; memory is mapped as a file on a CPU and by CUDA IPC
 on GPUs. What is on GPUs has not been run.
+
+Neither gloo nor a store of torch.distributed has a password: messages are for networks whose
+members are trusted (docs/refit.md). What an engine is to map is therefore never read from a store;
+it comes with `Join`, from a client that has the engine's token.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+import stat
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
 import torch.distributed as dist
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -24,13 +30,13 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 class Meeting(msgspec.Struct, frozen=True):
     """Where the trainer's ranks and the engines' meet; each is numbered in one row of both.
 
-    Keys of the store lie below `secret`, which only those who were told can find. No wait for
-    another rank is longer than `timeout_seconds`.
+    Keys of the store begin with `prefix`, which no other meeting has. No wait for another rank is
+    longer than `timeout_seconds`.
     """
 
     host: str
     port: int
-    secret: str
+    prefix: str
     trainers: int
     ranks: int
     timeout_seconds: float
@@ -41,12 +47,7 @@ class Meeting(msgspec.Struct, frozen=True):
         store = dist.TCPStore(
             self.host, self.port, is_master=False, wait_for_workers=False, timeout=timeout
         )
-        return dist.PrefixStore(self.secret, store)
-
-
-def store_host() -> dist.TCPStore:
-    """A store for meetings, on a port of its own; it lives as long as this object."""
-    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        return dist.PrefixStore(self.prefix, store)
 
 
 def host_identity() -> str:
@@ -88,10 +89,24 @@ class Region(msgspec.Struct, frozen=True):
     dtype: str
 
 
+class OpenFile(msgspec.Struct, frozen=True, array_like=True, tag="cpu"):
+    """Memory of a rank's, as a file that has no name any more and that its process has open."""
+
+    process: Count
+    descriptor: Count
+    size: Count
+
+
+class DeviceMemory(msgspec.Struct, frozen=True, array_like=True, tag="cuda"):
+    """Memory of a device, as torch describes it to `UntypedStorage._new_shared_cuda`."""
+
+    description: list[Any]
+
+
 class SharedMemory(msgspec.Struct, frozen=True):
     """What a rank lets others map: handles of its storages, and its parameters in them."""
 
-    storages: list[Any]
+    storages: list[OpenFile | DeviceMemory]
     regions: dict[str, Region]
 
 
@@ -117,7 +132,11 @@ def share(parameters: dict[str, torch.Tensor]) -> SharedMemory:
 
 
 class Mapped:
-    """The parameters of another process, read where they are."""
+    """The parameters of another process, read where they are.
+
+    Raises OSError when that process or its memory is gone, and ValueError when a handle is of
+    anything but memory of the size it names.
+    """
 
     def __init__(self, shared: SharedMemory) -> None:
         self._storages = [_open(handle) for handle in shared.storages]
@@ -130,20 +149,28 @@ class Mapped:
         return empty.set_(storage, region.offset, region.shape, region.stride)
 
 
-def _handle(storage: torch.UntypedStorage) -> list[Any]:
+def _handle(storage: torch.UntypedStorage) -> OpenFile | DeviceMemory:
     if storage.device.type == "cuda":
-        return ["cuda", *storage._share_cuda_()]
+        return DeviceMemory([*storage._share_cuda_()])
     if not storage.is_shared():
         storage.share_memory_()
     descriptor, size = storage._share_fd_cpu_()
-    return ["cpu", os.getpid(), descriptor, size]
+    return OpenFile(os.getpid(), descriptor, size)
 
 
-def _open(handle: Sequence[Any]) -> Any:
-    kind, *rest = handle
-    if kind == "cuda":
-        return torch.UntypedStorage._new_shared_cuda(*rest)
-    process, descriptor, size = rest
-    # The file has no name any more; it can be reached through the process that has it open.
-    path = f"/proc/{process}/fd/{descriptor}"
-    return torch.UntypedStorage.from_file(path, shared=True, nbytes=size)
+def _open(handle: OpenFile | DeviceMemory) -> torch.UntypedStorage:
+    if isinstance(handle, DeviceMemory):
+        return torch.UntypedStorage._new_shared_cuda(*handle.description)
+    path = f"/proc/{handle.process}/fd/{handle.descriptor}"
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        found = os.fstat(descriptor)
+        # torch would extend a file that is too short, and create one that is missing.
+        named = found.st_nlink or not stat.S_ISREG(found.st_mode)
+        if named or found.st_size < handle.size:
+            raise ValueError(f"{path} is no shared memory of {handle.size} bytes")
+        return torch.UntypedStorage.from_file(
+            f"/proc/self/fd/{descriptor}", shared=True, nbytes=handle.size
+        )
+    finally:
+        os.close(descriptor)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from parallel.network import address_of
+from parallel.network import address_of, environment_of
 from parallel.settings import LAST_WORD, NOTICE_MARK, EngineSettings
 from pipeline.placement import free_port
 from pipeline.processes import POLL_SECONDS, Child, Failure, Process, lost_another, told_failure
@@ -50,7 +50,7 @@ class SlurmJob:
             "MASTER_ADDR": address_of(self.interface),
             "MASTER_PORT": str(free_port()),
             "OMP_NUM_THREADS": str(self._cluster.cpus_per_rank),
-            **self._network(),
+            **environment_of(self.interface),
         }
         logs = [folder / f"rank_{rank}.log" for rank in range(world)]
         srun = self._srun(options, command)
@@ -66,17 +66,11 @@ class SlurmJob:
             f"--cpus-per-task={self._engine.tensor * self._cluster.cpus_per_rank}",
             f"--output={log.absolute()}",
         ]
-        environment = self._network()
+        environment = environment_of(self.interface)
         if self._cluster.gpus_per_node:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
         srun = self._srun(options, command)
         return Step(name, srun, log.with_name("srun.log"), [log], environment)
-
-    def _network(self) -> dict[str, str]:
-        """Where gloo and NCCL listen, which choose by themselves where nothing is said."""
-        if not self.interface:
-            return {}
-        return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), self.interface)
 
     def _srun(self, options: Sequence[str], command: Sequence[str]) -> list[str]:
         shared = [

@@ -1,0 +1,69 @@
+"""What a refit listens on and what it opens: no more than it was told to by a client with the
+token."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from ranks import On
+from sockets import listening
+
+from parallel.settings import LayoutSettings
+from parallel.weights.transport import Mapped, SharedMemory, share
+
+EVERYWHERE = {"0.0.0.0", "::"}
+
+
+def received(shared: Any) -> SharedMemory:
+    """What an engine makes of a message."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(shared), type=SharedMemory)
+
+
+def test_shared_parameters_are_mapped_and_not_copied() -> None:
+    flat = torch.arange(24.0)
+    parameters = {
+        "a": flat[:6].view(2, 3),
+        "b": flat[6:].view(3, 6).t(),
+        "c": torch.ones(3).bfloat16(),
+    }
+    mapped = Mapped(received(share(parameters)))
+    for name, parameter in parameters.items():
+        assert torch.equal(mapped[name], parameter)
+        assert mapped[name].dtype == parameter.dtype
+    flat.mul_(2)
+    assert torch.equal(mapped["b"], parameters["b"])
+
+
+def test_a_mapping_reads_files_that_are_open_and_changes_none(tmp_path: Path) -> None:
+    """Whoever is asked to map more than there is, or what has a name, refuses."""
+    here = os.getpid()
+    small, absent = tmp_path / "small", tmp_path / "absent"
+    small.write_bytes(b"17 bytes of text.")
+    with small.open("r+b") as file, small.open("rb") as readable:
+        for handle in (
+            ["cpu", "self", f"../../../{small}", 1 << 20],
+            ["cpu", "self", f"../../../{absent}", 1 << 20],
+            ["cpu", here, file.fileno(), 1 << 20],
+            ["cpu", here, readable.fileno(), 17],
+            ["cpu", here, 9999, 17],
+            ["cpu", here, -1, 17],
+            ["cpu", f"{here}", file.fileno(), 17],
+        ):
+            with pytest.raises((OSError, ValueError)):
+                Mapped(received({"storages": [handle], "regions": {}}))
+    assert small.read_bytes() == b"17 bytes of text."
+    assert not absent.exists()
+
+
+def test_ranks_listen_on_the_address_where_they_meet(on: On) -> None:
+    for found in on(LayoutSettings(ranks=2), _listening):
+        assert not found & EVERYWHERE
+
+
+def _listening() -> set[str]:
+    return listening(os.getpid())
