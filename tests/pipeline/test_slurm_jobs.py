@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel.network import LOOPBACK, address_of
+from parallel.network import LOOPBACK, address_of, environment_of
 from parallel.settings import ERROR_MARK, EngineSettings, LayoutSettings
 from pipeline.config import load_cluster
 from pipeline.errors import BraidError
@@ -322,6 +322,11 @@ def test_an_interface_has_an_address_or_the_names_of_others() -> None:
     assert address_of(LOOPBACK) == "127.0.0.1"
     with pytest.raises(OSError, match=r"the network interfaces here are .*lo"):
         address_of("infiniband7")
+
+
+def test_process_groups_are_kept_to_an_interface() -> None:
+    assert environment_of("ib0") == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}
+    assert environment_of("") == {}
 
 
 @pytest.mark.parametrize("command", ["cancel", "status", "logs"])
