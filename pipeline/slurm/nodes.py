@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,6 +34,45 @@ def nodes_needed(
     return 1 + _own_slots(layout, engine, per_node)[-1][0]
 
 
+def size_options(
+    layout: LayoutSettings, engine: EngineSettings | None, cluster: ClusterSettings
+) -> list[str]:
+    """Return the options of sbatch that say how many nodes a stage takes and how much of each;
+    `engine` is None for one that does not sample."""
+    options = [
+        f"--nodes={nodes_needed(layout, engine, cluster)}",
+        f"--ntasks-per-node={cluster.ranks_per_node}",
+        f"--cpus-per-task={cluster.cpus_per_rank}",
+    ]
+    if cluster.gpus_per_node:
+        of_type = f"{cluster.gpu_type}:" if cluster.gpu_type else ""
+        options.append(f"--gpus-per-node={of_type}{cluster.gpus_per_node}")
+    return options
+
+
+def cpus_of(text: str) -> list[int]:
+    """Return the CPUs that a job has on each of its nodes, from `SLURM_JOB_CPUS_PER_NODE`, such as
+    `64(x2),32`."""
+    found: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        found += [int(count)] * int(times or 1)
+    return found
+
+
+def too_few_cpus(
+    places: Places, ranks: int, nodes: Sequence[str], cpus: Sequence[int], cpus_per_rank: int
+) -> tuple[str, int, int] | None:
+    """Return a node that has fewer CPUs than srun asks for there, with both numbers; None where
+    there is none. Ranks and engines overlap, and each engine is a step of its own."""
+    for node, has in zip(nodes, cpus, strict=False):
+        before = places.ranks_per_node * nodes.index(node)  # ranks on the nodes before this one
+        on_node = min(ranks - before, places.ranks_per_node)
+        engines = [len(devices) for where, devices in places.engines if where == node]
+        if has < (takes := max(on_node, *engines, 0) * cpus_per_rank):
+            return node, has, takes
+    return None
+
+
 def place(
     nodes: Sequence[str],
     layout: LayoutSettings,
@@ -59,7 +99,8 @@ def place(
     if len(nodes) < needed:
         raise BraidError(
             f"this job has {len(nodes)} of the {needed} nodes that layout.ranks = {layout.ranks} "
-            f"and the engines take at ranks_per_node = {per_node}; submit it with --nodes={needed}"
+            f"and the engines take at ranks_per_node = {per_node}; submit it with "
+            f"{' '.join(size_options(layout, engine if samples else None, cluster))}"
         )
     rank_nodes = list(nodes[: -(-layout.ranks // per_node)])
     if engine.placement == "shared":

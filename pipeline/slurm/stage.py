@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Sequence
 
@@ -21,11 +22,13 @@ from pipeline.progress import Screen
 from pipeline.run_directory import LOCK_PATIENCE_SECONDS, RunDirectory
 from pipeline.selection import refuse_missing_inputs
 from pipeline.signals import STOP_SIGNALS, TIME_IS_UP, Signals, Stopped
-from pipeline.slurm.nodes import place
+from pipeline.slurm.nodes import Places, cpus_of, place, size_options, too_few_cpus
 from pipeline.slurm.queue import SlurmError, call
 from pipeline.slurm.settings import ClusterSettings
 from pipeline.slurm.steps import SlurmJob, job_number
+from pipeline.slurm.submit import script_for
 from pipeline.stale import refuse_stale
+from pipeline.violations import shown
 from stages.settings import RunSettings
 
 WAIT = "run those first, or have this job wait for theirs: sbatch --dependency=afterok:JOB"
@@ -102,6 +105,7 @@ def _attempt(
         listed = os.environ["SLURM_JOB_NODELIST"]
         nodes = call(["scontrol", "show", "hostnames", listed]).split()
         places = place(nodes, settings.layout, settings.engine, cluster, samples=stage.needs_engine)
+        _refuse_too_few_cpus(run, settings, stage, cluster, nodes, places)
         placement = SlurmJob(places, settings.engine, cluster)
         patience = OTHER_JOB_SECONDS
         save_seconds = cluster.warning_seconds - SPARE_SECONDS
@@ -112,6 +116,32 @@ def _attempt(
         Launcher(engines, settings, programs, placement, signals, save_seconds) as launcher,
     ):
         to_the_end(attempt(run, settings, stage, launcher, screen, stage.name, number, patience))
+
+
+def _refuse_too_few_cpus(
+    run: RunDirectory,
+    settings: RunSettings,
+    stage: Stage,
+    cluster: ClusterSettings,
+    nodes: Sequence[str],
+    places: Places,
+) -> None:
+    """Raise BraidError where srun would refuse: without options, sbatch asks for one CPU."""
+    cpus = cpus_of(os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
+    found = too_few_cpus(places, settings.layout.ranks, nodes, cpus, cluster.cpus_per_rank)
+    if found is None:
+        return
+    node, has, takes = found
+    engine = settings.engine if stage.needs_engine else None
+    sizes = size_options(settings.layout, engine, cluster)
+    command = ["sbatch", *sizes, shown(script_for(stage)), shown(run.path), stage.name]
+    where = f"{shown(run.submission)} has all options of the cluster's profile"
+    if not run.submission.exists():
+        where = "braid submit CONFIG --cluster PROFILE --prepare writes down all options"
+    raise BraidError(
+        f"{node} has {has} CPU{'s' if has > 1 else ''} for this job, and what {stage.name} starts "
+        f"there takes {takes}; submit it with: {shlex.join(command)}\n{where}"
+    )
 
 
 def _to_try_again(ended: JobFailed | Stopped) -> str | None:

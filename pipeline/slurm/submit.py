@@ -13,7 +13,7 @@ from pipeline.errors import BraidError
 from pipeline.graph import Stage
 from pipeline.ledger import Ledger
 from pipeline.run_directory import RunDirectory
-from pipeline.slurm.nodes import nodes_needed
+from pipeline.slurm.nodes import size_options
 from pipeline.slurm.queue import SlurmError, call
 from pipeline.slurm.refusals import explained
 from pipeline.slurm.settings import ClusterSettings
@@ -162,10 +162,9 @@ def write_scripts(
     write_atomically(run.submission, script_of(submissions))
 
 
-def needed_nodes(settings: RunSettings, cluster: ClusterSettings, stage: Stage) -> int:
-    """How many nodes a stage takes."""
-    engine = settings.engine if stage.needs_engine else None
-    return nodes_needed(settings.layout, engine, cluster.of_kind(stage.kind))
+def script_for(stage: Stage) -> Path:
+    """Return the path of the script that runs a stage."""
+    return SCRIPTS / f"{SCRIPT_OF.get(stage.kind, stage.kind)}.sbatch"
 
 
 def refuse_too_large_engines(
@@ -192,15 +191,13 @@ def _submission(
     first = stages[0]
     cluster = cluster.of_kind(first.kind)
     alone = len(stages) == 1
-    script = SCRIPTS / f"{SCRIPT_OF.get(first.kind, first.kind)}.sbatch"
+    script = script_for(first)
     if not script.exists():
         raise BraidError(f"{shown(script)} is missing: install braid from a checkout of it")
     logs = run.slurm.absolute() / ("%x-%j.out" if alone else "%x-%A_%a.out")
     options = [
         f"--job-name={run.name}.{first.name if alone else 'experts'}",
-        f"--nodes={needed_nodes(settings, cluster, first)}",
-        f"--ntasks-per-node={cluster.ranks_per_node}",
-        f"--cpus-per-task={cluster.cpus_per_rank}",
+        *size_options(settings.layout, settings.engine if first.needs_engine else None, cluster),
         f"--time={cluster.walltime}",
         f"--signal=B:USR1@{cluster.warning_seconds}",
         f"--output={logs}",
@@ -208,9 +205,6 @@ def _submission(
     if not alone:
         at_once = f"%{cluster.experts_at_once}" if cluster.experts_at_once else ""
         options.append(f"--array=0-{len(stages) - 1}{at_once}")
-    if cluster.gpus_per_node:
-        of_type = f"{cluster.gpu_type}:" if cluster.gpu_type else ""
-        options.append(f"--gpus-per-node={of_type}{cluster.gpus_per_node}")
     asked = {
         "account": cluster.account,
         "partition": cluster.partition,

@@ -16,7 +16,7 @@ from pipeline.graph import compile_graph
 from pipeline.ledger import Ledger
 from pipeline.processes import wait_for_all
 from pipeline.run_directory import RunDirectory
-from pipeline.slurm.nodes import Places, nodes_needed, place
+from pipeline.slurm.nodes import Places, cpus_of, nodes_needed, place, size_options, too_few_cpus
 from pipeline.slurm.queue import QueuedJob, SlurmError
 from pipeline.slurm.settings import ClusterSettings, ContainerSettings, KindSettings, seconds_of
 from pipeline.slurm.stage import go_back_into_the_queue
@@ -82,6 +82,27 @@ def test_too_few_nodes_are_refused_with_the_number() -> None:
         place(NODES[:1], *sizes(8), cluster, samples=True)
     with pytest.raises(BraidError, match=r"engine\.tensor = 4 is more than ranks_per_node = 2"):
         place(NODES, *sizes(2, tensor=4), cluster, samples=True)
+
+
+def test_too_few_cpus_of_a_node_are_found() -> None:
+    assert cpus_of("64(x2),32,1(x1)") == [64, 64, 32, 1]
+    assert cpus_of("") == []
+    cluster = ClusterSettings(ranks_per_node=4)
+    layout, engine = sizes(6, count=2, tensor=3, placement="own")
+    nodes = NODES[:4]
+    own = place(nodes, layout, engine, cluster, samples=True)
+    assert own.engines == [("n3", [0, 1, 2]), ("n4", [0, 1, 2])]
+    assert too_few_cpus(own, 6, nodes, [4, 2, 3, 3], 1) is None
+    assert too_few_cpus(own, 6, nodes, [], 1) is None  # where Slurm does not say
+    assert too_few_cpus(own, 6, nodes, [3, 2, 3, 3], 1) == ("n1", 3, 4)
+    assert too_few_cpus(own, 6, nodes, [4, 1, 3, 3], 1) == ("n2", 1, 2)
+    assert too_few_cpus(own, 6, nodes, [8, 4, 6, 5], 2) == ("n4", 5, 6)
+    layout, engine = sizes(4, count=2, tensor=2)
+    shared = place(nodes[:1], layout, engine, cluster, samples=True)
+    assert too_few_cpus(shared, 4, nodes[:1], [4], 1) is None  # they take turns
+    assert too_few_cpus(shared, 4, nodes[:1], [1], 1) == ("n1", 1, 4)
+    options = ["--nodes=1", "--ntasks-per-node=4", "--cpus-per-task=1"]
+    assert size_options(layout, engine, cluster) == options
 
 
 def test_stages_wait_for_those_they_are_made_from(run: RunDirectory, settings: RunSettings) -> None:

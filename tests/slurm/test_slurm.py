@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 from on_slurm import STAGES, Braid
+from runs import REPOSITORY
 from virtual_cluster import Cluster
+
+from pipeline.violations import shown
 
 # Each takes its 10 to 20 seconds; three of them cross every part of what speaks with Slurm.
 more = pytest.mark.combinations
@@ -150,11 +153,11 @@ def test_the_controller_may_be_away_for_a_while(braid: Braid, cluster: Cluster) 
 
 @more
 def test_a_stage_script_may_be_submitted_by_hand(braid: Braid, cluster: Cluster) -> None:
-    shown = braid("submit", braid.config, "--cluster", braid.profile, "--dry-run")
+    printed = braid("submit", braid.config, "--cluster", braid.profile, "--dry-run")
     assert not braid.run.exists()
     braid("submit", braid.config, "--cluster", braid.profile, "--prepare")
     said = (braid.run / "slurm" / "submit.sh").read_text()
-    assert shown.startswith(said)
+    assert printed.startswith(said)
     script = said.partition("job_0=$(")[2].splitlines()[0].removesuffix(")").split()
     job = cluster.call(*script)
     braid.wait_for_the_end({"cold_start": job})
@@ -260,3 +263,23 @@ def test_what_waits_for_a_cancelled_stage_is_cancelled_too(braid: Braid) -> None
         "export",
     }
     braid.wait_for_the_end({"experts.sums": jobs["experts.sums"]})
+
+
+def test_a_stage_script_without_options_says_which_its_run_needs(
+    braid: Braid, cluster: Cluster
+) -> None:
+    profile = braid.profile.read_text().replace("ranks_per_node: 1", "ranks_per_node: 2")
+    braid.profile.write_text(profile)
+    braid("submit", braid.config, "--cluster", braid.profile, "--prepare")
+    script = REPOSITORY / "slurm" / "sft.sbatch"
+    asked = ["sbatch", "--parsable", f"--output={braid.directory}/by_hand.out"]
+    job = cluster.call(*asked, str(script), str(braid.run), "cold_start")
+    cluster.wait_until(lambda: cluster.state(job) == "FAILED")
+    said = (braid.directory / "by_hand.out").read_text()
+    why = braid("why", "small", "cold_start")
+    needed = "--nodes=1 --ntasks-per-node=2 --cpus-per-task=1"
+    for text in (said, why):
+        assert "has 1 CPU for this job, and what cold_start starts there takes 2" in text
+        assert f"submit it with: sbatch {needed} {shown(script)} {braid.run} cold_start" in text
+    job = cluster.call(*asked, *needed.split(), str(script), str(braid.run), "cold_start")
+    braid.wait_for_the_end({"cold_start": job})

@@ -1,0 +1,101 @@
+"""The stage scripts in slurm/, run by bash without a Slurm."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pipeline.slurm.submit import SCRIPTS
+
+ALL = sorted(SCRIPTS.glob("*.sbatch"), key=lambda path: path.stem)
+PREPARE = "braid submit CONFIG --cluster PROFILE --prepare"
+
+
+def body(script: Path) -> str:
+    return script.read_text().partition("\nrun=")[2]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A prepared run, in a directory whose name a shell would take apart."""
+    run = tmp_path / "my runs" / "small"
+    run.mkdir(parents=True)
+    (run / "run.yaml").touch()
+    return run
+
+
+@pytest.fixture
+def braid(tmp_path: Path) -> Path:
+    """The directory of a `braid` that prints its arguments."""
+    program = tmp_path / "bin" / "braid"
+    program.parent.mkdir()
+    program.write_text('#!/bin/bash\nprintf "%s|" "$@"\n')
+    program.chmod(0o755)
+    return program.parent
+
+
+def bash(script: Path, *arguments: object, path: Path | None = None, **environment: str) -> tuple:
+    """The exit code and both outputs of a script that finds bash's own programs, and no more."""
+    found = subprocess.run(
+        ["/bin/bash", str(script), *map(str, arguments)],
+        env={"PATH": f"{path}:/usr/bin:/bin" if path else "/usr/bin:/bin", **environment},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    return found.returncode, found.stdout, found.stderr
+
+
+def test_all_scripts_do_the_same() -> None:
+    assert len(ALL) == 7
+    assert len({body(script) for script in ALL}) == 1
+    assert "braid stage" in body(ALL[0])
+
+
+@pytest.mark.parametrize("script", ALL, ids=lambda path: path.stem)
+def test_a_script_runs_its_stage(script: Path, run: Path, braid: Path) -> None:
+    said = f"stage|{run}|merge|"
+    assert bash(script, run, "merge", path=braid) == (0, said, "")
+    (run / "setup.sh").write_text(f"export PATH={braid}:$PATH\n")
+    assert bash(script, run, "merge") == (0, said, "")
+    stages = ("experts.a", "experts.b")
+    found = bash(script, run, *stages, path=braid, SLURM_ARRAY_TASK_ID="1")
+    assert found == (0, f"stage|{run}|experts.b|", "")
+
+
+@pytest.mark.parametrize("script", ALL, ids=lambda path: path.stem)
+def test_a_script_without_its_run_says_how_to_make_it(script: Path, run: Path, braid: Path) -> None:
+    (run / "run.yaml").unlink()
+    code, out, err = bash(script, run, "merge", path=braid)
+    assert (code, out) == (1, "")
+    assert err == f"{run}: holds no run; make its directory with: {PREPARE}\n"
+    code, out, err = bash(script)
+    assert (code, out) == (1, "")
+    assert err.endswith(f"slurm/{script.name} runs/NAME STAGE\n")
+
+
+@pytest.mark.parametrize("script", ALL, ids=lambda path: path.stem)
+def test_a_script_without_braid_says_how_to_have_it(script: Path, run: Path) -> None:
+    code, out, err = bash(script, run, "merge")
+    assert (code, out) == (1, "")
+    assert err == (
+        f"{run}: braid is not on PATH; activate its environment before sbatch, or have the job do "
+        f"so with {run}/setup.sh, which this writes: {PREPARE}\n"
+    )
+    (run / "setup.sh").write_text("export PATH=/usr/bin:/bin\n")
+    code, _, err = bash(script, run, "merge")
+    assert (code, err.startswith(f"{run}: braid is not on PATH; ")) == (1, True)
+
+
+@pytest.mark.parametrize("script", ALL, ids=lambda path: path.stem)
+def test_several_stages_are_an_array(script: Path, run: Path, braid: Path) -> None:
+    code, out, err = bash(script, run, "experts.a", "experts.b", path=braid)
+    assert (code, out) == (1, "")
+    assert err == f"{run}: 2 stages are an array; submit them with: sbatch --array=0-1\n"
+
+
+def test_a_setup_that_fails_ends_the_job(run: Path, braid: Path) -> None:
+    (run / "setup.sh").write_text("echo no such module; false\n")
+    assert bash(ALL[0], run, "merge", path=braid) == (1, "no such module\n", "")
