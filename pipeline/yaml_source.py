@@ -29,6 +29,8 @@ from pipeline.yaml_core import (
 MOST_BYTES = 8 << 20  # of a file; a thousand domains with every key written out are 3 MiB
 
 Key = tuple[str, ...]
+MOST_EXTENDING = 32  # files, each by the one before: Python's stack holds some hundred
+MOST_ERRORS = 1000  # then no further file is read
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,9 @@ class Reader:
     def _extended(self, node: yaml.Node, place: Place, key: Key) -> Mapping:
         if not isinstance(node, yaml.ScalarNode) or not node.value:
             return self._unreadable(place, (*key, "extends"), "should be the path of one file")
+        if len(self.violations) >= MOST_ERRORS:  # files with errors are read each time again
+            self.broken = True
+            return Mapping({}, place)
         path = place.beside(node.value)
         try:
             resolved, exists = path.resolve(), path.is_file()
@@ -212,6 +217,9 @@ class Reader:
             return self._unreadable(place, (*key, "extends"), f"cannot be followed: {error}")
         if resolved in self._open:
             message = f"{Place(path)} extends itself through this line"
+            return self._unreadable(place, (*key, "extends"), message)
+        if len(self._open) >= MOST_EXTENDING:
+            message = f"more than {MOST_EXTENDING} files extend one another; shorten the chain"
             return self._unreadable(place, (*key, "extends"), message)
         if not exists:
             return self._unreadable(place, (*key, "extends"), f"no such file: {Place(path)}")

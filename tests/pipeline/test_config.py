@@ -509,6 +509,26 @@ def test_files_that_extend_each_other_are_refused(config: Path) -> None:
     ]
 
 
+def test_a_long_chain_of_files_is_refused(config: Path) -> None:
+    for number in range(200):
+        below = config.with_name(f"c{number}.yaml")
+        below.write_text(f"extends: c{number + 1}.yaml\n")
+    config.with_name("c200.yaml").write_text("seed: 1\n")
+    edited(config, "name: small", "name: small\nextends: c0.yaml")
+    assert faults(config) == [
+        "c30.yaml:1: extends: more than 32 files extend one another; shorten the chain"
+    ]
+
+
+def test_a_cycle_that_is_met_many_times_is_reported_up_to_a_bound(config: Path) -> None:
+    for number in range(4):
+        entries = "".join(f"k{key}: {{extends: c{(number + 1) % 4}.yaml}}\n" for key in range(10))
+        config.with_name(f"c{number}.yaml").write_text(entries)
+    edited(config, "name: small", "name: small\nextends: c0.yaml")
+    found = [fault for fault in faults(config) if "extends itself" in fault]
+    assert len(found) == 1000
+
+
 def test_missing_files_are_named_and_hide_no_other_fault(config: Path) -> None:
     edited(config, "prompts: {dataset: chain_sum}", "extends: none.yaml")
     edited(config, "steps: 2", "steps: two")
