@@ -42,7 +42,7 @@ setup(
         "gpu": [*STAGES, "vllm>=0.26", "transformer-engine[pytorch]>=2.9,<2.12"],
         "dev": [
             "pytest>=9",  # the tests
-            "pytest-xdist>=3.8",  # those without ranks or engines, a worker a core
+            "pytest-xdist>=3.8",  # those without ranks or engines, two files at a time
             "ruff==0.17.*",  # lint and format, part of the tests
             "mypy>=1.18",  # types, part of the tests
             "types-PyYAML>=6",  # types of pyyaml for mypy

@@ -14,6 +14,7 @@ from parallel.settings import LayoutSettings
 
 # Forked from a process that has imported all this once, eight ranks start as fast as one.
 IMPORTED_ONCE = ["tests.preloaded"]  # found from the root of the repository
+PATIENCE_SECONDS = 600  # for a call: the machine may be busy, and a rank that fails says so
 
 
 On = Callable[..., list[Any]]  # what the fixture `on` is
@@ -43,7 +44,7 @@ class Ranks:
             pipe.send((function, arguments))
         answers = []
         for rank, pipe in enumerate(self.pipes):
-            assert pipe.poll(120), f"rank {rank} did not answer"
+            assert pipe.poll(PATIENCE_SECONDS), f"rank {rank} did not answer"
             worked, answer = pipe.recv()
             assert worked, f"rank {rank}:\n{answer}"
             answers.append(answer)

@@ -16,7 +16,7 @@ from runs import BRAID, REPOSITORY
 
 SCRIPT = Path(__file__).parent / "slurm" / "cluster.sh"
 INSTALL_SECONDS = 180
-PATIENCE_SECONDS = 120
+PATIENCE_SECONDS = 300
 
 
 class Cluster:
@@ -36,7 +36,12 @@ class Cluster:
         # Nobody reads what daemons say: they would keep the pipe open.
         with (self.directory / "cluster.log").open("ab") as log:
             subprocess.run(
-                command, check=True, env=self.environment, stdout=log, stderr=log, timeout=90
+                command,
+                check=True,
+                env=self.environment,
+                stdout=log,
+                stderr=log,
+                timeout=PATIENCE_SECONDS,
             )
 
     def call(self, *command: str) -> str:

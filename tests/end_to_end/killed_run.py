@@ -23,7 +23,7 @@ from parallel.files import whole_checkpoints
 LOOK_SECONDS = 0.05
 SPACING_SECONDS = 2.0  # between two kills, so that the launcher has noticed the first
 PATIENCE_SECONDS = 600.0  # to the next kill, and from the last one to the end
-ENDING_SECONDS = 30.0  # that what a killed launcher had started may take to end
+ENDING_SECONDS = 120.0  # that what a killed launcher had started may take to end
 
 
 class Unclean(Exception):

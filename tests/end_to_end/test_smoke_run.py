@@ -142,6 +142,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory, plan: Plan, peaceful: Run) 
     return Run(plan, run.path, run.output(), kills=run.kills)
 
 
+@pytest.mark.usefixtures("plan")  # of which `name` is
 @pytest.mark.parametrize("name", ["peaceful", "killed"])
 def test_a_run_ends_with_the_table(name: str, request: pytest.FixtureRequest) -> None:
     run: Run = request.getfixturevalue(name)

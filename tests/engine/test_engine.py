@@ -8,7 +8,6 @@ import signal
 import socket
 import stat
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -164,22 +163,20 @@ def test_a_prompt_that_cannot_be_read_is_refused_and_nothing_else_suffers(
 
 def test_a_client_gives_up_an_engine_that_hangs(engine: Running, refit: Refit) -> None:
     reference = refit(11)
-    impatient = EngineClient(engine.address, ENGINE.model_copy(update={"hang_timeout_seconds": 2}))
+    impatient = EngineClient(engine.address, ENGINE.model_copy(update={"hang_timeout_seconds": 10}))
     impatient.connect()
     stream = impatient.generate(request(replace(SAMPLING, max_tokens=200)))
     next(stream)
     os.killpg(engine.process.pid, signal.SIGSTOP)
     try:
-        for silent, complaint in (
-            (stream, "broke off its answer to generate: TimeoutError"),
-            (impatient.generate(request()), "said nothing for 2 s after generate"),
-        ):
-            started = time.monotonic()
-            with pytest.raises(EngineError, match=complaint):
-                list(silent)
-            assert time.monotonic() - started < 10
+        with pytest.raises(EngineError, match="broke off its answer to generate: TimeoutError"):
+            list(stream)
+        impatient.settings = ENGINE.model_copy(update={"hang_timeout_seconds": 1})
+        with pytest.raises(EngineError, match="said nothing for 1 s after generate"):
+            list(impatient.generate(request()))
     finally:
         os.killpg(engine.process.pid, signal.SIGCONT)
+    impatient.settings = ENGINE
     assert reference.largest_difference(draw(impatient)) < 1e-4
 
 
@@ -202,7 +199,7 @@ def test_an_engine_stopped_while_a_client_connects_is_asked_again(
 
 def test_strangers_are_refused(client: EngineClient, engine: Running) -> None:
     assert client.address is not None
-    connection = http.client.HTTPConnection(client.address.host, client.address.port, timeout=10)
+    connection = http.client.HTTPConnection(client.address.host, client.address.port, timeout=60)
     for name in ("describe", "generate", "join", "refit", "stop"):
         connection.request("POST", f"/{name}", b"", {"Authorization": "Bearer guess"})
         response = connection.getresponse()

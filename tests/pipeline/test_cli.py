@@ -90,7 +90,7 @@ def test_a_run_without_a_cold_start(braid: Braid, config: Path, runs: Path, star
 
 
 def test_a_run_from_its_start_to_its_table(braid: Braid, config: Path, runs: Path) -> None:
-    code, out, err = braid("run", config)
+    code, out, err = braid("run", config, children=True)
     assert (code, err) == (0, "")
     assert "[2/6] experts.sums  done in" in out
     assert "◆ 50.0 ± 5.0" in out

@@ -203,7 +203,7 @@ def test_a_probe_that_dies_or_hangs_is_at_fault(capsys: pytest.CaptureFixture[st
     assert ends("sys.exit('no space')")["vllm"] == {
         "error": "its import ended with exit status 1: no space"
     }
-    assert ends("time.sleep(60)", 0.5)["vllm"] == {"error": "its import took more than 0.5 s"}
+    assert ends("time.sleep(600)", 5)["vllm"] == {"error": "its import took more than 5 s"}
     assert "trying out what is installed" in capsys.readouterr().out
 
 

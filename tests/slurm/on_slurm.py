@@ -9,7 +9,7 @@ from pathlib import Path
 from virtual_cluster import Cluster
 
 HERE = Path(__file__).parent
-PATIENCE_SECONDS = 120
+PATIENCE_SECONDS = 300
 
 CONFIG = """\
 name: small

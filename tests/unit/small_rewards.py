@@ -69,6 +69,11 @@ def does(problem: Problem, response: str) -> Any:
     if what == "sleep":
         time.sleep(float(rest))
         return float(rest)
+    if what == "meet":  # waits for seven others in the same directory
+        Path(rest).touch()
+        while len(list(Path(rest).parent.iterdir())) < 8:
+            time.sleep(0.01)
+        return 8.0
     if what == "modules":
         return float(rest in sys.modules)
     strange = {"nan": float("nan"), "inf": float("inf"), "text": "1.0", "none": None, "huge": 1e308}

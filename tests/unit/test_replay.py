@@ -14,6 +14,7 @@ import torch
 from fake_engines import GROUP, PROMPTS, FakeEngine, RefittedFleet, toy_domain, toy_job, toy_run
 from test_rollout_log import Killed, after, asked
 from test_rollout_modes import one_rank  # noqa: F401
+from tiers import tiered
 
 from parallel import checkpoints
 from parallel.checkpoint_saver import Saver
@@ -76,7 +77,7 @@ def run(directory: Path, engine: FakeEngine, **how: Any) -> list[dict[str, float
     return measured
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("deterministic", tiered([False, True], {True}))
 def test_killed_in_two_steps_it_ends_with_the_same_weights(
     deterministic: bool, tmp_path: Path
 ) -> None:
@@ -146,7 +147,7 @@ def test_what_the_policy_would_not_have_drawn_is_drawn_anew(tmp_path: Path) -> N
     assert not logs(tmp_path)
 
 
-@pytest.mark.parametrize("mode", ["overlap", "async"])
+@pytest.mark.parametrize("mode", tiered(["overlap", "async"], {"async"}))
 def test_of_what_older_weights_drew_only_the_first_is_replayed(mode: str, tmp_path: Path) -> None:
     """The weights that a stage resumes with are those of before; the next ones are not."""
     stage, _ = expert(tmp_path, FakeEngine(), mode=mode)

@@ -23,6 +23,7 @@ from stages.domains.rewards.settings import RewardPoolSettings, RewardSettings
 
 Made = Callable[..., RewardPool]
 SECONDS = 60.0
+LIMIT = 2  # seconds: no reward of these tests that ends takes so long on a busy machine
 
 
 def rewards(**given: dict[str, Any]) -> dict[str, RewardSettings]:
@@ -54,7 +55,7 @@ def pool(tmp_path: Path) -> Iterator[Made]:
     for each in made:
         started = time.monotonic()
         each.close()
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < SECONDS / 2
 
 
 def graded(pool: RewardPool, *texts: str) -> list[Grade]:
@@ -88,14 +89,14 @@ def test_the_pool_says_what_one_process_says_in_the_same_order(
         ("none", "returned None, not a finite number"),
         ("eat", "raised MemoryError()"),
         ("die 3", "its process ended with exit status 3"),
-        ("hang", "took more than 1 seconds and was killed"),
-        ("spin", "took more than 1 seconds and was killed"),
+        ("hang", f"took more than {LIMIT} seconds and was killed"),
+        ("spin", f"took more than {LIMIT} seconds and was killed"),
     ],
 )
 def test_a_reward_that_fails_drops_its_own_sample_alone(
     pool: Made, text: str, reason: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    before, failed, after = graded(pool(seconds=1, odd=own("does")), "one", text, "three")
+    before, failed, after = graded(pool(seconds=LIMIT, odd=own("does")), "one", text, "three")
     assert (before.reward, after.reward) == (3.0, 5.0)
     assert failed.reward is None
     assert failed.failure is not None
@@ -110,7 +111,7 @@ def test_a_reward_that_fails_drops_its_own_sample_alone(
 
 def test_every_worker_may_be_lost_many_times_and_nothing_else_is(pool: Made) -> None:
     texts = [("die 1" if i % 5 == 0 else "hang" if i % 13 == 0 else f"{i:03}") for i in range(60)]
-    found = graded(pool(seconds=0.2, workers=2, odd=own("does")), *texts)
+    found = graded(pool(seconds=LIMIT, workers=2, odd=own("does")), *texts)
     for text, grade in zip(texts, found, strict=True):
         assert (grade.reward is None) == (text in ("die 1", "hang"))
 
@@ -130,13 +131,10 @@ def test_a_reward_has_a_time_limit_of_its_own(pool: Made) -> None:
     assert "rewards.quick: took more than 0.3 seconds" in grade.failure
 
 
-def test_slow_rewards_run_side_by_side(pool: Made) -> None:
-    several = pool(workers=8, odd=own("does"))
-    graded(several, *["warm"] * 8)
-    started = time.monotonic()
-    found = graded(several, *["sleep 0.5"] * 8)
-    assert time.monotonic() - started < 4 * 0.5
-    assert [grade.reward for grade in found] == [0.5] * 8
+def test_slow_rewards_run_side_by_side(pool: Made, tmp_path: Path) -> None:
+    """Each waits until all of them are there, which none would be after another."""
+    found = graded(pool(workers=8, odd=own("does")), *(f"meet {tmp_path}/{i}" for i in range(8)))
+    assert [grade.reward for grade in found] == [8.0] * 8
 
 
 def test_no_worker_knows_torch(pool: Made) -> None:

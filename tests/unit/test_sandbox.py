@@ -23,7 +23,7 @@ MARK = f"braid-escaped-{os.getpid()}"
 SECRET = "the-parents-own-secret"
 PATIENT = Limits(wall_seconds=8, memory_mebibytes=128, processes=8)
 HASTY = Limits(wall_seconds=0.6, memory_mebibytes=128, processes=8)
-BOUND_SECONDS = 3.0  # beyond the limit: two interpreters start, on a machine that may be busy
+BOUND_SECONDS = 30.0  # beyond the limit; the programs that must be ended sleep for 60
 SUBREAPER = 36
 
 # Every program prints "escaped" if it gets what it wants. By name: how it ends, and what it does.
@@ -283,9 +283,9 @@ def test_what_goes_on_is_ended_at_the_limit(name: str, sentinel: subprocess.Pope
 
 def test_cpu_time_counts_for_all_processes_together() -> None:
     program = "import os\nos.fork()\nos.fork()\nwhile True: pass"
-    limits = Limits(wall_seconds=20, cpu_seconds=0.5)
+    limits = Limits(wall_seconds=60, cpu_seconds=0.5)
     outcome = run(program, "", limits)
-    assert outcome.ending == "timeout" and outcome.seconds < 10
+    assert outcome.ending == "timeout" and outcome.seconds < limits.wall_seconds
 
 
 def test_cpu_time_of_children_that_nobody_waits_for_counts_too() -> None:
@@ -421,7 +421,7 @@ def reaped(orphans: set[str]) -> set[str]:
     return orphans
 
 
-def wait_until(true: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiers import tiered
 
 from parallel.boxes import Box, intersect
 from parallel.families import FAMILIES
@@ -177,7 +178,7 @@ class Execution:
         self.received[rank] += values.size
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", tiered(range(12), range(4)))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_engine_rank_receives_what_it_needs_once(
     family: str, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -200,7 +201,7 @@ def test_every_engine_rank_receives_what_it_needs_once(
             rank += 1
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", tiered(range(6), range(2)))
 @pytest.mark.parametrize(("family", "variant"), VARIANTS)
 def test_owners_are_those_who_hold_it(family: str, variant: int, seed: int) -> None:
     settings, (layout, _) = model(family, variant), layouts(seed)
@@ -304,7 +305,7 @@ QWEN3_30B = ModelSettings(
 
 
 @pytest.mark.parametrize("engines", [(4,), (8,) * 2, (1,) * 5])
-@pytest.mark.parametrize("context", [1, 2])
+@pytest.mark.parametrize("context", tiered([1, 2], {2}))
 def test_the_ranks_of_a_stage_send_alike(engines: tuple[int, ...], context: int) -> None:
     """Within 10 % of their mean, though 2 or more replicas hold everything."""
     layout = LayoutSettings(ranks=32, tensor=2, context=context, pipeline=2, expert=4)
