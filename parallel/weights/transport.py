@@ -169,8 +169,8 @@ def _open(handle: OpenFile | DeviceMemory) -> torch.UntypedStorage:
         named = found.st_nlink or not stat.S_ISREG(found.st_mode)
         if named or found.st_size < handle.size:
             raise ValueError(f"{path} is no shared memory of {handle.size} bytes")
-        return torch.UntypedStorage.from_file(
-            f"/proc/self/fd/{descriptor}", shared=True, nbytes=handle.size
-        )
+        path = f"/proc/self/fd/{descriptor}"
+        opened: Any = torch.UntypedStorage.from_file(path, shared=True, nbytes=handle.size)
+        return opened
     finally:
         os.close(descriptor)

@@ -95,7 +95,10 @@ def _create_dataset(settings: ReasoningGymPromptSettings, domain: str, seed: int
             f"reasoning-gym's scorer would run a response's text: {found}; score it with a reward "
             "of one's own",
         )
-    kinds = {option.name: option.type.__name__ for option in fields(config_type)}
+    kinds = {
+        option.name: getattr(option.type, "__name__", str(option.type))
+        for option in fields(config_type)
+    }
     options = sorted(set(kinds) - SET_BY_THE_STREAM)
     for key, value in settings.config.items():
         if key not in options:
