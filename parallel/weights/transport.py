@@ -158,7 +158,7 @@ def _handle(storage: torch.UntypedStorage) -> OpenFile | DeviceMemory:
     return OpenFile(os.getpid(), descriptor, size)
 
 
-def _open(handle: OpenFile | DeviceMemory) -> torch.UntypedStorage:
+def _open(handle: OpenFile | DeviceMemory) -> Any:
     if isinstance(handle, DeviceMemory):
         return torch.UntypedStorage._new_shared_cuda(*handle.description)
     path = f"/proc/{handle.process}/fd/{handle.descriptor}"
