@@ -188,9 +188,10 @@ def _is_score(score: dict[str, Any]) -> bool:
     """Return whether a score has all its numbers, and none that is infinite.
 
     Raises:
+        KeyError: one is not there.
         OverflowError: an integer is larger than any float.
     """
-    numbers = [score.get(name) for name in SCORE]
+    numbers = [score[name] for name in SCORE]
     return all(type(each) in (int, float) and math.isfinite(each) for each in numbers)
 
 
