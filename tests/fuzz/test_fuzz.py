@@ -19,7 +19,6 @@ from . import configs, run_directories, worker
 from .worker import REPOSITORY, Step, run
 
 
-@pytest.mark.slow
 def test_a_part_of_what_make_fuzz_tries() -> None:
     command = [sys.executable, "-m", "tests.fuzz", "--configs", "500", "--runs", "120", "--json"]
     found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
