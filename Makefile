@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 TRL_VENV := .venv-trl
 TRL_INSTALLED := $(TRL_VENV)/.installed
 
-.PHONY: help install quickstart quick test test-all lint bench bench-trl chaos gpu-check golden lock clean
+.PHONY: help install quickstart quick test test-all lint bench bench-trl chaos fuzz gpu-check golden lock clean
 
 help:  ## list these targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -60,6 +60,9 @@ $(TRL_INSTALLED): benchmarks/trl-requirements.txt setup.py
 
 chaos: $(INSTALLED)  ## kill -9 at 50 random moments of a deterministic run: the same bits each time? (30 minutes at most)
 	$(BIN)/python -W ignore benchmarks/chaos.py
+
+fuzz: $(INSTALLED)  ## 10,000 damaged configurations, 2,000 damaged run directories (10 minutes); SEED=N for others
+	$(BIN)/python -m tests.fuzz --configs 10000 --runs 2000 --seed $(or $(SEED),0)
 
 gpu-check: $(INSTALLED)  ## on a CUDA device: the tests that need one rank, on that device
 	@$(BIN)/python -c "import sys, torch; torch.cuda.is_available() or sys.exit('no CUDA device here: nothing was checked')"

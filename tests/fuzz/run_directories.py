@@ -1,0 +1,281 @@
+"""The fuzzer of run directories: damaged copies of real ones under the commands that only read.
+
+The runs are those of configs/smoke.yaml with the fake stages of tests/pipeline: one that is done,
+one with a failed expert, one that a gate stopped. A case damages one of them in a few places and
+asks each command about it. A command ends with exit code 0, or with one message that begins with
+`braid:`, and leaves every file as it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from pipeline import cli, commands
+
+from .worker import CONTROL, REPOSITORY, Case, Step, raised
+from .yaml_traps import damaged_text
+
+sys.path.append(str(REPOSITORY / "tests" / "pipeline"))
+from fake_launcher import fake_programs
+
+FAKES = {"cold_start": {"0": "end_early"}}
+ENDINGS: dict[str, dict[str, dict[str, str]]] = {  # of a run: what a rank of a stage does
+    "done": FAKES,
+    "failed": {**FAKES, "experts.spell_backward": {"0": "save_then_break"}},
+    "stopped": {**FAKES, "gates.chain_sum": {"0": "fall_short"}},
+}
+STAGES = [
+    *("cold_start", "experts.chain_sum", "experts.spell_backward", "gates.chain_sum", "merge"),
+    *("evaluate", "export"),
+]
+TEXTS = ["", "x", "[/x]", "[red]", ":skull:", "\x1b[2J", "\x9b2J", "a\nb", "\u202ea", "\ud800"]
+NUMBERS = [0, -1, 1, 2, 0.5, 1e308, -1e308, 10**18, 2**64, 10**400, float("inf"), float("nan")]
+OTHERS: list[Any] = [None, True, [], {}, [1], ["x", None], {"x": 1}, {"": {}}, {"ended": []}]
+NAMES = [
+    *("step_3", "step_0", "step_-1", "step_x", "step_٣", "step_²", "step_2.bak", f"step_{10**200}"),
+    *("attempt_0", "attempt_2", "attempt_٣", "attempt_99999999999999999999", ".hidden", "x.log"),
+    *("[red]", "\x1b[2J", "a\nb", "\udcff", "x" * 200, "submitting", "results.json", "rank_0.log"),
+]
+
+
+def cases(seed: int, folder: Path, *, keep: bool = False) -> Case:
+    """Return the case of a number: a generator of a step for each command, below `folder`."""
+    ended = folder / "ended"
+    _make_runs(ended)
+    cli.parser = cache(cli.parser)  # which takes longer to build than most commands take to answer
+    runs = folder / "runs"
+    shutil.copytree(ended / "whole", runs / "whole")
+
+    def case(number: int) -> Iterator[Step]:
+        random = Random(f"runs {seed} {number}")
+        damaged = runs / "damaged"
+        shutil.rmtree(damaged, ignore_errors=True)
+        shutil.copytree(ended / random.choice([*ENDINGS]) / "damaged", damaged, symlinks=True)
+        done = [_damage(random, damaged) for _ in range(random.choice([1, 1, 2, 4]))]
+        if keep:
+            print("\n".join(ascii(each) for each in done))
+        # What Slurm says of the jobs that a ledger names would be no part of the seed.
+        os.environ["PATH"] = ""
+        before = snapshot(runs)
+        for command in _commands(random, damaged):
+            step = ask(command, runs)
+            if (after := snapshot(runs)) != before:
+                names = [name for name in after | before if after.get(name) != before.get(name)]
+                step = Step(command[0], "changed", "a command changed a file", ascii(names))
+                before = after
+            yield step
+
+    return case
+
+
+def ask(command: list[str], runs: Path) -> Step:
+    """Run one command in this process. Return how it ended."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
+    name = command[0]
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            code = cli.main([name, "--runs-dir", str(runs), *command[1:]])
+    except BaseException as error:
+        return raised(name, error)
+    text, message = (each.buffer.getvalue().decode() for each in (out, err))
+    if code not in (0, 1) or (code == 1) != message.startswith("braid: "):
+        where = f"exit code {code} without a message, or a message without it"
+        return Step(name, "unclear", where, message[:2000])
+    if CONTROL.search(message if name == "logs" else text + message):
+        return Step(
+            name, "control", f"{name} prints control characters", ascii(text + message)[:4000]
+        )
+    if command == ["status"] and "\nwhole: " not in f"\n{text}":
+        return Step(
+            name, "unclear", "status says nothing of a whole run beside a damaged one", text
+        )
+    return Step(name, f"exit code {code}", detail=(text + message)[:4000])
+
+
+def snapshot(folder: Path) -> dict[str, tuple[Any, ...]]:
+    """Return what is known of every file below a folder: a change of any changes it."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for path in [folder, *folder.rglob("*")]:
+        entry = path.lstat()
+        kind, content = entry.st_mode, b""
+        if stat.S_ISREG(kind):
+            content = hashlib.sha256(path.read_bytes()).digest()
+        elif stat.S_ISLNK(kind):
+            content = os.fsencode(path.readlink())
+        found[str(path)] = (kind, entry.st_ino, entry.st_size, entry.st_mtime_ns, content)
+    return found
+
+
+def _make_runs(folder: Path) -> None:
+    """Make the runs that cases copy."""
+    config = REPOSITORY / "configs" / "smoke.yaml"
+    wanted = [(folder / ending, "damaged", actions) for ending, actions in ENDINGS.items()]
+    for runs, name, actions in [*wanted, (folder, "whole", FAKES)]:
+        commands.PROGRAMS = fake_programs(actions)
+        # The gate fails a run only where its on_failure is stop.
+        stop = "experts.chain_sum.gate.on_failure=stop"
+        arguments = ["run", "--runs-dir", str(runs), "--name", name, str(config), stop]
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            codes = [cli.main(arguments) for _ in range(2)]  # a failed stage has two attempts
+        assert codes == [int(actions is not FAKES)] * 2, codes
+        for path in sorted((runs / name).rglob("*.jsonl")):
+            path.write_text("".join(map(_timeless, path.read_text().splitlines())))
+
+
+def _timeless(line: str) -> str:
+    """Return a line of a ledger or of metrics as every run of a seed has it."""
+    fields = json.loads(line)
+    stamp = "2026-01-01T00:00:00.000+00:00" if "stage" in fields else 1.7e9 + fields["step"]
+    fields |= {"time": stamp, **({"seconds": 0.5} if "seconds" in fields else {})}
+    return json.dumps(fields) + "\n"
+
+
+def _commands(random: Random, damaged: Path) -> list[list[str]]:
+    """Return the commands of a case, the damaged run in each."""
+    stage, name = random.choice(STAGES), random.choice(["damaged", str(damaged)])
+    log = random.choice([[], [], ["--rank", "1"], ["--engine", "0"]])
+    runs = random.choice([["damaged", "whole"], ["whole", "damaged"]])
+    return [
+        ["status"],
+        ["status", name],
+        ["plan", str(damaged / "run.yaml"), *random.choice([[], [], ["--dot"]])],
+        ["why", name, stage],
+        ["diff", *runs],
+        ["logs", name, stage, *log],
+    ]
+
+
+def _damage(random: Random, run: Path) -> str:
+    """Damage a run in one place. Return what was done, for a person."""
+    known = sorted(path for path in run.rglob("*") if "job.json" not in path.name)
+    files = [path for path in known if path.is_file() and not path.is_symlink()]
+    path = random.choice([*files, random.choice(known)]) if random.random() < 0.5 else None
+    # Most files are logs and locks; the ones with structure have most of the code behind them.
+    structured = [p for p in files if p.suffix in (".json", ".jsonl", ".yaml")]
+    path = path or random.choice(structured or files or [run])
+    whole = [_replaced, _renamed, _with_another]
+    inner = [_json, _json, _json, _line, _bytes] if path in files else [_with_another]
+    damage = random.choice(inner if random.random() < 0.8 else whole)
+    return f"{damage.__name__} {path.relative_to(run)}: {damage(random, path)}"
+
+
+def _json(random: Random, path: Path) -> str:
+    """Put another value or another key into a JSON file, or into a line of one."""
+    lines = path.read_text(errors="replace").split("\n") if path.suffix == ".jsonl" else []
+    at = random.randrange(len(lines)) if lines else 0
+    try:
+        tree = json.loads(lines[at] if lines else path.read_text())
+    except (ValueError, OSError, RecursionError):  # of an earlier damage
+        return _bytes(random, path)
+    nodes = [(None, None), *_nodes(tree)]
+    holder, name = random.choice(nodes)
+    value = _value(random)
+    if holder is None:
+        tree = value
+    elif isinstance(holder, dict) and random.random() < 0.2:
+        kept = holder.pop(name)
+        if random.random() < 0.7:
+            holder[random.choice(TEXTS)] = kept
+    else:
+        holder[name] = value
+    # A placeholder, since json writes nothing as deep as a file may be.
+    text = json.dumps(tree).replace('"deep"', _deep(random))
+    path.write_text("\n".join([*lines[:at], text, *lines[at + 1 :]]) if lines else text)
+    return f"{name}"
+
+
+def _value(random: Random) -> Any:
+    return random.choice([random.choice(values) for values in (TEXTS, NUMBERS, OTHERS, ["deep"])])
+
+
+def _deep(random: Random) -> str:
+    depth = random.choice([100, 1000, 100_000])
+    opening, closing = random.choice([("[", "]"), ('{"a":', "}")])
+    return opening * depth + "1" + closing * depth
+
+
+def _nodes(tree: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield every place in a JSON value, as what holds it and its key there."""
+    names: Any = tree if isinstance(tree, dict) else ()
+    for name in range(len(tree)) if isinstance(tree, list) else names:
+        yield tree, name
+        yield from _nodes(tree[name])
+
+
+def _line(random: Random, path: Path) -> str:
+    """Drop, repeat or swap lines, or add one."""
+    lines = path.read_bytes().split(b"\n")
+    event: dict[str, Any] = {"time": "2026-01-01T00:00:00+00:00"}
+    event |= {"state": random.choice(["done", "failed", "running", "submitted", "x"])}
+    event |= {"stage": random.choice(STAGES), "cause": random.choice(TEXTS), "attempt": 1}
+    event |= {"job": random.choice(["7", *TEXTS])} if random.random() < 0.3 else {}
+    event |= {"seconds": random.choice(NUMBERS)} if random.random() < 0.5 else {}
+    metrics = {"step": random.choice(NUMBERS), "steps": 2, "time": 1.7e9, "loss": _value(random)}
+    news = [json.dumps(event).encode(), json.dumps(metrics).encode(), b"\xff", b"null", b"[]", b"{"]
+    at = random.randrange(len(lines))
+    line = random.choice([lines[at], *news, *news])
+    path.write_bytes(b"\n".join([*lines[:at], line, *lines[random.choice([at, at, at + 1]) :]]))
+    return ascii(line[:200])
+
+
+def _bytes(random: Random, path: Path) -> str:
+    path.write_bytes(damaged_text(random, path.read_bytes()))
+    return "bytes"
+
+
+def _replaced(random: Random, path: Path) -> str:
+    """Put something that is no such file in its place."""
+    _remove(path)
+    kinds = ["nothing", "nothing", "folder", "fifo", "loop", "dangling", "zero", "empty"]
+    kind = random.choice(kinds)
+    links = {"loop": path.name, "dangling": "nowhere", "zero": "/dev/zero"}
+    if kind in links:
+        path.symlink_to(links[kind])
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "empty":
+        path.touch()
+    return kind
+
+
+def _renamed(random: Random, path: Path) -> str:
+    new = path.with_name(random.choice(NAMES))
+    if new.exists():
+        _remove(new)
+    path.rename(new)
+    return ascii(new.name)
+
+
+def _with_another(random: Random, path: Path) -> str:
+    """Add a file or a folder beside it, or in it."""
+    new = (path if path.is_dir() else path.parent) / random.choice(NAMES)
+    if os.path.lexists(new):
+        return "nothing"
+    if path.is_file() and random.random() < 0.5:
+        shutil.copy(path, new)
+    elif random.random() < 0.5:
+        new.mkdir()
+    else:
+        new.write_bytes(b"\xff\x00x")
+    return ascii(new.name)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

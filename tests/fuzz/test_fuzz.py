@@ -1,0 +1,78 @@
+"""A part of what `make fuzz` tries, and that the watchdog sees what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from pipeline.config import load
+
+from . import configs, run_directories, worker
+from .worker import REPOSITORY, Step, run
+
+
+def test_a_part_of_what_make_fuzz_tries() -> None:
+    command = [sys.executable, "-m", "tests.fuzz", "--configs", "500", "--runs", "120", "--json"]
+    found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stderr.count("FAILURE ")) == (0, 0), found.stderr
+    report = json.loads(found.stdout)
+    assert (report["configs"]["cases"], report["runs"]["cases"]) == (500, 120)
+    # Else the fuzzer tries only what the first check refuses.
+    assert report["configs"]["outcomes"]["run: accepted"] > 50
+    assert report["runs"]["outcomes"]["why: exit code 0"] > 60
+
+
+def faulty(number: int) -> Iterator[Step]:
+    """A case of each kind of failure, between others that are well."""
+    yield Step("first", "accepted")
+    if number == 1:
+        time.sleep(600)
+    if number == 2:
+        os._exit(9)
+    if number == 3:
+        bytearray(2 * worker.MEMORY_BYTES)
+    if number == 4:
+        load(Path("nowhere.yaml"), 7)  # type: ignore[arg-type]
+    if number == 5:
+        while True:
+            pass
+    yield Step("second", "accepted")
+
+
+def test_hangs_deaths_and_tracebacks_are_found_and_the_rest_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker, "STEP_SECONDS", 0.5)
+    monkeypatch.setattr(worker, "BLOCKED_SECONDS", 1.0)
+    found = [(number, step.name, step.verdict) for number, step in run(faulty, range(7))]
+    well = {(number, name, "accepted") for number in (0, 6) for name in ("first", "second")}
+    assert set(found) == well | {(number, "first", "accepted") for number in range(7)} | {
+        (1, "after first", "hang"),
+        (2, "after first", "death"),
+        (3, "case", "traceback"),
+        (4, "case", "traceback"),
+        (5, "after first", "hang"),
+    }
+
+
+def test_a_case_depends_on_its_number_and_the_seed_alone() -> None:
+    one, same, other = (configs.generate(Random(f"configs {seed} 7")) for seed in (1, 1, 2))
+    assert one == same
+    assert one != other
+
+
+def test_a_file_that_changes_is_seen(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    file.write_text("x")
+    before = run_directories.snapshot(tmp_path)
+    assert run_directories.snapshot(tmp_path) == before
+    os.utime(file, ns=(0, 0))
+    assert run_directories.snapshot(tmp_path) != before
