@@ -170,7 +170,6 @@ def _open(handle: OpenFile | DeviceMemory) -> Any:
         if named or found.st_size < handle.size:
             raise ValueError(f"{path} is no shared memory of {handle.size} bytes")
         path = f"/proc/self/fd/{descriptor}"
-        opened: Any = torch.UntypedStorage.from_file(path, shared=True, nbytes=handle.size)
-        return opened
+        return torch.UntypedStorage.from_file(path, shared=True, nbytes=handle.size)
     finally:
         os.close(descriptor)
