@@ -323,7 +323,7 @@ class RewardPool:
             lines = (*task.watch_failures.values(), *grade.watch_failures)
             grade = replace(grade, watch_failures=lines)
         for line in grade.watch_failures:
-            self._report(f"{line}; it only watches, and the sample keeps its reward")
+            self._report(f"{line}; it only watches, so no sample is dropped for it")
         if grade.failure is not None:
             self._report(f"{grade.failure}; the sample is dropped")
         task.future.set_result(grade)

@@ -315,8 +315,8 @@ def test_a_reward_that_only_watches_takes_no_sample_along(
     for name, line in zip(("odd", "late"), failed.watch_failures, strict=True):
         assert line.startswith(f"experts.sums.rewards.{name}: {reason}")
     said = capfd.readouterr().err
-    assert said.count("it only watches, and the sample keeps its reward") == 2
-    assert "dropped" not in said
+    assert said.count("it only watches, so no sample is dropped for it") == 2
+    assert "the sample is dropped" not in said
 
 
 def test_steps_that_only_watch_are_nobody_s(tmp_path: Path) -> None:
