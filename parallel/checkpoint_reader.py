@@ -66,7 +66,7 @@ class CheckpointReader(FileSystemReader):
         self._metadata = _read_metadata(Path(directory))
         self._metadata.storage_meta.load_id = self.load_id
 
-    def read_metadata(self) -> Metadata:
+    def read_metadata(self) -> Metadata:  # never one rank's own
         """Return the metadata."""
         return self._metadata
 

@@ -79,7 +79,7 @@ def test_a_refused_selection_puts_nothing_aside(braid: Braid, config: Path, runs
 
 def test_a_stage_alone_may_need_what_a_fork_brings(braid: Braid, config: Path, runs: Path) -> None:
     assert braid("run", config, "--name", "one")[0] == 0
-    (runs / "two").mkdir()  # nothing of a run yet
+    (runs / "two").mkdir(mode=0o700)  # nothing of a run yet
     code, out, err = braid(
         "run", config, "--name", "two", "--fork", "one", "--from", "merge", "--only", "merge"
     )
