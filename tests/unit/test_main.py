@@ -30,6 +30,7 @@ def leave(error: BaseException, output: Path) -> int:
             descriptor = os.open(output, os.O_WRONLY | os.O_CREAT)
             for number in (1, 2):
                 os.dup2(descriptor, number)
+            sys.excepthook = sys.__excepthook__  # torch's names the rank, once a test had one
             sys.stdout, sys.stderr = open(1, "w"), open(2, "w")  # noqa: SIM115
             _leave(error)
         finally:
