@@ -129,7 +129,10 @@ def test_what_changes_no_result_may_change_in_a_run(braid: Braid, config: Path, 
     before = settings.read_text()
     code, _, err = braid("run", config, *neutral, "seed=1")
     assert code == 1
-    assert "only these settings may change:\n  logging\n  layout\n  rounds\n  rewards: " in err
+    assert (
+        "only these settings may change:\n  logging\n  launch\n  layout\n  rounds\n  rewards: "
+        in err
+    )
     assert "\n  every expert, mixed: guards\n" in err
     assert settings.read_text() == before
 

@@ -4,7 +4,6 @@ clear message, and nothing lost."""
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import subprocess
@@ -12,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_launcher import HERE
@@ -344,16 +344,16 @@ def test_a_checkpoint_that_cannot_be_read_is_not_absent(
     finished: RunDirectory, braid: Braid, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     checkpoint = finished.stage("merge").path / "checkpoints" / "step_2"
-    sums, really_open = checkpoint / "checksums.json", io.open
+    sums, really_open = checkpoint / "checksums.json", os.open
 
-    def refuse(file: object, *arguments: object, **keywords: object) -> object:
+    def refuse(file: Any, *arguments: Any, **keywords: Any) -> int:
         if str(file) == str(sums):
             raise OSError(number, os.strerror(number), str(file))
-        return really_open(file, *arguments, **keywords)  # type: ignore[call-overload]
+        return really_open(file, *arguments, **keywords)
 
     whole = braid("status", "small")[1]
     with monkeypatch.context() as patched:
-        patched.setattr(io, "open", refuse)
+        patched.setattr(os, "open", refuse)
         check_unreadable(finished, braid, checkpoint, number)
     assert braid("status", "small")[1] == whole
 

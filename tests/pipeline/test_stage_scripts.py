@@ -56,13 +56,13 @@ def test_all_scripts_do_the_same() -> None:
 
 @pytest.mark.parametrize("script", ALL, ids=lambda path: path.stem)
 def test_a_script_runs_its_stage(script: Path, run: Path, braid: Path) -> None:
-    said = f"stage|{run}|merge|"
+    said = f"stage|--trust-run|{run}|merge|"
     assert bash(script, run, "merge", path=braid) == (0, said, "")
     (run / "setup.sh").write_text(f"export PATH={braid}:$PATH\n")
     assert bash(script, run, "merge") == (0, said, "")
     stages = ("experts.a", "experts.b")
     found = bash(script, run, *stages, path=braid, SLURM_ARRAY_TASK_ID="1")
-    assert found == (0, f"stage|{run}|experts.b|", "")
+    assert found == (0, f"stage|--trust-run|{run}|experts.b|", "")
 
 
 @pytest.mark.parametrize("script", ALL, ids=lambda path: path.stem)

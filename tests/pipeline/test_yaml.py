@@ -104,7 +104,7 @@ def test_text_that_looks_like_another_value_is_written_in_quotes(config: Path, n
             "2: cold_start.optimizer.betas.0.a: the key is given twice in this mapping",
         ),
         ('name: "a\\ud800"', "2: name: holds a surrogate, half of a character"),
-        ('"na\\udfffme": 1', "2: na\udfffme: the key holds a surrogate, half of a character"),
+        ('"na\\udfffme": 1', "2: na\\udfffme: the key holds a surrogate, half of a character"),
         ("seed: " + "[" * 100 + "]" * 100, "2: seed: nested too deeply"),
         ("seed: " + "[" * 9000 + "]" * 9000, "2: seed: nested too deeply"),
         ("seed: " + "{a: " * 150 + "1" + "}" * 150, "2: seed.a.a.a"),

@@ -195,8 +195,8 @@ def test_a_guard_that_stops_says_what_to_change(said: list[str]) -> None:
     assert said == []
 
 
-def test_a_guard_that_is_off_is_silent_and_yaml_s_off_is_off(said: list[str]) -> None:
-    watched = watch(guards={"truncation": {"action": False, "patience": 1}})
+def test_a_guard_that_is_off_is_silent(said: list[str]) -> None:
+    watched = watch(guards={"truncation": {"action": "off", "patience": 1}})
     assert observe(watched, "unfinished", 1.0, 1.0) == [Verdict()] * 2
     assert said == []
 
