@@ -65,8 +65,8 @@ class _Composer(Composer):
     """Composes a document without aliases and tags, up to MOST_NODES and MOST_DEPTH."""
 
     def compose_node(self: Any, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event = self.peek_event()
-        if isinstance(event, yaml.AliasEvent):
+        event: Any = self.peek_event()
+        if self.check_event(yaml.AliasEvent):
             problem = "aliases are not supported; share values with extends"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
         if (tag := event.tag) is not None:

@@ -83,11 +83,13 @@ def _create_dataset(settings: ReasoningGymPromptSettings, domain: str, seed: int
         known = ", ".join(sorted(FORMATS))
         raise DomainError(domain, "prompts.dataset", f"unknown dataset {name!r}; known are {known}")
     _, config_type = _reasoning_gym().factory.DATASETS[name]
-    kinds = {option.name: option.type.__name__ for option in fields(config_type)}
-    known = sorted(set(kinds) - SET_BY_THE_STREAM)
+    kinds = {
+        option.name: str(getattr(option.type, "__name__", "")) for option in fields(config_type)
+    }
+    named = sorted(set(kinds) - SET_BY_THE_STREAM)
     for key, value in settings.config.items():
-        if key not in known:
-            message = f"{name} has no such option; it has {', '.join(known)}"
+        if key not in named:
+            message = f"{name} has no such option; it has {', '.join(named)}"
             raise DomainError(domain, f"prompts.config.{key}", message)
         if fault := value_violation(kinds[key], value):
             raise DomainError(domain, f"prompts.config.{key}", fault)
