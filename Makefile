@@ -13,15 +13,24 @@ help:  ## list these targets
 
 install: $(INSTALLED)  ## build .venv with every pinned dependency
 
-# requirements/cpu.txt is complete, so nothing is resolved here. torch comes first and through pip,
-# whose own configuration may be where its CPU build stands; uv is fast, and pip stands in for it
-# where a registry is configured for pip alone.
-$(INSTALLED): requirements/cpu.txt setup.py
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0 uv==0.13.9
-	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --no-deps -r requirements/cpu.txt \
-	  || $(BIN)/pip install --quiet --no-deps -r requirements/cpu.txt
-	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+# $(call environment,FOLDER,FILE) builds a virtual environment of bootstrap.txt and of FILE. Both are
+# complete and hashed, so nothing is resolved here, and what has no wheel is built by the setuptools of
+# bootstrap.txt. That one comes through pip, whose own configuration may be where torch's CPU build
+# stands; uv is fast, and pip stands in for it where a registry is configured for pip alone.
+HASHED := --quiet --require-hashes --no-deps
+BUILT_HERE := $(HASHED) --no-build-isolation
+define environment
+	$(PYTHON) -m venv $(1)
+	$(1)/bin/pip install $(HASHED) --disable-pip-version-check -r requirements/bootstrap.txt \
+	  || { echo "where the hash of torch is wrong, pip found no CPU build: see README.md" >&2; exit 1; }
+	$(1)/bin/uv pip install $(BUILT_HERE) --compile-bytecode --python $(1)/bin/python -r $(2) \
+	  || { echo "uv cannot install $(2), as it says above; trying pip" >&2; \
+	       $(1)/bin/pip install $(BUILT_HERE) -r $(2); }
+	$(1)/bin/pip install --quiet --no-deps --no-build-isolation --editable .
+endef
+
+$(INSTALLED): requirements/bootstrap.txt requirements/cpu.txt setup.py
+	$(call environment,$(VENV),requirements/cpu.txt)
 	@touch $@
 
 quickstart: $(INSTALLED)  ## cold start, three experts, merge, evaluation and export, on this machine
@@ -50,12 +59,8 @@ bench-trl: $(TRL_INSTALLED)  ## GRPO steps a minute of TRL's trainer, in an envi
 	$(TRL_VENV)/bin/python -W ignore benchmarks/trl_steps.py --size a --steps 20
 	$(TRL_VENV)/bin/python -W ignore benchmarks/trl_steps.py --size b --steps 3
 
-$(TRL_INSTALLED): benchmarks/trl-requirements.txt setup.py
-	$(PYTHON) -m venv $(TRL_VENV)
-	$(TRL_VENV)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 uv==0.13.9
-	$(TRL_VENV)/bin/uv pip install --quiet --python $(TRL_VENV)/bin/python --no-deps -r benchmarks/trl-requirements.txt \
-	  || $(TRL_VENV)/bin/pip install --quiet --no-deps -r benchmarks/trl-requirements.txt
-	$(TRL_VENV)/bin/pip install --quiet --no-deps --no-build-isolation --editable .
+$(TRL_INSTALLED): requirements/bootstrap.txt benchmarks/trl-requirements.txt setup.py
+	$(call environment,$(TRL_VENV),benchmarks/trl-requirements.txt)
 	@touch $@
 
 chaos: $(INSTALLED)  ## kill -9 at 50 random moments of a deterministic run: the same bits each time? (30 minutes at most)
@@ -76,10 +81,13 @@ lint: $(INSTALLED)  ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-lock: $(INSTALLED)  ## resolve setup.py's ranges anew into requirements/cpu.txt
+lock: $(INSTALLED)  ## resolve setup.py's ranges again into requirements/cpu.txt, and hash every pin
 	$(BIN)/uv pip install --quiet --upgrade --python $(BIN)/python \
 	  --override requirements/overrides.txt --editable '.[cpu,dev]'
-	$(BIN)/pip freeze --exclude-editable --exclude torch --exclude uv --exclude braid > requirements/cpu.txt
+	{ sed -n '/^#/p' requirements/cpu.txt; $(BIN)/pip freeze --exclude-editable --exclude torch \
+	  --exclude uv --exclude setuptools --exclude braid; } > requirements/cpu.txt.new
+	mv requirements/cpu.txt.new requirements/cpu.txt
+	$(BIN)/python requirements/lock.py
 
 clean:  ## remove .venv, .venv-trl and caches; runs/ stays
 	rm -rf $(VENV) $(TRL_VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -65,11 +65,10 @@ class _Composer(Composer):
     """Composes a document without aliases and tags, up to MOST_NODES and MOST_DEPTH."""
 
     def compose_node(self: Any, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event = self.peek_event()
-        mark: Any = event.start_mark  # of the C parser's type or of the other's
-        if isinstance(event, yaml.AliasEvent):
+        event: Any = self.peek_event()
+        if self.check_event(yaml.AliasEvent):
             problem = "aliases are not supported; share values with extends"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
         if (tag := event.tag) is not None:
             shown = tag.replace("tag:yaml.org,2002:", "!!")
             problem = f"the tag {shown} is not supported; write the value alone, and text in quotes"

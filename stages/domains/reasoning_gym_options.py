@@ -58,6 +58,6 @@ def value_violation(kind: str, value: Any) -> str | None:
         return None
     if not isinstance(value, expected) or (isinstance(value, bool) and kind != "bool"):
         return f"should be {kind}, not {json.dumps(value, default=str)}"
-    if kind == "int" and isinstance(value, int) and abs(value) > MOST:
+    if kind == "int" and isinstance(value, int) and not -MOST <= value <= MOST:
         return f"should be between -{MOST} and {MOST}, not {value}"
     return None

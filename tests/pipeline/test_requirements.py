@@ -1,0 +1,46 @@
+"""What `make` installs is pinned and hashed, package by package."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+FILES = ["requirements/bootstrap.txt", "requirements/cpu.txt", "benchmarks/trl-requirements.txt"]
+HASHED = re.compile(r"^[\w.-]+==[\w.+!-]+((?: \\\n    --hash=sha256:[0-9a-f]{64})+)$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_requirement_is_pinned_with_hashes_and_no_index_is_named(name: str) -> None:
+    text = (REPOSITORY / name).read_text()
+    stated = [line for line in text.splitlines() if re.match(r"[A-Za-z]", line)]
+    assert stated
+    assert len(HASHED.findall(text)) == len(stated)
+    assert "://" not in text and "index-url" not in text
+
+
+def installs() -> list[str]:
+    """The commands of the Makefile that install, with its variables filled in."""
+    text = (REPOSITORY / "Makefile").read_text().replace("\\\n", " ")
+    for name in ("BUILT_HERE", "HASHED"):
+        [value] = re.findall(rf"^{name} := (.*)$", text, re.MULTILINE)
+        text = text.replace(f"$({name})", value)
+    return [line for line in text.splitlines() if line.startswith("\t") and "pip install" in line]
+
+
+def test_make_installs_with_hashes_and_says_why_pip_stands_in_for_uv() -> None:
+    unhashed = [
+        line for line in installs() if "--require-hashes" not in line and "--editable" not in line
+    ]
+    assert installs() and not unhashed
+    for line in installs():
+        assert "||" not in line or ">&2" in line
+
+
+def test_what_is_built_here_is_built_by_the_pinned_setuptools() -> None:
+    for line in installs():
+        pinned = "bootstrap.txt" in line or "--no-build-isolation" in line
+        assert pinned or "--upgrade" in line, line
+    assert "setuptools==" in (REPOSITORY / "requirements" / "bootstrap.txt").read_text()
