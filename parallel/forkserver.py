@@ -105,8 +105,8 @@ def _become(request: dict[str, Any], link_descriptor: int, output: int, status: 
         os.sched_setaffinity(0, request["cores"])
     torch: Any = sys.modules.get("torch")
     if torch is not None:  # OpenMP counted the server's cores when it was loaded
-        threads = request["environment"].get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))
-        torch.set_num_threads(int(threads))
+        wanted = request["environment"].get("OMP_NUM_THREADS", "").split(",")[0]
+        torch.set_num_threads(int(wanted) if wanted.isdecimal() else len(os.sched_getaffinity(0)))
     os.environ.clear()
     os.environ.update(request["environment"])
     os.environ[request["status_variable"]] = str(status)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -17,11 +18,12 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from parallel.rollout.environment import PROCESS_ENVIRONMENT
 from parallel.settings import LAST_WORD
 from pipeline.processes import Child, Forked, ForkLost
 
 GPU_FILE = Path("/dev/nvidiactl")  # the driver's, whatever torch thinks of it
-FORK_SECONDS = 120.0  # what a server may take for its imports and a fork
+FORK_SECONDS = 60.0  # what a server may take for its imports and a fork
 
 # By the module that a command runs with `python -m`: what imports all that it needs.
 PRELOADS = {"stages.main": "stages.preload", "parallel.rollout.server": "parallel.rollout.preload"}
@@ -31,7 +33,10 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
 }
-OWN_ENVIRONMENT = {"stages.main": {"OMP_NUM_THREADS": "1"}, "parallel.rollout.server": {}}
+OWN_ENVIRONMENT = {
+    "stages.main": {"OMP_NUM_THREADS": "1"},
+    "parallel.rollout.server": PROCESS_ENVIRONMENT,
+}
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -42,6 +47,9 @@ class ForkServer:
     def __init__(self, module: str, log: Path) -> None:
         self._module = module
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # A server that still imports takes no requests yet: what its buffer has no room for is
+        # started with exec.
+        self._control.setblocking(False)
         descriptor = str(theirs.fileno())
         with theirs:
             self._process = Child(
@@ -88,6 +96,10 @@ class ForkServer:
             return "running"
         return "killed" if status < 0 else "unfit"
 
+    def kill(self) -> None:
+        """Have the server replaced: it does not answer."""
+        self._process.send(signal.SIGKILL)
+
     def close(self) -> None:
         """Kill the server, and nothing that it forked."""
         self._control.close()
@@ -111,6 +123,7 @@ class Fork:
         except BlockingIOError:
             if time.monotonic() > self._deadline:
                 self.cancel()
+                self._server.kill()
                 raise ForkLost(f"no fork after {FORK_SECONDS:g} s") from None
             return None
         except OSError:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from parallel.network import LOOPBACK, address_of, environment_of
+from parallel.rollout.environment import PROCESS_ENVIRONMENT
 from parallel.settings import EngineSettings
 from pipeline.cores import share_out
 from pipeline.forkserver import ForkServer, ForkServers
@@ -76,7 +77,7 @@ class ThisMachine:
 
     def start_engine(self, name: str, index: int, command: Sequence[str], log: Path) -> Process:
         cores = share_out(self._engine, self._cores).engines[index]
-        environment = environment_of(self.interface)
+        environment = PROCESS_ENVIRONMENT | environment_of(self.interface)
         where = cores or self._cores
         return Child(name, command, log, environment, where, self._server(command))
 

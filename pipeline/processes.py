@@ -141,6 +141,7 @@ class Child:
                 self._execute()
         except BaseException:
             os.close(self._last_word)
+            self._close_theirs()
             raise
 
     def status(self) -> int | None:
@@ -159,16 +160,16 @@ class Child:
 
     def send(self, number: signal.Signals) -> None:
         """Signal the process and everything it started. One that is not there yet never comes."""
-        if (process := self._started()) is None:
+        if self._fork is not None and not self._arrived():
             self._cancel(number)
-        elif process.returncode is None:
+        elif (process := self._process) is not None and process.returncode is None:
             os.killpg(process.pid, number)
 
     def send_alone(self, number: signal.Signals) -> None:
         """Signal the process, and nothing that it started."""
-        if (process := self._started()) is None:
+        if self._fork is not None and not self._arrived():
             self._cancel(number)
-        elif process.returncode is None:
+        elif (process := self._process) is not None and process.returncode is None:
             os.kill(process.pid, number)
 
     def reap(self) -> None:
@@ -193,17 +194,40 @@ class Child:
             )
         return self._fork is not None
 
+    def _arrived(self) -> bool:
+        """Whether the process is there; one whose fork is lost is not started only to be ended."""
+        assert self._fork is not None
+        try:
+            self._process = self._fork.poll()
+        except ForkLost:
+            return False
+        if self._process is None:
+            return False
+        self._fork = None
+        self._close_theirs()
+        return True
+
     def _started(self) -> subprocess.Popen[bytes] | Forked | None:
         """The process, or None while the fork server has not given it."""
         if self._process is None and self._fork is not None:
             try:
                 self._process = self._fork.poll()
             except ForkLost:
-                self._execute()
+                self._fork = None
+                self._execute_late()
             if self._process is not None:
                 self._fork = None
                 self._close_theirs()
         return self._process
+
+    def _execute_late(self) -> None:
+        """Start the process with exec, since its fork is lost. Where that fails too, it has ended,
+        and its log says why."""
+        try:
+            self._execute()
+        except OSError as error:
+            self._said = f"{ERROR_MARK}{self.name} cannot be started: {error}"
+            self._process = Forked(0, returncode=1)
 
     def _execute(self) -> None:
         """Start the process with exec."""

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.errors import BraidError
+from pipeline.printing import say
 from pipeline.run_directory import RunDirectory
 from pipeline.violations import shown
 
@@ -34,12 +35,17 @@ def check_owner(run: RunDirectory, trusted: bool) -> None:
 
 def exposure(run: RunDirectory) -> str | None:
     """Return who else may have written what is in a run, and what to do; None where nobody has."""
+    closed = False
     for path, status in _looked_at(run.path):
         mode = status.st_mode & 0o777
+        if path == run.path:
+            closed = not mode & OTHERS_ENTER
         if status.st_uid not in (os.geteuid(), ROOT):
             who = f"belongs to {_name(status.st_uid)}"
             return f"{shown(path)}: {who}, and {RUNS_AS}; if you trust them, add {OPTION}"
-        if mode & OTHERS_WRITE:
+        # In a closed directory a file that the group may write to, as under a umask of 002, is no
+        # harm; one that belongs to somebody else is, who may still have it open.
+        if mode & OTHERS_WRITE and not (closed and path != run.path):
             return (
                 f"{shown(path)}: other users may write to it (mode {mode:o}), and {RUNS_AS}; if "
                 f"nobody else has, type: chmod -R go-w {shown(run.path)}\n"
@@ -54,7 +60,7 @@ def warn_of_readers(run: RunDirectory) -> None:
     mode = run.path.stat().st_mode & 0o777 if run.path.exists() else 0
     if mode & (OTHERS_READ | OTHERS_ENTER):
         here = shown(run.path)
-        print(
+        say(
             f"{here}: other users can read this run (mode {mode:o}); to make it private: "
             f"chmod 700 {here}",
             file=sys.stderr,
@@ -62,14 +68,12 @@ def warn_of_readers(run: RunDirectory) -> None:
 
 
 def _looked_at(run: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """The run's directory, and what decides in it unless nobody else gets there."""
+    """The run's directory, and what decides in it."""
     try:
         found = run.stat()
     except FileNotFoundError:
         return
     yield run, found
-    if not found.st_mode & OTHERS_ENTER:
-        return  # under a umask of 002 everything in it is writable by the group, which is no harm
     for path in (each for pattern in DECIDING for each in run.glob(pattern)):
         try:
             yield path, path.stat()

@@ -7,13 +7,13 @@ only where a file, or what it extends, is too large to be a configuration.
 
 from __future__ import annotations
 
-import stat
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from parallel.files import open_file
 from pipeline.violations import ConfigError, Place, Violation, dotted
 from pipeline.yaml_core import (
     MOST_DEPTH,
@@ -285,11 +285,8 @@ def _over(below: Node | None, node: Node) -> Node:
 
 
 def _text(path: Path) -> str:
-    """A file's text. Raises OSError, and ValueError with the reason, where it has none to read."""
-    # A pipe would wait for its writer, and a device may have no end.
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise ValueError("not a regular file")
-    with path.open("rb") as file:
+    """Return a file's text. Raises OSError, and ValueError with the reason, where it has none."""
+    with open_file(path) as file:
         data = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
         raise ValueError(f"has more than {MOST_BYTES >> 20} MiB")

@@ -13,6 +13,7 @@ import numpy as np
 
 from parallel.families import routed_layers
 from parallel.memory import CACHE_BLOCK, cache_bytes
+from parallel.rollout.environment import PROCESS_ENVIRONMENT
 from parallel.rollout.wire import (
     Generate,
     Generation,
@@ -24,21 +25,6 @@ from parallel.rollout.wire import (
     Sampling,
 )
 from parallel.settings import EngineJob
-
-# How vLLM is run, not what it computes: no compilation, no telemetry, no downloads. Without
-# multiprocessing its scheduler steps in this process. AsyncLLM's, in another, cost half as much
-# time again on two cores, since every token's log-probability crosses on its own
-# (docs/rollouts.md); one process less is also one less to lose.
-PROCESS_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "TORCHDYNAMO_DISABLE": "1",
-    "HF_HUB_OFFLINE": "1",
-    # OpenMP's threads spin while they wait for one another; beside another busy process that made
-    # tiny layers ten times slower.
-    "GOMP_SPINCOUNT": "1000",
-}
 
 ENGINE_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 BATCHED_TOKENS = 8192  # that are read together, of prompts
@@ -52,7 +38,7 @@ class Core:
     """vLLM's LLMEngine, whose weights come from a trainer and may change between two steps."""
 
     def __init__(self, job: EngineJob) -> None:
-        os.environ.update(PROCESS_ENVIRONMENT)
+        os.environ.update(PROCESS_ENVIRONMENT)  # of an engine that no launcher started
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 

@@ -4,11 +4,7 @@ else."""
 from __future__ import annotations
 
 import importlib
-import os
 
-from parallel.rollout.core import PROCESS_ENVIRONMENT
-
-os.environ.update(PROCESS_ENVIRONMENT)  # torch and vLLM read it while they are imported
 MODULES = (
     "parallel.rollout.server",
     "parallel.hugging_face",

@@ -1,5 +1,6 @@
 """What the fork server of `forked_program` imports; TEST_PRELOAD says how that goes."""
 
+import importlib
 import os
 import threading
 import time
@@ -9,5 +10,7 @@ if kind == "slow":
     time.sleep(30)
 if kind == "raise":
     raise ImportError("no such package")
+if kind == "torch":
+    importlib.import_module("torch")
 if kind == "thread":
     threading.Thread(target=time.sleep, args=(60,), daemon=True).start()

@@ -28,6 +28,7 @@ def main() -> None:
                 "parent": os.getppid(),
                 "input": str(Path("/proc/self/fd/0").readlink()),
                 "forked": "forked_preload" in sys.modules,
+                "threads": getattr(sys.modules.get("torch"), "get_num_threads", lambda: None)(),
             }
         )
     )

@@ -32,6 +32,7 @@ WITHOUT_TORCH = {
     "parallel.files",
     "parallel.memory",
     "parallel.network",
+    "parallel.rollout.environment",
     "parallel.weights.engine",
     "stages.domains.formats",
     "stages.domains.rewards.endpoint",

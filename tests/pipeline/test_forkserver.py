@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -149,10 +150,11 @@ def test_a_server_that_does_not_answer_is_done_without(
         child = start("finish")
     assert ended(child) == 0
     assert not told(child)["forked"]
-    if moment == "stopped":  # what was asked for before must not run a second time
-        os.kill(server_process(servers), signal.SIGCONT)
-        assert ended(start("finish", name="after")) == 0
-        assert len(runs(tmp_path)) == 2
+    monkeypatch.delenv("TEST_PRELOAD", raising=False)
+    after = start("finish", name="after")  # by a new server
+    assert ended(after) == 0
+    assert told(after)["forked"] or moment == "importing"
+    assert len(runs(tmp_path)) == 2
 
 
 def test_what_is_cancelled_never_runs(start: Start, servers: ForkServers, tmp_path: Path) -> None:
@@ -165,6 +167,41 @@ def test_what_is_cancelled_never_runs(start: Start, servers: ForkServers, tmp_pa
     os.kill(server_process(servers), signal.SIGCONT)
     assert ended(start("finish", name="after")) == 0  # it comes after the other in the queue
     assert len(runs(tmp_path)) == 1
+
+
+def test_requests_that_a_busy_server_has_no_room_for_do_not_wait(
+    start: Start, servers: ForkServers, tmp_path: Path
+) -> None:
+    assert ended(start("finish", name="before")) == 0
+    os.kill(server_process(servers), signal.SIGSTOP)
+    large = {f"TEST_{number}": "x" * 60_000 for number in range(2)}
+    children = [start("finish", name=f"child{number}", **large) for number in range(8)]
+    assert any(child._fork is None for child in children)
+    os.kill(server_process(servers), signal.SIGCONT)
+    assert [ended(child) for child in children] == [0] * 8
+    assert len(runs(tmp_path)) == 9
+
+
+def test_where_exec_fails_too_the_process_has_ended(
+    start: Start, servers: ForkServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_PRELOAD", "slow")
+    child = start("finish")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    os.kill(server_process(servers), signal.SIGKILL)
+    assert ended(child) == 1
+    assert "cannot be started" in child.failure().cause
+
+
+def test_threads_are_counted_as_openmp_would(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_PRELOAD", "torch")
+    child = start("finish", OMP_NUM_THREADS="3,2", TEST_PRELOAD="torch")
+    assert ended(child) == 0
+    assert told(child)["threads"] == 3
 
 
 @pytest.mark.parametrize("kind", ["raise", "thread"])

@@ -148,6 +148,7 @@ def test_what_is_no_file_of_text_is_refused_at_once(tmp_path: Path, what: str) -
     path, reason = tmp_path / "run.yaml", "not a regular file"
     if what == "directory":
         path.mkdir()
+        reason = "Is a directory"
     elif what == "pipe":
         os.mkfifo(path)
     elif what == "device":

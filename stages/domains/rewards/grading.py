@@ -109,7 +109,7 @@ def solved(settings: Mapping[str, RewardSettings], parts: Mapping[str, float]) -
     weight 0 has no say."""
     judging = [name for name, each in settings.items() if each.judges_answer and each.weight > 0]
     counting = [name for name, each in settings.items() if each.weight]
-    return all(parts[name] >= SOLVED for name in judging or counting)
+    return all(parts.get(name, 0.0) >= SOLVED for name in judging or counting or settings)
 
 
 def _checked(score: Score, characters: int) -> float | Steps:
