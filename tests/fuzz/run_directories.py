@@ -254,7 +254,7 @@ def _replaced(random: Random, path: Path) -> str:
 
 def _renamed(random: Random, path: Path) -> str:
     new = path.with_name(random.choice(NAMES))
-    if new.exists():
+    if new != path:
         _remove(new)
     path.rename(new)
     return ascii(new.name)
