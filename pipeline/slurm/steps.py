@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from parallel.network import address_of, environment_of
+from parallel.rollout.environment import PROCESS_ENVIRONMENT
 from parallel.settings import LAST_WORD, NOTICE_MARK, EngineSettings
 from pipeline.placement import free_port
 from pipeline.processes import POLL_SECONDS, Child, Failure, Process, lost_another, told_failure
@@ -66,7 +67,7 @@ class SlurmJob:
             f"--cpus-per-task={self._engine.tensor * self._cluster.cpus_per_rank}",
             f"--output={log.absolute()}",
         ]
-        environment = environment_of(self.interface)
+        environment = PROCESS_ENVIRONMENT | environment_of(self.interface)
         if self._cluster.gpus_per_node:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
         srun = self._srun(options, command)

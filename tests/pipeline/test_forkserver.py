@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -246,21 +245,3 @@ while child.status() is None:
         launcher.wait()
     [process] = runs(tmp_path)
     wait_until(lambda: not is_alive(process), 10)
-
-
-@pytest.mark.parametrize("module", ["stages.main", "parallel.rollout.server"])
-def test_real_programs_can_be_forked(module: str, tmp_path: Path) -> None:
-    """Their imports start no thread, and the program then reads the job that it was given."""
-    command = [sys.executable, "-m", module, str(tmp_path / "job.json")]
-    with ForkServers(tmp_path, wanted=True) as servers:
-        server = servers.of(command)
-        child = Child("child", command, tmp_path / "child.log", {}, None, server)
-        deadline = time.monotonic() + 300
-        while child.status() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        log = (tmp_path / "child.log").read_text()
-        child.reap()
-        assert server is not None
-        assert server.state == "running", (tmp_path / f"{module}.log").read_text()
-        assert "parallel/forkserver.py" in log  # in the traceback
-        assert "job.json" in log
