@@ -36,21 +36,18 @@ $(INSTALLED): requirements/bootstrap.txt requirements/cpu.txt setup.py
 quickstart: $(INSTALLED)  ## cold start, three experts, merge, evaluation and export, on this machine
 	$(BIN)/braid run configs/quickstart.yaml
 
-# Unit and pipeline tests have processes of their own at most for moments, so that two workers
-# halve their time. A file stays on one worker, which has its fixtures and imports once.
-QUICK := tests/unit tests/pipeline
-ALL := -m 'not exhaustive'
+# Two workers, since half of what a test waits for is not the cores. tests/conftest.py says which
+# tests share one: those of one group run in the order of the directories, the longest first.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 quick: $(INSTALLED)  ## unit and pipeline tests, without ranks or engines (3 minutes)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(QUICK)
+	$(PYTEST) tests/unit tests/pipeline
 
-# Ranks and engines use every core already, and are shared by the tests of one process.
-test: $(INSTALLED) lint quick  ## lint, types, and a test of every property (12 minutes)
-	$(BIN)/python -m pytest tests $(QUICK:%=--ignore=%)
+test: $(INSTALLED) lint  ## lint, types, and a test of every property (12 minutes)
+	$(PYTEST)
 
 test-all: $(INSTALLED) lint  ## all of it: further layouts, families, seeds, kills, and Slurm
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ALL) $(QUICK)
-	$(BIN)/python -m pytest $(ALL) tests $(QUICK:%=--ignore=%)
+	$(PYTEST) -m 'not exhaustive'
 
 bench: $(INSTALLED)  ## speed and memory of the parts, into benchmarks/results.json (some minutes)
 	$(BIN)/python benchmarks/all.py

@@ -94,6 +94,12 @@ class Braid:
         lines = log.read_text().splitlines() if log.exists() else []
         return [(int(a), int(step), node) for a, step, node in map(str.split, lines)]
 
+    def hold(self, stage: str, step: int) -> None:
+        """Let the stage's first attempt wait behind a step until it is signalled or killed."""
+        directory = self.run / "stages" / stage
+        directory.mkdir(parents=True)
+        (directory / "hold").write_text(str(step))
+
     def wait_for_step(self, stage: str, step: int) -> None:
         self.cluster.wait_until(lambda: any(made >= step for _, made, _ in self.steps(stage)))
 

@@ -7,6 +7,7 @@ Every step of rank 0 is a line of steps.log: attempt, step, node. A checkpoint i
 """
 
 import json
+import math
 import os
 import signal
 import sys
@@ -45,6 +46,8 @@ def train(job: dict, directory: Path) -> None:
     saved = [int(path.name.removeprefix("step_")) for path in directory.glob("checkpoints/step_*")]
     for step in range(max(saved, default=0) + 1, loop["steps"] + 1):
         time.sleep(SECONDS_A_STEP)
+        while step > held_behind(job, directory) and not asked:
+            time.sleep(SECONDS_A_STEP)
         with (directory / "steps.log").open("a") as log:
             log.write(f"{job['attempt']} {step} {os.environ.get('SLURMD_NODENAME')}\n")
         with (directory / "metrics.jsonl").open("a") as log:
@@ -55,6 +58,12 @@ def train(job: dict, directory: Path) -> None:
         if asked and step < loop["steps"]:
             (directory / f"ended_{job['attempt']}").touch()
             sys.exit(143)
+
+
+def held_behind(job: dict, directory: Path) -> float:
+    """The step that the first attempt waits behind, so that a test can act while it runs."""
+    hold = directory / "hold"
+    return int(hold.read_text()) if job["attempt"] == 1 and hold.exists() else math.inf
 
 
 def settings_of(job: dict) -> dict:

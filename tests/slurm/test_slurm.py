@@ -17,7 +17,7 @@ from virtual_cluster import Cluster
 
 from pipeline.violations import shown
 
-# Each takes its 10 to 20 seconds; three of them cross every part of what speaks with Slurm.
+# Each takes its 10 to 20 seconds; two of them cross every part of what speaks with Slurm.
 more = pytest.mark.combinations
 
 
@@ -58,6 +58,7 @@ def test_a_run_is_submitted_and_ends(braid: Braid) -> None:
 def test_a_node_that_dies_costs_the_steps_since_the_checkpoint(
     braid: Braid, cluster: Cluster
 ) -> None:
+    braid.hold("cold_start", 8)
     jobs = braid.submit("--only", "cold_start")
     braid.wait_for_step("cold_start", 8)
     [*_, (_, _, node)] = braid.steps("cold_start")
@@ -71,6 +72,7 @@ def test_a_node_that_dies_costs_the_steps_since_the_checkpoint(
 
 @more
 def test_the_other_node_may_die_as_well(braid: Braid, cluster: Cluster) -> None:
+    braid.hold("cold_start", 8)
     jobs = braid.submit("--only", "cold_start")
     braid.wait_for_step("cold_start", 8)
     first = braid.steps("cold_start")[-1][2]
@@ -85,6 +87,7 @@ def test_the_other_node_may_die_as_well(braid: Braid, cluster: Cluster) -> None:
 
 @more
 def test_a_job_that_is_preempted_goes_on_later(braid: Braid, cluster: Cluster) -> None:
+    braid.hold("cold_start", 8)
     jobs = braid.submit("--only", "cold_start")
     braid.wait_for_step("cold_start", 8)
     urgent = ["sbatch", "--parsable", "--partition=urgent", "--nodes=3", "--exclusive"]
@@ -97,6 +100,7 @@ def test_a_job_that_is_preempted_goes_on_later(braid: Braid, cluster: Cluster) -
 def test_a_stage_goes_on_in_another_slice_when_its_time_is_up(
     braid: Braid, cluster: Cluster
 ) -> None:
+    braid.hold("cold_start", 7)
     jobs = braid.submit("--only", "cold_start")
     braid.wait_for_step("cold_start", 7)
     # What --signal=B:USR1@... has Slurm send; a walltime is counted in minutes.
@@ -111,6 +115,7 @@ def test_a_stage_goes_on_in_another_slice_when_its_time_is_up(
 
 @more
 def test_a_task_of_an_array_goes_back_alone(braid: Braid, cluster: Cluster) -> None:
+    braid.hold("experts.words", 3)
     jobs = braid.submit()
     braid.wait_for_step("experts.words", 3)  # the last task, whose job has the array's own number
     cluster.call("scancel", "--batch", "--signal=USR1", jobs["experts.words"])
@@ -124,6 +129,7 @@ def test_a_task_of_an_array_goes_back_alone(braid: Braid, cluster: Cluster) -> N
 def test_a_stage_that_comes_no_further_fails(braid: Braid, cluster: Cluster) -> None:
     with braid.profile.open("a") as profile:
         profile.write("restarts: 0\n")
+    braid.hold("cold_start", 2)
     jobs = braid.submit("--only", "cold_start")
     braid.wait_for_step("cold_start", 2)
     pids = subprocess.run(
@@ -218,7 +224,9 @@ def test_a_failed_stage_takes_those_after_it_along_and_is_submitted_again(
     braid.wait_for_the_end(again)
 
 
+@more
 def test_cancelled_jobs_save_and_leave_the_queue(braid: Braid, cluster: Cluster) -> None:
+    braid.hold("cold_start", 6)
     jobs = braid.submit()
     braid.wait_for_step("cold_start", 6)
     said = braid("cancel", "small")
