@@ -14,7 +14,7 @@ import pytest
 from on_slurm import STAGES, Braid
 from virtual_cluster import Cluster
 
-# Each takes its 10 to 20 seconds; two of them cross every part of what speaks with Slurm.
+# Each takes 10 to 50 seconds; two of them cross every part of what speaks with Slurm.
 more = pytest.mark.combinations
 
 
