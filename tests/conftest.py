@@ -22,6 +22,7 @@ KEPT = 10  # processes; idle ones still cost memory, and gloo's threads some tim
 GROUPS = {"layouts": "ranks", "engine": "ranks", "end_to_end": "runs", "slurm": "runs"}
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tell pytest-xdist what stays together."""
     for item in items:

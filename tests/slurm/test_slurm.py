@@ -17,7 +17,7 @@ from virtual_cluster import Cluster
 
 from pipeline.violations import shown
 
-# Each takes its 10 to 20 seconds; two of them cross every part of what speaks with Slurm.
+# Each takes 10 to 50 seconds; two of them cross every part of what speaks with Slurm.
 more = pytest.mark.combinations
 
 
