@@ -36,9 +36,9 @@ $(INSTALLED): requirements/bootstrap.txt requirements/cpu.txt setup.py
 quickstart: $(INSTALLED)  ## cold start, three experts, merge, evaluation and export, on this machine
 	$(BIN)/braid run configs/quickstart.yaml
 
-# Two workers, since half of what a test waits for is not the cores. tests/conftest.py says which
-# tests share one: those of one group run in the order of the directories, the longest first.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+# Two workers, since half of what a test waits for is not the cores. A file stays on one, with its
+# fixtures; files run in the order of their directories, the longest first.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 quick: $(INSTALLED)  ## unit and pipeline tests, without ranks or engines (3 minutes)
 	$(PYTEST) tests/unit tests/pipeline
@@ -47,7 +47,8 @@ test: $(INSTALLED) lint  ## lint, types, and a test of every property (12 minute
 	$(PYTEST)
 
 test-all: $(INSTALLED) lint  ## all of it: further layouts, families, seeds, kills, and Slurm
-	$(PYTEST) -m 'not exhaustive'
+	$(PYTEST) -m 'not exhaustive' --ignore=tests/slurm
+	$(BIN)/python -m pytest -m 'not exhaustive' tests/slurm  # alone: one host holds one Slurm
 
 bench: $(INSTALLED)  ## speed and memory of the parts, into benchmarks/results.json (some minutes)
 	$(BIN)/python benchmarks/all.py

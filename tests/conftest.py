@@ -4,7 +4,6 @@ layout, and a Slurm."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,21 +12,7 @@ from virtual_cluster import cluster as cluster  # a fixture
 
 from parallel.settings import LayoutSettings
 
-HERE = Path(__file__).parent
 KEPT = 10  # processes; idle ones still cost memory, and gloo's threads some time
-
-
-# Tests of one group run in one process, one after another: those that share the ranks of `on` and
-# the engines of `engine_of`, and those that share the Slurm of `cluster`. Else a group is a file.
-GROUPS = {"layouts": "ranks", "engine": "ranks", "end_to_end": "runs", "slurm": "runs"}
-
-
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tell pytest-xdist what stays together."""
-    for item in items:
-        directory = item.path.relative_to(HERE).parts[0]
-        item.add_marker(pytest.mark.xdist_group(GROUPS.get(directory, item.path.stem)))
 
 
 @pytest.fixture(scope="session")
