@@ -41,6 +41,7 @@ STYLES = {
 PLAN_HEADINGS = ("stage", "kind", "from", "steps", "engine", "state", "next", "time left")
 STATUS_HEADINGS = ("stage", "state", "saved step", "attempts", "time", "note")
 OWN_DOMAIN = "◆"
+DEEPEST = 12  # levels that a name is indented by; every round of a run has some more
 NOTE_WIDTH = 60  # characters of a cause that stand in a table
 PASSED, STOPPED = "passed", "stopped"  # what a table says of a gate
 # Experts are spread over the ranks on their own, so that both lines of a layout fill all ranks.
@@ -240,11 +241,12 @@ def plain_table(title: str) -> Table:
 
 
 def indented(stages: Sequence[Stage]) -> dict[str, str]:
-    """The stages' names, each as far to the right as it is deep below the cold start."""
+    """Return the stages' names, each as far to the right as it is deep below the cold start, up to
+    DEEPEST levels."""
     depths: dict[str, int] = {}
     for stage in stages:  # what it waits for comes first
         depths[stage.name] = 1 + max((depths[name] for name in stage.waits_for), default=-1)
-    return {name: f"{'  ' * depth}{name}" for name, depth in depths.items()}
+    return {name: f"{'  ' * min(depth, DEEPEST)}{name}" for name, depth in depths.items()}
 
 
 def _origin(stage: Stage) -> str:

@@ -33,7 +33,7 @@ from pipeline.violations import ConfigError
 from stages.domains.rewards.settings import RewardPoolSettings
 from stages.settings import DomainSettings, RunSettings
 
-from .worker import CONTROL, REPOSITORY, Step, raised
+from .worker import CONTROL, REPOSITORY, Case, Step, raised
 from .yaml_traps import CONFUSABLE, NAMES, Raw, damaged_text, encoded, flow, key, scalar
 
 CONFIGS = REPOSITORY / "configs"
@@ -82,8 +82,8 @@ def generate(random: Random) -> Config:
     return config
 
 
-def cases(seed: int, folder: Path, *, keep: bool = False) -> Any:
-    """Return the case of a number: a generator of its one step, which works below `folder`."""
+def cases(seed: int, folder: Path, *, keep: bool = False) -> Case:
+    """Return the case of a number, which works below `folder`."""
 
     def case(number: int) -> Iterator[Step]:
         shutil.rmtree(folder, ignore_errors=True)
@@ -92,27 +92,24 @@ def cases(seed: int, folder: Path, *, keep: bool = False) -> Any:
         config.write(folder)
         if keep:
             print(f"load {folder / config.entry} {config.overrides}")
-        yield check(folder, config.entry, config.overrides)
+        yield from check(folder, config.entry, config.overrides)
 
     return case
 
 
-def check(folder: Path, entry: str, overrides: list[str]) -> Step:
-    """Load the file as what it is. Return how that ended."""
+def check(folder: Path, entry: str, overrides: list[str]) -> Iterator[Step]:
+    """Load the file as what it is. Yield how each part of that ended."""
     kind = entry.partition("/")[0] if "/" in entry else "run"
     try:
-        difference = _loaded(kind, folder / entry, overrides)
+        yield from _loaded(kind, folder / entry, overrides)
     except ConfigError as error:
-        return _judged(kind, error)
-    except BaseException as error:
-        return raised(kind, error)
-    if difference:
-        return Step(kind, "difference", "run.yaml loads as other settings", difference)
-    return Step(kind, "accepted")
+        yield _judged(kind, error)
+    except Exception as error:
+        yield raised(kind, error)
 
 
-def _loaded(kind: str, path: Path, overrides: list[str]) -> str:
-    """Return what differs once the settings were written and read again."""
+def _loaded(kind: str, path: Path, overrides: list[str]) -> Iterator[Step]:
+    """Load a file, use the settings, and compare them once they were written and read again."""
     settings: BaseModel
     if kind == "domains":
         settings = load_domain(path, RewardPoolSettings())
@@ -120,16 +117,23 @@ def _loaded(kind: str, path: Path, overrides: list[str]) -> str:
         settings = load_cluster(path)
     else:
         run = settings = load(path, overrides)
+        yield Step("load", "accepted")
         compile_graph(run)
         with redirect_stdout(io.StringIO()):
             for part in memory_report(run):
                 terminal().print(part)
+        yield Step("memory", "accepted")
         again = path.with_name("resolved.yaml")
         again.write_text(dump_resolved(run), encoding="utf-8")
-        if (found := load(again)) != run:
-            return f"{run!r}\n{found!r}"
+        yield _compared("run.yaml", load(again), run)
     found = type(settings).model_validate_json(settings.model_dump_json(), strict=True)
-    return "" if found == settings else f"{settings!r}\n{found!r}"
+    yield _compared(kind, found, settings)
+
+
+def _compared(name: str, found: BaseModel, settings: BaseModel) -> Step:
+    if found == settings:
+        return Step(name, "accepted")
+    return Step(name, "difference", "it loads as other settings", f"{found!r}\n{settings!r}")
 
 
 def _judged(kind: str, error: ConfigError) -> Step:

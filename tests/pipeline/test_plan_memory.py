@@ -10,6 +10,7 @@ from pipeline import cli
 from pipeline.config import load
 from pipeline.graph import compile_graph
 from pipeline.memory import human, stage_memory
+from pipeline.report import DEEPEST, indented
 from stages.settings import RunSettings
 
 ONE_MODEL = 4 * (167_008 + 4 * 4 * 27_648)  # the dense weights and half of the experts, in fp32
@@ -110,3 +111,11 @@ def test_the_plan_tells_what_fits(config: Path, capsys: pytest.CaptureFixture[st
     start = next(i for i, line in enumerate(parted) if line.startswith("merge, by pipeline rank"))
     assert parted[start + 2].split()[:3] == ["0", "2", "embedding"]
     assert parted[start + 3].split()[:4] == ["1", "2", "output", "layer"]
+
+
+def test_many_rounds_are_indented_to_a_bound(config: Path) -> None:
+    """Every round is deeper than the one before: 1000 of them took `plan --memory` two minutes."""
+    stages = compile_graph(load(config, ["rounds=100"]))
+    names = indented(stages)
+    assert len(names) > 300
+    assert max(len(name) - len(name.lstrip()) for name in names.values()) == 2 * DEEPEST
