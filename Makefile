@@ -39,15 +39,18 @@ quickstart: $(INSTALLED)  ## cold start, three experts, merge, evaluation and ex
 # Two workers, since half of what a test waits for is not the cores. A file stays on one, with its
 # fixtures; files run in the order of their directories, the longest first.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+QUICK := tests/unit tests/pipeline
 
-quick: $(INSTALLED)  ## unit and pipeline tests, without ranks or engines (3 minutes)
-	$(PYTEST) tests/unit tests/pipeline
+quick: $(INSTALLED)  ## unit and pipeline tests, without ranks or engines (5 minutes)
+	$(PYTEST) $(QUICK)
 
-test: $(INSTALLED) lint  ## lint, types, and a test of every property (12 minutes)
-	$(PYTEST)
+# Ranks and engines that wait for their next test cost the others time, so that these come first.
+test: $(INSTALLED) lint quick  ## lint, types, and a test of every property (20 minutes)
+	$(PYTEST) tests $(QUICK:%=--ignore=%)
 
 test-all: $(INSTALLED) lint  ## all of it: further layouts, families, seeds, kills, and Slurm
-	$(PYTEST) -m 'not exhaustive' --ignore=tests/slurm
+	$(PYTEST) -m 'not exhaustive' $(QUICK)
+	$(PYTEST) -m 'not exhaustive' tests $(QUICK:%=--ignore=%) --ignore=tests/slurm
 	$(BIN)/python -m pytest -m 'not exhaustive' tests/slurm  # alone: one host holds one Slurm
 
 bench: $(INSTALLED)  ## speed and memory of the parts, into benchmarks/results.json (some minutes)
