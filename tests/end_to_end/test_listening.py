@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 from process_tree import KILLED, tree
-from runs import CONFIG, braid
+from runs import REPOSITORY, braid
 from sockets import listening
 
-pytestmark = pytest.mark.slow
-
+CONFIG = str(REPOSITORY / "configs" / "smoke.yaml")
 # Messages, since shared memory needs no store; two engine ranks, which have a group of vLLM's.
 ARGUMENTS = ("engine.tensor=2", "engine.transport=messages")
 PARTS = ("rank 0", "rank 1", "engine", "engine's child")
