@@ -6,7 +6,6 @@ import ipaddress
 import time
 from pathlib import Path
 
-import pytest
 from process_tree import KILLED, tree
 from runs import REPOSITORY, braid
 from sockets import listening
