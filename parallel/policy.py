@@ -209,8 +209,8 @@ class TrainedPolicy(Policy):
             module.zero_grad_buffer()
             chunk.train()
         self.optimizer.zero_grad()
-        self.losses.start(tokens)
-        if self.losses.counts:
+        self.losses.start(tokens, len(batches))
+        if self.losses.counts_first:
             self._count(batches)
         self._training = True
         return self._run(batches, loss, forward_only=False)

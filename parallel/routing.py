@@ -100,8 +100,10 @@ def _tell_router(layer: Any, _arguments: tuple, keywords: dict[str, Any]) -> Non
 class RoutingLosses:
     """The stability losses of one policy, normalised by the global counts of a step.
 
-    The f_e of a load balance are of the whole step, so that a step first counts, in forward passes
-    without gradients between `start_counting` and `finish_counting`, and attaches afterwards.
+    The f_e of a load balance are of the whole step. A step of one micro-batch counts in its own
+    forward pass, where every layer sums its counts over the ranks before it attaches its loss. One
+    of several counts first, in forward passes without gradients between `start_counting` and
+    `finish_counting`. Both give the same bits.
     """
 
     def __init__(self, settings: RoutingLossSettings, routers: list[Router]) -> None:
@@ -110,19 +112,23 @@ class RoutingLosses:
         self.tokens = 0.0
         self.sums: dict[str, float] = {}
         self._counting = False
+        self._one_batch = False
         self._load: dict[Router, torch.Tensor] = {}
         for router in routers:
             router.losses = self
 
     @property
-    def counts(self) -> bool:
-        """Whether a step has to count before it attaches."""
-        return self.settings.load_balance > 0
+    def counts_first(self) -> bool:
+        """True if the step needs forward passes that only count."""
+        return self.settings.load_balance > 0 and not self._one_batch
 
-    def start(self, tokens: float) -> None:
-        """Begin a step that reads `tokens` tokens on all ranks together, padding left out."""
+    def start(self, tokens: float, micro_batches: int) -> None:
+        """Begin a step of `micro_batches` forward passes on every rank, which read `tokens` tokens
+        on all ranks together, padding left out."""
         self.tokens = tokens
         self.sums = dict.fromkeys(("load_balance", "z_loss"), 0.0)
+        self._one_batch = micro_batches == 1
+        self._load = {}
 
     def start_counting(self) -> None:
         """Count the forward passes that follow."""
@@ -149,6 +155,9 @@ class RoutingLosses:
         """`gates` with this layer's losses hung to them, so that a backward pass visits them."""
         if self._counting:
             self._load[router] += chosen[real].sum(0)
+        elif self._one_batch and self.settings.load_balance > 0 and router not in self._load:
+            self._load[router] = load = chosen[real].sum(0).float()
+            dist.all_reduce(load, group=router.tp_dp_cp_group)
         if self._counting or not torch.is_grad_enabled():
             return gates  # also the first of two passes, when activations are computed again
         loss = gates.new_zeros((), dtype=torch.float32)

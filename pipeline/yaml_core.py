@@ -18,9 +18,9 @@ from yaml.reader import Reader
 from yaml.resolver import BaseResolver
 from yaml.scanner import Scanner
 
-# Of one document, and of all that a configuration extends. A thousand domains with every key
-# written out are 270,000.
-MOST_NODES = 500_000
+# Of one document, and of all that a configuration extends: some seconds of reading. A domain with
+# every key written out has 270.
+MOST_NODES = 100_000
 MOST_DEPTH = 64  # pydantic reads JSON of at most twice as much
 # PyYAML's own parser has the better messages and reads some 100 KiB a second.
 SLOWLY_READ = 1 << 18

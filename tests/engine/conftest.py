@@ -11,6 +11,7 @@ from engine_process import EngineOf, Running, running_engine
 from engine_settings import ENGINE, MODELS
 
 from parallel.rollout.client import EngineClient, EngineRefused
+from pipeline.forkserver import ForkServers
 
 
 def refusal(engine: Running) -> str | None:
@@ -25,7 +26,16 @@ def refusal(engine: Running) -> str | None:
 
 
 @pytest.fixture(scope="session")
-def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineOf]:
+def fork_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServers]:
+    """The fork server of this session's engines."""
+    with ForkServers(tmp_path_factory.mktemp("fork_servers"), wanted=True) as servers:
+        yield servers
+
+
+@pytest.fixture(scope="session")
+def engine_of(
+    fork_servers: ForkServers, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineOf]:
     """`engine_of(family, tensor=1)`: an engine of so many ranks, whatever weights it has."""
     engines: dict[tuple[str, int], Running] = {}
     with ExitStack() as stack:
@@ -35,7 +45,7 @@ def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineOf]:
                 directory = tmp_path_factory.mktemp("engine") / f"{family}-TP{tensor}"
                 directory.mkdir()
                 settings = ENGINE.model_copy(update={"tensor": tensor})
-                running = running_engine(MODELS[family], directory, settings)
+                running = running_engine(fork_servers, MODELS[family], directory, settings)
                 engines[family, tensor] = started = stack.enter_context(running)
                 started.before_refit = refusal(started)
             return engines[family, tensor]

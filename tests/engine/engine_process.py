@@ -1,57 +1,69 @@
-"""A real engine in a process group of its own."""
+"""A real engine in a process group of its own, forked as the launcher would do it."""
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from engine_settings import ENGINE
 
 from parallel.settings import EngineJob, EngineSettings, ModelSettings
+from pipeline.forkserver import ForkServers
+from pipeline.processes import Child
 
+START_SECONDS = 600
 EngineOf = Callable[..., "Running"]  # what the fixture `engine_of` is
 
 
 class Running:
-    """An engine that can be killed and started anew, as the launcher would do it."""
+    """An engine that can be killed and restarted."""
 
-    def __init__(self, model: ModelSettings, directory: Path, settings: EngineSettings) -> None:
+    def __init__(
+        self,
+        servers: ForkServers,
+        model: ModelSettings,
+        directory: Path,
+        settings: EngineSettings = ENGINE,
+    ) -> None:
         self.address = directory / "address.json"
         self.directory = directory
         self.before_refit: str | None = None  # why it did not sample then
+        self._servers = servers
         job = EngineJob(model=model, engine=settings, index=0, address=self.address, seed=0)
         (directory / "engine.json").write_text(job.model_dump_json())
         self.start()
 
     def start(self) -> None:
-        """Start a process, which writes the address when it is ready."""
+        """Start a process and wait until it is ready, having written its address, or has ended."""
         self.address.unlink(missing_ok=True)
-        with (self.directory / "engine.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "parallel.rollout.server", self.directory / "engine.json"],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        job = str(self.directory / "engine.json")
+        command = [sys.executable, "-m", "parallel.rollout.server", job]
+        log = self.directory / "engine.log"
+        self.process = Child("engine", command, log, {}, server=self._servers.of(command))
+        deadline = time.monotonic() + START_SECONDS
+        while self.process.status() is None and not self.address.exists():
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
 
     def kill(self) -> None:
         """kill -9 of all its processes."""
-        with suppress(ProcessLookupError):  # it has ended by itself
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        self.process.send(signal.SIGKILL)
+        self.process.reap()
 
 
 @contextmanager
 def running_engine(
-    model: ModelSettings, directory: Path, settings: EngineSettings = ENGINE
+    servers: ForkServers,
+    model: ModelSettings,
+    directory: Path,
+    settings: EngineSettings = ENGINE,
 ) -> Iterator[Running]:
     """An engine that runs as long as it is needed."""
-    engine = Running(model, directory, settings)
+    engine = Running(servers, model, directory, settings)
     try:
         yield engine
     finally:

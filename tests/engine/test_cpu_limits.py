@@ -10,9 +10,8 @@ from engine_settings import MODEL
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from parallel.rollout.cpu_limits import HEAD_DIMS, unsupported
+from pipeline.forkserver import ForkServers
 from stages.main import warn_of_engines
-
-START_SECONDS = 600
 
 
 def test_the_sizes_of_heads_are_those_of_vllm() -> None:
@@ -37,9 +36,12 @@ def test_the_first_stage_says_it_at_once(capfd: pytest.CaptureFixture[str]) -> N
     assert capfd.readouterr().err.startswith(said)
 
 
-def test_an_engine_that_cannot_draw_is_never_ready(tmp_path: Path) -> None:
-    with running_engine(MODEL.model_copy(update={"head_dim": 16}), tmp_path) as engine:
-        assert engine.process.wait(START_SECONDS) == 1
+def test_an_engine_that_cannot_draw_is_never_ready(
+    fork_servers: ForkServers, tmp_path: Path
+) -> None:
+    narrow = MODEL.model_copy(update={"head_dim": 16})
+    with running_engine(fork_servers, narrow, tmp_path) as engine:
+        assert engine.process.status() == 1
         assert not engine.address.exists()
-        log = (tmp_path / "engine.log").read_text()
-        assert "braid-error: the engine cannot serve this run: vLLM cannot draw from this" in log
+        cause = engine.process.failure().cause
+        assert cause.startswith("the engine cannot serve this run: vLLM cannot draw from this")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import os
 import signal
 import socket
 import stat
@@ -167,7 +166,7 @@ def test_a_client_gives_up_an_engine_that_hangs(engine: Running, refit: Refit) -
     impatient.connect()
     stream = impatient.generate(request(replace(SAMPLING, max_tokens=200)))
     next(stream)
-    os.killpg(engine.process.pid, signal.SIGSTOP)
+    engine.process.send(signal.SIGSTOP)
     try:
         with pytest.raises(EngineError, match="broke off its answer to generate: TimeoutError"):
             list(stream)
@@ -175,7 +174,7 @@ def test_a_client_gives_up_an_engine_that_hangs(engine: Running, refit: Refit) -
         with pytest.raises(EngineError, match="said nothing for 1 s after generate"):
             list(impatient.generate(request()))
     finally:
-        os.killpg(engine.process.pid, signal.SIGCONT)
+        engine.process.send(signal.SIGCONT)
     impatient.settings = ENGINE
     assert reference.largest_difference(draw(impatient)) < 1e-4
 
@@ -187,8 +186,8 @@ def test_an_engine_stopped_while_a_client_connects_is_asked_again(
     monkeypatch.setattr("parallel.rollout.client.HEALTH_SECONDS", 1.0)
     monkeypatch.setattr("parallel.rollout.client.LAUNCHER_SECONDS", 0.0)
     late = EngineClient(engine.address, ENGINE.model_copy(update={"start_timeout_seconds": 30}))
-    os.killpg(engine.process.pid, signal.SIGSTOP)
-    wake = threading.Timer(3, os.killpg, [engine.process.pid, signal.SIGCONT])
+    engine.process.send(signal.SIGSTOP)
+    wake = threading.Timer(3, engine.process.send, [signal.SIGCONT])
     wake.start()
     try:
         assert late.connect() == client.describe()

@@ -42,6 +42,9 @@ MATRIX = {
 }
 # Every kind of parallelism, most of them beside others.
 CORE = ("1 rank", "DP2", "ETP2", "TP2 EP2 PP2", "CP2 EP2 VPP2")
+Cut = tuple[int, bool, bool]  # micro-batches, padded, replayed
+SOME_CUTS = [(1, False, False), (4, False, True), (4, True, False)]
+CUTS = [*SOME_CUTS, (1, False, True), (1, True, False), (4, False, False)]
 MODEL = ModelSettings(
     vocabulary_size=80,
     hidden_size=32,
@@ -182,19 +185,15 @@ def reference(directory: str, losses: RoutingLossSettings) -> None:
 
 
 def differences(
-    layout: LayoutSettings, directory: str, losses: RoutingLossSettings
+    layout: LayoutSettings, directory: str, losses: RoutingLossSettings, cuts: list[Cut]
 ) -> list[dict[str, Any]]:
-    """How far this layout is from the reference, for every loss, packing and cut."""
+    """How far this layout is from the reference, for every loss and cut."""
     from parallel.model import global_name, shard, tensor_split
 
     layout = layout.model_copy(update={"distributed_optimizer": False})  # it scatters gradients
     policy, teacher = build(layout, SGD, losses=losses), build(layout, SGD, seed=1)
     found = []
-    for loss, count, padded, replay in itertools.product(
-        LOSSES, (1, 4), (False, True), (False, True)
-    ):
-        if replay and padded:
-            continue
+    for loss, (count, padded, replay) in itertools.product(LOSSES, cuts):
         drawn = samples(24, routes=replay)
         parts = prepared(loss, drawn, teacher, count=count, padded=padded, replay=replay)
         values = accumulate(policy, loss, drawn, parts)
@@ -305,6 +304,23 @@ def replayed_routing(layout: LayoutSettings) -> dict[str, float]:
         "restored": (free_again - free)[replay[0].mask].abs().max().item(),
         "router_gradient": min(router.main_grad.norm().item() for router in routers),
     }
+
+
+def forward_passes(layout: LayoutSettings, losses: RoutingLossSettings, count: int) -> set[float]:
+    """How often a step of `count` micro-batches passes each of this rank's routers, a batch."""
+    policy = build(layout, losses=losses)
+    passes = dict.fromkeys(policy.routers, 0)
+
+    def see(router: torch.nn.Module, *_: Any) -> None:
+        passes[router] += 1
+
+    for router in policy.routers:
+        router.register_forward_hook(see)
+    drawn = samples(16)
+    parts = batches(drawn, count)
+    read = sum(sample.length for sample in drawn)
+    policy.accumulate(parts, lambda r: (0.0 * r.log_probs().sum(), None), tokens=read)
+    return {found / len(parts) for found in passes.values()}
 
 
 def router_agreement(layout: LayoutSettings) -> dict[str, float]:

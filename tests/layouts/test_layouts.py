@@ -9,11 +9,15 @@ import pytest
 import torch
 from cases import (
     CORE,
+    CUTS,
     MATRIX,
     MODEL,
+    SOME_CUTS,
     SPREAD,
+    Cut,
     differences,
     expected_kept_logprobs,
+    forward_passes,
     gradient_of_routing_losses,
     held_experts,
     kept_logprobs,
@@ -40,13 +44,20 @@ def one_process(on: On, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("name", [*ONE_DEVICE, *tiered(list(MATRIX)[1:], {*CORE, *RECOMPUTED})])
-def test_loss_and_gradients_do_not_know_the_layout(name: str, on: On, one_process: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "cuts"),
+    [pytest.param("1 rank", CUTS, marks=pytest.mark.one_device)]
+    + [(name, SOME_CUTS) for name in (*CORE[1:], *RECOMPUTED)]
+    + [pytest.param(name, CUTS, marks=pytest.mark.combinations) for name in list(MATRIX)[1:]],
+)
+def test_loss_and_gradients_do_not_know_the_layout(
+    name: str, cuts: list[Cut], on: On, one_process: Path
+) -> None:
     """SFT, GSPO with KL, and distillation; packed and padded; cut in one and in four or more;
     routed freely and replayed; with the routers' losses."""
     layout = MATRIX[name]
     counts = set()
-    for rank in on(layout, differences, layout, str(one_process), LOSSES):
+    for rank in on(layout, differences, layout, str(one_process), LOSSES, cuts):
         for found in rank:
             counts.add(found["micro_batches"])
             assert found["loss"] < 1e-6, found
@@ -88,6 +99,14 @@ def test_router_agreement_does_not_know_the_layout(name: str, on: On) -> None:
     for found in on(MATRIX[name], router_agreement, MATRIX[name]):
         # One slot of hundreds may be decided by rounding.
         assert found == pytest.approx(expected, abs=0.005)
+
+
+@pytest.mark.parametrize(("count", "balance", "passes"), [(1, 0.1, 1), (4, 0.1, 2), (4, 0.0, 1)])
+def test_a_step_counts_the_load_in_passes_of_its_own_only_where_it_must(
+    count: int, balance: float, passes: int, on: On
+) -> None:
+    losses = RoutingLossSettings(load_balance=balance, z_loss=0.01)
+    assert on(SPREAD, forward_passes, SPREAD, losses, count) == [{passes}, {passes}]
 
 
 @pytest.mark.one_device

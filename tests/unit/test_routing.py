@@ -65,7 +65,7 @@ def test_agreement_is_the_share_of_slots_that_the_routers_would_fill_alike() -> 
 def test_vector_11() -> None:
     """Of a real token; padding counts for nothing."""
     losses = RoutingLosses(RoutingLossSettings(z_loss=0.5), [mock.Mock()])
-    losses.start(tokens=1.0)
+    losses.start(tokens=1.0, micro_batches=1)
     logits = torch.tensor([[2.0, 0, 0, 0], [99.0, 0, 0, 0]], requires_grad=True)
     gates, real = torch.ones(2, 4), torch.tensor([True, False])
     attached = losses.attach(mock.Mock(), gates, gates > 0, logits, real)
