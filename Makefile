@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 TRL_VENV := .venv-trl
 TRL_INSTALLED := $(TRL_VENV)/.installed
 
-.PHONY: help install quickstart quick test test-all lint bench bench-trl chaos fuzz gpu-check golden lock clean
+.PHONY: help install quickstart quick test test-all style lint bench bench-trl chaos fuzz gpu-check golden lock clean
 
 help:  ## list these targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -36,21 +36,18 @@ $(INSTALLED): requirements/bootstrap.txt requirements/cpu.txt setup.py
 quickstart: $(INSTALLED)  ## cold start, three experts, merge, evaluation and export, on this machine
 	$(BIN)/braid run configs/quickstart.yaml
 
-# Two workers, since half of what a test waits for is not the cores. A file stays on one, with its
-# fixtures; files run in the order of their directories, the longest first.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-QUICK := tests/unit tests/pipeline
+# Three workers on two cores, since a third of what tests wait for is not the cores. A file stays on one
+# (tests/conftest.py); files start in the order of their directories, the longest first.
+PYTEST := $(BIN)/python -m pytest -n 3 --no-loadscope-reorder
 
-quick: $(INSTALLED)  ## unit and pipeline tests, without ranks or engines (5 minutes)
-	$(PYTEST) $(QUICK)
+quick: $(INSTALLED)  ## unit and pipeline tests, without ranks or engines (3 minutes)
+	$(PYTEST) tests/unit tests/pipeline
 
-# Ranks and engines that wait for their next test cost the others time, so that these come first.
-test: $(INSTALLED) lint quick  ## lint, types, and a test of every property (20 minutes)
-	$(PYTEST) tests $(QUICK:%=--ignore=%)
+test: $(INSTALLED) style  ## style, types, and a test of every property (12 minutes)
+	$(PYTEST) tests
 
-test-all: $(INSTALLED) lint  ## all of it: further layouts, families, seeds, kills, and Slurm
-	$(PYTEST) -m 'not exhaustive' $(QUICK)
-	$(PYTEST) -m 'not exhaustive' tests $(QUICK:%=--ignore=%) --ignore=tests/slurm
+test-all: $(INSTALLED) style  ## all of it: further layouts, families, seeds, kills, and Slurm
+	$(PYTEST) -m 'not exhaustive' tests --ignore=tests/slurm
 	$(BIN)/python -m pytest -m 'not exhaustive' tests/slurm  # alone: one host holds one Slurm
 
 bench: $(INSTALLED)  ## speed and memory of the parts, into benchmarks/results.json (some minutes)
@@ -77,9 +74,11 @@ gpu-check: $(INSTALLED)  ## on a CUDA device: the tests that need one rank, on t
 golden: $(INSTALLED)  ## write the messages of tests/pipeline/golden anew; then read their diff
 	$(BIN)/python tests/pipeline/test_golden_messages.py
 
-lint: $(INSTALLED)  ## style and types
+style: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+lint: style  ## style and types
 	$(BIN)/mypy
 
 lock: $(INSTALLED)  ## resolve setup.py's ranges again into requirements/cpu.txt, and hash every pin

@@ -7,9 +7,9 @@ Hugging Face, vLLM and everything else in the process are untouched. (Patching t
 real module silently zeroes rotary frequencies loaded by transformers: `torch.device` contexts
 cache the factories they first saw.)
 
-Four methods of Tensor and one of Module are the only global changes. All but Tensor.type only
-accept calls that could do nothing but raise on a build without CUDA, and Tensor.type answers
-differently to Megatron alone.
+Four methods of Tensor, one of Module and the constructor of gloo's process groups (parallel.gloo)
+are the only global changes. All but two only accept calls that could do nothing but raise on a
+build without CUDA; Tensor.type answers differently to Megatron alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from parallel import checkpoint_reader
+from parallel import checkpoint_reader, gloo
 from parallel.adam import GroupStepAdam
 
 CPU = torch.device("cpu")
@@ -102,6 +102,7 @@ def activate() -> None:
     # Megatron's modules are decorated with it.
     importlib.import_module("megatron.core.jit").disable_jit_fuser()
     _accept_cuda_on_tensors()
+    gloo.share_device()
     for name in ENTRY_POINTS:
         importlib.import_module(name)
     proxy = _TorchWithoutCuda()

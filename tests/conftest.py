@@ -9,10 +9,28 @@ from typing import Any
 import pytest
 from ranks import On, Ranks
 from virtual_cluster import cluster as cluster  # a fixture
+from xdist.scheduler import LoadFileScheduling
 
 from parallel.settings import LayoutSettings
 
-KEPT = 10  # processes; idle ones still cost memory, and gloo's threads some time
+KEPT = 10  # processes; idle ones still cost memory
+# Tests of one file share a worker, and those of these directories do: each worker that uses an
+# engine first imports vLLM for its fork server, and starts engines of its own.
+TOGETHER = ("tests/engine",)
+
+
+class _Scheduling(LoadFileScheduling):
+    """Give every worker whole files, or whole directories where those share what is costly."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        directory = nodeid.rpartition("::")[0].rpartition("/")[0]
+        return directory if directory in TOGETHER else super()._split_scope(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Scheduling:
+    """Schedule by files and directories, whatever `--dist` says."""
+    return _Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -42,9 +42,6 @@ MATRIX = {
 }
 # Every kind of parallelism, most of them beside others.
 CORE = ("1 rank", "DP2", "ETP2", "TP2 EP2 PP2", "CP2 EP2 VPP2")
-Cut = tuple[int, bool, bool]  # micro-batches, padded, replayed
-SOME_CUTS = [(1, False, False), (4, False, True), (4, True, False)]
-CUTS = [*SOME_CUTS, (1, False, True), (1, True, False), (4, False, False)]
 MODEL = ModelSettings(
     vocabulary_size=80,
     hidden_size=32,
@@ -147,6 +144,19 @@ LOSSES = {
 }
 
 
+Batching = tuple[str, int, bool, bool]  # a loss; its micro-batches, whether padded and replayed
+EACH_ONCE = [
+    ("cross_entropy", 1, False, False),
+    ("sequence_policy", 4, False, True),
+    ("distillation", 4, True, False),
+]
+ALL = [
+    (loss, count, padded, replay)
+    for loss, count in itertools.product(LOSSES, (1, 4))
+    for padded, replay in ((False, False), (False, True), (True, False))
+]
+
+
 def prepared(loss: str, drawn: list[Sample], teacher: Any, **how: Any) -> list[Any]:
     """Micro-batches, with what the loss needs of another model."""
     parts = batches(drawn, **how)
@@ -185,15 +195,15 @@ def reference(directory: str, losses: RoutingLossSettings) -> None:
 
 
 def differences(
-    layout: LayoutSettings, directory: str, losses: RoutingLossSettings, cuts: list[Cut]
+    layout: LayoutSettings, directory: str, losses: RoutingLossSettings, batchings: list[Batching]
 ) -> list[dict[str, Any]]:
-    """How far this layout is from the reference, for every loss and cut."""
+    """How far this layout is from the reference, for every batching."""
     from parallel.model import global_name, shard, tensor_split
 
     layout = layout.model_copy(update={"distributed_optimizer": False})  # it scatters gradients
     policy, teacher = build(layout, SGD, losses=losses), build(layout, SGD, seed=1)
     found = []
-    for loss, (count, padded, replay) in itertools.product(LOSSES, cuts):
+    for loss, count, padded, replay in batchings:
         drawn = samples(24, routes=replay)
         parts = prepared(loss, drawn, teacher, count=count, padded=padded, replay=replay)
         values = accumulate(policy, loss, drawn, parts)
@@ -277,6 +287,12 @@ def expected_kept_logprobs() -> dict[float, float]:
     values[part.place] = chosen
     sums = values.view(part.mask.shape).sum(1).tolist()
     return dict(zip((sample.advantage for sample in part.samples), sums, strict=True))
+
+
+def gloo_loops() -> int:
+    """The number of this process's threads that move gloo's messages."""
+    threads = Path("/proc/self/task").glob("*/comm")
+    return [thread.read_text().strip() for thread in threads].count("gloo_tcp_loop")
 
 
 def held_experts(layout: LayoutSettings) -> set[str]:

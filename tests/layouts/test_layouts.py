@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from cases import (
+    ALL,
     CORE,
-    CUTS,
+    EACH_ONCE,
     MATRIX,
     MODEL,
-    SOME_CUTS,
     SPREAD,
-    Cut,
+    Batching,
     differences,
     expected_kept_logprobs,
     forward_passes,
+    gloo_loops,
     gradient_of_routing_losses,
     held_experts,
     kept_logprobs,
@@ -45,19 +46,19 @@ def one_process(on: On, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "cuts"),
-    [pytest.param("1 rank", CUTS, marks=pytest.mark.one_device)]
-    + [(name, SOME_CUTS) for name in (*CORE[1:], *RECOMPUTED)]
-    + [pytest.param(name, CUTS, marks=pytest.mark.combinations) for name in list(MATRIX)[1:]],
+    ("name", "batchings"),
+    [pytest.param("1 rank", ALL, marks=pytest.mark.one_device)]
+    + [(name, EACH_ONCE) for name in (*CORE[1:], *RECOMPUTED)]
+    + [pytest.param(name, ALL, marks=pytest.mark.combinations) for name in list(MATRIX)[1:]],
 )
 def test_loss_and_gradients_do_not_know_the_layout(
-    name: str, cuts: list[Cut], on: On, one_process: Path
+    name: str, batchings: list[Batching], on: On, one_process: Path
 ) -> None:
     """SFT, GSPO with KL, and distillation; packed and padded; cut in one and in four or more;
     routed freely and replayed; with the routers' losses."""
     layout = MATRIX[name]
     counts = set()
-    for rank in on(layout, differences, layout, str(one_process), LOSSES, cuts):
+    for rank in on(layout, differences, layout, str(one_process), LOSSES, batchings):
         for found in rank:
             counts.add(found["micro_batches"])
             assert found["loss"] < 1e-6, found
@@ -73,6 +74,11 @@ def test_log_probabilities_are_of_what_the_sampling_kept(name: str, on: On) -> N
     for rank in on(MATRIX[name], kept_logprobs, MATRIX[name]):
         found.update(rank)
     assert found == pytest.approx(expected, abs=1e-4)
+
+
+def test_all_process_groups_share_one_gloo_device(on: On) -> None:
+    """Else each of some twenty groups has a thread, which wakes 100 times a second."""
+    assert on(SPREAD, gloo_loops) == [1, 1]
 
 
 def test_every_expert_is_somewhere(on: On) -> None:

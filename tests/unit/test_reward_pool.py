@@ -157,11 +157,12 @@ def test_a_pool_that_is_closed_leaves_no_process(pool: Made, tmp_path: Path) -> 
     made = pool(odd=own("does"))
     made.submit(problem(), [response(f"child {tmp_path / 'number'}")])
     deadline = time.monotonic() + SECONDS
-    while not (tmp_path / "number").exists() and time.monotonic() < deadline:
+    while not (number := tmp_path / "number").exists() or not number.read_text():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     processes = [made._nursery.pid, *(worker.process for worker in made._workers)]
     made.close()
-    processes.append(int((tmp_path / "number").read_text()))
+    processes.append(int(number.read_text()))
     while any(Path(f"/proc/{each}").exists() for each in processes):
         assert time.monotonic() < deadline
         time.sleep(0.01)

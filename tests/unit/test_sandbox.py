@@ -25,7 +25,7 @@ SECRET = "the-parents-own-secret"
 PATIENT = Limits(wall_seconds=8, memory_mebibytes=128, processes=8)
 HASTY = Limits(wall_seconds=0.6, memory_mebibytes=128, processes=8)
 BOUND_SECONDS = 30.0  # beyond the limit; the programs that must be ended sleep for 60
-SUBREAPER = 36
+SUBREAPER, IS_SUBREAPER = 36, 37
 
 # Every program prints "escaped" if it gets what it wants. By name: how it ends, and what it does.
 GIVES_UP = {
@@ -225,12 +225,14 @@ def sentinel() -> Iterator[subprocess.Popen[bytes]]:
 
     Orphans become children of this process, so that none can hide.
     """
-    ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
+    libc, before = ctypes.CDLL(None), ctypes.c_int()
+    libc.prctl(IS_SUBREAPER, ctypes.byref(before), 0, 0, 0)  # where fork servers are used
+    libc.prctl(SUBREAPER, 1, 0, 0, 0)
     with subprocess.Popen(["sleep", "300"], env={"BRAID_TEST_SECRET": SECRET}) as process:
         yield process
         assert process.poll() is None
         process.kill()
-    ctypes.CDLL(None).prctl(SUBREAPER, 0, 0, 0, 0)
+    libc.prctl(SUBREAPER, before.value, 0, 0, 0)
 
 
 def children() -> set[str]:
