@@ -8,8 +8,8 @@ real module silently zeroes rotary frequencies loaded by transformers: `torch.de
 cache the factories they first saw.)
 
 Four methods of Tensor, one of Module and the constructor of gloo's process groups (parallel.gloo)
-are the only global changes. All but two only accept calls that could do nothing but raise on a
-build without CUDA; Tensor.type answers differently to Megatron alone.
+are the only global changes. Those of Tensor and Module only accept calls that could do nothing but
+raise on a build without CUDA, but for Tensor.type, which answers differently to Megatron alone.
 """
 
 from __future__ import annotations

@@ -96,6 +96,7 @@ def _become(request: dict[str, Any], link_descriptor: int, output: int, status: 
         except OSError:
             os._exit(1)
     sys.argv = [request["module"], *request["arguments"]]
+    print(os.getpid(), "runs", *sys.argv, flush=True)  # in the server's log still
     # What `ps` shows. Before the environment changes, by which setproctitle finds its memory.
     setproctitle(" ".join([sys.executable, "-m", *sys.argv]))
     for standard in (sys.stdout.fileno(), sys.stderr.fileno()):

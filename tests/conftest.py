@@ -23,7 +23,7 @@ class _Scheduling(LoadFileScheduling):
     """Give every worker whole files, or whole directories where those share what is costly."""
 
     def _split_scope(self, nodeid: str) -> str:
-        directory = nodeid.rpartition("::")[0].rpartition("/")[0]
+        directory = nodeid.partition("::")[0].rpartition("/")[0]
         return directory if directory in TOGETHER else super()._split_scope(nodeid)
 
 

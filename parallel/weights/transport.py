@@ -22,6 +22,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from parallel.gloo import separate_group
+
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -66,9 +68,9 @@ class Messages:
 
     def __init__(self, meeting: Meeting, rank: int, device: torch.device) -> None:
         self.device = device
-        kind: Any = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
+        make: Any = dist.ProcessGroupNCCL if device.type == "cuda" else separate_group
         timeout = timedelta(seconds=meeting.timeout_seconds)
-        self._group = kind(meeting.store(), rank, meeting.ranks, timeout)
+        self._group = make(meeting.store(), rank, meeting.ranks, timeout)
 
     def send(self, tensor: torch.Tensor, rank: int) -> dist.Work:
         """Start sending; the tensor must stay as it is until the work is done."""

@@ -165,11 +165,12 @@ def test_a_run_ends_with_the_table(name: str, request: pytest.FixtureRequest) ->
 
 
 def test_ranks_and_engines_were_forked(peaceful: Run) -> None:
-    """Their imports start no thread and touch no device; else the servers would have said so."""
+    """Their imports start no thread and touch no device, else the servers would have refused."""
     logs = list((peaceful.path / "fork_servers").glob("*.log"))
     assert [log.stem for log in sorted(logs)] == ["parallel.rollout.server", "stages.main"]
     for log in logs:
         assert "Traceback" not in log.read_text()
+        assert f" runs {log.stem} " in log.read_text()
 
 
 def test_no_finished_stage_is_repeated(killed: Run) -> None:

@@ -45,9 +45,13 @@ class Running:
         log = self.directory / "engine.log"
         self.process = Child("engine", command, log, {}, server=self._servers.of(command))
         deadline = time.monotonic() + START_SECONDS
-        while self.process.status() is None and not self.address.exists():
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.05)
+        try:
+            while self.process.status() is None and not self.address.exists():
+                assert time.monotonic() < deadline, log.read_text()
+                time.sleep(0.05)
+        except BaseException:
+            self.kill()
+            raise
 
     def kill(self) -> None:
         """kill -9 of all its processes."""

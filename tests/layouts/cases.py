@@ -147,6 +147,7 @@ LOSSES = {
 Batching = tuple[str, int, bool, bool]  # a loss; its micro-batches, whether padded and replayed
 EACH_ONCE = [
     ("cross_entropy", 1, False, False),
+    ("sequence_policy", 1, True, False),
     ("sequence_policy", 4, False, True),
     ("distillation", 4, True, False),
 ]
@@ -289,10 +290,22 @@ def expected_kept_logprobs() -> dict[float, float]:
     return dict(zip((sample.advantage for sample in part.samples), sums, strict=True))
 
 
-def gloo_loops() -> int:
-    """The number of this process's threads that move gloo's messages."""
-    threads = Path("/proc/self/task").glob("*/comm")
-    return [thread.read_text().strip() for thread in threads].count("gloo_tcp_loop")
+def gloo_loops() -> list[int]:
+    """The number of this process's threads that move gloo's messages: before, during and after the
+    life of a group with a device of its own."""
+    from datetime import timedelta
+
+    from parallel.gloo import separate_group
+
+    def count() -> int:
+        threads = Path("/proc/self/task").glob("*/comm")
+        return [thread.read_text().strip() for thread in threads].count("gloo_tcp_loop")
+
+    before = count()
+    group = separate_group(torch.distributed.HashStore(), 0, 1, timedelta(minutes=1))
+    during = count()
+    del group
+    return [before, during, count()]
 
 
 def held_experts(layout: LayoutSettings) -> set[str]:
