@@ -40,10 +40,10 @@ quickstart: $(INSTALLED)  ## cold start, three experts, merge, evaluation and ex
 # (tests/conftest.py); files start in the order of their directories, the longest first.
 PYTEST := $(BIN)/python -m pytest -n 3 --no-loadscope-reorder
 
-quick: $(INSTALLED)  ## unit and pipeline tests, without ranks or engines (3 minutes)
+quick: $(INSTALLED)  ## unit and pipeline tests, without ranks or engines (4 minutes)
 	$(PYTEST) tests/unit tests/pipeline
 
-test: $(INSTALLED) style  ## style, types, and a test of every property (12 minutes)
+test: $(INSTALLED) style  ## style, types, and a test of every property (13 minutes)
 	$(PYTEST) tests
 
 test-all: $(INSTALLED) style  ## all of it: further layouts, families, seeds, kills, and Slurm

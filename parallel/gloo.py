@@ -32,6 +32,7 @@ def share_device() -> None:
     def construct_sharing(
         self: Any, store: Any, rank: int, size: int, timeout: Any = default_pg_timeout
     ) -> None:
+        # gloo's other constructor has options in the timeout's place: they name their devices.
         if isinstance(timeout, timedelta):
             timeout = _options(timeout, _shared_devices(os.getpid()))
         construct(self, store, rank, size, timeout)

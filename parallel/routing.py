@@ -119,7 +119,7 @@ class RoutingLosses:
 
     @property
     def counts_first(self) -> bool:
-        """True if the step needs forward passes that only count."""
+        """Return whether the step needs forward passes that only count."""
         return self.settings.load_balance > 0 and not self._one_batch
 
     def start(self, tokens: float, micro_batches: int) -> None:

@@ -26,7 +26,7 @@ from pipeline.yaml_core import (
     scalar,
 )
 
-MOST_BYTES = 8 << 20  # of a file; MOST_NODES keys are some 3 MiB
+MOST_BYTES = 8 << 20  # of a file
 
 Key = tuple[str, ...]
 MOST_EXTENDING = 32  # files, each by the one before: Python's stack holds some hundred
