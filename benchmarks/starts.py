@@ -4,9 +4,11 @@
 
 Runs the config twice in this one call, deterministic, with `launch.fork_servers` on and off, and
 watches the run's files: a stage is launched when its job file is there, `loaded` when its model is
-(metrics.jsonl is created), and has done its first step when metrics.jsonl has a line. An engine is
-launched when its job file is there, and ready when it has written its address. Prints one JSON
-object, in which `same_bits` says whether both runs have the same final weights, bit for bit.
+(metrics.jsonl is created), `begins` when its first step does (the time of the first line, less the
+line's own seconds of refit, rollout and training), and has done its first step when metrics.jsonl
+has a line. An engine is launched when its job file is there, and ready when it has written its
+address. Prints one JSON object, in which `same_bits` says whether both runs have the same final
+weights, bit for bit. Weights & Biases is on (offline), as it is by default.
 """
 
 from __future__ import annotations
@@ -47,15 +49,14 @@ def watched(config: str, directory: Path, setting: str) -> dict[str, Any]:
     """One run, and when what was there."""
     command = [sys.executable, "-m", "pipeline.cli", "run", config, "--runs-dir", str(directory)]
     command += ["--name", name(setting), "deterministic=true", f"launch.fork_servers={setting}"]
-    command += ["logging.wandb=disabled"]
-    started = time.monotonic()
+    started = time.time()
     seen: dict[Path, float] = {}
     servers = 0
     with (directory / f"{name(setting)}.log").open("w") as log:
         braid = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log)
         while braid.poll() is None:
             for path in marks(directory / name(setting)):
-                seen.setdefault(path, time.monotonic())
+                seen.setdefault(path, time.time())
             servers = max(servers, server_memory(braid.pid))
             time.sleep(LOOK_SECONDS)
     if braid.returncode:
@@ -66,6 +67,7 @@ def watched(config: str, directory: Path, setting: str) -> dict[str, Any]:
             metrics = launched.parents[1] / "metrics.jsonl"
             stages[metrics.parent.name] = {
                 "loaded": since(at, seen.get(metrics)),
+                "begins": since(at, begun(metrics)),
                 "first_step": since(at, seen.get(metrics.with_suffix(".first"))),
             }
     engines = {
@@ -74,7 +76,7 @@ def watched(config: str, directory: Path, setting: str) -> dict[str, Any]:
         if path.name == "engine.json"
     }
     return {
-        "whole_run_seconds": round(time.monotonic() - started, 1),
+        "whole_run_seconds": round(time.time() - started, 1),
         "seconds_after_launch": stages,
         "engine_ready_seconds": engines,
         "servers_peak_proportional_mebibytes": servers,
@@ -96,6 +98,15 @@ def marks(run: Path) -> list[Path]:
     ]
     engines = [path for name in ("engine", "address") for path in run.glob(f"engine/*/{name}.json")]
     return [*stages, *first, *engines]
+
+
+def begun(metrics: Path) -> float | None:
+    """The Unix time at which the first step began, of a stage that has steps and times them."""
+    if not metrics.exists():
+        return None
+    first = json.loads(metrics.read_text().splitlines()[0])
+    parts = ("seconds_refit", "seconds_rollout", "seconds_train")
+    return first["time"] - sum(first[part] for part in parts) if parts[0] in first else None
 
 
 def since(start: float, end: float | None) -> float | None:

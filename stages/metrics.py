@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ class MetricsLog:
         _keep_until(self.path, start)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.touch()  # the launcher sees that the model is loaded
-        self._wandb = _start_wandb(job)
+        self._starting = _wandb_starting(job)
 
     def write(self, step: int, metrics: dict[str, float], **labels: str) -> None:
         """Append one line. Raises KeyError for a metric that is not declared above."""
@@ -112,14 +113,16 @@ class MetricsLog:
         self._to_wandb(lambda run: run.finish())
 
     def _to_wandb(self, send: Callable[[Any], None]) -> None:
-        """Training does not depend on it: when its service dies, metrics.jsonl goes on alone."""
-        if self._wandb is None:
+        """Training does not depend on it: when its service dies, metrics.jsonl goes on alone. One
+        that did not start raises what it raised."""
+        if self._starting is None:
             return
+        run = self._starting.result()
         try:
-            send(self._wandb)
+            send(run)
         except Exception as error:
             print(f"Weights & Biases stopped ({error!r}); {self.path} goes on", flush=True)
-            self._wandb = None
+            self._starting = None
 
 
 def reduce_sums(sums: Sequence[dict[str, MetricSum]], totals: Totals) -> dict[str, float]:
@@ -159,12 +162,17 @@ def _keep_until(path: Path, step: int) -> None:
     write_atomically(path, "".join(kept))
 
 
-def _start_wandb(job: StageJob) -> Any:
-    logging = job.settings.logging
-    if logging.wandb == "disabled":
+def _wandb_starting(job: StageJob) -> Future[Any] | None:
+    """Its run, in 1.5 to 2 s, which the first step does not wait for."""
+    if job.settings.logging.wandb == "disabled":
         return None
+    return ThreadPoolExecutor(1, "wandb").submit(_start_wandb, job)
+
+
+def _start_wandb(job: StageJob) -> Any:
     import wandb
 
+    logging = job.settings.logging
     return wandb.init(
         project=logging.project,
         group=job.settings.name,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 import torch
@@ -16,8 +19,8 @@ from stages.settings import LoggingSettings, RunSettings, StageJob
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
-def job(directory: Path) -> StageJob:
-    settings = RunSettings.model_construct(name="a", logging=LoggingSettings(wandb="disabled"))
+def job(directory: Path, wandb: Literal["offline", "disabled"] = "disabled") -> StageJob:
+    settings = RunSettings.model_construct(name="a", logging=LoggingSettings(wandb=wandb))
     return StageJob.model_construct(
         stage="cold_start", directory=directory, attempt=1, settings=settings
     )
@@ -44,6 +47,44 @@ def test_resuming_drops_later_steps_and_a_half_written_line(tmp_path: Path) -> N
     MetricsLog(job(tmp_path), steps=9, start=2).write(3, {"loss": 30.0})
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["loss"]) for line in lines] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+def test_a_step_does_not_wait_for_weights_and_biases_but_its_metrics_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_start, logged = Event(), []
+
+    def start(**_: object) -> SimpleNamespace:
+        assert may_start.wait(30)
+        return SimpleNamespace(log=lambda metrics, step: logged.append((step, metrics)))
+
+    monkeypatch.setattr("wandb.init", start)
+    log = MetricsLog(job(tmp_path, "offline"), steps=3, start=0)  # returns, though nothing started
+    may_start.set()
+    log.write(1, {"loss": 2.0})
+    assert logged == [(1, {"loss": 2.0})]
+
+
+def test_weights_and_biases_that_does_not_start_is_an_error_and_one_that_dies_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(**_: object) -> None:
+        raise PermissionError("log in first")
+
+    monkeypatch.setattr("wandb.init", refuse)
+    with pytest.raises(PermissionError, match="log in first"):
+        MetricsLog(job(tmp_path, "offline"), steps=3, start=0).write(1, {"loss": 2.0})
+
+    def die(*_: object, **__: object) -> None:
+        raise BrokenPipeError("its service is gone")
+
+    monkeypatch.setattr("wandb.init", lambda **_: SimpleNamespace(log=die, finish=die))
+    log = MetricsLog(job(tmp_path, "offline"), steps=3, start=1)
+    log.write(2, {"loss": 1.0})
+    log.write(3, {"loss": 0.5})
+    log.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    assert capsys.readouterr().out.count("its service is gone") == 1
 
 
 def test_sums_are_divided_by_their_own_global_count() -> None:
