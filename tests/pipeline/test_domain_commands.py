@@ -62,20 +62,6 @@ def written(tmp_path: Path) -> Callable[[str], Path]:
     return write
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One that can write JSON, which the one of characters cannot."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("tokenizer")
-    letters = {chr(code): code - 32 for code in range(32, 127)}
-    backend = Tokenizer(models.WordLevel({**letters, "[END]": len(letters)}))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="[END]").save_pretrained(folder)
-    return folder
-
-
 def test_a_starter_is_accepted_as_it_is_and_looked_at_without_torch(
     braid: Braid, starters: Path
 ) -> None:
@@ -186,33 +172,6 @@ def test_what_differs_from_the_defaults_says_what_each_block_is() -> None:
         {**stated, "sampling": {"group_size": 8}, "updates_per_rollout": 1}
     )
     assert yaml.safe_load(dump_differing(settings)) == stated
-
-
-def test_a_domain_whose_references_score_is_right(
-    braid: Braid, written: Callable[[str], Path], tokenizer: Path
-) -> None:
-    path = written(SHAPE % "n")
-    code, out, err = braid("domain", "check", path, "--tokenizer", tokenizer, "--prompts", 1)
-    assert (code, err) == (0, "")
-    assert f"prompts: {path.parent}/rows.jsonl, 40 rows\n" in out
-    assert "tells right" not in out
-    assert f"demonstrations: {path.parent}/rows.jsonl, 40 rows\n" in out
-    row = next(line for line in out.splitlines() if line.startswith("reference"))
-    assert row.split()[-2:] == ["1", "1"]
-    row = next(line for line in out.splitlines() if line.startswith("garbage"))
-    assert row.split()[-2:] == ["0", "0"]
-
-
-def test_a_reference_that_does_not_score_is_told_loudly(
-    braid: Braid, written: Callable[[str], Path], tokenizer: Path
-) -> None:
-    path = written(SHAPE % "m")
-    code, out, err = braid("domain", "check", path, "--tokenizer", tokenizer)
-    assert code == 1
-    assert "✗ experts.shapes.rewards.shape: the reference scores 0, no more than a wrong" in out
-    assert "on 5 of 5 prompts" in " ".join(out.split())
-    assert "such as a format, have the column hold a whole one" in " ".join(out.split())
-    assert err == f"braid: {path}: its rewards (✗) do not tell right from wrong\n"
 
 
 def test_a_tokenizer_that_cannot_read_the_prompts_is_one_message(

@@ -1,5 +1,4 @@
-"""What a refit listens on and what it opens: no more than it was told to by a client with the
-token."""
+"""What a refit opens: no more than it was told to by a client with the token."""
 
 from __future__ import annotations
 
@@ -10,13 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from ranks import On
-from sockets import listening
 
-from parallel.settings import LayoutSettings
 from parallel.weights.transport import Mapped, SharedMemory, share
-
-EVERYWHERE = {"0.0.0.0", "::"}
 
 
 def received(shared: Any) -> SharedMemory:
@@ -58,12 +52,3 @@ def test_a_mapping_reads_files_that_are_open_and_changes_none(tmp_path: Path) ->
                 Mapped(received({"storages": [handle], "regions": {}}))
     assert small.read_bytes() == b"17 bytes of text."
     assert not absent.exists()
-
-
-def test_ranks_listen_on_the_address_where_they_meet(on: On) -> None:
-    for found in on(LayoutSettings(ranks=2), _listening):
-        assert not found & EVERYWHERE
-
-
-def _listening() -> set[str]:
-    return listening(os.getpid())
