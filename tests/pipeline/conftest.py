@@ -11,6 +11,7 @@ from light_machine import LightMachine, is_light
 
 from pipeline import cli, commands, runner
 from pipeline.config import load
+from pipeline.processes import POLL_SECONDS
 from pipeline.run_directory import RunDirectory
 from stages.settings import RunSettings
 
@@ -93,6 +94,7 @@ def braid(runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     ) -> tuple[int, str, str]:
         light = is_light(actions or {}) and not children
         monkeypatch.setattr(runner, "ThisMachine", LightMachine if light else this_machine)
+        monkeypatch.setattr(runner, "POLL_SECONDS", 0.0 if light else POLL_SECONDS)
         monkeypatch.setattr(commands, "PROGRAMS", fake_programs(actions or {}))
         try:
             code = cli.main([command, "--runs-dir", str(runs), *map(str, arguments)])
