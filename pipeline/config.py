@@ -25,13 +25,22 @@ from pipeline.violations import (
     hint,
     shortened,
 )
-from pipeline.yaml_source import Key, Leaf, Mapping, Reader, find, lay, nearest, plain
+from pipeline.yaml_source import (
+    MOST_ERRORS,
+    Key,
+    Leaf,
+    Mapping,
+    Reader,
+    find,
+    lay,
+    nearest,
+    plain,
+)
 from stages.domains.rewards.settings import RewardPoolSettings
 from stages.settings import DomainSettings, RunSettings
 
 Root = TypeVar("Root", bound=Settings)
 MAPPING = "a mapping of keys to values"
-MOST_ERRORS = 1000  # that are put into words, which takes longer than finding them
 OF_KEY = "[key]"  # ends pydantic's location of a key; only a cluster's kinds are a closed set
 TOKENIZER: Key = ("model", "tokenizer")
 # Paths that are written relative to the file that states them; `*` stands for every name.
@@ -123,6 +132,8 @@ def _settings(
     """The settings in a tree that `reader` has read; `around` stands beside it in the rules."""
     tree, undropped = without_dropped(_with_absolute_paths(tree))
     settings, invalid, more = _validated(root, tree, complete=not reader.broken)
+    if more:  # nobody mends so many at once, and the rules would read every domain once more
+        raise ConfigError(sorted([*reader.violations, *invalid], key=_reading_order), more)
     if not reader.broken:  # else the unreadable file may have defined what is dropped
         invalid += undropped
     run = {**(around or {}), **plain(tree)}
@@ -256,7 +267,11 @@ def _validated(
         text = json.dumps(plain(tree), default=str)
         return root.model_validate_json(text, strict=True), [], 0
     except ValidationError as error:
-        told = [each for each in error.errors() if complete or each["type"] != "missing"]
+        told = [
+            each
+            for each in error.errors(include_url=False)
+            if complete or each["type"] != "missing"
+        ]
         first = told[:MOST_ERRORS]
         found = [_violation(root, tree, details) for details in first]
         found += (each for details in first for each in _below(root, tree, details))

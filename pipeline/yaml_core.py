@@ -20,7 +20,7 @@ from yaml.scanner import Scanner
 
 # Of one document, and of all that a configuration extends: some seconds of reading. A domain with
 # every key written out has 270.
-MOST_NODES = 200_000
+MOST_NODES = 150_000
 MOST_DEPTH = 64  # pydantic reads JSON of at most twice as much
 # PyYAML's own parser has the better messages and reads some 100 KiB a second.
 SLOWLY_READ = 1 << 18
