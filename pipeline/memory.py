@@ -27,7 +27,8 @@ HEADINGS = ("parameters", "gradients", "optimizer", "frozen models", "activation
 
 def memory_report(settings: RunSettings) -> Iterator[RenderableType]:
     """Tables and lines for the terminal; nothing of the run needs to exist."""
-    stages = [(stage, stage_memory(stage, settings)) for stage in compile_graph(settings)]
+    one_round = compile_graph(settings.model_copy(update={"rounds": 1}))
+    stages = [(stage, stage_memory(stage, settings)) for stage in one_round]
     largest, ranks = max(stages, key=lambda each: fullest(each[1]).total)
     yield _stage_table(settings, stages)
     yield ""
@@ -148,6 +149,8 @@ def _notes(settings: RunSettings, ranks: list[RankMemory]) -> Iterator[str]:
         f"{model.precision}, on {layout_text(layout)}"
     )
     yield f"all ranks of the largest stage: {human(everywhere)}"
+    if settings.rounds > 1:
+        yield f"each of the {settings.rounds:,} rounds takes what the first does"
     yield (
         f"{_engines(engine)}: {human(weights + cache)} = weights {human(weights)} + KV "
         f"cache {human(cache)},\n  which holds {fitting:,} tokens; {engine.max_sequences} "

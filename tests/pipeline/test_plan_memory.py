@@ -113,6 +113,16 @@ def test_the_plan_tells_what_fits(config: Path, capsys: pytest.CaptureFixture[st
     assert parted[start + 3].split()[:4] == ["1", "2", "output", "layer"]
 
 
+def test_rounds_are_alike_and_told_once(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", str(config), "--memory"]) == 0
+    one = capsys.readouterr().out.splitlines()
+    assert cli.main(["plan", str(config), "--memory", "rounds=1000"]) == 0
+    many = capsys.readouterr().out.splitlines()
+    told = "each of the 1,000 rounds takes what the first does"
+    assert [line for line in many if line != told] == one
+    assert many.count(told) == 1
+
+
 def test_many_rounds_are_indented_to_a_bound(config: Path) -> None:
     """Every round is deeper than the one before: 1000 of them took `plan --memory` two minutes."""
     stages = compile_graph(load(config, ["rounds=100"]))
