@@ -7,7 +7,7 @@ or refused by a ConfigError whose every line names a file or a key.
 runs: damaged copies of run directories through status, plan, why, diff and logs. Each command ends
 with exit code 0, or with a message that begins with `braid:`; neither changes a file.
 
-Failures are: another exception, 5 s of processor time for a step or 20 s of waiting, 3 GiB more
+Failures are: another exception, 5 s of processor time for a step or 20 s asleep, 3 GiB more
 than at the start, a changed file, a control character in a message. A case depends on its number
 and the seed alone, and each failure prints the command that repeats it.
 """

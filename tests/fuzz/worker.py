@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 STEP_SECONDS = 5.0  # of processor time: this machine may be busy
-BLOCKED_SECONDS = 20.0  # on the wall, for a step that waits for something and uses no processor
+BLOCKED_SECONDS = 20.0  # asleep, which a step is not that only waits for its turn or for the disk
+LOOK_SECONDS = 0.25
 MEMORY_BYTES = 3 << 30  # of address space beyond what a worker begins with
 REPOSITORY = Path(__file__).parents[2]
 FLOORS = tuple(f"{REPOSITORY}/{floor}/" for floor in ("pipeline", "stages", "parallel"))
@@ -116,11 +117,12 @@ class _Worker:
 
     def _wait(self) -> str | None:
         """Wait for the next message. Return how the step is stuck, or None when it is not."""
-        begun, used = time.monotonic(), self._processor_seconds()
-        while not self._pipe.poll(0.25):
+        asleep, used = 0.0, self._processor_seconds()
+        while not self._pipe.poll(LOOK_SECONDS):
             if self._processor_seconds() - used >= STEP_SECONDS:
                 return f"over {STEP_SECONDS:g} s"
-            if time.monotonic() - begun >= BLOCKED_SECONDS and not self._is_runnable():
+            asleep += LOOK_SECONDS if self._status()[0] == "S" else 0
+            if asleep >= BLOCKED_SECONDS:
                 return f"blocked for {BLOCKED_SECONDS:g} s"
         return None
 
@@ -131,9 +133,6 @@ class _Worker:
     def _processor_seconds(self) -> float:
         user, system = self._status()[11:13]
         return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
-    def _is_runnable(self) -> bool:
-        return self._status()[0] == "R"
 
     def _stack_text(self) -> str:
         """Ask the process where it is, which works inside of C code too."""
