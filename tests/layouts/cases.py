@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -297,15 +298,21 @@ def gloo_loops() -> list[int]:
 
     from parallel.gloo import separate_group
 
-    def count() -> int:
-        threads = Path("/proc/self/task").glob("*/comm")
-        return [thread.read_text().strip() for thread in threads].count("gloo_tcp_loop")
+    def count(expected: int) -> int:
+        """How many there are, which have a minute to become as many: a thread names itself."""
+        deadline = time.monotonic() + 60
+        while True:
+            threads = Path("/proc/self/task").glob("*/comm")
+            found = [thread.read_text().strip() for thread in threads].count("gloo_tcp_loop")
+            if found == expected or time.monotonic() > deadline:
+                return found
+            time.sleep(0.01)
 
-    before = count()
+    before = count(1)
     group = separate_group(torch.distributed.HashStore(), 0, 1, timedelta(minutes=1))
-    during = count()
+    during = count(2)
     del group
-    return [before, during, count()]
+    return [before, during, count(1)]
 
 
 def held_experts(layout: LayoutSettings) -> set[str]:
