@@ -115,6 +115,11 @@ def violations(run: dict[str, Any], domains: Domains) -> Found:
         yield from sampling_rules("merge.sampling", merge.sampling, layout, engine)
         yield from vocabulary_rules("merge.sampling", merge.sampling, model)
         yield from rollout_rules("merge.rollout", merge.rollout, deterministic)
+        for name in merge.domain_weights.keys() - domains.keys():
+            yield (
+                f"merge.domain_weights.{name}",
+                f"there is no domain {name}; {hint(name, domains)}",
+            )
     if evaluation and layout and evaluation.problems < layout.data:
         yield "evaluation.problems", f"{evaluation.problems} is {too_few(layout)}"
 

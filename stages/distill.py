@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -18,7 +20,7 @@ from stages.loop import train
 from stages.objectives.aggregation import Totals, token_mean
 from stages.objectives.settings import NoCorrectionSettings
 from stages.on_policy import OnPolicyStage, Rollout
-from stages.settings import RolloutSettings, StageJob
+from stages.settings import MergeSettings, RolloutSettings, StageJob
 
 # KL(student || teacher), each over the whole vocabulary.
 DIVERGENCES = {"full_vocab_reverse_kl": Responses.kl}
@@ -34,8 +36,7 @@ def run(job: StageJob) -> None:
 class Merge(OnPolicyStage):
     """Full-vocabulary reverse KL on student trajectories (section 7; DeepSeek-V4, Eq. 29).
 
-    Student and teacher are compared at temperature 1, whatever the student samples with. Domains
-    weigh by their tokens.
+    Student and teacher are compared at temperature 1, whatever the student samples with.
     """
 
     def __init__(self, job: StageJob) -> None:
@@ -64,6 +65,7 @@ class Merge(OnPolicyStage):
         )
         self.divergence = DIVERGENCES[settings.method]
         self.domains = job.settings.experts
+        self.merge = settings
         self.teachers = {}
         for domain, checkpoint in job.teachers.items():
             self.teachers[domain] = Policy(job.settings.model, job.settings.layout)
@@ -82,22 +84,34 @@ class Merge(OnPolicyStage):
         return parts
 
     def gradients(self, samples: list[Sample], batches: list[MicroBatch]) -> dict[str, float]:
-        """Those towards each domain's own teacher, averaged over all tokens."""
+        """Those towards each domain's own teacher."""
         self._add_teachers(batches)
-        totals = Totals(len(samples), sum(len(sample.response) for sample in samples))
+        tokens = Counter(dict.fromkeys(self.domains, 0))
+        for sample in samples:
+            tokens[sample.domain] += len(sample.learned)
+        shares = weights_of(self.merge, tokens)
 
-        def loss(responses: Responses) -> tuple[torch.Tensor, float]:
+        def loss(responses: Responses) -> tuple[torch.Tensor, tuple[str, float]]:
             part = responses.batch
             assert part.teacher is not None
             with torch.no_grad():
                 self.remember(part, responses.log_probs(self.sampling.temperature))
-            value = token_mean(self.divergence(responses, part.teacher), part.mask, totals)
-            return value, value.item()
+            mean = Totals(len(samples), tokens[part.domain])
+            value = token_mean(self.divergence(responses, part.teacher), part.mask, mean)
+            return shares[part.domain] * value, (part.domain, value.item())
 
         read = sum(sample.length for sample in samples)
-        values = self.policy.accumulate(batches, loss, read)
-        summed = sum_over_data({"loss": sum(values)})
-        return {**summed, "teacher_kl": summed["loss"]}
+        means = dict.fromkeys(self.domains, 0.0)
+        for domain, value in self.policy.accumulate(batches, loss, read):
+            means[domain] += value
+        means = sum_over_data(means)
+        total = sum(shares[domain] * mean for domain, mean in means.items())
+        return {
+            "loss": total,
+            "teacher_kl": total,
+            **{f"teacher_kl/{domain}": mean for domain, mean in means.items()},
+            **{f"token_share/{domain}": n / tokens.total() for domain, n in tokens.items()},
+        }
 
     def score(self, metrics: dict[str, float]) -> float:
         """Being close to the teachers is good."""
@@ -111,3 +125,17 @@ class Merge(OnPolicyStage):
             logits = teacher.response_logits([part.without_routes() for part in parts])
             for part, theirs in zip(parts, logits, strict=False):  # none but on the last stage
                 part.teacher = theirs
+
+
+def weights_of(merge: MergeSettings, tokens: Mapping[str, int]) -> dict[str, float]:
+    """What the mean over each domain's tokens weighs in the loss; they sum to 1 (section 7).
+
+    `tokens` are the learned ones of the update by domain. A domain without any weighs nothing.
+    """
+    by_tokens = merge.averaged_over == "tokens"
+    weights = {
+        domain: merge.domain_weights.get(domain, 1.0) * (count if by_tokens else count > 0)
+        for domain, count in tokens.items()
+    }
+    total = sum(weights.values())
+    return {domain: weight / max(total, 1e-9) for domain, weight in weights.items()}

@@ -56,7 +56,9 @@ METRICS = {
     "full_entropy": "tokens",
     "kl": "tokens",
     "kl_coefficient": "step",
-    "teacher_kl": "tokens",
+    "teacher_kl": "domains",
+    "teacher_kl/NAME": "tokens",
+    "token_share/NAME": "step",
     "mismatch_max": "step",
     "mismatch_mean": "tokens",
     "mismatch_sequence_k3": "sequences",
@@ -143,10 +145,10 @@ def token_efficiency(batches: Sequence[MicroBatch]) -> dict[str, float]:
 
 
 def _declared_as(name: str) -> str:
-    """There is one staleness for every number of steps, one agreement for every layer, and one
-    reward for every name."""
+    """There is one staleness for every number of steps, one agreement for every layer, one reward
+    for every name, and one KL to the teacher for every domain."""
     numbered = re.sub(r"^(staleness|(?:drift_)?router_agreement)_\d+$", r"\1_N", name)
-    return re.sub(r"^reward/.+$", "reward/NAME", numbered)
+    return re.sub(r"^(reward|teacher_kl|token_share)/.+$", r"\1/NAME", numbered)
 
 
 def _keep_until(path: Path, step: int) -> None:

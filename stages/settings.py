@@ -178,6 +178,15 @@ class MergeSettings(Settings):
     """Multi-teacher on-policy distillation: students sample, each domain's own expert grades."""
 
     method: Literal["full_vocab_reverse_kl"] = "full_vocab_reverse_kl"
+    averaged_over: Literal["domains", "tokens"] = Field(
+        default="domains",
+        description="domains: the mean of every domain's mean over its tokens. tokens: of all"
+        " tokens, most of which are of the domain with the longest responses",
+    )
+    domain_weights: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default={},
+        description="what a domain weighs beside the others in that mean; 1 where it is not named",
+    )
     sampling: MergeSamplingSettings = MergeSamplingSettings()
     rollout: MergeRolloutSettings = MergeRolloutSettings()
     routing: RoutingSettings = RoutingSettings()
