@@ -66,7 +66,7 @@ class Critic:
 
     def learn(self, samples: list[Sample], parts: list[MicroBatch]) -> dict[str, float]:
         """One step towards the returns; what there is to log. Collective."""
-        totals = Totals(len(samples), sum(len(sample.response) for sample in samples))
+        totals = Totals(len(samples), sum(len(sample.learned) for sample in samples))
         clip = self._settings.critic.value_clip
 
         def loss(responses: Responses) -> tuple[torch.Tensor, float]:

@@ -125,7 +125,7 @@ class Expert(OnPolicyStage):
                 part.router_movement = movement
         totals = Totals(
             len(samples),
-            sum(len(sample.response) for sample in samples),
+            sum(len(sample.learned) for sample in samples),
             self.sampling.max_response_tokens,
         )
         self.weigh = weigh = LengthWeights(samples, self.length_exponent)
@@ -209,6 +209,13 @@ class Expert(OnPolicyStage):
             samples += add_advantages(own, self.objective.advantage, weights, len(samples))
         return samples
 
+    def _drew(self, part: MicroBatch) -> torch.Tensor | None:
+        """Log-probabilities [B, R] of what drew the tokens, where the KL asks for them: the
+        engine's of what older weights drew, in part or whole, else pi_old's."""
+        if self.objective.kl.estimator != "unbiased_k3" or part.old_logprobs is None:
+            return None
+        return part.engine_logprobs.where(self.stale(part), part.old_logprobs)
+
     def _tokens(self, responses: Responses, weigh: LengthWeights) -> Tokens:
         """What the objective is computed from, and no more of it than it asks for."""
         part, temperature = responses.batch, self.sampling.temperature
@@ -222,6 +229,7 @@ class Expert(OnPolicyStage):
             engine_log_probs=part.engine_logprobs,
             advantages=part.advantages,
             mask=part.mask,
+            drawn_log_probs=self._drew(part),
             weights=part.weights,
             router_movement=part.router_movement,
             reference_log_probs=part.reference_logprobs,

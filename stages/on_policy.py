@@ -84,6 +84,10 @@ class OnPolicyStage(ABC):
         self.replay = routing.replay == "r3"
         self.loop = loop
         self.correction = correction
+        precision = job.settings.model.precision
+        self.correct_all = correction.name != "none" and correction.of_all(
+            routing.replay, precision
+        )
         self.entropies = entropies
         # Whether pi_old, where it is the policy itself, may come of the pass with the gradients.
         self.one_pass = not entropies
@@ -184,14 +188,14 @@ class OnPolicyStage(ABC):
         temperature = self.sampling.temperature
         differences = measure_mismatch(self.policy, parts, temperature, self.entropies)
         for part in parts:
-            part.weights = weights(part, step, self.correction)
+            part.weights = self._weights(part)
         return Prepared(updates, differences, measured=None)
 
     def remember(self, part: MicroBatch, log_probs: torch.Tensor) -> None:
         """Take what the policy says now for pi_old, where no update has come between."""
         if part.old_logprobs is None:
             part.old_logprobs = log_probs.detach()
-            part.weights = weights(part, self._version, self.correction)
+            part.weights = self._weights(part)
 
     def update(
         self,
@@ -233,6 +237,20 @@ class OnPolicyStage(ABC):
         if self.rollouts.log is not None:
             found = whole_checkpoints(self.job.directory / "checkpoints")
             self.rollouts.log.cover(found[-1].step if found else 0)
+
+    def stale(self, part: MicroBatch) -> torch.Tensor:
+        """Which responses [B, 1] older weights drew, in part or whole; bool."""
+        ages = [sample.weight_version < self._version for sample in part.samples]
+        return torch.tensor(ages, device=part.mask.device).unsqueeze(-1)
+
+    def _weights(self, part: MicroBatch) -> torch.Tensor | None:
+        """What multiplies the surrogate of every token, [B, R]; None where nothing is corrected."""
+        if part.old_logprobs is None or self.correction.name == "none":
+            return None
+        found = correction_weights(
+            part.old_logprobs, part.engine_logprobs, part.mask, self.correction
+        )
+        return found if self.correct_all else found.where(self.stale(part), 1.0)
 
     def _train(self, rollout: Rollout, prepared: Prepared) -> dict[str, float]:
         rate = self.policy.learning_rate
@@ -280,18 +298,3 @@ def staleness_metrics(samples: list[Sample], version: int, most: int) -> dict[st
         "staleness_max": float(max(ages)),
         **{f"staleness_{age}": ages[age] / len(samples) for age in range(most + 1)},
     }
-
-
-def weights(part: MicroBatch, version: int, settings: CorrectionSettings) -> torch.Tensor | None:
-    """What multiplies the surrogate of every token, [B, R]; None where nothing is corrected.
-
-    Of `stale` samples only, all weigh 1 that the weights of `version` drew.
-    """
-    if part.old_logprobs is None or settings.name == "none":
-        return None
-    found = correction_weights(part.old_logprobs, part.engine_logprobs, part.mask, settings)
-    if settings.samples == "all":
-        return found
-    ages = [sample.weight_version < version for sample in part.samples]
-    stale = torch.tensor(ages, dtype=torch.bool)
-    return found.where(stale.to(found.device).unsqueeze(-1), 1.0)

@@ -16,7 +16,7 @@ class Totals:
 
     The caller reduces them across ranks before the first backward pass. Summed over ranks and
     micro-batches, the aggregates below are then the mean over the whole step, however the step
-    was cut. `sequences` counts the responses, `tokens` their response tokens; `longest` is the
+    was cut. `sequences` counts the responses, `tokens` their learned tokens; `longest` is the
     number of tokens that a response may have at most, which only `constant` reads.
     """
 

@@ -21,25 +21,26 @@ if TYPE_CHECKING:
 FULL = "full"
 
 
-def k1(log_probs: Tensor, reference: Tensor, old: Tensor) -> Tensor:
+def k1(log_probs: Tensor, reference: Tensor, drawn: Tensor) -> Tensor:
     """-d: unbiased as a measurement; as a loss its gradient averages to nothing."""
     return log_probs - reference
 
 
-def k2(log_probs: Tensor, reference: Tensor, old: Tensor) -> Tensor:
+def k2(log_probs: Tensor, reference: Tensor, drawn: Tensor) -> Tensor:
     """d^2 / 2: biased, never negative, and on-policy its gradient is that of the true KL."""
     return (reference - log_probs).square() / 2
 
 
-def k3(log_probs: Tensor, reference: Tensor, old: Tensor) -> Tensor:
+def k3(log_probs: Tensor, reference: Tensor, drawn: Tensor) -> Tensor:
     """e^d - d - 1: unbiased, never negative; the KL of GRPO (arXiv 2402.03300)."""
     difference = reference - log_probs
     return bounded_exp(difference) - difference - 1
 
 
-def unbiased_k3(log_probs: Tensor, reference: Tensor, old: Tensor) -> Tensor:
-    """(pi_theta / pi_old) k3 with gradient through both: unbiased off-policy (2512.02556)."""
-    return bounded_exp(log_probs - old) * k3(log_probs, reference, old)
+def unbiased_k3(log_probs: Tensor, reference: Tensor, drawn: Tensor) -> Tensor:
+    """(pi_theta / what drew the token) k3 with gradient through both: unbiased off-policy, whatever
+    the age of what drew it (2512.02556)."""
+    return bounded_exp(log_probs - drawn) * k3(log_probs, reference, drawn)
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {

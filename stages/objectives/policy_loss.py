@@ -40,6 +40,8 @@ class Tokens:
     policy that sampled, as the trainer recomputes it (pi_old) and as the engine reported it (mu);
     and of the reference. `mask` is bool, true on response tokens; elsewhere all may be anything.
 
+    `drawn_log_probs` are those of the policy that sampled a token, for the estimator `unbiased_k3`:
+    pi_old's, but mu's where older weights sampled it. None is pi_old's everywhere.
     `weights` multiply the surrogate of what pi_old did not draw (`stages.objectives.correction`),
     and not the KL; `router_movement` lowers the ratio (`stages.objectives.router_shift`).
     `reference_kl` and `entropy`, over the whole vocabulary, have gradient.
@@ -51,6 +53,7 @@ class Tokens:
     engine_log_probs: Tensor
     advantages: Tensor
     mask: Tensor
+    drawn_log_probs: Tensor | None = None
     weights: Tensor | None = None
     router_movement: Tensor | None = None
     reference_log_probs: Tensor | None = None
@@ -139,8 +142,8 @@ def _penalty(tokens: Tokens, settings: KLSettings) -> Tensor:
     reference = _needed(
         tokens.reference_log_probs, "kl.coefficient", "log-probabilities of the reference"
     )
-    estimate = KL_ESTIMATORS[settings.estimator]
-    return estimate(tokens.log_probs, reference, tokens.old_log_probs)
+    drawn = tokens.old_log_probs if tokens.drawn_log_probs is None else tokens.drawn_log_probs
+    return KL_ESTIMATORS[settings.estimator](tokens.log_probs, reference, drawn)
 
 
 def _needed(values: Tensor | None, setting: str, name: str) -> Tensor:

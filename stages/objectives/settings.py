@@ -227,11 +227,20 @@ class Correction(Settings):
     """Which ratios of pi_old to mu are taken, and whose."""
 
     level: Literal["token", "sequence"] = Field(
-        default="sequence", description="sequence: the geometric mean over the response's tokens"
+        default="token", description="sequence: the geometric mean over the response's tokens"
     )
-    samples: Literal["stale", "all"] = Field(
-        default="stale", description="stale: only what older weights drew, in part or whole"
+    samples: Literal["auto", "stale", "all"] = Field(
+        default="auto",
+        description="stale: only what older weights drew, in part or whole. auto: all where"
+        " routing.replay is none or model.precision is bf16, since engine and trainer differ then;"
+        " else stale",
     )
+
+    def of_all(self, replay: str, precision: str) -> bool:
+        """Whether every sample is corrected under this `routing.replay` and `model.precision`."""
+        if self.samples == "auto":
+            return replay == "none" or precision == "bf16"
+        return self.samples == "all"
 
 
 class TisSettings(Correction):
@@ -245,6 +254,9 @@ class IcePopSettings(Correction):
     """Weights of pi_old / mu, 0 outside of [low, high]."""
 
     name: Literal["icepop"] = "icepop"
+    samples: Literal["auto", "stale", "all"] = Field(
+        default="all", description="as for tis, whose default is auto"
+    )
     low: AboveZero = 0.5
     high: AboveZero = 5.0
 

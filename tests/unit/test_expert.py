@@ -35,14 +35,12 @@ from stages.groups import Group
 from stages.grpo import Expert
 from stages.objectives.settings import (
     GrpoSettings,
-    IcePopSettings,
     KLSettings,
     MoGrpoSettings,
-    NoCorrectionSettings,
     ProcessSettings,
     TisSettings,
 )
-from stages.on_policy import Rollout, weights
+from stages.on_policy import Rollout
 from stages.reference import Reference
 from stages.settings import RunSettings, StageJob
 
@@ -387,17 +385,45 @@ def test_edge_compares_entropies_within_groups_over_all_micro_batches() -> None:
     assert [found[id(sample)] for sample in samples] == pytest.approx([6.0, 3.0, 3.0, 2.0])
 
 
-def test_corrections_are_of_the_stale_or_of_all() -> None:
+@pytest.mark.parametrize(
+    ("replay", "correction", "all_samples"),
+    [
+        ("r3", {}, False),
+        ("none", {}, True),
+        ("none", {"samples": "stale"}, False),
+        ("r3", {"samples": "all"}, True),
+        ("r3", {"name": "icepop"}, True),
+    ],
+)
+def test_corrections_are_of_the_stale_or_of_all(
+    replay: str, correction: dict[str, Any], all_samples: bool, tmp_path: Path
+) -> None:
     part = collate(drawn([2, 2]), Place(), replay=False)  # drawn by weights 0 and 1
-    assert weights(part, 1, TisSettings()) is None  # not on the last pipeline stage
-    part.old_logprobs = part.engine_logprobs + np.log(3.0)
-    assert weights(part, 1, NoCorrectionSettings()) is None
-    stale = weights(part, 1, TisSettings())
-    assert stale is not None
-    torch.testing.assert_close(stale, torch.tensor([[2.0, 2.0], [1.0, 1.0]]))
-    everything = weights(part, 1, IcePopSettings(samples="all", level="token"))
-    assert everything is not None
-    torch.testing.assert_close(everything, torch.full((2, 2), 3.0))
+    stage = expert(tmp_path, {"correction": correction}, routing={"replay": replay})
+    stage._version = 1
+    assert stage._weights(part) is None  # not on the last pipeline stage
+    part.old_logprobs = part.engine_logprobs + torch.tensor([0.6, 1.0]).log()
+    assert torch.equal(stage.stale(part), torch.tensor([[True], [False]]))
+    fresh = [0.6, 1.0] if all_samples else [1.0, 1.0]
+    torch.testing.assert_close(stage._weights(part), torch.tensor([[0.6, 1.0], fresh]))
+
+
+def test_bf16_corrects_all_samples_and_none_corrects_nothing(tmp_path: Path) -> None:
+    assert TisSettings().of_all("r3", "bf16")
+    assert not TisSettings().of_all("r3", "fp32")
+    part = collate(drawn([2]), Place(), replay=False)
+    part.old_logprobs = part.engine_logprobs + 0.5
+    assert expert(tmp_path, {"correction": {"name": "none"}})._weights(part) is None
+
+
+def test_the_kl_of_stale_samples_is_weighed_by_what_drew_them(tmp_path: Path) -> None:
+    stage = expert(tmp_path, {"kl": {"coefficient": 0.1, "estimator": "unbiased_k3"}})
+    stage._version = 1
+    part = collate(drawn([2, 2]), Place(), replay=False)  # drawn by weights 0 and 1
+    part.old_logprobs = part.engine_logprobs - 1
+    drew = stage._drew(part)
+    assert torch.equal(drew[0], part.engine_logprobs[0])
+    assert torch.equal(drew[1], part.old_logprobs[1])
 
 
 def test_mismatch_is_measured_by_token_and_by_sequence() -> None:

@@ -44,7 +44,7 @@ def test_a_sequence_is_weighed_by_its_geometric_mean() -> None:
     mask = torch.ones(1, 600, dtype=torch.bool)
     mask[0, 500:] = False
     old.data[0, 500:] = torch.nan
-    weights = correction_weights(old, torch.zeros(1, 600), mask, TisSettings())
+    weights = correction_weights(old, torch.zeros(1, 600), mask, TisSettings(level="sequence"))
     assert_close(weights, [[0.9999] * 600])
     assert not weights.requires_grad
 
@@ -55,6 +55,15 @@ def test_tokens_are_weighed_one_by_one() -> None:
     weights = correction_weights(old, engine, mask, TisSettings(level="token"))
     assert_close(weights[mask], [torch.exp(real(-0.5)).item(), 2.0], tolerance=1e-12)
     assert torch.isfinite(weights).all()
+
+
+def test_one_token_far_off_is_weighed_by_itself_unless_told_otherwise() -> None:
+    """A factor of 1,000 on one token of 20 is .708 of a geometric mean, which IcePop would keep."""
+    old = real([[1000.0] + [1.0] * 19]).log()
+    mask = torch.ones(1, 20, dtype=torch.bool)
+    for settings, expected in ((IcePopSettings(), 0.0), (TisSettings(), 2.0)):
+        found = correction_weights(old, torch.zeros_like(old), mask, settings)
+        assert_close(found, [[expected] + [1.0] * 19], tolerance=1e-12)
 
 
 def test_a_response_without_tokens_weighs_as_any_other() -> None:

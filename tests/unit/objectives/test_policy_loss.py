@@ -59,6 +59,31 @@ def gradient(result: PolicyLoss, tokens: Tokens) -> Tensor:
     return found
 
 
+def test_the_kl_of_stale_samples_has_the_gradient_of_the_kl() -> None:
+    """Every token of a vocabulary once, as often as older weights (mu) draw it: their share of the
+    response. pi_old is the policy itself, as in the first update of a step."""
+    drew, reference = real([0.2, 0.5, 0.3]), real([0.5, 0.3, 0.2])
+    logits = real([0.7, 0.2, 0.1]).log().requires_grad_()
+    log_probs = logits.log_softmax(0)
+    tokens = Tokens(
+        log_probs=log_probs.view(3, 1),
+        old_log_probs=log_probs.detach().view(3, 1),
+        engine_log_probs=drew.log().view(3, 1),
+        advantages=torch.zeros(3, 1, dtype=torch.float64),
+        mask=torch.ones(3, 1, dtype=torch.bool),
+        drawn_log_probs=drew.log().view(3, 1),
+        reference_log_probs=reference.log().view(3, 1),
+        length_weights=drew,
+    )
+    objective = {"kl": {"coefficient": 1.0, "estimator": "unbiased_k3"}}
+    loss_of(tokens, Totals(1, 1), **objective).loss.backward()
+    assert logits.grad is not None
+    numeric = slope(
+        lambda x: (x.softmax(0) * (x.log_softmax(0) - reference.log())).sum(), logits.detach()
+    )
+    torch.testing.assert_close(logits.grad, numeric, atol=1e-7, rtol=0)
+
+
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "constant", "lambda"])
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_any_cut_of_the_batch_gives_the_same_loss_and_gradient(
