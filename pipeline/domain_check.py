@@ -81,13 +81,14 @@ def described(settings: DomainSettings, lengths: dict[str, Any]) -> Iterator[str
         files = prompts.files()
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""
         yield f"prompts: {shown(files[0])}{more}, {lengths['rows']} rows"
-    train = lengths["prompts"] - lengths["held_out"]
+    held_out, for_gates = lengths["held_out"], lengths["for_gates"]
     yield (
-        f"  {lengths['duplicates']} repeated, {lengths['bad']} unusable: {train} to train on, "
-        f"{lengths['held_out']} held out; {lengths['too_long']} of all are too long"
+        f"  {lengths['duplicates']} repeated, {lengths['bad']} unusable: "
+        f"{lengths['prompts'] - held_out - for_gates} to train on, {held_out} held out, {for_gates}"
+        f" for gates; {lengths['too_long']} of all are too long"
     )
     if not isinstance(prompts, ReasoningGymPromptSettings):
-        yield f"  evaluation.problems of a run may be {lengths['held_out']} at most"
+        yield f"  evaluation.problems of a run may be {held_out} at most, gate.problems {for_gates}"
     yield f"  tokens of a prompt, by percentile: {_spread(lengths['tokens'])}"
     response = settings.sampling.max_response_tokens
     yield (

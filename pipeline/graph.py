@@ -87,6 +87,8 @@ READS: dict[Kind, tuple[str, ...]] = {
         "engine.max_model_tokens",
         "experts.*.prompts",
         "merge.method",
+        "merge.averaged_over",
+        "merge.domain_weights",
         "merge.sampling",
         "merge.rollout",
         "merge.routing",

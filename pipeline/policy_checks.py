@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 from parallel.settings import MOST, EngineSettings, LayoutSettings, ModelSettings, OptimizerSettings
 from pipeline.violations import hint
-from stages.objectives.settings import ObjectiveSettings
+from stages.objectives.settings import OF_THE_BATCH, ObjectiveSettings
 from stages.settings import (
     LoopSettings,
     MergeRolloutSettings,
@@ -41,28 +41,29 @@ def policy_rules(
 
 
 def _group_rules(key: str, policy: PolicySettings) -> Found:
-    """A critic compares with its values, everything else within a group."""
+    """A critic compares with its values, `reinforce_pp` with the batch, all else within a group."""
     alone = policy.sampling.group_size < 2
     advantage = policy.objective.advantage
+    if alone and advantage.name not in ("gae", *OF_THE_BATCH):
+        yield (
+            f"{key}.sampling.group_size",
+            "a group of one has no advantage, since it is its own mean; use 2 or more, or the "
+            "advantage reinforce_pp or gae",
+        )
+        return
+    if alone and policy.rollout.dynamic_sampling:
+        yield (
+            f"{key}.rollout.dynamic_sampling",
+            f"{policy.rollout.dynamic_sampling} replaces every prompt, since the samples of a group"
+            " of one all earn the same; use 0",
+        )
     if advantage.name != "gae":
-        if alone:
-            yield (
-                f"{key}.sampling.group_size",
-                "a group of one has no advantage, since it is its own mean; use 2 or more, or the "
-                "advantage gae",
-            )
         return
     steps, warmup = policy.loop.steps, advantage.critic.warmup_steps
     if warmup >= steps:
         yield (
             f"{key}.objective.advantage.critic.warmup_steps",
             f"{warmup} should be less than {key}.loop.steps = {steps}, or the policy never learns",
-        )
-    if alone and policy.rollout.dynamic_sampling:
-        yield (
-            f"{key}.rollout.dynamic_sampling",
-            f"{policy.rollout.dynamic_sampling} replaces every prompt, since the samples of a group"
-            " of one all earn the same; use 0",
         )
     yield from schedule_rules(
         f"{key}.objective.advantage.critic",

@@ -68,11 +68,12 @@ def step_rules(key: str, domain: DomainSettings, objective: str) -> Found:
     own = [reward for reward in domain.rewards.values() if reward.kind == "python"]
     if not own:
         yield key, f"{objective}.advantage process compares steps, which only kind: python judges"
-    elif all(reward.unfinished == "zero" for reward in own):
+    elif all(each.unfinished == "zero" or each.timed_out is not None for each in own):
         yield (
             key,
-            f"{objective}.advantage process compares steps, and a response that was cut off has"
-            " none unless the reward that judges them has unfinished: score",
+            f"{objective}.advantage process compares steps, and a response that was cut off or took"
+            " too long to judge has none: give the reward that judges them unfinished: score and"
+            " timed_out: null",
         )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from stages.curriculum.frontier import Frontier
@@ -228,11 +229,19 @@ class _Taken:
 class Collection:
     """Takes one step's groups from the backlog as they become whole; main rank only.
 
-    `version` is that of the weights that the step begins with.
+    `version` is that of the weights that the step begins with; `flat` says of which groups there is
+    nothing to learn.
     """
 
-    def __init__(self, backlog: Backlog, settings: RolloutSettings, version: int) -> None:
+    def __init__(
+        self,
+        backlog: Backlog,
+        settings: RolloutSettings,
+        version: int,
+        flat: Callable[[Group], bool] = attrgetter("flat"),
+    ) -> None:
         self._backlog = backlog
+        self._flat = flat
         self._settings = settings
         self._version = version
         self._too_old = 0
@@ -272,7 +281,7 @@ class Collection:
         if self._version - group.weight_version > self._settings.max_staleness:
             self._too_old += len(group.samples)
             return
-        (taken.flat if group.flat else taken.uneven).append(group)
+        (taken.flat if self._flat(group) else taken.uneven).append(group)
         if not self._missing(taken):
             taken.replace_flat()
 

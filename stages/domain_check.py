@@ -97,7 +97,7 @@ def reference(problem: Problem, settings: DomainSettings) -> str | None:
 def _problems(job: DomainCheckJob, tokenizer: Tokenizer, lengths: LengthReport) -> list[Problem]:
     """Problems that training would draw, as many as are asked for where there are so many."""
     stream = PromptStream(job.settings.prompts, tokenizer, job.domain, 0, PURPOSE)
-    usable = lengths.prompts - lengths.held_out - lengths.too_long
+    usable = lengths.prompts - lengths.held_out - lengths.for_gates - lengths.too_long
     return stream.take_distinct(min(job.prompts, max(usable, 1)))
 
 

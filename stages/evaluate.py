@@ -65,6 +65,7 @@ class Evaluation:
                     domain,
                     self.settings.problems,
                     job.settings.longest_prompt(settings.sampling),
+                    "gate" if job.kind == "gate" else "held_out",
                 )
                 for domain, settings in self.domains.items()
             }
@@ -120,26 +121,27 @@ class Evaluation:
 
     def _accuracy(self, name: str, domain: str) -> dict[str, Any]:
         """One sample a problem, with the same seeds for every model. Collective."""
-        correct = graded = 0
+        correct = asked = 0
         for start in range(0, self.settings.problems, PROBLEMS_A_CALL):
-            right, of, watch_failures = self._solved(domain, start)
-            correct, graded = correct + right, graded + of
+            right, failures, watch_failures = self._solved(domain, start)
+            of = min(PROBLEMS_A_CALL, self.settings.problems - start)
+            correct, asked = correct + right, asked + of
             if is_main():
-                asked = min(PROBLEMS_A_CALL, self.settings.problems - start)
-                self.answered += asked
+                self.answered += of
                 found = {
-                    "accuracy": correct / graded,
-                    "reward_failures": float(asked - of),
+                    "accuracy": correct / asked,
+                    "reward_failures": float(failures),
                     "watch_failures": float(watch_failures),
                 }
                 self.log.write(self.answered, found, model=name, domain=domain)
-        return asdict(wilson(correct, graded))
+        return asdict(wilson(correct, asked))
 
     def _solved(self, domain: str, start: int) -> tuple[int, int, int]:
-        """How many of the problems from `start` on are solved, how many have a reward at all, and
-        how often one of weight 0 failed. Collective.
+        """How many of the problems from `start` on are solved, how many have no reward, which
+        counts as unsolved, since what was written may have caused it, and how often a reward of
+        weight 0 failed. Collective.
 
-        Raises RewardError where too few have.
+        Raises RewardError where too many have none.
         """
         groups: list[Group] = []
         if is_main():
@@ -155,7 +157,7 @@ class Evaluation:
             failures = [failure for group in groups for failure in group.failures]
             self.scoring.hold_to_limit(failures, len(groups))
             watch_failures = sum(len(group.watch_failures) for group in groups)
-            return sum(map(self._is_solved, groups)), len(groups) - len(failures), watch_failures
+            return sum(map(self._is_solved, groups)), len(failures), watch_failures
 
         return self.rollouts.wait(counted, self.version)
 

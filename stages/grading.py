@@ -12,7 +12,7 @@ from stages.domains.rewards.reward import RewardError
 from stages.groups import Group
 from stages.objectives.advantages import advantages
 from stages.objectives.graded import Graded
-from stages.objectives.settings import AdvantageSettings, ProcessSettings
+from stages.objectives.settings import AdvantageSettings, GaeSettings, ProcessSettings
 
 
 def graded(groups: list[Group], weights: Mapping[str, float] | None = None) -> Graded:
@@ -60,6 +60,18 @@ def add_advantages(
                 values = sample.advantages
             sample.advantage = float(values.mean())
     return graded_samples(groups, first)
+
+
+def without_advantages(
+    group: Group, settings: AdvantageSettings, weights: Mapping[str, float] | None = None
+) -> bool:
+    """Whether no token of a graded group has an advantage among its own; of a critic's, which are
+    of no group, and of those that are of a batch, whether all samples earned the same."""
+    if isinstance(settings, GaeSettings):
+        return group.flat
+    if isinstance(settings, ProcessSettings):
+        _hold_to_steps([group])
+    return not advantages(graded([group], weights), settings).any()
 
 
 def graded_samples(groups: list[Group], first: int = 0) -> list[list[Sample]]:

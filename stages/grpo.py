@@ -15,10 +15,10 @@ from parallel.responses import Responses
 from parallel.sample import Sample
 from stages.backlog import Batch
 from stages.critic import Critic
-from stages.grading import add_advantages, graded_samples
+from stages.grading import add_advantages, graded_samples, without_advantages
 from stages.group_weights import LengthWeights, scale_by_entropy
 from stages.groups import Group
-from stages.guards.measures import group_metrics
+from stages.guards.measures import graded, group_metrics, is_right
 from stages.guards.watch import Watch
 from stages.loop import train
 from stages.metrics import reduce_sums
@@ -90,7 +90,7 @@ class Expert(OnPolicyStage):
             "resampled_groups": float(len(batch.replaced)),
         }
         if self.critic is None:
-            metrics["zero_variance"] = fmean(group.flat for group in batch.drawn)
+            metrics["zero_variance"] = fmean(map(self._without_advantages, batch.drawn))
         return Rollout(
             updates=[
                 [sample for group in samples[update::updates] for sample in group]
@@ -98,6 +98,13 @@ class Expert(OnPolicyStage):
             ],
             metrics=metrics,
         )
+
+    def is_flat(self, group: Group) -> bool:
+        """As `rollout.dynamic_sampling_by` says."""
+        if self.settings.dynamic_sampling_by == "advantages":
+            return self._without_advantages(group)
+        rewards = self.domains[group.problem.domain].rewards
+        return len({is_right(sample, rewards) for sample in graded(group)}) <= 1
 
     def divide(self, rollout: Rollout) -> list[list[MicroBatch]]:
         """The same, with the advantages that a critic, if there is one, finds. Collective."""
@@ -215,6 +222,11 @@ class Expert(OnPolicyStage):
         if self.objective.kl.estimator != "unbiased_k3" or part.old_logprobs is None:
             return None
         return part.engine_logprobs.where(self.stale(part), part.old_logprobs)
+
+    def _without_advantages(self, group: Group) -> bool:
+        rewards = self.domains[group.problem.domain].rewards
+        weights = {part: reward.weight for part, reward in rewards.items()}
+        return without_advantages(group, self.objective.advantage, weights)
 
     def _tokens(self, responses: Responses, weigh: LengthWeights) -> Tokens:
         """What the objective is computed from, and no more of it than it asks for."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from parallel.checkpoint_saver import Saver
 from parallel.distributed import is_main
 from parallel.policy import Policy
-from stages.domains.prompts import held_out_problems
+from stages.domains.prompts import Split, held_out_problems
 from stages.settings import RunSettings, StageJob
 from stages.tokenizer import Tokenizer, load_tokenizer
 
@@ -33,4 +33,7 @@ def look_for_held_out(settings: RunSettings, tokenizer: Tokenizer) -> None:
     """
     for domain, each in settings.experts.items():
         longest = settings.longest_prompt(each.sampling)
-        held_out_problems(each.prompts, tokenizer, domain, settings.most_problems(domain), longest)
+        reported, gated = settings.evaluation.problems, settings.gate_problems(domain)
+        wanted: dict[Split, int] = {"held_out": reported, "gate": gated}
+        for split, count in wanted.items():
+            held_out_problems(each.prompts, tokenizer, domain, count, longest, split)

@@ -23,6 +23,7 @@ from parallel.rollout.wire import model_digest
 from parallel.sample import Sample
 from stages.agreement import compare, measure_mismatch
 from stages.backlog import Backlog, Batch
+from stages.groups import Group
 from stages.metrics import token_efficiency
 from stages.objectives.correction import correction_weights
 from stages.objectives.settings import CorrectionSettings
@@ -120,6 +121,10 @@ class OnPolicyStage(ABC):
     def gradients(self, samples: list[Sample], batches: list[MicroBatch]) -> dict[str, float]:
         """Leave those of one update on `batches`, this rank's share of `samples`, in the policy;
         `remember` what it says of them. Returns what there is to log. Collective."""
+
+    def is_flat(self, group: Group) -> bool:
+        """Whether there is nothing to learn from a group, and others may be drawn in its place."""
+        return group.flat
 
     def policy_learns(self, step: int) -> bool:
         """Whether the policy is updated in this step."""

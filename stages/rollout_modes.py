@@ -69,7 +69,9 @@ class RolloutMode(ABC):
     def collect(self, step: int, seconds: dict[str, float]) -> Rollout:
         """Wait for the step's batch; on every rank. Collective."""
         collection = (
-            Collection(self.stage.backlog, self.stage.settings, step) if is_main() else None
+            Collection(self.stage.backlog, self.stage.settings, step, self.stage.is_flat)
+            if is_main()
+            else None
         )
 
         def ready() -> Rollout | None:

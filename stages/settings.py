@@ -87,7 +87,12 @@ class RolloutSettings(MergeRolloutSettings):
     )
     dynamic_sampling: Natural = Field(
         default=0,
-        description="rounds in which prompts whose samples all earned the same are replaced",
+        description="rounds in which prompts are replaced whose samples teach nothing",
+    )
+    dynamic_sampling_by: Literal["advantages", "solved"] = Field(
+        default="advantages",
+        description="what that is. advantages: no token has one. solved: all samples are right, or"
+        " all wrong, whatever else they earned (DAPO)",
     )
 
 
@@ -253,10 +258,10 @@ class RunSettings(Settings):
         """Tokens of a prompt beside which a response fits into the engine."""
         return self.engine.max_model_tokens - sampling.max_response_tokens
 
-    def most_problems(self, domain: str) -> int:
-        """How many held-out problems of a domain some stage asks for."""
+    def gate_problems(self, domain: str) -> int:
+        """How many problems of a domain the gate asks for that asks for most."""
         gates = (self.experts[domain].gate, self.merge and self.merge.gate)
-        return max([self.evaluation.problems, *(gate.problems for gate in gates if gate)])
+        return max((gate.problems for gate in gates if gate), default=0)
 
 
 class StageJob(Settings):

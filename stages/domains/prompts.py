@@ -13,10 +13,11 @@ from stages.domains.sources.prompt_rows import FileSource
 from stages.domains.sources.settings import PromptSettings, ReasoningGymPromptSettings
 from stages.tokenizer import Tokenizer
 
-Split = Literal["train", "held_out"]
+Split = Literal["train", "held_out", "gate"]
 
+GATE_SHARE = 0.2  # of what is not trained on: gates decide by it, and no reported number is of it
 STREAM_SPACING_BITS = 32
-HELD_OUT_REMEDY = ", or lower evaluation.problems, and gate.problems where there is a gate"
+REMEDIES = {"held_out": ", or lower evaluation.problems", "gate": ", or lower gate.problems"}
 
 
 class Source(Protocol):
@@ -39,7 +40,7 @@ class PromptStream:
     What comes next is a pure function of the settings, the domain, the seed, the purpose and
     `cursor`, the index of the next candidate: saving that one integer saves the stream.
 
-    The split is by content: a prompt is held out or not whatever seed, purpose or domain drew it.
+    The split is by content: a prompt is of one whatever seed, purpose or domain drew it.
     Training streams may repeat a prompt; one of files does so only when all rows have had their
     turn. `too_long` counts the prompts that were skipped for their length: `longest` tokens is what
     there is room for, beside what the settings say.
@@ -100,14 +101,14 @@ class PromptStream:
             f"only {len(exclude)} distinct {self.split} prompts{skipped} found, {wanted} needed;"
             " have more problems, more varied ones, or change prompts.held_out_fraction"
             f"{' or the limits on tokens' if self.too_long else ''}"
-            f"{HELD_OUT_REMEDY if self.split == 'held_out' else ''}",
+            f"{REMEDIES.get(self.split, '')}",
         )
 
     def _has_no_room(self, problem: Problem) -> bool:
         return self._longest is not None and len(self._encode(problem.prompt)) > self._longest
 
     def _in_split(self, problem: Problem) -> bool:
-        return is_held_out(problem, self._settings.held_out_fraction) == (self.split == "held_out")
+        return split_of(problem, self._settings.held_out_fraction) == self.split
 
 
 def held_out_problems(
@@ -116,14 +117,22 @@ def held_out_problems(
     domain: str,
     count: int,
     longest: int | None = None,
+    split: Split = "held_out",
 ) -> list[Problem]:
-    """The problems a domain is evaluated on: `count` distinct ones of at most `longest` tokens, the
-    same in every run.
+    """The problems a domain is evaluated on, or its gates decide by, which are others: `count`
+    distinct ones of at most `longest` tokens, the same in every run.
 
-    Raises DomainError when the held-out split does not hold so many.
+    Raises DomainError when the split does not hold so many.
     """
-    stream = PromptStream(settings, tokenizer, domain, 0, "evaluate", "held_out", longest=longest)
+    stream = PromptStream(settings, tokenizer, domain, 0, "evaluate", split, longest=longest)
     return stream.take_distinct(count)
+
+
+def split_of(problem: Problem, fraction: float) -> Split:
+    """The split of a prompt, by its hash, where `fraction` of all prompts is not trained on."""
+    if not is_held_out(problem, fraction):
+        return "train"
+    return "gate" if is_held_out(problem, fraction * GATE_SHARE) else "held_out"
 
 
 def is_held_out(problem: Problem, fraction: float) -> bool:
@@ -149,7 +158,7 @@ def _source(
 ) -> Source:
     if isinstance(settings, ReasoningGymPromptSettings):
         return ReasoningGymSource(settings, domain, seed)
-    return FileSource(settings, tokenizer, domain, seed, split == "held_out")
+    return FileSource(settings, tokenizer, domain, seed, split != "train")
 
 
 def _stream_seed(seed: int, domain: str, purpose: str) -> int:

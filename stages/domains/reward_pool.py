@@ -56,6 +56,12 @@ class _Task:
     future: Future[Grade]
     attempts: int = 0
     watch_failures: dict[str, str] = field(default_factory=dict)  # by the reward, of weight 0
+    timed_out: dict[str, float] = field(default_factory=dict)  # what rewards score for that
+
+    @property
+    def known(self) -> dict[str, float | None]:
+        """What needs no grading any more, as in a `Chunk`."""
+        return {**dict.fromkeys(self.watch_failures), **self.timed_out}
 
 
 @dataclass(eq=False)
@@ -137,7 +143,7 @@ class RewardPool:
     def hold_to_limit(self, failures: Sequence[str], samples: int) -> None:
         """Raise RewardError where too many of so many samples have no reward."""
         limit = self._settings.max_failed_fraction
-        if len(failures) > limit * samples:
+        if len(failures) > limit * samples and (len(failures) > 1 or not limit):
             raise RewardError(
                 f"{len(failures)} of {samples} samples have no reward, and rewards."
                 f"max_failed_fraction = {limit:g} bears no more; the first: {failures[0]}"
@@ -217,8 +223,7 @@ class RewardPool:
             worker.owed = dict(taken)
             worker.clock.rest()
             chunk: Chunk = [
-                (number, task.problem, task.response, tuple(task.watch_failures))
-                for number, task in taken
+                (number, task.problem, task.response, task.known) for number, task in taken
             ]
             try:
                 worker.connection.send(chunk)
@@ -304,16 +309,21 @@ class RewardPool:
 
     def _blame(self, number: int, task: _Task, reward: int, status: int | None) -> None:
         """Settle a response that a reward has ended the worker of; have it graded once more,
-        without that reward, where the reward only watches."""
+        without that reward, where the reward only watches or says what too long a time earns."""
         name, settings = list(self._rewards[task.problem.domain].items())[reward]
         seconds = settings.timeout_seconds or self._settings.timeout_seconds
         what = f"took more than {seconds:g} seconds and was killed"
         if status is not None:
             what = f"its process {_ending(status)}"
-        if settings.weight:
-            self._settle(task, _failed(task, name, what))
+        line = failure(task.problem, task.response, name, what)
+        if not settings.weight:
+            task.watch_failures[name] = line
+        elif status is None and settings.timed_out is not None:
+            task.timed_out[name] = settings.timed_out
+            self._report(f"{line}; it earns {settings.timed_out:g} (timed_out)")
+        else:
+            self._settle(task, Grade(None, {}, failure=line))
             return
-        task.watch_failures[name] = failure(task.problem, task.response, name, what)
         task.attempts = 0
         with self._lock:
             self._queue.appendleft((number, task))

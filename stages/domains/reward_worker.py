@@ -19,8 +19,9 @@ FLUSH_SECONDS = 0.05  # what is graded waits no longer for the rest of its chunk
 REST_SECONDS = 60.0  # that a worker which owes something may be at none of it
 CLOCK_BYTES = 24
 
-# Of each response its number, and the rewards of weight 0 that it has ended a worker with.
-Chunk = list[tuple[int, Problem, Response, tuple[str, ...]]]
+# Of each response its number, and the rewards that it has ended a worker with: what each of them
+# scores for that, or None where it is left out.
+Chunk = list[tuple[int, Problem, Response, dict[str, float | None]]]
 Grades = list[tuple[int, Grade]]
 
 
@@ -75,13 +76,13 @@ def serve(setup: Setup, connection: Connection, clock: Clock) -> None:
         chunk: Chunk = connection.recv()
         grades: Grades = []
         flushed = time.monotonic()
-        for number, problem, response, skipped in chunk:
+        for number, problem, response, known in chunk:
 
             def begin(reward: int, seconds: float | None, number: int = number) -> None:
                 limit = setup.settings.timeout_seconds if seconds is None else seconds
                 clock.begin(number, reward, time.monotonic() + limit)
 
-            grade = graders[problem.domain].grade(problem, response, begin, skipped)
+            grade = graders[problem.domain].grade(problem, response, begin, known)
             grades.append((number, grade))
             if os.getpid() != process:  # a reward has forked, and its child returned
                 os._exit(0)

@@ -11,12 +11,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+ROUNDING = 1e-9  # of a reward that is the mean of its steps and nothing else
+
+
 def process(graded: Graded, settings: ProcessSettings) -> Tensor:
     """The advantage of every token, [groups, G, T], T the longest response.
 
     The sum of the rewards of the steps that end at the token or after it, each standardised over
-    all steps of the group. What follows the last step gets 0. Raises ValueError where no steps were
-    rewarded.
+    all steps of the group, and of what else the response earned (its reward less the mean of its
+    steps), standardised over the group, which every token gets as in `grpo`. Raises ValueError
+    where no steps were rewarded.
     """
     rewards, ends = graded.step_rewards, graded.step_ends
     if rewards is None or ends is None:
@@ -28,4 +32,8 @@ def process(graded: Graded, settings: ProcessSettings) -> Tensor:
     steps = standardise(rewards.flatten(1), real.flatten(1), settings.std).view(rewards.shape)
     longest = int(graded.lengths.max())
     at_ends = steps.new_zeros((*steps.shape[:2], longest)).scatter_add(-1, ends.clamp(min=0), steps)
-    return at_ends.flip(-1).cumsum(-1).flip(-1)
+    count = real.sum(-1).clamp(min=1)
+    rest = graded.rewards - rewards.masked_fill(~real, 0.0).sum(-1) / count
+    rest = rest.masked_fill(rest.abs() < ROUNDING, 0.0)
+    else_earned = standardise(rest, graded.graded, settings.std)
+    return at_ends.flip(-1).cumsum(-1).flip(-1) + else_earned.unsqueeze(-1)

@@ -32,6 +32,9 @@ def _by_name(default: str) -> Discriminator:
 # Section 1: advantages
 
 
+OF_THE_BATCH = ("reinforce_pp",)  # advantages that compare no responses to the same prompt
+
+
 class Standardised(Settings):
     """An advantage that is divided by a standard deviation; `std` names which."""
 
@@ -138,7 +141,9 @@ AdvantageSettings = Annotated[
 
 
 class SequenceRatioSettings(Settings):
-    """One ratio a response, and its clip (GSPO's)."""
+    """One ratio a response, and its clip (GSPO's). The published bounds are for responses of
+    thousands of tokens: a mean log-ratio shrinks with the square root of their number, so that 3e-4
+    at 4,000 tokens is about 4e-3 at 20."""
 
     name: Literal["sequence"] = "sequence"
     clip_low: BelowOne = 3e-4

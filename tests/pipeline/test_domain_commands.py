@@ -377,13 +377,14 @@ def test_counts_are_told() -> None:
         "bad": 0,
         "duplicates": 4,
         "prompts": 96,
-        "held_out": 24,
+        "held_out": 19,
+        "for_gates": 5,
         "too_long": 0,
         "tokens": {"0": 5, "100": 12},
     }
     assert list(described(settings(**RIGHT), lengths)) == [
         "prompts: reasoning-gym's chain_sum, without end; 100 drawn",
-        "  4 repeated, 0 unusable: 72 to train on, 24 held out; 0 of all are too long",
+        "  4 repeated, 0 unusable: 72 to train on, 19 held out, 5 for gates; 0 of all are too long",
         "  tokens of a prompt, by percentile: 5 (0 %), 12 (100 %)",
         "  the longest prompt and sampling.max_response_tokens = 24 are 36 tokens; "
         "engine.max_model_tokens must hold them",

@@ -298,8 +298,8 @@ def test_bounds_of_what_is_logged_are_taken(config: Path) -> None:
 
 def test_the_cold_start_looks_for_as_many_problems_as_a_gate_wants(config: Path) -> None:
     settings = load(config, ["experts.sums.gate.problems=3000", "merge.gate.problems=2500"])
-    assert [settings.most_problems(domain) for domain in settings.experts] == [3000, 2500]
-    assert load(config).most_problems("sums") == 2000
+    assert [settings.gate_problems(domain) for domain in settings.experts] == [3000, 2500]
+    assert load(config).gate_problems("sums") == 0
 
 
 def test_the_documentation_has_every_key_with_its_default() -> None:

@@ -35,7 +35,7 @@ NAMED = [
 RATIO = f"{EXPERT}.ratio.name=token"
 STEPS = (
     "experts.sums.rewards={steps: {kind: python, function: stages.domains.prompts:is_held_out,"
-    " unfinished: score}}"
+    " unfinished: score, timed_out: null}}"
 )
 
 
@@ -150,7 +150,9 @@ def test_steps_are_asked_of_the_rewards(config: Path) -> None:
     start = f"experts.sums.rewards: {EXPERT}.advantage process compares steps, "
     assert f"{start}which only kind: python judges" in fault(config, RATIO, process)
     cut_off = fault(config, RATIO, process, STEPS.replace("score", "zero"))
-    assert cut_off.startswith(f"command line: {start}and a response that was cut off has none")
+    assert cut_off.startswith(f"command line: {start}and a response that was cut off or took too")
+    late = fault(config, RATIO, process, STEPS.replace("timed_out: null", "timed_out: 0"))
+    assert late == cut_off
     load(config, [RATIO, process, STEPS])
     mixed = (
         "mixed={optimizer: {learning_rate: 1e-3}, loop: {steps: 2},"

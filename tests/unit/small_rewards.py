@@ -22,6 +22,13 @@ def parity(problem: Problem, response: str) -> float:
     return float(len(response) % 2)
 
 
+def parity_or_failure(problem: Problem, response: str) -> float:
+    """1 or none at all."""
+    if parity(problem, response) == 0:
+        raise ZeroDivisionError(response)
+    return 1.0
+
+
 class Mute(Exception):
     def __str__(self) -> str:
         raise RuntimeError

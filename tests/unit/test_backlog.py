@@ -99,7 +99,8 @@ def backlog(rollouts: FakeRollouts, *domains: str, **rewards: dict[str, Any]) ->
         stage="experts.sums",
         directory=Path(),
         settings=RunSettings.model_construct(
-            seed=0, rewards=RewardPoolSettings(workers=1, timeout_seconds=1)
+            seed=0,
+            rewards=RewardPoolSettings(workers=1, timeout_seconds=1, max_failed_fraction=0.5),
         ),
     )
     made = Backlog(job, settings, SAMPLING, rollouts)
@@ -225,6 +226,25 @@ def test_flat_groups_are_replaced_in_so_many_rounds(rounds: int) -> None:
     assert len(batch.groups) == 3
     assert len(batch.replaced) == 2 * rounds
     assert sum(not group.flat for group in batch.groups) == min(rounds, 1)
+
+
+def test_what_is_flat_the_stage_says() -> None:
+    rollouts = FakeRollouts()
+    source = backlog(rollouts, "sums")
+    source.begin({"sums": 3})
+    flat = {index for index in indices(rollouts.asked) if index % 2}
+    collection = Collection(
+        source,
+        RolloutSettings(dynamic_sampling=1),
+        1,
+        lambda group: group.problem.index in flat,
+    )
+    rollouts.end_all()
+    assert rollouts.batch(collection) is None
+    rollouts.end_all()
+    batch = rollouts.batch(collection)
+    assert batch is not None
+    assert set(indices(batch.replaced)) == flat
 
 
 def test_the_same_prompts_again_have_other_seeds() -> None:

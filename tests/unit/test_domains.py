@@ -1,6 +1,7 @@
 """Problems, splits, demonstrations and scorers of the three reasoning-gym domains."""
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from random import Random
@@ -11,7 +12,7 @@ import pytest
 from stages.domains.demonstrations import demonstrate, demonstrations
 from stages.domains.formats import FORMATS
 from stages.domains.problem import DomainError, Problem
-from stages.domains.prompts import PromptStream, is_held_out
+from stages.domains.prompts import PromptStream, is_held_out, split_of
 from stages.domains.rewards.reasoning_gym import exact
 from stages.domains.sources.settings import (
     GeneratedDemonstrationSettings,
@@ -92,7 +93,10 @@ def test_training_never_sees_an_evaluation_prompt(dataset: str) -> None:
         for purpose in ("cold_start", "experts", "merge")
         for problem in stream(dataset, seed=seed, purpose=purpose).take(2000)
     ]
+    gated = {problem.key for problem in stream(dataset, split="gate").take_distinct(500)}
     assert evaluated.isdisjoint(trained)
+    assert gated.isdisjoint(evaluated)
+    assert gated.isdisjoint(trained)
 
 
 @every_dataset
@@ -102,11 +106,13 @@ def test_evaluation_problems_are_distinct(dataset: str) -> None:
 
 
 def test_the_split_holds_out_the_asked_fraction() -> None:
-    problems = stream("spell_backward").take(3000) + stream(
-        "spell_backward", split="held_out"
-    ).take(1000)
+    drawn = [stream("spell_backward", split=split) for split in ("train", "held_out", "gate")]
+    everything = [drawn[0].take(3000), drawn[1].take(800), drawn[2].take(200)]
+    problems = [problem for each in everything for problem in each]
     share = sum(is_held_out(problem, 0.125) for problem in problems) / len(problems)
     assert share == pytest.approx(0.125, abs=0.02)
+    found = Counter(split_of(problem, 0.25) for problem in problems)
+    assert found == {"train": 3000, "held_out": 800, "gate": 200}
 
 
 @every_dataset

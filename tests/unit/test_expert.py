@@ -29,11 +29,12 @@ from parallel.settings import (
 from stages.agreement import measure_mismatch
 from stages.backlog import Batch
 from stages.domains.rewards.reward import RewardError
-from stages.grading import add_advantages, graded
+from stages.grading import add_advantages, graded, without_advantages
 from stages.group_weights import LengthWeights, scale_by_entropy
 from stages.groups import Group
 from stages.grpo import Expert
 from stages.objectives.settings import (
+    GaeSettings,
     GrpoSettings,
     KLSettings,
     MoGrpoSettings,
@@ -341,10 +342,43 @@ def test_parts_that_only_watch_reach_no_advantage() -> None:
     assert [sample.advantage for sample in found] == pytest.approx([2**0.5, -(2**0.5)], abs=1e-4)
 
 
+def test_a_group_is_without_advantages_where_no_token_has_one() -> None:
+    """Not where the sums of its rewards are equal: its parts may teach, and the other way round."""
+    samples = drawn([1, 1, 1, 1])
+    for sample, (right, short) in zip(samples, [(1, 0), (0, 1), (0, 1), (1, 0)], strict=True):
+        sample.reward_parts = {"right": right, "short": short}
+    alike, weights = group(samples, [1.0] * 4), {"right": 1.0, "short": 1.0}
+    assert without_advantages(alike, GrpoSettings(), weights)
+    assert without_advantages(alike, MoGrpoSettings(), weights)  # the two cancel each other
+    assert not without_advantages(alike, MoGrpoSettings(), {"right": 2.0, "short": 1.0})
+    assert not without_advantages(group(samples, [1.0, 1.0, 0.0, 1.0]), GaeSettings(), weights)
+    assert without_advantages(group(samples, [1.0, None, None, None]), GrpoSettings(), weights)
+
+
+def test_dynamic_sampling_goes_by_advantages_or_by_what_is_solved(tmp_path: Path) -> None:
+    """A group that is all wrong, of responses of unlike length, teaches brevity and no answer."""
+    rewards = {
+        "right": {"kind": "python", "function": "small_rewards:parity"},
+        "overlong": {"kind": "overlong", "max_tokens": 8, "buffer_tokens": 4},
+    }
+    samples = drawn([2, 8])
+    for sample, late in zip(samples, (0.0, -0.5), strict=True):
+        sample.reward_parts = {"right": 0.0, "overlong": late}
+    wrong = group(samples, [0.0, -0.5])
+    wrong.problem.domain = "sums"
+    for by, expected in (("advantages", False), ("solved", True)):
+        rollout = {"dynamic_sampling": 1, "dynamic_sampling_by": by}
+        stage = expert(tmp_path / by, {}, rewards=rewards, rollout=rollout)
+        assert stage.is_flat(wrong) is expected
+    assert samples[0].reward_parts is not None
+    samples[0].reward_parts["right"] = 1.0
+    assert not stage.is_flat(wrong)
+
+
 def test_steps_give_every_token_its_own_advantage() -> None:
     samples = drawn([4, 2])
     samples[0].step_rewards, samples[1].step_rewards = [(1, 1.0), (3, 0.0)], [(1, 0.0)]
-    [[long, short]] = add_advantages([group(samples, [1.0, 0.0])], ProcessSettings())
+    [[long, short]] = add_advantages([group(samples, [0.5, 0.0])], ProcessSettings())
     good, bad = 2 / 3 / 3**-0.5, -1 / 3 / 3**-0.5  # 1, 0, 0: mean 1/3, sample deviation 3^-.5
     assert long.advantages is not None
     assert long.advantages == pytest.approx([good + bad] * 2 + [bad] * 2, abs=1e-5)

@@ -378,7 +378,9 @@ def test_the_report_counts_rows_and_lengths(tmp_path: Path) -> None:
     assert report.too_long == 10
     assert report.tokens == {0: 1, 50: 51, 90: 91, 95: 96, 99: 100, 100: 100}
     held = stream(settings, split="held_out")
-    assert report.held_out == len(prompt_index(settings, "math").split(True, 0.25))
+    apart = len(prompt_index(settings, "math").split(True, 0.25))
+    assert report.held_out + report.for_gates == apart
+    assert report.for_gates == len(prompt_index(settings, "math").split(True, 0.05))
     assert is_held_out(held.take(1)[0], 0.25)
 
 

@@ -96,7 +96,8 @@ def test_the_pool_says_what_one_process_says_in_the_same_order(
 def test_a_reward_that_fails_drops_its_own_sample_alone(
     pool: Made, text: str, reason: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    before, failed, after = graded(pool(seconds=LIMIT, odd=own("does")), "one", text, "three")
+    dropping = pool(seconds=LIMIT, odd=own("does", timed_out=None))
+    before, failed, after = graded(dropping, "one", text, "three")
     assert (before.reward, after.reward) == (3.0, 5.0)
     assert failed.reward is None
     assert failed.failure is not None
@@ -111,24 +112,36 @@ def test_a_reward_that_fails_drops_its_own_sample_alone(
 
 def test_every_worker_may_be_lost_many_times_and_nothing_else_is(pool: Made) -> None:
     texts = [("die 1" if i % 5 == 0 else "hang" if i % 13 == 0 else f"{i:03}") for i in range(60)]
-    found = graded(pool(seconds=LIMIT, workers=2, odd=own("does")), *texts)
+    found = graded(pool(seconds=LIMIT, workers=2, odd=own("does", timed_out=None)), *texts)
     for text, grade in zip(texts, found, strict=True):
         assert (grade.reward is None) == (text in ("die 1", "hang"))
 
 
 def test_what_a_killed_reward_started_is_killed_too(pool: Made, tmp_path: Path) -> None:
     [grade] = graded(pool(seconds=1, odd=own("does")), f"child {tmp_path / 'number'}")
-    assert grade.reward is None
+    assert grade.reward == 0
     child = int((tmp_path / "number").read_text())
     status = Path(f"/proc/{child}/stat")
     assert not status.exists() or ") Z " in status.read_text()
 
 
 def test_a_reward_has_a_time_limit_of_its_own(pool: Made) -> None:
-    given = {"quick": own("does", timeout_seconds=0.3), "slow": own("length")}
-    [grade] = graded(pool(seconds=60, **given), "sleep 5")
+    quick = own("does", timeout_seconds=0.3, timed_out=None)
+    [grade] = graded(pool(seconds=60, quick=quick, slow=own("length")), "sleep 5")
     assert grade.failure is not None
     assert "rewards.quick: took more than 0.3 seconds" in grade.failure
+
+
+def test_a_response_that_takes_too_long_to_grade_earns_what_the_reward_says(
+    pool: Made, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Else whatever makes its grader hang is not trained on, which is better than being wrong."""
+    odd = own("does", weight=2.0, timed_out=-0.5)
+    [grade] = graded(pool(seconds=1, size=own("length"), odd=odd, late=own("does")), "hang")
+    assert grade == Grade(3.0, {"size": 4.0, "odd": -0.5, "late": 0.0})
+    said = capfd.readouterr().err
+    assert "experts.sums.rewards.odd: took more than 1 seconds and was killed for problem" in said
+    assert "it earns -0.5 (timed_out)" in said
 
 
 def test_slow_rewards_run_side_by_side(pool: Made, tmp_path: Path) -> None:
@@ -278,6 +291,14 @@ def test_what_stops_a_stage() -> None:
     pool.hold_to_limit(["a"], 4)
     with pytest.raises(RewardError, match=r"2 of 4 samples have no reward, and rewards\.max_fail"):
         pool.hold_to_limit(["a", "b"], 4)
+    pool._settings = RewardPoolSettings()
+    pool.hold_to_limit(["a"], 4)  # one may always lack it
+    pool.hold_to_limit(["a", "b"], 100)
+    with pytest.raises(RewardError, match="2 of 99"):
+        pool.hold_to_limit(["a", "b"], 99)
+    pool._settings = RewardPoolSettings(max_failed_fraction=0)
+    with pytest.raises(RewardError, match="1 of 99"):
+        pool.hold_to_limit(["a"], 99)
 
 
 def test_parts_add_up_by_weight_and_a_cut_off_response_is_what_each_says(tmp_path: Path) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import isfinite
 from numbers import Real
 from pathlib import Path
+from types import MappingProxyType
 
 from stages.domains.problem import Problem
 from stages.domains.rewards.registry import make
@@ -52,20 +53,24 @@ class Grader:
         problem: Problem,
         response: Response,
         begin: Callable[[int, float | None], None] = lambda index, seconds: None,
-        skipped: Collection[str] = (),
+        known: Mapping[str, float | None] = MappingProxyType({}),
     ) -> Grade:
-        """Return the grade, without the rewards `skipped`. `begin` is called before each reward
-        with its place and its own time limit, in seconds."""
+        """Return the grade. Of rewards that are `known` it takes the score, or leaves them out
+        where that is None. `begin` is called before each other one with its place and its own time
+        limit, in seconds."""
         parts: dict[str, float] = {}
         total = 0.0
         steps: tuple[tuple[int, float], ...] = ()
         watch_failures: list[str] = []
         for index, (name, settings) in enumerate(self._settings.items()):
-            if name in skipped:
+            if name in known and known[name] is None:
                 continue
-            begin(index, settings.timeout_seconds)
             try:
-                score = self._score(name, settings, problem, response)
+                if (given := known.get(name)) is None:
+                    begin(index, settings.timeout_seconds)
+                    score = self._score(name, settings, problem, response)
+                else:
+                    score = given
                 if isinstance(score, Steps):
                     if settings.weight:
                         if steps:

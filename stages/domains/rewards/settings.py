@@ -51,6 +51,11 @@ class RewardBase(Settings):
     timeout_seconds: Seconds | None = Field(
         default=None, description="for one response; null is the pool's"
     )
+    timed_out: float | None = Field(
+        default=0.0,
+        description="score of a response that it took longer for, which what was written may have"
+        " caused; null leaves the sample without a reward, and out of the training",
+    )
 
 
 class ReasoningGymReward(RewardBase):
@@ -90,6 +95,7 @@ class JudgeReward(RewardBase):
     """A rubric scored by a model behind any OpenAI-compatible endpoint, as a number in [0, 1]."""
 
     kind: Literal["judge"] = "judge"
+    timed_out: float | None = None  # the service is slow then, not the response
     base_url: Annotated[str, Field(pattern=r"^https?://[^\s/]+\S*$")] = Field(
         description="up to and including /v1"
     )
@@ -242,7 +248,7 @@ class RewardPoolSettings(Settings):
     )
     memory_mebibytes: Mebibytes = Field(default=4096, description="that one worker may allocate")
     max_failed_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default=0.5,
-        description="share of a step's samples that may be left without a reward before the"
-        " stage stops",
+        default=0.02,
+        description="share of a step's samples that may be left without a reward before the stage"
+        " stops; above 0, one sample may always be",
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from stages.domains.problem import Problem
-from stages.domains.prompts import is_held_out
+from stages.domains.prompts import split_of
 from stages.domains.reasoning_gym_source import ReasoningGymSource
 from stages.domains.sources.prompt_rows import problem_at, prompt_index
 from stages.domains.sources.settings import PromptSettings, ReasoningGymPromptSettings
@@ -32,6 +33,7 @@ class LengthReport:
     duplicates: int
     prompts: int
     held_out: int
+    for_gates: int
     too_long: int
     tokens: dict[int, int]
 
@@ -51,10 +53,10 @@ def length_report(
         places = range(len(index.keys))
         problems = (problem_at(index, settings, tokenizer, row, row) for row in places)
         rows, bad, limit = index.counts.rows, index.counts.bad, settings.max_prompt_tokens
-    lengths, held_out = array("L"), 0
+    lengths, splits = array("L"), Counter[str]()
     for problem in problems:
         lengths.append(len(tokenizer.encode(problem.prompt)))
-        held_out += is_held_out(problem, settings.held_out_fraction)
+        splits[split_of(problem, settings.held_out_fraction)] += 1
     counts = np.frombuffer(lengths, np.dtype(f"u{lengths.itemsize}"))
     found = np.percentile(counts, PERCENTILES, method="higher").tolist()
     return LengthReport(
@@ -62,7 +64,8 @@ def length_report(
         bad=bad,
         duplicates=rows - bad - len(counts),
         prompts=len(counts),
-        held_out=held_out,
+        held_out=splits["held_out"],
+        for_gates=splits["gate"],
         too_long=0 if limit is None else int((counts > limit).sum()),
         tokens=dict(zip(PERCENTILES, found, strict=True)),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -122,7 +123,13 @@ def test_what_is_not_graded_touches_nothing(name: str) -> None:
     assert_close(found[mask], advantages(whole, settings(name)).flatten(0, 1), tolerance=1e-14)
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+def test_reinforce_pp_needs_no_second_response_to_a_prompt() -> None:
+    found = of_responses(advantages(graded([[1.0], [0.0], [1.0]]), settings("reinforce_pp")))
+    deviation = statistics.stdev([1, 0, 1])
+    assert_close(found.flatten(), [x / deviation for x in (1 / 3, -2 / 3, 1 / 3)], tolerance=5e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in ADVANTAGES if name != "reinforce_pp"])
 def test_one_graded_response_has_nobody_to_be_better_than(name: str) -> None:
     mask = torch.tensor([[True, False], [True, True], [False, False]])
     batch = graded([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]], graded=mask)
@@ -151,7 +158,7 @@ def test_a_token_earns_what_the_steps_from_it_on_earn() -> None:
     steps = real([[[1.0, 0.0], [1.0, 0.0]], [[0.0, 0.0], [7.0, 7.0]]])
     ends = torch.tensor([[[1, 3], [0, -1]], [[-1, -1], [0, 2]]])
     batch = graded(
-        [[1.0, 1.0], [0.0, 1.0]],
+        [[0.5, 1.0], [0.0, 7.0]],  # the means of the steps
         lengths=torch.tensor([[5, 2], [1, 3]]),
         step_rewards=steps,
         step_ends=ends,
@@ -165,6 +172,11 @@ def test_a_token_earns_what_the_steps_from_it_on_earn() -> None:
     ]
     assert_close(found[0], expected, tolerance=5e-6)
     assert not found[1].any()  # its steps all earned the same
+    # What else a response earned stands at its last token, as in `grpo`: here a punishment.
+    punished = replace(batch, rewards=batch.rewards - real([[1.0, 0.0], [0.0, 0.0]]))
+    change = advantages(punished, settings("process", std="population")) - found
+    assert_close(change[0], [[-1.0] * 5, [1.0] * 5], tolerance=5e-6)
+    assert not change[1].any()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,126 @@
+"""Evaluation: every model by its own weights, on problems that nothing else has seen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from fake_engines import FakeEngine, RefittedFleet, toy_domain, toy_job, toy_run
+from test_rollout_modes import one_rank  # noqa: F401
+
+from parallel import checkpoints
+from parallel.policy import Policy
+from stages import evaluate
+from stages.agreement import MismatchError
+from stages.domains.rewards.reward import RewardError
+from stages.domains.rewards.settings import RewardPoolSettings
+from stages.settings import EvaluationSettings, StageJob
+
+MODELS = {"cold_start": 1, "experts.sums": 2, "merge": 3}  # what each one's weights are made of
+SPLITS: list[str] = []  # of the problems that were asked for
+
+
+class WatchedFleet(RefittedFleet):
+    """Remembers whose weights the engines were given."""
+
+    given: ClassVar[list[float]] = []
+
+    def refit(self, policy: Policy, version: int) -> dict[str, float]:
+        self.given.append(next(iter(policy.named_weights().values())).flatten()[0].item())
+        return super().refit(policy, version)
+
+
+@torch.no_grad()
+def load(policy: Policy, checkpoint: Path) -> None:
+    """Stands for loading a checkpoint, which the folder's name says."""
+    for weight in policy.named_weights().values():
+        weight.fill_(MODELS[checkpoint.name] / 100)
+    policy.weights_changed()
+
+
+@pytest.fixture(autouse=True)
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    held_out = evaluate.held_out_problems
+
+    def asked(*given: Any) -> Any:
+        SPLITS.append(given[-1])
+        return held_out(*given)
+
+    WatchedFleet.given.clear()
+    SPLITS.clear()
+    monkeypatch.setattr(evaluate, "held_out_problems", asked)
+    monkeypatch.setattr("stages.rollout.Fleet", WatchedFleet)
+    monkeypatch.setattr(checkpoints, "load_weights", load)
+    yield
+
+
+def job(
+    directory: Path, function: str = "parity", bound: float = 1e9, failed: float = 0.9, **given: Any
+) -> StageJob:
+    reward = {"kind": "python", "function": f"small_rewards:{function}", "unfinished": "score"}
+    settings = toy_run(bound, sums=toy_domain(rewards={"odd": reward})).model_copy(
+        update={
+            "evaluation": EvaluationSettings(problems=40),
+            "rewards": RewardPoolSettings(workers=1, max_failed_fraction=failed),
+        }
+    )
+    models = {name: directory / name for name in MODELS}
+    fields = {"stage": "evaluate", "kind": "evaluate", "domain": None, "models": models, **given}
+    return toy_job(directory, settings, FakeEngine(), evaluated_on={}, **fields)
+
+
+def results(directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((directory / "results.json").read_text())["models"]
+    return found
+
+
+def test_every_model_is_measured_with_its_own_weights(tmp_path: Path) -> None:
+    evaluate.run(job(tmp_path))
+    assert WatchedFleet.given == pytest.approx([0.01, 0.02, 0.03])
+    found = results(tmp_path)
+    assert found.keys() == MODELS.keys()
+    for scores in found.values():  # parity is 1 on about half of what the fake engine says
+        assert 0.2 < scores["sums"]["accuracy"] < 0.8
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["model"], line["accuracy"]) for line in lines] == [
+        (name, scores["sums"]["accuracy"]) for name, scores in found.items()
+    ]
+
+
+def test_a_model_that_has_its_result_is_left(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir(parents=True)
+    (tmp_path / "models" / "experts.sums.json").write_text('{"sums": {"accuracy": 2}}')
+    evaluate.run(job(tmp_path))
+    assert WatchedFleet.given == pytest.approx([0.01, 0.03])
+    assert results(tmp_path)["experts.sums"] == {"sums": {"accuracy": 2}}
+
+
+def test_a_response_without_a_reward_counts_as_unsolved(tmp_path: Path) -> None:
+    """Else a model that makes graders fail is measured on fewer problems, and does better."""
+    evaluate.run(job(tmp_path, "parity_or_failure", models={"merge": tmp_path / "merge"}))
+    [line] = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert 5 < line["reward_failures"] < 35
+    assert results(tmp_path)["merge"]["sums"]["accuracy"] == line["accuracy"]
+    assert line["accuracy"] == pytest.approx(1 - line["reward_failures"] / 40)
+
+
+def test_too_many_responses_without_a_reward_end_the_stage(tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match="of 40 samples have no reward"):
+        evaluate.run(job(tmp_path, "parity_or_failure", failed=0.02))
+
+
+@pytest.mark.parametrize(("kind", "split"), [("gate", "gate"), ("evaluate", "held_out")])
+def test_a_gate_decides_by_problems_that_no_result_is_of(
+    kind: str, split: str, tmp_path: Path
+) -> None:
+    evaluate.run(job(tmp_path, kind=kind, models={"merge": tmp_path / "merge"}))
+    assert [split] == SPLITS
+
+
+def test_an_engine_that_has_other_weights_ends_the_stage(tmp_path: Path) -> None:
+    with pytest.raises(MismatchError):
+        evaluate.run(job(tmp_path, bound=1e-4))
