@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 
@@ -15,6 +15,7 @@ import pytest
 
 from pipeline.config import load
 
+from . import __main__ as fuzz
 from . import configs, run_directories, worker
 from .worker import REPOSITORY, Step, run
 
@@ -76,3 +77,27 @@ def test_a_file_that_changes_is_seen(tmp_path: Path) -> None:
     assert run_directories.snapshot(tmp_path) == before
     os.utime(file, ns=(0, 0))
     assert run_directories.snapshot(tmp_path) != before
+
+
+@pytest.mark.parametrize(
+    "verdict", ["accepted", "traceback", "hang", "unclear", "control", "changed", "difference"]
+)
+def test_every_failure_fails_the_fuzzer(verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cases(*_: object) -> Callable[[int], Iterator[Step]]:
+        return lambda number: iter([Step("a", verdict)])
+
+    monkeypatch.setattr(sys, "argv", ["fuzz", "--configs", "1", "--runs", "0"])
+    monkeypatch.setitem(fuzz.FUZZERS, "configs", cases)
+    assert fuzz.main() == (verdict != "accepted")
+
+
+def test_a_command_that_changes_a_run_is_seen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def careless(command: list[str], runs: Path) -> Step:
+        (runs / "damaged" / "left").touch()
+        return Step(command[0], "exit code 0")
+
+    monkeypatch.setattr(run_directories, "ask", careless)
+    first, *_ = run_directories.cases(0, tmp_path)(0)
+    assert first.verdict == "changed"

@@ -24,7 +24,10 @@ ANYWHERE: list[Poison] = [
 ]
 LOADS = [(cases.resume, each) for each in [*ANYWHERE, cases.in_random_numbers]]
 LOADS += [(cases.take_weights, each) for each in ANYWHERE]
-LOADS += [(cases.resume_with_torch_told_otherwise, cases.in_common)]
+LOADS += [
+    (cases.resume_with_torch_told_otherwise, each)
+    for each in (cases.in_common, cases.in_random_numbers)
+]
 
 
 def name_of(value: object) -> str | None:
@@ -59,19 +62,22 @@ def check_refusal(
     assert f"remove {checkpoint} and resume the run" in message
 
 
-def test_metadata_that_point_out_of_the_checkpoint_are_refused(on: On, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["../elsewhere", "/elsewhere", "below"])
+def test_metadata_that_point_out_of_the_checkpoint_are_refused(
+    where: str, on: On, tmp_path: Path
+) -> None:
     directory = tmp_path / "checkpoints"
     on(ONE, checkpoint_cases.begin, ONE, "sgd", str(directory))
     checkpoint = directory / "step_3"
 
     def point_elsewhere(found: object) -> None:
         for info in found.storage_data.values():  # type: ignore[attr-defined]
-            info.relative_path = f"../elsewhere/{info.relative_path}"
+            info.relative_path = f"{where}/{info.relative_path}"
 
     cases.change_metadata(checkpoint, point_elsewhere)
     cases.seal(checkpoint)
     [message] = on(ONE, cases.take_weights, ONE, str(directory))
-    assert message.startswith(f"{checkpoint / '.metadata'}: names ../elsewhere/__0_")
+    assert message.startswith(f"{checkpoint / '.metadata'}: names {where}/__0_")
 
 
 @pytest.mark.parametrize("name", [".metadata", "common.pt"])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +24,7 @@ from pipeline.processes import Child
 HERE = Path(__file__).parent
 MODULE = "forked_program"
 Start = Callable[..., Child]
+SECONDS = 120  # for a process that imports torch, on a machine that is busy
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +61,7 @@ def start(tmp_path: Path, servers: ForkServers) -> Iterator[Start]:
 
 
 def ended(child: Child) -> int:
-    wait_until(lambda: child.status() is not None, 30)
+    wait_until(lambda: child.status() is not None, SECONDS)
     status = child.status()
     assert status is not None
     return status
@@ -97,7 +100,7 @@ def test_what_is_forked_is_what_exec_would_have_started(start: Start, tmp_path: 
 
 def test_a_forked_process_is_found_by_its_command(start: Start, tmp_path: Path) -> None:
     child = start("wait")
-    wait_until(lambda: child.status() is None and bool(runs(tmp_path)), 30)
+    wait_until(lambda: child.status() is None and bool(runs(tmp_path)), SECONDS)
     [process] = runs(tmp_path)
     shown = Path(f"/proc/{process}/cmdline").read_text().rstrip("\0")
     assert shown == f"{sys.executable} -m {MODULE} {tmp_path} wait"
@@ -114,7 +117,7 @@ def test_killing_the_server_ends_nothing_that_it_forked(
     start: Start, servers: ForkServers, tmp_path: Path
 ) -> None:
     waiting = start("wait")
-    wait_until(lambda: waiting.status() is None and bool(runs(tmp_path)), 30)
+    wait_until(lambda: waiting.status() is None and bool(runs(tmp_path)), SECONDS)
     first = server_process(servers)
     os.kill(first, signal.SIGKILL)
     again = start("finish", name="again")
@@ -150,6 +153,7 @@ def test_a_server_that_does_not_answer_is_done_without(
     assert ended(child) == 0
     assert not told(child)["forked"]
     monkeypatch.delenv("TEST_PRELOAD", raising=False)
+    monkeypatch.setattr(forkserver, "FORK_SECONDS", SECONDS)
     after = start("finish", name="after")  # by a new server
     assert ended(after) == 0
     assert told(after)["forked"] or moment == "importing"
@@ -166,6 +170,37 @@ def test_what_is_cancelled_never_runs(start: Start, servers: ForkServers, tmp_pa
     os.kill(server_process(servers), signal.SIGCONT)
     assert ended(start("finish", name="after")) == 0  # it comes after the other in the queue
     assert len(runs(tmp_path)) == 1
+
+
+def test_a_fork_that_is_cancelled_when_it_is_there_never_runs(start: Start, tmp_path: Path) -> None:
+    child = start("finish")
+    assert child._fork is not None
+    link = child._fork._link
+    assert select.select([link], [], [], SECONDS)[0]  # it is there, and waits for the launcher
+    process = int(link.recv(64, socket.MSG_PEEK))
+    child.send(signal.SIGTERM)
+    wait_until(lambda: not is_alive(process), SECONDS)
+    assert runs(tmp_path) == []
+
+
+def test_the_servers_own_environment_ends_with_the_fork(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(forkserver.OWN_ENVIRONMENT, MODULE, {"TEST_OWN": "of the server"})
+    forked = start("finish", TEST_VALUE="x")
+    assert ended(forked) == 0
+    assert told(forked)["forked"]
+    assert told(forked)["environment"] == {"TEST_VALUE": "x"}
+
+
+def test_a_server_keeps_no_descriptor_of_what_it_forked(start: Start, servers: ForkServers) -> None:
+    def held() -> int:
+        return len(list(Path(f"/proc/{server_process(servers)}/fd").iterdir()))
+
+    assert ended(start("finish", name="first")) == 0
+    before = held()
+    assert ended(start("finish", name="second")) == 0
+    wait_until(lambda: held() <= before, SECONDS)
 
 
 def test_requests_that_a_busy_server_has_no_room_for_do_not_wait(
@@ -239,9 +274,9 @@ while child.status() is None:
 """
     launcher = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)])
     try:
-        wait_until(lambda: bool(runs(tmp_path)), 30)
+        wait_until(lambda: bool(runs(tmp_path)), SECONDS)
     finally:
         launcher.kill()
         launcher.wait()
     [process] = runs(tmp_path)
-    wait_until(lambda: not is_alive(process), 10)
+    wait_until(lambda: not is_alive(process), SECONDS)

@@ -99,3 +99,19 @@ def test_a_log_that_ends_within_a_letter_is_printed(
     write(stage.path / "attempt_1" / "rank_0.log", "ü".encode()[:1])
     logs.print_log(stage, "rank_0.log", None)
     assert capsys.readouterr().out == "one\n\ufffd"
+
+
+def test_what_is_written_while_the_next_attempt_is_looked_for_is_read(
+    stage: StageDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = (stage.path / f"attempt_{number}" / "rank_0.log" for number in (1, 2))
+    looks = iter([False, False, True])  # when it begins, twice, and then once a round
+
+    def newest() -> Path:
+        if next(looks, False):
+            write(first, b"Traceback\n")
+            write(second, b"two\n")
+        return second if second.exists() else first
+
+    logs.print_log(stage, "rank_0.log", asked(lambda: True, lambda: False), newest)
+    assert capsys.readouterr().out == f"one\nTraceback\n--- {second} ---\ntwo\n"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from hashlib import sha256
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -44,3 +46,24 @@ def test_what_is_built_here_is_built_by_the_pinned_setuptools() -> None:
         pinned = "bootstrap.txt" in line or "--no-build-isolation" in line
         assert pinned or "--upgrade" in line, line
     assert "setuptools==" in (REPOSITORY / "requirements" / "bootstrap.txt").read_text()
+
+
+@pytest.mark.parametrize(("version", "kept"), [("2.13.0", True), ("2.12.0", False)])
+def test_the_hashes_of_torch_are_those_of_its_version(
+    version: str, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specification = spec_from_file_location("lock", REPOSITORY / "requirements" / "lock.py")
+    assert specification is not None and specification.loader is not None
+    lock = module_from_spec(specification)
+    specification.loader.exec_module(lock)
+
+    def download(command: list[str], check: bool) -> None:
+        folder = Path(command[command.index("--dest") + 1])
+        (folder / "torch-2.13.0+cpu-cp311.whl").write_bytes(b"")
+
+    monkeypatch.setattr(lock.subprocess, "run", download)
+    pin, known, listed = " \\\n    --hash=sha256:", "a" * 64, "b" * 64
+    found = lock._with_torch_builds(f"torch==2.13.0{pin}{listed}", f"torch=={version}{pin}{known}")
+    assert (known in found) == kept
+    assert listed not in found
+    assert sha256(b"").hexdigest() in found

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline import trust
 from pipeline.run_directory import RunDirectory
 
 Braid = Callable[..., tuple[int, str, str]]
@@ -135,8 +136,34 @@ def test_a_run_of_another_user_is_refused(
     assert braid("resume", "small", "--trust-run")[0] == 0
 
 
+@pytest.mark.parametrize("inside", ["run.yaml", "stages/merge/checkpoints/step_2"])
+def test_so_is_one_that_holds_something_of_another_user(
+    inside: str, done: RunDirectory, braid: Braid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at = trust._looked_at
+
+    def given_away(run: RunDirectory) -> Iterator[tuple[Path, os.stat_result]]:
+        for path, status in looked_at(run):
+            fields = list(status)
+            if path == done.path / inside:
+                fields[stat.ST_UID] = STRANGER
+            yield path, os.stat_result(fields)
+
+    monkeypatch.setattr(trust, "_looked_at", given_away)
+    code, _, err = braid("resume", "small")
+    assert code == 1
+    assert err.startswith(f"braid: {done.path / inside}: belongs to ")
+
+
 @pytest.mark.parametrize(
-    "inside", ["run.yaml", "stages/merge", "stages/merge/checkpoints/step_2/checksums.json"]
+    "inside",
+    [
+        "run.yaml",
+        "stages/merge",
+        "stages/merge/checkpoints",
+        "stages/merge/checkpoints/step_2",
+        "stages/merge/checkpoints/step_2/checksums.json",
+    ],
 )
 def test_so_is_one_in_which_others_may_write(inside: str, done: RunDirectory, braid: Braid) -> None:
     path = done.path / inside

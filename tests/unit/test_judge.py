@@ -229,6 +229,7 @@ def test_the_key_is_sent_and_written_nowhere(
         (402, b"FORM"),  # and in the reason
         (302, b""),
         (200, b'{"error": "FORM"}'),
+        (200, b'{"error": "%s FORM"}' % (b"x" * 260)),  # what is shown ends within the key
         (200, b'{"choices": [{"message": {"content": "FORM is no score"}}]}'),
         (200, b'{"choices": [{"message": {"content": "FORM %s"}}]}' % (b"x" * 285)),
         (200, b'{"choices": [{"message": {"content": "FORM score: 99"}}]}'),

@@ -87,6 +87,18 @@ def test_weights_and_biases_that_does_not_start_is_an_error_and_one_that_dies_is
     assert capsys.readouterr().out.count("its service is gone") == 1
 
 
+def test_closing_the_log_finishes_weights_and_biases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished = []
+    run = SimpleNamespace(log=lambda *_, **__: None, finish=lambda: finished.append(True))
+    monkeypatch.setattr("wandb.init", lambda **_: run)
+    log = MetricsLog(job(tmp_path, "offline"), steps=1, start=0)
+    log.write(1, {"loss": 2.0})
+    log.close()
+    assert finished == [True]
+
+
 def test_sums_are_divided_by_their_own_global_count() -> None:
     part = {
         "ratio": MetricSum(torch.tensor(3.0), "sequences"),

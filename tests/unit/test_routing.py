@@ -71,3 +71,14 @@ def test_vector_11() -> None:
     attached = losses.attach(mock.Mock(), gates, gates > 0, logits, real)
     assert torch.equal(attached, gates)
     assert losses.sums["z_loss"] == pytest.approx(5.479124, abs=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "load_balance", "first"), [(1, 0.1, False), (2, 0.1, True), (2, 0.0, False)]
+)
+def test_the_load_of_several_micro_batches_is_counted_first(
+    micro_batches: int, load_balance: float, first: bool
+) -> None:
+    losses = RoutingLosses(RoutingLossSettings(load_balance=load_balance), [])
+    losses.start(tokens=1.0, micro_batches=micro_batches)
+    assert losses.counts_first is first
