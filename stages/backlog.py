@@ -75,12 +75,18 @@ class Backlog:
         self._rollouts.request(groups, short, at_once=True)
         return groups
 
-    def take(self, domain: str) -> Group | None:
-        """The group of a domain that was whole first; None until it is graded.
+    def begun(self, domain: str) -> list[int]:
+        """The versions of the weights that the groups under way were begun with."""
+        return [group.begun for group in self._begun[domain]]
+
+    def take(self, domain: str, latest: int) -> Group | None:
+        """The group of a domain that was whole first, of those that were begun with weights of this
+        version or before; None until it is graded.
 
         In whatever order grades come, groups are taken in the order in which they were whole.
         """
-        whole = [group for group in self._begun[domain] if group.ended is not None]
+        groups = [group for group in self._begun[domain] if group.begun <= latest]
+        whole = [group for group in groups if group.ended is not None]
         if not whole:
             return None
         group = min(whole, key=lambda each: each.ended or 0)
@@ -147,6 +153,7 @@ class Backlog:
 
     def _ask(self, groups: list[Group]) -> None:
         for group in groups:
+            group.begun = self._rollouts.version or 0
             self._begun[group.problem.domain].append(group)
         if groups:
             self._scoring.expect(groups)
@@ -229,6 +236,9 @@ class _Taken:
 class Collection:
     """Takes one step's groups from the backlog as they become whole; main rank only.
 
+    Whether a prompt is trained on does not depend on how long its responses take: groups that have
+    to be taken now, or else would grow too old before steps have room for them, are waited for.
+
     `version` is that of the weights that the step begins with; `flat` says of which groups there is
     nothing to learn.
     """
@@ -256,7 +266,10 @@ class Collection:
         Raises RewardError where too many samples of it have no reward.
         """
         for domain, taken in self._taken.items():
-            while self._missing(taken) and (group := self._backlog.take(domain)) is not None:
+            while self._missing(taken):
+                latest = self._latest(domain, self._missing(taken))
+                if (group := self._backlog.take(domain, latest)) is None:
+                    break
                 self._sort(taken, group)
         missing = {domain: self._missing(taken) for domain, taken in self._taken.items()}
         if any(missing.values()):
@@ -273,6 +286,18 @@ class Collection:
         # In the order of the prompts, since that in which groups came is not the same twice.
         self._backlog.learn(sorted(batch.drawn, key=lambda group: group.problem.index))
         return batch
+
+    def _latest(self, domain: str, room: int) -> int:
+        """The version of the weights that the next group must have been begun with, or older ones:
+        where this step has room for so many more groups, and the steps after it for whole steps of
+        them, all that are under way should be trained on before they are too old."""
+        begun = self._backlog.begun(domain)
+        oldest = self._version - self._settings.max_staleness
+        for later in range(self._settings.max_staleness):
+            due = sum(version <= oldest + later for version in begun)
+            if due >= room + later * self._backlog.sampling.prompts_per_step:
+                return oldest + later
+        return self._version
 
     def _sort(self, taken: _Taken, group: Group) -> None:
         self._failures += group.failures

@@ -15,6 +15,7 @@ from stages.domains.rewards.grading import Grade
 class Group:
     """All samples of one prompt; sample i is drawn with seed + i.
 
+    `begun` is the version of the weights that the engines had when it was asked for.
     `ended` counts the groups that were whole before this one; it is not whole where that is None.
     `grades` are to come for its samples, where they are wanted; when it is `graded`, its samples
     say what they earned, `failures` why some have no reward, and `watch_failures` why some have no
@@ -24,6 +25,7 @@ class Group:
     problem: Problem
     seed: int
     drawn: list[Sample | None]
+    begun: int = 0
     ended: int | None = None
     grades: list[Future[Grade] | None] | None = None
     graded: bool = False

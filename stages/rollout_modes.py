@@ -58,12 +58,17 @@ class RolloutMode(ABC):
         is wrong again.
         """
 
-    def begin(self, batches: int) -> int:
-        """Have so many steps' prompts under way; returns how many are new, on the main rank."""
+    def begin(self, batches: int, *, old: bool) -> int:
+        """Have so many steps' prompts under way; returns how many are new, on the main rank.
+
+        Never more than steps have room for before they are too old: as many as `max_staleness`, and
+        one more unless they are `old`, which is to say a step behind when the first is trained on.
+        """
         if not is_main():
             return 0
-        per_step = self.stage.sampling.prompts_per_step * self.stage.settings.oversampling
-        count = math.ceil(batches * per_step)
+        per_step, settings = self.stage.sampling.prompts_per_step, self.stage.settings
+        steps = settings.max_staleness + (not old)
+        count = min(math.ceil(batches * per_step * settings.oversampling), steps * per_step)
         return self.stage.backlog.begin(dict.fromkeys(self.stage.backlog.domains, count))
 
     def collect(self, step: int, seconds: dict[str, float]) -> Rollout:
@@ -136,7 +141,7 @@ class InTurn(RolloutMode):
             measured = self.refit(step, seconds)
             with stopwatch(seconds, "seconds_rollout"):
                 if attempt == 0:
-                    self.begin(batches=1)
+                    self.begin(batches=1, old=False)
                 elif is_main():
                     self.stage.backlog.again(self.taken, attempt)
                 rollout = self.collect(step, seconds)
@@ -159,10 +164,10 @@ class OneAhead(RolloutMode):
         if self.rollouts.version is None:
             self.refit(step, seconds)
         with stopwatch(seconds, "seconds_rollout"):
-            self.begin(batches=1)
+            self.begin(batches=1, old=step > 1)
             rollout = self.collect(step, seconds)
         measured = self.probe(step, seconds)
-        self.begin(batches=min(1, self.stage.loop.steps - step))
+        self.begin(batches=min(1, self.stage.loop.steps - step), old=True)
         return self.drawn_before(rollout, step, measured, seconds)
 
 
@@ -180,11 +185,11 @@ class Continuous(RolloutMode):
     def draw(self, step: int, seconds: dict[str, float]) -> Drawn:
         measured = self.probe(step, seconds)
         with stopwatch(seconds, "seconds_rollout"):
-            new = self.begin(batches=1)
+            new = self.begin(batches=1, old=False)
             rollout = self.collect(step, seconds)
         late = self.waited and not new
         ahead = self.ahead if late else min(1, self.ahead)
-        self.begin(batches=min(ahead, self.stage.loop.steps - step))
+        self.begin(batches=min(ahead, self.stage.loop.steps - step), old=True)
         return self.drawn_before(rollout, step, measured, seconds)
 
 

@@ -72,8 +72,8 @@ class MergeRolloutSettings(Settings):
     )
     max_staleness: Count = Field(
         default=1,
-        description="training steps that a sample's oldest weights may lie behind; older samples"
-        " are dropped and counted",
+        description="training steps that a sample's oldest weights may lie behind; a step waits for"
+        " samples that would grow older, and older ones are dropped and counted",
     )
 
 

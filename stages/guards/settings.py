@@ -97,6 +97,13 @@ class DriftSettings(GuardSettings):
     threshold: Fraction = 0.1
 
 
+class StaleDropsSettings(GuardSettings):
+    """Above it, samples grow too old to be trained on, and the slow ones are the ones that go."""
+
+    threshold: AtLeastZero = 0.0
+    patience: Count = Field(default=1, description="steps in a row beyond the threshold")
+
+
 class GuardsSettings(Settings):
     """The known ways in which reinforcement learning fails, and who is to hear of them."""
 
@@ -110,6 +117,7 @@ class GuardsSettings(Settings):
     truncation: TruncationSettings = TruncationSettings()
     mismatch: MismatchSettings = MismatchSettings()
     drift: DriftSettings = DriftSettings()
+    stale_drops: StaleDropsSettings = StaleDropsSettings()
 
 
 class StopSettings(Settings):

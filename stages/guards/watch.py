@@ -114,6 +114,13 @@ def guards(settings: GuardsSettings) -> list[_Guard]:
             "above",
             "lower rollout.max_staleness or the learning rate",
         ),
+        _Guard(
+            "stale_drops",
+            settings.stale_drops,
+            "dropped_stale",
+            "above",
+            "raise rollout.max_staleness, or lower rollout.oversampling",
+        ),
     ]
 
 

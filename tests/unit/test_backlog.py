@@ -31,6 +31,7 @@ class FakeRollouts:
 
     def __init__(self) -> None:
         self.asked: list[Group] = []
+        self.version = 1
         self.ended = 0
         self.graded = threading.Event()
         self.awaited: Callable[[], bool] = lambda: False
