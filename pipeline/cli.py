@@ -71,7 +71,7 @@ def _parse(argv: Sequence[str]) -> Namespace:
         if others:
             braid.error(f"unrecognized arguments: {' '.join(others)}")
     else:
-        arguments.overrides += others
+        arguments.overrides = [*arguments.overrides, *others]
     return arguments
 
 

@@ -3,6 +3,7 @@ layout, and a Slurm."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,6 +32,19 @@ class _Scheduling(LoadFileScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Scheduling:
     """Schedule by files and directories, whatever `--dist` says."""
     return _Scheduling(config, log)
+
+
+@pytest.fixture(autouse=True)
+def _environment_as_found() -> Iterator[None]:
+    """Fail the test that leaves another environment behind, not those that follow it.
+
+    Variables may be added: Megatron sets some of Transformer Engine's.
+    """
+    found = {name: os.environ[name] for name in os.environ if name != "PYTEST_CURRENT_TEST"}
+    yield
+    left = {name: os.environ.get(name) for name in found}
+    os.environ.update(found)
+    assert left == found
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from random import Random
 
 import pytest
 
+from pipeline import cli, commands
 from pipeline.config import load
 
 from . import __main__ as fuzz
@@ -98,6 +99,10 @@ def test_a_command_that_changes_a_run_is_seen(
         (runs / "damaged" / "left").touch()
         return Step(command[0], "exit code 0")
 
+    # Cases are for a process of their own: what they replace is put back after the test.
+    monkeypatch.setattr(cli, "parser", cli.parser)
+    monkeypatch.setattr(commands, "PROGRAMS", commands.PROGRAMS)
+    monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(run_directories, "ask", careless)
     first, *_ = run_directories.cases(0, tmp_path)(0)
     assert first.verdict == "changed"
