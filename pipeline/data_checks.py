@@ -15,6 +15,7 @@ from stages.domains.sources.settings import (
     FilePromptSettings,
     FileSettings,
     ReasoningGymPromptSettings,
+    TooManyFolders,
 )
 from stages.settings import DomainSettings, MergeSettings, MixedSettings
 
@@ -99,7 +100,13 @@ def missing_data(key: str, domain: DomainSettings, demonstrated: bool) -> Found:
             continue
         if (why := unreachable(settings.path)) is not None:
             yield f"{key}.{block}.path", f"{shown(settings.path)} {why}"
-        elif not settings.files():
+            continue
+        try:
+            found = settings.files()
+        except TooManyFolders as why_not:
+            yield f"{key}.{block}.path", f"{shown(settings.path)} {why_not}"
+            continue
+        if not found:
             below = (
                 f" with a name that ends in .{settings.source}" if settings.path.is_dir() else ""
             )

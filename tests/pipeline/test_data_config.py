@@ -35,6 +35,21 @@ def test_files_stand_beside_the_file_that_states_them(config: Path) -> None:
     assert any("experts.sums.prompts.path: no file at" in fault for fault in faults(config, few))
 
 
+def test_a_folder_is_looked_through_only_as_far_as_that_takes_seconds(
+    config: Path, start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        (config.parent / "data" / str(number)).mkdir(parents=True)
+    (config.parent / "data" / "2" / "a.jsonl").touch()
+    prompts = "prompts: {source: jsonl, path: data}\n    rewards: {sum: {kind: math}}"
+    edited(config, "prompts: {dataset: chain_sum}", prompts)
+    here = ("cold_start=null", f"model.initial_weights={start}")
+    assert load(config, here).experts["sums"].prompts.files()
+    monkeypatch.setattr("stages.domains.sources.settings.MOST_FOLDERS", 3)
+    [fault] = faults(config, *here)
+    assert fault.endswith("sums.prompts.path: data has over 3 folders below it; name a smaller one")
+
+
 def test_what_prompts_of_files_ask_of_other_blocks(config: Path) -> None:
     config.with_name("a.parquet").touch()
     prompts = "{source: parquet, path: ., max_prompt_tokens: 41}"

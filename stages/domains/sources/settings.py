@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,6 +12,11 @@ from pydantic import Discriminator, Field, Tag
 from parallel.settings import Count, Fraction, Settings, Tokens
 
 HeldOutFraction = Annotated[float, Field(gt=0, lt=1)]
+MOST_FOLDERS = 20_000  # that are looked through for files, in a second or two
+
+
+class TooManyFolders(OSError):
+    """A path below which files cannot be looked for."""
 
 
 class ReasoningGymPromptSettings(Settings):
@@ -36,18 +43,27 @@ class FileSettings(Settings):
     def files(self) -> list[Path]:
         """The files, sorted by name; none where there are none.
 
-        A folder may be called as files are, and a pipe or a device has no end to read to.
+        A folder may be called as files are, and a pipe or a device has no end to read to. Raises
+        TooManyFolders for a path below which they cannot be looked for in seconds, such as /.
         """
         if self.path.is_file():
             return [self.path]
-        root, pattern = self.path, f"**/*.{self.source}"
-        if not root.is_dir():
-            root = Path(self.path.anchor)
-            pattern = str(self.path.relative_to(root))
+        if self.path.is_dir():
+            return sorted(path for path in _below(self.path, f".{self.source}") if path.is_file())
+        root = Path(self.path.anchor)
         try:
-            return sorted(path for path in root.glob(pattern) if path.is_file())
-        except ValueError:  # no pattern at all
+            found = root.glob(str(self.path.relative_to(root)))
+            return sorted(path for path in found if path.is_file())
+        except (OSError, ValueError):  # a folder is gone meanwhile, or it is no pattern at all
             return []
+
+
+def _below(folder: Path, suffix: str) -> Iterator[Path]:
+    """The paths below a folder whose names end so; what is gone meanwhile is passed over."""
+    for number, (parent, _, names) in enumerate(os.walk(folder)):
+        if number == MOST_FOLDERS:
+            raise TooManyFolders(f"has over {MOST_FOLDERS} folders below it; name a smaller one")
+        yield from (Path(parent, name) for name in names if name.endswith(suffix))
 
 
 class FilePromptSettings(FileSettings):
