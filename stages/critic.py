@@ -48,7 +48,7 @@ class Critic:
 
     def appraise(self, samples: list[Sample], parts: list[MicroBatch]) -> None:
         """Give this rank's micro-batches of `samples` values, returns and advantages, the latter
-        standardised over all tokens of the samples. Collective."""
+        standardised over all tokens of a domain's samples. Collective."""
         found = self._model.values([part.without_routes() for part in parts])
         judged = parts[: len(found)]  # none but on the last pipeline stage
         gamma, decay = self._settings.gamma, self._settings.lambda_
@@ -56,13 +56,18 @@ class Critic:
             part.values = said.masked_fill(~part.mask, 0.0)
             part.advantages = gae(rewards(part), part.values, part.mask, gamma, decay)
             part.returns = part.advantages + part.values
-        tokens, mean, squares = _moments([part.advantages[part.mask] for part in judged])
+        for domain in sorted({sample.domain for sample in samples}):
+            self._standardise([(part, _of(domain, part)) for part in judged])
+        _tell(samples, judged)
+
+    def _standardise(self, places: list[tuple[MicroBatch, torch.Tensor]]) -> None:
+        """The advantages at these tokens [B, R] of micro-batches. Collective."""
+        tokens, mean, squares = _moments([part.advantages[own] for part, own in places])
         freedom = tokens - (self._settings.std == "sample")
         deviation = (squares / max(freedom, 1)) ** 0.5
-        for part in judged:
+        for part, own in places:
             standard = (part.advantages - mean) / (deviation + STD_FLOOR)
-            part.advantages = standard.masked_fill(~part.mask, 0.0)
-        _tell(samples, judged)
+            part.advantages = standard.where(own, part.advantages)
 
     def learn(self, samples: list[Sample], parts: list[MicroBatch]) -> dict[str, float]:
         """One step towards the returns; what there is to log. Collective."""
@@ -111,6 +116,12 @@ def _explained(parts: list[MicroBatch]) -> float:
     _, _, whole = _moments([returns for returns, _ in known])
     tokens, _, missed = _moments([returns - found for returns, found in known])
     return 1 - missed / whole if whole > tokens * STD_FLOOR**2 else 0.0
+
+
+def _of(domain: str, part: MicroBatch) -> torch.Tensor:
+    """The learned tokens [B, R] of a domain's responses; bool."""
+    rows = torch.tensor([sample.domain == domain for sample in part.samples], device=device())
+    return part.mask & rows.unsqueeze(-1)
 
 
 def _moments(tokens: list[torch.Tensor]) -> tuple[float, float, float]:

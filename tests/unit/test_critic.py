@@ -101,11 +101,14 @@ def test_values_are_of_the_text_before_each_token(tmp_path: Path) -> None:
             assert together[row, token].item() == pytest.approx(expected, abs=1e-5)
 
 
-def test_advantages_by_hand(tmp_path: Path) -> None:
-    """The recursion of every response in plain Python, then in deviations of all tokens."""
+@pytest.mark.parametrize("domains", [("sums",) * 4, ("sums", "words", "sums", "words")])
+def test_advantages_by_hand(domains: tuple[str, ...], tmp_path: Path) -> None:
+    """The recursion of every response in plain Python, in deviations of its domain's tokens."""
     critic, model = critic_of(ppo(tmp_path))
     turn_head(model)
     samples = rewarded([3, 5, 1, 4], [1.0, 0.0, -0.5, 2.0])
+    for sample, domain in zip(samples, domains, strict=True):
+        sample.domain = domain
     parts = two_parts(samples)
     critic.appraise(samples, parts)
     raw: list[list[float]] = []
@@ -123,9 +126,9 @@ def test_advantages_by_hand(tmp_path: Path) -> None:
             raw.append(own)
             returns = [a + v for a, v in zip(own, values, strict=False)]
             assert part.returns[row, :length].tolist() == pytest.approx(returns, abs=1e-5)
-    every = np.concatenate(raw)
     rows = [(part, row) for part in parts for row in range(len(part.samples))]
-    for own, (part, row) in zip(raw, rows, strict=True):
+    for own, (part, row), domain in zip(raw, rows, domains, strict=True):
+        every = np.concatenate([a for a, of in zip(raw, domains, strict=True) if of == domain])
         expected = (np.array(own) - every.mean()) / (every.std(ddof=1) + 1e-6)
         assert part.advantages[row, : len(own)].tolist() == pytest.approx(expected, abs=1e-4)
         assert not part.advantages[row, len(own) :].any()
