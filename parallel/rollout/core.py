@@ -28,6 +28,8 @@ from parallel.settings import EngineJob
 
 ENGINE_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 BATCHED_TOKENS = 8192  # that are read together, of prompts
+MOST_KEPT = 4096  # tokens that top_p keeps without a top_k: each is an object in vLLM's answer
+TIES = 64  # tokens as likely as the last that top_k keeps
 
 
 class NoWeights(RuntimeError):
@@ -252,20 +254,32 @@ def _keeps(sampling: Sampling) -> bool:
     return sampling.top_p < 1.0 or sampling.top_k > 0
 
 
+def kept_limits(sampling: Sampling, vocabulary: int) -> tuple[int, int]:
+    """The top_k to draw with, and how many log-probabilities to ask for of every token, so that all
+    which were kept are among them; those that were not are not finite.
+
+    vLLM keeps whatever is as likely as the k-th, of which bf16 logits have several.
+    """
+    if not _keeps(sampling):
+        return 0, 0
+    top_k = sampling.top_k or (MOST_KEPT if vocabulary > MOST_KEPT else 0)
+    return top_k, min(top_k + TIES, vocabulary) if top_k else vocabulary
+
+
 def _parameters(sampling: Sampling, seed: int, vocabulary: int) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    top_k, logprobs = kept_limits(sampling, vocabulary)
     return SamplingParams(
         seed=seed,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
-        top_k=sampling.top_k,
+        top_k=top_k,
         max_tokens=sampling.max_tokens,
         stop_token_ids=[sampling.end_token],
         ignore_eos=True,  # that of the configuration, which knows no tokenizer
-        # Of all tokens that may have been kept; what was not has no finite log-probability.
-        logprobs=(sampling.top_k or vocabulary) if _keeps(sampling) else 0,
+        logprobs=logprobs,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
