@@ -3,10 +3,10 @@
     python benchmarks/variants.py modes [--seeds 0 1 2] [--runs-dir runs]
 
 All variants of a seed are grown from one cold start on `chain_sum`, train on as many samples and
-make as many updates (dynamic sampling draws more than it trains on). Prompts never repeat and
-training never sees one twice, so the reward of all that the last steps drew is the accuracy of the
-policy that drew it. Experts that are already trained under
---runs-dir are only read. Writes benchmarks/variants/NAME.json and prints a Markdown table.
+make as many updates (dynamic sampling draws more than it trains on). What is compared is the mean
+reward of all that the last steps drew, on prompts of the training split. Experts that are already
+trained under --runs-dir are only read. Writes benchmarks/variants/NAME.json and prints a Markdown
+table.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 import yaml
 from grpo_steps import logged, run
 from machine import machine
-
-from stages.statistics import Accuracy, difference, wilson
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parent / "configs"
@@ -29,6 +27,8 @@ LAST_STEPS = 10
 STEPS = 50
 TRAINED_A_STEP, GROUP_SIZE = 256, 8  # samples; of configs/domains/_base.yaml
 COLD_START_SEQUENCES = 96  # a step, over all variants
+# Student's t, the 97.5 % quantiles of so many degrees of freedom.
+T_95 = dict(enumerate((12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262), start=1))
 
 TOKEN = {"name": "token"}
 # Gradients are clipped to one length here, and in those of an eighth of the samples the share of
@@ -166,7 +166,8 @@ def drawn_in(line: dict[str, Any]) -> int:
 
 
 def table(seeds: dict[int, dict[str, Any]]) -> str:
-    """One row a variant: every seed, their mean, and how far it is from the first variant."""
+    """One row a variant: every seed, their mean, and how far it is from the first variant: the mean
+    difference over seeds with its 95 % interval (Student's t)."""
     first, *_ = variants = list(next(iter(seeds.values())))
     each_seed = [f"seed {seed}" for seed in seeds]
     heading = ["variant", *each_seed, "mean", f"less {first}", "drawn a step"]
@@ -174,24 +175,25 @@ def table(seeds: dict[int, dict[str, Any]]) -> str:
     for each in variants:
         found = [results[each] for results in seeds.values()]
         accuracies = [f"{100 * one['last_reward']:.1f}" for one in found]
-        against = difference(pooled(found), pooled([results[first] for results in seeds.values()]))
-        points = [100 * x for x in (against.difference, against.low, against.high)]
+        points = [100 * (r[each]["last_reward"] - r[first]["last_reward"]) for r in seeds.values()]
         lines.append(
             [
                 each,
                 *accuracies,
                 f"{100 * mean(one['last_reward'] for one in found):.1f}",
-                "" if each == first else "{:+.1f} [{:.1f}, {:.1f}]".format(*points),
+                "" if each == first else over_seeds(points),
                 f"{mean(one['drawn_a_step'] for one in found):.0f}",
             ]
         )
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def pooled(found: list[dict[str, Any]]) -> Accuracy:
-    """All seeds' last samples together."""
-    samples = sum(one["samples"] for one in found)
-    return wilson(round(sum(one["last_reward"] * one["samples"] for one in found)), samples)
+def over_seeds(points: list[float]) -> str:
+    """The mean of as many seeds, and half of its 95 % interval where there are several."""
+    if len(points) == 1:
+        return f"{points[0]:+.1f}"
+    half = T_95[len(points) - 1] * stdev(points) / len(points) ** 0.5
+    return f"{mean(points):+.1f} ± {half:.1f}"
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from pipeline.memory import largest_memory, memory_report
 from pipeline.other_settings import refuse_other_configuration
 from pipeline.outlook import what_follows
 from pipeline.overview import find
+from pipeline.policy_checks import policy_cautions
 from pipeline.printing import say, visible
 from pipeline.probe import probe
 from pipeline.run_directory import RunDirectory
@@ -50,6 +51,8 @@ def validate(arguments: Namespace) -> None:
     domains = ", ".join(settings.experts)
     say(f"{arguments.config} is valid: {len(stages)} stages, domains {domains}")
     for line in cautions({name: each.rewards for name, each in settings.experts.items()}):
+        say(line)
+    for line in policy_cautions(settings):
         say(line)
 
 

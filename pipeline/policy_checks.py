@@ -12,6 +12,7 @@ from stages.settings import (
     MergeRolloutSettings,
     PolicySettings,
     RolloutSettings,
+    RunSettings,
     SamplingSettings,
 )
 
@@ -38,6 +39,24 @@ def policy_rules(
             f"{updates} does not divide {key}.sampling.prompts_per_step = "
             f"{policy.sampling.prompts_per_step}, and every update takes as many whole groups",
         )
+
+
+def policy_cautions(settings: RunSettings) -> Iterator[str]:
+    """What a person should know of how policies are trained, a line each."""
+    policies = {f"experts.{name}": domain for name, domain in settings.experts.items()}
+    precision = settings.model.precision
+    for key, policy in {**policies, "mixed": settings.mixed}.items():
+        if policy is None or policy.objective.correction.name == "none":
+            continue
+        correction, replay = policy.objective.correction, policy.routing.replay
+        if correction.samples == "auto" and correction.of_all(replay, precision):
+            why = f"model.precision is {precision}"
+            if replay == "none":
+                why = "routing.replay is none"
+            yield (
+                f"{key}.objective.correction: all samples are weighed by pi_old / mu, not only "
+                f"stale ones, since {why}; samples: stale weighs those alone"
+            )
 
 
 def _group_rules(key: str, policy: PolicySettings) -> Found:

@@ -1,4 +1,4 @@
-"""What a token weighs whose routers moved since it was sampled (RSPO, arXiv 2510.23027 v2)."""
+"""What a token weighs whose routers have moved since the step began (RSPO, arXiv 2510.23027 v2)."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pipeline import cli
 from pipeline.config import dump_resolved, load
 from pipeline.graph import compile_graph
 from pipeline.violations import ConfigError
@@ -192,3 +193,22 @@ def test_a_reference_is_an_input_of_its_stage(
     stage = next(each for each in compile_graph(settings) if each.name == "experts.sums")
     assert stage.models == models
     assert stage.inputs == ("cold_start",)
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("experts.sums.routing.replay=none", "routing.replay is none"),
+        ("model.precision=bf16", "model.precision is bf16"),
+        ("experts.sums.objective.correction={samples: stale}", None),
+        ("experts.sums.objective.correction={name: none}", None),
+    ],
+)
+def test_it_is_told_where_all_samples_are_corrected(
+    config: Path, override: str, why: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["validate", str(config), override]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if "pi_old / mu" in line]
+    assert bool(told) == (why is not None)
+    assert not told or told[0].startswith("experts.sums.objective.correction: all samples are")
+    assert all(why is not None and f"since {why};" in line for line in told)
