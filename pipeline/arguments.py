@@ -257,6 +257,17 @@ def _add_run_commands(command: Callable[[str, str, str], ArgumentParser]) -> Non
         "  braid evaluate quickstart --stage experts.chain_sum --step 40\n\n"
         "The run's own results.json stays as it is.",
     )
+    audit = command(
+        "audit",
+        "compute a step again from the run's files, and compare it with what was logged",
+        "  braid audit quickstart                       every stage's newest step that can be\n"
+        "  braid audit quickstart experts.chain_sum --step 40\n\n"
+        "An implementation of its own, in float64, on transformers' model classes: losses,\n"
+        "advantages, KL, corrections, routing losses, gradients, the optimizer and the weights.\n"
+        "It needs a run with logging.auditable=true, and the checkpoint that the step began with\n"
+        "(loop.checkpoint_every=1); with the one it left, weights are compared too.\n"
+        "The exit code is 1 where something differs.",
+    )
     export = command(
         "export",
         "write a finished stage's model as a Hugging Face checkpoint",
@@ -264,10 +275,10 @@ def _add_run_commands(command: Callable[[str, str, str], ArgumentParser]) -> Non
         "  braid export quickstart --stage experts.chain_sum --step 40 --to /tmp/at_its_best\n\n"
         "Which steps there are, loop.keep_last and loop.keep_best decide.",
     )
-    for parser in (resume, stage, cancel, logs, why, diff, evaluate, export):
+    for parser in (resume, stage, cancel, logs, why, diff, evaluate, export, audit):
         parser.add_argument("run", metavar="RUN", help="the run's name, or its folder")
     status.add_argument("run", metavar="RUN", nargs="?", help="the run's name, or its folder")
-    for parser in (resume, stage, evaluate, export):
+    for parser in (resume, stage, evaluate, export, audit):
         add_trust(parser)
     for parser in (stage, logs, why):
         parser.add_argument("stage", metavar="STAGE", help="its name, as `braid status` shows it")
@@ -296,5 +307,8 @@ def _add_run_commands(command: Callable[[str, str, str], ArgumentParser]) -> Non
             help="the stage's whole checkpoint of this step, done or not (default: the newest of a "
             "stage that is done)",
         )
+    audit.add_argument("stage", metavar="STAGE", nargs="?", help="only this one (default: all)")
+    audit.add_argument("--step", metavar="N", type=whole, help="this step of the stage")
+    audit.add_argument("--json", action="store_true", help="print the comparison as JSON")
     export.add_argument("--stage", required=True, help="whose model, such as merge")
     export.add_argument("--to", required=True, type=Path, help="a folder that is new or empty")

@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from pipeline import audit as audits
 from pipeline import columns, explain, gates, one_off, report, resolved
 from pipeline.config import dump_resolved, load
 from pipeline.copies import refuse_another_run_s
@@ -29,7 +30,7 @@ from pipeline.probe import probe
 from pipeline.run_directory import RunDirectory
 from pipeline.runner import cores_side_by_side, run_stages
 from pipeline.selection import chosen, following, put_aside, refuse_selection
-from pipeline.signals import Stopped
+from pipeline.signals import Signals, Stopped
 from pipeline.slurm.jobs import is_queued, queue_of, refuse_queued
 from pipeline.states import StageState, derive
 from pipeline.terminal import terminal
@@ -192,6 +193,24 @@ def export(arguments: Namespace) -> None:
         )
     which = "" if arguments.step is None else f" of step {arguments.step}"
     say(f"exported {arguments.stage}{which} to {shown(arguments.to)}")
+
+
+def audit(arguments: Namespace) -> None:
+    """Compute steps of a run again from its files, and compare."""
+    run, settings = owned(arguments)
+    console = terminal()
+    with Signals() as signals:
+        found = audits.audit(
+            run, compile_graph(settings), arguments.stage, arguments.step, console, signals
+        )
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+    else:
+        say(*audits.lines(found, columns.takes_colour()))
+    if differing := audits.differing(found):
+        raise BraidError("the audit finds something else than the run: " + "; ".join(differing))
+    if all(each["refused"] for each in found):
+        raise BraidError("nothing was audited")
 
 
 def gate_override(arguments: Namespace) -> None:

@@ -21,6 +21,7 @@ from stages.domains.prompts import held_out_problems
 from stages.domains.rewards.grading import solved
 from stages.groups import Group, groups_of, seed_of
 from stages.metrics import MetricsLog
+from stages.recording import record
 from stages.rollout import Rollouts
 from stages.scoring import Scoring
 from stages.settings import SamplingSettings, StageJob
@@ -123,7 +124,7 @@ class Evaluation:
         """One sample a problem, with the same seeds for every model. Collective."""
         correct = asked = 0
         for start in range(0, self.settings.problems, PROBLEMS_A_CALL):
-            right, failures, watch_failures = self._solved(domain, start)
+            right, failures, watch_failures = self._solved(name, domain, start)
             of = min(PROBLEMS_A_CALL, self.settings.problems - start)
             correct, asked = correct + right, asked + of
             if is_main():
@@ -136,7 +137,7 @@ class Evaluation:
                 self.log.write(self.answered, found, model=name, domain=domain)
         return asdict(wilson(correct, asked))
 
-    def _solved(self, domain: str, start: int) -> tuple[int, int, int]:
+    def _solved(self, name: str, domain: str, start: int) -> tuple[int, int, int]:
         """How many of the problems from `start` on are solved, how many have no reward, which
         counts as unsolved, since what was written may have caused it, and how often a reward of
         weight 0 failed. Collective.
@@ -157,6 +158,10 @@ class Evaluation:
             failures = [failure for group in groups for failure in group.failures]
             self.scoring.hold_to_limit(failures, len(groups))
             watch_failures = sum(len(group.watch_failures) for group in groups)
+            if self.job.settings.logging.auditable:
+                path = self.job.directory / "samples" / name / f"{domain}_{start:06d}.jsonl"
+                answers = [sample for group in groups for sample in group.samples]
+                record(path, [answers], self.rollouts.tokenizer.decode, auditable=True)
             return sum(map(self._is_solved, groups)), len(failures), watch_failures
 
         return self.rollouts.wait(counted, self.version)

@@ -148,7 +148,7 @@ class OnPolicyStage(ABC):
         with stopwatch(seconds, "seconds_train"):
             trained = self._train(drawn.rollout, drawn.prepared)
         if is_main():
-            self.rollouts.record([s for samples in drawn.rollout.updates for s in samples], step)
+            self.rollouts.record(drawn.rollout.updates, step)
         parts = [part for batches in drawn.prepared.updates for part in batches]
         logged = {**drawn.rollout.metrics, **drawn.metrics, **trained, **token_efficiency(parts)}
         return {**logged, **broadcast({**seconds, **self.rollouts.events()})}

@@ -9,10 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
-import msgspec
-
 from parallel.distributed import broadcast, is_main, on_main
-from parallel.files import write_atomically
 from parallel.policy import Policy
 from parallel.rollout.answers import Question
 from parallel.rollout.fleet import Fleet
@@ -22,6 +19,7 @@ from parallel.rollout.wire import Generation, Sampling
 from parallel.sample import Sample
 from stages.domains.problem import DomainError, Problem
 from stages.groups import Group
+from stages.recording import record, samples_file
 from stages.settings import SamplingSettings, StageJob
 from stages.tokenizer import load_tokenizer
 
@@ -182,28 +180,11 @@ class Rollouts:
         self._reported = counts
         return new
 
-    def record(self, samples: list[Sample], step: int) -> None:
-        """Write the step's samples as JSON lines: tokens to replay them, and text to read."""
-        decode = self.tokenizer.decode
-        lines = [
-            {
-                "domain": sample.domain,
-                "prompt": decode(sample.prompt),
-                "response": decode(sample.response),
-                "reward": sample.reward,
-                "reward_parts": sample.reward_parts,
-                "step_rewards": sample.step_rewards,
-                "advantage": sample.advantage,
-                "finished": sample.finished,
-                "weight_version": sample.weight_version,
-                "prompt_tokens": sample.prompt.tolist(),
-                "response_tokens": sample.response.tolist(),
-                "logprobs": [] if sample.logprobs is None else sample.logprobs.tolist(),
-            }
-            for sample in samples
-        ]
-        path = self.job.directory / "rollouts" / f"step_{step:06d}.jsonl"
-        write_atomically(path, msgspec.json.Encoder().encode_lines(lines).decode())
+    def record(self, updates: list[list[Sample]], step: int) -> None:
+        """Write the samples of each update of the step."""
+        auditable = self.job.settings.logging.auditable
+        path = samples_file(self.job.directory / "rollouts", step)
+        record(path, updates, self.tokenizer.decode, auditable)
 
     def close(self) -> None:
         """Give up what is still under way."""

@@ -217,6 +217,12 @@ class LoggingSettings(Settings):
 
     wandb: Literal["offline", "online", "disabled"] = "offline"
     project: str = "braid"
+    auditable: bool = Field(
+        default=False,
+        description="write what `braid audit` needs beside the samples of every step: the experts"
+        " that each token used, the tokens that sampling kept, and what a cold start and an"
+        " evaluation read",
+    )
 
 
 class LaunchSettings(Settings):

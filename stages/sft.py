@@ -23,6 +23,7 @@ from stages.initial import look_for_held_out
 from stages.loop import train
 from stages.metrics import token_efficiency
 from stages.objectives.aggregation import Totals, token_mean
+from stages.recording import record, samples_file
 from stages.settings import ColdStartSettings, StageJob
 from stages.tokenizer import Tokenizer, load_tokenizer
 
@@ -46,7 +47,9 @@ class ColdStart:
             cold_start.loop.steps,
             cold_start.routing,
         )
-        self.sources = _sources(job) if is_main() else {}
+        self.job = job
+        self.tokenizer = load_tokenizer(settings.model)
+        self.sources = _sources(job, self.tokenizer) if is_main() else {}
 
     def step(self, step: int) -> dict[str, float]:
         samples, too_long = broadcast(self._draw(step) if is_main() else None)
@@ -62,6 +65,9 @@ class ColdStart:
         read = sum(sample.length for sample in samples)
         losses = self.policy.accumulate(batches, cross_entropy, read)
         norm = self.policy.step()
+        if is_main() and self.settings.logging.auditable:
+            path = samples_file(self.job.directory / "samples", step)
+            record(path, [samples], self.tokenizer.decode, auditable=True)
         return {
             **sum_over_data({"loss": sum(losses)}),
             **self.policy.routing_metrics(),
@@ -129,8 +135,7 @@ def _settings(job: StageJob) -> ColdStartSettings:
     return job.settings.cold_start
 
 
-def _sources(job: StageJob) -> dict[str, DemonstrationSource]:
-    tokenizer = load_tokenizer(job.settings.model)
+def _sources(job: StageJob, tokenizer: Tokenizer) -> dict[str, DemonstrationSource]:
     look_for_held_out(job.settings, tokenizer)
     return {domain: _source(job, domain, tokenizer) for domain in job.settings.experts}
 

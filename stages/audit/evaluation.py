@@ -1,0 +1,84 @@
+"""What an evaluation, or a gate, measured: each model's answers by that model's own weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel.files import read_text
+from stages.audit import recorded
+from stages.audit.model import Model, from_megatron
+from stages.audit.recorded import Drawn, NotAuditable, Run, tensors
+from stages.audit.rows import Row, number
+
+COMPARED = 32  # answers of a model in a domain whose log-probabilities are computed again
+# Rewards that say nothing about whether the answer is right.
+WATCHING = ("overlong", "length", "format", "language")
+
+
+def evaluation_rows(run: Run, stage: str) -> list[Row]:
+    """Compare every model's answers with what its checkpoint makes of them, and its accuracies with
+    what the answers earned. Raises NotAuditable where no answers were written."""
+    directory = run.stage(stage)
+    models = sorted((directory / "models").glob("*.json"))
+    rows = []
+    for file in models:
+        name = file.name.removesuffix(".json")
+        accuracies = json.loads(read_text(file))
+        held = tensors(run.parent(stage, name))
+        shape = run.settings["model"]
+        model = Model(shape, from_megatron(held, shape))
+        for domain, found in accuracies.items():
+            answers = _answers(directory / "samples" / name, domain)
+            rows.append(_logprobs(f"{name} on {domain}: log p", model, run, answers))
+            solved = sum(_solved(run, answer) for answer in answers)
+            quantity = f"{name} on {domain}: accuracy"
+            rows.append(number(quantity, found["accuracy"], solved / len(answers), scale=1.0))
+            rows.append(number(f"{name} on {domain}: n", found["n"], len(answers)))
+    return rows
+
+
+def _answers(folder: Path, domain: str) -> list[Drawn]:
+    files = sorted(folder.glob(f"{domain}_*.jsonl"))
+    if not files:
+        raise NotAuditable(
+            f"no answers at {folder}; evaluate again with logging.auditable=true in the run"
+        )
+    return [sample for file in files for sample in recorded.samples(file)]
+
+
+def _logprobs(quantity: str, model: Model, run: Run, answers: list[Drawn]) -> Row:
+    """The mean of the answers' log-probabilities a token; what differs is the largest difference,
+    in nats. A greedy answer is compared with the most likely tokens instead."""
+    temperature = run.settings["evaluation"]["temperature"]
+    engine, own, apart = 0.0, 0.0, 0.0
+    tokens = 0
+    with torch.no_grad():
+        for answer in answers[:COMPARED]:
+            read = model.read(answer, replay=answer.routes is not None)
+            found = read.logprobs(temperature or 1.0)
+            theirs = read.distribution(1.0).amax(-1) if temperature == 0 else answer.logprobs
+            apart = max(apart, float((found - theirs).abs().max()))
+            engine, own = engine + float(theirs.sum()), own + float(found.sum())
+            tokens += len(found)
+    bound = run.settings["engine"]["max_logprob_difference"]
+    return Row(quantity, engine / tokens, own / tokens, apart, bound)
+
+
+def _solved(run: Run, answer: Drawn) -> bool:
+    """Whether every reward that judges answers gave all that it can; all of them where none
+    judges. An answer without a reward is not solved."""
+    rewards: dict[str, Any] = run.settings["experts"][answer.domain]["rewards"]
+    parts = answer.fields["reward_parts"] or {}
+    if answer.fields["reward"] is None:
+        return False
+    counted = [name for name, each in rewards.items() if each["weight"]]
+    judging = [
+        name
+        for name in counted
+        if rewards[name]["kind"] not in WATCHING and rewards[name]["weight"] > 0
+    ]
+    return all(parts.get(name, 0.0) >= 1 for name in judging or counted or rewards)

@@ -1,0 +1,70 @@
+"""The audit's process: `python -m stages.audit.main JOB`.
+
+JOB is JSON: `run`, the run's directory; `stages`, which to audit; `step`, or null for the newest
+that can be; `result`, the file to write. What it writes there is a list, a step or an evaluation
+each: `stage`, `step`, `rows`, `notes`, and where it cannot be audited, `refused`, which says why.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel.checkpoint_reader import CheckpointRefused
+from parallel.files import write_atomically
+from parallel.last_word import say_last_word, say_notice
+from stages.audit.evaluation import evaluation_rows
+from stages.audit.recorded import NotAuditable, Run, read_run
+from stages.audit.stage_audit import Audited, audit_step, auditable_steps, kind_of
+
+MEASURING = ("evaluate", "gates")
+WIDE = 512
+
+
+def main() -> None:
+    """Run the job named by argv[1]."""
+    job = json.loads(Path(sys.argv[1]).read_text())
+    run = read_run(Path(job["run"]))
+    if run.settings["model"]["hidden_size"] < WIDE:
+        torch.set_num_threads(1)  # handing such small products to threads takes longer than they do
+    found = []
+    for stage in job["stages"]:
+        say_notice(f"auditing {stage}")
+        try:
+            found.append(_shown(_audited(run, stage, job["step"])))
+        except NotAuditable as error:
+            found.append(
+                {"stage": stage, "step": None, "rows": [], "notes": [], "refused": str(error)}
+            )
+        except (CheckpointRefused, OSError) as error:
+            say_last_word(str(error))
+            sys.exit(1)
+    write_atomically(Path(job["result"]), json.dumps(found) + "\n")
+
+
+def _audited(run: Run, stage: str, step: int | None) -> Audited:
+    if kind_of(stage) in MEASURING:
+        return Audited(stage, None, evaluation_rows(run, stage), [])
+    if step is None:
+        steps = auditable_steps(run, stage)
+        if not steps:
+            raise NotAuditable(
+                f"no step of {stage} has both its samples and a checkpoint of the step before; set "
+                "logging.auditable=true and loop.checkpoint_every=1, or name a --step"
+            )
+        step = steps[-1]
+    return audit_step(run, stage, step)
+
+
+def _shown(audited: Audited) -> dict[str, Any]:
+    rows = [{**asdict(row), "agrees": row.agrees} for row in audited.rows]
+    return {**asdict(audited), "rows": rows, "refused": None}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""transformers' own Qwen3-MoE in float64, one sample at a time, its routers given their routes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from stages.audit.recorded import Drawn, NotAuditable
+
+Weights = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a model says of one sample's response tokens: `logits` [response, vocabulary] before
+    temperature, and of all tokens that were read, the routers' logits [layers, tokens, experts] and
+    the experts that were used [layers, tokens, experts_per_token]."""
+
+    sample: Drawn
+    logits: torch.Tensor
+    router_logits: torch.Tensor
+    chosen: torch.Tensor
+
+    def logprobs(self, temperature: float) -> torch.Tensor:
+        """log pi [learned] of the tokens, of the distribution that they were drawn from."""
+        scaled = self.logits / temperature
+        if self.sample.kept is not None:
+            rows = [_only(row, kept) for row, kept in zip(scaled, self.sample.kept, strict=True)]
+            scaled = torch.stack(rows)
+        every = scaled.log_softmax(-1).gather(-1, self.sample.response[:, None]).squeeze(-1)
+        return every[self.sample.learned]
+
+    def distribution(self, temperature: float) -> torch.Tensor:
+        """log p [learned, vocabulary] over the whole vocabulary."""
+        return (self.logits / temperature).log_softmax(-1)[self.sample.learned]
+
+
+class Router(nn.Module):
+    """A layer's router: its own choice, or that of `routes`; the gates are the softmax over the
+    chosen experts of its logits."""
+
+    def __init__(self, weight: nn.Parameter, chosen: int) -> None:
+        super().__init__()
+        self.weight = weight
+        self.count = chosen
+        self.routes: torch.Tensor | None = None
+        self.logits = torch.empty(0)
+        self.chosen = torch.empty(0)
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self.logits = hidden.flatten(0, -2) @ self.weight.T
+        own = self.logits.topk(self.count, dim=-1).indices
+        self.chosen = own if self.routes is None else self.routes
+        gates = self.logits.gather(-1, self.chosen).softmax(-1)
+        return self.logits, gates, self.chosen
+
+
+class Model:
+    """A model of the run's shape with some weights, in float64."""
+
+    def __init__(self, settings: dict[str, Any], weights: Weights) -> None:
+        if settings["family"] != "qwen3_moe":
+            raise NotAuditable(f"model.family: {settings['family']} is not audited; qwen3_moe is")
+        if settings["precision"] != "fp32":
+            raise NotAuditable("model.precision: the audit compares to 1e-5, and bf16 rounds more")
+        self.module = Qwen3MoeForCausalLM(_config(settings)).double()
+        self.routers = []
+        for layer in self.module.model.layers:
+            layer.mlp.gate = Router(layer.mlp.gate.weight, settings["experts_per_token"])
+            self.routers.append(layer.mlp.gate)
+        self.module.load_state_dict(weights, strict=True)
+        self.parameters = dict(self.module.named_parameters())
+
+    def read(self, sample: Drawn, replay: bool) -> Read:
+        """Read a sample; with `replay`, by the experts that the engine used."""
+        if replay and sample.routes is None:
+            raise NotAuditable(
+                "routing.replay is r3 and the routes were not written: set logging.auditable=true"
+            )
+        for number, router in enumerate(self.routers):
+            routes = sample.routes[:, number] if replay and sample.routes is not None else None
+            router.routes = routes
+        logits = self.module(input_ids=sample.tokens[None], use_cache=False).logits[0]
+        return Read(
+            sample,
+            logits[sample.first :],
+            torch.stack([router.logits for router in self.routers]),
+            torch.stack([router.chosen for router in self.routers]),
+        )
+
+    def weights(self) -> Weights:
+        """Copies of its weights."""
+        return {name: each.detach().clone() for name, each in self.parameters.items()}
+
+
+def from_megatron(tensors: Weights, settings: dict[str, Any]) -> Weights:
+    """Give megatron-core's tensors, stacked over layers, transformers' names and shapes."""
+    found = {
+        "model.embed_tokens.weight": tensors["embedding.word_embeddings.weight"],
+        "model.norm.weight": tensors["decoder.final_layernorm.weight"],
+        "lm_head.weight": tensors["output_layer.weight"],
+    }
+    groups, width = settings["key_value_heads"], settings["head_dim"]
+    queries = settings["attention_heads"] // groups
+    for layer in range(settings["layers"]):
+        for own, theirs in _LAYER.items():
+            found[f"model.layers.{layer}.{own}"] = tensors[f"decoder.layers.{theirs}"][layer]
+        # Every group's queries, then its key and its value.
+        packed = tensors["decoder.layers.self_attention.linear_qkv.weight"][layer]
+        rows = packed.unflatten(0, (groups, queries + 2, width))
+        parts = rows.split([queries, 1, 1], dim=1)
+        for name, part in zip("qkv", parts, strict=True):
+            found[f"model.layers.{layer}.self_attn.{name}_proj.weight"] = part.flatten(0, 2)
+    return found
+
+
+_LAYER = {
+    "self_attn.o_proj.weight": "self_attention.linear_proj.weight",
+    "self_attn.q_norm.weight": "self_attention.q_layernorm.weight",
+    "self_attn.k_norm.weight": "self_attention.k_layernorm.weight",
+    "input_layernorm.weight": "input_layernorm.weight",
+    "post_attention_layernorm.weight": "pre_mlp_layernorm.weight",
+    "mlp.gate.weight": "mlp.router.weight",
+    "mlp.experts.gate_up_proj": "mlp.experts.experts.linear_fc1.weight",
+    "mlp.experts.down_proj": "mlp.experts.experts.linear_fc2.weight",
+}
+
+
+def _config(settings: dict[str, Any]) -> Qwen3MoeConfig:
+    return Qwen3MoeConfig(
+        vocab_size=settings["vocabulary_size"],
+        hidden_size=settings["hidden_size"],
+        num_hidden_layers=settings["layers"],
+        num_attention_heads=settings["attention_heads"],
+        num_key_value_heads=settings["key_value_heads"],
+        head_dim=settings["head_dim"],
+        num_experts=settings["experts"],
+        num_experts_per_tok=settings["experts_per_token"],
+        moe_intermediate_size=settings["expert_hidden_size"],
+        max_position_embeddings=settings["max_positions"],
+        rope_theta=settings["rope_base"],
+        rms_norm_eps=settings["norm_epsilon"],
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+        attn_implementation="eager",
+        experts_implementation="eager",  # the others know no float64
+    )
+
+
+def _only(row: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """Logits [vocabulary] with all but the kept tokens left out; an empty set keeps all."""
+    if not len(kept):
+        return row
+    outside = torch.ones_like(row, dtype=torch.bool)
+    outside[kept] = False
+    return row.masked_fill(outside, -torch.inf)

@@ -1,0 +1,121 @@
+"""The policy's loss of one sample, token by token, from the formulas (spec, sections 2 to 4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+LIMIT = 20.0  # of a log-ratio, in nats
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of the n learned tokens of one sample, each [n], in nats where it says nothing
+    else: of the policy, with gradient; of pi_old; of the engine; of the reference, and the exact KL
+    to it where that is the penalty. `stale` says whether older weights drew any of it."""
+
+    logprobs: torch.Tensor
+    old: torch.Tensor
+    engine: torch.Tensor
+    advantages: torch.Tensor
+    stale: bool
+    reference: torch.Tensor | None = None
+    full_kl: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    router_movement: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The loss of one sample's tokens [n] without its KL, the KL, and what is logged; `masked` is
+    the share of tokens that the sequence mask left out."""
+
+    surrogate: torch.Tensor
+    kl: torch.Tensor | None
+    ratio: torch.Tensor
+    clipped: torch.Tensor
+    correction: torch.Tensor | None
+    masked: float
+
+
+def terms(facts: Facts, objective: dict[str, Any], correct_all: bool) -> Terms:
+    """Compute them by the resolved settings of an objective."""
+    loss, ratio, clipped = _surrogate(facts, objective["ratio"])
+    correction = _correction(facts, objective["correction"], correct_all)
+    if correction is not None:
+        loss = loss * correction
+    masked = 0.0
+    if objective["sequence_mask"]["enabled"]:
+        moved = (facts.engine - facts.logprobs.detach()).mean()
+        drop = (facts.advantages < 0) & (moved > objective["sequence_mask"]["delta"])
+        loss = torch.where(drop, torch.zeros_like(loss), loss)
+        masked = float(drop.double().mean())
+    kl = _penalty(facts, objective["kl"]["estimator"])
+    return Terms(loss, kl, ratio.detach(), clipped, correction, masked)
+
+
+def _exp(values: torch.Tensor) -> torch.Tensor:
+    return values.clamp(-LIMIT, LIMIT).exp()
+
+
+def _surrogate(
+    facts: Facts, settings: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    name, advantage = settings["name"], facts.advantages
+    log_ratio = facts.logprobs - facts.old
+    if name == "rspo":
+        assert facts.router_movement is not None
+        gamma = torch.exp(-facts.router_movement).clamp(min=settings["floor"])
+        log_ratio = log_ratio + gamma.log()
+    if name in ("geometric", "rspo"):
+        low, high = settings["clip_low"], settings["clip_high"]
+        bounded = torch.where(advantage >= 0, log_ratio.clamp(max=high), log_ratio.clamp(min=-low))
+        ratio = _exp(bounded.mean()).expand_as(advantage)
+        return -ratio * advantage, ratio, bounded != log_ratio
+    if name == "cispo":
+        ratio = _exp(log_ratio).detach()
+        weight = ratio.clamp(max=settings["cap"])
+        return -weight * advantage * facts.logprobs, ratio, weight < ratio
+    if name == "token":
+        ratio = _exp(log_ratio)
+    elif name == "sequence":
+        ratio = _exp(log_ratio.mean()).expand_as(advantage)
+    else:
+        assert name == "sequence_token", name
+        own = torch.exp(facts.logprobs - facts.logprobs.detach())
+        ratio = _exp(log_ratio.mean()).detach() * own
+    inside = ratio.clamp(1 - settings["clip_low"], 1 + settings["clip_high"])
+    clipped = inside * advantage < ratio * advantage
+    return -torch.where(clipped, inside * advantage, ratio * advantage), ratio, clipped
+
+
+def _correction(facts: Facts, settings: dict[str, Any], correct_all: bool) -> torch.Tensor | None:
+    if settings["name"] == "none":
+        return None
+    log_ratio = facts.old - facts.engine
+    if settings["level"] == "sequence":
+        log_ratio = log_ratio.mean().expand_as(log_ratio)
+    ratio = _exp(log_ratio)
+    if settings["name"] == "tis":
+        weight = ratio.clamp(max=settings["cap"])
+    else:
+        inside = (ratio >= settings["low"]) & (ratio <= settings["high"])
+        weight = torch.where(inside, ratio, torch.zeros_like(ratio))
+    return weight if correct_all or facts.stale else torch.ones_like(weight)
+
+
+def _penalty(facts: Facts, estimator: str) -> torch.Tensor | None:
+    if estimator == "full" or facts.reference is None:
+        return facts.full_kl
+    difference = facts.reference - facts.logprobs
+    if estimator == "k1":
+        return -difference
+    if estimator == "k2":
+        return difference**2 / 2
+    k3 = _exp(difference) - difference - 1
+    if estimator == "k3":
+        return k3
+    drawn = facts.engine if facts.stale else facts.old
+    return _exp(facts.logprobs - drawn) * k3

@@ -1,0 +1,171 @@
+"""What a run's files say of a step: settings, samples, metrics and checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from parallel.checkpoint_reader import CheckpointReader
+from parallel.files import Checkpoint, read_checkpoint, read_text, whole_checkpoints
+
+ROUND = "round_"
+
+
+class NotAuditable(Exception):
+    """The files do not hold what the audit needs; the message says what, and what to set."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A sample as its step trained on it; tokens int64, log-probabilities in nats, float64.
+
+    `learned` are the places in the response of the tokens that are learned. `routes` [prompt +
+    response - 1, layers, experts_per_token] and the `kept` sets of the response's tokens are there
+    where `logging.auditable` had them written and the engine gave them.
+    """
+
+    domain: str
+    prompt: torch.Tensor
+    response: torch.Tensor
+    logprobs: torch.Tensor
+    learned: torch.Tensor
+    update: int
+    group: int
+    fields: dict[str, Any]
+    routes: torch.Tensor | None
+    kept: list[torch.Tensor] | None
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """All that the model reads: everything but the last token."""
+        return torch.cat([self.prompt, self.response[:-1]])
+
+    @property
+    def first(self) -> int:
+        """The place in `tokens` of the one that predicts the first token of the response."""
+        return len(self.prompt) - 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's directory and its resolved settings, as plain data."""
+
+    path: Path
+    settings: dict[str, Any]
+
+    def stage(self, name: str) -> Path:
+        return self.path / "stages" / name
+
+    def manifest(self, name: str) -> dict[str, Any]:
+        """The lineage of a stage. Raises NotAuditable where it has none."""
+        try:
+            found: dict[str, Any] = json.loads(read_text(self.stage(name) / "manifest.json"))
+        except (OSError, ValueError) as error:
+            raise NotAuditable(f"{self.stage(name)}/manifest.json: {error}") from error
+        return found
+
+    def parent(self, stage: str, of: str) -> Path:
+        """The checkpoint of the stage `of` that `stage` was made from, found by its digest.
+
+        Raises:
+            NotAuditable: it was made from none of that stage, or the checkpoint is gone.
+        """
+        digest = self.manifest(stage)["parents"].get(of)
+        if digest is None:
+            raise NotAuditable(f"{stage} was made from no checkpoint of {of}, as run.yaml has it")
+        for found in whole_checkpoints(self.stage(of) / "checkpoints"):
+            if found.digest == digest:
+                return found.path
+        raise NotAuditable(f"the checkpoint of {of} that {stage} was made from is gone")
+
+    def checkpoint(self, stage: str, step: int) -> Path | None:
+        """The whole checkpoint of a step, if it was kept."""
+        found: Checkpoint | None = read_checkpoint(
+            self.stage(stage) / "checkpoints" / f"step_{step}"
+        )
+        return found.path if found else None
+
+
+def read_run(path: Path) -> Run:
+    """Return the run in a directory."""
+    return Run(path, yaml.safe_load(read_text(path / "run.yaml")))
+
+
+def metrics(stage: Path, step: int) -> dict[str, float]:
+    """What the stage logged of a step; the last time, where it did the step more than once."""
+    found: dict[str, float] = {}
+    for line in read_text(stage / "metrics.jsonl").splitlines():
+        entry = json.loads(line)
+        if entry.get("step") == step:
+            found = entry
+    if not found:
+        raise NotAuditable(f"{stage}/metrics.jsonl has no step {step}")
+    return found
+
+
+def samples(path: Path) -> list[Drawn]:
+    """Read JSON lines of samples, and the arrays beside them where there are any."""
+    if not path.exists():
+        raise NotAuditable(f"no samples at {path}; run the step again with logging.auditable=true")
+    entries = [json.loads(line) for line in read_text(path).splitlines()]
+    arrays = path.with_suffix(".npz")
+    if not arrays.exists():
+        return [_drawn(entry, None, None) for entry in entries]
+    with np.load(arrays) as held:
+        routes = iter(_cut(held["routes"], [_length(entry) for entry in entries]))
+        counts = held["kept_counts"].tolist()
+        sets = iter(_cut(held["kept"], counts)) if counts else None
+        return [_drawn(entry, next(routes, None), sets) for entry in entries]
+
+
+def _length(entry: dict[str, Any]) -> int:
+    return len(entry["prompt_tokens"]) + len(entry["response_tokens"]) - 1
+
+
+def _cut(array: np.ndarray, counts: list[int]) -> list[np.ndarray]:
+    """The parts of an array, of so many rows each; none where it has no rows."""
+    return np.split(array, np.cumsum(counts)[:-1]) if len(array) else []
+
+
+def _drawn(
+    entry: dict[str, Any], routes: np.ndarray | None, sets: Iterator[np.ndarray] | None
+) -> Drawn:
+    response = torch.tensor(entry["response_tokens"])
+    learned = entry.get("learned")
+    return Drawn(
+        domain=entry["domain"],
+        prompt=torch.tensor(entry["prompt_tokens"]),
+        response=response,
+        logprobs=torch.tensor(entry["logprobs"], dtype=torch.float64),
+        learned=torch.arange(len(response)) if learned is None else torch.tensor(learned),
+        update=entry["update"],
+        group=entry["group"],
+        fields=entry,
+        routes=None if routes is None else torch.from_numpy(routes.astype(np.int64)),
+        kept=None
+        if sets is None
+        else [torch.from_numpy(next(sets).astype(np.int64)) for _ in response],
+    )
+
+
+def tensors(checkpoint: Path, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint whose name begins with `prefix`, which is cut off, whole and in
+    float64."""
+    reader = CheckpointReader(checkpoint)
+    known = reader.read_metadata().state_dict_metadata
+    wanted = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in known.items()
+        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(wanted, storage_reader=reader, no_dist=True)
+    return {name.removeprefix(prefix): tensor.double() for name, tensor in wanted.items()}

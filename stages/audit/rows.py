@@ -1,0 +1,68 @@
+"""What a run says of a quantity beside what the audit finds, and how far they may differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from stages.audit.model import Weights
+
+CLOSE = 1e-5  # relative: fp32 against float64
+
+
+@dataclass(frozen=True)
+class Row:
+    """One quantity: the run's value and the audit's, and their relative difference, which `bound`
+    allows. Of many numbers at once the values are their 2-norms."""
+
+    quantity: str
+    run: float
+    audit: float
+    difference: float
+    bound: float = CLOSE
+
+    @property
+    def agrees(self) -> bool:
+        return self.difference <= self.bound  # not where it is NaN
+
+
+def number(quantity: str, run: float, audit: float, scale: float = 1e-2) -> Row:
+    """Compare two numbers, relative to the larger or to `scale`, below which rounding says what a
+    number is: one that is a sum of terms of both signs."""
+    largest = max(abs(run), abs(audit), scale)
+    return Row(quantity, run, audit, abs(run - audit) / largest)
+
+
+def numbers(quantity: str, run: Sequence[float], audit: Sequence[float]) -> Row:
+    """Compare as many numbers, by the largest difference relative to the largest of them or 1."""
+    if len(run) != len(audit):
+        return Row(quantity, len(run), len(audit), math.inf)
+    pairs = list(zip(run, audit, strict=True))
+    scale = max([1.0, *(abs(value) for pair in pairs for value in pair)])
+    worst = max((abs(one - other) for one, other in pairs), default=0.0)
+    mine, theirs = (math.sqrt(sum(value**2 for value in each)) for each in (run, audit))
+    return Row(quantity, mine, theirs, worst / scale)
+
+
+def change(quantity: str, before: Weights, run: Weights, audit: Weights, bound: float) -> Row:
+    """Compare how far weights moved: the 2-norm of the difference over that of the movement."""
+
+    def distance(one: Weights, other: Weights) -> float:
+        return math.sqrt(sum(float((one[n] - other[n]).square().sum()) for n in before))
+
+    moved = distance(run, before)
+    apart = distance(run, audit)
+    relative = apart / moved if moved else float(apart > 0)
+    return Row(quantity, moved, distance(audit, before), relative, bound)
+
+
+def buffers(quantity: str, run: Weights, audit: Weights) -> Row:
+    """Compare tensors by the 2-norm of their difference over their own."""
+    mine, theirs = (
+        torch.cat([each[name].flatten() for name in run]).norm().item() for each in (run, audit)
+    )
+    apart = math.sqrt(sum(float((run[n] - audit[n]).square().sum()) for n in run))
+    return Row(quantity, mine, theirs, apart / max(mine, theirs, 1e-30))

@@ -1,0 +1,219 @@
+"""The audit of one step of a stage: what it begins with, the step by its kind, what it leaves."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parallel.files import STATE, read_text
+from stages.audit import recorded
+from stages.audit.model import Model, Weights, from_megatron
+from stages.audit.optimizer import Optimizer, learning_rate
+from stages.audit.policy_step import PolicyStep, Reference, refuse_critic
+from stages.audit.recorded import NotAuditable, Run, tensors
+from stages.audit.rows import Row, buffers, change, number
+from stages.audit.token_steps import cold_start_step, merge_step
+
+BUFFERS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+# Adam divides by the root of a mean of squares: of a weight whose gradients are next to nothing,
+# rounding decides which way it moves.
+OF_ADAM, OF_SGD = 1e-3, 1e-5
+COLD_START, INITIAL = "cold_start", "initial"
+
+
+@dataclass(frozen=True)
+class Audited:
+    """The rows of one step, or of an evaluation, and what of it could not be compared."""
+
+    stage: str
+    step: int | None
+    rows: list[Row]
+    notes: list[str]
+
+
+@dataclass
+class Beginning:
+    """Everything that a step begins with."""
+
+    policy: Model
+    optimizer: Optimizer
+    state: dict[str, Any]
+    checkpoint: Path
+
+
+def kind_of(stage: str) -> str:
+    """The kind of a stage, by its name without the round."""
+    name = re.sub(r"^round_\d+\.", "", stage)
+    if name == COLD_START:
+        return "sft"
+    return {"mixed": "mixed", "merge": "distill"}.get(
+        name, "grpo" if name.startswith("experts.") else name.split(".")[0]
+    )
+
+
+def auditable_steps(run: Run, stage: str) -> list[int]:
+    """The steps whose samples are there and whose weights before them are kept, ascending."""
+    folder = run.stage(stage) / ("samples" if kind_of(stage) == "sft" else "rollouts")
+    steps = sorted(int(path.stem.removeprefix("step_")) for path in folder.glob("step_*.jsonl"))
+    grown = kind_of(stage) != "sft"
+    return [s for s in steps if run.checkpoint(stage, s - 1) or (s == 1 and grown)]
+
+
+def audit_step(run: Run, stage: str, step: int) -> Audited:
+    """Compute a step again. Raises NotAuditable where files or settings do not allow it."""
+    kind = kind_of(stage)
+    settings = _settings(run, stage)
+    begun = _beginning(run, stage, step, settings)
+    folder = run.stage(stage) / ("samples" if kind == "sft" else "rollouts")
+    samples = recorded.samples(folder / f"step_{step:06d}.jsonl")
+    logged = recorded.metrics(run.stage(stage), step)
+    rate = learning_rate(begun.optimizer.settings, begun.optimizer.updates, begun.optimizer.total)
+    before = begun.policy.weights()
+    rows = [number("learning_rate", logged["learning_rate"], rate, scale=0.0)]
+    reference = None
+    if kind == "sft":
+        rows += cold_start_step(settings, samples, begun.policy, begun.optimizer, logged)
+    elif kind == "distill":
+        teachers = _teachers(run, stage)
+        domains = list(run.settings["experts"])
+        rows += merge_step(
+            settings, domains, samples, begun.policy, teachers, begun.optimizer, step, logged
+        )
+    else:
+        refuse_critic(settings)
+        reference = _reference(run, stage, settings, begun)
+        policy_step = PolicyStep(
+            settings,
+            _reward_weights(run, stage),
+            run.settings["model"]["precision"],
+            step,
+            begun.state,
+        )
+        rows += policy_step.run(samples, begun.policy, reference, begun.optimizer, logged)
+    after = run.checkpoint(stage, step)
+    if after is None:
+        return Audited(
+            stage, step, rows, [f"no checkpoint of step {step}: its weights are not compared"]
+        )
+    return Audited(stage, step, rows + _left(run, begun, before, after, reference), [])
+
+
+def _settings(run: Run, stage: str) -> dict[str, Any]:
+    """The stage's block of run.yaml."""
+    name = re.sub(r"^round_\d+\.", "", stage)
+    block = run.settings
+    for part in [name] if name in block else name.split(".", 1):
+        if not isinstance(block, dict) or block.get(part) is None:
+            raise NotAuditable(f"{run.path}/run.yaml has no stage {stage}")
+        block = block[part]
+    return block
+
+
+def _beginning(run: Run, stage: str, step: int, settings: dict[str, Any]) -> Beginning:
+    model = run.settings["model"]
+    checkpoint = run.checkpoint(stage, step - 1)
+    resumed = checkpoint is not None
+    if checkpoint is None:
+        if step > 1:
+            raise NotAuditable(
+                f"{stage} has no checkpoint of step {step - 1}, which step {step} begins with; set "
+                "loop.checkpoint_every=1 and loop.keep_last"
+            )
+        checkpoint = run.parent(stage, _parent(run, stage))
+    held = tensors(checkpoint)
+    per_step = settings.get("updates_per_rollout", 1)
+    optimizer = Optimizer(
+        settings["optimizer"],
+        _buffers(held, model) if resumed else {},
+        (step - 1) * per_step,
+        settings["loop"]["steps"] * per_step,
+    )
+    state = json.loads(read_text(checkpoint / STATE)) if resumed else {}
+    return Beginning(Model(model, from_megatron(held, model)), optimizer, state, checkpoint)
+
+
+def _parent(run: Run, stage: str) -> str:
+    """The stage that one grows from, as run.yaml says it."""
+    origin = COLD_START if run.settings["cold_start"] is not None else INITIAL
+    prefix = match[0] if (match := re.match(r"round_(\d+)\.", stage)) else ""
+    if match and int(match[1]) > 1:
+        before = int(match[1]) - 1
+        origin = "merge" if before == 1 else f"round_{before}.merge"
+    if kind_of(stage) != "grpo":
+        return origin
+    named = _settings(run, stage)["from"]
+    if named is None:
+        return origin
+    return f"{prefix}{named}" if named.startswith("experts.") else str(named)
+
+
+def _buffers(held: Weights, model: dict[str, Any]) -> dict[str, Weights]:
+    """The optimizer's buffers in a checkpoint, by the names of transformers' weights."""
+    found = {}
+    for kind in BUFFERS:
+        prefix = f"optimizer.state.{kind}."
+        own = {n.removeprefix(prefix): t for n, t in held.items() if n.startswith(prefix)}
+        if own:
+            found[kind] = from_megatron(own, model)
+    return found
+
+
+def _teachers(run: Run, stage: str) -> dict[str, Model]:
+    prefix = match[0] if (match := re.match(r"round_\d+\.", stage)) else ""
+    return {
+        domain: _model(run, run.parent(stage, f"{prefix}experts.{domain}"))
+        for domain in run.settings["experts"]
+    }
+
+
+def _reference(
+    run: Run, stage: str, settings: dict[str, Any], begun: Beginning
+) -> Reference | None:
+    kl = settings["objective"]["kl"]
+    if not kl["coefficient"]:
+        return None
+    parent = _parent(run, stage)
+    if kl["reference"] == "cold_start":
+        return Reference(_model(run, run.parent(stage, COLD_START)))
+    if kl["reference"] == "parent":
+        return Reference(_model(run, run.parent(stage, parent)))
+    held = tensors(begun.checkpoint, "ema.") or tensors(begun.checkpoint)
+    model = run.settings["model"]
+    return Reference(Model(model, from_megatron(held, model)), kl["ema_decay"])
+
+
+def _model(run: Run, checkpoint: Path) -> Model:
+    model = run.settings["model"]
+    return Model(model, from_megatron(tensors(checkpoint), model))
+
+
+def _reward_weights(run: Run, stage: str) -> dict[str, dict[str, float]]:
+    """What the parts of a reward weigh, of every domain that the stage trains on."""
+    experts = run.settings["experts"]
+    own = experts if kind_of(stage) == "mixed" else [stage.rpartition("experts.")[2]]
+    return {
+        domain: {name: reward["weight"] for name, reward in experts[domain]["rewards"].items()}
+        for domain in own
+    }
+
+
+def _left(
+    run: Run, begun: Beginning, before: Weights, after: Path, reference: Reference | None
+) -> list[Row]:
+    """Compare what the step left: weights, the optimizer's buffers, the reference's average."""
+    model = run.settings["model"]
+    held = tensors(after)
+    weights = from_megatron(held, model)
+    bound = OF_ADAM if begun.optimizer.settings["algorithm"] == "adam" else OF_SGD
+    rows = [change("weights", before, weights, begun.policy.weights(), bound)]
+    rows += [
+        buffers(kind, saved, begun.optimizer.buffers[kind])
+        for kind, saved in _buffers(held, model).items()
+    ]
+    if reference is not None and reference.decay is not None:
+        average = from_megatron(tensors(after, "ema."), model)
+        rows.append(buffers("ema", average, reference.model.weights()))
+    return rows

@@ -1,0 +1,95 @@
+"""What a step trained on, in files: tokens to replay it, text to read, what an audit needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from parallel.files import naming, write_atomically
+from parallel.sample import Sample
+
+Decode = Callable[[np.ndarray], str]
+
+
+def samples_file(directory: Path, step: int) -> Path:
+    """The file of the samples of a step, in the directory of a stage's samples."""
+    return directory / f"step_{step:06d}.jsonl"
+
+
+def record(
+    path: Path, updates: Sequence[Sequence[Sample]], decode: Decode, auditable: bool
+) -> None:
+    """Write the samples of each of a step's updates as JSON lines.
+
+    With `auditable` the arrays that are too large for text are written beside them, in a file of
+    the same name that ends in .npz: `routes` uint16 [tokens read, routed layers, experts_per_token]
+    of all samples one after the other, and where sampling kept a part of the vocabulary, `kept`
+    int32 and how many each token kept, `kept_counts` int32 [response tokens].
+
+    Raises:
+        OSError: such as a full disk.
+    """
+    samples = [sample for update in updates for sample in update]
+    if auditable:
+        _write_arrays(path.with_suffix(".npz"), samples)
+    lines = [
+        _line(sample, number, decode) for number, update in enumerate(updates) for sample in update
+    ]
+    write_atomically(path, msgspec.json.Encoder().encode_lines(lines).decode())
+
+
+def _line(sample: Sample, update: int, decode: Decode) -> dict[str, Any]:
+    line = {
+        "domain": sample.domain,
+        "prompt": decode(sample.prompt),
+        "response": decode(sample.response),
+        "reward": sample.reward,
+        "reward_parts": sample.reward_parts,
+        "step_rewards": sample.step_rewards,
+        "advantage": sample.advantage,
+        "finished": sample.finished,
+        "weight_version": sample.weight_version,
+        "update": update,
+        "group": sample.group,
+        "prompt_tokens": sample.prompt.tolist(),
+        "response_tokens": sample.response.tolist(),
+        "logprobs": [] if sample.logprobs is None else sample.logprobs.tolist(),
+    }
+    if sample.advantages is not None:
+        line["advantages"] = sample.advantages.tolist()
+    if sample.loss_mask is not None:
+        line["learned"] = sample.learned.tolist()
+    return line
+
+
+def _write_arrays(path: Path, samples: Sequence[Sample]) -> None:
+    routes = [sample.routes for sample in samples if sample.routes is not None]
+    # A sample without sets keeps everything at every token, which is what an empty set says.
+    kept = (
+        [
+            each
+            for sample in samples
+            for each in sample.kept or [np.empty(0, np.int32)] * len(sample.response)
+        ]
+        if any(sample.kept is not None for sample in samples)
+        else []
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with naming(path), temporary.open("wb") as file:
+            np.savez_compressed(
+                file,
+                routes=np.concatenate(routes) if routes else np.empty(0, np.uint16),
+                kept=np.concatenate(kept) if kept else np.empty(0, np.int32),
+                kept_counts=np.array([len(each) for each in kept], np.int32),
+            )
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
