@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -113,6 +114,15 @@ def test_a_step_counts_the_load_in_passes_of_its_own_only_where_it_must(
 ) -> None:
     losses = RoutingLossSettings(load_balance=balance, z_loss=0.01)
     assert on(SPREAD, forward_passes, SPREAD, losses, count) == [{passes}, {passes}]
+
+
+@pytest.mark.parametrize(("recompute", "passes"), [("full", 2), ("attention", 1)])
+def test_full_recomputation_passes_every_layer_twice(
+    recompute: Literal["full", "attention"], passes: int, on: On
+) -> None:
+    layout = SPREAD.model_copy(update={"recompute": recompute})
+    losses = RoutingLossSettings(z_loss=0.01)
+    assert on(layout, forward_passes, layout, losses, 1) == [{passes}, {passes}]
 
 
 @pytest.mark.one_device

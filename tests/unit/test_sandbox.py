@@ -374,6 +374,11 @@ exit()
     ]
 
 
+def test_only_scratch_is_mounted_for_writing() -> None:
+    program = "import os\nprint([os.statvfs(p).f_flag & os.ST_RDONLY for p in ('/', '.')])"
+    assert run(program, "", Limits()).output == b"[1, 0]\n"
+
+
 def test_the_smallest_limits_are_enough_for_a_small_program() -> None:
     limits = Limits(memory_mebibytes=64, processes=1, output_bytes=2)
     assert run("print(1)", "", limits).output == b"1\n"

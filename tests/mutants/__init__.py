@@ -1,0 +1,1 @@
+"""Mistakes made on purpose, and the tests that notice them: `make mutants`."""
