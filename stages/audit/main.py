@@ -38,9 +38,10 @@ def main() -> None:
         try:
             found.append(_shown(_audited(run, stage, job["step"])))
         except NotAuditable as error:
-            found.append(
-                {"stage": stage, "step": None, "rows": [], "notes": [], "refused": str(error)}
-            )
+            found.append(_refused(stage, str(error)))
+        except KeyError as error:
+            why = f"its files have no {error}: another version of Braid wrote them"
+            found.append(_refused(stage, why))
         except (CheckpointRefused, OSError) as error:
             say_last_word(str(error))
             sys.exit(1)
@@ -59,6 +60,10 @@ def _audited(run: Run, stage: str, step: int | None) -> Audited:
             )
         step = steps[-1]
     return audit_step(run, stage, step)
+
+
+def _refused(stage: str, why: str) -> dict[str, Any]:
+    return {"stage": stage, "step": None, "rows": [], "notes": [], "refused": why}
 
 
 def _shown(audited: Audited) -> dict[str, Any]:

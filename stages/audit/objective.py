@@ -88,7 +88,12 @@ def _surrogate(
         ratio = _exp(log_ratio.mean()).detach() * own
     inside = ratio.clamp(1 - settings["clip_low"], 1 + settings["clip_high"])
     clipped = inside * advantage < ratio * advantage
-    return -torch.where(clipped, inside * advantage, ratio * advantage), ratio, clipped
+    gain = torch.where(clipped, inside * advantage, ratio * advantage)
+    if settings["dual_clip"] is not None:
+        least = settings["dual_clip"] * advantage
+        second = (advantage < 0) & (gain < least)
+        gain, clipped = torch.where(second, least, gain), clipped | second
+    return -gain, ratio, clipped
 
 
 def _correction(facts: Facts, settings: dict[str, Any], correct_all: bool) -> torch.Tensor | None:

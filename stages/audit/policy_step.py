@@ -75,7 +75,9 @@ class PolicyStep:
         self.step = number_of_step
         self.temperature = settings["sampling"]["temperature"]
         self.replay = settings["routing"]["replay"] == "r3"
-        self.coefficient = state.get("kl_coefficient", self.objective["kl"]["coefficient"])
+        kl = self.objective["kl"]
+        steered = state if kl["target"] is not None else {}
+        self.coefficient = steered.get("kl_coefficient", kl["coefficient"])
         self.exponent = state.get("length_exponent", 0.0)
         correction = self.objective["correction"]
         whose = correction.get("samples", "auto")

@@ -26,7 +26,9 @@ def sequence_ratio(
     `sequence_mean` aggregation, is exactly the loss of GSPO.
     """
     ratio = _ratio(log_probs - old_log_probs, mask).expand_as(log_probs)
-    return clipped_surrogate(ratio, advantages, settings.clip_low, settings.clip_high)
+    return clipped_surrogate(
+        ratio, advantages, settings.clip_low, settings.clip_high, settings.dual_clip
+    )
 
 
 def sequence_token_ratio(
@@ -43,7 +45,9 @@ def sequence_token_ratio(
     """
     own = log_probs - log_probs.detach()
     ratio = _ratio(log_probs - old_log_probs, mask).detach() * bounded_exp(own)
-    return clipped_surrogate(ratio, advantages, settings.clip_low, settings.clip_high)
+    return clipped_surrogate(
+        ratio, advantages, settings.clip_low, settings.clip_high, settings.dual_clip
+    )
 
 
 def _ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:

@@ -140,7 +140,17 @@ AdvantageSettings = Annotated[
 # Section 2: ratios
 
 
-class SequenceRatioSettings(Settings):
+class Clipped(Settings):
+    """A ratio with PPO's clip, and where the advantage is negative, with a second one."""
+
+    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
+        default=None,
+        description="the most that a ratio counts where the advantage is negative, such as 3; null"
+        " bounds it by nothing",
+    )
+
+
+class SequenceRatioSettings(Clipped):
     """One ratio a response, and its clip (GSPO's). The published bounds are for responses of
     thousands of tokens: a mean log-ratio shrinks with the square root of their number, so that 3e-4
     at 4,000 tokens is about 4e-3 at 20."""
@@ -150,7 +160,7 @@ class SequenceRatioSettings(Settings):
     clip_high: AboveZero = 4e-4
 
 
-class SequenceTokenRatioSettings(Settings):
+class SequenceTokenRatioSettings(Clipped):
     """The ratio of the response at every token, whose own gradient counts (GSPO-token's)."""
 
     name: Literal["sequence_token"] = "sequence_token"
@@ -158,7 +168,7 @@ class SequenceTokenRatioSettings(Settings):
     clip_high: AboveZero = 4e-4
 
 
-class TokenRatioSettings(Settings):
+class TokenRatioSettings(Clipped):
     """One ratio a token, and its clip (DAPO's)."""
 
     name: Literal["token"] = "token"

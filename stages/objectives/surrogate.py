@@ -28,11 +28,19 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Surrogate:
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None
+) -> Surrogate:
     """-min(r A, clip(r, 1 - low, 1 + high) A), elementwise over equal shapes.
 
-    Where the clip binds there is no gradient.
+    With `dual`, c, it is max(min(...), c A) where A is negative, so that a token that became much
+    likelier cannot outweigh a batch (dual clip, arXiv 1912.09729). Where a clip binds there is no
+    gradient.
     """
     free = ratio * advantages
     bound = ratio.clamp(1 - low, 1 + high) * advantages
-    return Surrogate(loss=-free.minimum(bound), ratio=ratio, clipped=bound < free)
+    gain, clipped = free.minimum(bound), bound < free
+    if dual is not None:
+        least = (dual * advantages).where(advantages < 0, -float("inf"))
+        gain, clipped = gain.maximum(least), clipped | (gain < least)
+    return Surrogate(loss=-gain, ratio=ratio, clipped=clipped)

@@ -23,4 +23,6 @@ def token_ratio(
     Log-probabilities [B, T] in nats, `advantages` [B, T], `mask` [B, T] bool.
     """
     ratio = bounded_exp(log_probs - old_log_probs)
-    return clipped_surrogate(ratio, advantages, settings.clip_low, settings.clip_high)
+    return clipped_surrogate(
+        ratio, advantages, settings.clip_low, settings.clip_high, settings.dual_clip
+    )

@@ -71,8 +71,10 @@ WITHOUT_EFFECT = {
     "optimizer.momentum": "of SGD alone",
     "optimizer.betas": "of Adam alone",
     "objective.lambda_learning_rate": "of the aggregation `lambda` alone",
+    "objective.kl.coefficient": "steered, by kl.target, from where it begins",
     "objective.kl.ema_decay": "of the reference `ema` alone",
     "objective.sequence_mask.delta": "only where the mask is enabled",
+    "objective.ratio.dual_clip": "null but in one domain",
     "objective.correction.level": "engine and trainer agree but for stale samples",
     "objective.correction.samples": "engine and trainer agree but for stale samples",
     "objective.correction.cap": "engine and trainer agree but for stale samples",
@@ -90,6 +92,8 @@ WITHOUT_EFFECT = {
 EFFECTIVE = {  # where a leaf that has no effect elsewhere does have one
     ("experts.spell_backward", "optimizer.momentum"),
     ("experts.spell_backward", "routing.replay"),
+    ("experts.spell_backward", "objective.kl.coefficient"),
+    ("experts.number_sorting", "objective.kl.coefficient"),
     ("merge", "routing.replay"),
     ("experts.spell_backward", "sampling.max_response_tokens"),
     ("experts.spell_backward", "objective.sequence_mask.delta"),
@@ -97,6 +101,7 @@ EFFECTIVE = {  # where a leaf that has no effect elsewhere does have one
     ("experts.spell_backward", "objective.correction.samples"),
     ("experts.chain_sum", "optimizer.betas"),
     ("experts.chain_sum", "sampling.top_p"),
+    ("experts.chain_sum", "objective.ratio.dual_clip"),
     ("experts.chain_sum", "sampling.top_k"),
     ("experts.number_sorting", "sampling.top_p"),
     ("experts.number_sorting", "sampling.top_k"),
@@ -165,7 +170,7 @@ def test_another_value_of_a_setting_gives_another_step(odd: Path) -> None:
     """A few of what the test below tries: a coefficient, a schedule, a reference."""
     run = read_run(odd)
     for stage, key, value in (
-        ("experts.chain_sum", "objective.kl.coefficient", 0.1),
+        ("experts.spell_backward", "objective.kl.coefficient", 0.1),
         ("experts.spell_backward", "sampling.temperature", 1.0),
         ("merge", "routing.replay", "none"),
         ("cold_start", "optimizer.warmup_steps", 3),
@@ -204,7 +209,7 @@ def test_what_cannot_be_audited_says_what_it_needs(odd: Path, tmp_path: Path) ->
     copied = tmp_path / "odd"
     shutil.copytree(odd, copied, symlinks=True)
     run = read_run(copied)
-    with pytest.raises(NotAuditable, match=r"has no checkpoint of step 1, .* checkpoint_every=1"):
+    with pytest.raises(NotAuditable, match=r"no checkpoint of step 1, .*checkpoint_every=1"):
         audit_step(run, "cold_start", 2)
     rollouts = copied / "stages" / "experts.chain_sum" / "rollouts"
     (rollouts / "step_000003.npz").unlink()

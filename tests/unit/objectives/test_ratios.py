@@ -47,6 +47,22 @@ def loss_of(log_ratios: Tensor, advantage: float, settings: RatioSettings) -> Te
     return sequence_mean(found, torch.ones_like(found, dtype=torch.bool), Totals(1, 1))
 
 
+@pytest.mark.parametrize("settings", [GSPO, GSPO_TOKEN, DAPO], ids=lambda each: each.name)
+def test_a_dual_clip_bounds_what_a_bad_token_costs(settings: TokenRatioSettings) -> None:
+    """max(min(r A, clip(r) A), c A) for A < 0: with c = 3 the loss of r = e^2 is 3, not 7.39."""
+    dual = settings.model_copy(update={"dual_clip": 3.0})
+    apart, near = (torch.full((4,), value, requires_grad=True) for value in (2.0, 1.0))
+    assert loss_of(apart, -1.0, settings).item() == pytest.approx(math.exp(2.0))
+    assert loss_of(apart, -1.0, dual).item() == pytest.approx(3.0)
+    loss_of(apart, -1.0, dual).backward()
+    assert apart.grad is not None and not apart.grad.any()
+    assert surrogate(apart, torch.full((4,), -1.0), dual).clipped.all()
+    # Neither a ratio within it nor a good token is touched.
+    assert loss_of(near, -1.0, dual).item() == pytest.approx(math.e)
+    assert not surrogate(near, torch.full((4,), -1.0), dual).clipped.any()
+    assert loss_of(apart, 1.0, dual).item() == loss_of(apart, 1.0, settings).item()
+
+
 def test_every_ratio_is_tested() -> None:
     assert [settings.name for settings in ALL] == [
         "sequence",
