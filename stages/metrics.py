@@ -39,6 +39,7 @@ METRICS = {
     "resampled_groups": "step",
     "passed_over": "step",
     "unfinished": "sequences",
+    "kept_saturated": "tokens",
     "response_tokens": "sequences",
     "wrong_over_right": "sequences",
     "length_inflation": "step",

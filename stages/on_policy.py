@@ -19,7 +19,7 @@ from parallel.files import read_checkpoint, whole_checkpoints
 from parallel.packing import Place
 from parallel.policy import TrainedPolicy
 from parallel.rollout.log import RolloutLog
-from parallel.rollout.wire import model_digest
+from parallel.rollout.wire import keeps_part, kept_limits, model_digest
 from parallel.sample import Sample
 from stages.agreement import compare, measure_mismatch
 from stages.backlog import Backlog, Batch
@@ -161,6 +161,7 @@ class OnPolicyStage(ABC):
         trained = [sample for group in batch.groups for sample in group.samples]
         rollout.metrics.update(
             **rollout_metrics(drawn),
+            **saturated(trained, self.sampling, self.job.settings.model.vocabulary_size),
             **staleness_metrics(trained, step, self.settings.max_staleness),
             dropped_stale=float(batch.too_old),
             reward_failures=float(batch.failures),
@@ -292,6 +293,19 @@ def rollout_metrics(samples: list[Sample]) -> dict[str, float]:
         "unfinished": sum(not sample.finished for sample in samples) / count,
         "response_tokens": sum(len(sample.response) for sample in samples) / count,
     }
+
+
+def saturated(
+    samples: list[Sample], sampling: SamplingSettings, vocabulary: int
+) -> dict[str, float]:
+    """The share of tokens whose kept set is as large as the engine was asked for, and may have been
+    larger; nothing where sampling keeps the whole vocabulary."""
+    if not keeps_part(sampling.top_k, sampling.top_p):
+        return {}
+    _, most = kept_limits(sampling.top_k, sampling.top_p, vocabulary)
+    sizes = [len(kept) for sample in samples for kept in sample.kept or []]
+    full = sum(size >= most for size in sizes) if most < vocabulary else 0
+    return {"kept_saturated": full / max(len(sizes), 1)}
 
 
 def staleness_metrics(samples: list[Sample], version: int, most: int) -> dict[str, float]:

@@ -23,13 +23,13 @@ from parallel.rollout.wire import (
     Refit,
     Refitted,
     Sampling,
+    keeps_part,
+    kept_limits,
 )
 from parallel.settings import EngineJob
 
 ENGINE_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 BATCHED_TOKENS = 8192  # that are read together, of prompts
-MOST_KEPT = 4096  # tokens that top_p keeps without a top_k: each is an object in vLLM's answer
-TIES = 64  # tokens as likely as the last that top_k keeps
 
 
 class NoWeights(RuntimeError):
@@ -165,7 +165,7 @@ class Core:
         # vLLM counts all layers, and has nothing to say of the dense ones before.
         routes = completion.routed_experts[:, self._first_routed_layer :].astype(np.uint16)
         kept: list[np.ndarray] = []
-        if _keeps(sampling):
+        if keeps_part(sampling.top_k, sampling.top_p):
             kept = [
                 np.asarray([t for t, e in entry.items() if math.isfinite(e.logprob)], np.int32)
                 for _, entry in drawn
@@ -250,27 +250,11 @@ def _prepare_cpu(config: Any, job: EngineJob) -> None:
         )
 
 
-def _keeps(sampling: Sampling) -> bool:
-    return sampling.top_p < 1.0 or sampling.top_k > 0
-
-
-def kept_limits(sampling: Sampling, vocabulary: int) -> tuple[int, int]:
-    """The top_k to draw with, and how many log-probabilities to ask for of every token, so that all
-    which were kept are among them; those that were not are not finite.
-
-    vLLM keeps whatever is as likely as the k-th, of which bf16 logits have several.
-    """
-    if not _keeps(sampling):
-        return 0, 0
-    top_k = sampling.top_k or (MOST_KEPT if vocabulary > MOST_KEPT else 0)
-    return top_k, min(top_k + TIES, vocabulary) if top_k else vocabulary
-
-
 def _parameters(sampling: Sampling, seed: int, vocabulary: int) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    top_k, logprobs = kept_limits(sampling, vocabulary)
+    top_k, logprobs = kept_limits(sampling.top_k, sampling.top_p, vocabulary)
     return SamplingParams(
         seed=seed,
         temperature=sampling.temperature,

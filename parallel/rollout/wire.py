@@ -16,6 +16,8 @@ PROTOCOL = 5  # of this file; both ends must speak the same
 LARGEST_MESSAGE = 1 << 30  # bytes, of a request or of one message of a streamed answer
 LENGTH_BYTES = 4  # of a streamed answer's frames, each led by its length, big-endian
 BEAT = bytes(LENGTH_BYTES)  # an empty frame: no answer yet, but the engine is at work
+MOST_KEPT = 4096  # tokens that top_p keeps without a top_k: each is an object in vLLM's answer
+TIES = 64  # tokens as likely as the last that top_k keeps
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -46,6 +48,23 @@ class Description(msgspec.Struct, frozen=True):
     max_model_tokens: int
     max_sequences: int
     weight_version: int | None
+
+
+def keeps_part(top_k: int, top_p: float) -> bool:
+    """Return whether sampling leaves some of the vocabulary out."""
+    return top_p < 1.0 or top_k > 0
+
+
+def kept_limits(top_k: int, top_p: float, vocabulary: int) -> tuple[int, int]:
+    """Return the top_k to draw with, and how many log-probabilities to ask for of every token, so
+    that all which were kept are among them; those that were not are not finite. 0 is all and none.
+
+    vLLM keeps whatever is as likely as the k-th, of which bf16 logits have several.
+    """
+    if not keeps_part(top_k, top_p):
+        return 0, 0
+    top_k = top_k or (MOST_KEPT if vocabulary > MOST_KEPT else 0)
+    return top_k, min(top_k + TIES, vocabulary) if top_k else vocabulary
 
 
 class Sampling(msgspec.Struct, frozen=True):

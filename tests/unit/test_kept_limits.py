@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from parallel.rollout.core import kept_limits
-from parallel.rollout.wire import Sampling
+from parallel.rollout.wire import kept_limits
+from parallel.sample import Sample
+from stages.on_policy import saturated
+from stages.settings import SamplingSettings
 
 
 @pytest.mark.parametrize(
@@ -21,5 +24,14 @@ from parallel.rollout.wire import Sampling
 def test_as_many_log_probabilities_are_asked_for_as_tokens_may_be_kept(
     top_k: int, top_p: float, vocabulary: int, expected: tuple[int, int]
 ) -> None:
-    sampling = Sampling(1.0, max_tokens=8, end_token=0, top_p=top_p, top_k=top_k)
-    assert kept_limits(sampling, vocabulary) == expected
+    assert kept_limits(top_k, top_p, vocabulary) == expected
+
+
+def test_sets_that_came_as_large_as_was_asked_for_are_counted() -> None:
+    """They may have been larger: 20 and 64 ties."""
+    sizes = [20, 84, 83, 21]
+    sample = Sample("a", np.arange(3), np.arange(4), kept=[np.arange(size) for size in sizes])
+    settings = SamplingSettings(top_k=20)
+    assert saturated([sample], settings, 151_936) == {"kept_saturated": 0.25}
+    assert saturated([sample], settings, 84) == {"kept_saturated": 0.0}  # all there is
+    assert saturated([sample], SamplingSettings(), 151_936) == {}
