@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from machine import machine
+from machine import measured
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "end_to_end"))
@@ -168,7 +168,7 @@ def document(reference: Reference, done: list[Case]) -> dict[str, Any]:
         for kill in case.kills
     ]
     return {
-        "machine": machine(),
+        **measured(),
         "seconds_in_peace": round(reference.seconds, 1),
         "seconds_of_each_run": [round(case.seconds, 1) for case in done],
         "by_process": summary(reference, done),

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from chaos import CONFIG, NAME, ONLY, STAGES, Reference, difference, peaceful
-from machine import machine
+from machine import measured
 from moments import position
 from process_tree import Process, everything
 from virtual_cluster import Cluster
@@ -213,9 +213,7 @@ def main() -> None:
                 done.append(case)
                 tell(case)
                 cases = [asdict(each) for each in done]
-                RESULTS.write_text(
-                    json.dumps({"machine": machine(), "cases": cases}, indent=1) + "\n"
-                )
+                RESULTS.write_text(json.dumps({**measured(), "cases": cases}, indent=1) + "\n")
         finally:
             cluster.control("down")
     same = sum(case.fault is None for case in done)

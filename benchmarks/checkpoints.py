@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from machine import machine
+from machine import measured
 
 from parallel.distributed import process_groups
 from parallel.settings import LayoutSettings, ModelSettings, OptimizerSettings, RoutingLossSettings
@@ -39,7 +39,7 @@ def measure(rounds: int = ROUNDS) -> dict[str, Any]:
 
     `stall`: the loop stands still. `until_named`: the whole of it, while nothing else is computed.
     """
-    found: dict[str, Any] = {"machine": machine()}
+    found: dict[str, Any] = {**measured()}
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     with process_groups(LayoutSettings(), seed=0), tempfile.TemporaryDirectory() as directory:
         for distributed in (False, True):

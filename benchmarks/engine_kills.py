@@ -23,7 +23,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from machine import machine
+from machine import measured
 
 from parallel.rollout.client import EngineClient, EngineError
 from parallel.settings import EngineSettings
@@ -57,7 +57,7 @@ def measure(kills: int, seed: int, steps: int) -> dict[str, Any]:
         finally:
             process.send_signal(signal.SIGTERM)
         return {
-            "machine": machine(),
+            **measured(),
             "kills": dict(Counter(done)),
             "exit_status": status,
             **judge(run, steps),

@@ -23,7 +23,7 @@ from statistics import mean, median
 from typing import Any
 
 from grpo_workload import WORKLOADS, Workload, reward, starting_model
-from machine import machine
+from machine import measured
 
 WARM_UP_STEPS = 2
 HERE = Path(__file__).parent
@@ -47,7 +47,7 @@ def measure(size: str, mode: str, steps: int, placement: str, engines: int) -> d
         run(config, Path(directory), lambda: len(logged(log)) == steps + WARM_UP_STEPS)
         lines = logged(log)
     return {
-        "machine": machine(),
+        **measured(),
         "size": size,
         "mode": mode,
         "placement": placement,

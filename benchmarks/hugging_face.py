@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from machine import machine
+from machine import measured
 
 from parallel.settings import LayoutSettings, ModelSettings
 
@@ -56,7 +56,7 @@ def measure(model: ModelSettings = MODEL) -> dict[str, Any]:
         )
         files = len(list(folder.glob("*.safetensors")))
     return {
-        "machine": machine(),
+        **measured(),
         "model_mebibytes": round(sum(sizes) / MEBIBYTE),
         "largest_tensor_mebibytes": max(sizes) // MEBIBYTE,
         "files": files,

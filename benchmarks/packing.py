@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import yaml
-from machine import machine
+from machine import measured
 
 from parallel.distributed import process_groups
 from parallel.sample import Sample
@@ -62,7 +62,7 @@ def measure(samples: int = 256, runs: int = 3) -> dict[str, Any]:
         for name, (_, efficiency) in ways.items()
     }
     ratio = found["packed"]["tokens_a_second"] / found["padded"]["tokens_a_second"]
-    return {"machine": machine(), "samples": samples, **found, "speedup": ratio}
+    return {**measured(), "samples": samples, **found, "speedup": ratio}
 
 
 def draw(count: int) -> list[Sample]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from machine import machine
+from machine import measured
 
 from stages.statistics import Accuracy, difference
 
@@ -34,7 +34,7 @@ def main() -> None:
     arguments = parser.parse_args()
     runs = {seed: run(seed, arguments.runs_dir) for seed in arguments.seeds}
     report = {
-        "machine": machine(),
+        **measured(),
         "seeds": {str(seed): summarise(results) for seed, results in runs.items()},
         "runs": {str(seed): results for seed, results in runs.items()},
     }

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from machine import machine
+from machine import measured
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "end_to_end"))
@@ -149,7 +149,7 @@ def main() -> None:
         finally:
             cluster.control("down")
     found = {
-        "machine": machine(),
+        **measured(),
         "local_seconds": local_seconds,
         "slurm_seconds": seconds,
         **found,

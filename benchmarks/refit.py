@@ -28,7 +28,7 @@ from typing import Any
 
 import msgspec
 from hugging_face import resident
-from machine import machine
+from machine import measured
 
 from parallel.settings import LayoutSettings, ModelSettings
 
@@ -60,7 +60,7 @@ KEPT = ExitStack()  # what a process must not let go of as long as it lives
 def measure() -> dict[str, Any]:
     """Every layout, one after another."""
     return {
-        "machine": machine(),
+        **measured(),
         "model_mebibytes": round(model_bytes() / MEBIBYTE, 1),
         "engine_ranks": ENGINE_RANKS,
         "rounds": ROUNDS,

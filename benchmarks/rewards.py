@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from machine import machine
+from machine import measured
 
 from stages.domains.problem import Problem
 from stages.domains.prompts import PromptStream
@@ -55,7 +55,7 @@ def measure(samples: int = 256, runs: int = 5) -> dict[str, Any]:
         "dear": (MathReward(), mathematics(samples)),
     }
     found = {name: compare(settings, batch, runs) for name, (settings, batch) in kinds.items()}
-    return {"machine": machine(), "samples": samples, **found}
+    return {**measured(), "samples": samples, **found}
 
 
 def compare(settings: RewardSettings, batch: Batch, runs: int) -> dict[str, float]:

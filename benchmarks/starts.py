@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from machine import machine
+from machine import measured
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "end_to_end"))
 from same_bits import digests
@@ -36,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default=str(REPOSITORY / "configs" / "smoke.yaml"))
     arguments = parser.parse_args()
-    found: dict[str, Any] = {"machine": machine(), "config": Path(arguments.config).name}
+    found: dict[str, Any] = {**measured(), "config": Path(arguments.config).name}
     with tempfile.TemporaryDirectory(prefix="braid-starts-") as directory:
         for setting in ("true", "false"):
             found[f"fork_servers={setting}"] = watched(arguments.config, Path(directory), setting)

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from machine import machine
+from machine import measured
 
 from pipeline import resolved
 from pipeline.config import load
@@ -50,7 +50,7 @@ def measure(runs: int) -> dict[str, Any]:
         stages = make(config, runs_dir)
         plan, status = ["plan", str(config)], ["status", "big"]
         return {
-            "machine": machine(),
+            **measured(),
             "stages": stages,
             "metric_lines": METRIC_LINES,
             "plan_before_the_run": timed([*plan, "--runs-dir", f"{folder}/none"], runs),

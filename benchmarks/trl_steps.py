@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from datasets import Dataset
 from grpo_workload import WORKLOADS, Workload, prompts, reward, starting_model
-from machine import machine
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -143,7 +142,7 @@ def measure(size: str, steps: int) -> dict[str, Any]:
     logs = trainer.state.log_history[WARM_UP_STEPS:total]  # the last one is a summary
     seconds = [sum(lap.values()) for lap in measured]
     return {
-        "machine": machine(),
+        **measured(),
         "threads": torch.get_num_threads(),
         "versions": {name: version(name) for name in ("trl", "transformers", "torch")},
         "size": size,

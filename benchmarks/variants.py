@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 from grpo_steps import logged, run
-from machine import machine
+from machine import measured
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parent / "configs"
@@ -91,7 +91,7 @@ def main() -> None:
     name = arguments.name
     seeds = {seed: measure(name, seed, arguments.runs_dir) for seed in arguments.seeds}
     steps = {each: steps_of(keys) for each, keys in VARIANTS[name].items()}
-    report = {"machine": machine(), "steps": steps, "seeds": seeds}
+    report = {**measured(), "steps": steps, "seeds": seeds}
     (HERE / "variants").mkdir(exist_ok=True)
     (HERE / "variants" / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
     for alike in compared(name):

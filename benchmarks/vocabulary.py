@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from machine import machine
+from machine import measured
 from torch import Tensor
 
 from parallel import vocabulary
@@ -43,7 +43,7 @@ def main() -> None:
 
 def measure(rows: int = 1024, runs: int = 3) -> dict[str, Any]:
     """Of both ways the median seconds, peak MiB beyond the logits and errors; and the ratios."""
-    found: dict[str, Any] = {"machine": machine(), "rows": rows, "vocabulary": VOCABULARY}
+    found: dict[str, Any] = {**measured(), "rows": rows, "vocabulary": VOCABULARY}
     for name in WAYS:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
             found[name] = process.submit(run, name, rows, runs).result()
