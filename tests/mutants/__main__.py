@@ -30,11 +30,17 @@ SECONDS = 1200.0  # of the tests of one mutant; a mistake that makes them hang i
 def main() -> int:
     """Return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
-    parser.add_argument("--only", metavar="TEXT", help="those whose name or file has this text")
+    parser.add_argument(
+        "--only", metavar="TEXT", help="those whose name, file or tests have this text"
+    )
     parser.add_argument("--list", action="store_true", help="list them, and make none")
     parser.add_argument("--result", type=Path, help="append a line of JSON for each to this file")
     arguments = parser.parse_args()
-    chosen = [each for each in MUTANTS if (arguments.only or "") in f"{each.name} {each.file}"]
+    chosen = [
+        each
+        for each in MUTANTS
+        if (arguments.only or "") in f"{each.name} {each.file} {each.tests}"
+    ]
     if arguments.list:
         print("\n".join(f"{each.name}: {each.file}; {each.tests}" for each in chosen))
         return 0

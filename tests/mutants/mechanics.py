@@ -22,8 +22,8 @@ MUTANTS = [
     Mutant(
         "the clip takes the better of two surrogates",
         "stages/objectives/surrogate.py",
-        "loss=-free.minimum(bound)",
-        "loss=-free.maximum(bound)",
+        "gain, clipped = free.minimum(bound), bound < free",
+        "gain, clipped = free.maximum(bound), bound < free",
         "tests/unit/objectives/test_ratios.py",
     ),
     Mutant(
