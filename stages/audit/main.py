@@ -42,6 +42,9 @@ def main() -> None:
         except KeyError as error:
             why = f"its files have no {error}: another version of Braid wrote them"
             found.append(_refused(stage, why))
+        except (ArithmeticError, LookupError, RuntimeError, ValueError) as error:
+            # Whatever damaged files make of the arithmetic; a whole run's raise none of these.
+            found.append(_refused(stage, f"its files cannot be computed with: {error!r}"))
         except (CheckpointRefused, OSError) as error:
             say_last_word(str(error))
             sys.exit(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import numpy as np
 import torch
 import yaml
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from parallel.checkpoint_reader import CheckpointReader
+from parallel.checkpoint_reader import CheckpointReader, CheckpointRefused
 from parallel.files import Checkpoint, read_checkpoint, read_text, whole_checkpoints
 
 ROUND = "round_"
@@ -95,6 +97,19 @@ class Run:
         return found.path if found else None
 
 
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Name the file whose content cannot be read."""
+    try:
+        yield
+    except (NotAuditable, CheckpointRefused, OSError):
+        raise
+    except CheckpointException as error:  # which is no Exception, and quotes whole tracebacks
+        raise NotAuditable(f"{path} is damaged: torch cannot read its tensors") from error
+    except Exception as error:  # zip, pickle and JSON each raise their own
+        raise NotAuditable(f"{path} is damaged: {error!r}") from error
+
+
 def read_run(path: Path) -> Run:
     """Return the run in a directory."""
     return Run(path, yaml.safe_load(read_text(path / "run.yaml")))
@@ -103,10 +118,11 @@ def read_run(path: Path) -> Run:
 def metrics(stage: Path, step: int) -> dict[str, float]:
     """What the stage logged of a step; the last time, where it did the step more than once."""
     found: dict[str, float] = {}
-    for line in read_text(stage / "metrics.jsonl").splitlines():
-        entry = json.loads(line)
-        if entry.get("step") == step:
-            found = entry
+    with _naming(stage / "metrics.jsonl"):
+        for line in read_text(stage / "metrics.jsonl").splitlines():
+            entry = json.loads(line)
+            if entry["step"] == step:
+                found = entry
     if not found:
         raise NotAuditable(f"{stage}/metrics.jsonl has no step {step}")
     return found
@@ -116,11 +132,12 @@ def samples(path: Path) -> list[Drawn]:
     """Read JSON lines of samples, and the arrays beside them where there are any."""
     if not path.exists():
         raise NotAuditable(f"no samples at {path}; run the step again with logging.auditable=true")
-    entries = [json.loads(line) for line in read_text(path).splitlines()]
+    with _naming(path):
+        entries = [json.loads(line) for line in read_text(path).splitlines()]
     arrays = path.with_suffix(".npz")
     if not arrays.exists():
         return [_drawn(entry, None, None) for entry in entries]
-    with np.load(arrays) as held:
+    with _naming(arrays), np.load(arrays) as held:
         routes = iter(_cut(held["routes"], [_length(entry) for entry in entries]))
         counts = held["kept_counts"].tolist()
         sets = iter(_cut(held["kept"], counts)) if counts else None
@@ -167,5 +184,6 @@ def tensors(checkpoint: Path, prefix: str = "") -> dict[str, torch.Tensor]:
         for name, entry in known.items()
         if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
     }
-    dcp.load(wanted, storage_reader=reader, no_dist=True)
+    with _naming(checkpoint):
+        dcp.load(wanted, storage_reader=reader, no_dist=True)
     return {name.removeprefix(prefix): tensor.double() for name, tensor in wanted.items()}

@@ -212,8 +212,16 @@ def test_what_cannot_be_audited_says_what_it_needs(odd: Path, tmp_path: Path) ->
     with pytest.raises(NotAuditable, match=r"no checkpoint of step 1, .*checkpoint_every=1"):
         audit_step(run, "cold_start", 2)
     rollouts = copied / "stages" / "experts.chain_sum" / "rollouts"
-    (rollouts / "step_000003.npz").unlink()
+    arrays = rollouts / "step_000003.npz"
+    whole = arrays.read_bytes()
+    arrays.write_bytes(whole[:100])
+    with pytest.raises(NotAuditable, match=r"step_000003\.npz is damaged: BadZipFile"):
+        audit_step(run, "experts.chain_sum", 3)
+    arrays.unlink()
     with pytest.raises(NotAuditable, match=r"routes were not written: set logging\.auditable=true"):
+        audit_step(run, "experts.chain_sum", 3)
+    (rollouts / "step_000003.jsonl").write_text("{")
+    with pytest.raises(NotAuditable, match=r"step_000003\.jsonl is damaged: JSONDecodeError"):
         audit_step(run, "experts.chain_sum", 3)
     (rollouts / "step_000003.jsonl").unlink()
     with pytest.raises(NotAuditable, match=r"no samples at .*; run the step again"):
