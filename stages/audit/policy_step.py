@@ -104,7 +104,10 @@ class PolicyStep:
         prompts = asked["prompts_per_step"] * len(self.weights)
         given = [value for sample in samples for value in _given(sample)]
         unscaled = advantages(samples, self.objective["advantage"], self.weights)
-        rows = [numbers("advantages", given, [value for each in unscaled for value in each])]
+        rows = [
+            self._rewards(samples),
+            numbers("advantages", given, [value for each in unscaled for value in each]),
+        ]
         if not logged["reward_failures"]:  # a sample without a reward is not trained on
             rows += [
                 number("groups", len(groups), prompts),
@@ -120,6 +123,17 @@ class PolicyStep:
             mean = sum(update[name] for update in updates) / len(updates)
             rows.append(number(name, logged[name], mean))
         return rows
+
+    def _rewards(self, samples: Sequence[Drawn]) -> Row:
+        """The rewards beside the weighted sums of their parts."""
+        sums = [
+            sum(
+                weight * sample.fields["reward_parts"].get(name, 0.0)
+                for name, weight in self.weights[sample.domain].items()
+            )
+            for sample in samples
+        ]
+        return numbers("rewards", [sample.fields["reward"] for sample in samples], sums)
 
     def _before(self, samples: Sequence[Drawn], policy: Model) -> Known:
         """pi_old and what else the weights at the beginning of the step decide."""
