@@ -1,9 +1,11 @@
 """The quickstart over several seeds: what every expert gains, and what of it the merge keeps.
 
-    python benchmarks/quickstart.py --seeds 0 1 2
+    python benchmarks/quickstart.py --seeds 0 1 2 3 4
 
-Runs that are already finished under --runs-dir are only read. Writes the numbers as JSON beside
-this file and prints them as the Markdown tables of docs/results.md.
+The cold start is evaluated twice more, greedily and with 8 samples a problem, since reinforcement
+learning may do no more than make the likely answer likelier. Runs and evaluations that are already
+finished under --runs-dir are only read. Writes benchmarks/quickstart.json, in which `solved` has a
+digit for every problem of every model, and prints the Markdown tables of docs/results.md.
 """
 
 from __future__ import annotations
@@ -12,104 +14,158 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from intervals import over_seeds, paired, row
 from machine import measured
-
-from stages.statistics import Accuracy, difference
 
 HERE = Path(__file__).parent
 CONFIG = HERE.parent / "configs" / "quickstart.yaml"
+# Of the cold start, beside the sample that every model has.
+FURTHER = {"greedy": ["--temperature", "0"], "of_8": ["--samples", "8"]}
 
-Models = dict[str, dict[str, dict[str, Any]]]
+Solved = dict[str, dict[str, list[int]]]  # by model and domain: the right answers to each problem
 
 
 def main() -> None:
     """Run what is missing, then report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
     arguments = parser.parse_args()
-    runs = {seed: run(seed, arguments.runs_dir) for seed in arguments.seeds}
-    report = {
-        **measured(),
-        "seeds": {str(seed): summarise(results) for seed, results in runs.items()},
-        "runs": {str(seed): results for seed, results in runs.items()},
-    }
-    (HERE / "quickstart.json").write_text(json.dumps(report, indent=1) + "\n")
-    print(tables(runs))
-
-
-def run(seed: int, runs_dir: Path) -> dict[str, Any]:
-    """The results.json of the quickstart with this seed."""
-    name = f"quickstart-seed-{seed}"
-    results = runs_dir / name / "results.json"
-    if not results.exists():
-        command = [sys.executable, "-m", "pipeline.cli", "run", str(CONFIG), f"seed={seed}"]
-        subprocess.run(
-            [*command, "--name", name, "--runs-dir", str(runs_dir)], check=True, cwd=Path.cwd()
-        )
-    return json.loads(results.read_text())
-
-
-def summarise(results: dict[str, Any]) -> dict[str, Any]:
-    """Gains in points with 95 % intervals, and the merge as a share of each expert."""
-    models: Models = results["models"]
-    domains = list(models["cold_start"])
-    kept = {domain: merge_share(models, domain) for domain in domains}
-    gains = {domain: gain(models, domain) for domain in domains}
-    return {
-        "gains": gains,
-        "mean_gain": mean(points for points, _, _ in gains.values()),
-        "merge_over_expert": kept,
-        "mean_merge_over_expert": mean(kept.values()),
-        "minutes": sum(results["minutes"].values()),
-    }
-
-
-def gain(models: Models, domain: str) -> tuple[float, float, float]:
-    """What the domain's expert gained over the cold start there: points, low, high."""
-    found = difference(
-        Accuracy(**models[f"experts.{domain}"][domain]), Accuracy(**models["cold_start"][domain])
+    seeds = {seed: measure(seed, arguments.runs_dir) for seed in arguments.seeds}
+    path = HERE / "quickstart.json"
+    path.write_text(json.dumps({**measured(), "seeds": seeds}, indent=1) + "\n")
+    print(tables({seed: read(found["solved"]) for seed, found in seeds.items()}))
+    print(
+        "minutes:", ", ".join(f"{sum(found['minutes'].values()):.1f}" for found in seeds.values())
     )
-    return 100 * found.difference, 100 * found.low, 100 * found.high
 
 
-def merge_share(models: Models, domain: str) -> float:
-    """The merge's accuracy over that of the domain's own expert."""
-    own = models[f"experts.{domain}"][domain]["accuracy"]
-    return float(models["merge"][domain]["accuracy"] / own)
+def measure(seed: int, runs_dir: Path) -> dict[str, Any]:
+    """A seed's run: `minutes` by stage, and by model and domain which problems are `solved`."""
+    name = f"quickstart-seed-{seed}"
+    run = runs_dir / name
+    if not (run / "results.json").exists():
+        braid("run", CONFIG, f"seed={seed}", "--name", name, runs_dir=runs_dir)
+    models = [file.stem for file in (run / "stages" / "evaluate" / "solved").glob("*.json")]
+    order = [*json.loads((run / "results.json").read_text())["models"]]
+    folders = dict.fromkeys(sorted(models, key=order.index), run / "stages" / "evaluate")
+    for further, flags in FURTHER.items():
+        folders[f"cold_start {further}"] = evaluation(run, further, flags)
+    return {
+        "minutes": json.loads((run / "results.json").read_text())["minutes"],
+        "largest_mismatch": largest_mismatch(run),
+        "solved": {
+            name: {
+                domain: "".join(map(str, solved))
+                for domain, solved in json.loads(
+                    (folder / "solved" / f"{name.split()[0]}.json").read_text()
+                ).items()
+            }
+            for name, folder in folders.items()
+        },
+    }
 
 
-def tables(runs: dict[int, dict[str, Any]]) -> str:
-    """The two tables of docs/results.md."""
-    domains = list(next(iter(runs.values()))["models"]["cold_start"])
-    names = list(next(iter(runs.values()))["models"])
-    gained = [f"{domain}: expert gains" for domain in domains]
-    heading = ["seed", *gained, "mean gain", "merge / expert (lowest)", "minutes"]
-    lines = [row(heading), row(["---"] * len(heading))]
-    for seed, results in runs.items():
-        found = summarise(results)
-        gains = [f"{p:+.1f} [{low:.1f}, {high:.1f}]" for p, low, high in found["gains"].values()]
-        kept = found["merge_over_expert"]
-        share = f"{found['mean_merge_over_expert']:.3f} ({min(kept.values()):.3f})"
-        mean_gain = f"{found['mean_gain']:+.1f}"
-        lines.append(row([str(seed), *gains, mean_gain, share, f"{found['minutes']:.1f}"]))
-    lines += ["", row(["model (mean of seeds)", *domains]), row(["---"] * (len(domains) + 1))]
-    for name in names:
-        scores = [
-            f"{mean(100 * r['models'][name][domain]['accuracy'] for r in runs.values()):.1f}"
-            for domain in domains
+def evaluation(run: Path, name: str, flags: Sequence[str]) -> Path:
+    """The folder of a further evaluation of the cold start, which is made where it is missing."""
+    known = run / f"{name}.json"
+    if not known.exists():
+        braided = braid(
+            "evaluate", run.name, "--stage", "cold_start", *flags, "--json", runs_dir=run.parent
+        )
+        known.write_text(braided)
+    return Path(json.loads(known.read_text())["results"]).parent
+
+
+def braid(*arguments: object, runs_dir: Path) -> str:
+    """What a command prints, with its progress on standard error."""
+    command = [sys.executable, "-m", "pipeline.cli", *map(str, arguments)]
+    command += ["--runs-dir", str(runs_dir)]
+    output = None if "--json" not in arguments else subprocess.PIPE
+    finished = subprocess.run(command, check=True, stdout=output or sys.stderr, text=True)
+    return finished.stdout or ""
+
+
+def largest_mismatch(run: Path) -> float:
+    """Between engine and trainer over all refits of the run, in nats."""
+    lines = [
+        json.loads(line)
+        for log in run.glob("stages/*/metrics.jsonl")
+        for line in log.read_text().splitlines()
+    ]
+    return max(line["mismatch_max"] for line in lines if "mismatch_max" in line)
+
+
+def read(solved: dict[str, dict[str, str]]) -> Solved:
+    """What the file has as digits."""
+    return {
+        name: {domain: [int(digit) for digit in digits] for domain, digits in of_model.items()}
+        for name, of_model in solved.items()
+    }
+
+
+def tables(seeds: dict[int, Solved]) -> str:
+    """The tables of docs/results.md: gains by seed, accuracies over seeds, what the merge keeps."""
+    first = next(iter(seeds.values()))
+    domains = list(first["cold_start"])
+    lines = [row(["seed", *(f"{domain}: expert gains" for domain in domains), "mean gain"])]
+    lines += [row(["---"] * (len(domains) + 2))]
+    points: dict[str, list[float]] = {domain: [] for domain in domains}
+    for seed, solved in seeds.items():
+        found = {d: paired(solved[f"experts.{d}"][d], solved["cold_start"][d]) for d in domains}
+        cells = [
+            f"{100 * each.difference:+.1f} [{100 * each.low:.1f}, {100 * each.high:.1f}]"
+            for each in found.values()
         ]
-        lines.append(row([name, *scores]))
+        for domain, each in found.items():
+            points[domain].append(100 * each.difference)
+        lines.append(row([str(seed), *cells, f"{mean(p[-1] for p in points.values()):+.1f}"]))
+    of_all = [mean(each) for each in zip(*points.values(), strict=True)]
+    lines.append(row(["all", *map(over_seeds, points.values()), over_seeds(of_all)]))
+    lines += ["", row(["accuracy", *domains]), row(["---"] * (len(domains) + 1))]
+    for name in first:
+        lines.append(row([name, *over(seeds, name, domains, share)]))
+        if name.endswith("of_8"):
+            lines.append(row(["cold_start pass@8", *over(seeds, name, domains, passed)]))
+    lines += ["", row(["merge / expert", *domains]), row(["---"] * (len(domains) + 1))]
+    kept = {
+        domain: [
+            sum(s["merge"][domain]) / sum(s[f"experts.{domain}"][domain]) for s in seeds.values()
+        ]
+        for domain in domains
+    }
+    for number, seed in enumerate(seeds):
+        lines.append(row([str(seed), *(f"{kept[domain][number]:.3f}" for domain in domains)]))
+    lines.append(row(["all", *(over_seeds(each, ".3f") for each in kept.values())]))
     return "\n".join(lines)
 
 
-def row(cells: list[str]) -> str:
-    """One row of a Markdown table."""
-    return f"| {' | '.join(cells)} |"
+def over(
+    seeds: dict[int, Solved],
+    name: str,
+    domains: Sequence[str],
+    value: Callable[[str, list[int]], float],
+) -> list[str]:
+    """What a model is worth by domain, in percent: the mean over seeds and its interval."""
+    return [
+        over_seeds([100 * value(name, solved[name][domain]) for solved in seeds.values()], ".1f")
+        for domain in domains
+    ]
+
+
+def share(name: str, solved: list[int]) -> float:
+    """Of a model's answers those that are right."""
+    return mean(solved) / (8 if name.endswith("of_8") else 1)
+
+
+def passed(_name: str, solved: list[int]) -> float:
+    """Of the problems those that any answer solves."""
+    return mean(map(bool, solved))
 
 
 if __name__ == "__main__":

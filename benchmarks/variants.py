@@ -1,41 +1,53 @@
 """What a setting does to learning: experts of one domain that differ in it alone, over seeds.
 
-    python benchmarks/variants.py modes [--seeds 0 1 2] [--runs-dir runs]
+    python benchmarks/variants.py objectives [--seeds 0 1 2 3 4] [--runs-dir runs]
 
-All variants of a seed are grown from one cold start on `chain_sum`, train on as many samples and
-make as many updates (dynamic sampling draws more than it trains on). What is compared is the mean
-reward of all that the last steps drew, on prompts of the training split. Experts that are already
-trained under --runs-dir are only read. Writes benchmarks/variants/NAME.json and prints a Markdown
-table.
+All variants of a seed are grown from one cold start on `chain_sum` and train on as many samples a
+step (dynamic sampling draws more than it trains on). What is compared is the accuracy of the last
+checkpoints on PROBLEMS held-out problems, the same for all; the unit is the seed, and the interval
+Student's t over the seeds' differences to the first variant. Nothing is chosen by it, so that no
+seed is set aside for a choice. A variant counts as no worse than the first where the whole interval
+lies above -MARGIN points, as better or worse where it does not hold 0.
+
+Runs and evaluations that are already finished under --runs-dir are only read. Writes
+benchmarks/variants/NAME.json and prints a Markdown table.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from itertools import pairwise
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median
 from typing import Any
 
 import yaml
-from grpo_steps import logged, run
+from grpo_steps import logged
+from intervals import over_seeds, row
 from machine import measured
+from quickstart import braid
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parent / "configs"
-LAST_STEPS = 10
+MARGIN = 2.0  # points
+PROBLEMS = 2000
 STEPS = 50
 TRAINED_A_STEP, GROUP_SIZE = 256, 8  # samples; of configs/domains/_base.yaml
-COLD_START_SEQUENCES = 96  # a step, over all variants
-# Student's t, the 97.5 % quantiles of so many degrees of freedom.
-T_95 = dict(enumerate((12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262), start=1))
+COLD_START_SEQUENCES = 99  # a step, over all variants
 
 TOKEN = {"name": "token"}
 # Gradients are clipped to one length here, and in those of an eighth of the samples the share of
 # signal is sqrt(8) smaller: at a rate that is sqrt(8) smaller, eight move as far as one of all.
 SEVERAL_UPDATES = {"updates_per_rollout": 8, "optimizer": {"learning_rate": 2.8}}
-# Twice as many steps, each of half the size: a policy that is one step old is then less old.
-SMALLER_STEPS = {"optimizer": {"learning_rate": 4.0}, "loop": {"steps": 2 * STEPS}}
+# GSPO's clip is for thousands of tokens: the geometric mean over 20 moves 14 times as far.
+WIDE_CLIP = {"name": "sequence", "clip_low": 4e-3, "clip_high": 6e-3}
+HALF_RATE = {"optimizer": {"learning_rate": 4.0}}
+# With a core for the trainer and one for the engine, so many steps of `overlap` or `async` take as
+# long as STEPS of `sync` (docs/rollouts.md).
+AS_LONG = {"loop": {"steps": 3 * STEPS // 2}}
+ASYNC = {"rollout": {"mode": "async", "max_staleness": 2}}
+OVERLAP = {"rollout": {"mode": "overlap"}}
 
 # Those of a name are grown from one cold start.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -67,41 +79,40 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             },
         },
         "gspo_8": SEVERAL_UPDATES,
+        "gspo_8_wide": SEVERAL_UPDATES | {"objective": {"ratio": WIDE_CLIP}},
         "token_8": SEVERAL_UPDATES | {"objective": {"ratio": TOKEN}},
     },
     "modes": {
-        "sync": {"rollout": {"mode": "sync"}},
-        "overlap": {"rollout": {"mode": "overlap"}},
-        "async_2": {"rollout": {"mode": "async", "max_staleness": 2}},
-    },
-    "modes_small_steps": {
-        "sync": SMALLER_STEPS | {"rollout": {"mode": "sync"}},
-        "overlap": SMALLER_STEPS | {"rollout": {"mode": "overlap"}},
+        "sync": {},
+        "overlap": OVERLAP,
+        "async_2": ASYNC,
+        "overlap_as_long": OVERLAP | AS_LONG,
+        "async_2_as_long": ASYNC | AS_LONG,
+        "overlap_half_rate_as_long": OVERLAP | AS_LONG | HALF_RATE,
     },
 }
+# A core for the trainer and one for the engine, which work at once where the mode lets them.
+OWN_CORES = {"layout": {"ranks": 1}, "engine": {"placement": "own", "count": 1}}
+PLACEMENT: dict[str, dict[str, dict[str, Any]]] = {"modes": OWN_CORES}
 
 
 def main() -> None:
     """Run what is missing, then report."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("name", choices=VARIANTS)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
     arguments = parser.parse_args()
     name = arguments.name
     seeds = {seed: measure(name, seed, arguments.runs_dir) for seed in arguments.seeds}
-    steps = {each: steps_of(keys) for each, keys in VARIANTS[name].items()}
-    report = {**measured(), "steps": steps, "seeds": seeds}
+    report = {**measured(), "problems": PROBLEMS, "margin": MARGIN, "seeds": seeds}
     (HERE / "variants").mkdir(exist_ok=True)
     (HERE / "variants" / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
     for alike in compared(name):
         print(table({seed: {each: found[each] for each in alike} for seed, found in seeds.items()}))
         print()
-
-
-def steps_of(keys: dict[str, Any]) -> int:
-    """How many a variant makes."""
-    return int(keys.get("loop", {}).get("steps", STEPS))
 
 
 def compared(name: str) -> list[list[str]]:
@@ -113,24 +124,29 @@ def compared(name: str) -> list[list[str]]:
 
 
 def measure(name: str, seed: int, runs_dir: Path) -> dict[str, Any]:
-    """Of every variant what its expert logged in its first and its last steps."""
-    run_name = f"variants-{name}-{seed}"
-    stages = runs_dir / run_name / "stages"
-    logs = {each: stages / f"experts.{each}" / "metrics.jsonl" for each in VARIANTS[name]}
-
-    def done() -> bool:
-        return all(len(logged(log)) == steps_of(VARIANTS[name][each]) for each, log in logs.items())
-
-    if not done():
+    """Of every variant its accuracy on held-out problems, and what its steps were like."""
+    run = runs_dir / f"variants-{name}-{seed}"
+    if not (run / "results.json").exists():
         runs_dir.mkdir(parents=True, exist_ok=True)
-        config = runs_dir / f"{run_name}.json"
-        config.write_text(json.dumps(configuration(name, run_name, seed), indent=1))
-        run(config, runs_dir, done)
-    return {each: summary(logged(log)) for each, log in logs.items()}
+        config = runs_dir / f"{run.name}.json"
+        config.write_text(json.dumps(configuration(name, run.name, seed), indent=1))
+        braid("run", config, runs_dir=runs_dir)
+    held_out = run / "held_out.json"
+    if not held_out.exists():  # all of them on the problems of one name
+        same = ("--domain", next(iter(VARIANTS[name])), "--problems", PROBLEMS)
+        held_out.write_text(braid("evaluate", run.name, *same, "--json", runs_dir=runs_dir))
+    models = json.loads(held_out.read_text())["models"]
+    [before] = models["cold_start"].values()
+    found = {"cold_start": {"accuracy": before["accuracy"]}}
+    for each in VARIANTS[name]:
+        [score] = models[f"experts.{each}"].values()
+        lines = logged(run / "stages" / f"experts.{each}" / "metrics.jsonl")
+        found[each] = {"accuracy": score["accuracy"], **summary(lines)}
+    return found
 
 
 def configuration(name: str, run_name: str, seed: int) -> dict[str, Any]:
-    """The quickstart's run with an expert for every variant, which ends after the experts."""
+    """The quickstart's run with an expert for every variant and no merge."""
     variants = VARIANTS[name]
     shared = {
         "extends": str(CONFIGS / "domains" / "chain_sum.yaml"),
@@ -138,25 +154,35 @@ def configuration(name: str, run_name: str, seed: int) -> dict[str, Any]:
         "loop": {"steps": STEPS},
     }
     quickstart = yaml.safe_load((CONFIGS / "quickstart.yaml").read_text())
-    return quickstart | {
+    placement = {
+        block: quickstart[block] | keys if block == "engine" else keys
+        for block, keys in PLACEMENT.get(name, {}).items()
+    }
+    return {
+        **quickstart,
+        **placement,
         "name": run_name,
         "seed": seed,
         "model": {"extends": str(CONFIGS / "models" / "tiny-moe.yaml")},
         "experts": {each: shared | keys for each, keys in variants.items()},
+        "merge": None,
+        "evaluation": {"problems": 2},  # of every model on every domain, which are all the same
+        "logging": {"wandb": "disabled"},
     }
 
 
 def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Accuracy before and after, and what the steps between were like."""
-    last = lines[-LAST_STEPS:]
-    drawn = [drawn_in(line) for line in last]
-    right = sum(line["reward"] * samples for line, samples in zip(last, drawn, strict=True))
+    """What an expert's steps were like."""
+    seconds = [after["time"] - before["time"] for before, after in pairwise(lines)]
     return {
+        "steps": len(lines),
+        "minutes": round((lines[-1]["time"] - lines[0]["time"]) / 60, 3),
+        "steps_a_minute": round(60 / median(seconds), 2),
         "first_reward": lines[0]["reward"],
-        "last_reward": right / sum(drawn),
-        "samples": sum(drawn),
+        "last_reward": mean(line["reward"] for line in lines[-10:]),
         "drawn_a_step": mean(drawn_in(line) for line in lines),
         "staleness": mean(line["staleness_mean"] for line in lines),
+        "clip_fraction": mean(line.get("clip_fraction", 0.0) for line in lines),
     }
 
 
@@ -166,34 +192,30 @@ def drawn_in(line: dict[str, Any]) -> int:
 
 
 def table(seeds: dict[int, dict[str, Any]]) -> str:
-    """One row a variant: every seed, their mean, and how far it is from the first variant: the mean
-    difference over seeds with its 95 % interval (Student's t)."""
+    """One row a variant: every seed's accuracy in percent, their mean, how far it is from the first
+    variant over the seeds, and its steps, minutes and clipped share."""
     first, *_ = variants = list(next(iter(seeds.values())))
-    each_seed = [f"seed {seed}" for seed in seeds]
-    heading = ["variant", *each_seed, "mean", f"less {first}", "drawn a step"]
-    lines = [heading, ["---"] * len(heading)]
+    heading = ["variant", *(f"seed {seed}" for seed in seeds), "mean", f"less {first}"]
+    heading += ["drawn a step", "steps", "minutes", "clipped"]
+    lines = [row(heading), row(["---"] * len(heading))]
     for each in variants:
         found = [results[each] for results in seeds.values()]
-        accuracies = [f"{100 * one['last_reward']:.1f}" for one in found]
-        points = [100 * (r[each]["last_reward"] - r[first]["last_reward"]) for r in seeds.values()]
+        points = [100 * (r[each]["accuracy"] - r[first]["accuracy"]) for r in seeds.values()]
         lines.append(
-            [
-                each,
-                *accuracies,
-                f"{100 * mean(one['last_reward'] for one in found):.1f}",
-                "" if each == first else over_seeds(points),
-                f"{mean(one['drawn_a_step'] for one in found):.0f}",
-            ]
+            row(
+                [
+                    each,
+                    *(f"{100 * one['accuracy']:.1f}" for one in found),
+                    f"{100 * mean(one['accuracy'] for one in found):.1f}",
+                    "" if each == first else over_seeds(points),
+                    f"{mean(one['drawn_a_step'] for one in found):.0f}",
+                    f"{found[0]['steps']}",
+                    f"{mean(one['minutes'] for one in found):.2f}",
+                    f"{mean(one['clip_fraction'] for one in found):.1%}",
+                ]
+            )
         )
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def over_seeds(points: list[float]) -> str:
-    """The mean of as many seeds, and half of its 95 % interval where there are several."""
-    if len(points) == 1:
-        return f"{points[0]:+.1f}"
-    half = T_95[len(points) - 1] * stdev(points) / len(points) ** 0.5
-    return f"{mean(points):+.1f} ± {half:.1f}"
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pipeline.action_arguments import (
     add_gate_commands,
     add_trust,
     positive,
+    temperature,
     whole,
 )
 from pipeline.neutral import MAY_CHANGE
@@ -254,6 +255,7 @@ def _add_run_commands(command: Callable[[str, str, str], ArgumentParser]) -> Non
         "evaluate",
         "evaluate the finished stages of a run once more",
         "  braid evaluate quickstart --stage merge --problems 5000\n"
+        "  braid evaluate quickstart --stage cold_start --domain chain_sum --samples 8\n"
         "  braid evaluate quickstart --stage experts.chain_sum --step 40\n\n"
         "The run's own results.json stays as it is.",
     )
@@ -297,8 +299,25 @@ def _add_run_commands(command: Callable[[str, str, str], ArgumentParser]) -> Non
     diff.add_argument("other", metavar="OTHER_RUN", help="another run's name, or its folder")
     evaluate.add_argument("--stage", help="only this stage's model (default: all finished ones)")
     evaluate.add_argument(
-        "--problems", type=positive, help="problems a domain (default: the configuration's)"
+        "--domain", metavar="NAME", action="append", default=[], help="on this one (default: all)"
     )
+    evaluate.add_argument(
+        "--problems",
+        metavar="N",
+        type=positive,
+        help="problems a domain (default of this and of the next two: the configuration's)",
+    )
+    evaluate.add_argument(
+        "--samples",
+        dest="samples_per_problem",
+        metavar="K",
+        type=positive,
+        help="answers to each problem; with several, pass@K too",
+    )
+    evaluate.add_argument(
+        "--temperature", metavar="T", type=temperature, help="0 takes the likeliest tokens"
+    )
+    evaluate.add_argument("--json", action="store_true", help="print what was found as JSON")
     for parser in (evaluate, export):
         parser.add_argument(
             "--step",

@@ -120,8 +120,20 @@ def violations(run: dict[str, Any], domains: Domains) -> Found:
                 f"merge.domain_weights.{name}",
                 f"there is no domain {name}; {hint(name, domains)}",
             )
-    if evaluation and layout and evaluation.problems < layout.data:
+    if evaluation and layout:
+        yield from evaluation_rules(evaluation, layout)
+
+
+def evaluation_rules(evaluation: EvaluationSettings, layout: LayoutSettings) -> Found:
+    """What an evaluation cannot do, as (dotted key, message)."""
+    if evaluation.problems < layout.data:
         yield "evaluation.problems", f"{evaluation.problems} is {too_few(layout)}"
+    if evaluation.samples_per_problem > 1 and evaluation.temperature == 0:
+        yield (
+            "evaluation.samples_per_problem",
+            f"{evaluation.samples_per_problem}: a greedy answer is always the same; have one answer"
+            " to a problem, or a temperature above 0",
+        )
 
 
 def surroundings(run: dict[str, Any], domains: Domains) -> Found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import Namespace
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -167,7 +168,7 @@ def diff(arguments: Namespace) -> None:
 def evaluate(arguments: Namespace) -> None:
     """Evaluate finished stages once more."""
     run, settings = owned(arguments)
-    console = terminal()
+    console = terminal(sys.stderr) if arguments.json else terminal()
     with run.lock():
         refuse_queued(run)
         models, path = one_off.evaluate(
@@ -176,9 +177,13 @@ def evaluate(arguments: Namespace) -> None:
             console,
             PROGRAMS,
             arguments.stage,
-            arguments.problems,
             arguments.step,
+            arguments.domain,
+            {key: value for key in one_off.FLAGS if (value := getattr(arguments, key)) is not None},
         )
+    if arguments.json:
+        print(json.dumps({"models": models, "results": str(path)}, indent=2))
+        return
     console.print(report.results_table(models, arguments.step))
     say(f"\nresults: {shown(path)}")
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
 
+from pipeline.checks import evaluation_rules
 from pipeline.errors import BraidError
 from pipeline.graph import compile_graph
 from pipeline.jobs import checkpoint_path
@@ -22,6 +25,13 @@ from pipeline.states import derive
 from pipeline.violations import hint, shown
 from stages.settings import RunSettings, StageJob
 
+# The settings of an evaluation that a command line may change, and how.
+FLAGS = {
+    "problems": "--problems",
+    "samples_per_problem": "--samples",
+    "temperature": "--temperature",
+}
+
 
 def evaluate(
     run: RunDirectory,
@@ -29,16 +39,21 @@ def evaluate(
     console: Console,
     programs: Programs,
     stage: str | None = None,
-    problems: int | None = None,
     step: int | None = None,
+    domains: Sequence[str] = (),
+    changes: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Models, Path]:
-    """Evaluate one finished stage, or all of them, on so many problems a domain; or one stage's
-    checkpoint of a step. Returns what was found, and the file that it stands in.
+    """Evaluate one finished stage, or all of them, with `changes` to the run's own evaluation; or
+    one stage's checkpoint of a step; on some domains, or on all. Returns what was found, and the
+    file that it stands in.
 
     Raises:
-        BraidError: the stage is not finished, there is no such checkpoint, the problems are too
-            few, or the evaluation failed.
+        BraidError: the stage is not finished, there is no such checkpoint or domain, the problems
+            are too few, or the evaluation failed.
     """
+    for name in domains:
+        if name not in settings.experts:
+            raise BraidError(f"--domain {name}: no such domain; {hint(name, settings.experts)}")
     if step is None:
         done = finished_training(run, settings, stage)
         models = {name: checkpoint_path(run, name) for name in done}
@@ -46,14 +61,11 @@ def evaluate(
         raise BraidError(f"--step {step} is of one stage; name it with --stage")
     else:
         models = {stage: checkpoint_of(run, settings, stage, step)}
-    if problems is not None:
-        if problems < (ranks := settings.layout.data):
-            raise BraidError(
-                f"--problems {problems} is less than the {ranks} data-parallel ranks of layout, "
-                "and each needs one"
-            )
-        evaluation = settings.evaluation.model_copy(update={"problems": problems})
-        settings = settings.model_copy(update={"evaluation": evaluation})
+    evaluation = settings.evaluation.model_copy(update=dict(changes))
+    for key, message in evaluation_rules(evaluation, settings.layout):
+        flag = FLAGS[key.removeprefix("evaluation.")]
+        raise BraidError(f"{flag} {message}")
+    settings = settings.model_copy(update={"evaluation": evaluation})
     directory = _new_directory(run, "evaluations")
     job = StageJob(
         stage="evaluate",
@@ -61,6 +73,7 @@ def evaluate(
         directory=directory.path.absolute(),
         attempt=1,
         models=models,
+        evaluated_on={name: list(domains) for name in models} if domains else {},
         samples=True,
         settings=settings,
     )

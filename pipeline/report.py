@@ -268,4 +268,6 @@ def _score_text(score: dict[str, Any], own: bool) -> Text:
 
     half = (score["high"] - score["low"]) / 2
     text = f"{100 * score['accuracy']:.1f} ± {100 * half:.1f}"
+    if "pass_at_k" in score:
+        text += f", pass@{score['samples_per_problem']} {100 * score['pass_at_k']:.1f}"
     return Text(f"{OWN_DOMAIN} {text}", style="bold") if own else Text(text)

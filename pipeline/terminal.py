@@ -33,7 +33,8 @@ class Terminal(Console):
         self.quiet = True
 
 
-def terminal() -> Terminal:
-    """Return the console for standard output, as good as endless where it is no terminal."""
-    console = Terminal()
-    return console if console.is_terminal else Terminal(width=PLAIN_WIDTH)
+def terminal(file: IO[str] | None = None) -> Terminal:
+    """Return the console for a file, or standard output, as good as endless where it is no
+    terminal."""
+    console = Terminal(file)
+    return console if console.is_terminal else Terminal(file, width=PLAIN_WIDTH)

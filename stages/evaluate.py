@@ -15,6 +15,7 @@ from parallel.distributed import broadcast, is_main
 from parallel.files import write_atomically
 from parallel.packing import Place
 from parallel.policy import Policy
+from parallel.sample import Sample
 from stages.agreement import MismatchError, measure_mismatch
 from stages.domains.problem import Problem
 from stages.domains.prompts import held_out_problems
@@ -86,8 +87,10 @@ class Evaluation:
         self.version = version
         self.rollouts.refit(version)
         self._check_engine()
-        scores = {domain: self._accuracy(name, domain) for domain in self.domains_of(name)}
+        solved = {domain: self._solved(name, domain) for domain in self.domains_of(name)}
         if is_main():
+            write_atomically(self.job.directory / "solved" / f"{name}.json", json.dumps(solved))
+            scores = {domain: self._score(right) for domain, right in solved.items()}
             write_atomically(self._result_file(name), json.dumps(scores, indent=2))
 
     def finish(self) -> None:
@@ -120,27 +123,27 @@ class Evaluation:
         if largest > bound:
             raise MismatchError(largest, bound)
 
-    def _accuracy(self, name: str, domain: str) -> dict[str, Any]:
-        """One sample a problem, with the same seeds for every model. Collective."""
-        correct = asked = 0
+    def _solved(self, name: str, domain: str) -> list[int]:
+        """How many of each problem's answers are right, by the same seeds for every model.
+        Collective."""
+        solved: list[int] = []
         for start in range(0, self.settings.problems, PROBLEMS_A_CALL):
-            right, failures, watch_failures = self._solved(name, domain, start)
-            of = min(PROBLEMS_A_CALL, self.settings.problems - start)
-            correct, asked = correct + right, asked + of
+            right, failures, watch_failures = self._solved_from(name, domain, start)
+            solved += right
             if is_main():
-                self.answered += of
+                self.answered += len(right)
                 found = {
-                    "accuracy": correct / asked,
+                    "accuracy": sum(solved) / (len(solved) * self.settings.samples_per_problem),
                     "reward_failures": float(failures),
                     "watch_failures": float(watch_failures),
                 }
                 self.log.write(self.answered, found, model=name, domain=domain)
-        return asdict(wilson(correct, asked))
+        return solved
 
-    def _solved(self, name: str, domain: str, start: int) -> tuple[int, int, int]:
-        """How many of the problems from `start` on are solved, how many have no reward, which
-        counts as unsolved, since what was written may have caused it, and how often a reward of
-        weight 0 failed. Collective.
+    def _solved_from(self, name: str, domain: str, start: int) -> tuple[list[int], int, int]:
+        """Of a call's problems, the first of which is number `start`: how many answers to each are
+        right, how many in all have no reward, which counts as unsolved, since what was written may
+        have caused it, and how often a reward of weight 0 failed. Collective.
 
         Raises RewardError where too many have none.
         """
@@ -148,28 +151,30 @@ class Evaluation:
         if is_main():
             problems = self.problems[domain][start : start + PROBLEMS_A_CALL]
             purpose = f"{self.settings.sampling_seed}/{start}"
-            groups = self._groups(domain, problems, purpose)
+            groups = self._groups(domain, problems, purpose, self.settings.samples_per_problem)
             self.scoring.expect(groups)
             self._ask(domain, groups, self.settings.temperature)
 
-        def counted() -> tuple[int, int, int] | None:
+        def counted() -> tuple[list[int], int, int] | None:
             if not all(self.scoring.done(group) for group in groups):
                 return None
             failures = [failure for group in groups for failure in group.failures]
-            self.scoring.hold_to_limit(failures, len(groups))
+            self.scoring.hold_to_limit(failures, sum(len(group.drawn) for group in groups))
             watch_failures = sum(len(group.watch_failures) for group in groups)
             if self.job.settings.logging.auditable:
                 path = self.job.directory / "samples" / name / f"{domain}_{start:06d}.jsonl"
                 answers = [sample for group in groups for sample in group.samples]
                 record(path, [answers], self.rollouts.tokenizer.decode, auditable=True)
-            return sum(map(self._is_solved, groups)), len(failures), watch_failures
+            solved = [sum(map(self._is_solved, group.samples)) for group in groups]
+            return solved, len(failures), watch_failures
 
         return self.rollouts.wait(counted, self.version)
 
-    def _groups(self, domain: str, problems: list[Problem], purpose: str) -> list[Group]:
-        """One sample a problem."""
+    def _groups(
+        self, domain: str, problems: list[Problem], purpose: str, size: int = 1
+    ) -> list[Group]:
         seed = seed_of(self.job.settings.seed, self.job.stage, domain, purpose)
-        return groups_of(problems, 1, seed)
+        return groups_of(problems, size, seed)
 
     def _ask(self, domain: str, groups: list[Group], temperature: float) -> None:
         """Unlike training, evaluation may be greedy (temperature 0)."""
@@ -179,8 +184,16 @@ class Evaluation:
         )
         self.rollouts.request(groups, sampling)
 
-    def _is_solved(self, group: Group) -> bool:
-        [sample] = group.samples
+    def _score(self, solved: list[int]) -> dict[str, Any]:
+        """A domain's line of results.json, of how many answers to each problem are right."""
+        samples = self.settings.samples_per_problem
+        score = asdict(wilson(sum(solved) / samples, len(solved)))
+        if samples > 1:
+            score["samples_per_problem"] = samples
+            score["pass_at_k"] = sum(map(bool, solved)) / len(solved)
+        return score
+
+    def _is_solved(self, sample: Sample) -> bool:
         rewards = self.domains[sample.domain].rewards
         return sample.reward is not None and solved(rewards, sample.reward_parts or {})
 

@@ -205,9 +205,16 @@ class MergeSettings(Settings):
 
 
 class EvaluationSettings(Settings):
-    """Held-out problems of every domain, one sample each."""
+    """Held-out problems of every domain."""
 
     problems: Count = 2000
+    samples_per_problem: int = Field(
+        default=1,
+        gt=0,
+        le=1024,
+        description="answers to each; with several, accuracy is the mean over the problems, and"
+        " pass_at_k the share of the problems that any of them solves",
+    )
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     sampling_seed: Annotated[int, Field(ge=0, lt=2**32)] = 20_000
 

@@ -27,8 +27,11 @@ class Difference:
     high: float
 
 
-def wilson(correct: int, n: int) -> Accuracy:
+def wilson(correct: float, n: int) -> Accuracy:
     """Accuracy with Wilson's score interval, sound near 0 and 1 too (Wilson, JASA 22, 1927).
+
+    A problem that was answered several times counts by the share of its answers that are right.
+    Those vary less than one answer would, so that the interval errs on the wide side.
 
     Raises ValueError unless 0 <= correct <= n and n > 0.
     """

@@ -37,7 +37,8 @@ def evaluation_rows(run: Run, stage: str) -> list[Row]:
             solved = sum(_solved(run, answer) for answer in answers)
             quantity = f"{name} on {domain}: accuracy"
             rows.append(number(quantity, found["accuracy"], solved / len(answers), scale=1.0))
-            rows.append(number(f"{name} on {domain}: n", found["n"], len(answers)))
+            of_each = run.settings["evaluation"]["samples_per_problem"]
+            rows.append(number(f"{name} on {domain}: n", found["n"], len(answers) / of_each))
     return rows
 
 

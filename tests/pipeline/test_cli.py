@@ -261,6 +261,26 @@ def test_one_more_evaluation_and_export(
     assert "experts.sums" in out
     assert "cold_start" not in out
 
+    narrow = ("--domain", "sums", "--problems", 9, "--samples", 4, "--temperature", 0.5)
+    code, out, err = braid("evaluate", "small", *narrow, "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["models"].keys() == {"cold_start", "experts.sums"}
+    job = job_of(runs / "small", "evaluations")
+    assert job["evaluated_on"] == {"cold_start": ["sums"], "experts.sums": ["sums"]}
+    assert found["results"].startswith(job["directory"])
+    asked = job["settings"]["evaluation"]
+    assert (asked["problems"], asked["samples_per_problem"], asked["temperature"]) == (9, 4, 0.5)
+    code, _, err = braid("evaluate", "small", "--domain", "sum")
+    assert (code, err) == (1, 'braid: --domain sum: no such domain; did you mean "sums"?\n')
+    code, _, err = braid("evaluate", "small", "--samples", 2, "--temperature", 0)
+    assert (code, err.startswith("braid: --samples 2: a greedy answer is always the same")) == (
+        1,
+        True,
+    )
+    for wrong in ("hot", "nan", "-1", "2.5"):
+        assert braid("evaluate", "small", "--temperature", wrong)[0] == 2
+
     code, _, err = braid("evaluate", "small", "--problems", 1)
     assert code == 1
     assert "--problems 1 is less than the 2 data-parallel ranks of layout" in err

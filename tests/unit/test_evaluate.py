@@ -59,12 +59,17 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def job(
-    directory: Path, function: str = "parity", bound: float = 1e9, failed: float = 0.9, **given: Any
+    directory: Path,
+    function: str = "parity",
+    bound: float = 1e9,
+    failed: float = 0.9,
+    samples_per_problem: int = 1,
+    **given: Any,
 ) -> StageJob:
     reward = {"kind": "python", "function": f"small_rewards:{function}", "unfinished": "score"}
     settings = toy_run(bound, sums=toy_domain(rewards={"odd": reward})).model_copy(
         update={
-            "evaluation": EvaluationSettings(problems=40),
+            "evaluation": EvaluationSettings(problems=40, samples_per_problem=samples_per_problem),
             "rewards": RewardPoolSettings(workers=1, max_failed_fraction=failed),
         }
     )
@@ -106,6 +111,29 @@ def test_a_response_without_a_reward_counts_as_unsolved(tmp_path: Path) -> None:
     assert 5 < line["reward_failures"] < 35
     assert results(tmp_path)["merge"]["sums"]["accuracy"] == line["accuracy"]
     assert line["accuracy"] == pytest.approx(1 - line["reward_failures"] / 40)
+
+
+def test_several_answers_to_a_problem_count_by_their_share(tmp_path: Path) -> None:
+    evaluate.run(job(tmp_path, samples_per_problem=8))
+    solved = json.loads((tmp_path / "solved" / "merge.json").read_text())["sums"]
+    assert len(solved) == 40
+    assert max(solved) <= 8
+    assert len(set(solved)) > 3  # the answers to a problem differ
+    score = results(tmp_path)["merge"]["sums"]
+    assert score["accuracy"] == pytest.approx(sum(solved) / 320)
+    assert score["n"] == 40
+    assert score["samples_per_problem"] == 8
+    assert score["pass_at_k"] == sum(count > 0 for count in solved) / 40
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["accuracy"] == pytest.approx(score["accuracy"])
+
+
+def test_what_each_problem_earned_is_kept_for_paired_comparisons(tmp_path: Path) -> None:
+    evaluate.run(job(tmp_path))
+    solved = json.loads((tmp_path / "solved" / "cold_start.json").read_text())["sums"]
+    assert set(solved) == {0, 1}
+    assert results(tmp_path)["cold_start"]["sums"]["accuracy"] == sum(solved) / 40
+    assert "pass_at_k" not in results(tmp_path)["cold_start"]["sums"]
 
 
 def test_too_many_responses_without_a_reward_end_the_stage(tmp_path: Path) -> None:
