@@ -40,12 +40,12 @@ class LengthWeights:
 
 
 def scale_by_entropy(samples: list[Sample], parts: list[MicroBatch]) -> None:
-    """Divide the advantages of this rank's micro-batches of `samples` by their relative entropies.
-    Collective."""
+    """Divide the advantages of this rank's micro-batches of `samples` by their relative entropies,
+    which are those of what is learned. Collective."""
     sums = {str(sample.group): 0.0 for sample in samples}
     counts = dict.fromkeys(sums, 0)
     for sample in samples:
-        counts[str(sample.group)] += 1
+        counts[str(sample.group)] += bool(len(sample.learned))
     judged = []
     for part in parts:
         if part.old_entropies is None:  # not on the last pipeline stage
@@ -57,5 +57,5 @@ def scale_by_entropy(samples: list[Sample], parts: list[MicroBatch]) -> None:
     sums = sum_over_data(sums)
     for part, entropies in judged:
         names = [str(sample.group) for sample in part.samples]
-        of_group = entropies.new_tensor([sums[name] / counts[name] for name in names])
+        of_group = entropies.new_tensor([sums[name] / max(counts[name], 1) for name in names])
         part.advantages = edge(part.advantages, entropies, of_group)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 
 from parallel.batch import MicroBatch
@@ -214,6 +215,9 @@ class Expert(OnPolicyStage):
                 continue
             weights = {part: reward.weight for part, reward in domain.rewards.items()}
             samples += add_advantages(own, self.objective.advantage, weights, len(samples))
+        if self.objective.mask_truncated:
+            for sample in (sample for group in samples for sample in group if not sample.finished):
+                sample.loss_mask = np.zeros(len(sample.response), bool)
         return samples
 
     def _drew(self, part: MicroBatch) -> torch.Tensor | None:

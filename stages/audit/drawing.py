@@ -10,7 +10,7 @@ import torch
 
 from stages.audit.model import Model
 from stages.audit.recorded import Drawn
-from stages.audit.rows import Row, number
+from stages.audit.rows import Comparison, number
 
 # Tokens as likely as the last one that is kept are kept or not by rounding.
 OF_TIES = 0.02
@@ -18,7 +18,7 @@ OF_TIES = 0.02
 
 def mismatch(
     samples: Sequence[Drawn], old: Sequence[torch.Tensor], logged: Mapping[str, float]
-) -> list[Row]:
+) -> list[Comparison]:
     """Compare how far the engine is from pi_old, relative to one nat, since it is rounding itself;
     of samples that older weights drew, it is how far the policy has moved."""
     pairs = zip(samples, old, strict=True)
@@ -35,7 +35,7 @@ def mismatch(
 
 def kept_sets(
     samples: Sequence[Drawn], model: Model, sampling: dict[str, Any], replay: bool
-) -> list[Row]:
+) -> list[Comparison]:
     """Compare the sets of samples that the model itself drew: the share that are alike, whose run's
     value is 1. Nothing where sampling keeps the whole vocabulary."""
     if not samples or (sampling["top_k"] == 0 and sampling["top_p"] == 1.0):
@@ -50,7 +50,7 @@ def kept_sets(
                 alike += set(given.tolist() or range(len(row))) == wanted
                 tokens += 1
     share = alike / tokens
-    return [Row("kept sets", 1.0, share, 1.0 - share, OF_TIES)]
+    return [Comparison("kept sets", 1.0, share, 1.0 - share, OF_TIES)]
 
 
 def _kept(row: torch.Tensor, top_k: int, top_p: float) -> set[int]:

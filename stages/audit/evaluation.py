@@ -11,15 +11,15 @@ import torch
 from parallel.files import read_text
 from stages.audit import recorded
 from stages.audit.model import Model, from_megatron
-from stages.audit.recorded import Drawn, NotAuditable, Run, tensors
-from stages.audit.rows import Row, number
+from stages.audit.recorded import Drawn, NotAuditable, RecordedRun, tensors
+from stages.audit.rows import Comparison, number
 
 COMPARED = 32  # answers of a model in a domain whose log-probabilities are computed again
 # Rewards that say nothing about whether the answer is right.
 WATCHING = ("overlong", "length", "format", "language")
 
 
-def evaluation_rows(run: Run, stage: str) -> list[Row]:
+def evaluation_rows(run: RecordedRun, stage: str) -> list[Comparison]:
     """Compare every model's answers with what its checkpoint makes of them, and its accuracies with
     what the answers earned. Raises NotAuditable where no answers were written."""
     directory = run.stage(stage)
@@ -51,7 +51,7 @@ def _answers(folder: Path, domain: str) -> list[Drawn]:
     return [sample for file in files for sample in recorded.samples(file)]
 
 
-def _logprobs(quantity: str, model: Model, run: Run, answers: list[Drawn]) -> Row:
+def _logprobs(quantity: str, model: Model, run: RecordedRun, answers: list[Drawn]) -> Comparison:
     """The mean of the answers' log-probabilities a token; what differs is the largest difference,
     in nats. A greedy answer is compared with the most likely tokens instead."""
     temperature = run.settings["evaluation"]["temperature"]
@@ -66,10 +66,10 @@ def _logprobs(quantity: str, model: Model, run: Run, answers: list[Drawn]) -> Ro
             engine, own = engine + float(theirs.sum()), own + float(found.sum())
             tokens += len(found)
     bound = run.settings["engine"]["max_logprob_difference"]
-    return Row(quantity, engine / tokens, own / tokens, apart, bound)
+    return Comparison(quantity, engine / tokens, own / tokens, apart, bound)
 
 
-def _solved(run: Run, answer: Drawn) -> bool:
+def _solved(run: RecordedRun, answer: Drawn) -> bool:
     """Whether every reward that judges answers gave all that it can; all of them where none
     judges. An answer without a reward is not solved."""
     rewards: dict[str, Any] = run.settings["experts"][answer.domain]["rewards"]

@@ -19,7 +19,7 @@ from parallel.checkpoint_reader import CheckpointRefused
 from parallel.files import write_atomically
 from parallel.last_word import say_last_word, say_notice
 from stages.audit.evaluation import evaluation_rows
-from stages.audit.recorded import NotAuditable, Run, read_run
+from stages.audit.recorded import NotAuditable, RecordedRun, read_run
 from stages.audit.stage_audit import Audited, audit_step, auditable_steps, kind_of
 
 MEASURING = ("evaluate", "gates")
@@ -51,7 +51,7 @@ def main() -> None:
     write_atomically(Path(job["result"]), json.dumps(found) + "\n")
 
 
-def _audited(run: Run, stage: str, step: int | None) -> Audited:
+def _audited(run: RecordedRun, stage: str, step: int | None) -> Audited:
     if kind_of(stage) in MEASURING:
         return Audited(stage, None, evaluation_rows(run, stage), [])
     if step is None:

@@ -39,7 +39,7 @@ class Read:
         return (self.logits / temperature).log_softmax(-1)[self.sample.learned]
 
 
-class Router(nn.Module):
+class PlainRouter(nn.Module):
     """A layer's router: its own choice, or that of `routes`; the gates are the softmax over the
     chosen experts of its logits."""
 
@@ -70,7 +70,7 @@ class Model:
         self.module = Qwen3MoeForCausalLM(_config(settings)).double()
         self.routers = []
         for layer in self.module.model.layers:
-            layer.mlp.gate = Router(layer.mlp.gate.weight, settings["experts_per_token"])
+            layer.mlp.gate = PlainRouter(layer.mlp.gate.weight, settings["experts_per_token"])
             self.routers.append(layer.mlp.gate)
         self.module.load_state_dict(weights, strict=True)
         self.parameters = dict(self.module.named_parameters())

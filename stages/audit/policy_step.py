@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from stages.audit.model import Model, Read
 from stages.audit.objective import Facts, Terms, terms
 from stages.audit.optimizer import Optimizer, norm
 from stages.audit.recorded import Drawn, NotAuditable
-from stages.audit.rows import Row, number, numbers
+from stages.audit.rows import Comparison, number, numbers
 from stages.audit.update import RouterLosses, gradients
 
 LEAST_RELATIVE_ENTROPY = 0.1  # of EDGE: no response counts more than ten times
@@ -23,7 +23,7 @@ LENGTH_SPREAD = 9.0  # of lambda-GRPO
 
 
 @dataclass
-class Reference:
+class PlainReference:
     """The model of the KL penalty, which routes by itself; an average follows the policy."""
 
     model: Model
@@ -83,30 +83,33 @@ class PolicyStep:
         whose = correction.get("samples", "auto")
         automatic = not self.replay or precision == "bf16"
         self.correct_all = whose == "all" or (whose == "auto" and automatic)
-        self.exponent_gradient = 0.0
 
     def run(
         self,
         samples: Sequence[Drawn],
         policy: Model,
-        reference: Reference | None,
+        reference: PlainReference | None,
         optimizer: Optimizer,
         logged: dict[str, float],
-    ) -> list[Row]:
+    ) -> list[Comparison]:
         """Compute the step; the policy, the optimizer and the reference then are as after it."""
+        recorded, samples = samples, [self._masked(sample) for sample in samples]
         expected = self.settings["updates_per_rollout"]
         if (there := 1 + max(sample.update for sample in samples)) != expected:
             raise NotAuditable(f"samples of {there} updates; updates_per_rollout is {expected}")
-        known = self._before(samples, policy)
+        unscaled = advantages(samples, self.objective["advantage"], self.weights)
+        known = self._before(samples, policy, unscaled)
         fresh = [sample for sample in samples if sample.fields["weight_version"] == self.step]
         groups = Counter(sample.group for sample in samples)
         asked = self.settings["sampling"]
         prompts = asked["prompts_per_step"] * len(self.weights)
         given = [value for sample in samples for value in _given(sample)]
-        unscaled = advantages(samples, self.objective["advantage"], self.weights)
         rows = [
             self._rewards(samples),
             numbers("advantages", given, [value for each in unscaled for value in each]),
+            number(
+                "learned tokens", *(sum(len(s.learned) for s in of) for of in (recorded, samples))
+            ),
         ]
         if not logged["reward_failures"]:  # a sample without a reward is not trained on
             rows += [
@@ -124,7 +127,14 @@ class PolicyStep:
             rows.append(number(name, logged[name], mean))
         return rows
 
-    def _rewards(self, samples: Sequence[Drawn]) -> Row:
+    def _masked(self, sample: Drawn) -> Drawn:
+        """With the learned tokens that it should have."""
+        learned = torch.arange(len(sample.response))
+        if self.objective["mask_truncated"] and not sample.fields["finished"]:
+            learned = learned[:0]
+        return replace(sample, learned=learned)
+
+    def _rewards(self, samples: Sequence[Drawn]) -> Comparison:
         """The rewards beside the weighted sums of their parts."""
         sums = [
             sum(
@@ -135,7 +145,9 @@ class PolicyStep:
         ]
         return numbers("rewards", [sample.fields["reward"] for sample in samples], sums)
 
-    def _before(self, samples: Sequence[Drawn], policy: Model) -> Known:
+    def _before(
+        self, samples: Sequence[Drawn], policy: Model, unscaled: Sequence[Sequence[float]]
+    ) -> Known:
         """pi_old and what else the weights at the beginning of the step decide."""
         known = Known()
         with torch.no_grad():
@@ -145,15 +157,15 @@ class PolicyStep:
                 log_p = read.distribution(self.temperature)
                 known.entropies.append(float(-(log_p.exp() * log_p).sum(-1).mean()))
                 known.router_scores.append((read.router_logits.softmax(-1), read.chosen))
-        values = advantages(samples, self.objective["advantage"], self.weights)
-        for sample, own in zip(samples, values, strict=True):
+        for sample, own in zip(samples, unscaled, strict=True):
             known.advantages.append(torch.tensor(own, dtype=torch.float64)[sample.learned])
         if self.objective["scaling"] == "edge":
             of_group = defaultdict(list)
             for sample, entropy in zip(samples, known.entropies, strict=True):
-                of_group[sample.group].append(entropy)
+                if len(sample.learned):
+                    of_group[sample.group].append(entropy)
             for place, sample in enumerate(samples):
-                mean = sum(of_group[sample.group]) / len(of_group[sample.group])
+                mean = sum(of_group[sample.group]) / max(len(of_group[sample.group]), 1)
                 relative = max(known.entropies[place] / mean, LEAST_RELATIVE_ENTROPY)
                 known.advantages[place] = known.advantages[place] / relative
         return known
@@ -164,7 +176,7 @@ class PolicyStep:
         samples: Sequence[Drawn],
         known: Known,
         policy: Model,
-        reference: Reference | None,
+        reference: PlainReference | None,
         optimizer: Optimizer,
     ) -> dict[str, float]:
         chosen = [samples[place] for place in own]
@@ -175,6 +187,8 @@ class PolicyStep:
         sums = Sums()
 
         def loss(read: Read) -> torch.Tensor:
+            if not len(read.sample.learned):
+                return read.logits.sum() * 0
             place = place_of[id(read.sample)]
             found, entropy = self._terms(read, known, place, reference)
             weight = self._length_weight(chosen, read.sample, exponent)
@@ -208,7 +222,7 @@ class PolicyStep:
         self,
         logged: dict[str, float],
         exponent: torch.Tensor,
-        reference: Reference | None,
+        reference: PlainReference | None,
         policy: Model,
     ) -> dict[str, float]:
         """What the objective changes about itself after an update."""
@@ -227,7 +241,7 @@ class PolicyStep:
         return found
 
     def _terms(
-        self, read: Read, known: Known, place: int, reference: Reference | None
+        self, read: Read, known: Known, place: int, reference: PlainReference | None
     ) -> tuple[Terms, torch.Tensor | None]:
         sample = read.sample
         theirs, full = None, None

@@ -58,7 +58,7 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """A run's directory and its resolved settings, as plain data."""
 
     path: Path
@@ -110,9 +110,9 @@ def _naming(path: Path) -> Iterator[None]:
         raise NotAuditable(f"{path} is damaged: {error!r}") from error
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> RecordedRun:
     """Return the run in a directory."""
-    return Run(path, yaml.safe_load(read_text(path / "run.yaml")))
+    return RecordedRun(path, yaml.safe_load(read_text(path / "run.yaml")))
 
 
 def metrics(stage: Path, step: int) -> dict[str, float]:
@@ -163,7 +163,9 @@ def _drawn(
         prompt=torch.tensor(entry["prompt_tokens"]),
         response=response,
         logprobs=torch.tensor(entry["logprobs"], dtype=torch.float64),
-        learned=torch.arange(len(response)) if learned is None else torch.tensor(learned),
+        learned=torch.arange(len(response))
+        if learned is None
+        else torch.tensor(learned, dtype=torch.int64),
         update=entry["update"],
         group=entry["group"],
         fields=entry,

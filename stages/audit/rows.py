@@ -14,7 +14,7 @@ CLOSE = 1e-5  # relative: fp32 against float64
 
 
 @dataclass(frozen=True)
-class Row:
+class Comparison:
     """One quantity: the run's value and the audit's, and their relative difference, which `bound`
     allows. Of many numbers at once the values are their 2-norms."""
 
@@ -29,25 +29,27 @@ class Row:
         return self.difference <= self.bound  # not where it is NaN
 
 
-def number(quantity: str, run: float, audit: float, scale: float = 1e-2) -> Row:
+def number(quantity: str, run: float, audit: float, scale: float = 1e-2) -> Comparison:
     """Compare two numbers, relative to the larger or to `scale`, below which rounding says what a
     number is: one that is a sum of terms of both signs."""
     largest = max(abs(run), abs(audit), scale)
-    return Row(quantity, run, audit, abs(run - audit) / largest)
+    return Comparison(quantity, run, audit, abs(run - audit) / largest)
 
 
-def numbers(quantity: str, run: Sequence[float], audit: Sequence[float]) -> Row:
+def numbers(quantity: str, run: Sequence[float], audit: Sequence[float]) -> Comparison:
     """Compare as many numbers, by the largest difference relative to the largest of them or 1."""
     if len(run) != len(audit):
-        return Row(quantity, len(run), len(audit), math.inf)
+        return Comparison(quantity, len(run), len(audit), math.inf)
     pairs = list(zip(run, audit, strict=True))
     scale = max([1.0, *(abs(value) for pair in pairs for value in pair)])
     worst = max((abs(one - other) for one, other in pairs), default=0.0)
     mine, theirs = (math.sqrt(sum(value**2 for value in each)) for each in (run, audit))
-    return Row(quantity, mine, theirs, worst / scale)
+    return Comparison(quantity, mine, theirs, worst / scale)
 
 
-def change(quantity: str, before: Weights, run: Weights, audit: Weights, bound: float) -> Row:
+def change(
+    quantity: str, before: Weights, run: Weights, audit: Weights, bound: float
+) -> Comparison:
     """Compare how far weights moved: the 2-norm of the difference over that of the movement."""
 
     def distance(one: Weights, other: Weights) -> float:
@@ -56,13 +58,13 @@ def change(quantity: str, before: Weights, run: Weights, audit: Weights, bound: 
     moved = distance(run, before)
     apart = distance(run, audit)
     relative = apart / moved if moved else float(apart > 0)
-    return Row(quantity, moved, distance(audit, before), relative, bound)
+    return Comparison(quantity, moved, distance(audit, before), relative, bound)
 
 
-def buffers(quantity: str, run: Weights, audit: Weights) -> Row:
+def buffers(quantity: str, run: Weights, audit: Weights) -> Comparison:
     """Compare tensors by the 2-norm of their difference over their own."""
     mine, theirs = (
         torch.cat([each[name].flatten() for name in run]).norm().item() for each in (run, audit)
     )
     apart = math.sqrt(sum(float((run[n] - audit[n]).square().sum()) for n in run))
-    return Row(quantity, mine, theirs, apart / max(mine, theirs, 1e-30))
+    return Comparison(quantity, mine, theirs, apart / max(mine, theirs, 1e-30))

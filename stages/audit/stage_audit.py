@@ -12,9 +12,9 @@ from parallel.files import STATE, read_text
 from stages.audit import recorded
 from stages.audit.model import Model, Weights, from_megatron
 from stages.audit.optimizer import Optimizer, learning_rate
-from stages.audit.policy_step import PolicyStep, Reference, refuse_critic
-from stages.audit.recorded import NotAuditable, Run, tensors
-from stages.audit.rows import Row, buffers, change, number
+from stages.audit.policy_step import PlainReference, PolicyStep, refuse_critic
+from stages.audit.recorded import NotAuditable, RecordedRun, tensors
+from stages.audit.rows import Comparison, buffers, change, number
 from stages.audit.token_steps import cold_start_step, merge_step
 
 BUFFERS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
@@ -30,7 +30,7 @@ class Audited:
 
     stage: str
     step: int | None
-    rows: list[Row]
+    rows: list[Comparison]
     notes: list[str]
 
 
@@ -54,7 +54,7 @@ def kind_of(stage: str) -> str:
     )
 
 
-def auditable_steps(run: Run, stage: str) -> list[int]:
+def auditable_steps(run: RecordedRun, stage: str) -> list[int]:
     """The steps whose samples are there and whose weights before them are kept, ascending."""
     folder = run.stage(stage) / ("samples" if kind_of(stage) == "sft" else "rollouts")
     steps = sorted(int(path.stem.removeprefix("step_")) for path in folder.glob("step_*.jsonl"))
@@ -62,7 +62,7 @@ def auditable_steps(run: Run, stage: str) -> list[int]:
     return [s for s in steps if run.checkpoint(stage, s - 1) or (s == 1 and grown)]
 
 
-def audit_step(run: Run, stage: str, step: int) -> Audited:
+def audit_step(run: RecordedRun, stage: str, step: int) -> Audited:
     """Compute a step again. Raises NotAuditable where files or settings do not allow it."""
     kind = kind_of(stage)
     settings = _settings(run, stage)
@@ -101,7 +101,7 @@ def audit_step(run: Run, stage: str, step: int) -> Audited:
     return Audited(stage, step, rows + _left(run, begun, before, after, reference), [])
 
 
-def _settings(run: Run, stage: str) -> dict[str, Any]:
+def _settings(run: RecordedRun, stage: str) -> dict[str, Any]:
     """The stage's block of run.yaml."""
     name = re.sub(r"^round_\d+\.", "", stage)
     block = run.settings
@@ -112,7 +112,7 @@ def _settings(run: Run, stage: str) -> dict[str, Any]:
     return block
 
 
-def _beginning(run: Run, stage: str, step: int, settings: dict[str, Any]) -> Beginning:
+def _beginning(run: RecordedRun, stage: str, step: int, settings: dict[str, Any]) -> Beginning:
     model = run.settings["model"]
     checkpoint = run.checkpoint(stage, step - 1)
     resumed = checkpoint is not None
@@ -135,7 +135,7 @@ def _beginning(run: Run, stage: str, step: int, settings: dict[str, Any]) -> Beg
     return Beginning(Model(model, from_megatron(held, model)), optimizer, state, checkpoint)
 
 
-def _parent(run: Run, stage: str) -> str:
+def _parent(run: RecordedRun, stage: str) -> str:
     """The stage that one grows from, as run.yaml says it."""
     origin = COLD_START if run.settings["cold_start"] is not None else INITIAL
     prefix = match[0] if (match := re.match(r"round_(\d+)\.", stage)) else ""
@@ -161,7 +161,7 @@ def _buffers(held: Weights, model: dict[str, Any]) -> dict[str, Weights]:
     return found
 
 
-def _teachers(run: Run, stage: str) -> dict[str, Model]:
+def _teachers(run: RecordedRun, stage: str) -> dict[str, Model]:
     prefix = match[0] if (match := re.match(r"round_\d+\.", stage)) else ""
     return {
         domain: _model(run, run.parent(stage, f"{prefix}experts.{domain}"))
@@ -170,27 +170,27 @@ def _teachers(run: Run, stage: str) -> dict[str, Model]:
 
 
 def _reference(
-    run: Run, stage: str, settings: dict[str, Any], begun: Beginning
-) -> Reference | None:
+    run: RecordedRun, stage: str, settings: dict[str, Any], begun: Beginning
+) -> PlainReference | None:
     kl = settings["objective"]["kl"]
     if not kl["coefficient"]:
         return None
     parent = _parent(run, stage)
     if kl["reference"] == "cold_start":
-        return Reference(_model(run, run.parent(stage, COLD_START)))
+        return PlainReference(_model(run, run.parent(stage, COLD_START)))
     if kl["reference"] == "parent":
-        return Reference(_model(run, run.parent(stage, parent)))
+        return PlainReference(_model(run, run.parent(stage, parent)))
     held = tensors(begun.checkpoint, "ema.") or tensors(begun.checkpoint)
     model = run.settings["model"]
-    return Reference(Model(model, from_megatron(held, model)), kl["ema_decay"])
+    return PlainReference(Model(model, from_megatron(held, model)), kl["ema_decay"])
 
 
-def _model(run: Run, checkpoint: Path) -> Model:
+def _model(run: RecordedRun, checkpoint: Path) -> Model:
     model = run.settings["model"]
     return Model(model, from_megatron(tensors(checkpoint), model))
 
 
-def _reward_weights(run: Run, stage: str) -> dict[str, dict[str, float]]:
+def _reward_weights(run: RecordedRun, stage: str) -> dict[str, dict[str, float]]:
     """What the parts of a reward weigh, of every domain that the stage trains on."""
     experts = run.settings["experts"]
     own = experts if kind_of(stage) == "mixed" else [stage.rpartition("experts.")[2]]
@@ -201,8 +201,12 @@ def _reward_weights(run: Run, stage: str) -> dict[str, dict[str, float]]:
 
 
 def _left(
-    run: Run, begun: Beginning, before: Weights, after: Path, reference: Reference | None
-) -> list[Row]:
+    run: RecordedRun,
+    begun: Beginning,
+    before: Weights,
+    after: Path,
+    reference: PlainReference | None,
+) -> list[Comparison]:
     """Compare what the step left: weights, the optimizer's buffers, the reference's average."""
     model = run.settings["model"]
     held = tensors(after)

@@ -11,7 +11,7 @@ from stages.audit.drawing import kept_sets, mismatch
 from stages.audit.model import Model, Read
 from stages.audit.optimizer import Optimizer, norm
 from stages.audit.recorded import Drawn
-from stages.audit.rows import Row, number
+from stages.audit.rows import Comparison, number
 from stages.audit.update import RouterLosses, gradients
 
 
@@ -21,7 +21,7 @@ def cold_start_step(
     policy: Model,
     optimizer: Optimizer,
     logged: Mapping[str, float],
-) -> list[Row]:
+) -> list[Comparison]:
     """Cross-entropy over all learned tokens of the step; the policy is then as after it."""
     tokens = sum(len(sample.learned) for sample in samples)
     total = 0.0
@@ -48,7 +48,7 @@ def merge_step(
     optimizer: Optimizer,
     step: int,
     logged: Mapping[str, float],
-) -> list[Row]:
+) -> list[Comparison]:
     """KL(student || teacher of the domain) over the whole vocabulary at temperature 1, the mean
     over tokens by domain, and these by their weights; the policy is then as after it."""
     counts = {

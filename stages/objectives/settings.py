@@ -307,5 +307,10 @@ class ObjectiveSettings(Settings):
     )
     kl: KLSettings = KLSettings()
     entropy_bonus: Coefficient = 0.0
+    mask_truncated: bool = Field(
+        default=False,
+        description="learn nothing from responses that were cut off, which are still what others of"
+        " their group are compared with (DAPO's overlong filtering)",
+    )
     correction: CorrectionSettings = TisSettings()
     sequence_mask: SequenceMaskSettings = SequenceMaskSettings()

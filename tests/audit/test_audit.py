@@ -17,7 +17,7 @@ import torch
 from runs import REPOSITORY, braid, finish
 
 from stages.audit import stage_audit
-from stages.audit.recorded import NotAuditable, Run, read_run
+from stages.audit.recorded import NotAuditable, RecordedRun, read_run
 from stages.audit.stage_audit import Audited, audit_step
 
 ODD = Path(__file__).parent / "odd.yaml"
@@ -264,7 +264,7 @@ def _imported(path: Path) -> Iterator[str]:
             yield from (each.name for each in node.names)
 
 
-def differs(run: Run, stage: str, changes: dict[str, Any]) -> bool:
+def differs(run: RecordedRun, stage: str, changes: dict[str, Any]) -> bool:
     """Whether the audit of a step finds something else, or cannot be, under other settings."""
     settings = copy.deepcopy(run.settings)
     for key, value in changes.items():
@@ -275,7 +275,7 @@ def differs(run: Run, stage: str, changes: dict[str, Any]) -> bool:
         block[last] = value
     torch.set_num_threads(1)
     try:
-        found: Audited = audit_step(Run(run.path, settings), stage, STEPS[stage])
+        found: Audited = audit_step(RecordedRun(run.path, settings), stage, STEPS[stage])
     except (KeyError, NotAuditable):
         return True
     return not all(row.agrees for row in found.rows)

@@ -6,6 +6,27 @@ from .mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "what was cut off is learned in spite of mask_truncated",
+        "stages/grpo.py",
+        "if self.objective.mask_truncated:",
+        "if self.objective.mask_truncated and self.critic is not None:",
+        "tests/unit/test_expert.py",
+    ),
+    Mutant(
+        "a masked response counts among the entropies of its group",
+        "stages/group_weights.py",
+        "counts[str(sample.group)] += bool(len(sample.learned))",
+        "counts[str(sample.group)] += 1",
+        "tests/unit/test_expert.py",
+    ),
+    Mutant(
+        "several answers to a problem count as several problems",
+        "stages/evaluate.py",
+        "wilson(sum(solved) / samples, len(solved))",
+        "wilson(sum(solved), samples * len(solved))",
+        "tests/unit/test_evaluate.py",
+    ),
+    Mutant(
         "every prompt is graded by the next domain's teacher",
         "stages/distill.py",
         "for domain, teacher in self.teachers.items():",

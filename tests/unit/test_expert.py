@@ -268,6 +268,52 @@ def test_what_has_no_reward_is_not_trained_on(tmp_path: Path) -> None:
     assert np.isfinite(list(nothing.values())).all()
 
 
+@pytest.mark.parametrize("how", ["sequence_mean", "token_mean", "constant", "lambda"])
+def test_what_was_cut_off_teaches_nothing_and_is_still_compared_with(
+    how: str, tmp_path: Path
+) -> None:
+    """Its tokens have no gradient, and its reward is in the others' advantages."""
+    seen: dict[bool, list[Sample]] = {True: [], False: []}
+    for masked in seen:
+        objective = {"mask_truncated": masked, "aggregation": how, "scaling": "edge"}
+        stage = expert(tmp_path / str(masked), objective)
+        gradients = stage.gradients
+
+        def watched(
+            samples: list[Sample],
+            batches: Any,
+            into: list[Sample] = seen[masked],
+            after: Any = gradients,
+        ) -> dict[str, float]:
+            into += samples
+            found: dict[str, float] = after(samples, batches)
+            return found
+
+        stage.gradients = watched  # type: ignore[method-assign]
+        assert np.isfinite(list(stage.step(1).values())).all()
+    of = {sample.finished for sample in seen[True]}
+    assert of == {True, False}
+    for own, other in zip(seen[True], seen[False], strict=True):
+        assert own.advantage == other.advantage
+        assert len(own.learned) == (len(own.response) if own.finished else 0)
+        assert len(other.learned) == len(other.response)
+
+
+def test_a_step_of_nothing_but_cut_off_responses_changes_nothing(tmp_path: Path) -> None:
+    stage = expert(tmp_path, {"mask_truncated": True, "scaling": "edge"})
+    share_out = stage.share_out
+
+    def cut_off(batch: Batch) -> Rollout:
+        for sample in (sample for group in batch.groups for sample in group.samples):
+            sample.finished = False
+        return share_out(batch)
+
+    stage.share_out = cut_off  # type: ignore[method-assign]
+    found = stage.step(1)
+    assert found["loss"] == found["gradient_norm"] == 0
+    assert np.isfinite(list(found.values())).all()
+
+
 def test_prompts_that_are_too_long_are_counted_by_the_steps_that_skip_them(tmp_path: Path) -> None:
     rows = [{"prompt": f"{number}{'+0' * (number % 2)}="} for number in range(10, 30)]
     file = tmp_path / "rows.jsonl"
@@ -417,6 +463,18 @@ def test_edge_compares_entropies_within_groups_over_all_micro_batches() -> None:
         for row, s in enumerate(part.samples)
     }
     assert [found[id(sample)] for sample in samples] == pytest.approx([6.0, 3.0, 3.0, 2.0])
+
+
+def test_edge_leaves_out_what_is_not_learned() -> None:
+    """Of three in a group one was cut off: the others' mean is theirs alone."""
+    samples = drawn([2, 3, 4], groups=[0, 0, 0])
+    samples[1].loss_mask = np.zeros(3, bool)
+    for sample in samples:
+        sample.advantage = 3.0
+    part = collate(samples, Place(), False)
+    part.old_entropies = torch.tensor([1.0, 7.0, 3.0])[:, None].where(part.mask, torch.nan)
+    scale_by_entropy(samples, [part])
+    assert part.advantages[[0, 2], 0].tolist() == pytest.approx([6.0, 2.0])
 
 
 @pytest.mark.parametrize(
