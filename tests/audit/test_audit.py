@@ -99,6 +99,7 @@ BY_CHANCE = {
     ("experts.number_sorting", "objective.advantage.by"): "both keep the same responses",
     ("experts.number_sorting", "objective.ratio.clip_low"): "no ratio is so near to it",
     ("experts.number_sorting", "objective.correction"): "no ratio is near its cap",
+    ("experts.number_sorting", "objective.mask_truncated"): "no response is cut off",
 }
 EFFECTIVE = {  # where a leaf that has no effect elsewhere does have one
     ("experts.spell_backward", "optimizer.momentum"),
