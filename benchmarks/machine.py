@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
 HERE = Path(__file__).parent
 
 
-def measured() -> dict[str, str]:
+def measured(runs: Iterable[Path] = ()) -> dict[str, str]:
     """What every file of numbers begins with: `machine`, `revision` and `date`.
 
-    The revision is a commit's; of code that differs from it, it ends in "-dirty".
+    The revision is a commit's; of code that differs from it, it ends in "-dirty". Of `runs`, which
+    may have been made some time ago, it is the one that made them.
+
+    Raises ValueError where several have.
     """
+    made_by = {
+        json.loads(path.read_text())["code"]
+        for run in runs
+        for path in run.glob("stages/*/manifest.json")
+    }
+    if len(made_by) > 1:
+        raise ValueError(f"the runs are of several revisions: {', '.join(sorted(made_by))}")
     described = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
-    revision = subprocess.run(described, cwd=HERE, capture_output=True, text=True, check=True)
+    here = subprocess.run(described, cwd=HERE, capture_output=True, text=True, check=True)
     return {
         "machine": machine(),
-        "revision": revision.stdout.strip(),
+        "revision": next((each.replace(each[7:40], "") for each in made_by), here.stdout.strip()),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
 

@@ -38,7 +38,8 @@ def main() -> None:
     arguments = parser.parse_args()
     seeds = {seed: measure(seed, arguments.runs_dir) for seed in arguments.seeds}
     path = HERE / "quickstart.json"
-    path.write_text(json.dumps({**measured(), "seeds": seeds}, indent=1) + "\n")
+    made = measured(arguments.runs_dir / run_name(seed) for seed in seeds)
+    path.write_text(json.dumps({**made, "seeds": seeds}, indent=1) + "\n")
     print(tables({seed: read(found["solved"]) for seed, found in seeds.items()}))
     print(
         "minutes:", ", ".join(f"{sum(found['minutes'].values()):.1f}" for found in seeds.values())
@@ -47,8 +48,7 @@ def main() -> None:
 
 def measure(seed: int, runs_dir: Path) -> dict[str, Any]:
     """A seed's run: `minutes` by stage, and by model and domain which problems are `solved`."""
-    name = f"quickstart-seed-{seed}"
-    run = runs_dir / name
+    run = runs_dir / (name := run_name(seed))
     if not (run / "results.json").exists():
         braid("run", CONFIG, f"seed={seed}", "--name", name, runs_dir=runs_dir)
     models = [file.stem for file in (run / "stages" / "evaluate" / "solved").glob("*.json")]
@@ -69,6 +69,11 @@ def measure(seed: int, runs_dir: Path) -> dict[str, Any]:
             for name, folder in folders.items()
         },
     }
+
+
+def run_name(seed: int) -> str:
+    """Of a seed's run."""
+    return f"quickstart-seed-{seed}"
 
 
 def evaluation(run: Path, name: str, flags: Sequence[str]) -> Path:

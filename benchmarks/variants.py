@@ -106,7 +106,8 @@ def main() -> None:
     arguments = parser.parse_args()
     name = arguments.name
     seeds = {seed: measure(name, seed, arguments.runs_dir) for seed in arguments.seeds}
-    report = {**measured(), "problems": PROBLEMS, "margin": MARGIN, "seeds": seeds}
+    made = measured(arguments.runs_dir / run_name(name, seed) for seed in seeds)
+    report = {**made, "problems": PROBLEMS, "margin": MARGIN, "seeds": seeds}
     (HERE / "variants").mkdir(exist_ok=True)
     (HERE / "variants" / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
     for alike in compared(name):
@@ -124,7 +125,7 @@ def compared(name: str) -> list[list[str]]:
 
 def measure(name: str, seed: int, runs_dir: Path) -> dict[str, Any]:
     """Of every variant its accuracy on held-out problems, and what its steps were like."""
-    run = runs_dir / f"variants-{name}-{seed}"
+    run = runs_dir / run_name(name, seed)
     if not (run / "results.json").exists():
         runs_dir.mkdir(parents=True, exist_ok=True)
         config = runs_dir / f"{run.name}.json"
@@ -142,6 +143,11 @@ def measure(name: str, seed: int, runs_dir: Path) -> dict[str, Any]:
         lines = logged(run / "stages" / f"experts.{each}" / "metrics.jsonl")
         found[each] = {"accuracy": score["accuracy"], **summary(lines)}
     return found
+
+
+def run_name(name: str, seed: int) -> str:
+    """Of a seed's run of the variants of a name."""
+    return f"variants-{name}-{seed}"
 
 
 def configuration(name: str, run_name: str, seed: int) -> dict[str, Any]:
