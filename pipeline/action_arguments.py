@@ -104,14 +104,3 @@ def positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise ArgumentTypeError(f"{text} is no positive number")
     return int(text)
-
-
-def temperature(text: str) -> float:
-    """One that an evaluation may have. Raises ArgumentTypeError, as argparse wants it."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 2:
-        raise ArgumentTypeError(f"{text} is no temperature from 0 to 2")
-    return value

@@ -11,7 +11,6 @@ from pipeline.action_arguments import (
     add_gate_commands,
     add_trust,
     positive,
-    temperature,
     whole,
 )
 from pipeline.neutral import MAY_CHANGE
@@ -315,7 +314,7 @@ def _add_run_commands(command: Callable[[str, str, str], ArgumentParser]) -> Non
         help="answers to each problem; with several, pass@K too",
     )
     evaluate.add_argument(
-        "--temperature", metavar="T", type=temperature, help="0 takes the likeliest tokens"
+        "--temperature", metavar="T", type=float, help="0 takes the likeliest tokens"
     )
     evaluate.add_argument("--json", action="store_true", help="print what was found as JSON")
     for parser in (evaluate, export):

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from pydantic import ValidationError
 from rich.console import Console
 
 from pipeline.checks import evaluation_rules
@@ -23,7 +24,7 @@ from pipeline.run_directory import RunDirectory, StageDirectory
 from pipeline.signals import Signals
 from pipeline.states import derive
 from pipeline.violations import hint, shown
-from stages.settings import RunSettings, StageJob
+from stages.settings import EvaluationSettings, RunSettings, StageJob
 
 # The settings of an evaluation that a command line may change, and how.
 FLAGS = {
@@ -61,11 +62,7 @@ def evaluate(
         raise BraidError(f"--step {step} is of one stage; name it with --stage")
     else:
         models = {stage: checkpoint_of(run, settings, stage, step)}
-    evaluation = settings.evaluation.model_copy(update=dict(changes))
-    for key, message in evaluation_rules(evaluation, settings.layout):
-        flag = FLAGS[key.removeprefix("evaluation.")]
-        raise BraidError(f"{flag} {message}")
-    settings = settings.model_copy(update={"evaluation": evaluation})
+    settings = settings.model_copy(update={"evaluation": _changed(settings, changes)})
     directory = _new_directory(run, "evaluations")
     job = StageJob(
         stage="evaluate",
@@ -80,6 +77,22 @@ def evaluate(
     _execute(run, job, console, programs)
     found: Models = json.loads(directory.results.read_text())["models"]
     return found, directory.results
+
+
+def _changed(settings: RunSettings, changes: Mapping[str, Any]) -> EvaluationSettings:
+    """The run's evaluation with what the flags of FLAGS change.
+
+    Raises BraidError where one of them is out of bounds, or goes with no other.
+    """
+    try:
+        evaluation = EvaluationSettings(**{**settings.evaluation.model_dump(), **changes})
+    except ValidationError as error:
+        fault = error.errors()[0]
+        flag = FLAGS[str(fault["loc"][0])]
+        raise BraidError(f"{flag} {fault['input']}: {fault['msg'].lower()}") from None
+    for key, message in evaluation_rules(evaluation, settings.layout):
+        raise BraidError(f"{FLAGS[key.removeprefix('evaluation.')]} {message}")
+    return evaluation
 
 
 def preview(

@@ -278,8 +278,9 @@ def test_one_more_evaluation_and_export(
         1,
         True,
     )
-    for wrong in ("hot", "nan", "-1", "2.5"):
-        assert braid("evaluate", "small", "--temperature", wrong)[0] == 2
+    for flag, wrong in (("--temperature", "nan"), ("--temperature", 2.5), ("--samples", 1025)):
+        code, _, err = braid("evaluate", "small", flag, wrong)
+        assert (code, err.startswith(f"braid: {flag} {wrong}: input should be")) == (1, True)
 
     code, _, err = braid("evaluate", "small", "--problems", 1)
     assert code == 1
