@@ -2,7 +2,7 @@
 
     python benchmarks/quickstart.py --seeds 0 1 2 3 4
 
-The cold start is evaluated twice more, greedily and with 8 samples a problem, since reinforcement
+All models are evaluated greedily too, and the cold start with 8 samples a problem: reinforcement
 learning may do no more than make the likely answer likelier. Runs and evaluations that are already
 finished under --runs-dir are only read. Writes benchmarks/quickstart.json, in which `solved` has a
 digit for every problem of every model, and prints the Markdown tables of docs/results.md.
@@ -24,8 +24,11 @@ from machine import measured
 
 HERE = Path(__file__).parent
 CONFIG = HERE.parent / "configs" / "quickstart.yaml"
-# Of the cold start, beside the sample that every model has.
-FURTHER = {"greedy": ["--temperature", "0"], "of_8": ["--samples", "8"]}
+# Beside the one sample at temperature 1 that every model has.
+FURTHER = {
+    "greedy": ["--temperature", "0"],
+    "of_8": ["--stage", "cold_start", "--samples", "8"],
+}
 
 Solved = dict[str, dict[str, list[int]]]  # by model and domain: the right answers to each problem
 
@@ -51,23 +54,20 @@ def measure(seed: int, runs_dir: Path) -> dict[str, Any]:
     run = runs_dir / (name := run_name(seed))
     if not (run / "results.json").exists():
         braid("run", CONFIG, f"seed={seed}", "--name", name, runs_dir=runs_dir)
-    models = [file.stem for file in (run / "stages" / "evaluate" / "solved").glob("*.json")]
-    order = [*json.loads((run / "results.json").read_text())["models"]]
-    folders = dict.fromkeys(sorted(models, key=order.index), run / "stages" / "evaluate")
-    for further, flags in FURTHER.items():
-        folders[f"cold_start {further}"] = evaluation(run, further, flags)
+    results = json.loads((run / "results.json").read_text())
+    folders = {"": run / "stages" / "evaluate"}
+    folders |= {f" {name}": evaluation(run, name, flags) for name, flags in FURTHER.items()}
+    solved = {}
+    for suffix, folder in folders.items():
+        for model in results["models"]:
+            path = folder / "solved" / f"{model}.json"
+            if path.exists():
+                by_domain = json.loads(path.read_text())
+                solved[model + suffix] = {d: "".join(map(str, of)) for d, of in by_domain.items()}
     return {
-        "minutes": json.loads((run / "results.json").read_text())["minutes"],
+        "minutes": results["minutes"],
         "largest_mismatch": largest_mismatch(run),
-        "solved": {
-            name: {
-                domain: "".join(map(str, solved))
-                for domain, solved in json.loads(
-                    (folder / "solved" / f"{name.split()[0]}.json").read_text()
-                ).items()
-            }
-            for name, folder in folders.items()
-        },
+        "solved": solved,
     }
 
 
@@ -77,13 +77,10 @@ def run_name(seed: int) -> str:
 
 
 def evaluation(run: Path, name: str, flags: Sequence[str]) -> Path:
-    """The folder of a further evaluation of the cold start, which is made where it is missing."""
-    known = run / f"{name}.json"
+    """The folder of a further evaluation of the run, which is made where it is missing."""
+    known = run / f"evaluated_{name}.json"
     if not known.exists():
-        braided = braid(
-            "evaluate", run.name, "--stage", "cold_start", *flags, "--json", runs_dir=run.parent
-        )
-        known.write_text(braided)
+        known.write_text(braid("evaluate", run.name, *flags, "--json", runs_dir=run.parent))
     return Path(json.loads(known.read_text())["results"]).parent
 
 
@@ -115,11 +112,16 @@ def read(solved: dict[str, dict[str, str]]) -> Solved:
 
 
 def tables(seeds: dict[int, Solved]) -> str:
-    """The tables of docs/results.md: gains by seed, accuracies over seeds, what the merge keeps."""
-    first = next(iter(seeds.values()))
-    domains = list(first["cold_start"])
-    lines = [row(["seed", *(f"{domain}: expert gains" for domain in domains), "mean gain"])]
-    lines += [row(["---"] * (len(domains) + 2))]
+    """The tables of docs/results.md."""
+    domains = list(next(iter(seeds.values()))["cold_start"])
+    return "\n\n".join(make(seeds, domains) for make in (gains, accuracies, kept))
+
+
+def gains(seeds: dict[int, Solved], domains: Sequence[str]) -> str:
+    """What every expert gains over the cold start: of each seed on the same problems, and over the
+    seeds."""
+    heading = ["seed", *(f"{domain}: expert gains" for domain in domains), "mean gain"]
+    lines = [heading, ["---"] * len(heading)]
     points: dict[str, list[float]] = {domain: [] for domain in domains}
     for seed, solved in seeds.items():
         found = {d: paired(solved[f"experts.{d}"][d], solved["cold_start"][d]) for d in domains}
@@ -129,25 +131,36 @@ def tables(seeds: dict[int, Solved]) -> str:
         ]
         for domain, each in found.items():
             points[domain].append(100 * each.difference)
-        lines.append(row([str(seed), *cells, f"{mean(p[-1] for p in points.values()):+.1f}"]))
+        lines.append([str(seed), *cells, f"{mean(p[-1] for p in points.values()):+.1f}"])
     of_all = [mean(each) for each in zip(*points.values(), strict=True)]
-    lines.append(row(["all", *map(over_seeds, points.values()), over_seeds(of_all)]))
-    lines += ["", row(["accuracy", *domains]), row(["---"] * (len(domains) + 1))]
-    for name in first:
-        lines.append(row([name, *over(seeds, name, domains, share)]))
+    lines.append(["all", *map(over_seeds, points.values()), over_seeds(of_all)])
+    return "\n".join(map(row, lines))
+
+
+def accuracies(seeds: dict[int, Solved], domains: Sequence[str]) -> str:
+    """Every model's, over the seeds."""
+    lines = [["accuracy", *domains], ["---"] * (len(domains) + 1)]
+    for name in next(iter(seeds.values())):
+        lines.append([name, *over(seeds, name, domains, share)])
         if name.endswith("of_8"):
-            lines.append(row(["cold_start pass@8", *over(seeds, name, domains, passed)]))
-    lines += ["", row(["merge / expert", *domains]), row(["---"] * (len(domains) + 1))]
-    kept = {
+            lines.append(["cold_start pass@8", *over(seeds, name, domains, passed)])
+    return "\n".join(map(row, lines))
+
+
+def kept(seeds: dict[int, Solved], domains: Sequence[str]) -> str:
+    """The merge's accuracy over that of each domain's expert, by seed and over the seeds."""
+    shares = {
         domain: [
-            sum(s["merge"][domain]) / sum(s[f"experts.{domain}"][domain]) for s in seeds.values()
+            sum(solved["merge"][domain]) / sum(solved[f"experts.{domain}"][domain])
+            for solved in seeds.values()
         ]
         for domain in domains
     }
+    lines = [["merge / expert", *domains], ["---"] * (len(domains) + 1)]
     for number, seed in enumerate(seeds):
-        lines.append(row([str(seed), *(f"{kept[domain][number]:.3f}" for domain in domains)]))
-    lines.append(row(["all", *(over_seeds(each, ".3f") for each in kept.values())]))
-    return "\n".join(lines)
+        lines.append([str(seed), *(f"{shares[domain][number]:.3f}" for domain in domains)])
+    lines.append(["all", *(over_seeds(each, ".3f") for each in shares.values())])
+    return "\n".join(map(row, lines))
 
 
 def over(
