@@ -24,7 +24,7 @@ def paired(after: Sequence[float], before: Sequence[float]) -> Difference:
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Half of the interval of the mean over seeds (Student's t); needs two seeds."""
+    """Half of the interval of the mean over seeds (Student's t); of two seeds to ten."""
     return T_95[len(values) - 1] * stdev(values) / len(values) ** 0.5
 
 

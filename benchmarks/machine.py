@@ -32,7 +32,7 @@ def measured(runs: Iterable[Path] = ()) -> dict[str, str]:
     here = subprocess.run(described, cwd=HERE, capture_output=True, text=True, check=True)
     return {
         "machine": machine(),
-        "revision": next((each.replace(each[7:40], "") for each in made_by), here.stdout.strip()),
+        "revision": next((each[:7] + each[40:] for each in made_by), here.stdout.strip()),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
 

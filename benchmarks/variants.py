@@ -5,9 +5,9 @@
 All variants of a seed are grown from one cold start on `chain_sum` and train on as many samples a
 step (dynamic sampling draws more than it trains on). What is compared is the accuracy of the last
 checkpoints on PROBLEMS held-out problems, the same for all; the unit is the seed, and the interval
-Student's t over the seeds' differences to the first variant. Nothing is chosen by it, so that no
-seed is set aside for a choice. A variant counts as no worse than the first where the whole interval
-lies above -MARGIN points, as better or worse where it does not hold 0.
+Student's t over the seeds' differences to the first variant. No setting is chosen by these numbers,
+so no seed is held back. A variant counts as no worse than the first where the whole interval lies
+above -MARGIN points, as better or worse where it does not contain 0.
 
 Runs and evaluations that are already finished under --runs-dir are only read. Writes
 benchmarks/variants/NAME.json and prints a Markdown table.
@@ -49,8 +49,8 @@ AS_LONG = {"loop": {"steps": 3 * STEPS // 2}}
 ASYNC = {"rollout": {"mode": "async", "max_staleness": 2}}
 OVERLAP = {"rollout": {"mode": "overlap"}}
 
-# Those of a name are grown from one cold start. GSPO and GMPO are no objectives here: with one
-# update a rollout they have the very gradient of `grpo`.
+# All variants under one name grow from one cold start. GSPO and GMPO are not among the objectives:
+# with one update a rollout they have the very gradient of `grpo`.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "objectives": {
         "grpo": {"objective": {"ratio": TOKEN}},

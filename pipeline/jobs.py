@@ -22,8 +22,8 @@ def stage_job(stage: Stage, settings: RunSettings, run: RunDirectory, attempt: i
     """The job of one attempt at a stage of the graph; a launcher adds where its engines are."""
     directory = run.stage(stage.name)
     if stage.kind == "gate":
-        problems = {"problems": gate_of(stage, settings).problems}
-        evaluation = settings.evaluation.model_copy(update=problems)
+        asked = {"problems": gate_of(stage, settings).problems, "samples_per_problem": 1}
+        evaluation = settings.evaluation.model_copy(update=asked)
         settings = settings.model_copy(update={"evaluation": evaluation})
     return StageJob(
         stage=stage.name,

@@ -70,7 +70,7 @@ def evaluate(
         directory=directory.path.absolute(),
         attempt=1,
         models=models,
-        evaluated_on={name: list(domains) for name in models} if domains else {},
+        evaluated_on={name: list(dict.fromkeys(domains)) for name in models} if domains else {},
         samples=True,
         settings=settings,
     )

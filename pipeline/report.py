@@ -192,7 +192,8 @@ def _is_score(score: dict[str, Any]) -> bool:
         KeyError: one is not there.
         OverflowError: an integer is larger than any float.
     """
-    numbers = [score[name] for name in SCORE]
+    of_several = {"samples_per_problem", "pass_at_k"} if "pass_at_k" in score else set()
+    numbers = [score[name] for name in SCORE | of_several]
     return all(type(each) in (int, float) and math.isfinite(each) for each in numbers)
 
 

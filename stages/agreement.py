@@ -64,7 +64,7 @@ def compare(policy: Policy, batches: list[MicroBatch]) -> dict[str, float]:
         sequence = sequence_means(log_ratio, batch.mask)
         divergence = k3(torch.zeros_like(sequence), sequence, sequence)
         sums["k3"] += torch.nan_to_num(divergence, nan=math.inf).sum().item()
-        sums["sequences"] += len(batch.samples)
+        sums["sequences"] += int(batch.mask.any(-1).sum())
     sums = sum_over_data(sums)
     tokens = max(sums["tokens"], 1)
     return {

@@ -141,11 +141,11 @@ class Evaluation:
         return solved
 
     def _solved_from(self, name: str, domain: str, start: int) -> tuple[list[int], int, int]:
-        """Of a call's problems, the first of which is number `start`: how many answers to each are
-        right, how many in all have no reward, which counts as unsolved, since what was written may
-        have caused it, and how often a reward of weight 0 failed. Collective.
+        """Ask a call's problems, the first of which is number `start`. Collective.
 
-        Raises RewardError where too many have none.
+        Returns how many answers to each are right, how many answers have no reward, and how often a
+        reward of weight 0 failed. An answer without a reward counts as wrong, since what it says
+        may be why it has none. Raises RewardError where too many have none.
         """
         groups: list[Group] = []
         if is_main():

@@ -63,15 +63,23 @@ def add_advantages(
 
 
 def without_advantages(
-    group: Group, settings: AdvantageSettings, weights: Mapping[str, float] | None = None
+    group: Group,
+    settings: AdvantageSettings,
+    weights: Mapping[str, float] | None = None,
+    mask_truncated: bool = False,
 ) -> bool:
-    """Whether no token of a graded group has an advantage among its own; of a critic's, which are
-    of no group, and of those that are of a batch, whether all samples earned the same."""
+    """Whether no learned token of a graded group has an advantage among its own; of a critic's,
+    which are of no group, and of those that are of a batch, whether all samples earned the same.
+    With `mask_truncated`, what was cut off is not learned."""
+    if mask_truncated and not any(sample.finished for sample in group.samples):
+        return True
     if isinstance(settings, GaeSettings):
         return group.flat
     if isinstance(settings, ProcessSettings):
         _hold_to_steps([group])
-    return not advantages(graded([group], weights), settings).any()
+    found = advantages(graded([group], weights), settings)[0]
+    learned = [sample.finished or not mask_truncated for sample in group.samples]
+    return not found[: len(learned)][learned].any()
 
 
 def graded_samples(groups: list[Group], first: int = 0) -> list[list[Sample]]:

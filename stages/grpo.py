@@ -131,10 +131,12 @@ class Expert(OnPolicyStage):
             movements = self.policy.router_movement(batches)
             for part, movement in zip(batches, movements, strict=False):
                 part.router_movement = movement
+        learned = [len(sample.learned) for sample in samples]
         totals = Totals(
-            len(samples),
-            sum(len(sample.learned) for sample in samples),
-            self.sampling.max_response_tokens,
+            sequences=len(samples),
+            tokens=sum(learned),
+            longest=self.sampling.max_response_tokens,
+            learned=sum(map(bool, learned)),
         )
         self.weigh = weigh = LengthWeights(samples, self.length_exponent)
 
@@ -147,7 +149,8 @@ class Expert(OnPolicyStage):
 
         read = sum(sample.length for sample in samples)
         parts = self.policy.accumulate(batches, loss, read)
-        shares = reduce_sums([metrics for _, metrics in parts], totals)
+        # What nothing was learned from has no ratio, entropy or KL to tell of.
+        shares = reduce_sums([metrics for _, metrics in parts], totals) if totals.tokens else {}
         shares["loss"] = sum(value for value, _ in parts)
         return sum_over_data(shares)
 
@@ -177,8 +180,9 @@ class Expert(OnPolicyStage):
             self.reference.follow()
         if self.objective.kl.target is not None:
             logged["kl_coefficient"] = self.kl_coefficient
-            target, kl = self.objective.kl.target, measured.get("kl", 0.0)
-            self.kl_coefficient = steered(self.kl_coefficient, kl, target)
+            if "kl" in measured:
+                target = self.objective.kl.target
+                self.kl_coefficient = steered(self.kl_coefficient, measured["kl"], target)
         if self.objective.aggregation == "lambda":
             assert self.weigh is not None
             logged["length_exponent"] = self.length_exponent
@@ -230,7 +234,8 @@ class Expert(OnPolicyStage):
     def _without_advantages(self, group: Group) -> bool:
         rewards = self.domains[group.problem.domain].rewards
         weights = {part: reward.weight for part, reward in rewards.items()}
-        return without_advantages(group, self.objective.advantage, weights)
+        masked = self.objective.mask_truncated
+        return without_advantages(group, self.objective.advantage, weights, masked)
 
     def _tokens(self, responses: Responses, weigh: LengthWeights) -> Tokens:
         """What the objective is computed from, and no more of it than it asks for."""

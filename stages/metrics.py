@@ -130,7 +130,8 @@ class MetricsLog:
 
 def reduce_sums(sums: Sequence[dict[str, MetricSum]], totals: Totals) -> dict[str, float]:
     """This rank's share of each metric: the sum over micro-batches over the step's global count."""
-    counts = {"sequences": totals.sequences, "tokens": totals.tokens}
+    learned = totals.sequences if totals.learned is None else totals.learned
+    counts = {"sequences": learned, "tokens": totals.tokens}
     reduced: dict[str, float] = {}
     for metrics in sums:
         for name, part in metrics.items():

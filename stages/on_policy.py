@@ -265,9 +265,11 @@ class OnPolicyStage(ABC):
             self.update(*each)
             for each in zip(rollout.updates, prepared.updates, known, strict=True)
         ]
-        mean = {
-            name: sum(update[name] for update in measured) / len(measured) for name in measured[0]
-        }
+        values: dict[str, list[float]] = {}
+        for update in measured:
+            for name, value in update.items():
+                values.setdefault(name, []).append(value)
+        mean = {name: sum(of) / len(of) for name, of in values.items()}
         return {**mean, "learning_rate": rate}
 
 

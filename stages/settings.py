@@ -211,7 +211,7 @@ class EvaluationSettings(Settings):
     samples_per_problem: int = Field(
         default=1,
         gt=0,
-        le=1024,
+        le=256,
         description="answers to each; with several, accuracy is the mean over the problems, and"
         " pass_at_k the share of the problems that any of them solves",
     )

@@ -23,6 +23,8 @@ def mismatch(
     of samples that older weights drew, it is how far the policy has moved."""
     pairs = zip(samples, old, strict=True)
     apart = torch.cat([mine - sample.logprobs[sample.learned] for sample, mine in pairs]).abs()
+    if not len(apart):  # nothing is learned
+        apart = torch.zeros(1, dtype=torch.float64)
     moved = "drift_max" in logged
     prefix = "drift" if moved else "mismatch"
     found = {

@@ -13,6 +13,7 @@ from stages.audit import recorded
 from stages.audit.model import Model, from_megatron
 from stages.audit.recorded import Drawn, NotAuditable, RecordedRun, tensors
 from stages.audit.rows import Comparison, number
+from stages.audit.stage_audit import kind_of
 
 COMPARED = 32  # answers of a model in a domain whose log-probabilities are computed again
 # Rewards that say nothing about whether the answer is right.
@@ -37,13 +38,16 @@ def evaluation_rows(run: RecordedRun, stage: str) -> list[Comparison]:
             solved = sum(_solved(run, answer) for answer in answers)
             quantity = f"{name} on {domain}: accuracy"
             rows.append(number(quantity, found["accuracy"], solved / len(answers), scale=1.0))
-            of_each = run.settings["evaluation"]["samples_per_problem"]
+            gate = kind_of(stage) == "gates"  # which takes one answer to each
+            of_each = 1 if gate else run.settings["evaluation"]["samples_per_problem"]
             rows.append(number(f"{name} on {domain}: n", found["n"], len(answers) / of_each))
     return rows
 
 
 def _answers(folder: Path, domain: str) -> list[Drawn]:
-    files = sorted(folder.glob(f"{domain}_*.jsonl"))
+    files = sorted(
+        path for path in folder.glob("*.jsonl") if path.stem.rpartition("_")[0] == domain
+    )
     if not files:
         raise NotAuditable(
             f"no answers at {folder}; evaluate again with logging.auditable=true in the run"

@@ -122,9 +122,9 @@ class PolicyStep:
         for update in range(self.settings["updates_per_rollout"]):
             own = [place for place, sample in enumerate(samples) if sample.update == update]
             updates.append(self._update(own, samples, known, policy, reference, optimizer))
-        for name in updates[0]:
-            mean = sum(update[name] for update in updates) / len(updates)
-            rows.append(number(name, logged[name], mean))
+        for name in dict.fromkeys(name for update in updates for name in update):
+            found = [update[name] for update in updates if name in update]
+            rows.append(number(name, logged[name], sum(found) / len(found)))
         return rows
 
     def _masked(self, sample: Drawn) -> Drawn:
@@ -165,7 +165,9 @@ class PolicyStep:
                 if len(sample.learned):
                     of_group[sample.group].append(entropy)
             for place, sample in enumerate(samples):
-                mean = sum(of_group[sample.group]) / max(len(of_group[sample.group]), 1)
+                if not len(sample.learned):
+                    continue
+                mean = sum(of_group[sample.group]) / len(of_group[sample.group])
                 relative = max(known.entropies[place] / mean, LEAST_RELATIVE_ENTROPY)
                 known.advantages[place] = known.advantages[place] / relative
         return known
@@ -209,9 +211,10 @@ class PolicyStep:
         with torch.no_grad():
             for name, parameter in policy.parameters.items():
                 parameter.copy_(after[name])
+        learned = sum(bool(len(sample.learned)) for sample in chosen)
         logged = {
             "loss": sums.loss,
-            **{name: value / len(chosen) for name, value in sums.by_sequence.items()},
+            **{name: value / learned for name, value in sums.by_sequence.items()},
             **{name: value / tokens for name, value in sums.by_token.items()},
             **losses.logged(),
             "gradient_norm": size,
@@ -232,8 +235,9 @@ class PolicyStep:
         target = self.objective["kl"]["target"]
         if target is not None:
             found["kl_coefficient"] = self.coefficient
-            error = max(-0.2, min((logged.get("kl", 0.0) - target) / target, 0.2))
-            self.coefficient *= 1 + 0.1 * error
+            if "kl" in logged:
+                error = max(-0.2, min((logged["kl"] - target) / target, 0.2))
+                self.coefficient *= 1 + 0.1 * error
         if self.objective["aggregation"] == "lambda":
             found["length_exponent"] = self.exponent
             slope = 0.0 if exponent.grad is None else float(exponent.grad)

@@ -16,13 +16,15 @@ class Totals:
 
     The caller reduces them across ranks before the first backward pass. Summed over ranks and
     micro-batches, the aggregates below are then the mean over the whole step, however the step
-    was cut. `sequences` counts the responses, `tokens` their learned tokens; `longest` is the
-    number of tokens that a response may have at most, which only `constant` reads.
+    was cut. `sequences` counts the responses, `tokens` their learned tokens, `learned` the
+    responses that have any, which metrics are means of; `longest` is the number of tokens that a
+    response may have at most, which only `constant` reads.
     """
 
     sequences: float
     tokens: float
     longest: float = 1.0
+    learned: float | None = None
 
 
 def sequence_mean(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:

@@ -216,6 +216,26 @@ def test_a_tampered_file_differs(odd: Path, tmp_path: Path) -> None:
     assert "DIFFERS by more than 1e-05" in printed
 
 
+@pytest.mark.parametrize("updates", [{0}, {1}, {0, 1}])
+def test_a_step_of_which_nothing_is_learned_is_audited_too(
+    odd: Path, tmp_path: Path, updates: set[int]
+) -> None:
+    """Files in which whole updates were cut off are compared, and differ from what was logged."""
+    copied = tmp_path / "odd"
+    shutil.copytree(odd, copied, symlinks=True)
+    samples = copied / "stages" / "experts.chain_sum" / "rollouts" / "step_000003.jsonl"
+    lines = [json.loads(line) for line in samples.read_text().splitlines()]
+    for line in lines:
+        if line["update"] in updates:
+            line.update(finished=False, learned=[])
+    samples.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = {row.quantity: row for row in audit_step(read_run(copied), "experts.chain_sum", 3).rows}
+    assert found["learned tokens"].agrees
+    assert not found["loss"].agrees
+    assert ("ratio" in found) == (updates != {0, 1})
+    assert all(math.isfinite(row.audit) for row in found.values())
+
+
 def test_what_cannot_be_audited_says_what_it_needs(odd: Path, tmp_path: Path) -> None:
     copied = tmp_path / "odd"
     shutil.copytree(odd, copied, symlinks=True)

@@ -178,8 +178,8 @@ MUTANTS = [
     Mutant(
         "the KL coefficient is not steered",
         "stages/grpo.py",
-        "self.kl_coefficient = steered(self.kl_coefficient, kl, target)",
-        "steered(self.kl_coefficient, kl, target)",
+        'self.kl_coefficient = steered(self.kl_coefficient, measured["kl"], target)',
+        'steered(self.kl_coefficient, measured["kl"], target)',
         "tests/unit/test_expert.py tests/audit",
     ),
     Mutant(

@@ -36,7 +36,7 @@ def stopped(braid: Braid, config: Path, runs: Path) -> Path:
 
 
 def test_gates_that_pass_let_a_run_come_to_its_end(braid: Braid, config: Path, runs: Path) -> None:
-    code, out, err = braid("run", config, *GATES)
+    code, out, err = braid("run", config, *GATES, "evaluation.samples_per_problem=4")
     assert (code, err) == (0, "")
     assert (
         "[4/8] gates.sums  passed: experts.sums gains +20.0 points (95 %: +12.9 to +27.1) over"
@@ -47,6 +47,7 @@ def test_gates_that_pass_let_a_run_come_to_its_end(braid: Braid, config: Path, r
     assert events(runs / "small", "gates.sums")[-1][1].startswith("passed: experts.sums gains")
     job = json.loads((runs / "small/stages/gates.merge/attempt_1/job.json").read_text())
     assert job["settings"]["evaluation"]["problems"] == 30
+    assert job["settings"]["evaluation"]["samples_per_problem"] == 1
     assert job["evaluated_on"]["experts.words"] == ["words"]
     assert braid("status")[1] == "small: 8 done\n"
     assert list(json.loads((runs / "small/results.json").read_text())["models"]) == [

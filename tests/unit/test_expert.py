@@ -299,6 +299,24 @@ def test_what_was_cut_off_teaches_nothing_and_is_still_compared_with(
         assert len(other.learned) == len(other.response)
 
 
+@pytest.mark.parametrize("how", ["sequence_mean", "constant", "token_mean"])
+def test_a_masked_response_counts_where_responses_are_counted(how: str, tmp_path: Path) -> None:
+    """Beside one that is masked a response weighs half, unless tokens are what is counted."""
+    norms, metrics = {}, {}
+    for masked in (True, False):
+        stage = expert(tmp_path / str(masked), {"aggregation": how}, updates=1)
+        samples = drawn([3, 5])[: 1 + masked]
+        for sample in samples[1:]:
+            sample.loss_mask = np.zeros(5, bool)
+        metrics[masked] = stage.gradients(samples, stage.split(samples))
+        norms[masked] = stage.policy.step()
+    share = 1.0 if how == "token_mean" else 0.5
+    assert norms[True] == pytest.approx(share * norms[False], rel=1e-4)
+    assert metrics[True]["loss"] == pytest.approx(share * metrics[False]["loss"], rel=1e-4)
+    for name in ("ratio", "clip_fraction", "entropy"):
+        assert metrics[True][name] == pytest.approx(metrics[False][name], rel=1e-5)
+
+
 def test_a_step_of_nothing_but_cut_off_responses_changes_nothing(tmp_path: Path) -> None:
     stage = expert(tmp_path, {"mask_truncated": True, "scaling": "edge"})
     share_out = stage.share_out
@@ -312,6 +330,7 @@ def test_a_step_of_nothing_but_cut_off_responses_changes_nothing(tmp_path: Path)
     found = stage.step(1)
     assert found["loss"] == found["gradient_norm"] == 0
     assert np.isfinite(list(found.values())).all()
+    assert not {"ratio", "entropy", "clip_fraction"} & found.keys()  # of nothing
 
 
 def test_prompts_that_are_too_long_are_counted_by_the_steps_that_skip_them(tmp_path: Path) -> None:
@@ -419,6 +438,21 @@ def test_dynamic_sampling_goes_by_advantages_or_by_what_is_solved(tmp_path: Path
     assert samples[0].reward_parts is not None
     samples[0].reward_parts["right"] = 1.0
     assert not stage.is_flat(wrong)
+
+
+def test_what_is_masked_has_no_advantage_to_teach() -> None:
+    samples = drawn([3, 2])
+    one = group(samples, [1.0, 0.0])
+    samples[1].finished = False
+    assert not without_advantages(one, GrpoSettings(), mask_truncated=True)
+    samples[0].finished = False
+    assert without_advantages(one, GrpoSettings(), mask_truncated=True)
+    assert not without_advantages(one, GrpoSettings())
+    # A third that earned the mean has none, and is the only one that is learned.
+    samples = drawn([3, 2, 4])
+    one = group(samples, [1.0, 0.0, 0.5])
+    samples[0].finished = samples[1].finished = False
+    assert without_advantages(one, GrpoSettings(), mask_truncated=True)
 
 
 def test_steps_give_every_token_its_own_advantage() -> None:

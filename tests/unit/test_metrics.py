@@ -105,3 +105,5 @@ def test_sums_are_divided_by_their_own_global_count() -> None:
         "entropy": MetricSum(torch.tensor(10.0), "tokens"),
     }
     assert reduce_sums([part, part], Totals(4, 40)) == {"ratio": 1.5, "entropy": 0.5}
+    # Of four responses two have tokens that are learned.
+    assert reduce_sums([part], Totals(4, 40, learned=2))["ratio"] == 1.5
