@@ -66,12 +66,14 @@ def _command(name: str) -> Callable[[Namespace], None]:
 def _parse(argv: Sequence[str]) -> Namespace:
     braid = parser()
     arguments, others = braid.parse_known_args(argv)
-    # argparse takes positional arguments in one piece: overrides after an option end up here.
-    if any(other.startswith("-") for other in others) or not hasattr(arguments, "overrides"):
-        if others:
-            braid.error(f"unrecognized arguments: {' '.join(others)}")
-    else:
+    # argparse takes positional arguments in one piece: those after an option end up here.
+    plain = not any(other.startswith("-") for other in others)
+    if plain and hasattr(arguments, "overrides"):
         arguments.overrides = [*arguments.overrides, *others]
+    elif plain and len(others) == 1 and arguments.command == "audit" and arguments.stage is None:
+        [arguments.stage] = others
+    elif others:
+        braid.error(f"unrecognized arguments: {' '.join(others)}")
     return arguments
 
 

@@ -203,7 +203,7 @@ def export(arguments: Namespace) -> None:
 def audit(arguments: Namespace) -> None:
     """Compute steps of a run again from its files, and compare."""
     run, settings = owned(arguments)
-    console = terminal()
+    console = terminal(sys.stderr) if arguments.json else terminal()
     with Signals() as signals:
         found = audits.audit(
             run, compile_graph(settings), arguments.stage, arguments.step, console, signals

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from parallel.files import read_text
 from stages.audit import recorded
 from stages.audit.model import Model, from_megatron
-from stages.audit.recorded import Drawn, NotAuditable, RecordedRun, tensors
+from stages.audit.recorded import Drawn, NotAuditable, RecordedRun, document, naming, tensors
 from stages.audit.rows import Comparison, number
 from stages.audit.stage_audit import kind_of
 
@@ -25,22 +23,26 @@ def evaluation_rows(run: RecordedRun, stage: str) -> list[Comparison]:
     what the answers earned. Raises NotAuditable where no answers were written."""
     directory = run.stage(stage)
     models = sorted((directory / "models").glob("*.json"))
+    if not models:
+        raise NotAuditable(f"no results at {directory}/models")
     rows = []
     for file in models:
         name = file.name.removesuffix(".json")
-        accuracies = json.loads(read_text(file))
+        accuracies = document(file)
         held = tensors(run.parent(stage, name))
         shape = run.settings["model"]
         model = Model(shape, from_megatron(held, shape))
         for domain, found in accuracies.items():
             answers = _answers(directory / "samples" / name, domain)
+            with naming(file):
+                accuracy, count = float(found["accuracy"]), float(found["n"])
             rows.append(_logprobs(f"{name} on {domain}: log p", model, run, answers))
             solved = sum(_solved(run, answer) for answer in answers)
             quantity = f"{name} on {domain}: accuracy"
-            rows.append(number(quantity, found["accuracy"], solved / len(answers), scale=1.0))
+            rows.append(number(quantity, accuracy, solved / len(answers), scale=1.0))
             gate = kind_of(stage) == "gates"  # which takes one answer to each
             of_each = 1 if gate else run.settings["evaluation"]["samples_per_problem"]
-            rows.append(number(f"{name} on {domain}: n", found["n"], len(answers) / of_each))
+            rows.append(number(f"{name} on {domain}: n", count, len(answers) / of_each))
     return rows
 
 

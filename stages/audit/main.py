@@ -19,7 +19,7 @@ from parallel.checkpoint_reader import CheckpointRefused
 from parallel.files import write_atomically
 from parallel.last_word import say_last_word, say_notice
 from stages.audit.evaluation import evaluation_rows
-from stages.audit.recorded import NotAuditable, RecordedRun, read_run
+from stages.audit.recorded import LONGEST, NotAuditable, RecordedRun, read_run
 from stages.audit.stage_audit import Audited, audit_step, auditable_steps, kind_of
 
 MEASURING = ("evaluate", "gates")
@@ -42,12 +42,13 @@ def main() -> None:
         except KeyError as error:
             why = f"its files have no {error}: another version of Braid wrote them"
             found.append(_refused(stage, why))
-        except (ArithmeticError, LookupError, RuntimeError, ValueError) as error:
-            # Whatever damaged files make of the arithmetic; a whole run's raise none of these.
-            found.append(_refused(stage, f"its files cannot be computed with: {error!r}"))
         except (CheckpointRefused, OSError) as error:
             say_last_word(str(error))
             sys.exit(1)
+        except Exception as error:
+            # Whatever damaged files make of the arithmetic, which raises nothing on a whole run's.
+            why = f"its files cannot be computed with: {repr(error)[:LONGEST]}"
+            found.append(_refused(stage, why))
     write_atomically(Path(job["result"]), json.dumps(found) + "\n")
 
 

@@ -93,6 +93,8 @@ class PolicyStep:
         logged: dict[str, float],
     ) -> list[Comparison]:
         """Compute the step; the policy, the optimizer and the reference then are as after it."""
+        if without := sum(sample.fields["reward"] is None for sample in samples):
+            raise NotAuditable(f"{without} samples have no reward, and none is trained on without")
         recorded, samples = samples, [self._masked(sample) for sample in samples]
         expected = self.settings["updates_per_rollout"]
         if (there := 1 + max(sample.update for sample in samples)) != expected:
@@ -138,7 +140,7 @@ class PolicyStep:
         """The rewards beside the weighted sums of their parts."""
         sums = [
             sum(
-                weight * sample.fields["reward_parts"].get(name, 0.0)
+                weight * (sample.fields["reward_parts"] or {}).get(name, 0.0)
                 for name, weight in self.weights[sample.domain].items()
             )
             for sample in samples

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import yaml
@@ -17,9 +18,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from parallel.checkpoint_reader import CheckpointReader, CheckpointRefused
-from parallel.files import Checkpoint, read_checkpoint, read_text, whole_checkpoints
+from parallel.files import (
+    Checkpoint,
+    open_file,
+    read_checkpoint,
+    read_text,
+    whole_checkpoints,
+)
 
 ROUND = "round_"
+LONGEST = 300  # characters of another's message
 
 
 class NotAuditable(Exception):
@@ -69,11 +77,12 @@ class RecordedRun:
 
     def manifest(self, name: str) -> dict[str, Any]:
         """The lineage of a stage. Raises NotAuditable where it has none."""
-        try:
-            found: dict[str, Any] = json.loads(read_text(self.stage(name) / "manifest.json"))
-        except (OSError, ValueError) as error:
-            raise NotAuditable(f"{self.stage(name)}/manifest.json: {error}") from error
-        return found
+        path = self.stage(name) / "manifest.json"
+        if not path.exists():
+            raise NotAuditable(f"no {path}: {name} has not begun")
+        found = document(path)
+        with naming(path):
+            return {**found, "parents": dict(found["parents"])}
 
     def parent(self, stage: str, of: str) -> Path:
         """The checkpoint of the stage `of` that `stage` was made from, found by its digest.
@@ -97,28 +106,62 @@ class RecordedRun:
         return found.path if found else None
 
 
+class _Line(msgspec.Struct):
+    """A sample as `stages.recording` writes it; what else stands there is left."""
+
+    domain: str
+    reward: float | None
+    reward_parts: dict[str, float] | None
+    step_rewards: list[tuple[int, float]] | None
+    advantage: float
+    finished: bool
+    weight_version: int
+    group: int
+    update: int
+    prompt_tokens: list[int]
+    response_tokens: list[int]
+    logprobs: list[float]
+    advantages: list[float] | None = None
+    learned: list[int] | None = None
+
+
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def naming(path: Path) -> Iterator[None]:
     """Name the file whose content cannot be read."""
     try:
         yield
     except (NotAuditable, CheckpointRefused, OSError):
         raise
+    except UnicodeDecodeError as error:  # which quotes the whole file
+        raise NotAuditable(f"{path} is damaged: it is no text in UTF-8") from error
     except CheckpointException as error:  # which is no Exception, and quotes whole tracebacks
         raise NotAuditable(f"{path} is damaged: torch cannot read its tensors") from error
     except Exception as error:  # zip, pickle and JSON each raise their own
-        raise NotAuditable(f"{path} is damaged: {error!r}") from error
+        raise NotAuditable(f"{path} is damaged: {repr(error)[:LONGEST]}") from error
+
+
+def document(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises NotAuditable where it holds anything else."""
+    with naming(path):
+        found = json.loads(read_text(path))
+        if not isinstance(found, dict):
+            raise NotAuditable(f"{path} is damaged: it holds no JSON object")
+        return found
 
 
 def read_run(path: Path) -> RecordedRun:
     """Return the run in a directory."""
-    return RecordedRun(path, yaml.safe_load(read_text(path / "run.yaml")))
+    with naming(path / "run.yaml"):
+        settings = yaml.safe_load(read_text(path / "run.yaml"))
+        if not isinstance(settings, dict):
+            raise NotAuditable(f"{path}/run.yaml is damaged: it holds no settings")
+        return RecordedRun(path, settings)
 
 
 def metrics(stage: Path, step: int) -> dict[str, float]:
     """What the stage logged of a step; the last time, where it did the step more than once."""
     found: dict[str, float] = {}
-    with _naming(stage / "metrics.jsonl"):
+    with naming(stage / "metrics.jsonl"):
         for line in read_text(stage / "metrics.jsonl").splitlines():
             entry = json.loads(line)
             if entry["step"] == step:
@@ -132,20 +175,36 @@ def samples(path: Path) -> list[Drawn]:
     """Read JSON lines of samples, and the arrays beside them where there are any."""
     if not path.exists():
         raise NotAuditable(f"no samples at {path}; run the step again with logging.auditable=true")
-    with _naming(path):
-        entries = [json.loads(line) for line in read_text(path).splitlines()]
+    decoder = msgspec.json.Decoder(_Line)
+    with naming(path):
+        lines = [decoder.decode(line) for line in read_text(path).splitlines()]
+        for number, line in enumerate(lines, start=1):
+            _hold_together(line, f"{path}:{number}")
+        if not lines:
+            raise NotAuditable(f"{path} is damaged: it is empty")
     arrays = path.with_suffix(".npz")
     if not arrays.exists():
-        return [_drawn(entry, None, None) for entry in entries]
-    with _naming(arrays), np.load(arrays) as held:
-        routes = iter(_cut(held["routes"], [_length(entry) for entry in entries]))
+        return [_drawn(line, None, None) for line in lines]
+    with naming(arrays), open_file(arrays) as file, np.load(file) as held:
+        routes = iter(_cut(held["routes"], [_length(line) for line in lines]))
         counts = held["kept_counts"].tolist()
         sets = iter(_cut(held["kept"], counts)) if counts else None
-        return [_drawn(entry, next(routes, None), sets) for entry in entries]
+        return [_drawn(line, next(routes, None), sets) for line in lines]
 
 
-def _length(entry: dict[str, Any]) -> int:
-    return len(entry["prompt_tokens"]) + len(entry["response_tokens"]) - 1
+def _hold_together(line: _Line, place: str) -> None:
+    """Raise NotAuditable where the tokens of a sample and what belongs to them differ in number."""
+    count = len(line.response_tokens)
+    of_tokens = {"logprobs": line.logprobs or None, "advantages": line.advantages}
+    lengths = {name: len(each) for name, each in of_tokens.items() if each is not None}
+    if not line.prompt_tokens or not count or set(lengths.values()) - {count}:
+        raise NotAuditable(f"{place} is damaged: {count} response_tokens, {lengths}")
+    if line.learned is not None and not set(line.learned) <= set(range(count)):
+        raise NotAuditable(f"{place} is damaged: not all of `learned` are its tokens")
+
+
+def _length(line: _Line) -> int:
+    return len(line.prompt_tokens) + len(line.response_tokens) - 1
 
 
 def _cut(array: np.ndarray, counts: list[int]) -> list[np.ndarray]:
@@ -153,22 +212,18 @@ def _cut(array: np.ndarray, counts: list[int]) -> list[np.ndarray]:
     return np.split(array, np.cumsum(counts)[:-1]) if len(array) else []
 
 
-def _drawn(
-    entry: dict[str, Any], routes: np.ndarray | None, sets: Iterator[np.ndarray] | None
-) -> Drawn:
-    response = torch.tensor(entry["response_tokens"])
-    learned = entry.get("learned")
+def _drawn(line: _Line, routes: np.ndarray | None, sets: Iterator[np.ndarray] | None) -> Drawn:
+    response = torch.tensor(line.response_tokens)
+    every = range(len(response))
     return Drawn(
-        domain=entry["domain"],
-        prompt=torch.tensor(entry["prompt_tokens"]),
+        domain=line.domain,
+        prompt=torch.tensor(line.prompt_tokens),
         response=response,
-        logprobs=torch.tensor(entry["logprobs"], dtype=torch.float64),
-        learned=torch.arange(len(response))
-        if learned is None
-        else torch.tensor(learned, dtype=torch.int64),
-        update=entry["update"],
-        group=entry["group"],
-        fields=entry,
+        logprobs=torch.tensor(line.logprobs, dtype=torch.float64),
+        learned=torch.tensor(every if line.learned is None else line.learned, dtype=torch.int64),
+        update=line.update,
+        group=line.group,
+        fields=msgspec.structs.asdict(line),
         routes=None if routes is None else torch.from_numpy(routes.astype(np.int64)),
         kept=None
         if sets is None
@@ -186,6 +241,6 @@ def tensors(checkpoint: Path, prefix: str = "") -> dict[str, torch.Tensor]:
         for name, entry in known.items()
         if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
     }
-    with _naming(checkpoint):
+    with naming(checkpoint):
         dcp.load(wanted, storage_reader=reader, no_dist=True)
     return {name.removeprefix(prefix): tensor.double() for name, tensor in wanted.items()}

@@ -50,15 +50,21 @@ def numbers(quantity: str, run: Sequence[float], audit: Sequence[float]) -> Comp
 def change(
     quantity: str, before: Weights, run: Weights, audit: Weights, bound: float
 ) -> Comparison:
-    """Compare how far weights moved: the 2-norm of the difference over that of the movement."""
+    """Compare how far weights moved: the 2-norm of the difference, as far as it is more than the
+    rounding of fp32 weights may be, over that of the movement."""
 
     def distance(one: Weights, other: Weights) -> float:
         return math.sqrt(sum(float((one[n] - other[n]).square().sum()) for n in before))
 
     moved = distance(run, before)
-    apart = distance(run, audit)
+    apart = max(0.0, distance(run, audit) - _rounding(run))
     relative = apart / moved if moved else float(apart > 0)
     return Comparison(quantity, moved, distance(audit, before), relative, bound)
+
+
+def _rounding(weights: Weights) -> float:
+    """The 2-norm of what is lost when each of them is rounded to fp32 twice: 2^-24 of it a time."""
+    return 2**-23 * math.sqrt(sum(float(each.square().sum()) for each in weights.values()))
 
 
 def buffers(quantity: str, run: Weights, audit: Weights) -> Comparison:

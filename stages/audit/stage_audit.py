@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallel.files import STATE, read_text
+from parallel.files import STATE
 from stages.audit import recorded
 from stages.audit.model import Model, Weights, from_megatron
 from stages.audit.optimizer import Optimizer, learning_rate
 from stages.audit.policy_step import PlainReference, PolicyStep, refuse_critic
-from stages.audit.recorded import NotAuditable, RecordedRun, tensors
+from stages.audit.recorded import NotAuditable, RecordedRun, document, tensors
 from stages.audit.rows import Comparison, buffers, change, number
 from stages.audit.token_steps import cold_start_step, merge_step
 
@@ -131,7 +130,7 @@ def _beginning(run: RecordedRun, stage: str, step: int, settings: dict[str, Any]
         (step - 1) * per_step,
         settings["loop"]["steps"] * per_step,
     )
-    state = json.loads(read_text(checkpoint / STATE)) if resumed else {}
+    state = document(checkpoint / STATE) if resumed else {}
     return Beginning(Model(model, from_megatron(held, model)), optimizer, state, checkpoint)
 
 

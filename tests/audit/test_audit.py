@@ -6,7 +6,10 @@ import ast
 import copy
 import json
 import math
+import os
+import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -14,10 +17,12 @@ from typing import Any
 
 import pytest
 import torch
-from runs import REPOSITORY, braid, finish
+from runs import BRAID, REPOSITORY, braid, finish
 
-from stages.audit import stage_audit
+from stages.audit import recorded, stage_audit
+from stages.audit.evaluation import evaluation_rows
 from stages.audit.recorded import NotAuditable, RecordedRun, read_run
+from stages.audit.rows import change
 from stages.audit.stage_audit import Audited, audit_step
 
 ODD = Path(__file__).parent / "odd.yaml"
@@ -141,9 +146,9 @@ def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def audited(odd: Path) -> dict[str, dict[str, Any]]:
     """What `braid audit` finds of every stage."""
-    process = braid(odd.parent, "audit", "odd", "--json")
-    printed = finish(process)
-    return {each["stage"]: each for each in json.loads(printed[printed.index("[") :])}
+    command = [*BRAID, "audit", "odd", "--json", "--runs-dir", str(odd.parent)]
+    printed = subprocess.check_output(command, cwd=REPOSITORY, text=True, timeout=600)
+    return {each["stage"]: each for each in json.loads(printed)}  # its progress stands elsewhere
 
 
 def test_every_stage_is_what_its_files_say(audited: dict[str, dict[str, Any]]) -> None:
@@ -236,6 +241,63 @@ def test_a_step_of_which_nothing_is_learned_is_audited_too(
     assert all(math.isfinite(row.audit) for row in found.values())
 
 
+DAMAGE = {
+    "experts.chain_sum/rollouts/step_000003.jsonl": ("{}\n", "[]\n", "null\n", "", "\xff"),
+    "experts.chain_sum/metrics.jsonl": ("[]\n", "\xff" * 9999),
+    "experts.chain_sum/checkpoints/step_2/state.json": ("[]",),
+    "experts.chain_sum/manifest.json": ("[]", '{"parents": [1]}', '{"parents": null}', "null"),
+    "evaluate/models/cold_start.json": ("[]", '{"chain_sum": null}'),
+}
+
+
+@pytest.mark.parametrize("file", DAMAGE)
+def test_a_damaged_file_is_named(odd: Path, tmp_path: Path, file: str) -> None:
+    copied = tmp_path / "odd"
+    shutil.copytree(odd, copied, symlinks=True)
+    run, path = read_run(copied), copied / "stages" / file
+    stage = file.partition("/")[0]
+    for content in DAMAGE[file]:
+        path.write_bytes(content.encode("latin-1"))
+        with pytest.raises(NotAuditable) as caught:
+            if stage == "evaluate":
+                evaluation_rows(run, stage)
+            else:
+                audit_step(run, stage, 3)
+        assert path.name in str(caught.value), content
+        assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("field", ["reward", "prompt_tokens", "logprobs", "advantage", "learned"])
+def test_a_sample_with_a_field_of_another_type_is_named(
+    odd: Path, tmp_path: Path, field: str
+) -> None:
+    path = tmp_path / "step_000003.jsonl"
+    whole = odd / "stages" / "experts.chain_sum" / "rollouts" / path.name
+    for value in ("x", {}, [None], [[]], math.nan):
+        lines = [json.loads(line) for line in whole.read_text().splitlines()]
+        lines[1][field] = value
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        with pytest.raises(NotAuditable, match=re.escape(path.name)):
+            recorded.samples(path)
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(odd: Path, tmp_path: Path) -> None:
+    path = tmp_path / "step_000003.jsonl"
+    shutil.copy(odd / "stages" / "experts.chain_sum" / "rollouts" / path.name, path)
+    os.mkfifo(path.with_suffix(".npz"))
+    with pytest.raises(OSError, match="not a regular file"):
+        recorded.samples(path)
+
+
+def test_a_step_that_hardly_moves_is_held_to_the_rounding_of_fp32() -> None:
+    before = {"weight": torch.full((1000,), 0.5, dtype=torch.float64)}
+    moved = {"weight": before["weight"] + 1e-6}
+    rounded = {"weight": moved["weight"].float().double()}
+    assert change("weights", before, rounded, moved, 1e-5).agrees
+    assert not change("weights", before, moved, {"weight": before["weight"] + 2e-6}, 1e-5).agrees
+    assert not change("weights", before, before, moved, 1e-5).agrees
+
+
 def test_what_cannot_be_audited_says_what_it_needs(odd: Path, tmp_path: Path) -> None:
     copied = tmp_path / "odd"
     shutil.copytree(odd, copied, symlinks=True)
@@ -252,7 +314,7 @@ def test_what_cannot_be_audited_says_what_it_needs(odd: Path, tmp_path: Path) ->
     with pytest.raises(NotAuditable, match=r"routes were not written: set logging\.auditable=true"):
         audit_step(run, "experts.chain_sum", 3)
     (rollouts / "step_000003.jsonl").write_text("{")
-    with pytest.raises(NotAuditable, match=r"step_000003\.jsonl is damaged: JSONDecodeError"):
+    with pytest.raises(NotAuditable, match=r"step_000003\.jsonl is damaged: DecodeError"):
         audit_step(run, "experts.chain_sum", 3)
     (rollouts / "step_000003.jsonl").unlink()
     with pytest.raises(NotAuditable, match=r"no samples at .*; run the step again"):
