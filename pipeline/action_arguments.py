@@ -94,13 +94,13 @@ def add_trust(parser: ArgumentParser) -> None:
 
 def whole(text: str) -> int:
     """A number of a step. Raises ArgumentTypeError, as argparse wants it."""
-    if not text.isdecimal():
+    if not (text.isascii() and text.isdecimal()):
         raise ArgumentTypeError(f"{text} is no number of a step")
     return int(text)
 
 
 def positive(text: str) -> int:
     """A number that is not 0. Raises ArgumentTypeError, as argparse wants it."""
-    if not text.isdecimal() or not int(text):
+    if not (text.isascii() and text.isdecimal() and int(text)):
         raise ArgumentTypeError(f"{text} is no positive number")
     return int(text)

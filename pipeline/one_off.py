@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain, count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -193,7 +194,12 @@ def finished_training(
 
 
 def _new_directory(run: RunDirectory, folder: str) -> StageDirectory:
-    return StageDirectory(run.path / folder / time.strftime("%Y%m%d-%H%M%S"))
+    """One that is not there yet: an evaluation keeps the results that it finds."""
+    name = time.strftime("%Y%m%d-%H%M%S")
+    names = chain([name], (f"{name}-{number}" for number in count(2)))
+    return StageDirectory(
+        next(path for each in names if not (path := run.path / folder / each).exists())
+    )
 
 
 def _execute(run: RunDirectory, job: StageJob, console: Console, programs: Programs) -> None:

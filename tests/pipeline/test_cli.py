@@ -278,6 +278,7 @@ def test_one_more_evaluation_and_export(
         1,
         True,
     )
+    assert braid("evaluate", "small", "--problems", "\u0663")[0] == 2
     for flag, wrong in (("--temperature", "nan"), ("--temperature", 2.5), ("--samples", 257)):
         code, _, err = braid("evaluate", "small", flag, wrong)
         assert (code, err.startswith(f"braid: {flag} {wrong}: input should be")) == (1, True)
