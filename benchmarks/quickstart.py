@@ -15,6 +15,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -114,17 +115,21 @@ def read(solved: dict[str, dict[str, str]]) -> Solved:
 def tables(seeds: dict[int, Solved]) -> str:
     """The tables of docs/results.md."""
     domains = list(next(iter(seeds.values()))["cold_start"])
-    return "\n\n".join(make(seeds, domains) for make in (gains, accuracies, kept))
+    greedy = partial(gains, suffix=" greedy")
+    return "\n\n".join(make(seeds, domains) for make in (gains, greedy, accuracies, kept))
 
 
-def gains(seeds: dict[int, Solved], domains: Sequence[str]) -> str:
+def gains(seeds: dict[int, Solved], domains: Sequence[str], suffix: str = "") -> str:
     """What every expert gains over the cold start: of each seed on the same problems, and over the
     seeds."""
-    heading = ["seed", *(f"{domain}: expert gains" for domain in domains), "mean gain"]
+    heading = ["seed", *(f"{domain}: expert gains{suffix}" for domain in domains), "mean gain"]
     lines = [heading, ["---"] * len(heading)]
     points: dict[str, list[float]] = {domain: [] for domain in domains}
     for seed, solved in seeds.items():
-        found = {d: paired(solved[f"experts.{d}"][d], solved["cold_start"][d]) for d in domains}
+        found = {
+            d: paired(solved[f"experts.{d}{suffix}"][d], solved[f"cold_start{suffix}"][d])
+            for d in domains
+        }
         cells = [
             f"{100 * each.difference:+.1f} [{100 * each.low:.1f}, {100 * each.high:.1f}]"
             for each in found.values()
