@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,12 +63,22 @@ def test_pages_name_the_revision_of_the_numbers_that_they_show() -> None:
     assert named == {part for parts in PARTS.values() for part in parts}
 
 
-def test_what_is_measured_now_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_measured_now_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from machine import measured
 
     try:
         found = measured()
+        # Of runs it is the revision that made them.
+        made = [tmp_path / name for name in ("one", "other")]
+        for run, revision in zip(made, ("a" * 40, "b" * 40 + "-dirty"), strict=True):
+            (run / "stages" / "merge").mkdir(parents=True)
+            manifest = run / "stages" / "merge" / "manifest.json"
+            manifest.write_text(json.dumps({"code": revision}))
+        assert measured(made[:1])["revision"] == "aaaaaaa"
+        assert measured(made[1:])["revision"] == "bbbbbbb-dirty"
+        with pytest.raises(ValueError, match="of several revisions"):
+            measured(made)
     finally:
         sys.modules.pop("machine", None)
     assert re.fullmatch(r"[0-9a-f]{7,40}(-dirty)?", found["revision"])
@@ -76,4 +87,4 @@ def test_what_is_measured_now_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     for script in BENCHMARKS.glob("*.py"):
         text = script.read_text()
         if "json.dump" in text and script.name != "all.py":
-            assert "measured()" in text, script.name
+            assert "measured(" in text, script.name

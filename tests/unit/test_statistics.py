@@ -1,6 +1,9 @@
 """Intervals against the worked examples of Newcombe, Statistics in Medicine 17 (1998)."""
 
+from statistics import stdev
+
 import pytest
+from runs import REPOSITORY
 
 from stages.statistics import difference, wilson
 
@@ -59,3 +62,20 @@ def test_a_share_of_the_other_is_taken_off(after: int, before: int, share: float
     assert (alone.low, alone.high) == pytest.approx((one.low, one.high))
     # The less of the other there is, the less its own uncertainty adds.
     assert found.high - found.low >= alone.high - alone.low - 1e-12
+
+
+def test_intervals_of_learning_claims(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paired over problems, and Student's t over seeds."""
+    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+    from intervals import over_seeds, paired
+
+    # Of 1,000 problems 60 are solved by one model alone, 40 by the other: McNemar's variance.
+    after, before = [1] * 60 + [0] * 40 + [1] * 900, [0] * 60 + [1] * 40 + [1] * 900
+    gain = paired(after, before)
+    assert gain.difference == pytest.approx(0.02)
+    half = 1.959964 * (0.1 - 0.02**2) ** 0.5 / 999**0.5
+    assert (gain.low, gain.high) == pytest.approx((0.02 - half, 0.02 + half), abs=1e-6)
+    values = [1.0, 2.0, 4.0, 3.0, 5.0]
+    assert over_seeds(values) == f"+3.0 ± {2.776 * stdev(values) / 5**0.5:.1f}"
+    assert over_seeds([0.9, 1.1], ".3f") == "1.000 ± 1.271"
+    assert over_seeds([2.0]) == "+2.0"
