@@ -91,7 +91,7 @@ def test_training_never_sees_an_evaluation_prompt(dataset: str) -> None:
         problem.key
         for seed in range(3)
         for purpose in ("cold_start", "experts", "merge")
-        for problem in stream(dataset, seed=seed, purpose=purpose).take(2000)
+        for problem in stream(dataset, seed=seed, purpose=purpose).take(600)
     ]
     gated = {problem.key for problem in stream(dataset, split="gate").take_distinct(500)}
     assert evaluated.isdisjoint(trained)
