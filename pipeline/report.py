@@ -23,6 +23,7 @@ from pipeline.verdicts import STOPPED_MARK
 from pipeline.violations import shown
 
 if TYPE_CHECKING:  # rich and the settings classes take longer than all of `braid status`
+    from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
@@ -197,12 +198,15 @@ def _is_score(score: dict[str, Any]) -> bool:
     return all(type(each) in (int, float) and math.isfinite(each) for each in numbers)
 
 
-def results_table(models: Models, step: int | None = None) -> Table:
+def results_table(models: Models, step: int | None = None) -> Group:
     """Models by domains: accuracy and the half-width of its 95 % interval, in percent; of their
     checkpoints of a step, where one was asked for."""
-    table = plain_table(
-        f"accuracy in %, with 95 % intervals; {OWN_DOMAIN} marks an expert's own domain"
-    )
+    from rich.console import Group
+
+    title = "accuracy in %, with 95 % intervals"
+    if any(is_of(domain, model) for model, scores in models.items() for domain in scores):
+        title += f"; {OWN_DOMAIN} marks an expert's own domain"
+    table = plain_table("")
     table.add_column("model")
     domains = list(next(iter(models.values()), {}))
     for domain in domains:
@@ -210,7 +214,7 @@ def results_table(models: Models, step: int | None = None) -> Table:
     for model, scores in models.items():
         cells = [_score_text(scores[domain], is_of(domain, model)) for domain in domains]
         table.add_row(model if step is None else f"{model}, step {step}", *cells)
-    return table
+    return Group(title, table)  # a title of the table's would break at its width
 
 
 def is_of(domain: str, model: str) -> bool:

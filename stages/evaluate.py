@@ -26,7 +26,7 @@ from stages.recording import record
 from stages.rollout import Rollouts
 from stages.scoring import Scoring
 from stages.settings import SamplingSettings, StageJob
-from stages.statistics import wilson
+from stages.statistics import of_problems
 
 PROBLEMS_A_CALL = 500  # small enough for progress, large enough to fill the engine
 CHECKED, CHECKED_TOKENS = 64, 4096  # samples whose log-probabilities are compared
@@ -187,7 +187,7 @@ class Evaluation:
     def _score(self, solved: list[int]) -> dict[str, Any]:
         """A domain's line of results.json, of how many answers to each problem are right."""
         samples = self.settings.samples_per_problem
-        score = asdict(wilson(sum(solved) / samples, len(solved)))
+        score = asdict(of_problems(solved, samples))
         if samples > 1:
             score["samples_per_problem"] = samples
             score["pass_at_k"] = sum(map(bool, solved)) / len(solved)

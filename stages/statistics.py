@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import hypot, sqrt
 
@@ -27,20 +28,36 @@ class Difference:
     high: float
 
 
-def wilson(correct: float, n: int) -> Accuracy:
+def wilson(correct: int, n: int) -> Accuracy:
     """Accuracy with Wilson's score interval, sound near 0 and 1 too (Wilson, JASA 22, 1927).
-
-    A problem that was answered several times counts by the share of its answers that are right.
-    Those vary less than one answer would, so that the interval errs on the wide side.
 
     Raises ValueError unless 0 <= correct <= n and n > 0.
     """
     if not (0 <= correct <= n and n > 0):
         raise ValueError(f"{correct} correct of {n} problems is no accuracy")
-    share = correct / n
-    shrink = 1 + Z_95**2 / n
-    centre = (share + Z_95**2 / (2 * n)) / shrink
-    half_width = Z_95 * sqrt(share * (1 - share) / n + Z_95**2 / (4 * n**2)) / shrink
+    return _interval(correct / n, n, n)
+
+
+def of_problems(solved: Sequence[int], samples: int) -> Accuracy:
+    """Accuracy on problems of which each was answered `samples` times, so many times right.
+
+    Wilson's interval of as many single answers as would leave the mean over the problems with the
+    variance that it has: at least one a problem, and at most all of them, which it is where answers
+    to a problem are no more alike than those to others.
+    """
+    n = len(solved)
+    share = sum(solved) / (n * samples)
+    variance = sum((right / samples - share) ** 2 for right in solved) / max(n - 1, 1) / n
+    alike = share * (1 - share) / variance if variance else n
+    return _interval(share, min(max(alike, n), n * samples), n)
+
+
+def _interval(share: float, answers: float, n: int) -> Accuracy:
+    """Wilson's, of so many independent answers to `n` problems."""
+    shrink = 1 + Z_95**2 / answers
+    centre = (share + Z_95**2 / (2 * answers)) / shrink
+    spread = share * (1 - share) / answers + Z_95**2 / (4 * answers**2)
+    half_width = Z_95 * sqrt(spread) / shrink
     return Accuracy(share, max(0.0, centre - half_width), min(1.0, centre + half_width), n)
 
 

@@ -22,8 +22,8 @@ MUTANTS = [
     Mutant(
         "several answers to a problem count as several problems",
         "stages/evaluate.py",
-        "wilson(sum(solved) / samples, len(solved))",
-        "wilson(sum(solved), samples * len(solved))",
+        "of_problems(solved, samples)",
+        "of_problems(solved * samples, samples)",
         "tests/unit/test_evaluate.py",
     ),
     Mutant(

@@ -5,7 +5,7 @@ from statistics import stdev
 import pytest
 from runs import REPOSITORY
 
-from stages.statistics import difference, wilson
+from stages.statistics import difference, of_problems, wilson
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,24 @@ def test_a_share_of_the_other_is_taken_off(after: int, before: int, share: float
     assert (alone.low, alone.high) == pytest.approx((one.low, one.high))
     # The less of the other there is, the less its own uncertainty adds.
     assert found.high - found.low >= alone.high - alone.low - 1e-12
+
+
+def test_several_answers_to_a_problem_narrow_the_interval_as_far_as_they_differ() -> None:
+    single = [1] * 30 + [0] * 70
+    assert of_problems(single, 1).low == pytest.approx(wilson(30, 100).low, abs=2e-3)
+    # All four answers to a problem alike: they say no more than one.
+    alike = of_problems([4 * right for right in single], 4)
+    assert (alike.accuracy, alike.n) == (0.3, 100)
+    assert (alike.low, alike.high) == pytest.approx((wilson(30, 100).low, wilson(30, 100).high))
+    # The mean over problems, whose shares are .25 and .5, has less variance than single answers.
+    mixed = [1] * 80 + [2] * 20
+    spread = stdev([right / 4 for right in mixed]) / 10
+    found = of_problems(mixed, 4)
+    assert found.accuracy == pytest.approx(0.3)
+    assert wilson(120, 400).high - wilson(120, 400).low == pytest.approx(found.high - found.low)
+    assert found.high - found.low > 2 * 1.96 * spread  # never more than all of them
+    for none_or_all in ([0] * 50, [4] * 50):
+        assert of_problems(none_or_all, 4).high - of_problems(none_or_all, 4).low > 0.05
 
 
 def test_intervals_of_learning_claims(monkeypatch: pytest.MonkeyPatch) -> None:
