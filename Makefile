@@ -43,7 +43,7 @@ PYTEST := $(BIN)/python -m pytest -n 3 --no-loadscope-reorder
 quick: $(INSTALLED)  ## unit and pipeline tests, without ranks or engines (4 minutes)
 	$(PYTEST) tests/unit tests/pipeline
 
-test: $(INSTALLED) style  ## style, types, and a test of every property (13 minutes)
+test: $(INSTALLED) style  ## style, types, and a test of every property (10 to 14 minutes)
 	$(PYTEST) tests
 
 test-all: $(INSTALLED) style  ## all of it: further layouts, families, seeds, kills, and Slurm
