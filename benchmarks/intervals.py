@@ -11,7 +11,7 @@ from statistics import mean, stdev
 
 from stages.statistics import Z_95, Difference
 
-# Student's t, the 97.5 % quantiles of so many degrees of freedom.
+# Student's t, the 97.5 % quantiles by degrees of freedom.
 T_95 = dict(enumerate((12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262), start=1))
 
 

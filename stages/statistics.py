@@ -39,7 +39,7 @@ def wilson(correct: int, n: int) -> Accuracy:
 
 
 def of_problems(solved: Sequence[int], samples: int) -> Accuracy:
-    """Accuracy on problems of which each was answered `samples` times, so many times right.
+    """Accuracy on problems that were answered `samples` times each; `solved` has the right answers.
 
     Wilson's interval of as many single answers as would leave the mean over the problems with the
     variance that it has: at least one a problem, and at most all of them, which it is where answers
@@ -53,7 +53,7 @@ def of_problems(solved: Sequence[int], samples: int) -> Accuracy:
 
 
 def _interval(share: float, answers: float, n: int) -> Accuracy:
-    """Wilson's, of so many independent answers to `n` problems."""
+    """Wilson's interval of `answers` independent answers to `n` problems."""
     shrink = 1 + Z_95**2 / answers
     centre = (share + Z_95**2 / (2 * answers)) / shrink
     spread = share * (1 - share) / answers + Z_95**2 / (4 * answers**2)

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev, stdev
 from typing import Any
 
-from stages.audit.recorded import Drawn, NotAuditable
+from stages.audit.recorded import NotAuditable, RecordedSample
 
 FLOOR = 1e-6  # beside a standard deviation
 NOTHING = 1e-9  # of a reward that is the mean of its steps, beyond it
 
 
 def advantages(
-    samples: Sequence[Drawn], settings: dict[str, Any], weights: dict[str, dict[str, float]]
+    samples: Sequence[RecordedSample],
+    settings: dict[str, Any],
+    weights: dict[str, dict[str, float]],
 ) -> list[list[float]]:
     """The advantage of every response token of every sample, before any scaling by entropies.
 
@@ -40,7 +42,7 @@ Value = float | list[float]
 
 
 def _domain(
-    groups: list[list[Drawn]], settings: dict[str, Any], weights: dict[str, float]
+    groups: list[list[RecordedSample]], settings: dict[str, Any], weights: dict[str, float]
 ) -> list[list[Value]]:
     name, std = settings["name"], settings.get("std", "sample")
     rewards = [[sample.fields["reward"] for sample in group] for group in groups]
@@ -99,7 +101,7 @@ def _like(flat: list[float], groups: list[list[float]]) -> list[list[Value]]:
     return [[next(rest) for _ in group] for group in groups]
 
 
-def _parts(group: list[Drawn], weights: dict[str, float], std: str) -> list[float]:
+def _parts(group: list[RecordedSample], weights: dict[str, float], std: str) -> list[float]:
     names = sorted({name for sample in group for name in sample.fields["reward_parts"]})
     total = [0.0] * len(group)
     for name in names:
@@ -112,7 +114,7 @@ def _parts(group: list[Drawn], weights: dict[str, float], std: str) -> list[floa
 
 
 def _filtered(
-    group: list[Drawn], rewards: list[float], settings: dict[str, Any], std: str
+    group: list[RecordedSample], rewards: list[float], settings: dict[str, Any], std: str
 ) -> list[float]:
     lengths = [len(sample.response) for sample in group]
     merit = [-float(length) for length in lengths]
@@ -124,7 +126,7 @@ def _filtered(
     return [among.get(place, 0.0) for place in range(len(group))]
 
 
-def _process(group: list[Drawn], std: str) -> list[Value]:
+def _process(group: list[RecordedSample], std: str) -> list[Value]:
     if len(group) < 2:
         return [0.0] * len(group)
     steps = [sample.fields["step_rewards"] for sample in group]

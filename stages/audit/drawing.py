@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from stages.audit.model import Model
-from stages.audit.recorded import Drawn
+from stages.audit.recorded import RecordedSample
 from stages.audit.rows import Comparison, number
 
 # Tokens as likely as the last one that is kept are kept or not by rounding.
@@ -17,7 +17,7 @@ OF_TIES = 0.02
 
 
 def mismatch(
-    samples: Sequence[Drawn], old: Sequence[torch.Tensor], logged: Mapping[str, float]
+    samples: Sequence[RecordedSample], old: Sequence[torch.Tensor], logged: Mapping[str, float]
 ) -> list[Comparison]:
     """Compare how far the engine is from pi_old, relative to one nat, since it is rounding itself;
     of samples that older weights drew, it is how far the policy has moved."""
@@ -36,7 +36,7 @@ def mismatch(
 
 
 def kept_sets(
-    samples: Sequence[Drawn], model: Model, sampling: dict[str, Any], replay: bool
+    samples: Sequence[RecordedSample], model: Model, sampling: dict[str, Any], replay: bool
 ) -> list[Comparison]:
     """Compare the sets of samples that the model itself drew: the share that are alike, whose run's
     value is 1. Nothing where sampling keeps the whole vocabulary."""

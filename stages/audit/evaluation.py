@@ -9,7 +9,14 @@ import torch
 
 from stages.audit import recorded
 from stages.audit.model import Model, from_megatron
-from stages.audit.recorded import Drawn, NotAuditable, RecordedRun, document, naming, tensors
+from stages.audit.recorded import (
+    NotAuditable,
+    RecordedRun,
+    RecordedSample,
+    document,
+    naming,
+    tensors,
+)
 from stages.audit.rows import Comparison, number
 from stages.audit.stage_audit import kind_of
 
@@ -46,7 +53,7 @@ def evaluation_rows(run: RecordedRun, stage: str) -> list[Comparison]:
     return rows
 
 
-def _answers(folder: Path, domain: str) -> list[Drawn]:
+def _answers(folder: Path, domain: str) -> list[RecordedSample]:
     files = sorted(
         path for path in folder.glob("*.jsonl") if path.stem.rpartition("_")[0] == domain
     )
@@ -57,7 +64,9 @@ def _answers(folder: Path, domain: str) -> list[Drawn]:
     return [sample for file in files for sample in recorded.samples(file)]
 
 
-def _logprobs(quantity: str, model: Model, run: RecordedRun, answers: list[Drawn]) -> Comparison:
+def _logprobs(
+    quantity: str, model: Model, run: RecordedRun, answers: list[RecordedSample]
+) -> Comparison:
     """The mean of the answers' log-probabilities a token; what differs is the largest difference,
     in nats. A greedy answer is compared with the most likely tokens instead."""
     temperature = run.settings["evaluation"]["temperature"]
@@ -75,7 +84,7 @@ def _logprobs(quantity: str, model: Model, run: RecordedRun, answers: list[Drawn
     return Comparison(quantity, engine / tokens, own / tokens, apart, bound)
 
 
-def _solved(run: RecordedRun, answer: Drawn) -> bool:
+def _solved(run: RecordedRun, answer: RecordedSample) -> bool:
     """Whether every reward that judges answers gave all that it can; all of them where none
     judges. An answer without a reward is not solved."""
     rewards: dict[str, Any] = run.settings["experts"][answer.domain]["rewards"]

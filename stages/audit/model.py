@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from stages.audit.recorded import Drawn, NotAuditable
+from stages.audit.recorded import NotAuditable, RecordedSample
 
 Weights = dict[str, torch.Tensor]
 
@@ -20,7 +20,7 @@ class Read:
     temperature, and of all tokens that were read, the routers' logits [layers, tokens, experts] and
     the experts that were used [layers, tokens, experts_per_token]."""
 
-    sample: Drawn
+    sample: RecordedSample
     logits: torch.Tensor
     router_logits: torch.Tensor
     chosen: torch.Tensor
@@ -75,7 +75,7 @@ class Model:
         self.module.load_state_dict(weights, strict=True)
         self.parameters = dict(self.module.named_parameters())
 
-    def read(self, sample: Drawn, replay: bool) -> Read:
+    def read(self, sample: RecordedSample, replay: bool) -> Read:
         """Read a sample; with `replay`, by the experts that the engine used."""
         if replay and sample.routes is None:
             raise NotAuditable(

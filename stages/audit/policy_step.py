@@ -14,7 +14,7 @@ from stages.audit.drawing import kept_sets, mismatch
 from stages.audit.model import Model, Read
 from stages.audit.objective import Facts, Terms, terms
 from stages.audit.optimizer import Optimizer, norm
-from stages.audit.recorded import Drawn, NotAuditable
+from stages.audit.recorded import NotAuditable, RecordedSample
 from stages.audit.rows import Comparison, number, numbers
 from stages.audit.update import RouterLosses, gradients
 
@@ -86,7 +86,7 @@ class PolicyStep:
 
     def run(
         self,
-        samples: Sequence[Drawn],
+        samples: Sequence[RecordedSample],
         policy: Model,
         reference: PlainReference | None,
         optimizer: Optimizer,
@@ -129,14 +129,14 @@ class PolicyStep:
             rows.append(number(name, logged[name], sum(found) / len(found)))
         return rows
 
-    def _masked(self, sample: Drawn) -> Drawn:
+    def _masked(self, sample: RecordedSample) -> RecordedSample:
         """With the learned tokens that it should have."""
         learned = torch.arange(len(sample.response))
         if self.objective["mask_truncated"] and not sample.fields["finished"]:
             learned = learned[:0]
         return replace(sample, learned=learned)
 
-    def _rewards(self, samples: Sequence[Drawn]) -> Comparison:
+    def _rewards(self, samples: Sequence[RecordedSample]) -> Comparison:
         """The rewards beside the weighted sums of their parts."""
         sums = [
             sum(
@@ -148,7 +148,7 @@ class PolicyStep:
         return numbers("rewards", [sample.fields["reward"] for sample in samples], sums)
 
     def _before(
-        self, samples: Sequence[Drawn], policy: Model, unscaled: Sequence[Sequence[float]]
+        self, samples: Sequence[RecordedSample], policy: Model, unscaled: Sequence[Sequence[float]]
     ) -> Known:
         """pi_old and what else the weights at the beginning of the step decide."""
         known = Known()
@@ -177,7 +177,7 @@ class PolicyStep:
     def _update(
         self,
         own: list[int],
-        samples: Sequence[Drawn],
+        samples: Sequence[RecordedSample],
         known: Known,
         policy: Model,
         reference: PlainReference | None,
@@ -288,7 +288,7 @@ class PolicyStep:
         return apart.mean((0, 2))[sample.first :][sample.learned]
 
     def _length_weight(
-        self, chosen: list[Drawn], sample: Drawn, exponent: torch.Tensor
+        self, chosen: list[RecordedSample], sample: RecordedSample, exponent: torch.Tensor
     ) -> torch.Tensor | float:
         if self.objective["aggregation"] != "lambda":
             return 1.0
@@ -320,12 +320,14 @@ class PolicyStep:
             sums.by_token["full_entropy"] += float(entropy.detach().sum())
 
 
-def _given(sample: Drawn) -> list[float]:
+def _given(sample: RecordedSample) -> list[float]:
     own: list[float] | None = sample.fields.get("advantages")
     return own or [sample.fields["advantage"]] * len(sample.response)
 
 
-def _length_weights(samples: list[Drawn], exponent: torch.Tensor) -> dict[int, torch.Tensor]:
+def _length_weights(
+    samples: list[RecordedSample], exponent: torch.Tensor
+) -> dict[int, torch.Tensor]:
     """G softmax(h^lambda) over every group of an update, by sample (arXiv 2510.06870)."""
     groups = defaultdict(list)
     for sample in samples:

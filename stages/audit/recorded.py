@@ -35,7 +35,7 @@ class NotAuditable(Exception):
 
 
 @dataclass(frozen=True)
-class Drawn:
+class RecordedSample:
     """A sample as its step trained on it; tokens int64, log-probabilities in nats, float64.
 
     `learned` are the places in the response of the tokens that are learned. `routes` [prompt +
@@ -171,7 +171,7 @@ def metrics(stage: Path, step: int) -> dict[str, float]:
     return found
 
 
-def samples(path: Path) -> list[Drawn]:
+def samples(path: Path) -> list[RecordedSample]:
     """Read JSON lines of samples, and the arrays beside them where there are any."""
     if not path.exists():
         raise NotAuditable(f"no samples at {path}; run the step again with logging.auditable=true")
@@ -212,10 +212,12 @@ def _cut(array: np.ndarray, counts: list[int]) -> list[np.ndarray]:
     return np.split(array, np.cumsum(counts)[:-1]) if len(array) else []
 
 
-def _drawn(line: _Line, routes: np.ndarray | None, sets: Iterator[np.ndarray] | None) -> Drawn:
+def _drawn(
+    line: _Line, routes: np.ndarray | None, sets: Iterator[np.ndarray] | None
+) -> RecordedSample:
     response = torch.tensor(line.response_tokens)
     every = range(len(response))
-    return Drawn(
+    return RecordedSample(
         domain=line.domain,
         prompt=torch.tensor(line.prompt_tokens),
         response=response,

@@ -10,14 +10,14 @@ import torch
 from stages.audit.drawing import kept_sets, mismatch
 from stages.audit.model import Model, Read
 from stages.audit.optimizer import Optimizer, norm
-from stages.audit.recorded import Drawn
+from stages.audit.recorded import RecordedSample
 from stages.audit.rows import Comparison, number
 from stages.audit.update import RouterLosses, gradients
 
 
 def cold_start_step(
     settings: dict[str, Any],
-    samples: Sequence[Drawn],
+    samples: Sequence[RecordedSample],
     policy: Model,
     optimizer: Optimizer,
     logged: Mapping[str, float],
@@ -42,7 +42,7 @@ def cold_start_step(
 def merge_step(
     settings: dict[str, Any],
     domains: Sequence[str],
-    samples: Sequence[Drawn],
+    samples: Sequence[RecordedSample],
     policy: Model,
     teachers: Mapping[str, Model],
     optimizer: Optimizer,

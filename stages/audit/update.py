@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from stages.audit.model import Model, Read, Weights
-from stages.audit.recorded import Drawn
+from stages.audit.recorded import RecordedSample
 
 
 class RouterLosses:
@@ -18,13 +18,13 @@ class RouterLosses:
     first.
     """
 
-    def __init__(self, settings: dict[str, Any], samples: Sequence[Drawn]) -> None:
+    def __init__(self, settings: dict[str, Any], samples: Sequence[RecordedSample]) -> None:
         self.settings = settings
         self.tokens = sum(len(sample.tokens) for sample in samples)
         self.shares: torch.Tensor | None = None  # [layers, experts]
         self.sums = {"load_balance": 0.0, "z_loss": 0.0}
 
-    def count(self, model: Model, samples: Sequence[Drawn], replay: bool) -> None:
+    def count(self, model: Model, samples: Sequence[RecordedSample], replay: bool) -> None:
         """Count which experts the samples use."""
         if not self.settings["load_balance"]:
             return
@@ -62,7 +62,7 @@ class RouterLosses:
 
 def gradients(
     model: Model,
-    samples: Sequence[Drawn],
+    samples: Sequence[RecordedSample],
     replay: bool,
     losses: RouterLosses,
     loss: Callable[[Read], torch.Tensor],

@@ -10,14 +10,14 @@ MUTANTS = [
         "stages/grpo.py",
         "if self.objective.mask_truncated:",
         "if self.objective.mask_truncated and self.critic is not None:",
-        "tests/unit/test_expert.py",
+        "tests/unit/test_mask_truncated.py",
     ),
     Mutant(
         "a masked response counts among the entropies of its group",
         "stages/group_weights.py",
         "counts[str(sample.group)] += bool(len(sample.learned))",
         "counts[str(sample.group)] += 1",
-        "tests/unit/test_expert.py",
+        "tests/unit/test_mask_truncated.py",
     ),
     Mutant(
         "several answers to a problem count as several problems",
