@@ -68,7 +68,7 @@ fuzz: $(INSTALLED)  ## 10,000 damaged configurations, 2,000 damaged run director
 	$(BIN)/python -m tests.fuzz --configs 10000 --runs 2000 --seed $(or $(SEED),0)
 
 mutants: $(INSTALLED)  ## mistakes made on purpose in a clone: do the tests notice? (an hour); ONLY=TEXT for some
-	$(BIN)/python -m tests.mutants $(if $(ONLY),--only "$(ONLY)") $(if $(RESULT),--result $(RESULT))
+	$(BIN)/python -m tests.mutants --jobs 2 $(if $(ONLY),--only "$(ONLY)") $(if $(RESULT),--result $(RESULT))
 
 gpu-check: $(INSTALLED)  ## on a CUDA device: the tests that need one rank, on that device
 	@$(BIN)/python -c "import sys, torch; torch.cuda.is_available() or sys.exit('no CUDA device here: nothing was checked')"

@@ -1,11 +1,11 @@
 """An engine killed by kill -9 again and again while an expert trains: nothing may be lost.
 
-    python benchmarks/engine_kills.py [--kills 10] [--seed 0]
+    python benchmarks/engine_kills.py [--kills 10] [--seed 0] [--steps 60]
 
 Runs a cold start of a few steps and then one expert, on this machine. At random times its engine is
 killed, by turns while it draws and in the middle of a refit, which its own description betrays.
 Holds the run to what it must show: it finishes, and every step trained on each sample it asked for
-once. Prints JSON.
+once. Prints the counts and writes them to benchmarks/engine_kills.json.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from machine import measured
 from parallel.rollout.client import EngineClient, EngineError
 from parallel.settings import EngineSettings
 
+RESULTS = Path(__file__).with_suffix(".json")
 SPACING = (1.0, 6.0)  # seconds from one engine's readiness to the next kill
 PATIENCE = 60.0  # seconds that a refit is waited for
 PROMPTS, GROUP = 8, 4
@@ -125,12 +126,14 @@ def judge(run: Path, steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    print(json.dumps(measure(**vars(parser.parse_args())), indent=1))
+    result = json.dumps(measure(**vars(parser.parse_args())), indent=1)
+    RESULTS.write_text(result + "\n")
+    print(result)
 
 
 if __name__ == "__main__":

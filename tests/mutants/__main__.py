@@ -1,8 +1,8 @@
-"""Make every mistake of the lists in a clone, one at a time, and see that tests fail.
+"""Apply each mutant of the lists to a clone of the repository and check that the tests notice it.
 
-A mistake is noticed where one of the tests that it names fails, after they passed without it. The
-exit code is 1 where fewer than 95 % are noticed, where the tests fail without a mistake, or where
-the code that a mistake changes is gone. A line of JSON for each is written to --result.
+A mutant is noticed where one of the tests that it names fails, after they passed without it. The
+exit code is 1 where fewer than 95 % are noticed, where the tests fail without a mutant, or where
+the code that a mutant changes is gone. A line of JSON for each is written to --result.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 
 from . import mechanics, wiring
 from .mutant import Mutant
@@ -34,6 +36,9 @@ def main() -> int:
         "--only", metavar="TEXT", help="those whose name, file or tests have this text"
     )
     parser.add_argument("--list", action="store_true", help="list them, and make none")
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="mutants tested in parallel (default: 1)"
+    )
     parser.add_argument("--result", type=Path, help="append a line of JSON for each to this file")
     arguments = parser.parse_args()
     chosen = [
@@ -44,36 +49,56 @@ def main() -> int:
     if arguments.list:
         print("\n".join(f"{each.name}: {each.file}; {each.tests}" for each in chosen))
         return 0
-    with _clone() as clone:
-        wrong = [tests for tests in dict.fromkeys(e.tests for e in chosen) if _fail(clone, tests)]
-        if wrong:
+    with ExitStack() as stack:
+        clones: SimpleQueue[Path] = SimpleQueue()
+        for _ in range(arguments.jobs):
+            clones.put(stack.enter_context(_clone()))
+        pool = ThreadPoolExecutor(arguments.jobs)
+        stack.callback(pool.shutdown, cancel_futures=True)
+        suites = list(dict.fromkeys(each.tests for each in chosen))
+        failed = pool.map(lambda tests: _tried(clones, tests), suites)
+        if wrong := [tests for tests, (fails, _) in zip(suites, failed, strict=True) if fails]:
             print(f"these fail without a mistake: {'; '.join(wrong)}")
             return 1
-        survived = list(_survivors(clone, chosen, arguments.result))
-    noticed = len(chosen) - len(survived)
+        tried = pool.map(lambda mutant: _tried(clones, mutant.tests, mutant), chosen)
+        noticed = _reported(chosen, tried, arguments.result)
     print(f"noticed {noticed} of {len(chosen)}")
     return int(noticed < NOTICED_SHARE * len(chosen))
 
 
-def _survivors(clone: Path, chosen: Sequence[Mutant], result: Path | None) -> Iterator[Mutant]:
-    """Yield the mutants that no test notices; print a line for each."""
-    for number, mutant in enumerate(chosen, start=1):
+def _tried(
+    clones: SimpleQueue[Path], tests: str, mutant: Mutant | None = None
+) -> tuple[bool, float]:
+    """Return whether the tests fail in a clone with the mutant applied, and their seconds."""
+    clone, began = clones.get(), time.monotonic()
+    try:
+        if mutant is None:
+            return _fail(clone, tests), time.monotonic() - began
         file = clone / mutant.file
-        whole, began = file.read_text(), time.monotonic()
+        whole = file.read_text()
         file.write_text(mutant.applied(clone))
         try:
-            noticed = _fail(clone, mutant.tests)
+            return _fail(clone, tests), time.monotonic() - began
         finally:
             file.write_text(whole)
-        seconds = time.monotonic() - began
+    finally:
+        clones.put(clone)
+
+
+def _reported(
+    chosen: Sequence[Mutant], tried: Iterator[tuple[bool, float]], result: Path | None
+) -> int:
+    """Return how many are noticed, and print a line for each, in the lists' order."""
+    count = 0
+    for number, (mutant, (noticed, seconds)) in enumerate(zip(chosen, tried, strict=True), start=1):
         said = "noticed " if noticed else "SURVIVED"
         print(f"[{number}/{len(chosen)}] {said} {mutant.name} ({seconds:.0f} s)", flush=True)
         if result is not None:
             line = {"name": mutant.name, "noticed": noticed, "tests": mutant.tests}
             with result.open("a") as lines:
                 lines.write(json.dumps({**line, "seconds": round(seconds)}) + "\n")
-        if not noticed:
-            yield mutant
+        count += noticed
+    return count
 
 
 def _fail(clone: Path, tests: str) -> bool:
