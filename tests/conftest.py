@@ -16,8 +16,9 @@ from parallel.settings import LayoutSettings
 
 KEPT = 10  # processes; idle ones still cost memory
 # Tests of one file share a worker, and those of these directories do: each worker that uses an
-# engine first imports vLLM for its fork server, and starts engines of its own.
-TOGETHER = ("tests/engine",)
+# engine first imports vLLM for its fork server, and starts engines of its own; those of the audit
+# share a run.
+TOGETHER = ("tests/engine", "tests/audit")
 
 
 class _Scheduling(LoadFileScheduling):

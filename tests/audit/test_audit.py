@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 import json
 import math
 import os
@@ -11,28 +10,20 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runs import BRAID, REPOSITORY, braid, finish
+from effects import STEPS, block_of
+from runs import BRAID, REPOSITORY, braid
 
-from stages.audit import recorded, stage_audit
+from stages.audit import recorded
 from stages.audit.evaluation import evaluation_rows
-from stages.audit.recorded import NotAuditable, RecordedRun, read_run
+from stages.audit.recorded import NotAuditable, read_run
 from stages.audit.rows import change
-from stages.audit.stage_audit import Audited, audit_step
+from stages.audit.stage_audit import audit_step
 
-ODD = Path(__file__).parent / "odd.yaml"
-STEPS = {
-    "cold_start": 4,
-    "experts.chain_sum": 3,
-    "experts.spell_backward": 3,
-    "experts.number_sorting": 3,
-    "merge": 4,
-}
 # What has to take part in some expert's step, and between which bounds it then is.
 TAKES_PART = {
     "clip_fraction": (0.01, 0.99),
@@ -43,104 +34,6 @@ TAKES_PART = {
     "full_entropy": (0.01, math.inf),
     "length_exponent": (-math.inf, -0.01),
 }
-OTHER = {  # beside numbers, which are made larger
-    "algorithm": {"adam": "sgd", "sgd": "adam"},
-    "decay": {"cosine": "linear", "linear": "cosine"},
-    "replay": {"r3": "none", "none": "r3"},
-    "aggregation": {"token_mean": "sequence_mean", "constant": "token_mean", "lambda": "constant"},
-    "estimator": {"k3": "k2", "unbiased_k3": "k3", "full": "k3"},
-    "reference": {"cold_start": "ema", "parent": "ema", "ema": "parent"},
-    "std": {"population": "sample"},
-    "by": {"reward_per_token": "length"},
-    "scaling": {"none": "edge", "edge": "none"},
-    "averaged_over": {"domains": "tokens"},
-    "level": {"token": "sequence", "sequence": "token"},
-    "samples": {"stale": "all"},
-}
-NAMES = {  # what another algorithm of a block is, whole
-    "objective.advantage": {"name": "dr_grpo"},
-    "objective.ratio": {"name": "cispo", "cap": 0.9},
-    "objective.correction": {"name": "none"},
-}
-# Leaves that the audited step of a stage does not depend on, and why.
-WITHOUT_EFFECT = {
-    "loop.micro_batch_tokens": "how much is computed at once",
-    "loop.checkpoint_every": "what is saved",
-    "loop.keep_last": "what is saved",
-    "loop.keep_best": "what is saved",
-    "loop.async_checkpoints": "what is saved",
-    "rollout": "which samples are drawn, by which weights: the audit takes those that were",
-    "sampling.top_p": "the sets of stale samples are taken as they are",
-    "sampling.top_k": "the sets of stale samples are taken as they are",
-    "sampling.max_response_tokens": "ends responses; only the aggregation `constant` reads it",
-    "optimizer.momentum": "of SGD alone",
-    "optimizer.betas": "of Adam alone",
-    "objective.lambda_learning_rate": "of the aggregation `lambda` alone",
-    "objective.kl.coefficient": "steered, by kl.target, from where it begins",
-    "objective.kl.ema_decay": "of the reference `ema` alone",
-    "objective.sequence_mask.delta": "only where the mask is enabled",
-    "objective.ratio.dual_clip": "null but in one domain",
-    "objective.correction.level": "engine and trainer agree but for stale samples",
-    "objective.correction.samples": "engine and trainer agree but for stale samples",
-    "objective.correction.cap": "engine and trainer agree but for stale samples",
-    "routing.replay": "engine and trainer route alike but for stale samples",
-    "guards": "when to warn or stop, of metrics that are logged",
-    "stop": "when to stop",
-    "gate": "measured after the stage",
-    "prompts": "which problems are drawn: the audit takes those that were",
-    "demonstrations": "what a cold start learns from: the audit takes what it read",
-    "curriculum": "which problems are drawn",
-    "rewards.exact": "nothing is solved in so few steps: all its parts are 0",
-    "rewards": "what a response earns; but for the weights, which are changed",
-    "method": "there is one",
-    "from": "tried by itself, since it needs another stage",
-}
-# What other samples than those of this run would show.
-BY_CHANCE = {
-    ("experts.spell_backward", "objective.ratio.clip_low"): "what it clips is masked",
-    ("experts.spell_backward", "objective.ratio.clip_high"): "what it clips is masked",
-    ("experts.spell_backward", "objective.correction.samples"): "all samples are stale",
-    ("experts.spell_backward", "objective.sequence_mask.delta"): "no sample is so near to it",
-    ("experts.number_sorting", "objective.advantage.by"): "both keep the same responses",
-    ("experts.number_sorting", "objective.ratio.clip_low"): "no ratio is so near to it",
-    ("experts.number_sorting", "objective.correction"): "no ratio is near its cap",
-    ("experts.number_sorting", "objective.mask_truncated"): "no response is cut off",
-}
-EFFECTIVE = {  # where a leaf that has no effect elsewhere does have one
-    ("experts.spell_backward", "optimizer.momentum"),
-    ("experts.spell_backward", "routing.replay"),
-    ("experts.spell_backward", "objective.kl.coefficient"),
-    ("experts.number_sorting", "objective.kl.coefficient"),
-    ("merge", "routing.replay"),
-    ("experts.spell_backward", "sampling.max_response_tokens"),
-    ("experts.spell_backward", "objective.correction.level"),
-    ("experts.chain_sum", "optimizer.betas"),
-    ("experts.chain_sum", "sampling.top_p"),
-    ("experts.chain_sum", "objective.ratio.dual_clip"),
-    ("experts.chain_sum", "sampling.top_k"),
-    ("experts.number_sorting", "sampling.top_p"),
-    ("experts.number_sorting", "sampling.top_k"),
-    ("experts.chain_sum", "objective.correction.cap"),
-    ("experts.number_sorting", "optimizer.betas"),
-    ("experts.number_sorting", "objective.lambda_learning_rate"),
-    ("experts.number_sorting", "objective.kl.ema_decay"),
-    ("cold_start", "optimizer.betas"),
-    ("merge", "optimizer.betas"),
-}
-
-
-@pytest.fixture(scope="module")
-def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of odd.yaml."""
-    runs = tmp_path_factory.mktemp("runs")
-    finish(braid(runs, "run", str(ODD)))
-    return runs / "odd"
-
-
-@pytest.fixture
-def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read every checkpoint once, for many audits of one step."""
-    monkeypatch.setattr(stage_audit, "tensors", cache(stage_audit.tensors))
 
 
 @pytest.fixture(scope="module")
@@ -176,35 +69,8 @@ def test_what_is_audited_takes_part(odd: Path, audited: dict[str, dict[str, Any]
         assert any(low < value < high for value in values), (quantity, values)
     settings = read_run(odd).settings
     for stage in STEPS:  # gradients are clipped in all of them
-        clip = _block(settings, stage)["optimizer"]["clip_norm"]
+        clip = block_of(settings, stage)["optimizer"]["clip_norm"]
         assert rows["gradient_norm", stage] > clip, stage
-
-
-@pytest.mark.usefixtures("read_once")
-def test_another_value_of_a_setting_gives_another_step(odd: Path) -> None:
-    """A few of what the test below tries: a coefficient, a schedule, a reference."""
-    run = read_run(odd)
-    for stage, key, value in (
-        ("experts.spell_backward", "objective.kl.coefficient", 0.1),
-        ("experts.spell_backward", "sampling.temperature", 1.0),
-        ("merge", "routing.replay", "none"),
-        ("cold_start", "optimizer.warmup_steps", 3),
-    ):
-        assert differs(run, stage, {key: value}), (stage, key)
-
-
-@pytest.mark.combinations
-@pytest.mark.usefixtures("read_once")
-@pytest.mark.parametrize("stage", STEPS)
-def test_every_setting_that_shapes_a_step_is_effective(odd: Path, stage: str) -> None:
-    run = read_run(odd)
-    without = []
-    for key, value in changed(_block(run.settings, stage)):
-        effective = (stage, key) in EFFECTIVE or not _named(key)
-        effective = effective and (stage, key) not in BY_CHANCE
-        if effective and not differs(run, stage, {key: value}):
-            without.append(key)
-    assert not without, without
 
 
 def test_a_tampered_file_differs(odd: Path, tmp_path: Path) -> None:
@@ -345,55 +211,3 @@ def _imported(path: Path) -> Iterator[str]:
             )
         elif isinstance(node, ast.Import):
             yield from (each.name for each in node.names)
-
-
-def differs(run: RecordedRun, stage: str, changes: dict[str, Any]) -> bool:
-    """Whether the audit of a step finds something else, or cannot be, under other settings."""
-    settings = copy.deepcopy(run.settings)
-    for key, value in changes.items():
-        *path, last = key.split(".")
-        block = _block(settings, stage)
-        for part in path:
-            block = block[part]
-        block[last] = value
-    torch.set_num_threads(1)
-    try:
-        found: Audited = audit_step(RecordedRun(run.path, settings), stage, STEPS[stage])
-    except (KeyError, NotAuditable):
-        return True
-    return not all(row.agrees for row in found.rows)
-
-
-def changed(block: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf of a stage's block with another value."""
-    for name, value in block.items():
-        key = f"{prefix}{name}"
-        if key in NAMES:
-            yield key, {**value, **NAMES[key]}
-        if isinstance(value, dict) and value:
-            yield from changed(value, f"{key}.")
-        elif isinstance(value, bool):
-            yield key, not value
-        elif isinstance(value, int):
-            yield key, value + 1
-        elif isinstance(value, float):
-            yield key, value * 0.9 if value else 0.1
-        elif isinstance(value, list):
-            yield key, [each * 0.9 for each in value]
-        elif isinstance(value, str) and value in OTHER.get(name, {}):
-            yield key, OTHER[name][value]
-        elif not _named(key) and name != "name" and value is not None:
-            pytest.fail(f"{key}: no other value than {value!r} is known to try")
-
-
-def _named(key: str) -> bool:
-    """Whether a leaf is one of those without effect."""
-    weight = key == "rewards.brief.weight"
-    return not weight and any(key == each or key.startswith(f"{each}.") for each in WITHOUT_EFFECT)
-
-
-def _block(settings: dict[str, Any], stage: str) -> dict[str, Any]:
-    block: dict[str, Any] = settings
-    for part in stage.split("."):
-        block = block[part]
-    return block

@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases import MODEL, SGD, accumulate, batches, build, samples
+from cases import MODEL as SMALL
+from cases import SGD, accumulate, batches, build, samples
 from checkpoint_cases import save
 
 from parallel.settings import LayoutSettings
 
+# No number that decides what a model computes has its default.
+MODEL = SMALL.model_copy(update={"rope_base": 300.0, "norm_epsilon": 1e-3})
 DENSE_AND_SHARED = {
     "first_k_dense_replace": 1,
     "intermediate_size": 48,
@@ -28,7 +31,12 @@ FAMILIES = {
     "glm4_moe": MODEL.model_copy(
         update={
             "family": "glm4_moe",
-            "architecture": {**DENSE_AND_SHARED, "attention_bias": True, "use_qk_norm": True},
+            "architecture": {
+                **DENSE_AND_SHARED,
+                "attention_bias": True,
+                "use_qk_norm": True,
+                "partial_rotary_factor": 0.25,
+            },
         }
     ),
     "deepseek_v3": MODEL.model_copy(
@@ -60,6 +68,9 @@ MODELS = {
                 "rope_scaling": {
                     "factor": 4.0,
                     "original_max_position_embeddings": MODEL.max_positions // 4,
+                    "beta_fast": 8.0,
+                    "beta_slow": 2.0,
+                    "mscale": 0.9,
                     "mscale_all_dim": 0.7,
                 },
             },

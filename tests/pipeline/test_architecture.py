@@ -1,11 +1,9 @@
-"""The floors: imports point down, the pipeline knows no torch, and every setting is read."""
+"""The floors: imports point down, and the pipeline knows no torch."""
 
 from __future__ import annotations
 
 import ast
-import importlib
 import json
-import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,10 +11,6 @@ from pathlib import Path
 
 import pytest
 
-import parallel
-import stages
-from parallel.families import FAMILIES
-from parallel.settings import Settings
 from pipeline.config import dump_resolved
 from pipeline.graph import compile_graph
 from pipeline.ledger import Ledger
@@ -136,37 +130,3 @@ def test_outside_of_its_environment_the_command_says_so() -> None:
     [line] = found.stderr.splitlines()
     assert line.startswith(f"braid: {sys.executable} has no package ")
     assert line.endswith("with: source .venv/bin/activate")
-
-
-def settings_classes() -> list[type[Settings]]:
-    for package in (parallel, stages):
-        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if found.name.endswith(".settings"):
-                importlib.import_module(found.name)
-    classes = [Settings]
-    for each in classes:
-        classes += each.__subclasses__()
-    return classes[1:]
-
-
-def test_every_setting_is_read_by_some_code() -> None:
-    read = {
-        node.attr
-        for floor in ABOVE
-        for path, tree in modules(floor)
-        if path.name != "settings.py"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
-        # What stands on `self` outside settings.py is an object's own, whatever it is called.
-        if not (isinstance(node.value, ast.Name) and node.value.id == "self")
-    }
-    # Names of settings in Hugging Face's terms, and settings that transformers is handed whole.
-    read |= {name for family in FAMILIES.values() for name in family.names.values()}
-    handed_on = {name for family in FAMILIES.values() for name in family.further.model_fields}
-    unread = [
-        f"{each.__name__}.{name}"
-        for each in settings_classes()
-        for name in each.model_fields
-        if name not in (read if each.__module__.endswith(".settings") else read | handed_on)
-    ]
-    assert not unread

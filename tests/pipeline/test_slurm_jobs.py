@@ -20,7 +20,7 @@ from pipeline.slurm.nodes import Places, cpus_of, nodes_needed, place, size_opti
 from pipeline.slurm.queue import QueuedJob, SlurmError
 from pipeline.slurm.settings import ClusterSettings, ContainerSettings, KindSettings, seconds_of
 from pipeline.slurm.stage import go_back_into_the_queue
-from pipeline.slurm.steps import Step, contained
+from pipeline.slurm.steps import SlurmJob, Step, contained
 from pipeline.slurm.submit import (
     refuse_too_large_engines,
     submissions,
@@ -108,7 +108,7 @@ def test_too_few_cpus_of_a_node_are_found() -> None:
 def test_stages_wait_for_those_they_are_made_from(run: RunDirectory, settings: RunSettings) -> None:
     stages = compile_graph(settings)
     cluster = ClusterSettings(
-        account="lab", partition="gpu", gpus_per_node=8, kinds={"export": EXPORT}
+        account="lab", partition="gpu", gpus_per_node=8, experts_at_once=2, kinds={"export": EXPORT}
     )
     found = submissions(run, settings, cluster, stages, derive(run, settings, stages))
     commands = [each.command(["10", "11", "12", "13"]) for each in found]
@@ -121,7 +121,7 @@ def test_stages_wait_for_those_they_are_made_from(run: RunDirectory, settings: R
         ["--dependency=afterok:12"],
     ]
     assert all("--kill-on-invalid-dep=yes" in command for command in commands[1:])
-    assert "--array=0-1" in commands[1]
+    assert "--array=0-1%2" in commands[1]
     assert commands[1][-3:] == [str(run.path.absolute()), "experts.sums", "experts.words"]
     for option in ("--account=lab", "--partition=gpu", "--gpus-per-node=8", "--nodes=1"):
         assert all(option in command for command in commands)
@@ -251,10 +251,12 @@ def test_a_container_holds_the_ranks_and_its_own_python() -> None:
         f"--container-workdir={Path.cwd()}",
         *["python3", "-m", "stages.main", "job.json"],
     ]
-    apptainer = ContainerSettings(runtime="apptainer", image="/i.sif", mounts=("/a:/a",))
+    apptainer = ContainerSettings(
+        runtime="apptainer", image="/i.sif", mounts=("/a:/a",), python="/opt/python"
+    )
     assert contained(apptainer, command) == [
         *["apptainer", "exec", "--nv", "--bind", "/a:/a", "--pwd", str(Path.cwd()), "/i.sif"],
-        *["python3", "-m", "stages.main", "job.json"],
+        *["/opt/python", "-m", "stages.main", "job.json"],
     ]
     assert contained(None, command) == command
 
@@ -348,6 +350,9 @@ def test_an_interface_has_an_address_or_the_names_of_others() -> None:
 def test_process_groups_are_kept_to_an_interface() -> None:
     assert environment_of("ib0") == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}
     assert environment_of("") == {}
+    for asked, taken in (("ib0", "ib0"), (None, "")):
+        cluster = ClusterSettings(network_interface=asked)
+        assert SlurmJob(Places([], 1, []), EngineSettings(), cluster).interface == taken
 
 
 @pytest.mark.parametrize("command", ["cancel", "status", "logs"])

@@ -113,6 +113,10 @@ def test_the_split_holds_out_the_asked_fraction() -> None:
     assert share == pytest.approx(0.125, abs=0.02)
     found = Counter(split_of(problem, 0.25) for problem in problems)
     assert found == {"train": 3000, "held_out": 800, "gate": 200}
+    half = settings("spell_backward").model_copy(update={"held_out_fraction": 0.5})
+    trained = PromptStream(half, TOKENIZER, "spell_backward", 0, "rl", split="train").take(500)
+    assert not any(is_held_out(problem, 0.5) for problem in trained)
+    assert any(is_held_out(problem, 0.5) for problem in everything[0])
 
 
 @every_dataset

@@ -64,12 +64,15 @@ def job(
     bound: float = 1e9,
     failed: float = 0.9,
     samples_per_problem: int = 1,
+    sampling_seed: int = 1,
     **given: Any,
 ) -> StageJob:
     reward = {"kind": "python", "function": f"small_rewards:{function}", "unfinished": "score"}
     settings = toy_run(bound, sums=toy_domain(rewards={"odd": reward})).model_copy(
         update={
-            "evaluation": EvaluationSettings(problems=40, samples_per_problem=samples_per_problem),
+            "evaluation": EvaluationSettings(
+                problems=40, samples_per_problem=samples_per_problem, sampling_seed=sampling_seed
+            ),
             "rewards": RewardPoolSettings(workers=1, max_failed_fraction=failed),
         }
     )
@@ -126,6 +129,18 @@ def test_several_answers_to_a_problem_count_by_their_share(tmp_path: Path) -> No
     assert score["pass_at_k"] == sum(count > 0 for count in solved) / 40
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["accuracy"] == pytest.approx(score["accuracy"])
+
+
+def test_another_sampling_seed_draws_other_answers(tmp_path: Path) -> None:
+    def solved(directory: Path, seed: int) -> Any:
+        evaluate.run(job(directory, sampling_seed=seed))
+        return json.loads((directory / "solved" / "merge.json").read_text())
+
+    first, again, other = (
+        solved(tmp_path / name, seed) for name, seed in (("first", 1), ("again", 1), ("other", 2))
+    )
+    assert first == again
+    assert first != other
 
 
 def test_what_each_problem_earned_is_kept_for_paired_comparisons(tmp_path: Path) -> None:

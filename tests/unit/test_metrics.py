@@ -20,7 +20,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 def job(directory: Path, wandb: Literal["offline", "disabled"] = "disabled") -> StageJob:
-    settings = RunSettings.model_construct(name="a", logging=LoggingSettings(wandb=wandb))
+    logging = LoggingSettings(wandb=wandb, project="other")
+    settings = RunSettings.model_construct(name="a", logging=logging)
     return StageJob.model_construct(
         stage="cold_start", directory=directory, attempt=1, settings=settings
     )
@@ -54,7 +55,8 @@ def test_a_step_does_not_wait_for_weights_and_biases_but_its_metrics_do(
 ) -> None:
     may_start, logged = Event(), []
 
-    def start(**_: object) -> SimpleNamespace:
+    def start(project: str, mode: str, **_: object) -> SimpleNamespace:
+        assert (project, mode) == ("other", "offline")
         assert may_start.wait(30)
         return SimpleNamespace(log=lambda metrics, step: logged.append((step, metrics)))
 

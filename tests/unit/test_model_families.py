@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 from pydantic import ValidationError
+from test_rollout_modes import one_rank  # noqa: F401
 from transformers import AutoConfig
 
 from parallel.families import FAMILIES, architecture, family_violations
 from parallel.hugging_face import contradictions, expected_tensors, hugging_face_config
-from parallel.settings import LayoutSettings, ModelSettings
+from parallel.policy import Policy
+from parallel.settings import InitializationSettings, LayoutSettings, ModelSettings
 
 BASE = {
     "vocabulary_size": 80,
@@ -38,6 +40,17 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     theirs.partial_rotary_factor = 0.5
     further = FAMILIES[family].further()
     assert further.model_dump() == {name: getattr(theirs, name) for name in further.model_dump()}
+
+
+def test_a_random_start_has_the_deviations_of_the_settings() -> None:
+    start = InitializationSettings(embedding_std=0.3, router_std=0.07)
+    policy = Policy(model("qwen3_moe", initialization=start), LayoutSettings())
+    policy.start_fresh(seed=1)
+    weights = policy.named_weights()
+    embeddings = [value for name, value in weights.items() if "word_embeddings" in name]
+    routers = [value for name, value in weights.items() if "router" in name]
+    assert [value.std().item() for value in embeddings] == pytest.approx([0.3], rel=0.1)
+    assert [value.std().item() for value in routers] == pytest.approx([0.07] * 4, rel=0.2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -46,8 +46,12 @@ def response(text: str, finished: bool = True) -> Response:
 def pool(tmp_path: Path) -> Iterator[Made]:
     made: list[RewardPool] = []
 
-    def make(seconds: float = 30.0, workers: int = 1, **given: dict[str, Any]) -> RewardPool:
-        settings = RewardPoolSettings(workers=workers, timeout_seconds=seconds)
+    def make(
+        seconds: float = 30.0, workers: int = 1, memory: int = 4096, **given: dict[str, Any]
+    ) -> RewardPool:
+        settings = RewardPoolSettings(
+            workers=workers, timeout_seconds=seconds, memory_mebibytes=memory
+        )
         made.append(RewardPool({"sums": rewards(**given)}, settings, tmp_path))
         return made[-1]
 
@@ -241,6 +245,15 @@ def test_a_response_that_always_gets_its_worker_killed_is_dropped_alone(pool: Ma
     assert (before.reward, after.reward) == (3.0, 5.0)
     assert failed.failure is not None
     assert "its process was killed by SIGKILL (was the memory used up?)" in failed.failure
+
+
+def test_a_worker_may_use_the_memory_of_the_settings_and_no_more(pool: Made) -> None:
+    text = f"reserve {1 << 31}"
+    [enough] = graded(pool(odd=own("does")), text)
+    assert enough.reward == 1 << 31
+    [short] = graded(pool(memory=1500, odd=own("does")), text)
+    assert short.failure is not None
+    assert "MemoryError" in short.failure
 
 
 def test_a_signal_to_the_whole_process_group_ends_no_reward(pool: Made) -> None:

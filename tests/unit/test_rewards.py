@@ -138,8 +138,9 @@ SCHEMA = {
 )
 @pytest.mark.parametrize("stated", ["field", "text", "settings"])
 def test_json_is_held_to_its_schema(text: str, right: int, stated: str) -> None:
-    asked = {"field": problem(schema=SCHEMA), "text": problem(schema=json.dumps(SCHEMA))}
-    made = reward("json_schema", default_schema=SCHEMA if stated == "settings" else None)
+    asked = {"field": problem(shape=SCHEMA), "text": problem(shape=json.dumps(SCHEMA))}
+    default = SCHEMA if stated == "settings" else None
+    made = reward("json_schema", schema_field="shape", default_schema=default)
     assert score(made, text, asked.get(stated)) == right
 
 

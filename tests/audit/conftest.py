@@ -1,0 +1,27 @@
+"""The run that is audited, and a way to audit it often."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+from runs import braid, finish
+
+from stages.audit import stage_audit
+
+ODD = Path(__file__).parent / "odd.yaml"
+
+
+@pytest.fixture(scope="session")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of odd.yaml."""
+    runs = tmp_path_factory.mktemp("runs")
+    finish(braid(runs, "run", str(ODD)))
+    return runs / "odd"
+
+
+@pytest.fixture
+def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read every checkpoint once, for many audits of one step."""
+    monkeypatch.setattr(stage_audit, "tensors", cache(stage_audit.tensors))
