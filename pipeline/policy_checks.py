@@ -107,6 +107,12 @@ def _objective_rules(key: str, objective: ObjectiveSettings, sampling: SamplingS
             f"{kl.target:g} is never reached from kl.coefficient = 0, which is multiplied; begin "
             "above 0",
         )
+    ratio = objective.ratio
+    if ratio.name == "cispo" and ratio.floor > ratio.cap:
+        yield (
+            f"{key}.ratio.floor",
+            f"{ratio.floor:g} should be at most cap = {ratio.cap:g}",
+        )
     if correction.name == "icepop" and correction.low >= correction.high:
         yield (
             f"{key}.correction.low",

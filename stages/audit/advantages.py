@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import accumulate
 from statistics import fmean, pstdev, stdev
 from typing import Any
 
@@ -47,8 +48,14 @@ def _domain(
     name, std = settings["name"], settings.get("std", "sample")
     rewards = [[sample.fields["reward"] for sample in group] for group in groups]
     if name == "reinforce_pp":
-        flat = _standard([reward for group in rewards for reward in group], std)
-        return _like(flat, rewards)
+        flat = [reward for group in rewards for reward in group]
+        counts = [1] * len(flat)
+        if settings["over"] == "tokens":
+            counts = [len(sample.response) for group in groups for sample in group]
+        repeated = _standard(
+            [reward for reward, n in zip(flat, counts, strict=True) for _ in range(n)], std
+        )
+        return _like([repeated[end - 1] for end in accumulate(counts)], rewards)
     if name in ("reinforce_pp_baseline", "gdpo"):
         centred = (
             [_centred(group) for group in rewards]

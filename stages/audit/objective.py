@@ -77,7 +77,8 @@ def _surrogate(
     if name == "cispo":
         ratio = _exp(log_ratio).detach()
         weight = ratio.clamp(max=settings["cap"])
-        return -weight * advantage * facts.logprobs, ratio, weight < ratio
+        weight = torch.where(weight < settings["floor"], settings["floor"], weight)
+        return -weight * advantage * facts.logprobs, ratio, weight != ratio
     if name == "token":
         ratio = _exp(log_ratio)
     elif name == "sequence":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from stages.objectives.graded import Graded, Std, centre, scale, standardise
 from stages.objectives.settings import ReinforcePPBaselineSettings, ReinforcePPSettings
 
@@ -15,9 +17,17 @@ def reinforce_pp(graded: Graded, settings: ReinforcePPSettings) -> Tensor:
     """(R - mean) / (std + 1e-6) over the whole batch, [groups, G].
 
     A group whose rewards are all alike still learns, from being better or worse than the others.
+    With `over: tokens`, mean and deviation are those of R repeated for every token of a response.
     """
-    flat = standardise(graded.rewards.flatten(), graded.graded.flatten(), settings.std)
-    return flat.view(graded.rewards.shape)
+    rewards, useful = graded.rewards.flatten(), graded.graded.flatten()
+    if settings.over == "responses":
+        return standardise(rewards, useful, settings.std).view(graded.rewards.shape)
+    lengths = graded.lengths.flatten()[useful].clamp(min=1)
+    repeated = rewards[useful].repeat_interleave(lengths)
+    of_tokens = standardise(repeated, torch.ones_like(repeated, dtype=torch.bool), settings.std)
+    found = torch.zeros_like(rewards)
+    found[useful] = of_tokens[lengths.cumsum(0) - 1]
+    return found.view(graded.rewards.shape)
 
 
 def reinforce_pp_baseline(graded: Graded, settings: ReinforcePPBaselineSettings) -> Tensor:

@@ -18,10 +18,10 @@ def cispo_ratio(
     mask: Tensor,
     settings: CispoRatioSettings,
 ) -> Surrogate:
-    """-sg[min(r_t, cap)] A log pi_theta, token by token.
+    """-sg[max(min(r_t, cap), floor)] A log pi_theta, token by token.
 
     Log-probabilities [B, T] in nats, `advantages` [B, T], `mask` [B, T] bool.
     """
     ratio = bounded_exp(log_probs - old_log_probs).detach()
-    weight = ratio.clamp(max=settings.cap)
-    return Surrogate(loss=-weight * advantages * log_probs, ratio=ratio, clipped=weight < ratio)
+    weight = ratio.clamp(settings.floor, settings.cap)
+    return Surrogate(loss=-weight * advantages * log_probs, ratio=ratio, clipped=weight != ratio)

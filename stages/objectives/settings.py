@@ -63,6 +63,11 @@ class ReinforcePPSettings(Standardised):
     """Against the mean of the whole batch, in its standard deviations."""
 
     name: Literal["reinforce_pp"] = "reinforce_pp"
+    over: Literal["responses", "tokens"] = Field(
+        default="responses",
+        description="what mean and deviation are over; tokens, as in verl and OpenRLHF, counts a"
+        " response once for each of its tokens",
+    )
 
 
 class ReinforcePPBaselineSettings(Standardised):
@@ -194,10 +199,13 @@ class RspoRatioSettings(Settings):
 
 
 class CispoRatioSettings(Settings):
-    """The token ratio as a weight, no larger than `cap`."""
+    """The token ratio as a weight, no larger than `cap` and no smaller than `floor`."""
 
     name: Literal["cispo"] = "cispo"
     cap: AboveZero = 6.0
+    floor: Fraction = Field(
+        default=0.0, description="the paper has none; verl's is 1 - clip_ratio_low, such as 0.8"
+    )
 
 
 RatioSettings = Annotated[

@@ -71,6 +71,7 @@ CHECKED_BY = {
     "PythonReward": "unit/test_rewards.py",
     "ReasoningGymPromptSettings": "unit/test_domains.py",
     "ReasoningGymReward": "unit/test_rewards.py",
+    "ReinforcePPSettings": "unit/objectives/test_advantages.py",
     "RewardBase": "unit/test_reward_pool.py",
     "RewardPoolSettings": "unit/test_reward_pool.py",
     "RolloutSettings": "unit/test_backlog.py",
@@ -113,7 +114,7 @@ OTHER: dict[str, dict[Any, Any]] = {  # beside numbers, which are made larger
 }
 NAMES = {  # what another algorithm of a block is, whole
     "objective.advantage": {"name": "dr_grpo"},
-    "objective.ratio": {"name": "cispo", "cap": 0.9},
+    "objective.ratio": {"name": "cispo", "cap": 0.9, "floor": 0.0},
     "objective.correction": {"name": "none"},
 }
 # Leaves that the audited step of a stage does not depend on, and why.

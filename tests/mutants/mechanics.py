@@ -173,4 +173,18 @@ MUTANTS = [
         "limit = 4096 << 20",
         "tests/unit/test_reward_pool.py",
     ),
+    Mutant(
+        "CISPO has no floor",
+        "stages/objectives/cispo_ratio.py",
+        "ratio.clamp(settings.floor, settings.cap)",
+        "ratio.clamp(max=settings.cap)",
+        "tests/unit/objectives/test_ratios.py",
+    ),
+    Mutant(
+        "REINFORCE++ is always over responses",
+        "stages/objectives/batch_advantages.py",
+        'if settings.over == "responses":',
+        "if settings.over:",
+        "tests/unit/objectives/test_advantages.py",
+    ),
 ]

@@ -124,6 +124,10 @@ def test_every_name_has_a_function() -> None:
         ),
         ("kl.target=0.01", "kl.target: 0.01 is never reached from kl.coefficient = 0"),
         (
+            "ratio={name: cispo, cap: 0.5, floor: 0.8}",
+            "ratio.floor: 0.8 should be at most cap = 0.5",
+        ),
+        (
             "correction={name: icepop, low: 5, high: 5}",
             "correction.low: 5 should be less than high = 5",
         ),

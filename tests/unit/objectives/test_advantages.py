@@ -92,6 +92,20 @@ def test_the_whole_batch_is_what_reinforce_pp_compares_with() -> None:
     assert_close(of_responses(found).flatten(), [c / deviation for c in centred], tolerance=5e-6)
 
 
+@pytest.mark.parametrize("std", ["sample", "population"])
+def test_reinforce_pp_over_tokens_counts_a_response_by_its_length(std: str) -> None:
+    batch = graded([[1.0, 0.0, 1.0], [4.0, 2.0, 9.0]])  # of 1, 2 and 3 tokens
+    useful = torch.tensor([[True, True, True], [True, True, False]])
+    batch = replace(batch, graded=useful)
+    tokens = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 4.0, 2.0, 2.0]
+    mean = statistics.mean(tokens)
+    deviation = {"sample": statistics.stdev, "population": statistics.pstdev}[std](tokens)
+    expected = [[(value - mean) / deviation for value in (1, 0, 1)]]
+    expected += [[(4 - mean) / deviation, (2 - mean) / deviation, 0.0]]
+    found = advantages(batch, settings("reinforce_pp", over="tokens", std=std))
+    assert_close(of_responses(found), expected, tolerance=5e-6)
+
+
 @pytest.mark.parametrize("name", ["grpo", "rloo", "dr_grpo", "reinforce_pp_baseline", "gdpo"])
 def test_group_advantages_add_up_to_nothing(name: str) -> None:
     rewards = torch.rand(5, 8, generator=torch.Generator().manual_seed(0)).tolist()

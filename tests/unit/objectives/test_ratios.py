@@ -154,6 +154,14 @@ def test_cispo_bounds_the_weight_and_keeps_the_gradient(advantage: float) -> Non
     assert_close(log_ratios.grad, -weights * advantage, tolerance=1e-12)
 
 
+def test_cispo_with_a_floor_is_verls() -> None:
+    """verl's `cispo` weighs by clamp(r_t, 1 - clip_ratio_low, 1 + clip_ratio_high)."""
+    log_ratios = real([0.1, 0.8, 1.0, 7.0]).log()
+    found = surrogate(log_ratios, real([1.0] * 4), CispoRatioSettings(cap=1.28, floor=0.8))
+    assert_close(found.loss[0], -real([0.8, 0.8, 1.0, 1.28]) * log_ratios, tolerance=1e-12)
+    assert found.clipped.tolist() == [[True, False, False, True]]
+
+
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize(
     ("settings", "lowest", "highest"),

@@ -1,0 +1,167 @@
+"""The formulas of the audit and of the objectives, written apart, agree for every algorithm.
+
+odd.yaml audits some of them in real steps; here are all of them, on random numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from stages.audit.advantages import advantages as audited_advantages
+from stages.audit.objective import Facts, terms
+from stages.audit.recorded import RecordedSample
+from stages.objectives.advantages import ADVANTAGES, advantages
+from stages.objectives.aggregation import Totals
+from stages.objectives.correction import correction_weights
+from stages.objectives.graded import Graded
+from stages.objectives.policy_loss import Tokens, policy_loss
+from stages.objectives.ratios import RATIOS
+from stages.objectives.settings import KLSettings, NoCorrectionSettings, ObjectiveSettings
+
+TOKENS = 12
+SIZES = [[3, 1, 4, 2], [5, 5, 1, 2], [2, 6, 3, 1]]  # tokens of the responses to three prompts
+WEIGHTS = {"brief": 0.25, "exact": 2.0}
+OTHERS: dict[str, list[dict[str, Any]]] = {  # beside an algorithm's defaults
+    "token": [{"dual_clip": 1.1}],
+    "sequence": [{"clip_low": 0.05, "clip_high": 0.05}, {"dual_clip": 1.02}],
+    "cispo": [{"cap": 1.28, "floor": 0.8}],
+    "reinforce_pp": [{"over": "tokens"}, {"over": "tokens", "std": "population"}],
+    "gfpo": [{"keep": 3, "by": "reward_per_token"}],
+}
+
+
+def with_others(names: Any) -> list[dict[str, Any]]:
+    return [{"name": name, **more} for name in names for more in [{}, *OTHERS.get(name, [])]]
+
+
+def label(settings: dict[str, Any]) -> str:
+    return " ".join(map(str, settings.values()))
+
+
+def random(seed: int, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def both(objective: dict[str, Any], sign: float, stale: bool) -> list[tuple[float, torch.Tensor]]:
+    """Loss and gradient of one response by the audit and by the product."""
+    settings = ObjectiveSettings.model_validate({"aggregation": "token_mean", **objective})
+    policy = (-1 + random(0, TOKENS) / 3).requires_grad_()
+    old, engine, reference = (policy.detach() + random(seed, TOKENS) / 3 for seed in (1, 2, 3))
+    facts = Facts(
+        policy,
+        old,
+        engine,
+        torch.full((TOKENS,), sign, dtype=torch.float64),
+        stale,
+        reference=reference,
+        router_movement=random(4, TOKENS).abs() / 3,
+    )
+    found = terms(facts, settings.model_dump(), correct_all=not stale)
+    audited = found.surrogate.mean()
+    if found.kl is not None:
+        audited = audited + settings.kl.coefficient * found.kl.mean()
+    mask = torch.ones(1, TOKENS, dtype=torch.bool)
+    tokens = Tokens(
+        policy[None],
+        old[None],
+        engine[None],
+        facts.advantages[None],
+        mask,
+        drawn_log_probs=engine[None] if stale else None,
+        weights=None
+        if isinstance(settings.correction, NoCorrectionSettings)
+        else correction_weights(old[None], engine[None], mask, settings.correction),
+        router_movement=None
+        if facts.router_movement is None or settings.ratio.name != "rspo"
+        else facts.router_movement[None],
+        reference_log_probs=reference[None],
+    )
+    ours = policy_loss(tokens, Totals(1, TOKENS), settings, settings.kl.coefficient).loss
+    return [(loss.item(), torch.autograd.grad(loss, policy)[0]) for loss in (audited, ours)]
+
+
+def assert_alike(found: list[tuple[float, torch.Tensor]]) -> None:
+    (audited, slope), (ours, our_slope) = found
+    assert audited == pytest.approx(ours, rel=1e-12, abs=1e-15)
+    torch.testing.assert_close(slope, our_slope, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("ratio", with_others(RATIOS), ids=label)
+def test_ratios(ratio: dict[str, Any], sign: float) -> None:
+    assert_alike(both({"ratio": ratio, "correction": {"name": "none"}}, sign, stale=False))
+
+
+@pytest.mark.parametrize("stale", [False, True])
+@pytest.mark.parametrize(
+    "estimator",
+    [e for e in get_args(KLSettings.model_fields["estimator"].annotation) if e != "full"],
+)
+def test_estimators_of_the_kl(estimator: str, stale: bool) -> None:
+    kl = {"coefficient": 0.7, "estimator": estimator}
+    assert_alike(both({"kl": kl, "correction": {"name": "none"}}, 1.0, stale))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("name", ["tis", "icepop"])
+def test_corrections(name: str, level: str) -> None:
+    bounds = {"cap": 1.05} if name == "tis" else {"low": 0.8, "high": 1.2}
+    correction = {"name": name, "level": level, **bounds}
+    assert_alike(both({"correction": correction}, 1.0, stale=True))
+
+
+@pytest.mark.parametrize("delta", [0.001, 10.0])
+def test_the_sequence_mask(delta: float) -> None:
+    mask = {"enabled": True, "delta": delta}
+    assert_alike(both({"sequence_mask": mask, "correction": {"name": "none"}}, -1.0, stale=True))
+
+
+@pytest.mark.parametrize("given", with_others(ADVANTAGES), ids=label)
+def test_advantages(given: dict[str, Any]) -> None:
+    settings = ObjectiveSettings.model_validate({"advantage": given}).advantage
+    parts = random(5, 3, 4, 2)
+    parts[1] = parts[1, :1]  # a group of no variance
+    weights = torch.tensor(list(WEIGHTS.values()), dtype=torch.float64)
+    rewards = (parts * weights).sum(-1)
+    steps = torch.stack([rewards + 0.5, rewards - 0.5], dim=-1)  # whose mean is the reward
+    lengths = torch.tensor(SIZES)
+    ends = torch.stack([(lengths - 1) // 2, lengths - 1], dim=-1)
+    every = torch.ones(3, 4, dtype=torch.bool)
+    batch = Graded(rewards, every, lengths, parts, weights, steps, ends)
+    ours = advantages(batch, settings)
+    samples = [
+        recorded(group, size, rewards[group, place], parts[group, place], steps, ends, place)
+        for group, sizes in enumerate(SIZES)
+        for place, size in enumerate(sizes)
+    ]
+    audited = audited_advantages(samples, settings.model_dump(), {"sums": WEIGHTS})
+    for values, sample, found in zip(audited, samples, ours.flatten(0, 1), strict=True):
+        expected = found.expand(len(sample.response)) if len(found) == 1 else found
+        assert values == pytest.approx(expected[: len(values)].tolist(), rel=1e-9, abs=1e-9)
+
+
+def recorded(
+    group: int,
+    size: int,
+    reward: torch.Tensor,
+    parts: torch.Tensor,
+    steps: torch.Tensor,
+    ends: torch.Tensor,
+    place: int,
+) -> RecordedSample:
+    """A sample of `size` tokens as a step's file has it."""
+    fields = {
+        "reward": reward.item(),
+        "reward_parts": dict(zip(WEIGHTS, parts.tolist(), strict=True)),
+        "step_rewards": list(
+            zip(ends[group, place].tolist(), steps[group, place].tolist(), strict=True)
+        ),
+    }
+    tokens = torch.zeros(size, dtype=torch.int64)
+    return RecordedSample(
+        "sums", tokens[:1], tokens, tokens.double(), tokens, 0, group, fields, None, None
+    )
