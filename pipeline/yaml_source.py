@@ -212,7 +212,8 @@ class Reader:
             return Mapping({}, place)
         path = place.beside(node.value)
         try:
-            resolved, exists = path.resolve(), path.is_file()
+            resolved, is_file = path.resolve(), path.is_file()
+            missing = "not a file" if path.exists() else "no such file"
         except (OSError, RuntimeError, ValueError) as error:  # no path at all, or a loop of links
             return self._unreadable(place, (*key, "extends"), f"cannot be followed: {error}")
         if resolved in self._open:
@@ -221,8 +222,8 @@ class Reader:
         if len(self._open) >= MOST_EXTENDING:
             message = f"more than {MOST_EXTENDING} files extend one another; shorten the chain"
             return self._unreadable(place, (*key, "extends"), message)
-        if not exists:
-            return self._unreadable(place, (*key, "extends"), f"no such file: {Place(path)}")
+        if not is_file:
+            return self._unreadable(place, (*key, "extends"), f"{missing}: {Place(path)}")
         return self.file(path, key)
 
     def _note(self, place: Place, key: Key, message: str) -> None:
