@@ -94,13 +94,18 @@ def add_trust(parser: ArgumentParser) -> None:
 
 def whole(text: str) -> int:
     """A number of a step. Raises ArgumentTypeError, as argparse wants it."""
-    if not (text.isascii() and text.isdecimal()):
-        raise ArgumentTypeError(f"{text} is no number of a step")
+    if not _is_number(text):
+        raise ArgumentTypeError(f"{text[:40]} is not the number of a step")
     return int(text)
 
 
 def positive(text: str) -> int:
     """A number that is not 0. Raises ArgumentTypeError, as argparse wants it."""
-    if not (text.isascii() and text.isdecimal() and int(text)):
-        raise ArgumentTypeError(f"{text} is no positive number")
+    if not _is_number(text) or not int(text):
+        raise ArgumentTypeError(f"{text[:40]} is not a positive number")
     return int(text)
+
+
+def _is_number(text: str) -> bool:
+    """Whether it is a whole number that a file's name can hold."""
+    return text.isascii() and text.isdecimal() and len(text) <= 18
