@@ -46,7 +46,7 @@ NAME = "chaos"
 
 
 @dataclass(frozen=True)
-class Reference:
+class BaselineRun:
     """The run that was left alone."""
 
     timeline: Timeline
@@ -70,7 +70,7 @@ class Case:
     fault: str | None = None
 
 
-def peaceful(directory: Path) -> Reference:
+def peaceful(directory: Path) -> BaselineRun:
     """The reference. Raises SystemExit where it does not even end in peace."""
     directory.mkdir()
     started, log = time.monotonic(), directory / "braid.log"
@@ -81,10 +81,10 @@ def peaceful(directory: Path) -> Reference:
         launched.terminate()
     if launched.wait() != 0:
         sys.exit(log.read_text())
-    return Reference(timeline, time.monotonic() - started, digests(directory / NAME))
+    return BaselineRun(timeline, time.monotonic() - started, digests(directory / NAME))
 
 
-def killed(directory: Path, reference: Reference, seed: int, kills: int) -> Case:
+def killed(directory: Path, reference: BaselineRun, seed: int, kills: int) -> Case:
     """One run, killed so many times, and whether it is the reference's equal."""
     names = reference.processes
     turns = [names[(seed * kills + turn) % len(names)] for turn in range(kills)]
@@ -104,7 +104,7 @@ def killed(directory: Path, reference: Reference, seed: int, kills: int) -> Case
     return case
 
 
-def difference(reference: Reference, run: Path) -> str | None:
+def difference(reference: BaselineRun, run: Path) -> str | None:
     """Which checkpoints are other than the reference's."""
     found = digests(run)
     names = sorted(reference.bits.keys() | found.keys())
@@ -112,7 +112,7 @@ def difference(reference: Reference, run: Path) -> str | None:
     return f"other bits in {', '.join(other)}" if other else None
 
 
-def cases(arguments: argparse.Namespace, reference: Reference, directory: Path) -> Iterator[Case]:
+def cases(arguments: argparse.Namespace, reference: BaselineRun, directory: Path) -> Iterator[Case]:
     """Runs until enough was killed, or until there is no time for another one."""
     ends = time.monotonic() + 60 * arguments.minutes
     done, longest, number = 0, reference.seconds, 0
@@ -135,7 +135,7 @@ def tell(case: Case) -> None:
     print(f"seed {case.seed}: {len(case.kills)} kills, {case.seconds:.0f} s: {verdict}", flush=True)
 
 
-def summary(reference: Reference, done: list[Case]) -> dict[str, Any]:
+def summary(reference: BaselineRun, done: list[Case]) -> dict[str, Any]:
     """By process: how often it was killed, what became of the run, and how often all was right."""
     found = {}
     for name in reference.processes:
@@ -151,7 +151,7 @@ def summary(reference: Reference, done: list[Case]) -> dict[str, Any]:
     return found
 
 
-def document(reference: Reference, done: list[Case]) -> dict[str, Any]:
+def document(reference: BaselineRun, done: list[Case]) -> dict[str, Any]:
     """All that was found, as JSON."""
     listed = [
         {

@@ -26,10 +26,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from chaos import CONFIG, NAME, ONLY, STAGES, Reference, difference, peaceful
+from chaos import CONFIG, NAME, ONLY, STAGES, BaselineRun, difference, peaceful
 from machine import measured
 from moments import position
-from process_tree import Process, everything
+from process_tree import TreeProcess, everything
 from virtual_cluster import Cluster
 
 RESULTS = Path(__file__).parent / "chaos_slurm.json"
@@ -50,7 +50,7 @@ TARGETS = ("slurmctld", "slurmd", "node", *PROCESSES)
 
 
 @dataclass
-class Case:
+class SlurmCase:
     """One run of which a `target` was killed after so many `seconds`, in a stage and step; it took
     so many submissions. `fault` says what was not as it should be."""
 
@@ -100,7 +100,7 @@ class Submitted:
                 self.submit()
             time.sleep(0.5)
 
-    def victims(self, target: str) -> list[Process]:
+    def victims(self, target: str) -> list[TreeProcess]:
         """Its processes of a kind; every one of a job has the cluster in its environment."""
         return [
             each
@@ -119,7 +119,7 @@ class Submitted:
         return lines
 
 
-def _variables(process: Process) -> dict[str, str]:
+def _variables(process: TreeProcess) -> dict[str, str]:
     try:
         return process.variables
     except OSError:
@@ -157,10 +157,10 @@ def _kill(number: int) -> None:
         os.kill(number, signal.SIGKILL)
 
 
-def killed(cluster: Cluster, directory: Path, seed: int, reference: Reference) -> Case:
+def killed(cluster: Cluster, directory: Path, seed: int, reference: BaselineRun) -> SlurmCase:
     """One run, and whether it is the local one's equal."""
     generator = random.Random(seed)
-    case = Case(seed, TARGETS[seed % len(TARGETS)])
+    case = SlurmCase(seed, TARGETS[seed % len(TARGETS)])
     started = time.monotonic()
     run = Submitted(cluster, directory)
     try:
@@ -181,7 +181,7 @@ def killed(cluster: Cluster, directory: Path, seed: int, reference: Reference) -
     return case
 
 
-def tell(case: Case) -> None:
+def tell(case: SlurmCase) -> None:
     """A line for the run."""
     where = f"at {case.seconds:.0f} s in {case.stage} after step {case.step}"
     took = f"{case.submissions} submissions, {case.total_seconds:.0f} s"
@@ -203,7 +203,7 @@ def main() -> None:
         (Path(folder) / "slurm").mkdir()
         cluster = Cluster(Path(folder) / "slurm")
         cluster.control("up")
-        done: list[Case] = []
+        done: list[SlurmCase] = []
         ends = time.monotonic() + 60 * arguments.minutes
         try:
             for seed in range(arguments.seed, arguments.seed + arguments.cases):

@@ -82,7 +82,7 @@ def draw(count: int) -> list[Sample]:
 def way(drawn: list[Sample], padded: bool) -> tuple[Callable[[], Any], float]:
     """A function that trains once, and the share of the tokens it computes that are real."""
     from parallel import batch
-    from parallel.packing import Place
+    from parallel.packing import RankPlace
     from parallel.policy import TrainedPolicy
     from stages.metrics import token_efficiency
 
@@ -96,7 +96,7 @@ def way(drawn: list[Sample], padded: bool) -> tuple[Callable[[], Any], float]:
     )
     policy.start_fresh(seed=0)
     # As many micro-batches either way, or the packed ones would also be fewer.
-    parts = batch.split(drawn, Place.here(), BUDGET, replay=False, padded=padded)
+    parts = batch.split(drawn, RankPlace.here(), BUDGET, replay=False, padded=padded)
     read = sum(sample.length for sample in drawn)
     targets = sum(len(sample.response) for sample in drawn)
 

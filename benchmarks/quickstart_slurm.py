@@ -56,7 +56,7 @@ class Fault:
     step: int
 
 
-class Submitted:
+class SubmittedRun:
     """The run on the cluster."""
 
     def __init__(self, cluster: Cluster, directory: Path, overrides: list[str]) -> None:
@@ -90,7 +90,7 @@ class Submitted:
         self.cluster.wait_until(done, PATIENCE_SECONDS)
 
 
-def with_faults(run: Submitted, middle: int) -> list[Fault]:
+def with_faults(run: SubmittedRun, middle: int) -> list[Fault]:
     """All of them, and the end of the run. `middle` is the step at which experts are struck."""
     cluster, faults = run.cluster, []
     first, second, third = EXPERTS
@@ -140,7 +140,7 @@ def main() -> None:
         cluster.control("up")
         try:
             started = time.monotonic()
-            run = Submitted(cluster, Path(folder) / "runs", overrides)
+            run = SubmittedRun(cluster, Path(folder) / "runs", overrides)
             settings = yaml.safe_load((run.path / "run.yaml").read_text())
             steps = settings["experts"]["chain_sum"]["loop"]["steps"]
             faults = with_faults(run, middle=max(1, steps // 2 - 2))
@@ -159,7 +159,7 @@ def main() -> None:
     sys.exit(0 if found["same_table"] and all(found["same_tensors"].values()) else 1)
 
 
-def report(local: Path, run: Submitted, faults: list[Fault]) -> dict[str, Any]:
+def report(local: Path, run: SubmittedRun, faults: list[Fault]) -> dict[str, Any]:
     """What is the same, and where every attempt of the stages began."""
     here, there = digests(local), digests(run.path)
     tables = [

@@ -158,7 +158,7 @@ def trainer(rank: int, layout: LayoutSettings, meeting: Callable[[str], Any]) ->
 
     from parallel.policy import Policy
     from parallel.weights.executor import outbox
-    from parallel.weights.planner import Fleet, Plan
+    from parallel.weights.planner import EngineSizes, Plan
     from parallel.weights.transport import share
 
     policy = Policy(MODEL, layout)
@@ -170,7 +170,7 @@ def trainer(rank: int, layout: LayoutSettings, meeting: Callable[[str], Any]) ->
         meeting(SHARED).store().set(SHARED, msgspec.msgpack.encode(shared).hex())
     boxes = {
         way: outbox(
-            Plan(MODEL, layout, Fleet((ENGINE_RANKS,))),
+            Plan(MODEL, layout, EngineSizes((ENGINE_RANKS,))),
             rank,
             policy.named_weights(),
             None if way == SHARED else meeting(way),
@@ -209,13 +209,13 @@ def engine(rank: int, layout: LayoutSettings, meeting: Callable[[str], Any]) -> 
     from parallel.weights.engine import needed
     from parallel.weights.executor import inbox
     from parallel.weights.names import tensors
-    from parallel.weights.planner import Fleet, Plan
+    from parallel.weights.planner import EngineSizes, Plan
     from parallel.weights.transport import SharedMemory
 
     torch.set_num_threads(1)
     place, device = rank - layout.ranks, torch.device("cpu")
     room = {name: torch.zeros(box[1]) for name, box in needed(MODEL, ENGINE_RANKS, place)}
-    plan = Plan(MODEL, layout, Fleet((ENGINE_RANKS,)))
+    plan = Plan(MODEL, layout, EngineSizes((ENGINE_RANKS,)))
     told = bytes.fromhex(meeting(SHARED).store().get(SHARED).decode())
     shared = msgspec.msgpack.decode(told, type=list[SharedMemory])
     boxes = {

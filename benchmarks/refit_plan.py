@@ -28,7 +28,7 @@ from machine import measured
 from parallel.boxes import Box
 from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights.engine import engine_violations, needed
-from parallel.weights.planner import Bucket, Fleet, Plan, Sending
+from parallel.weights.planner import Bucket, EngineSizes, Plan, Sending
 
 LAYOUT = LayoutSettings(ranks=512, pipeline=8, expert=64)
 ENGINE_RANKS = 1024
@@ -75,14 +75,14 @@ def main() -> None:
         found[name] = {
             "tensor_parallel": size,
             "refused": [message for _, message in engine_violations(model, 64)],
-            "one engine": measure(model, Fleet((size,)), every=4),
-            "many engines, all fed": measure(model, Fleet(many, forwarding=False), every=32),
-            "many engines": measure(model, Fleet(many), every=32),
+            "one engine": measure(model, EngineSizes((size,)), every=4),
+            "many engines, all fed": measure(model, EngineSizes(many, forwarding=False), every=32),
+            "many engines": measure(model, EngineSizes(many), every=32),
         }
     print(json.dumps(found, indent=1))
 
 
-def measure(model: ModelSettings, fleet: Fleet, every: int) -> dict[str, Any]:
+def measure(model: ModelSettings, fleet: EngineSizes, every: int) -> dict[str, Any]:
     """One fleet, of which every so many ranks are looked at."""
     size = fleet.engines[0]
 

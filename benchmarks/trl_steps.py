@@ -40,7 +40,7 @@ FASTEST: dict[str, dict[str, Any]] = {
 }
 
 
-class Clock:
+class StepClock:
     """Gives every second to the innermost phase that is open; outside of all it is `rest`."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Clock:
 class TimedTrainer(GRPOTrainer):
     """TRL's trainer, unchanged but for the clock around its parts."""
 
-    def __init__(self, clock: Clock, **arguments: Any) -> None:
+    def __init__(self, clock: StepClock, **arguments: Any) -> None:
         self._clock = clock
         super().__init__(**arguments)
 
@@ -98,7 +98,7 @@ class TimedTrainer(GRPOTrainer):
 class Laps(TrainerCallback):
     """Seconds by phase of every step, from the end of one to the end of the next."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: StepClock) -> None:
         self._clock = clock
         self.steps: list[dict[str, float]] = []
 
@@ -124,7 +124,7 @@ def main() -> None:
 
 def measure(size: str, steps: int) -> dict[str, Any]:
     """Medians over the measured steps, and the lengths that they generated."""
-    workload, clock = WORKLOADS[size], Clock()
+    workload, clock = WORKLOADS[size], StepClock()
     laps = Laps(clock)
     total = WARM_UP_STEPS + steps
     with tempfile.TemporaryDirectory() as directory:

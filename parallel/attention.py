@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.module import MegatronModule
 from torch.nn import functional
 
-from parallel.packing import PackedRow, Place, own_places
+from parallel.packing import PackedRow, RankPlace, own_places
 
 SMALLEST_GRID = 64  # sequences up to this long share one call; longer ones wait for their like
 
@@ -44,7 +44,7 @@ class PackedAttention(MegatronModule):
         """
         row = packed_seq_params
         if row.views is None:
-            row.views = _grids(row, Place.here(), query.device)
+            row.views = _grids(row, RankPlace.here(), query.device)
         grids, back = row.views
         if parallel_state.get_context_parallel_world_size() > 1:
             group = parallel_state.get_context_parallel_group()
@@ -81,7 +81,9 @@ class _Grid:
     sees: torch.Tensor | None
 
 
-def _grids(row: PackedRow, here: Place, device: torch.device) -> tuple[list[_Grid], torch.Tensor]:
+def _grids(
+    row: PackedRow, here: RankPlace, device: torch.device
+) -> tuple[list[_Grid], torch.Tensor]:
     """The grids of a row, and where in their flattened outputs each of this rank's tokens is."""
     starts, slots = row.starts[:-1], np.diff(row.starts)
     # Where a place of the row is after the gathering, which puts one rank's tokens after another's.

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 
 from parallel.device import device
-from parallel.packing import PackedRow, Place, lay_out
+from parallel.packing import PackedRow, RankPlace, lay_out
 from parallel.sample import Sample
 from parallel.vocabulary import HeadLogits
 
@@ -85,7 +85,7 @@ class MicroBatch:
 
 def split(
     samples: Sequence[Sample],
-    here: Place,
+    here: RankPlace,
     token_budget: int,
     replay: bool,
     padded: bool = False,
@@ -106,7 +106,9 @@ def split(
     return [collate(part, here, replay, padded) for part in own]
 
 
-def collate(samples: list[Sample], here: Place, replay: bool, padded: bool = False) -> MicroBatch:
+def collate(
+    samples: list[Sample], here: RankPlace, replay: bool, padded: bool = False
+) -> MicroBatch:
     """Pack samples into a row, take this rank's share, and move it to its device."""
     lengths = [sample.length for sample in samples]
     row = lay_out(lengths, here, max(lengths, default=1) if padded else None)

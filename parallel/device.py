@@ -113,13 +113,13 @@ def activate() -> None:
     _mend_checkpoints()
 
 
-class _Stream:
+class _CpuStream:
     """Stands for a CUDA stream or event: everything is already ordered and finished."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.cuda_stream = 0
 
-    def __enter__(self) -> _Stream:
+    def __enter__(self) -> _CpuStream:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -128,7 +128,7 @@ class _Stream:
     def query(self) -> bool:
         return True
 
-    def record_event(self, *_: Any) -> _Stream:
+    def record_event(self, *_: Any) -> _CpuStream:
         return self
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -150,8 +150,8 @@ class _CudaOfTheCpu(types.ModuleType):
 
     def __init__(self) -> None:
         super().__init__("torch.cuda")
-        stream = _Stream()
-        self.Stream = self.Event = _Stream
+        stream = _CpuStream()
+        self.Stream = self.Event = _CpuStream
         self.current_device = _answer(CPU)
         self.device_count = _answer(1)
         self.current_stream = self.default_stream = _answer(stream)

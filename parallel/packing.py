@@ -22,7 +22,7 @@ from parallel.device import device
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Where a rank stands among the others, as far as its batches depend on it."""
 
     data: int = 1  # data-parallel ranks
@@ -33,7 +33,7 @@ class Place:
     round: int = 1  # an interleaved pipeline takes micro-batches by so many
 
     @classmethod
-    def here(cls) -> Place:
+    def here(cls) -> RankPlace:
         """That of the process groups that stand."""
         interleaved = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
         return cls(
@@ -81,7 +81,7 @@ class PackedRow(PackedSeqParams):
         return int(self.starts[-1])
 
 
-def lay_out(lengths: list[int], place: Place, slot: int | None = None) -> PackedRow:
+def lay_out(lengths: list[int], place: RankPlace, slot: int | None = None) -> PackedRow:
     """A row for sequences of these lengths; `slot` makes all slots that long at least (padding).
 
     No sequence at all gives a row of padding, so that a rank without samples can keep step.
@@ -108,7 +108,7 @@ def lay_out(lengths: list[int], place: Place, slot: int | None = None) -> Packed
     )
 
 
-def own_places(starts: np.ndarray, place: Place) -> np.ndarray:
+def own_places(starts: np.ndarray, place: RankPlace) -> np.ndarray:
     """The places int64 [T / C] of a row that one context-parallel rank holds, in its order."""
     if place.context == 1:
         return np.arange(starts[-1])

@@ -16,7 +16,7 @@ from pipeline.doctor import sections, table
 from pipeline.dry_run import DryRun
 from pipeline.errors import BraidError
 from pipeline.estimate import estimate
-from pipeline.fork import Fork, find_fork, take_over
+from pipeline.fork import RunFork, find_fork, take_over
 from pipeline.graph import Stage, compile_graph
 from pipeline.launcher import JobFailed, Programs
 from pipeline.ledger import Ledger, took
@@ -93,7 +93,7 @@ def run(arguments: Namespace) -> None:
     run, settings = configured(arguments)
     check_owner(run, arguments.trust_run)
     other = forked(arguments)
-    found = find_fork(run, settings, other) if other is not None else Fork()
+    found = find_fork(run, settings, other) if other is not None else RunFork()
     _refuse_options(run, settings, arguments, found.taken)
     if arguments.dry_run:
         _show_dry_run(run, settings, arguments, found.taken)

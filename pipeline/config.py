@@ -19,7 +19,7 @@ from pipeline.trees import flatten
 from pipeline.violations import (
     LONGEST_VALUE,
     ConfigError,
-    Place,
+    SourceLocation,
     Violation,
     dotted,
     hint,
@@ -76,7 +76,7 @@ def load_domain(path: Path, pool: RewardPoolSettings) -> DomainSettings:
     rules that need it are not asked. Raises ConfigError as `load` does.
     """
     reader = Reader()
-    tree = _with_domain(Mapping({}, Place(path)), path, reader)
+    tree = _with_domain(Mapping({}, SourceLocation(path)), path, reader)
     around: dict[str, Any] = dict.fromkeys(set(RunSettings.model_fields) - {"experts"})
     around["rewards"] = pool.model_dump()
     return _settings(_Domains, tree, reader, around).experts[path.stem]
@@ -96,7 +96,7 @@ def load_cluster(path: Path) -> ClusterSettings:
     return settings
 
 
-def place_in_cluster(path: Path, key: Key) -> Place:
+def place_in_cluster(path: Path, key: Key) -> SourceLocation:
     """Where the profile in a file says something."""
     return nearest(Reader().file(path), key)
 
@@ -111,7 +111,7 @@ def load_with_domain(run: Path, path: Path, samples: int | None = None) -> RunSe
     tree = _with_domain(reader.file(run), path, reader)
     if samples is not None:
         key = ("experts", path.stem, "sampling", "group_size")
-        tree = lay(tree, key, Leaf(samples, Place(None)))
+        tree = lay(tree, key, Leaf(samples, SourceLocation(None)))
     return _settings(RunSettings, tree, reader, to_start=False)
 
 
@@ -206,9 +206,9 @@ def _with_overrides(tree: Mapping, overrides: Iterable[str], reader: Reader) -> 
         key = tuple(name.split("."))
         if not equals or not all(key):
             message = "an override is written dotted.key=value"
-            reader.violations.append(Violation(Place(None), override, message))
+            reader.violations.append(Violation(SourceLocation(None), override, message))
         elif len(key) > yaml_core.MOST_DEPTH:
-            reader.violations.append(Violation(Place(None), name, "nested too deeply"))
+            reader.violations.append(Violation(SourceLocation(None), name, "nested too deeply"))
         elif not reader.broken and (violation := _unknown_override(tree, key)):
             reader.violations.append(violation)
         elif node := reader.value(text, key):
@@ -228,7 +228,9 @@ def _unknown_override(tree: Mapping, key: Key) -> Violation | None:
         else:
             return None
         if name not in known:
-            return Violation(Place(None), dotted(key[: depth + 1]), _unknown(parent, name, known))
+            return Violation(
+                SourceLocation(None), dotted(key[: depth + 1]), _unknown(parent, name, known)
+            )
     return None
 
 

@@ -1,4 +1,4 @@
-"""Engines: processes that stay up from stage to stage, and are restarted when they fail."""
+"""Engine processes: they stay up from stage to stage, and are restarted when they fail."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 from pipeline.jobs import write_engine_job
 from pipeline.placement import Placement
-from pipeline.processes import Failure, Process, kill
+from pipeline.processes import Process, ProcessFailure, kill
 from pipeline.run_directory import EngineDirectory
 from stages.settings import RunSettings
 
 Tell = Callable[[str], None]
 
 
-class Engines:
+class EngineSupervisor:
     """The engines of a launcher, each in a folder of its own below `folder`. None runs before the
     first `begin`."""
 
@@ -33,7 +33,7 @@ class Engines:
             EngineDirectory(folder / str(index)) for index in range(settings.engine.count)
         ]
         self._program = program
-        self._engines: list[Engine] = []
+        self._engines: list[SupervisedEngine] = []
 
     @property
     def addresses(self) -> list[Path]:
@@ -56,7 +56,7 @@ class Engines:
                 tell(f"{failure.cause}; starting it anew")
                 engine.start()
 
-    def mend(self, tell: Tell) -> Failure | None:
+    def mend(self, tell: Tell) -> ProcessFailure | None:
         """Restart the engines that failed; the failure of one for which that is no remedy."""
         for engine in self._engines:
             if (failure := engine.failure()) is None:
@@ -71,7 +71,7 @@ class Engines:
             engine.start()
         return None
 
-    def failed(self) -> Failure | None:
+    def failed(self) -> ProcessFailure | None:
         """The failure of the first engine that has one."""
         return next(filter(None, (engine.failure() for engine in self._engines)), None)
 
@@ -80,14 +80,14 @@ class Engines:
         for engine in self._engines:
             engine.stop()
 
-    def _first(self, index: int) -> Engine:
+    def _first(self, index: int) -> SupervisedEngine:
         directory = self._directories[index]
         job = write_engine_job(directory, self._settings, index, self._placement.interface)
         patience = self._settings.engine.start_timeout_seconds
-        return Engine(directory, index, self._program(job), self._placement, patience)
+        return SupervisedEngine(directory, index, self._program(job), self._placement, patience)
 
 
-class Engine:
+class SupervisedEngine:
     """One engine through all of its restarts. `was_ready` tells that it can run at all."""
 
     def __init__(
@@ -126,7 +126,7 @@ class Engine:
             kill([self._process])
             self._process = None
 
-    def failure(self) -> Failure | None:
+    def failure(self) -> ProcessFailure | None:
         """Why it cannot be used any more: it ended, it does not get ready, or a rank says so."""
         assert self._process is not None
         ended = self._process.status() is not None
@@ -143,14 +143,14 @@ class Engine:
         if time.monotonic() < self._started + self._start_seconds:
             return None
         seconds = f"{self._start_seconds} s (engine.start_timeout_seconds)"
-        return Failure(f"{self._name} was not ready after {seconds}", self._directory.log)
+        return ProcessFailure(f"{self._name} was not ready after {seconds}", self._directory.log)
 
-    def _complaint(self) -> Failure | None:
+    def _complaint(self) -> ProcessFailure | None:
         try:
             reason = self._directory.restart.read_text(errors="replace")
         except FileNotFoundError:
             return None
-        return Failure(f"{self._name}: {' '.join(reason.split())}", self._directory.log)
+        return ProcessFailure(f"{self._name}: {' '.join(reason.split())}", self._directory.log)
 
 
 def _worn_out(bound: int) -> str:

@@ -25,7 +25,7 @@ LEFT_BEHIND = (
 
 
 @dataclass(frozen=True)
-class Fork:
+class RunFork:
     """What a run can take over from another one: `taken` are the stages' names, each with what the
     ledger is to say of it, and `held` those of stages that would be among them if a gate were done,
     with that gate."""
@@ -34,7 +34,7 @@ class Fork:
     held: dict[str, str] = field(default_factory=dict)
 
 
-def find_fork(run: RunDirectory, settings: RunSettings, other: RunDirectory) -> Fork:
+def find_fork(run: RunDirectory, settings: RunSettings, other: RunDirectory) -> RunFork:
     """Every finished stage of `other` whose settings, data and inputs are those of this run, and
     that has left nothing here. Writes nothing.
 
@@ -46,7 +46,7 @@ def find_fork(run: RunDirectory, settings: RunSettings, other: RunDirectory) -> 
     here = derive(run, settings, stages)
     done = {name for name, state in here.items() if state.state == "done"}
     checkpoints: dict[str, Checkpoint | None] = {}
-    found = Fork()
+    found = RunFork()
     for stage in stages:  # what it waits for comes first
         ours, theirs = run.stage(stage.name), other.stage(stage.name)
         checkpoints[stage.name] = ours.newest_checkpoint()
@@ -68,7 +68,7 @@ def find_fork(run: RunDirectory, settings: RunSettings, other: RunDirectory) -> 
     return found
 
 
-def take_over(run: RunDirectory, other: RunDirectory, fork: Fork) -> None:
+def take_over(run: RunDirectory, other: RunDirectory, fork: RunFork) -> None:
     """Take over what was found.
 
     Checkpoints are linked, not copied, where both runs lie on one file system: nobody writes into

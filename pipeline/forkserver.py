@@ -42,7 +42,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class ForkServer:
-    """A server of one program. Never waits: a fork is asked for here and awaited by `Fork.poll`."""
+    """A server of one program. It never waits: `RequestedFork.poll` awaits a requested fork."""
 
     def __init__(self, module: str, log: Path) -> None:
         self._module = module
@@ -67,7 +67,7 @@ class ForkServer:
         cores: Sequence[int] | None,
         output: int,
         status: int,
-    ) -> Fork:
+    ) -> RequestedFork:
         """Ask for a process that runs the program, with its output and its status lines on these
         descriptors. Raises OSError where the server cannot be asked."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -86,7 +86,7 @@ class ForkServer:
             except OSError:
                 ours.close()
                 raise
-        return Fork(ours, self)
+        return RequestedFork(ours, self)
 
     @property
     def state(self) -> str:
@@ -106,7 +106,7 @@ class ForkServer:
         self._process.reap()
 
 
-class Fork:
+class RequestedFork:
     """A process that was asked for, until it is there."""
 
     def __init__(self, link: socket.socket, server: ForkServer) -> None:

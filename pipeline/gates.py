@@ -28,7 +28,7 @@ from pipeline.report import Models
 from pipeline.run_directory import RunDirectory
 from pipeline.selection import chosen
 from pipeline.states import StageState, derive
-from pipeline.verdicts import OVERRIDDEN, DamagedVerdict, Outcome, Verdict, read_verdict
+from pipeline.verdicts import OVERRIDDEN, DamagedVerdict, GateVerdict, Outcome, read_verdict
 from pipeline.violations import shown
 from stages.gates.settings import ExpertGateSettings, GateSettings, MergeGateSettings
 from stages.settings import RunSettings
@@ -40,7 +40,7 @@ Steps = Sequence[Mapping[str, Any]]
 class GateStopped(BraidError):
     """A gate lets nothing start that waits for it; the message is its verdict."""
 
-    def __init__(self, run: RunDirectory, stage: Stage, verdict: Verdict) -> None:
+    def __init__(self, run: RunDirectory, stage: Stage, verdict: GateVerdict) -> None:
         super().__init__(verdict.text)
         where = shown(run.path)
         self.add_note(
@@ -54,7 +54,7 @@ class GateStopped(BraidError):
 
 def judge_expert(
     stage: Stage, gate: ExpertGateSettings, models: Models, steps: Steps = ()
-) -> Verdict:
+) -> GateVerdict:
     """Whether an expert beats its parent on its own domain and has trained within bounds; `steps`
     are the metrics of its steps, the newest last."""
     key = f"experts.{stage.domain}.gate"
@@ -62,7 +62,7 @@ def judge_expert(
     return _verdict(findings, gate)
 
 
-def judge_merge(stage: Stage, gate: MergeGateSettings, models: Models) -> Verdict:
+def judge_merge(stage: Stage, gate: MergeGateSettings, models: Models) -> GateVerdict:
     """Whether a merge keeps what every teacher can do on the teacher's own domain."""
     return _verdict([_kept(stage, gate, models, domain) for domain in stage.against], gate)
 
@@ -150,12 +150,12 @@ class _Finding:
     text: str
 
 
-def _verdict(findings: Sequence[_Finding], gate: GateSettings) -> Verdict:
+def _verdict(findings: Sequence[_Finding], gate: GateSettings) -> GateVerdict:
     faults = [finding for finding in findings if finding.outcome != "passed"]
     if not faults:
-        return Verdict("passed", tuple(finding.text for finding in findings))
+        return GateVerdict("passed", tuple(finding.text for finding in findings))
     stops = gate.on_failure == "stop" and any(fault.outcome == "stopped" for fault in faults)
-    return Verdict("stopped" if stops else "warned", tuple(fault.text for fault in faults))
+    return GateVerdict("stopped" if stops else "warned", tuple(fault.text for fault in faults))
 
 
 def _gain(stage: Stage, gate: ExpertGateSettings, models: Models, key: str) -> _Finding:
@@ -242,7 +242,7 @@ def _lowest(values: Sequence[float]) -> float:
     return -_highest([-value for value in values])
 
 
-def _stopped(run: RunDirectory, stage: Stage, state: StageState) -> Verdict | None:
+def _stopped(run: RunDirectory, stage: Stage, state: StageState) -> GateVerdict | None:
     """The verdict of a gate that has stopped, and was not overridden."""
     if state.state in ("done", "stale"):
         return None

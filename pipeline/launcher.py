@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from pipeline.engines import Engines, Tell
+from pipeline.engines import EngineSupervisor, Tell
 from pipeline.errors import BraidError
 from pipeline.jobs import write_stage_job
 from pipeline.placement import Placement
 from pipeline.processes import (
     POLL_SECONDS,
-    Failure,
     Process,
+    ProcessFailure,
     ask_to_stop,
     kill,
     lost_another,
@@ -38,7 +38,7 @@ SIGN_SECONDS = 1.0  # how often the job's file is touched, to tell later how lon
 class JobFailed(BraidError):
     """A rank failed, or an engine for which a restart is no remedy."""
 
-    def __init__(self, stage: str, failure: Failure) -> None:
+    def __init__(self, stage: str, failure: ProcessFailure) -> None:
         tail = [f"    | {line}" for line in failure.tail]
         lines = [f"stage {stage} failed: {failure.cause}", f"  log: {shown(failure.log)}", *tail]
         super().__init__("\n".join(lines))
@@ -76,7 +76,7 @@ class Launcher:
         self._placement = placement
         self._signals = signals
         self._save_seconds = save_seconds
-        self._engines = Engines(engines, settings, programs.engine, placement)
+        self._engines = EngineSupervisor(engines, settings, programs.engine, placement)
         self._next_sign = 0.0
 
     def __enter__(self) -> Launcher:
@@ -175,7 +175,7 @@ def to_the_end(work: Work) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def first_cause(failed: Sequence[Process], first: Sequence[Process]) -> Failure:
+def first_cause(failed: Sequence[Process], first: Sequence[Process]) -> ProcessFailure:
     """The failure that explains the others; `first` holds the ranks that failed before the rest.
 
     A rank that gives its reason knows best. One that only lost its connection to another is the

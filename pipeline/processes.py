@@ -24,7 +24,7 @@ _libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
-class Failure:
+class ProcessFailure:
     """Why a process ended badly, for a person.
 
     `stated` means that the process gave the cause itself; else `tail` is the end of its log. What
@@ -67,7 +67,7 @@ class PendingFork(Protocol):
         """Stop waiting; the process never runs."""
 
 
-class Server(Protocol):
+class ProgramForker(Protocol):
     """What forks a program on request: `pipeline.forkserver`."""
 
     def fork(
@@ -99,7 +99,7 @@ class Process(Protocol):
     def notices(self) -> list[str]:
         """What it said since the last call that a person should know, though it goes on."""
 
-    def failure(self) -> Failure:
+    def failure(self) -> ProcessFailure:
         """Why it failed, once it has ended: its own last word, if it had one."""
 
 
@@ -119,7 +119,7 @@ class Child:
         log: Path,
         environment: Mapping[str, str],
         cores: Sequence[int] | None = None,
-        server: Server | None = None,
+        server: ProgramForker | None = None,
         keep: Sequence[int] = (),
     ) -> None:
         """`keep` are further descriptors that a command started with exec inherits."""
@@ -185,7 +185,7 @@ class Child:
         os.close(self._last_word)
         self._last_word = -1
 
-    def _ask(self, server: Server) -> bool:
+    def _ask(self, server: ProgramForker) -> bool:
         """Ask the server for the process; whether it could be asked."""
         arguments = self._command[3:]  # after python -m MODULE
         with self.log.open("ab") as output, contextlib.suppress(OSError):
@@ -265,7 +265,7 @@ class Child:
         heard, self._notices = self._notices, []
         return heard
 
-    def failure(self) -> Failure:
+    def failure(self) -> ProcessFailure:
         """Why the ended process failed: its own last word, if it had one."""
         self._listen()
         killed = (self.status() or 0) < 0
@@ -293,7 +293,9 @@ class Child:
         return f"was killed by {signal.Signals(-status).name}{hint}"
 
 
-def told_failure(ending: str, killed: bool, log: Path, start: int, said: str = "") -> Failure:
+def told_failure(
+    ending: str, killed: bool, log: Path, start: int, said: str = ""
+) -> ProcessFailure:
     """The last word of a process that it `said`, or wrote to its log from byte `start` on; else
     how it ended, with the end of the log."""
     with log.open("rb") as file:
@@ -301,9 +303,9 @@ def told_failure(ending: str, killed: bool, log: Path, start: int, said: str = "
         lines = file.read().decode(errors="replace").rstrip().splitlines()
     for line in [said, *reversed(lines)]:
         if line.startswith(ERROR_MARK):
-            return Failure(line.removeprefix(ERROR_MARK), log, stated=True)
+            return ProcessFailure(line.removeprefix(ERROR_MARK), log, stated=True)
     tail = tuple(lines[-TAIL_LINES:])
-    return Failure(ending, log, tail=tail, lost=killed or lost_another(tail))
+    return ProcessFailure(ending, log, tail=tail, lost=killed or lost_another(tail))
 
 
 def lost_another(tail: Sequence[str]) -> bool:

@@ -18,7 +18,7 @@ Outcome = Literal["passed", "warned", "stopped"]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GateVerdict:
     """What a gate says, with the numbers for it."""
 
     outcome: Outcome
@@ -35,7 +35,7 @@ class DamagedVerdict(BraidError):
     """A verdict.json that no gate has written."""
 
 
-def read_verdict(directory: StageDirectory) -> Verdict | None:
+def read_verdict(directory: StageDirectory) -> GateVerdict | None:
     """What a gate said; None of other stages, and of a gate that was not judged yet.
 
     Raises DamagedVerdict.
@@ -56,7 +56,7 @@ def read_verdict(directory: StageDirectory) -> Verdict | None:
             f"{shown(path)} is damaged: it is not an outcome ({', '.join(get_args(Outcome))}) with "
             "its reasons"
         )
-    return Verdict(outcome, tuple(reasons))
+    return GateVerdict(outcome, tuple(reasons))
 
 
 def _why(error: Exception) -> str:

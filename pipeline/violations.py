@@ -19,15 +19,15 @@ LONGEST_VALUE = 200
 
 
 @dataclass(frozen=True)
-class Place:
+class SourceLocation:
     """A file and a line; no file means the command line."""
 
     file: Path | None
     line: int | None = None
 
-    def at(self, line: int) -> Place:
+    def at(self, line: int) -> SourceLocation:
         """The same file at another line."""
-        return self if self.file is None else Place(self.file, line)
+        return self if self.file is None else SourceLocation(self.file, line)
 
     def beside(self, path: str) -> Path:
         """A path written here: relative paths start at this file's folder."""
@@ -44,7 +44,7 @@ class Place:
 class Violation:
     """One fault, printed as `file:line: key: message`, on one line whatever a key is."""
 
-    place: Place
+    place: SourceLocation
     key: str
     message: str
 

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from parallel.files import open_file
-from pipeline.violations import ConfigError, Place, Violation, dotted
+from pipeline.violations import ConfigError, SourceLocation, Violation, dotted
 from pipeline.yaml_core import (
     MOST_DEPTH,
     MOST_NODES,
@@ -38,7 +38,7 @@ class Leaf:
     """A scalar or a list, and where it was written; `replaces` a whole mapping, or nothing."""
 
     value: Any
-    place: Place
+    place: SourceLocation
     replaces: bool = False
 
 
@@ -47,7 +47,7 @@ class Mapping:
     """A mapping's entries by key, and where the mapping was written."""
 
     entries: dict[str, Node]
-    place: Place
+    place: SourceLocation
 
 
 Node = Leaf | Mapping
@@ -76,7 +76,7 @@ class Reader:
         """
         if path in self._faultless and len(key) <= self._faultless[path][2]:
             tree, nodes, _ = self._faultless[path]
-            self._count(nodes, Place(path))
+            self._count(nodes, SourceLocation(path))
             return tree
         faults, before = len(self.violations), self._nodes
         tree = self._read(path, key)
@@ -84,14 +84,14 @@ class Reader:
             self._faultless[path] = tree, self._nodes - before, len(key)
         return tree
 
-    def _count(self, nodes: int, place: Place) -> None:
+    def _count(self, nodes: int, place: SourceLocation) -> None:
         self._nodes += nodes
         if self._nodes > MOST_NODES:
             many = f"more than {MOST_NODES} keys and values, with those of extended files"
             raise ConfigError([Violation(place, "", many)])
 
     def _read(self, path: Path, key: Key) -> Mapping:
-        place = Place(path)
+        place = SourceLocation(path)
         try:
             text = _text(path)
         except (OSError, ValueError) as error:
@@ -108,7 +108,7 @@ class Reader:
 
         Relative paths in it start at the working directory.
         """
-        place = Place(None)
+        place = SourceLocation(None)
         if has_surrogate(text):  # how Python takes in arguments that are no UTF-8
             self._note(place, key, "not UTF-8 text")
             return None
@@ -124,27 +124,29 @@ class Reader:
         return Leaf(None, place) if composed is None else self._node(composed, place, key)
 
     def _mapping_of(self, text: str, path: Path, key: Key) -> Mapping:
-        place = Place(path)
+        place = SourceLocation(path)
         try:
             composed, nodes = compose(text)
         except TooDeep as error:
-            return self._unreadable(Place(path, error.line), (*key, *error.key), str(error))
+            return self._unreadable(
+                SourceLocation(path, error.line), (*key, *error.key), str(error)
+            )
         except TooMany as error:
-            where = Place(path, error.line)
+            where = SourceLocation(path, error.line)
             raise ConfigError([Violation(where, dotted(key), str(error))]) from None
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
-            where = Place(path, mark.line + 1) if mark else place
+            where = SourceLocation(path, mark.line + 1) if mark else place
             return self._unreadable(where, key, f"not valid YAML: {_problem(error)}")
         self._count(nodes, place)
         if composed is None:
-            return Mapping({}, Place(path, 1))
-        node = self._node(composed, Place(path, composed.start_mark.line + 1), key)
+            return Mapping({}, SourceLocation(path, 1))
+        node = self._node(composed, SourceLocation(path, composed.start_mark.line + 1), key)
         if isinstance(node, Mapping):
             return node
         return self._unreadable(node.place, key, "the file should hold a mapping of keys to values")
 
-    def _node(self, node: yaml.Node, place: Place, key: Key) -> Node:
+    def _node(self, node: yaml.Node, place: SourceLocation, key: Key) -> Node:
         if not isinstance(node, yaml.MappingNode):
             return Leaf(self._item(node, place, key), place)
         if len(key) > MOST_DEPTH:
@@ -152,7 +154,7 @@ class Reader:
             return Leaf(None, place)
         return self._mapping(node, place, key)
 
-    def _item(self, node: yaml.Node, place: Place, key: Key) -> Any:
+    def _item(self, node: yaml.Node, place: SourceLocation, key: Key) -> Any:
         """The plain value of a scalar, or of a list and of all that stands in it."""
         if len(key) > MOST_DEPTH:
             self._note(place, key, str(TooDeep(0, key)))
@@ -176,7 +178,7 @@ class Reader:
             return entries
         return None
 
-    def _mapping(self, node: yaml.MappingNode, place: Place, key: Key) -> Mapping:
+    def _mapping(self, node: yaml.MappingNode, place: SourceLocation, key: Key) -> Mapping:
         entries: dict[str, Node] = {}
         taken: set[str] = set()
         base: Mapping | None = None
@@ -191,7 +193,9 @@ class Reader:
         own = Mapping(entries, place)
         return own if base is None else merge(base, own)
 
-    def _name(self, node: yaml.Node, place: Place, key: Key, taken: set[str]) -> str | None:
+    def _name(
+        self, node: yaml.Node, place: SourceLocation, key: Key, taken: set[str]
+    ) -> str | None:
         """The name that a mapping at `key` gives an entry, or None where it cannot have it; it is
         added to those that are `taken`."""
         name = str(node.value)
@@ -204,7 +208,7 @@ class Reader:
             return name
         return None
 
-    def _extended(self, node: yaml.Node, place: Place, key: Key) -> Mapping:
+    def _extended(self, node: yaml.Node, place: SourceLocation, key: Key) -> Mapping:
         if not isinstance(node, yaml.ScalarNode) or not node.value:
             return self._unreadable(place, (*key, "extends"), "should be the path of one file")
         if len(self.violations) >= MOST_ERRORS:  # files with errors are read each time again
@@ -217,19 +221,20 @@ class Reader:
         except (OSError, RuntimeError, ValueError) as error:  # no path at all, or a loop of links
             return self._unreadable(place, (*key, "extends"), f"cannot be followed: {error}")
         if resolved in self._open:
-            message = f"{Place(path)} extends itself through this line"
+            message = f"{SourceLocation(path)} extends itself through this line"
             return self._unreadable(place, (*key, "extends"), message)
         if len(self._open) >= MOST_EXTENDING:
             message = f"more than {MOST_EXTENDING} files extend one another; shorten the chain"
             return self._unreadable(place, (*key, "extends"), message)
         if not is_file:
-            return self._unreadable(place, (*key, "extends"), f"{missing}: {Place(path)}")
+            message = f"{missing}: {SourceLocation(path)}"
+            return self._unreadable(place, (*key, "extends"), message)
         return self.file(path, key)
 
-    def _note(self, place: Place, key: Key, message: str) -> None:
+    def _note(self, place: SourceLocation, key: Key, message: str) -> None:
         self.violations.append(Violation(place, dotted(key), message))
 
-    def _unreadable(self, place: Place, key: Key, message: str) -> Mapping:
+    def _unreadable(self, place: SourceLocation, key: Key, message: str) -> Mapping:
         self._note(place, key, message)
         self.broken = True
         return Mapping({}, place)
@@ -270,7 +275,7 @@ def find(node: Node, key: tuple[str | int, ...]) -> Node | None:
     return node
 
 
-def nearest(node: Node, key: tuple[str | int, ...]) -> Place:
+def nearest(node: Node, key: tuple[str | int, ...]) -> SourceLocation:
     """Where `key` was written, or else the deepest mapping on the way to it."""
     for part in key:
         if not isinstance(node, Mapping) or part not in node.entries:

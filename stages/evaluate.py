@@ -13,7 +13,7 @@ from typing import Any
 from parallel import batch, checkpoints
 from parallel.distributed import broadcast, is_main
 from parallel.files import write_atomically
-from parallel.packing import Place
+from parallel.packing import RankPlace
 from parallel.policy import Policy
 from parallel.sample import Sample
 from stages.agreement import MismatchError, measure_mismatch
@@ -117,7 +117,7 @@ class Evaluation:
             groups = self._groups(domain, problems[:CHECKED], "check")
             self._ask(domain, groups, 1.0)
         samples = self.rollouts.whole(groups, self.version)
-        batches = batch.split(samples, Place.here(), CHECKED_TOKENS, replay=True)
+        batches = batch.split(samples, RankPlace.here(), CHECKED_TOKENS, replay=True)
         largest = measure_mismatch(self.policy, batches, temperature=1.0)["mismatch_max"]
         bound = self.job.settings.engine.max_logprob_difference
         if largest > bound:

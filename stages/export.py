@@ -17,7 +17,7 @@ from parallel.distributed import barrier, broadcast, is_main, max_over_ranks
 from parallel.hugging_face import expected_tensors, hugging_face_config
 from parallel.hugging_face_files import SHARD_BYTES, WeightFiles, WeightsError, verify, write
 from parallel.hugging_face_weights import fill_weights, forget_weights
-from parallel.packing import Place
+from parallel.packing import RankPlace
 from parallel.policy import Policy
 from parallel.responses import Responses
 from parallel.sample import Sample
@@ -74,7 +74,7 @@ def export(policy: Policy, output: Path, shard_bytes: int = SHARD_BYTES) -> None
 def probe(policy: Policy) -> list[torch.Tensor]:
     """This rank's part of the logits of some random tokens; none but on the last pipeline stage."""
     draw = np.random.default_rng(0)
-    here = Place.here()
+    here = RankPlace.here()
     shape = (PROBES * here.data, 2, PROBE_TOKENS)
     tokens = draw.integers(policy.settings.vocabulary_size, size=shape, dtype=np.int32)
     samples = [Sample("probe", prompt, response) for prompt, response in tokens]

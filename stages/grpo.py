@@ -20,7 +20,7 @@ from stages.grading import add_advantages, graded_samples, without_advantages
 from stages.group_weights import LengthWeights, scale_by_entropy
 from stages.groups import Group
 from stages.guards.measures import graded, group_metrics, is_right
-from stages.guards.watch import Watch
+from stages.guards.watch import GuardMonitor
 from stages.loop import train
 from stages.metrics import reduce_sums
 from stages.objectives.aggregation import Totals
@@ -67,7 +67,7 @@ class Expert(OnPolicyStage):
             entropies=self.objective.scaling == "edge",
         )
         rewards = [domain.rewards for domain in domains.values()]
-        self.watch = Watch(job.stage, settings, rewards[0] if len(rewards) == 1 else {})
+        self.watch = GuardMonitor(job.stage, settings, rewards[0] if len(rewards) == 1 else {})
         self.kl_coefficient = self.objective.kl.coefficient
         self.length_exponent = 0.0  # lambda
         self.weigh: LengthWeights | None = None  # of the present update

@@ -13,7 +13,7 @@ from parallel.distributed import any_rank, broadcast, is_main
 from parallel.files import ENDED, STATE
 from parallel.last_word import say_notice
 from parallel.policy import TrainedPolicy
-from stages.guards.watch import Verdict, Watch
+from stages.guards.watch import GuardMonitor, StepVerdict
 from stages.metrics import MetricsLog
 from stages.settings import LoopSettings, StageJob
 
@@ -49,7 +49,7 @@ class StageStopped(Exception):
 
 
 def train(
-    stage: TrainingStage, job: StageJob, loop: LoopSettings, watch: Watch | None = None
+    stage: TrainingStage, job: StageJob, loop: LoopSettings, watch: GuardMonitor | None = None
 ) -> None:
     """Run the stage from its newest whole checkpoint, or from its parent, to its last step, or to
     the step at which `watch` says that it is done.
@@ -65,7 +65,7 @@ def train(
     stop = _StopSignal()
     for step in range(start + 1, steps + 1):
         metrics = stage.step(step)
-        verdict = watch.observe(step, metrics) if watch is not None and is_main() else Verdict()
+        verdict = watch.observe(step, metrics) if watch is not None and is_main() else StepVerdict()
         if log is not None:
             log.write(step, {**metrics, **verdict.metrics})
         stopping, writing, stopped, ended = any_rank(

@@ -16,7 +16,7 @@ from parallel import batch
 from parallel.batch import MicroBatch
 from parallel.distributed import broadcast, is_main
 from parallel.files import read_checkpoint, whole_checkpoints
-from parallel.packing import Place
+from parallel.packing import RankPlace
 from parallel.policy import TrainedPolicy
 from parallel.rollout.log import RolloutLog
 from parallel.rollout.wire import keeps_part, kept_limits, model_digest
@@ -173,7 +173,7 @@ class OnPolicyStage(ABC):
     def split(self, samples: list[Sample]) -> list[MicroBatch]:
         """This rank's micro-batches of one update."""
         budget = self.loop.micro_batch_tokens
-        return batch.split(samples, Place.here(), budget, self.replay)
+        return batch.split(samples, RankPlace.here(), budget, self.replay)
 
     def divide(self, rollout: Rollout) -> list[list[MicroBatch]]:
         """This rank's micro-batches of every update, as the updates find them. Collective."""

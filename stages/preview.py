@@ -7,7 +7,7 @@ import json
 from parallel import batch, checkpoints
 from parallel.distributed import is_main
 from parallel.files import write_atomically
-from parallel.packing import Place
+from parallel.packing import RankPlace
 from parallel.policy import Policy
 from parallel.sample import Sample
 from stages.agreement import MismatchError, measure_mismatch
@@ -64,7 +64,7 @@ def _hold_engine(
 ) -> None:
     """Raise MismatchError where the engine did not draw from the checkpoint. Collective."""
     replay = domain.routing.replay == "r3"
-    batches = batch.split(samples, Place.here(), domain.loop.micro_batch_tokens, replay)
+    batches = batch.split(samples, RankPlace.here(), domain.loop.micro_batch_tokens, replay)
     largest = measure_mismatch(policy, batches, domain.sampling.temperature)["mismatch_max"]
     bound = job.settings.engine.max_logprob_difference
     if largest > bound:

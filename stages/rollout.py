@@ -30,7 +30,7 @@ Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _SampleRequest:
     """A sample's place, and whether it may come from the log and goes into it."""
 
     group: Group
@@ -103,7 +103,7 @@ class Rollouts:
             for index in range(len(group.drawn)):
                 seed = group.seed + index
                 question = Question(group.problem.domain, tokens, seed, distribution)
-                tasks.append(Task(_Asked(group, index, logged=not at_once), question))
+                tasks.append(Task(_SampleRequest(group, index, logged=not at_once), question))
         known = [None] * len(tasks) if at_once else self._known(tasks)
         asked = zip(tasks, known, strict=True)
         self.scheduler.submit([task for task, sample in asked if sample is None], at_once)
@@ -213,13 +213,13 @@ class Rollouts:
         return self.log.take(self.version, [task.question for task in tasks])
 
     def _replay(self, task: Task, sample: Sample) -> None:
-        asked = cast(_Asked, task.key)
+        asked = cast(_SampleRequest, task.key)
         self._replayed += 1
         self.on_sample(asked.group, asked.index, sample)
         self.scheduler.supply(task, sample)
 
     def _came(self, task: Task, answer: Generation, sample: Sample) -> None:
-        asked = cast(_Asked, task.key)
+        asked = cast(_SampleRequest, task.key)
         if asked.logged and self.log is not None:
             self.log.add(task.question, answer)
         self.on_sample(asked.group, asked.index, sample)
@@ -228,7 +228,7 @@ class Rollouts:
         """Put what ended into its groups; returns how many samples it was."""
         finished = self.scheduler.collect(seconds, more)
         for task, sample in finished:
-            asked = cast(_Asked, task.key)
+            asked = cast(_SampleRequest, task.key)
             asked.group.drawn[asked.index] = sample
             if None not in asked.group.drawn:
                 asked.group.ended = self._ended

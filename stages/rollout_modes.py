@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from parallel import batch
 from parallel.distributed import is_main
-from parallel.packing import Place
+from parallel.packing import RankPlace
 from stages.agreement import MismatchError, measure_mismatch
 from stages.backlog import Collection
 from stages.groups import Group
@@ -111,7 +111,7 @@ class RolloutMode(ABC):
                 samples = self.rollouts.whole(groups, step)
             with stopwatch(seconds, "seconds_train"):
                 budget = self.stage.loop.micro_batch_tokens
-                parts = batch.split(samples, Place.here(), budget, self.stage.replay)
+                parts = batch.split(samples, RankPlace.here(), budget, self.stage.replay)
                 temperature = self.stage.sampling.temperature
                 mismatch = measure_mismatch(self.stage.policy, parts, temperature)
             if mismatch["mismatch_max"] <= self.bound:

@@ -9,7 +9,7 @@ import torch
 
 from parallel import batch
 from parallel.distributed import broadcast, is_main, sum_over_data
-from parallel.packing import Place
+from parallel.packing import RankPlace
 from parallel.policy import TrainedPolicy
 from parallel.responses import Responses
 from parallel.sample import Sample
@@ -55,7 +55,7 @@ class ColdStart:
         samples, too_long = broadcast(self._draw(step) if is_main() else None)
         totals = Totals(len(samples), sum(len(sample.learned) for sample in samples))
         budget = self.cold_start.loop.micro_batch_tokens
-        batches = batch.split(samples, Place.here(), budget, replay=False)
+        batches = batch.split(samples, RankPlace.here(), budget, replay=False)
 
         def cross_entropy(responses: Responses) -> tuple[torch.Tensor, float]:
             loss = token_mean(-responses.log_probs(), responses.batch.mask, totals)

@@ -15,8 +15,8 @@ from parallel.files import RESTART_REQUEST, write_atomically
 from parallel.rollout.wire import (
     PROTOCOL,
     Address,
-    Description,
-    Failure,
+    CallFailure,
+    EngineDescription,
     Generate,
     Generation,
     Join,
@@ -58,7 +58,7 @@ class EngineClient:
         """Its number among the run's engines, as its folder has it."""
         return f"engine {self.address_file.parent.name}"
 
-    def connect(self) -> Description:
+    def connect(self) -> EngineDescription:
         """Wait for an engine other than the last one this client gave up; return what it is.
 
         An engine that publishes its address but does not answer is asked again until
@@ -89,7 +89,7 @@ class EngineClient:
             deadline = time.monotonic() + wait
         raise EngineError(f"{self.name} {missing}")
 
-    def _describe_patiently(self) -> Description:
+    def _describe_patiently(self) -> EngineDescription:
         """Ask what the engine is until it answers.
 
         Raises EngineRefused as `describe` does, and EngineError when it stays silent for
@@ -139,7 +139,7 @@ class EngineClient:
         for message in self._stream("refit", refit):
             if isinstance(message, Refitted):
                 return message
-            if isinstance(message, Failure):
+            if isinstance(message, CallFailure):
                 raise EngineRefused(f"{self.name} refused refit: {message.error}")
             if time.monotonic() > deadline:
                 raise EngineError(f"{self.name} was not done with refit after {most:g} s")
@@ -148,7 +148,7 @@ class EngineClient:
     def generate(self, request: Generate) -> Iterator[Generation]:
         """Responses as they end. Ends early only by raising EngineError."""
         for message in self._stream("generate", request):
-            if isinstance(message, Failure):
+            if isinstance(message, CallFailure):
                 raise EngineError(f"{self.name} failed while it generated: {message.error}")
             if isinstance(message, Generation):
                 yield message
@@ -157,12 +157,12 @@ class EngineClient:
         """End the engine's process."""
         self._call("stop", None, None, HEALTH_SECONDS)
 
-    def describe(self) -> Description:
+    def describe(self) -> EngineDescription:
         """Ask what the engine is, now.
 
         Raises EngineRefused when it speaks another version of the protocol.
         """
-        described = self._call("describe", None, Description, HEALTH_SECONDS)
+        described = self._call("describe", None, EngineDescription, HEALTH_SECONDS)
         if described.protocol != PROTOCOL:
             raise EngineRefused(
                 f"{self.name} speaks version {described.protocol} of the protocol and the trainer"
@@ -186,7 +186,7 @@ class EngineClient:
         with self._answer(name, body, seconds) as stream:
             return msgspec.msgpack.decode(_whole(stream), type=answer or Any)
 
-    def _stream(self, name: str, body: Any) -> Iterator[Generation | Refitted | Failure | None]:
+    def _stream(self, name: str, body: Any) -> Iterator[Generation | Refitted | CallFailure | None]:
         """The messages that answer a call, and None for each sign of life."""
         with self._answer(name, body, self.settings.hang_timeout_seconds) as stream:
             yield from frames(stream)
@@ -214,7 +214,7 @@ class EngineClient:
             response = connection.getresponse()
             if response.status == http.HTTPStatus.OK:
                 return response
-            failure = msgspec.msgpack.decode(_whole(response), type=Failure)
+            failure = msgspec.msgpack.decode(_whole(response), type=CallFailure)
         except TimeoutError as error:
             raise EngineError(f"{self.name} said nothing for {seconds:g} s after {name}") from error
         except (OSError, http.client.HTTPException, msgspec.MsgspecError) as error:

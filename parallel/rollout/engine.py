@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from parallel.rollout.core import Core
 from parallel.rollout.wire import (
     PROTOCOL,
-    Description,
+    EngineDescription,
     Generate,
     Generation,
     Join,
@@ -61,9 +61,9 @@ class Engine:
         cannot draw from it here."""
         await self._ask(self._core.prepare)
 
-    async def describe(self) -> Description:
+    async def describe(self) -> EngineDescription:
         """What this engine is."""
-        return Description(
+        return EngineDescription(
             protocol=PROTOCOL,
             instance=self.instance,
             host=host_identity(),

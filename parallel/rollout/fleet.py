@@ -17,7 +17,7 @@ from parallel.last_word import say_notice
 from parallel.network import LOOPBACK, address_of
 from parallel.policy import Policy
 from parallel.rollout.client import EngineClient, EngineError, EngineRefused
-from parallel.rollout.wire import Description, Join, Refit, Refitted, model_digest
+from parallel.rollout.wire import EngineDescription, Join, Refit, Refitted, model_digest
 from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
 from parallel.stores import host_store
 from parallel.weights import checksums
@@ -61,7 +61,7 @@ class Fleet:
         self.model, self.layout, self.settings = model, layout, settings
         self.interface = interface
         self.notify = notify
-        self.descriptions: dict[EngineClient, Description] = {}  # of the engines that live
+        self.descriptions: dict[EngineClient, EngineDescription] = {}  # of the engines that live
         self.losses = 0
         self._clients: list[EngineClient] = []
         self._joined: list[tuple[EngineClient, str]] = []  # members of the plan, and which process

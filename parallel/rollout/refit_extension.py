@@ -27,7 +27,7 @@ from parallel.weights import checksums
 from parallel.weights.engine import needed
 from parallel.weights.executor import Inbox, inbox, wire_dtype
 from parallel.weights.names import bucket, tensors
-from parallel.weights.planner import Bucket, Fleet, Plan
+from parallel.weights.planner import Bucket, EngineSizes, Plan
 
 _PR_SET_PDEATHSIG = 1
 
@@ -66,7 +66,7 @@ class RefitExtension:
         self.leave()
         layout = LayoutSettings.model_validate(join.layout)
         rank = sum(join.fleet[: join.engine]) + _place()[0]
-        fleet = Fleet(tuple(join.fleet), forwarding=join.meeting is not None)
+        fleet = EngineSizes(tuple(join.fleet), forwarding=join.meeting is not None)
         plan = Plan(self._settings, layout, fleet)
         self._inbox = inbox(
             self._settings, layout, plan, rank, join.meeting, join.shared, self._device

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from parallel.rollout.answers import Garbage, Question, sample_of
 from parallel.rollout.client import EngineError, EngineRefused
 from parallel.rollout.lengths import Lengths
-from parallel.rollout.wire import Description, Generate, Generation, Prompt, Sampling
+from parallel.rollout.wire import EngineDescription, Generate, Generation, Prompt, Sampling
 from parallel.sample import Sample
 from parallel.settings import ModelSettings
 
@@ -44,11 +44,11 @@ class Client(Protocol):
         """Whether the engine answers, and believes that all of its processes live."""
 
 
-class Engines(Protocol):
+class EnginePool(Protocol):
     """What the scheduler asks of `parallel.rollout.fleet.Fleet`."""
 
     @property
-    def descriptions(self) -> Mapping[Any, Description]:
+    def descriptions(self) -> Mapping[Any, EngineDescription]:
         """What the engines that live are."""
 
     def live(self) -> list[Any]:
@@ -77,7 +77,7 @@ class _Entry:
 
 
 @dataclass(eq=False)
-class _Stream:
+class _EngineCall:
     """One call to an engine: what was asked, and what of it is still owed."""
 
     client: Client
@@ -102,7 +102,7 @@ class Scheduler:
 
     def __init__(
         self,
-        engines: Engines,
+        engines: EnginePool,
         model: ModelSettings,
         deterministic: bool,
         on_end: Callable[[Task, Generation, Sample], None] = lambda task, answer, sample: None,
@@ -119,11 +119,11 @@ class Scheduler:
         self._owed: set[int] = set()
         self._immediate: list[_Entry] = []
         self._queue: list[_Entry] = []  # a heap
-        self._streams: list[_Stream] = []
+        self._streams: list[_EngineCall] = []
         self._finished: list[tuple[Task, Sample]] = []
         self._held = False
         self._woken = False
-        self._failed_meanwhile: list[tuple[_Stream, str]] = []
+        self._failed_meanwhile: list[tuple[_EngineCall, str]] = []
         self._error: Exception | None = None
 
     @property
@@ -272,12 +272,12 @@ class Scheduler:
             for entry in entries
         ]
         by_number = {entry.number: entry for entry in entries}
-        stream = _Stream(client, self._instance(client), by_number, dict(by_number))
+        stream = _EngineCall(client, self._instance(client), by_number, dict(by_number))
         self._streams.append(stream)
         request = Generate(prompts, sampling)
         threading.Thread(target=self._read, args=(stream, request), daemon=True).start()
 
-    def _read(self, stream: _Stream, request: Generate) -> None:
+    def _read(self, stream: _EngineCall, request: Generate) -> None:
         """What the thread of one stream does."""
         try:
             for generation in stream.client.generate(request):
@@ -304,7 +304,7 @@ class Scheduler:
             self._deal()
             self._changed.notify()
 
-    def _take(self, stream: _Stream, generation: Generation) -> bool:
+    def _take(self, stream: _EngineCall, generation: Generation) -> bool:
         """Accept one answer, once; false when nobody listens to this stream any more."""
         entry = stream.asked.get(generation.number)
         if entry is None:
@@ -320,7 +320,7 @@ class Scheduler:
                 self._accept(stream)
         return True
 
-    def _accept(self, stream: _Stream) -> None:
+    def _accept(self, stream: _EngineCall) -> None:
         for entry, generation, sample in stream.answers:
             self._on_end(entry.task, generation, sample)
             self._owed.remove(entry.number)
@@ -333,13 +333,13 @@ class Scheduler:
         self._finished.append((task, sample))
         self._lengths.learn(task.question, len(sample.response))
 
-    def _fail(self, stream: _Stream, error: Exception) -> None:
+    def _fail(self, stream: _EngineCall, error: Exception) -> None:
         with self._changed:
             if stream.open:
                 self._error = error
                 self._changed.notify()
 
-    def _lose(self, stream: _Stream, reason: str) -> None:
+    def _lose(self, stream: _EngineCall, reason: str) -> None:
         """The stream's engine is of no use; none of its streams is listened to any more."""
         if self._held:
             self._failed_meanwhile.append((stream, reason))
@@ -349,7 +349,7 @@ class Scheduler:
         for each in [each for each in self._streams if each.instance == stream.instance]:
             self._give_up(each)
 
-    def _give_up(self, stream: _Stream) -> None:
+    def _give_up(self, stream: _EngineCall) -> None:
         stream.open = False
         self._streams.remove(stream)
         again = [entry for number, entry in stream.asked.items() if number in self._owed]

@@ -29,7 +29,7 @@ from parallel.rollout.wire import (
     BEAT,
     LARGEST_MESSAGE,
     Address,
-    Failure,
+    CallFailure,
     Generate,
     Join,
     Refit,
@@ -38,7 +38,7 @@ from parallel.rollout.wire import (
 from parallel.settings import EngineJob
 
 
-class Server:
+class EngineServer:
     """Answers the calls of `client.EngineClient`."""
 
     def __init__(self, engine: Engine) -> None:
@@ -83,7 +83,7 @@ class Server:
             async for ended in responses:
                 await stream.write(b"".join(map(frame, ended)) or BEAT)
         except StepFailed as error:
-            await stream.write(frame(Failure(str(error))))
+            await stream.write(frame(CallFailure(str(error))))
         await stream.write_eof()
         return stream
 
@@ -99,7 +99,7 @@ class Server:
         if (error := refit.exception()) is None:
             await stream.write(frame(refit.result()))
         else:
-            await stream.write(frame(Failure(f"{type(error).__name__}: {error}")))
+            await stream.write(frame(CallFailure(f"{type(error).__name__}: {error}")))
         await stream.write_eof()
         return stream
 
@@ -119,7 +119,7 @@ def _answering(kind: Any, call: Callable[..., Awaitable[Any]]) -> Any:
 
 
 def _failure(status: int, error: str) -> web.Response:
-    return web.Response(status=status, body=msgspec.msgpack.encode(Failure(error)))
+    return web.Response(status=status, body=msgspec.msgpack.encode(CallFailure(error)))
 
 
 def main() -> None:
@@ -139,10 +139,10 @@ async def _serve(engine: Engine, address: Path, interface: str) -> None:
     except Exception as error:
         say_last_word(f"the engine cannot serve this run: {error}")
         raise
-    # `Server._guard` answers the handlers' own errors. What is left for aiohttp to log is requests
-    # that are not HTTP, each with a traceback: anybody who reaches the port could fill the disk.
+    # `EngineServer._guard` answers the handlers' own errors. aiohttp would log requests that are
+    # not HTTP, each with a traceback: anybody who reaches the port could fill the disk.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
-    server = Server(engine)
+    server = EngineServer(engine)
     runner = web.AppRunner(server.application(), access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, address_of(interface), 0)

@@ -33,7 +33,7 @@ class Address(msgspec.Struct, frozen=True):
     instance: str
 
 
-class Description(msgspec.Struct, frozen=True):
+class EngineDescription(msgspec.Struct, frozen=True):
     """What an engine is: the answer to `describe`.
 
     `model` is the digest of the model's settings. `host` tells machines apart. `weight_version` is
@@ -167,7 +167,7 @@ class Refitted(msgspec.Struct, frozen=True, tag=True):
     ranks: list[RankReport]
 
 
-class Failure(msgspec.Struct, frozen=True, tag=True):
+class CallFailure(msgspec.Struct, frozen=True, tag=True):
     """The answer to a call that failed, or the end of a streamed one; unless it was a step that
     failed, the engine itself is still there."""
 
@@ -191,7 +191,7 @@ class Readable(Protocol):
         """So many bytes, or fewer at the end."""
 
 
-def frames(source: Readable) -> Iterator[Generation | Refitted | Failure | None]:
+def frames(source: Readable) -> Iterator[Generation | Refitted | CallFailure | None]:
     """The messages of a streamed answer; None for a beat.
 
     Raises EOFError when the stream ends within one, or one is longer than LARGEST_MESSAGE.
@@ -206,7 +206,7 @@ def frames(source: Readable) -> Iterator[Generation | Refitted | Failure | None]
         data = source.read(size)
         if len(header) < LENGTH_BYTES or len(data) < size:
             raise EOFError("the stream ended within a message")
-        yield msgspec.msgpack.decode(data, type=Generation | Refitted | Failure)
+        yield msgspec.msgpack.decode(data, type=Generation | Refitted | CallFailure)
 
 
 def prompts_of(tokens: Iterable[list[int]], samples: int, seed: int) -> list[Prompt]:

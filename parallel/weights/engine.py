@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from parallel.boxes import Box
 from parallel.settings import ModelSettings, divisors, one_of
-from parallel.weights.names import Description, Part, Units, Weight, tensor_prefix
+from parallel.weights.names import ModelWeights, Part, Units, Weight, tensor_prefix
 
 
 def engine_violations(model: ModelSettings, tensor_parallel: int) -> list[tuple[str, str]]:
@@ -34,7 +34,7 @@ def needed(model: ModelSettings, tensor_parallel: int, rank: int) -> list[tuple[
     """The box of each Hugging Face tensor that one tensor-parallel rank of an engine copies, bucket
     by bucket. A tensor of which it needs nothing, such as padding of the vocabulary, is left out.
     """
-    description = Description(model)
+    description = ModelWeights(model)
     return [
         (tensor_prefix(key) + tensor, box)
         for key in description.buckets
@@ -73,7 +73,7 @@ def _box(part: Part, dimension: int | None, ranks: int, rank: int) -> Box:
 
 
 def _units(model: ModelSettings) -> list[Units]:
-    description = Description(model)
+    description = ModelWeights(model)
     kinds = dict.fromkeys(description.kind(key) for key in description.buckets)
     return list(
         dict.fromkeys(

@@ -58,7 +58,7 @@ class Weight:
     experts: int = 0
 
 
-class Description:
+class ModelWeights:
     """Every weight of a model, by bucket."""
 
     def __init__(self, model: ModelSettings) -> None:
@@ -99,7 +99,7 @@ class Description:
 
 def tensors(model: ModelSettings) -> dict[str, tuple[int, ...]]:
     """The shape of every Hugging Face tensor, bucket by bucket."""
-    description = Description(model)
+    description = ModelWeights(model)
     return dict(item for key in description.buckets for item in description.tensors(key))
 
 

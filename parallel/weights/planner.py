@@ -17,14 +17,14 @@ from typing import NamedTuple
 from parallel.boxes import Box, intersect
 from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights.engine import needed_of
-from parallel.weights.names import Description, tensor_prefix
+from parallel.weights.names import ModelWeights, tensor_prefix
 from parallel.weights.trainer import Layout, Shard, share
 
 GRAIN = 1 << 19  # elements: below about a MiB, two messages cost more than one replica's idleness
 
 
 @dataclass(frozen=True)
-class Fleet:
+class EngineSizes:
     """The tensor-parallel size of each engine; their ranks are numbered through.
 
     With `forwarding`, trainers feed no more engine ranks than there are trainers, and every other
@@ -111,8 +111,8 @@ class Plan:
     different pipeline stages, so that all stages send at the same time.
     """
 
-    def __init__(self, model: ModelSettings, layout: LayoutSettings, fleet: Fleet) -> None:
-        self.description = Description(model)
+    def __init__(self, model: ModelSettings, layout: LayoutSettings, fleet: EngineSizes) -> None:
+        self.description = ModelWeights(model)
         self.layout = Layout(model, layout)
         self.fleet = fleet
         self._ranks = [
@@ -278,7 +278,7 @@ class Plan:
         return found
 
 
-def _sources(fleet: Fleet, trainers: int) -> list[int | None]:
+def _sources(fleet: EngineSizes, trainers: int) -> list[int | None]:
     """Which engine forwards to each; None is fed by the trainers."""
     found: list[int | None] = []
     same: dict[int, list[int]] = {}  # engines so far, by size

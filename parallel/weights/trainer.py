@@ -15,7 +15,7 @@ from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights.names import (
     EMBEDDING,
     HEAD,
-    Description,
+    ModelWeights,
     Part,
     Weight,
     bucket,
@@ -47,7 +47,7 @@ class Shard(NamedTuple):
     expert: int = 0
 
 
-class Place(NamedTuple):
+class BucketPlace(NamedTuple):
     """Where a bucket is in the pipeline, and what its parameters are named within."""
 
     stage: int
@@ -65,16 +65,16 @@ class Layout:
         self.experts = model.experts // layout.expert
         self.stage_ranks = layout.ranks // layout.pipeline
 
-    def place(self, key: int) -> Place:
+    def place(self, key: int) -> BucketPlace:
         """Where a bucket is."""
         pipeline, parts = self.sizes.pipeline, self.sizes.pipeline * self.sizes.virtual_pipeline
         if key == EMBEDDING:
-            return Place(0, 0, "")
+            return BucketPlace(0, 0, "")
         if key == HEAD:
-            return Place(pipeline - 1, self.sizes.virtual_pipeline - 1, "")
+            return BucketPlace(pipeline - 1, self.sizes.virtual_pipeline - 1, "")
         part = share(key, self.layers, parts)
         first = self.layers * part // parts
-        return Place(part % pipeline, part // pipeline, f"decoder.layers.{key - first}.")
+        return BucketPlace(part % pipeline, part // pipeline, f"decoder.layers.{key - first}.")
 
     def stage(self, rank: int) -> int:
         """The pipeline stage of a rank."""
@@ -132,7 +132,7 @@ class Layout:
 
 def held(model: ModelSettings, layout: LayoutSettings, rank: int) -> list[Piece]:
     """All that a rank holds, bucket by bucket. Every element of its state_dict is in one piece."""
-    description, arithmetic = Description(model), Layout(model, layout)
+    description, arithmetic = ModelWeights(model), Layout(model, layout)
     found = []
     for key in description.buckets:
         stage, chunk, prefix = arithmetic.place(key)
@@ -150,7 +150,7 @@ class Owners:
     """Who holds what of a tensor, without a list of all ranks."""
 
     def __init__(self, model: ModelSettings, layout: LayoutSettings) -> None:
-        self.description, self.layout = Description(model), Layout(model, layout)
+        self.description, self.layout = ModelWeights(model), Layout(model, layout)
         self._boxes: dict[str, dict[str, list[tuple[Shard, Box]]]] = {}
 
     def of(self, tensor: str) -> list[tuple[Box, range]]:

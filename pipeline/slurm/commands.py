@@ -37,7 +37,7 @@ UNDER_WAY: tuple[State, ...] = ("submitted", "running")
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Submission:
     """What `braid submit` was asked for: `wanted` stages, of them and of all others those made
     `anew` by name, and what is `taken` over from the `other` run, by stage."""
 
@@ -132,7 +132,7 @@ def cancel(arguments: Namespace) -> None:
             say(f"{name}: {'cancelled' if job.waits else running} (job {job.number})")
 
 
-def _asked(arguments: Namespace) -> _Asked:
+def _asked(arguments: Namespace) -> _Submission:
     """Raises BraidError where the arguments, the profile or the run's path cannot be."""
     run, settings = commands.configured(arguments)
     check_owner(run, arguments.trust_run)
@@ -149,10 +149,12 @@ def _asked(arguments: Namespace) -> _Asked:
     other = commands.forked(arguments)
     taken = find_fork(run, settings, other).taken if other is not None else {}
     submitting.refuse_too_large_engines(settings, cluster, stages)
-    return _Asked(run, settings, profile, cluster, stages, wanted, arguments.anew, other, taken)
+    return _Submission(
+        run, settings, profile, cluster, stages, wanted, arguments.anew, other, taken
+    )
 
 
-def _preview(asked: _Asked) -> None:
+def _preview(asked: _Submission) -> None:
     """Show what would be submitted, or raise BraidError as the submission would; writes nothing."""
     run, settings = asked.run, asked.settings
     _refuse_other_settings(run, settings)
@@ -164,7 +166,7 @@ def _preview(asked: _Asked) -> None:
     _show(run, jobs, unasked)
 
 
-def _settled(asked: _Asked) -> dict[str, StageState]:
+def _settled(asked: _Submission) -> dict[str, StageState]:
     """Where every stage stands, once the run has these settings, and what was asked for is put
     aside and taken over. Raises BraidError where that cannot be; unless it is for what is stale,
     the run is then as it was."""
@@ -207,7 +209,9 @@ def _show(run: RunDirectory, jobs: Sequence[submitting.Submission], unasked: str
         say(f"# {unasked}")
 
 
-def _submissions(asked: _Asked, states: Mapping[str, StageState]) -> list[submitting.Submission]:
+def _submissions(
+    asked: _Submission, states: Mapping[str, StageState]
+) -> list[submitting.Submission]:
     """Raises BraidError where something that is wanted cannot start."""
     _refuse_missing(asked.wanted, states)
     refuse_stopped(asked.run, asked.wanted, states)

@@ -13,7 +13,14 @@ from parallel.network import address_of, environment_of
 from parallel.rollout.environment import PROCESS_ENVIRONMENT
 from parallel.settings import LAST_WORD, NOTICE_MARK, EngineSettings
 from pipeline.placement import free_port
-from pipeline.processes import POLL_SECONDS, Child, Failure, Process, lost_another, told_failure
+from pipeline.processes import (
+    POLL_SECONDS,
+    Child,
+    Process,
+    ProcessFailure,
+    lost_another,
+    told_failure,
+)
 from pipeline.slurm.nodes import Places
 from pipeline.slurm.settings import ClusterSettings, ContainerSettings
 
@@ -138,24 +145,24 @@ class Step:
             found += [line for line in lines if line.startswith(NOTICE_MARK)]
         return [line.removeprefix(NOTICE_MARK) for line in found]
 
-    def failure(self) -> Failure:
+    def failure(self) -> ProcessFailure:
         """That of the task that explains the others: one that gave its reason, else the first to
         end that had not just lost another one."""
         said = self._said()
         if nodes := [line for line in said if "Node failure" in line]:
-            return Failure(nodes[0], self.log, lost=True)
+            return ProcessFailure(nodes[0], self.log, lost=True)
         if away := [line for line in said if CONTROLLER_AWAY in line]:
-            return Failure(away[0], self.log, lost=True)
+            return ProcessFailure(away[0], self.log, lost=True)
         endings = {task: how for line in said for task, how in _ending(line)}
         order = [*endings, *range(len(self._logs))]
 
-        def of_task(task: int) -> Failure:
+        def of_task(task: int) -> ProcessFailure:
             name = self.name if len(self._logs) == 1 else f"{self.name} {task}"
             how = endings.get(task, "was ended")
             killed = not how.endswith(PROGRAM_S_FAULT)
             return told_failure(f"{name} {how}", killed, self._logs[task], self._starts[task])
 
-        def doubt(failure: Failure) -> tuple[bool, bool, int]:
+        def doubt(failure: ProcessFailure) -> tuple[bool, bool, int]:
             position = order.index(self._logs.index(failure.log))
             return not failure.stated, lost_another(failure.tail), position
 

@@ -29,7 +29,7 @@ from parallel.last_word import say_notice
 from parallel.settings import LAST_WORD
 from stages.domains.problem import Problem
 from stages.domains.reward_output import pass_on
-from stages.domains.reward_worker import CLOCK_BYTES, Chunk, Clock, Loaded, Setup
+from stages.domains.reward_worker import CLOCK_BYTES, Chunk, Clock, Setup, WorkerReady
 from stages.domains.rewards.endpoint import cautions
 from stages.domains.rewards.grading import Grade, failure
 from stages.domains.rewards.registry import check_machine
@@ -250,7 +250,7 @@ class RewardPool:
             message = worker.connection.recv()
         except (EOFError, OSError, pickle.UnpicklingError):
             return False
-        if isinstance(message, Loaded):
+        if isinstance(message, WorkerReady):
             if message.fault is not None:
                 raise RewardError(message.fault)
             worker.loaded = True

@@ -35,7 +35,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class WorkerReady:
     """A worker's first word: it can score, or `fault` says why it never will."""
 
     fault: str | None = None
@@ -68,9 +68,9 @@ def serve(setup: Setup, connection: Connection, clock: Clock) -> None:
             for domain, rewards in setup.rewards.items()
         }
     except DomainError as error:
-        connection.send(Loaded(str(error)))
+        connection.send(WorkerReady(str(error)))
         return
-    connection.send(Loaded())
+    connection.send(WorkerReady())
     process = os.getpid()
     while True:
         chunk: Chunk = connection.recv()

@@ -14,7 +14,7 @@ from stages.settings import PolicySettings
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepVerdict:
     """What a step means: metrics of the windows, and in one line why the stage is to stop as
     failed, or may end as done."""
 
@@ -124,7 +124,7 @@ def guards(settings: GuardsSettings) -> list[_Guard]:
     ]
 
 
-class Watch:
+class GuardMonitor:
     """Reads every step's metrics; main rank only, which has all ranks do as it says."""
 
     def __init__(
@@ -139,7 +139,7 @@ class Watch:
         self._guards = guards(settings.guards)
         self._beyond = {guard.name: 0 for guard in self._guards}  # steps in a row
 
-    def observe(self, step: int, metrics: Mapping[str, float]) -> Verdict:
+    def observe(self, step: int, metrics: Mapping[str, float]) -> StepVerdict:
         """Take in the metrics of a step, say what is to be warned of, and judge."""
         found = self._trends.add(metrics)
         stops = [
@@ -149,8 +149,8 @@ class Watch:
         ]
         self._reached.add(metrics.get(self._rule.metric) if self._rule else None)
         if stops:
-            return Verdict(found, stop=stops[0])
-        return Verdict(found, end=self._ending(step))
+            return StepVerdict(found, stop=stops[0])
+        return StepVerdict(found, end=self._ending(step))
 
     def state(self) -> dict[str, Any]:
         """What is remembered of the steps before, as JSON."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moments import Moment, Position, position
+from moments import Moment, StagePosition, position
 from process_tree import KILLED, everything, tree
 from runs import braid
 
@@ -36,7 +36,7 @@ class Kill:
     step; the stage had `saved` a step, or none: 0. `outcome`: whether the attempt went on."""
 
     moment: Moment
-    at: Position
+    at: StagePosition
     saved: int
     seconds: float
     outcome: str = "unknown"

@@ -42,7 +42,7 @@ class Stretch:
 Timeline = list[Stretch]
 
 
-class Position(NamedTuple):
+class StagePosition(NamedTuple):
     """The stage that was begun last, the lines of its metrics, each of a step, and its attempt."""
 
     stage: str
@@ -50,7 +50,7 @@ class Position(NamedTuple):
     attempt: int
 
 
-def position(run: Path) -> Position | None:
+def position(run: Path) -> StagePosition | None:
     """Where a run stands; None where no stage was begun yet."""
     try:
         lines = (run / "ledger.jsonl").read_text().splitlines(keepends=True)
@@ -62,7 +62,9 @@ def position(run: Path) -> Position | None:
         return None
     stage, attempt = begun[-1]["stage"], begun[-1]["attempt"]
     metrics = run / "stages" / stage / "metrics.jsonl"
-    return Position(stage, metrics.read_bytes().count(b"\n") if metrics.exists() else 0, attempt)
+    return StagePosition(
+        stage, metrics.read_bytes().count(b"\n") if metrics.exists() else 0, attempt
+    )
 
 
 def watch(run: Path, launched: subprocess.Popen[str]) -> Timeline:

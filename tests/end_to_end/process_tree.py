@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Process:
+class TreeProcess:
     """`started` is in clock ticks since the machine's start: a number may be given out again."""
 
     number: int
@@ -27,8 +27,8 @@ class Process:
         return dict(line.split("=", 1) for line in text.split("\0") if "=" in line)
 
 
-Tree = dict[int, Process]
-Finder = Callable[[Tree], list[Process]]
+Tree = dict[int, TreeProcess]
+Finder = Callable[[Tree], list[TreeProcess]]
 
 
 def everything() -> Tree:
@@ -52,7 +52,7 @@ def tree(roots: Iterable[int]) -> Tree:
     return found
 
 
-def _read(entry: Path) -> Process | None:
+def _read(entry: Path) -> TreeProcess | None:
     try:
         # The name, in parentheses, may hold anything.
         state, parent, *rest = (entry / "stat").read_text().rpartition(")")[2].split()
@@ -63,13 +63,13 @@ def _read(entry: Path) -> Process | None:
         return None
     if state in "ZX":
         return None
-    return Process(int(entry.name), int(parent), int(rest[17]), tuple(arguments))
+    return TreeProcess(int(entry.name), int(parent), int(rest[17]), tuple(arguments))
 
 
 def _of(module: str) -> Finder:
     """The processes of a module, without the copies of themselves that they fork."""
 
-    def find(tree: Tree) -> list[Process]:
+    def find(tree: Tree) -> list[TreeProcess]:
         return [each for each in tree.values() if _runs(each, module) and not _forked(each, tree)]
 
     return find
@@ -78,40 +78,40 @@ def _of(module: str) -> Finder:
 def _rank(number: int) -> Finder:
     ranks = _of("stages.main")
 
-    def is_it(rank: Process) -> bool:
+    def is_it(rank: TreeProcess) -> bool:
         # A forked rank shows the environment of its fork server.
         return _variable(rank, "RANK") == str(number) or _log(rank) == f"rank_{number}.log"
 
     return lambda tree: [each for each in ranks(tree) if is_it(each)]
 
 
-def _engine_children(tree: Tree) -> list[Process]:
+def _engine_children(tree: Tree) -> list[TreeProcess]:
     engines = {each.number for each in _of("parallel.rollout.server")(tree)}
     return [each for each in tree.values() if each.parent in engines]
 
 
-def _workers(tree: Tree) -> list[Process]:
+def _workers(tree: Tree) -> list[TreeProcess]:
     nursery = "stages.domains.reward_nursery"
     return [each for each in tree.values() if _runs(each, nursery) and _forked(each, tree)]
 
 
-def _runs(process: Process, module: str) -> bool:
+def _runs(process: TreeProcess, module: str) -> bool:
     return ("-m", module) in pairwise(process.arguments)
 
 
-def _forked(process: Process, tree: Tree) -> bool:
+def _forked(process: TreeProcess, tree: Tree) -> bool:
     parent = tree.get(process.parent)
     return parent is not None and parent.arguments == process.arguments
 
 
-def _variable(process: Process, name: str) -> str | None:
+def _variable(process: TreeProcess, name: str) -> str | None:
     try:
         return process.variables.get(name)
     except OSError:  # it has just ended
         return None
 
 
-def _log(process: Process) -> str | None:
+def _log(process: TreeProcess) -> str | None:
     try:
         return Path(f"/proc/{process.number}/fd/1").readlink().name
     except OSError:

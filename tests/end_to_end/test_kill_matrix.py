@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import torch
-from moments import Position, Stretch, draw, position
+from moments import StagePosition, Stretch, draw, position
 from process_tree import KILLED, everything, tree
 from same_bits import digests
 from torch.distributed import checkpoint as distributed_checkpoint
@@ -72,10 +72,10 @@ def test_where_a_run_stands(tmp_path: Path) -> None:
     assert position(tmp_path) is None
     begun = {"stage": "merge", "state": "running", "cause": "from the start", "attempt": 2}
     (tmp_path / "ledger.jsonl").write_text(json.dumps(begun) + '\n{"stage": "half')
-    assert position(tmp_path) == Position("merge", 0, 2)
+    assert position(tmp_path) == StagePosition("merge", 0, 2)
     (tmp_path / "stages" / "merge").mkdir(parents=True)
     (tmp_path / "stages" / "merge" / "metrics.jsonl").write_text('{"step": 1}\n{"st')
-    assert position(tmp_path) == Position("merge", 1, 2)
+    assert position(tmp_path) == StagePosition("merge", 1, 2)
 
 
 def test_a_changed_bit_is_seen(tmp_path: Path) -> None:

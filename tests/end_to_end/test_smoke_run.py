@@ -32,7 +32,7 @@ SEED = 0
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """A configuration, and when processes of a run of it are killed.
 
     `drawn` processes are killed at moments of a seed. `ends` kills at least end the command.
@@ -65,7 +65,7 @@ class Plan:
 
 # The merge has saved nothing by then, and repeats its first step.
 IN_THE_MERGE = Moment("launcher", "merge", step=1, seconds=0.0, which=0.0)
-SHORT = Plan(
+SHORT = RunPlan(
     Path(__file__).with_name("short.yaml"),
     ["chain_sum"],
     without_kl=0,
@@ -77,7 +77,7 @@ SHORT = Plan(
     ],
     ends=1,
 )
-SMOKE = Plan(
+SMOKE = RunPlan(
     REPOSITORY / "configs" / "smoke.yaml",
     ["chain_sum", "spell_backward", "number_sorting"],
     without_kl=1,
@@ -91,7 +91,7 @@ SMOKE = Plan(
 class Run:
     """A finished run and what its last command printed."""
 
-    plan: Plan
+    plan: RunPlan
     path: Path
     output: str
     timeline: Timeline = field(default_factory=list)
@@ -107,12 +107,12 @@ class Run:
 
 
 @pytest.fixture(scope="module", params=tiered([SHORT, SMOKE], [SHORT]), ids=["short", "smoke"])
-def plan(request: pytest.FixtureRequest) -> Plan:
+def plan(request: pytest.FixtureRequest) -> RunPlan:
     return request.param
 
 
 @pytest.fixture(scope="module")
-def peaceful(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def peaceful(plan: RunPlan, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Watched while it goes on, to know what there is to kill, and when."""
     directory = tmp_path_factory.mktemp("peaceful")
     log = directory / "braid.log"
@@ -123,7 +123,7 @@ def peaceful(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory, plan: Plan, peaceful: Run) -> Run:
+def killed(tmp_path_factory: pytest.TempPathFactory, plan: RunPlan, peaceful: Run) -> Run:
     """Kills at the moments of the plan: some of a seed, as in benchmarks/chaos.py, some always.
 
     `KilledRun` holds the run to clean ends, to continuing from the newest whole checkpoint, and to

@@ -52,7 +52,7 @@ def as_samples(drawn: Iterable[Generation], asked: Generate, model: ModelSetting
     ]
 
 
-class Reference:
+class DrawingReference:
     """transformers' model with a policy's weights."""
 
     def __init__(self, settings: ModelSettings, weights: dict[str, np.ndarray]) -> None:

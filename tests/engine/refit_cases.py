@@ -99,7 +99,7 @@ def mismatch(trained: Any, engines: Any, version: int) -> float:
     """The largest |log mu - log pi|; every prompt is asked for twice, the second time cached."""
     from parallel import batch
     from parallel.distributed import broadcast, is_main
-    from parallel.packing import Place
+    from parallel.packing import RankPlace
     from stages.agreement import measure_mismatch
 
     drawn: list[Sample] = []
@@ -107,5 +107,5 @@ def mismatch(trained: Any, engines: Any, version: int) -> float:
         for _ in range(2):
             drawn += draw(client, SHORT, seed=version, model=trained.settings)
     assert {each.weight_version for each in drawn} <= {version}
-    batches = batch.split(broadcast(drawn), Place.here(), 4096, replay=True)
+    batches = batch.split(broadcast(drawn), RankPlace.here(), 4096, replay=True)
     return measure_mismatch(trained, batches, temperature=1.0)["mismatch_max"]

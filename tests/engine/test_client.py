@@ -19,13 +19,13 @@ from engine_settings import ENGINE
 from parallel.files import RESTART_REQUEST
 from parallel.rollout.client import EngineClient, EngineError, EngineRefused
 from parallel.rollout.engine import Engine, StepFailed
-from parallel.rollout.server import Server
+from parallel.rollout.server import EngineServer
 from parallel.rollout.wire import (
     BEAT,
     LENGTH_BYTES,
     PROTOCOL,
     Address,
-    Description,
+    EngineDescription,
     Generate,
     Generation,
     Refit,
@@ -34,7 +34,7 @@ from parallel.rollout.wire import (
     frames,
 )
 
-DESCRIPTION = Description(
+DESCRIPTION = EngineDescription(
     protocol=PROTOCOL,
     instance="a",
     host="here",
@@ -183,7 +183,7 @@ def test_garbage_ends_a_stream_by_an_error_that_names_the_engine(
 def test_a_step_that_failed_is_told_behind_what_had_ended(impostor: Impostor) -> None:
     engine = Mock(spec=Engine)
     engine.generate.return_value = _failing()
-    server = Server(engine)
+    server = EngineServer(engine)
 
     async def answer() -> bytes:
         async with TestClient(TestServer(server.application())) as web:

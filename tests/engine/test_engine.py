@@ -14,7 +14,7 @@ import engine_cases
 import numpy as np
 import pytest
 import torch
-from drawing import LONG, SAMPLES, SAMPLING, Reference, draw, request
+from drawing import LONG, SAMPLES, SAMPLING, DrawingReference, draw, request
 from engine_process import EngineOf, Running
 from engine_settings import ENGINE, MODEL
 from msgspec.structs import replace
@@ -25,7 +25,7 @@ from parallel.files import RESTART_REQUEST
 from parallel.rollout.client import EngineClient, EngineError, EngineRefused
 from parallel.rollout.wire import Generate, Prompt
 
-Refit = Callable[[int], Reference]
+Refit = Callable[[int], DrawingReference]
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +44,10 @@ def client(engine: Running) -> EngineClient:
 def refit(on: On, engine: Running) -> Refit:
     """`refit(version)` brings random weights to the engine."""
 
-    def run(version: int) -> Reference:
+    def run(version: int) -> DrawingReference:
         settings = MODEL.model_dump_json(), ENGINE.model_dump_json()
         [weights] = on(engine_cases.LAYOUT, engine_cases.refit, engine.address, *settings, version)
-        return Reference(MODEL, weights)
+        return DrawingReference(MODEL, weights)
 
     return run
 

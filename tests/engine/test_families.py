@@ -5,7 +5,7 @@ from __future__ import annotations
 import engine_cases
 import numpy as np
 import pytest
-from drawing import Reference, draw
+from drawing import DrawingReference, draw
 from engine_process import EngineOf
 from engine_settings import ENGINE, MODELS
 from ranks import On
@@ -23,7 +23,7 @@ def test_log_probabilities_and_routes_are_those_of_the_model(
     described = settings.model_dump_json(), ENGINE.model_dump_json()
     [weights] = on(engine_cases.LAYOUT, engine_cases.refit, address, *described, 1)
     assert all(values.std() > 0 for name, values in weights.items() if "bias" in name)
-    reference = Reference(settings, weights)
+    reference = DrawingReference(settings, weights)
     client = EngineClient(address, ENGINE)
     client.connect()
     for each in draw(client, model=settings):

@@ -7,7 +7,7 @@ from collections import Counter
 import engine_cases
 import numpy as np
 import pytest
-from drawing import Reference, as_samples, draw, request
+from drawing import DrawingReference, as_samples, draw, request
 from engine_process import EngineOf, Running
 from engine_settings import ENGINE, MODEL, MODELS
 from ranks import On
@@ -38,7 +38,7 @@ def test_responses_go_on_under_new_weights_and_say_which_drew_each_token(
     [(drawn, weights)] = on(
         LAYOUT, engine_cases.refit_in_flight, engine.address, *SETTINGS, versions, sampling
     )
-    references = {version: Reference(MODEL, weights[version]) for version in versions}
+    references = {version: DrawingReference(MODEL, weights[version]) for version in versions}
     seen: Counter[int] = Counter()
     held = prompts = 0
     for each in as_samples(drawn, request(sampling), MODEL):
@@ -70,7 +70,7 @@ def test_an_engine_of_another_model_is_left_as_it_is(on: On, engine: Running) ->
     assert "was started for another model" in reason
     client = EngineClient(engine.address, ENGINE)
     assert client.connect().weight_version == 7
-    assert Reference(MODEL, weights).largest_difference(draw(client)) < 1e-4
+    assert DrawingReference(MODEL, weights).largest_difference(draw(client)) < 1e-4
 
 
 def test_a_bit_that_changes_on_its_way_is_found_and_mended(on: On, engine: Running) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from . import configs, run_directories
-from .worker import Case, Step, run
+from .worker import Case, FuzzStep, run
 
 FUZZERS = {"configs": configs.cases, "runs": run_directories.cases}
 PROGRESS_SECONDS = 10.0
@@ -81,7 +81,7 @@ class _Report:
             "failures": self.failures,
         }
 
-    def _fail(self, number: int, step: Step) -> None:
+    def _fail(self, number: int, step: FuzzStep) -> None:
         cause = f"{step.verdict}: {step.where}"
         self.causes[cause] += 1
         command = f"python -m tests.fuzz --seed {self.seed} --case {self.name}/{number}"

@@ -33,7 +33,7 @@ from pipeline.violations import ConfigError
 from stages.domains.rewards.settings import RewardPoolSettings
 from stages.settings import DomainSettings, RunSettings
 
-from .worker import CONTROL, REPOSITORY, Case, Step, raised
+from .worker import CONTROL, REPOSITORY, Case, FuzzStep, raised
 from .yaml_traps import CONFUSABLE, NAMES, Raw, damaged_text, encoded, flow, key, scalar
 
 CONFIGS = REPOSITORY / "configs"
@@ -85,7 +85,7 @@ def generate(random: Random) -> Config:
 def cases(seed: int, folder: Path, *, keep: bool = False) -> Case:
     """Return the case of a number, which works below `folder`."""
 
-    def case(number: int) -> Iterator[Step]:
+    def case(number: int) -> Iterator[FuzzStep]:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         config = generate(Random(f"configs {seed} {number}"))
@@ -97,7 +97,7 @@ def cases(seed: int, folder: Path, *, keep: bool = False) -> Case:
     return case
 
 
-def check(folder: Path, entry: str, overrides: list[str]) -> Iterator[Step]:
+def check(folder: Path, entry: str, overrides: list[str]) -> Iterator[FuzzStep]:
     """Load the file as what it is. Yield how each part of that ended."""
     kind = entry.partition("/")[0] if "/" in entry else "run"
     try:
@@ -108,7 +108,7 @@ def check(folder: Path, entry: str, overrides: list[str]) -> Iterator[Step]:
         yield raised(kind, error)
 
 
-def _loaded(kind: str, path: Path, overrides: list[str]) -> Iterator[Step]:
+def _loaded(kind: str, path: Path, overrides: list[str]) -> Iterator[FuzzStep]:
     """Load a file, use the settings, and compare them once they were written and read again."""
     settings: BaseModel
     if kind == "domains":
@@ -117,12 +117,12 @@ def _loaded(kind: str, path: Path, overrides: list[str]) -> Iterator[Step]:
         settings = load_cluster(path)
     else:
         run = settings = load(path, overrides)
-        yield Step("load", "accepted")
+        yield FuzzStep("load", "accepted")
         compile_graph(run)
         with redirect_stdout(io.StringIO()):
             for part in memory_report(run):
                 terminal().print(part)
-        yield Step("memory", "accepted")
+        yield FuzzStep("memory", "accepted")
         again = path.with_name("resolved.yaml")
         again.write_text(dump_resolved(run), encoding="utf-8")
         yield _compared("run.yaml", load(again), run)
@@ -130,22 +130,24 @@ def _loaded(kind: str, path: Path, overrides: list[str]) -> Iterator[Step]:
     yield _compared(kind, found, settings)
 
 
-def _compared(name: str, found: BaseModel, settings: BaseModel) -> Step:
+def _compared(name: str, found: BaseModel, settings: BaseModel) -> FuzzStep:
     if found == settings:
-        return Step(name, "accepted")
-    return Step(name, "difference", "it loads as other settings", f"{found!r}\n{settings!r}")
+        return FuzzStep(name, "accepted")
+    return FuzzStep(name, "difference", "it loads as other settings", f"{found!r}\n{settings!r}")
 
 
-def _judged(kind: str, error: ConfigError) -> Step:
+def _judged(kind: str, error: ConfigError) -> FuzzStep:
     """Return whether a refusal says where, in one line of printable characters each."""
     for violation in error.violations:
         text = str(violation)
         said = violation.key or "an override is written" in text
         if not said and violation.place.file is None:
-            return Step(kind, "unclear", "a refusal names neither file nor key", text)
+            return FuzzStep(kind, "unclear", "a refusal names neither file nor key", text)
         if CONTROL.search(text) or "\n" in text:
-            return Step(kind, "control", "a refusal prints control characters", repr(text)[:2000])
-    return Step(kind, "refused", detail=str(error)[:2000])
+            return FuzzStep(
+                kind, "control", "a refusal prints control characters", repr(text)[:2000]
+            )
+    return FuzzStep(kind, "refused", detail=str(error)[:2000])
 
 
 def _set_value(random: Random, config: Config) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 from pipeline import cli, commands
 
-from .worker import CONTROL, REPOSITORY, Case, Step, raised
+from .worker import CONTROL, REPOSITORY, Case, FuzzStep, raised
 from .yaml_traps import damaged_text
 
 sys.path.append(str(REPOSITORY / "tests" / "pipeline"))
@@ -58,7 +58,7 @@ def cases(seed: int, folder: Path, *, keep: bool = False) -> Case:
     runs = folder / "runs"
     shutil.copytree(ended / "whole", runs / "whole")
 
-    def case(number: int) -> Iterator[Step]:
+    def case(number: int) -> Iterator[FuzzStep]:
         random = Random(f"runs {seed} {number}")
         damaged = runs / "damaged"
         shutil.rmtree(damaged, ignore_errors=True)
@@ -73,14 +73,14 @@ def cases(seed: int, folder: Path, *, keep: bool = False) -> Case:
             step = ask(command, runs)
             if (after := snapshot(runs)) != before:
                 names = [name for name in after | before if after.get(name) != before.get(name)]
-                step = Step(command[0], "changed", "a command changed a file", ascii(names))
+                step = FuzzStep(command[0], "changed", "a command changed a file", ascii(names))
                 before = after
             yield step
 
     return case
 
 
-def ask(command: list[str], runs: Path) -> Step:
+def ask(command: list[str], runs: Path) -> FuzzStep:
     """Run one command in this process. Return how it ended."""
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
     name = command[0]
@@ -92,16 +92,16 @@ def ask(command: list[str], runs: Path) -> Step:
     text, message = (each.buffer.getvalue().decode() for each in (out, err))
     if code not in (0, 1) or (code == 1) != message.startswith("braid: "):
         where = f"exit code {code} without a message, or a message without it"
-        return Step(name, "unclear", where, message[:2000])
+        return FuzzStep(name, "unclear", where, message[:2000])
     if CONTROL.search(message if name == "logs" else text + message):
-        return Step(
+        return FuzzStep(
             name, "control", f"{name} prints control characters", ascii(text + message)[:4000]
         )
     if command == ["status"] and "\nwhole: " not in f"\n{text}":
-        return Step(
+        return FuzzStep(
             name, "unclear", "status says nothing of a whole run beside a damaged one", text
         )
-    return Step(name, f"exit code {code}", detail=(text + message)[:4000])
+    return FuzzStep(name, f"exit code {code}", detail=(text + message)[:4000])
 
 
 def snapshot(folder: Path) -> dict[str, tuple[Any, ...]]:

@@ -18,7 +18,7 @@ from pipeline.config import load
 
 from . import __main__ as fuzz
 from . import configs, run_directories, worker
-from .worker import REPOSITORY, Step, run
+from .worker import REPOSITORY, FuzzStep, run
 
 
 def test_a_part_of_what_make_fuzz_tries() -> None:
@@ -32,9 +32,9 @@ def test_a_part_of_what_make_fuzz_tries() -> None:
     assert report["runs"]["outcomes"]["why: exit code 0"] > 25
 
 
-def faulty(number: int) -> Iterator[Step]:
+def faulty(number: int) -> Iterator[FuzzStep]:
     """A case of each kind of failure, between others that are well."""
-    yield Step("first", "accepted")
+    yield FuzzStep("first", "accepted")
     if number == 1:
         time.sleep(600)
     if number == 2:
@@ -46,7 +46,7 @@ def faulty(number: int) -> Iterator[Step]:
     if number == 5:
         while True:
             pass
-    yield Step("second", "accepted")
+    yield FuzzStep("second", "accepted")
 
 
 def test_hangs_deaths_and_tracebacks_are_found_and_the_rest_runs(
@@ -84,8 +84,8 @@ def test_a_file_that_changes_is_seen(tmp_path: Path) -> None:
     "verdict", ["accepted", "traceback", "hang", "unclear", "control", "changed", "difference"]
 )
 def test_every_failure_fails_the_fuzzer(verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def cases(*_: object) -> Callable[[int], Iterator[Step]]:
-        return lambda number: iter([Step("a", verdict)])
+    def cases(*_: object) -> Callable[[int], Iterator[FuzzStep]]:
+        return lambda number: iter([FuzzStep("a", verdict)])
 
     monkeypatch.setattr(sys, "argv", ["fuzz", "--configs", "1", "--runs", "0"])
     monkeypatch.setitem(fuzz.FUZZERS, "configs", cases)
@@ -95,9 +95,9 @@ def test_every_failure_fails_the_fuzzer(verdict: str, monkeypatch: pytest.Monkey
 def test_a_command_that_changes_a_run_is_seen(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def careless(command: list[str], runs: Path) -> Step:
+    def careless(command: list[str], runs: Path) -> FuzzStep:
         (runs / "damaged" / "left").touch()
-        return Step(command[0], "exit code 0")
+        return FuzzStep(command[0], "exit code 0")
 
     # Cases are for a process of their own: what they replace is put back after the test.
     monkeypatch.setattr(cli, "parser", cli.parser)

@@ -33,7 +33,7 @@ FAILURES = ("traceback", "hang", "death", "unclear", "control", "changed", "diff
 
 
 @dataclass(frozen=True)
-class Step:
+class FuzzStep:
     """The outcome of one step of a case: `verdict` is counted, and a failure where it is one of
     FAILURES; `where` is what failures of one cause have in common."""
 
@@ -47,10 +47,10 @@ class Step:
         return self.verdict in FAILURES
 
 
-Case = Callable[[int], Iterator[Step]]
+Case = Callable[[int], Iterator[FuzzStep]]
 
 
-def raised(name: str, error: BaseException) -> Step:
+def raised(name: str, error: BaseException) -> FuzzStep:
     """Return the step that an exception of no known class ended, with its traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if _is_project(frame.filename)]
@@ -59,14 +59,14 @@ def raised(name: str, error: BaseException) -> Step:
     where = f"{type(error).__name__} at {file}:{place.lineno} in {place.name}"
     # Of a RecursionError the ends say it all, and formatting all of it may take too long.
     text = "".join(traceback.format_exception(error, limit=-12))
-    return Step(name, "traceback", where, text)
+    return FuzzStep(name, "traceback", where, text)
 
 
-def run(case: Case, numbers: Iterable[int]) -> Iterator[tuple[int, Step]]:
+def run(case: Case, numbers: Iterable[int]) -> Iterator[tuple[int, FuzzStep]]:
     """Yield every step of every case, in order; a case that hangs or dies ends with a failure."""
-    worker: _Worker | None = None
+    worker: _FuzzWorker | None = None
     for number in numbers:
-        worker = worker or _Worker(case)
+        worker = worker or _FuzzWorker(case)
         for step in worker.steps(number):
             yield number, step
             if step.verdict in ("hang", "death"):
@@ -77,7 +77,7 @@ def run(case: Case, numbers: Iterable[int]) -> Iterator[tuple[int, Step]]:
         worker.close()
 
 
-class _Worker:
+class _FuzzWorker:
     """One forked process, and the watch over it."""
 
     def __init__(self, case: Case) -> None:
@@ -88,23 +88,23 @@ class _Worker:
         self._process.start()
         other.close()
 
-    def steps(self, number: int) -> Iterator[Step]:
+    def steps(self, number: int) -> Iterator[FuzzStep]:
         """Yield the steps of a case; a hang or a death is the last one."""
         self._pipe.send(number)
         last = "start"
         while True:
             if (stuck := self._wait()) is not None:
-                yield Step(last, "hang", f"{stuck} {self._where()}", self._stack_text())
+                yield FuzzStep(last, "hang", f"{stuck} {self._where()}", self._stack_text())
                 return
             try:
                 found = self._pipe.recv()
             except (EOFError, ConnectionError):
                 self._process.join()
-                yield Step(last, "death", f"exit code {self._process.exitcode}")
+                yield FuzzStep(last, "death", f"exit code {self._process.exitcode}")
                 return
             if found is None:
                 return
-            step = Step(**found)
+            step = FuzzStep(**found)
             last = f"after {step.name}"
             yield step
 

@@ -97,9 +97,9 @@ def build(
 def batches(drawn: list[Sample], count: int = 1, replay: bool = False, padded: bool = False) -> Any:
     """This rank's micro-batches, `count` or a few more of them."""
     from parallel.batch import split
-    from parallel.packing import Place
+    from parallel.packing import RankPlace
 
-    here = Place.here()
+    here = RankPlace.here()
     read = sum(sample.length for sample in drawn)
     budget = 4096 if count == 1 else read // (here.data * here.context * count)
     return split(drawn, here, budget, replay, padded)
@@ -466,9 +466,9 @@ class ToyWatch:
         self.verdict = verdict
 
     def observe(self, step: int, metrics: dict[str, float]) -> Any:
-        from stages.guards.watch import Verdict
+        from stages.guards.watch import StepVerdict
 
-        return Verdict(**({self.verdict: "enough"} if step == 3 else {}))
+        return StepVerdict(**({self.verdict: "enough"} if step == 3 else {}))
 
 
 def loop(

@@ -17,7 +17,7 @@ from pathlib import Path
 import fake_stage
 
 from pipeline.placement import ThisMachine
-from pipeline.processes import Failure, Process, told_failure
+from pipeline.processes import Process, ProcessFailure, told_failure
 
 # They come to their end by themselves, and nothing but their files and exit status is looked at.
 LIGHT = (
@@ -48,7 +48,7 @@ class LightMachine(ThisMachine):
         return [Rank(rank, world, Path(job), json.loads(actions), folder) for rank in range(world)]
 
     def start_engine(self, name: str, index: int, command: Sequence[str], log: Path) -> Process:
-        return Engine(name, Path(command[-2]), log)
+        return LightEngine(name, Path(command[-2]), log)
 
 
 class Ended:
@@ -73,7 +73,7 @@ class Ended:
     def notices(self) -> list[str]:
         return []
 
-    def failure(self) -> Failure:
+    def failure(self) -> ProcessFailure:
         ending = f"{self.name} ended with exit status {self._status}"
         return told_failure(ending, False, self.log, self._start)
 
@@ -89,7 +89,7 @@ class Rank(Ended):
             self._status = fake_stage.run(json.loads(job.read_text()), actions, rank, world)
 
 
-class Engine(Ended):
+class LightEngine(Ended):
     """The files of `fake_engine.py wait`."""
 
     def __init__(self, name: str, job: Path, log: Path) -> None:

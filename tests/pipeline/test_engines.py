@@ -18,7 +18,7 @@ from rich.console import Console
 from parallel.settings import EngineSettings
 from pipeline.config import load
 from pipeline.cores import Cores, share_out
-from pipeline.engines import Engine
+from pipeline.engines import SupervisedEngine
 from pipeline.errors import BraidError
 from pipeline.launcher import JobFailed, Launcher, to_the_end
 from pipeline.placement import ThisMachine
@@ -155,7 +155,7 @@ def test_an_engine_that_dies_between_stages_is_replaced_for_the_next_that_sample
 
 
 def test_an_engine_that_does_not_get_ready_in_time_has_failed(run: RunDirectory) -> None:
-    engine = Engine(run.engine(0), 0, ["sleep", "600"], HERE, start_seconds=0.05)
+    engine = SupervisedEngine(run.engine(0), 0, ["sleep", "600"], HERE, start_seconds=0.05)
     try:
         wait_until(lambda: engine.failure() is not None)
         failure = engine.failure()
@@ -171,7 +171,7 @@ def test_an_engine_that_does_not_get_ready_in_time_has_failed(run: RunDirectory)
 def test_nothing_of_an_engine_outlives_its_restart(run: RunDirectory, tmp_path: Path) -> None:
     worker = tmp_path / "worker"
     program = f"sleep 600 & echo $! >{worker}; exec sleep 600"
-    engine = Engine(run.engine(0), 0, ["sh", "-c", program], HERE, 60)
+    engine = SupervisedEngine(run.engine(0), 0, ["sh", "-c", program], HERE, 60)
     try:
         wait_until(lambda: worker.exists() and worker.read_text().endswith("\n"))
         first = int(worker.read_text())
@@ -184,7 +184,7 @@ def test_nothing_of_an_engine_outlives_its_restart(run: RunDirectory, tmp_path: 
 
 
 def test_a_complaint_of_the_engine_before_is_not_taken_for_one_of_this(run: RunDirectory) -> None:
-    engine = Engine(run.engine(0), 0, ["sleep", "600"], HERE, 60)
+    engine = SupervisedEngine(run.engine(0), 0, ["sleep", "600"], HERE, 60)
     try:
         run.engine(0).restart.write_text("no answer for 120 s\n")
         assert engine.failure() is None

@@ -101,11 +101,11 @@ def test_a_log_is_printed_as_text(braid: Braid, config: Path, runs: Path) -> Non
 
 
 def test_a_terminal_shows_text_and_draws_only_itself(tmp_path: Path) -> None:
-    class Screen(io.StringIO):
+    class Output(io.StringIO):
         def isatty(self) -> bool:
             return True
 
-    console = Terminal(file=Screen(), width=200)
+    console = Terminal(file=Output(), width=200)
     table = Table(f"[/x]{ACTS}")
     table.add_row(f"[red]{ACTS}")
     console.print(table)

@@ -15,7 +15,14 @@ import msgspec
 import numpy as np
 
 from parallel.rollout.client import EngineError, EngineRefused
-from parallel.rollout.wire import PROTOCOL, Description, Generate, Generation, Prompt, Sampling
+from parallel.rollout.wire import (
+    PROTOCOL,
+    EngineDescription,
+    Generate,
+    Generation,
+    Prompt,
+    Sampling,
+)
 from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
 from stages.domains.rewards.settings import RewardPoolSettings
 from stages.settings import DomainSettings, LoggingSettings, RunSettings, StageJob
@@ -110,9 +117,9 @@ class FakeFleet:
         self.gone: set[FakeEngine] = set()
 
     @property
-    def descriptions(self) -> dict[Any, Description]:
+    def descriptions(self) -> dict[Any, EngineDescription]:
         return {
-            engine: Description(
+            engine: EngineDescription(
                 PROTOCOL, f"{engine.name}/{engine.instance}", "", "", 1, 64, self.sequences, 1
             )
             for engine in self.engines

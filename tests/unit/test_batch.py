@@ -8,11 +8,11 @@ import pytest
 from parallel.attention import _grids
 from parallel.batch import collate, split
 from parallel.device import device
-from parallel.packing import Place
+from parallel.packing import RankPlace
 from parallel.sample import Sample
 
-CONTEXTS = [[Place()], [Place(context=2, context_rank=rank, tensor=2) for rank in range(2)]]
-CONTEXTS.append([Place(context=4, context_rank=rank, tensor=3) for rank in range(4)])
+CONTEXTS = [[RankPlace()], [RankPlace(context=2, context_rank=rank, tensor=2) for rank in range(2)]]
+CONTEXTS.append([RankPlace(context=4, context_rank=rank, tensor=3) for rank in range(4)])
 
 
 def samples(count: int, seed: int, longest: int = 30) -> list[Sample]:
@@ -37,7 +37,7 @@ def samples(count: int, seed: int, longest: int = 30) -> list[Sample]:
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("places", CONTEXTS, ids=["whole", "context 2", "context 4"])
 def test_the_ranks_of_a_row_hold_every_sequence_whole_and_apart(
-    places: list[Place], padded: bool
+    places: list[RankPlace], padded: bool
 ) -> None:
     drawn = samples(40, seed=len(places), longest=200)
     parts = [collate(drawn, place, replay=True, padded=padded) for place in places]
@@ -68,7 +68,7 @@ def test_the_ranks_of_a_row_hold_every_sequence_whole_and_apart(
 
 
 @pytest.mark.parametrize("places", CONTEXTS, ids=["whole", "context 2", "context 4"])
-def test_every_token_has_the_set_that_it_was_drawn_from(places: list[Place]) -> None:
+def test_every_token_has_the_set_that_it_was_drawn_from(places: list[RankPlace]) -> None:
     drawn = samples(9, seed=5)
     for sample in drawn[::2]:  # the others were drawn from the whole vocabulary
         sample.kept = [np.arange(token, token + 1 + token % 4) for token in sample.response]
@@ -82,18 +82,18 @@ def test_every_token_has_the_set_that_it_was_drawn_from(places: list[Place]) -> 
             assert [i for i in ids.tolist() if i >= 0] == list(own)
             seen += 1
     assert seen == sum(len(sample.response) for sample in drawn)
-    assert collate(samples(3, 0), Place(), replay=False).kept is None
+    assert collate(samples(3, 0), RankPlace(), replay=False).kept is None
 
 
 def test_packing_computes_little_but_the_samples() -> None:
     drawn = samples(40, 0)
     real = sum(sample.length for sample in drawn)
-    assert collate(drawn, Place(), replay=False).row.tokens == real
-    assert collate(drawn, Place(context=2, tensor=2), replay=False).row.tokens < 1.15 * real
+    assert collate(drawn, RankPlace(), replay=False).row.tokens == real
+    assert collate(drawn, RankPlace(context=2, tensor=2), replay=False).row.tokens < 1.15 * real
 
 
 @pytest.mark.parametrize("places", CONTEXTS, ids=["whole", "context 2", "context 4"])
-def test_every_token_sees_its_own_sequence_up_to_itself(places: list[Place]) -> None:
+def test_every_token_sees_its_own_sequence_up_to_itself(places: list[RankPlace]) -> None:
     drawn = samples(12, 3, longest=150)
     gathered = np.concatenate([collate(drawn, place, False).row.own for place in places])
     for place in places:
@@ -117,7 +117,7 @@ def test_every_token_sees_its_own_sequence_up_to_itself(places: list[Place]) -> 
 def test_ranks_share_the_samples_and_run_alike_many_passes(ranks: int, budget: int) -> None:
     drawn = samples(60, 2)
     parts = [
-        split(drawn, Place(data=ranks, data_rank=rank), budget, replay=False)
+        split(drawn, RankPlace(data=ranks, data_rank=rank), budget, replay=False)
         for rank in range(ranks)
     ]
     assert len({len(part) for part in parts}) == 1
@@ -128,17 +128,17 @@ def test_ranks_share_the_samples_and_run_alike_many_passes(ranks: int, budget: i
 
 
 def test_a_budget_below_one_sample_gives_one_sample_a_pass() -> None:
-    parts = split(samples(6, 3), Place(), token_budget=1, replay=False)
+    parts = split(samples(6, 3), RankPlace(), token_budget=1, replay=False)
     assert [len(part.samples) for part in parts] == [1] * 6
 
 
 def test_an_interleaved_pipeline_gets_whole_rounds() -> None:
-    parts = split(samples(5, 3), Place(round=4), token_budget=1, replay=False)
+    parts = split(samples(5, 3), RankPlace(round=4), token_budget=1, replay=False)
     assert sorted(len(part.samples) for part in parts) == [0, 0, 0, 1, 1, 1, 1, 1]
 
 
 def test_a_rank_without_samples_keeps_step_with_padding() -> None:
-    [part] = split(samples(2, 0), Place(data=3, data_rank=2, tensor=2), 100, replay=True)
+    [part] = split(samples(2, 0), RankPlace(data=3, data_rank=2, tensor=2), 100, replay=True)
     assert part.samples == []
     assert part.mask.shape == (0, 1)
     assert part.row.tokens == 2

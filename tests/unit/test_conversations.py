@@ -14,7 +14,7 @@ import pytest
 from byte_tokenizer import CHATML, save_tokenizer
 
 from parallel.batch import collate
-from parallel.packing import Place
+from parallel.packing import RankPlace
 from parallel.sample import Sample
 from stages.chat import Message
 from stages.conversations import conversation_sample, response_sample, segments
@@ -138,7 +138,7 @@ def test_only_learned_tokens_are_predicted_and_counted() -> None:
         conversation_sample(CHARACTERS, chat("1+1", "2", "so", "two"), "math"),
         response_sample(CHARACTERS, "3+3=", "6", "math"),
     ]
-    whole = Place()
+    whole = RankPlace()
     batch = collate(samples, whole, replay=False)
     assert batch.mask.sum() == len("2two") + 2 + len("6") + 1
     targets = batch.targets[batch.mask].tolist()
@@ -147,7 +147,7 @@ def test_only_learned_tokens_are_predicted_and_counted() -> None:
     # What predicts a token is the one before it, which the model reads.
     read = batch.tokens[0, batch.predicts].tolist()
     assert "".join(CHARACTERS._tokens[i] for i in read) == " 2 two=6"
-    halves = [collate(samples, Place(context=2, context_rank=rank), False) for rank in range(2)]
+    halves = [collate(samples, RankPlace(context=2, context_rank=rank), False) for rank in range(2)]
     places = np.concatenate([half.place.numpy() for half in halves])
     assert sorted(places) == sorted(batch.place.tolist())
 

@@ -17,7 +17,7 @@ from test_rollout_modes import MADE, closed, one_rank  # noqa: F401
 from parallel import checkpoints
 from parallel.batch import MicroBatch, collate
 from parallel.checkpoint_saver import Saver
-from parallel.packing import Place
+from parallel.packing import RankPlace
 from parallel.policy import Policy
 from parallel.responses import Responses
 from parallel.sample import Sample
@@ -65,7 +65,7 @@ def rewarded(lengths: list[int], earned: list[float]) -> list[Sample]:
 
 
 def two_parts(samples: list[Sample]) -> list[MicroBatch]:
-    return [collate(samples[:2], Place(), False), collate(samples[2:], Place(), False)]
+    return [collate(samples[:2], RankPlace(), False), collate(samples[2:], RankPlace(), False)]
 
 
 def copied(policy: Policy) -> dict[str, torch.Tensor]:
@@ -81,7 +81,7 @@ def test_a_response_earns_its_reward_whatever_its_steps() -> None:
     """Steps of 1 and 0 whose mean of .5 is in the first reward, and .2 of something else."""
     samples = rewarded([4, 2], [0.7, -1.0])
     samples[0].step_rewards = [(1, 1.0), (3, 0.0)]
-    found = rewards(collate(samples, Place(), replay=False))
+    found = rewards(collate(samples, RankPlace(), replay=False))
     torch.testing.assert_close(found, torch.tensor([[0, 0.5, 0, 0.2], [0, -1.0, 0, 0]]))
 
 
@@ -90,13 +90,13 @@ def test_values_are_of_the_text_before_each_token(tmp_path: Path) -> None:
     samples = rewarded([3, 5, 1], [0.0, 0.0, 0.0])
     assert [v.abs().max().item() for v in model.values(two_parts(samples))] == [0.0, 0.0]
     turn_head(model)
-    [together] = model.values([collate(samples, Place(), False)])
+    [together] = model.values([collate(samples, RankPlace(), False)])
     head = model.chunks[-1].output_layer.weight[0]
     for row, sample in enumerate(samples):
         for token in range(len(sample.response)):
             before = drawn([token + 1])[0]
             before.prompt, before.response = sample.prompt, sample.response[: token + 1]
-            [alone] = model.response_logits([collate([before], Place(), False)])
+            [alone] = model.response_logits([collate([before], RankPlace(), False)])
             expected = (alone.hidden[-1] @ head).item()
             assert together[row, token].item() == pytest.approx(expected, abs=1e-5)
 

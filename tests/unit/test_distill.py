@@ -14,7 +14,7 @@ from test_rollout_modes import one_rank  # noqa: F401
 
 from parallel import checkpoints
 from parallel.batch import collate
-from parallel.packing import Place
+from parallel.packing import RankPlace
 from parallel.policy import Policy
 from parallel.sample import Sample
 from stages.distill import Merge, weights_of
@@ -70,7 +70,7 @@ def expected(student: Policy, teacher: Policy, samples: list[Sample]) -> float:
     """Mean KL(student || teacher) over the tokens of the responses, by whole rows of logits."""
     rows = []
     for policy in (student, teacher):
-        parts = [collate([sample], Place(), replay=False) for sample in samples]
+        parts = [collate([sample], RankPlace(), replay=False) for sample in samples]
         heads = policy.evaluate(parts, lambda responses: responses.logits)
         logits = torch.cat([head.hidden @ head.weight.t() for head in heads])
         rows.append(logits.detach().double().numpy())

@@ -17,7 +17,7 @@ from test_rollout_modes import one_rank  # noqa: F401
 from parallel import checkpoints
 from parallel.batch import collate
 from parallel.checkpoint_saver import Saver
-from parallel.packing import Place
+from parallel.packing import RankPlace
 from parallel.policy import Policy, TrainedPolicy
 from parallel.sample import Sample
 from parallel.settings import (
@@ -159,7 +159,7 @@ def test_the_exponent_learns_and_survives(tmp_path: Path) -> None:
 
 def test_the_exponents_gradient_is_that_of_the_loss_over_all_micro_batches() -> None:
     samples = drawn([3, 7, 5, 2], groups=[0, 0, 1, 1])
-    parts = [collate(samples[:1], Place(), False), collate(samples[1:], Place(), False)]
+    parts = [collate(samples[:1], RankPlace(), False), collate(samples[1:], RankPlace(), False)]
     losses = {id(sample): 1.0 + n * n for n, sample in enumerate(samples)}
 
     def total(weigh: LengthWeights) -> torch.Tensor:
@@ -384,7 +384,7 @@ def test_steps_give_every_token_its_own_advantage() -> None:
     assert long.advantages == pytest.approx([good + bad] * 2 + [bad] * 2, abs=1e-5)
     assert short.advantages == pytest.approx([bad] * 2, abs=1e-5)
     assert long.advantage == pytest.approx(long.advantages.mean())
-    part = collate([short, long], Place(), replay=False)
+    part = collate([short, long], RankPlace(), replay=False)
     expected = torch.tensor([[bad, bad, 0, 0], [good + bad] * 2 + [bad] * 2])
     torch.testing.assert_close(part.advantages, expected.float(), atol=1e-5, rtol=0)
 
@@ -407,7 +407,7 @@ def test_edge_compares_entropies_within_groups_over_all_micro_batches() -> None:
     samples = drawn([2, 3, 1, 4], groups=[0, 1, 1, 0])
     for sample in samples:
         sample.advantage = 3.0
-    parts = [collate(samples[:2], Place(), False), collate(samples[2:], Place(), False)]
+    parts = [collate(samples[:2], RankPlace(), False), collate(samples[2:], RankPlace(), False)]
     for part, entropies in zip(parts, ([1.0, 7.0], [7.0, 3.0]), strict=True):
         part.old_entropies = torch.tensor(entropies)[:, None].where(part.mask, torch.nan)
     scale_by_entropy(samples, parts)
@@ -432,7 +432,7 @@ def test_edge_compares_entropies_within_groups_over_all_micro_batches() -> None:
 def test_corrections_are_of_the_stale_or_of_all(
     replay: str, correction: dict[str, Any], all_samples: bool, tmp_path: Path
 ) -> None:
-    part = collate(drawn([2, 2]), Place(), replay=False)  # drawn by weights 0 and 1
+    part = collate(drawn([2, 2]), RankPlace(), replay=False)  # drawn by weights 0 and 1
     stage = expert(tmp_path, {"correction": correction}, routing={"replay": replay})
     stage._version = 1
     assert stage._weights(part) is None  # not on the last pipeline stage
@@ -445,7 +445,7 @@ def test_corrections_are_of_the_stale_or_of_all(
 def test_bf16_corrects_all_samples_and_none_corrects_nothing(tmp_path: Path) -> None:
     assert TisSettings().of_all("r3", "bf16")
     assert not TisSettings().of_all("r3", "fp32")
-    part = collate(drawn([2]), Place(), replay=False)
+    part = collate(drawn([2]), RankPlace(), replay=False)
     part.old_logprobs = part.engine_logprobs + 0.5
     assert expert(tmp_path, {"correction": {"name": "none"}})._weights(part) is None
 
@@ -453,7 +453,7 @@ def test_bf16_corrects_all_samples_and_none_corrects_nothing(tmp_path: Path) -> 
 def test_the_kl_of_stale_samples_is_weighed_by_what_drew_them(tmp_path: Path) -> None:
     stage = expert(tmp_path, {"kl": {"coefficient": 0.1, "estimator": "unbiased_k3"}})
     stage._version = 1
-    part = collate(drawn([2, 2]), Place(), replay=False)  # drawn by weights 0 and 1
+    part = collate(drawn([2, 2]), RankPlace(), replay=False)  # drawn by weights 0 and 1
     part.old_logprobs = part.engine_logprobs - 1
     drew = stage._drew(part)
     assert torch.equal(drew[0], part.engine_logprobs[0])
@@ -461,7 +461,7 @@ def test_the_kl_of_stale_samples_is_weighed_by_what_drew_them(tmp_path: Path) ->
 
 
 def test_mismatch_is_measured_by_token_and_by_sequence() -> None:
-    part = collate(drawn([2, 1]), Place(), replay=False)
+    part = collate(drawn([2, 1]), RankPlace(), replay=False)
     # pi / mu of the three tokens: 4 and 1/4, whose geometric mean is 1, and 3.
     moved = torch.tensor([[4.0, 0.25], [3.0, torch.nan]]).log()
     entropies = torch.ones(2, 2)

@@ -22,7 +22,7 @@ from stages.guards.measures import group_metrics
 from stages.guards.settings import GuardsSettings
 from stages.guards.similarity import SKETCH, jaccard, repeats, sketch
 from stages.guards.trends import Trends
-from stages.guards.watch import Verdict, Watch, guards
+from stages.guards.watch import GuardMonitor, StepVerdict, guards
 from stages.metrics import METRICS
 from stages.settings import DomainSettings
 
@@ -144,7 +144,7 @@ def test_a_gain_of_form_is_what_the_answers_do_not_gain_too() -> None:
         assert [watched.add(metrics) for _ in range(3)] == [{}] * 3
 
 
-def watch(steps: int = 9, **given: Any) -> Watch:
+def watch(steps: int = 9, **given: Any) -> GuardMonitor:
     domain = {
         "prompts": {"dataset": "chain_sum"},
         "optimizer": {"learning_rate": 1.0},
@@ -152,7 +152,7 @@ def watch(steps: int = 9, **given: Any) -> Watch:
         **given,
     }
     settings = DomainSettings.model_validate(domain)
-    return Watch("experts.sums", settings, settings.rewards)
+    return GuardMonitor("experts.sums", settings, settings.rewards)
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def observe(watched: Watch, metric: str, *values: float | None) -> list[Verdict]:
+def observe(watched: GuardMonitor, metric: str, *values: float | None) -> list[StepVerdict]:
     given = [{} if value is None else {metric: value} for value in values]
     return [watched.observe(step, metrics) for step, metrics in enumerate(given, start=1)]
 
@@ -170,7 +170,7 @@ def observe(watched: Watch, metric: str, *values: float | None) -> list[Verdict]
 def test_a_warning_is_said_once_an_episode(said: list[str]) -> None:
     watched = watch(guards={"entropy_collapse": {"threshold": 0.5, "patience": 2}})
     values = (0.4, 0.5, 0.4, None, 0.3, 0.2, 0.6, 0.4, 0.4)  # at the threshold is not beyond it
-    assert observe(watched, "entropy", *values) == [Verdict()] * 9
+    assert observe(watched, "entropy", *values) == [StepVerdict()] * 9
     assert [line.partition(":")[0] for line in said] == [
         "step 5 of experts.sums",
         "step 9 of experts.sums",
@@ -197,7 +197,7 @@ def test_a_guard_that_stops_says_what_to_change(said: list[str]) -> None:
 
 def test_a_guard_that_is_off_is_silent(said: list[str]) -> None:
     watched = watch(guards={"truncation": {"action": "off", "patience": 1}})
-    assert observe(watched, "unfinished", 1.0, 1.0) == [Verdict()] * 2
+    assert observe(watched, "unfinished", 1.0, 1.0) == [StepVerdict()] * 2
     assert said == []
 
 

@@ -12,7 +12,7 @@ from test_expert import drawn, expert, group
 from test_rollout_modes import one_rank  # noqa: F401
 
 from parallel.batch import collate
-from parallel.packing import Place
+from parallel.packing import RankPlace
 from parallel.sample import Sample
 from stages.backlog import Batch
 from stages.grading import without_advantages
@@ -107,7 +107,7 @@ def test_edge_leaves_out_what_is_not_learned() -> None:
     samples[1].loss_mask = np.zeros(3, bool)
     for sample in samples:
         sample.advantage = 3.0
-    part = collate(samples, Place(), False)
+    part = collate(samples, RankPlace(), False)
     part.old_entropies = torch.tensor([1.0, 7.0, 3.0])[:, None].where(part.mask, torch.nan)
     scale_by_entropy(samples, [part])
     assert part.advantages[[0, 2], 0].tolist() == pytest.approx([6.0, 2.0])

@@ -9,7 +9,7 @@ import torch
 from fake_engines import MODEL
 from test_rollout_modes import one_rank  # noqa: F401
 
-from parallel.packing import Place, lay_out
+from parallel.packing import RankPlace, lay_out
 from parallel.policy import Policy
 from parallel.routing import RoutingLosses
 from parallel.settings import LayoutSettings, RoutingLossSettings
@@ -19,7 +19,7 @@ def test_vector_9() -> None:
     """The gates are of the replayed experts, and their gradient reaches the training logits."""
     model = MODEL.model_copy(update={"experts": 3, "experts_per_token": 2})
     [router, *_] = Policy(model, LayoutSettings()).routers
-    router.row = lay_out([1], Place())
+    router.row = lay_out([1], RankPlace())
     logits = torch.tensor([[[1.0, 0.5, 0.4]]], requires_grad=True)
     _, free = router.routing(logits)
     assert free.tolist() == [[True, True, False]]
@@ -37,7 +37,7 @@ def test_agreement_is_the_share_of_slots_that_the_routers_would_fill_alike() -> 
     """Of real tokens, whatever the order of their experts, in the passes that are watched."""
     model = MODEL.model_copy(update={"experts": 3, "experts_per_token": 2})
     policy = Policy(model, LayoutSettings())
-    row = lay_out([3], Place(), slot=4)
+    row = lay_out([3], RankPlace(), slot=4)
     logits = torch.tensor([[1.0, 0.5, 0.4]]).repeat(4, 1, 1)  # experts 0 and 1
     alike, halves = [[1, 0], [0, 1], [1, 0], [2, 2]], [[0, 2], [2, 1], [1, 0], [0, 1]]
 

@@ -25,7 +25,7 @@ STEPS, PROMPTS = 150, 16
 SLOW = 10  # every so manieth prompt
 
 
-class Graded:
+class GradedPrompt:
     """Stands for scoring: whatever is whole has earned something, unlike within a group."""
 
     def __init__(self, *_: Any) -> None:
@@ -57,7 +57,7 @@ class Simulation:
             stage="experts.sums", directory=Path(), settings=RunSettings.model_construct(seed=0)
         )
         with (
-            mock.patch("stages.backlog.Scoring", Graded),
+            mock.patch("stages.backlog.Scoring", GradedPrompt),
             mock.patch.object(RunSettings, "longest_prompt", lambda *_: 40),
         ):
             self.backlog = Backlog(job, {"sums": toy_domain()}, sampling, self.rollouts)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights import planner
 from parallel.weights.engine import engine_violations, needed
 from parallel.weights.names import EMBEDDING, HEAD, bucket, is_precise, plain_name, tensors
-from parallel.weights.planner import Bucket, Fleet, Plan, Sending
+from parallel.weights.planner import Bucket, EngineSizes, Plan, Sending
 from parallel.weights.trainer import Layout, Owners, held
 
 FURTHER: dict[str, list[dict[str, Any]]] = {
@@ -53,7 +53,7 @@ def model(family: str, variant: int = 0, **changes: Any) -> ModelSettings:
     return ModelSettings.model_validate({**settings, **changes})
 
 
-def layouts(seed: int) -> tuple[LayoutSettings, Fleet]:
+def layouts(seed: int) -> tuple[LayoutSettings, EngineSizes]:
     """A random layout of up to 32 ranks, and engines of up to 8 ranks each."""
     draw = random.Random(seed)
     pipeline, replicas = draw.choice([1, 2, 3]), draw.choice([1, 2, 4])
@@ -69,7 +69,7 @@ def layouts(seed: int) -> tuple[LayoutSettings, Fleet]:
         expert_tensor=expert_tensor,
     )
     sizes = draw.choices([1, 2, 4, 8], k=draw.choice([1, 2, 5]))
-    return layout, Fleet(tuple(sizes), forwarding=draw.random() < 0.8)
+    return layout, EngineSizes(tuple(sizes), forwarding=draw.random() < 0.8)
 
 
 def at(box: Box) -> tuple[slice, ...]:
@@ -309,7 +309,7 @@ QWEN3_30B = ModelSettings(
 def test_the_ranks_of_a_stage_send_alike(engines: tuple[int, ...], context: int) -> None:
     """Within 10 % of their mean, though 2 or more replicas hold everything."""
     layout = LayoutSettings(ranks=32, tensor=2, context=context, pipeline=2, expert=4)
-    plan = Plan(QWEN3_30B, layout, Fleet(engines))
+    plan = Plan(QWEN3_30B, layout, EngineSizes(engines))
     sent = [
         sum(prod(each.box[1]) for message in plan.send(rank) for each in message.slices)
         for rank in range(layout.ranks)
@@ -321,7 +321,7 @@ def test_the_ranks_of_a_stage_send_alike(engines: tuple[int, ...], context: int)
 def test_trainers_feed_no_more_engine_ranks_than_they_are() -> None:
     layout = LayoutSettings(ranks=8, pipeline=4, expert=2)
     plan_model = model("qwen3_moe", layers=7)
-    plan = Plan(plan_model, layout, Fleet((2,) * 11))
+    plan = Plan(plan_model, layout, EngineSizes((2,) * 11))
     fed = {message.peer for rank in range(layout.ranks) for message in plan.send(rank)}
     assert fed == set(range(8))
     received = [plan.receive(rank) for rank in range(22)]

@@ -56,7 +56,7 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
         room.live(request, {name: writing for name, (_, writing) in ends.items()})
     for _, writing in ends.values():
         os.close(writing)
-    watch = Watch(request, first, {reading: name for name, (reading, _) in ends.items()})
+    watch = RoomSupervisor(request, first, {reading: name for name, (reading, _) in ends.items()})
     watch.until_ended()
     return watch.outcome()
 
@@ -138,7 +138,7 @@ def _enter_as_root(root: bool, refusal: OSError) -> dict[str, int]:
     return {"program": user, "examiner": user + 1}
 
 
-class Watch:
+class RoomSupervisor:
     """Reads what the room says until it has ended, and ends it at the first limit passed."""
 
     def __init__(self, request: dict[str, Any], first: int, pipes: dict[int, str]) -> None:
