@@ -1,4 +1,4 @@
-"""The floors: imports point down, and the pipeline knows no torch."""
+"""The floors: imports point down, the pipeline knows no torch, and a class name is unique."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -130,3 +131,14 @@ def test_outside_of_its_environment_the_command_says_so() -> None:
     [line] = found.stderr.splitlines()
     assert line.startswith(f"braid: {sys.executable} has no package ")
     assert line.endswith("with: source .venv/bin/activate")
+
+
+def test_a_class_is_found_by_its_name_alone() -> None:
+    found = Counter(
+        node.name
+        for room in (*ABOVE, "benchmarks", "tests")
+        for _, tree in modules(room)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in found.items() if count > 1] == []
