@@ -179,7 +179,7 @@ class Fleet:
         meeting, sizes = gathering
         parameters = self._policy.named_weights()
         shared = [] if meeting else gather(share(parameters))
-        fleet = plans.Fleet(sizes, forwarding=meeting is not None)
+        fleet = plans.EngineSizes(sizes, forwarding=meeting is not None)
         self._plan = plan = plans.Plan(self.model, self.layout, fleet)
         layout = self.layout.model_dump()
 

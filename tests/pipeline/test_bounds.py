@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,10 +11,11 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from test_architecture import settings_classes
 from test_config import faults
 
-from parallel.settings import LayoutSettings, ModelSettings
+import parallel
+import stages
+from parallel.settings import LayoutSettings, ModelSettings, Settings
 from parallel.weights.engine import engine_violations
 from pipeline.memory import memory_report
 from stages.settings import RunSettings
@@ -80,6 +83,17 @@ def _bounded(annotation: object, metadata: tuple[object, ...]) -> bool:
         bounds = [part for each in more for part in (each, *getattr(each, "metadata", ()))]
         return _bounded(inner, (*metadata, *bounds))
     return all(_bounded(arm, metadata) for arm in get_args(annotation) if _integer(arm))
+
+
+def settings_classes() -> list[type[Settings]]:
+    for package in (parallel, stages):
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if found.name.endswith(".settings"):
+                importlib.import_module(found.name)
+    classes = [Settings]
+    for each in classes:
+        classes += each.__subclasses__()
+    return classes[1:]
 
 
 def test_every_integer_setting_has_an_upper_bound() -> None:
