@@ -154,6 +154,14 @@ def family_violations(settings: ModelSettings, layout: LayoutSettings) -> Iterat
             f"{settings.key_value_heads} should be model.attention_heads = "
             f"{settings.attention_heads}, since multi-latent attention has no groups",
         )
+    if settings.family == "deepseek_v3" and settings.norm_epsilon != 1e-6:
+        # transformers builds the norms of compressed queries, keys and values without rms_norm_eps,
+        # vLLM and megatron-core with it.
+        yield (
+            "model.norm_epsilon",
+            f"{settings.norm_epsilon:g} should be 1e-06, which is all that transformers has for"
+            " some norms of this family",
+        )
     further = architecture(settings)
     if isinstance(further, NothingFurther):
         return

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from stages.objectives.graded import Graded, Std, centre, scale, standardise
 from stages.objectives.settings import ReinforcePPBaselineSettings, ReinforcePPSettings
 
@@ -24,10 +22,11 @@ def reinforce_pp(graded: Graded, settings: ReinforcePPSettings) -> Tensor:
         return standardise(rewards, useful, settings.std).view(graded.rewards.shape)
     lengths = graded.lengths.flatten()[useful].clamp(min=1)
     repeated = rewards[useful].repeat_interleave(lengths)
-    of_tokens = standardise(repeated, torch.ones_like(repeated, dtype=torch.bool), settings.std)
-    found = torch.zeros_like(rewards)
-    found[useful] = of_tokens[lengths.cumsum(0) - 1]
-    return found.view(graded.rewards.shape)
+    every = useful[useful].repeat_interleave(lengths)
+    per_token = standardise(repeated, every, settings.std)
+    advantages = rewards.new_zeros(rewards.shape)
+    advantages[useful] = per_token[lengths.cumsum(0) - 1]
+    return advantages.view(graded.rewards.shape)
 
 
 def reinforce_pp_baseline(graded: Graded, settings: ReinforcePPBaselineSettings) -> Tensor:

@@ -42,6 +42,7 @@ FAMILIES = {
     "deepseek_v3": MODEL.model_copy(
         update={
             "family": "deepseek_v3",
+            "norm_epsilon": 1e-6,  # the only one that transformers takes everywhere
             "key_value_heads": MODEL.attention_heads,
             "architecture": {
                 **DENSE_AND_SHARED,
@@ -61,6 +62,7 @@ MODELS = {
     "yarn": MODEL.model_copy(
         update={
             "family": "deepseek_v3",
+            "norm_epsilon": 1e-6,  # the only one that transformers takes everywhere
             "key_value_heads": MODEL.attention_heads,
             "architecture": {
                 **FAMILIES["deepseek_v3"].architecture,

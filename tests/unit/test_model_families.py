@@ -97,6 +97,7 @@ def test_a_key_of_another_family_is_unknown(family: str) -> None:
     [
         ({"experts_per_token": 1}, "model.experts_per_token"),
         ({"key_value_heads": 2}, "model.key_value_heads"),
+        ({"norm_epsilon": 1e-5}, "model.norm_epsilon"),
         ({"layers": 1}, "model.architecture.first_k_dense_replace"),
         ({"experts_per_token": 2}, "model.architecture.topk_group"),
         ({"experts": 6}, "model.architecture.n_group"),
