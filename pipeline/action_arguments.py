@@ -92,20 +92,23 @@ def add_trust(parser: ArgumentParser) -> None:
     )
 
 
+LARGEST = 10**18 - 1  # what fits a file's name, and 64 bits
+
+
 def whole(text: str) -> int:
     """A number of a step. Raises ArgumentTypeError, as argparse wants it."""
     if not _is_number(text):
-        raise ArgumentTypeError(f"{text[:40]} is not the number of a step")
+        raise ArgumentTypeError(f"{text[:40]} is not a number from 0 to {LARGEST}")
     return int(text)
 
 
 def positive(text: str) -> int:
     """A number that is not 0. Raises ArgumentTypeError, as argparse wants it."""
     if not _is_number(text) or not int(text):
-        raise ArgumentTypeError(f"{text[:40]} is not a positive number")
+        raise ArgumentTypeError(f"{text[:40]} is not a number from 1 to {LARGEST}")
     return int(text)
 
 
 def _is_number(text: str) -> bool:
-    """Whether it is a whole number that a file's name can hold."""
-    return text.isascii() and text.isdecimal() and len(text) <= 18
+    """Return whether it is a whole number that a file's name can hold."""
+    return text.isascii() and text.isdecimal() and len(text) <= len(str(LARGEST))

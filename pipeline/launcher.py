@@ -131,7 +131,7 @@ class Launcher:
                 yield
         except Stopped as stopped:
             ask_to_stop(ranks)
-            view.say("saving before exiting; send the signal again to stop now")
+            view.say("saving a checkpoint before exiting; send the signal again to stop now")
             yield from self._let_save(ranks, stopped)
             self._signals.check()
             raise

@@ -50,8 +50,8 @@ def _domain(
     if name == "reinforce_pp":
         flat = [reward for group in rewards for reward in group]
         counts = [1] * len(flat)
-        if settings["over"] == "tokens":
-            counts = [len(sample.response) for group in groups for sample in group]
+        if settings.get("over", "responses") == "tokens":
+            counts = [max(len(sample.response), 1) for group in groups for sample in group]
         repeated = _standard(
             [reward for reward, n in zip(flat, counts, strict=True) for _ in range(n)], std
         )

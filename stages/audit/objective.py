@@ -77,7 +77,7 @@ def _surrogate(
     if name == "cispo":
         ratio = _exp(log_ratio).detach()
         weight = ratio.clamp(max=settings["cap"])
-        weight = torch.where(weight < settings["floor"], settings["floor"], weight)
+        weight = weight.clamp(min=settings.get("floor", 0.0))
         return -weight * advantage * facts.logprobs, ratio, weight != ratio
     if name == "token":
         ratio = _exp(log_ratio)

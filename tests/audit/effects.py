@@ -13,10 +13,12 @@ from stages.audit.evaluation import evaluation_rows
 from stages.audit.recorded import NotAuditable, RecordedRun
 from stages.audit.stage_audit import audit_step
 
-# The tests of what the audited steps do not depend on, by the class that declares the setting.
+# The tests of what the audited steps do not depend on, or the cases of these tests, by the class of
+# the setting or one that it inherits the setting from.
 CHECKED_BY = {
     "CispoRatioSettings": "unit/objectives/test_ratios.py",
     "ClusterSettings": "pipeline/test_slurm_jobs.py",
+    "ClusterSettings.restarts": "slurm/test_slurm.py",
     "CodeReward": "unit/test_code_reward.py",
     "ContainerSettings": "pipeline/test_slurm_jobs.py",
     "Correction": "unit/test_expert.py",
@@ -24,14 +26,16 @@ CHECKED_BY = {
     "DeepseekV3Architecture": "layouts/hugging_face_cases.py",
     "DomainSettings": "pipeline/test_graph.py",
     "DrawSettings": "layouts/sft_cases.py",
-    "EngineSettings": "engine/test_engine.py",
+    "EngineSettings": "engine/test_client.py",
     "EngineSettings.check_refit": "engine/test_refit.py",
+    "EngineSettings.count": "pipeline/test_engines.py",
     "EngineSettings.kv_cache_mebibytes": "unit/test_memory_counts.py",
     "EngineSettings.max_logprob_difference": "unit/fake_engines.py",
     "EngineSettings.max_restarts": "pipeline/test_engines.py",
-    "EngineSettings.max_sequences": "engine/test_client.py",
+    "EngineSettings.max_sequences": "unit/test_memory_counts.py",
     "EngineSettings.placement": "pipeline/test_engines.py",
     "EngineSettings.request_timeout_seconds": "engine/test_client.py",
+    "EngineSettings.tensor": "unit/test_memory_counts.py",
     "EngineSettings.transport": "engine/test_refit.py",
     "EvaluationSettings": "unit/test_evaluate.py",
     "ExpertGateSettings": "pipeline/test_gates.py",
@@ -53,11 +57,11 @@ CHECKED_BY = {
     "JudgeReward": "unit/test_judge.py",
     "KindSettings": "pipeline/test_slurm_jobs.py",
     "LanguageReward": "unit/test_rewards.py",
-    "LaunchSettings": "end_to_end/test_smoke_run.py",
+    "LaunchSettings": "pipeline/test_attempts.py",
     "LayoutSettings": "layouts/cases.py",
     "LengthReward": "unit/test_rewards.py",
     "LoggingSettings": "unit/test_metrics.py",
-    "LoggingSettings.auditable": "audit/test_audit.py",
+    "LoggingSettings.auditable": "unit/test_evaluate.py",
     "LoopSettings": "layouts/cases.py",
     "LoopSettings.keep_best": "layouts/checkpoint_cases.py",
     "LoopSettings.keep_last": "layouts/checkpoint_cases.py",
@@ -65,8 +69,11 @@ CHECKED_BY = {
     "MathReward": "unit/test_rewards.py",
     "MergeGateSettings": "pipeline/test_gates.py",
     "MergeRolloutSettings": "unit/test_rollout_modes.py",
+    "MixedSettings": "unit/test_expert.py",
     "ModelSettings": "layouts/hugging_face_cases.py",
+    "ModelSettings.max_positions": "pipeline/test_config.py",
     "ModelSettings.tokenizer": "layouts/test_sft.py",
+    "OptimizerSettings": "unit/test_critic.py",
     "OverlongReward": "unit/test_rewards.py",
     "PythonReward": "unit/test_rewards.py",
     "ReasoningGymPromptSettings": "unit/test_domains.py",
@@ -79,10 +86,14 @@ CHECKED_BY = {
     "RopeScaling": "layouts/hugging_face_cases.py",
     "RspoRatioSettings": "unit/objectives/test_ratios.py",
     "RunSettings": "pipeline/test_graph.py",
-    "RunSettings.deterministic": "end_to_end/test_smoke_run.py",
+    "RunSettings.deterministic": "unit/test_replay.py",
+    "RunSettings.seed": "pipeline/test_attempts.py",
+    "SamplingSettings": "unit/test_kept_limits.py",
+    "SamplingSettings.max_response_tokens": "unit/fake_engines.py",
     "SequenceMaskSettings": "unit/objectives/test_policy_loss.py",
     "SequenceRatioSettings": "unit/objectives/test_ratios.py",
     "SequenceTokenRatioSettings": "unit/objectives/test_ratios.py",
+    "Standardised": "unit/objectives/test_advantages.py",
     "StopSettings": "unit/test_guards.py",
     "WindowGuardSettings": "unit/test_guards.py",
 }
@@ -191,7 +202,7 @@ EFFECTIVE = {  # where a leaf that has no effect elsewhere does have one
 
 
 def differs(run: RecordedRun, block: str, key: str, value: Any) -> bool:
-    """Whether an audit finds something else, or is refused, under another value of a setting."""
+    """Return whether an audit differs, or is refused, under another value of a setting."""
     settings = copy.deepcopy(run.settings)
     *path, last = key.split(".")
     part = block_of(settings, block)
@@ -233,13 +244,13 @@ def changed(block: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def is_effective(block: str, key: str) -> bool:
-    """Whether another value of a block's leaf has to show in the audit."""
+    """Return whether another value of a block's leaf has to show in the audit."""
     without = named(key) and (block, key) not in EFFECTIVE
     return not without and (block, key) not in BY_CHANCE
 
 
 def named(key: str) -> bool:
-    """Whether a leaf is one of those without effect."""
+    """Return whether a leaf is one of those without effect."""
     weight = key == "rewards.brief.weight"
     return not weight and any(key == each or key.startswith(f"{each}.") for each in WITHOUT_EFFECT)
 

@@ -1,6 +1,7 @@
-"""The formulas of the audit and of the objectives, written apart, agree for every algorithm.
+"""The formulas of the audit and of the objectives, written apart, agree on random numbers.
 
-odd.yaml audits some of them in real steps; here are all of them, on random numbers.
+odd.yaml audits some of them in real steps. Here is every advantage but a critic's, and every ratio,
+sampled KL estimator and correction.
 """
 
 from __future__ import annotations
@@ -46,11 +47,17 @@ def random(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def both(objective: dict[str, Any], sign: float, stale: bool) -> list[tuple[float, torch.Tensor]]:
-    """Loss and gradient of one response by the audit and by the product."""
+def both(
+    objective: dict[str, Any], sign: float, stale: bool, moved: float = 0.0
+) -> list[tuple[float, torch.Tensor]]:
+    """Return loss and gradient of one response by the audit and by the product.
+
+    The policy gives its tokens `moved` nats more than pi_old does, on average.
+    """
     settings = ObjectiveSettings.model_validate({"aggregation": "token_mean", **objective})
     policy = (-1 + random(0, TOKENS) / 3).requires_grad_()
     old, engine, reference = (policy.detach() + random(seed, TOKENS) / 3 for seed in (1, 2, 3))
+    old = old - (old - policy.detach()).mean() - moved
     facts = Facts(
         policy,
         old,
@@ -90,10 +97,11 @@ def assert_alike(found: list[tuple[float, torch.Tensor]]) -> None:
     torch.testing.assert_close(slope, our_slope, rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.parametrize("moved", [-0.3, 0.0, 0.3])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("ratio", with_others(RATIOS), ids=label)
-def test_ratios(ratio: dict[str, Any], sign: float) -> None:
-    assert_alike(both({"ratio": ratio, "correction": {"name": "none"}}, sign, stale=False))
+def test_ratios(ratio: dict[str, Any], sign: float, moved: float) -> None:
+    assert_alike(both({"ratio": ratio, "correction": {"name": "none"}}, sign, False, moved))
 
 
 @pytest.mark.parametrize("stale", [False, True])
@@ -107,11 +115,21 @@ def test_estimators_of_the_kl(estimator: str, stale: bool) -> None:
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("name", ["tis", "icepop"])
-def test_corrections(name: str, level: str) -> None:
-    bounds = {"cap": 1.05} if name == "tis" else {"low": 0.8, "high": 1.2}
-    correction = {"name": name, "level": level, **bounds}
-    assert_alike(both({"correction": correction}, 1.0, stale=True))
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"name": "tis", "cap": cap} for cap in (0.7, 1.3)),
+        *({"name": "icepop", "low": low, "high": low + 0.4} for low in (0.2, 0.8, 1.2)),
+    ],
+    ids=label,
+)
+def test_corrections(given: dict[str, Any], level: str) -> None:
+    ratio = {"name": "token", "clip_low": 1.0, "clip_high": 9.0}  # of which no clip binds
+    objective = {"correction": {**given, "level": level}, "ratio": ratio}
+    found = both(objective, 1.0, stale=True)
+    assert_alike(found)
+    excluded = level == "sequence" and given["name"] == "icepop" and given["low"] != 0.8
+    assert bool(found[0][1].any()) != excluded
 
 
 @pytest.mark.parametrize("delta", [0.001, 10.0])
@@ -140,8 +158,9 @@ def test_advantages(given: dict[str, Any]) -> None:
     ]
     audited = audited_advantages(samples, settings.model_dump(), {"sums": WEIGHTS})
     for values, sample, found in zip(audited, samples, ours.flatten(0, 1), strict=True):
-        expected = found.expand(len(sample.response)) if len(found) == 1 else found
-        assert values == pytest.approx(expected[: len(values)].tolist(), rel=1e-9, abs=1e-9)
+        size = len(sample.response)
+        expected = found.expand(size) if len(found) == 1 else found[:size]
+        assert values == pytest.approx(expected.tolist(), rel=1e-9, abs=1e-9)
 
 
 def recorded(

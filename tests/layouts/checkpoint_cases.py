@@ -202,7 +202,7 @@ def retain(directory: str, scores: dict[int, float], keep_last: int, keep_best: 
     from parallel.distributed import any_rank
 
     policy = build(SPREAD)
-    saver = Saver(Path(directory), keep_last, keep_best)
+    saver = Saver(Path(directory), keep_last=keep_last, keep_best=keep_best)
     for step, score in scores.items():
         saver.begin(policy, step, {}, score)
     saver.finish()

@@ -20,6 +20,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 
+from pipeline.action_arguments import positive
+
 from . import mechanics, wiring
 from .mutant import Mutant
 
@@ -37,7 +39,11 @@ def main() -> int:
     )
     parser.add_argument("--list", action="store_true", help="list them, and make none")
     parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="mutants tested in parallel (default: 1)"
+        "--jobs",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="mutants in parallel (default: 1)",
     )
     parser.add_argument("--result", type=Path, help="append a line of JSON for each to this file")
     arguments = parser.parse_args()
@@ -58,7 +64,7 @@ def main() -> int:
         suites = list(dict.fromkeys(each.tests for each in chosen))
         failed = pool.map(lambda tests: _tried(clones, tests), suites)
         if wrong := [tests for tests, (fails, _) in zip(suites, failed, strict=True) if fails]:
-            print(f"these fail without a mistake: {'; '.join(wrong)}")
+            print(f"these fail without a mutant: {'; '.join(wrong)}")
             return 1
         tried = pool.map(lambda mutant: _tried(clones, mutant.tests, mutant), chosen)
         noticed = _reported(chosen, tried, arguments.result)
@@ -76,8 +82,9 @@ def _tried(
             return _fail(clone, tests), time.monotonic() - began
         file = clone / mutant.file
         whole = file.read_text()
-        file.write_text(mutant.applied(clone))
+        mutated = mutant.applied(clone)
         try:
+            file.write_text(mutated)
             return _fail(clone, tests), time.monotonic() - began
         finally:
             file.write_text(whole)

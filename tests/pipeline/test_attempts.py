@@ -13,6 +13,7 @@ from fake_launcher import fake_programs
 from rich.console import Console
 
 from pipeline.attempt import attempt
+from pipeline.forkserver import ForkServers
 from pipeline.graph import compile_graph
 from pipeline.launcher import Launcher, to_the_end
 from pipeline.ledger import Ledger
@@ -24,7 +25,7 @@ from pipeline.signals import TIME_IS_UP, Signals, Stopped
 from pipeline.slurm.queue import SEPARATOR
 from pipeline.stale import StaleStages
 from pipeline.terminal import Terminal
-from stages.settings import RunSettings
+from stages.settings import LaunchSettings, RunSettings
 
 
 def try_again(run: RunDirectory, settings: RunSettings, stage: int = 0) -> None:
@@ -185,3 +186,22 @@ def test_an_sbatch_that_tells_no_number_is_an_error(
     slurm("sbatch", said or "true")
     code, _, err = braid("submit", config, "--cluster", tmp_path / "cluster.yaml")
     assert (code, "sbatch told no job's number" in err) == (1, True)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_fork_servers_are_a_setting(
+    wanted: bool, run: RunDirectory, settings: RunSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    class NoServers(ForkServers):
+        def __init__(self, folder: Path, wanted: bool) -> None:
+            asked.append(wanted)
+            super().__init__(folder, wanted=False)
+
+    monkeypatch.setattr("pipeline.runner.ForkServers", NoServers)
+    launch = LaunchSettings(fork_servers=wanted)
+    with run.lock():
+        given = settings.model_copy(update={"launch": launch})
+        run_stages(run, given, Console(quiet=True), fake_programs({}))
+    assert asked == [wanted]

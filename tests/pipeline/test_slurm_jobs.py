@@ -397,6 +397,7 @@ def test_kinds_of_stages_ask_for_nodes_of_their_own(
             "options": ["--exclusive"],
             "kinds": {
                 "evaluate": {
+                    "account": "other",
                     "partition": "small",
                     "qos": "low",
                     "constraint": "a100",
@@ -415,6 +416,7 @@ def test_kinds_of_stages_ask_for_nodes_of_their_own(
     options = {each.stages[0].name: each.options for each in found}
     assert {"--partition=big", "--gpus-per-node=8", "--nodes=1"} < set(options["merge"])
     assert {
+        "--account=other",
         "--partition=small",
         "--qos=low",
         "--constraint=a100",

@@ -149,6 +149,22 @@ def test_a_critic_learns_what_is_always_earned(tmp_path: Path) -> None:
         torch.testing.assert_close(last, torch.full_like(last, 0.5), atol=0.15, rtol=0)
 
 
+def test_the_value_clip_bounds_what_an_update_gains(tmp_path: Path) -> None:
+    """The second update from the same old values: a tight clip leaves its loss where it was."""
+
+    def losses(clip: float) -> list[float]:
+        critic, _ = critic_of(ppo(tmp_path, value_clip=clip))
+        samples = rewarded([3, 5, 1, 4], [0.5] * 4)
+        parts = two_parts(samples)
+        critic.appraise(samples, parts)
+        return [critic.learn(samples, parts)["value_loss"] for _ in range(2)]
+
+    wide, tight = losses(10.0), losses(1e-6)
+    assert wide[0] == tight[0]
+    assert wide[1] < 0.99 * wide[0]
+    assert tight[1] == pytest.approx(tight[0], rel=1e-3)
+
+
 def test_what_values_explain_of_the_returns(tmp_path: Path) -> None:
     critic, model = critic_of(ppo(tmp_path))
     samples = rewarded([1, 1, 1], [1.0, 2.0, 6.0])

@@ -18,7 +18,7 @@ from stages import evaluate
 from stages.agreement import MismatchError
 from stages.domains.rewards.reward import RewardError
 from stages.domains.rewards.settings import RewardPoolSettings
-from stages.settings import EvaluationSettings, StageJob
+from stages.settings import EvaluationSettings, LoggingSettings, StageJob
 
 MODELS = {"cold_start": 1, "experts.sums": 2, "merge": 3}  # what each one's weights are made of
 SPLITS: list[str] = []  # of the problems that were asked for
@@ -65,6 +65,7 @@ def job(
     failed: float = 0.9,
     samples_per_problem: int = 1,
     sampling_seed: int = 1,
+    auditable: bool = False,
     **given: Any,
 ) -> StageJob:
     reward = {"kind": "python", "function": f"small_rewards:{function}", "unfinished": "score"}
@@ -74,6 +75,7 @@ def job(
                 problems=40, samples_per_problem=samples_per_problem, sampling_seed=sampling_seed
             ),
             "rewards": RewardPoolSettings(workers=1, max_failed_fraction=failed),
+            "logging": LoggingSettings(wandb="disabled", auditable=auditable),
         }
     )
     models = {name: directory / name for name in MODELS}
@@ -141,6 +143,12 @@ def test_another_sampling_seed_draws_other_answers(tmp_path: Path) -> None:
     )
     assert first == again
     assert first != other
+
+
+@pytest.mark.parametrize("auditable", [True, False])
+def test_answers_are_written_where_they_are_to_be_audited(auditable: bool, tmp_path: Path) -> None:
+    evaluate.run(job(tmp_path, auditable=auditable, models={"merge": tmp_path / "merge"}))
+    assert bool(list((tmp_path / "samples").rglob("*.jsonl"))) == auditable
 
 
 def test_what_each_problem_earned_is_kept_for_paired_comparisons(tmp_path: Path) -> None:

@@ -156,9 +156,9 @@ def test_cispo_bounds_the_weight_and_keeps_the_gradient(advantage: float) -> Non
 
 def test_cispo_with_a_floor_is_verls() -> None:
     """verl's `cispo` weighs by clamp(r_t, 1 - clip_ratio_low, 1 + clip_ratio_high)."""
-    log_ratios = real([0.1, 0.8, 1.0, 7.0]).log()
+    log_ratios = real([0.1, 0.85, 1.0, 7.0]).log()
     found = surrogate(log_ratios, real([1.0] * 4), CispoRatioSettings(cap=1.28, floor=0.8))
-    assert_close(found.loss[0], -real([0.8, 0.8, 1.0, 1.28]) * log_ratios, tolerance=1e-12)
+    assert_close(found.loss[0], -real([0.8, 0.85, 1.0, 1.28]) * log_ratios, tolerance=1e-12)
     assert found.clipped.tolist() == [[True, False, False, True]]
 
 
