@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from pipeline.config import load
-from pipeline.gates import Steps, Verdict, judge_expert, judge_merge
+from pipeline.gates import GateVerdict, Steps, judge_expert, judge_merge
 from pipeline.graph import Stage, compile_graph
 from pipeline.violations import ConfigError
 from stages.gates.settings import ExpertGateSettings, MergeGateSettings
@@ -34,25 +34,25 @@ def solved(**correct: int) -> dict[str, Any]:
 
 
 @pytest.fixture
-def gain(stages: dict[str, Stage]) -> Callable[..., Verdict]:
+def gain(stages: dict[str, Stage]) -> Callable[..., GateVerdict]:
     """The verdict on an expert of `after` right answers of 500, over a parent of `before`."""
 
-    def judge(after: int, before: int, steps: Steps = (), **gate: Any) -> Verdict:
+    def judge(after: int, before: int, steps: Steps = (), **gate: Any) -> GateVerdict:
         models = {"experts.sums": solved(sums=after), "cold_start": solved(sums=before)}
         return judge_expert(stages["gates.sums"], ExpertGateSettings(**gate), models, steps)
 
     return judge
 
 
-def test_a_gain_that_is_beyond_chance_passes(gain: Callable[..., Verdict]) -> None:
+def test_a_gain_that_is_beyond_chance_passes(gain: Callable[..., GateVerdict]) -> None:
     verdict = gain(240, 160)
-    assert verdict == Verdict(
+    assert verdict == GateVerdict(
         "passed", ("experts.sums gains +16.0 points (95 %: +9.9 to +21.9) over cold_start on sums",)
     )
     assert verdict.text.startswith("passed: experts.sums gains")
 
 
-def test_a_gain_that_could_be_chance_stops(gain: Callable[..., Verdict]) -> None:
+def test_a_gain_that_could_be_chance_stops(gain: Callable[..., GateVerdict]) -> None:
     verdict = gain(166, 160)
     assert verdict.outcome == "stopped"
     assert verdict.text == (
@@ -63,14 +63,14 @@ def test_a_gain_that_could_be_chance_stops(gain: Callable[..., Verdict]) -> None
     assert gain(160, 160).outcome == "stopped"
 
 
-def test_the_lower_end_of_the_interval_decides(gain: Callable[..., Verdict]) -> None:
+def test_the_lower_end_of_the_interval_decides(gain: Callable[..., GateVerdict]) -> None:
     low = difference(wilson(240, 500), wilson(160, 500)).low
     assert gain(240, 160, min_gain=low).outcome == "passed"
     assert gain(240, 160, min_gain=math.nextafter(low, 1)).outcome == "stopped"
     assert gain(150, 160, min_gain=-0.1).outcome == "passed"
 
 
-def test_only_the_last_steps_are_bounded(gain: Callable[..., Verdict]) -> None:
+def test_only_the_last_steps_are_bounded(gain: Callable[..., GateVerdict]) -> None:
     steps = [{"mismatch_max": 1.0, "kl": 9.0}, *[{"mismatch_max": 2e-5, "kl": 0.01}] * 3]
     bounds = {"max_mismatch": 2e-5, "max_kl": 0.02}
     verdict = gain(240, 160, steps, window=3, **bounds)
@@ -100,7 +100,7 @@ def test_only_the_last_steps_are_bounded(gain: Callable[..., Verdict]) -> None:
     ],
 )
 def test_every_bound_holds_its_metric(
-    gain: Callable[..., Verdict], bound: str, metric: str, within: list[float], beyond: float
+    gain: Callable[..., GateVerdict], bound: str, metric: str, within: list[float], beyond: float
 ) -> None:
     def outcome(*values: float) -> str:
         return gain(240, 160, [{metric: value} for value in values], **{bound: 0.5}).outcome
@@ -115,10 +115,10 @@ def test_every_bound_holds_its_metric(
 
 
 @pytest.fixture
-def kept(stages: dict[str, Stage]) -> Callable[..., Verdict]:
+def kept(stages: dict[str, Stage]) -> Callable[..., GateVerdict]:
     """The verdict on a merge of so many right answers in each domain; teachers have 400."""
 
-    def judge(sums: int, words: int, **gate: Any) -> Verdict:
+    def judge(sums: int, words: int, **gate: Any) -> GateVerdict:
         models = {
             "merge": solved(sums=sums, words=words),
             "experts.sums": solved(sums=400),
@@ -129,9 +129,9 @@ def kept(stages: dict[str, Stage]) -> Callable[..., Verdict]:
     return judge
 
 
-def test_a_merge_that_keeps_enough_passes(kept: Callable[..., Verdict]) -> None:
+def test_a_merge_that_keeps_enough_passes(kept: Callable[..., GateVerdict]) -> None:
     verdict = kept(380, 410)
-    assert verdict == Verdict(
+    assert verdict == GateVerdict(
         "passed",
         (
             "merge solves 76.0 % of sums, experts.sums 80.0 %",
@@ -141,7 +141,7 @@ def test_a_merge_that_keeps_enough_passes(kept: Callable[..., Verdict]) -> None:
 
 
 def test_a_merge_is_warned_of_below_the_bound_and_stops_where_that_is_no_chance(
-    kept: Callable[..., Verdict],
+    kept: Callable[..., GateVerdict],
 ) -> None:
     verdict = kept(379, 410)
     assert verdict.outcome == "warned"
