@@ -220,8 +220,8 @@ MUTANTS = [
     Mutant(
         "final_ratio is ignored",
         "parallel/policy.py",
-        "        min_lr=settings.learning_rate * settings.final_ratio,\n        lr_warmup",
-        "        min_lr=0.0,\n        lr_warmup",
+        "        min_lr=settings.learning_rate * settings.final_ratio,\n        adam_beta1",
+        "        min_lr=0.0,\n        adam_beta1",
         "tests/audit",
     ),
     Mutant(

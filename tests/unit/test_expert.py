@@ -94,6 +94,16 @@ def test_a_step_runs_and_moves_the_policy(name: str, ratio: str, tmp_path: Path)
     assert np.isfinite(list(metrics.values())).all()
 
 
+def test_the_reference_is_the_model_that_is_named(tmp_path: Path) -> None:
+    policy, loaded = expert(tmp_path, {}).policy, []
+    origins = {"parent": tmp_path / "parent", "models": {"cold_start": tmp_path / "cold"}}
+    job = toy_job(tmp_path, toy_run(sums=toy_domain()), **origins)
+    with mock.patch.object(checkpoints, "load_weights", lambda _, origin: loaded.append(origin)):
+        for reference in ("parent", "cold_start"):
+            Reference(job, policy, KLSettings(coefficient=0.1, reference=reference))
+    assert loaded == [tmp_path / "parent", tmp_path / "cold"]
+
+
 def test_one_pass_gives_what_two_would(tmp_path: Path) -> None:
     """Where there is one update, pi_old is the policy itself."""
     objective = {
