@@ -70,8 +70,8 @@ MODELS = {
                 "rope_scaling": {
                     "factor": 4.0,
                     "original_max_position_embeddings": MODEL.max_positions // 4,
-                    "beta_fast": 8.0,
-                    "beta_slow": 2.0,
+                    "beta_fast": 2.0,
+                    "beta_slow": 0.5,
                     "mscale": 0.9,
                     "mscale_all_dim": 0.7,
                 },
