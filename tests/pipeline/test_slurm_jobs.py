@@ -252,11 +252,11 @@ def test_a_container_holds_the_ranks_and_its_own_python() -> None:
         *["python3", "-m", "stages.main", "job.json"],
     ]
     apptainer = ContainerSettings(
-        runtime="apptainer", image="/i.sif", mounts=("/a:/a",), python="/opt/python"
+        runtime="apptainer", image="/i.sif", mounts=("/a:/a",), python="python3.11"
     )
     assert contained(apptainer, command) == [
         *["apptainer", "exec", "--nv", "--bind", "/a:/a", "--pwd", str(Path.cwd()), "/i.sif"],
-        *["/opt/python", "-m", "stages.main", "job.json"],
+        *["python3.11", "-m", "stages.main", "job.json"],
     ]
     assert contained(None, command) == command
 
