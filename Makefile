@@ -41,7 +41,7 @@ quickstart: $(INSTALLED)  ## cold start, three experts, merge, evaluation and ex
 PYTEST := $(BIN)/python -m pytest -n 3 --no-loadscope-reorder
 
 quick: $(INSTALLED)  ## unit and pipeline tests, without ranks or engines (4 minutes)
-	$(PYTEST) tests/unit tests/pipeline
+	$(PYTEST) tests/pipeline tests/stages tests/parallel tests/repository
 
 test: $(INSTALLED) style  ## style, types, and a test of every property (10 to 14 minutes)
 	$(PYTEST) tests

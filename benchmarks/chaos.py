@@ -30,13 +30,12 @@ from typing import Any
 
 from machine import measured
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "end_to_end"))
-from killed_run import Kill, KilledRun, Unclean
-from moments import Timeline, draw, watch
-from process_tree import KILLED
-from runs import REPOSITORY, braid
-from same_bits import digests
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.end_to_end.killed_run import Kill, KilledRun, Unclean
+from tests.end_to_end.moments import Timeline, draw, watch
+from tests.end_to_end.process_tree import KILLED
+from tests.end_to_end.same_bits import digests
+from tests.runs import REPOSITORY, braid
 
 CONFIG = REPOSITORY / "tests" / "end_to_end" / "chaos.yaml"
 STAGES = ["cold_start", "experts.chain_sum", "merge"]  # those that train

@@ -28,9 +28,10 @@ from pathlib import Path
 
 from chaos import CONFIG, NAME, ONLY, STAGES, BaselineRun, difference, peaceful
 from machine import measured
-from moments import position
-from process_tree import TreeProcess, everything
-from virtual_cluster import Cluster
+
+from tests.end_to_end.moments import position
+from tests.end_to_end.process_tree import TreeProcess, everything
+from tests.virtual_cluster import Cluster
 
 RESULTS = Path(__file__).parent / "chaos_slurm.json"
 AWAY_SECONDS = 5.0  # that a daemon stays away which comes back
@@ -42,7 +43,7 @@ PROFILE = "ranks_per_node: 1\nwarning_seconds: 60\n"
 PROCESSES: dict[str, Callable[[tuple[str, ...]], bool]] = {
     "launcher": lambda words: words[2:3] == ("stage",) and words[1].endswith("braid"),
     "rank": lambda words: "stages.main" in words and "srun" not in words,
-    "engine": lambda words: "parallel.rollout.server" in words and "srun" not in words,
+    "engine": lambda words: "parallel.engine.server" in words and "srun" not in words,
     "srun": lambda words: words[0] == "srun",
     "slurmstepd": lambda words: words[0].startswith("slurmstepd:"),
 }

@@ -52,7 +52,7 @@ def measure(rounds: int = ROUNDS) -> dict[str, Any]:
 
 def stalls(policy: Any, directory: Path, rounds: int) -> dict[str, Any]:
     """Medians of both ways, and how many bytes a checkpoint is."""
-    from parallel.checkpoint_saver import Saver
+    from parallel.checkpoint.save import Saver
 
     ways = {"asynchronous": True, "synchronous": False}
     savers = {name: Saver(directory / name, asynchronous=way) for name, way in ways.items()}
@@ -88,7 +88,7 @@ def stall(saver: Any, policy: Any, step: int) -> tuple[float, float]:
 
 def trainable(distributed: bool) -> Any:
     """A policy with random weights and all of its optimizer's state."""
-    from parallel.policy import TrainedPolicy
+    from parallel.model.policy import TrainedPolicy
 
     layout = LayoutSettings(distributed_optimizer=distributed)
     settings = OptimizerSettings(learning_rate=1e-4)

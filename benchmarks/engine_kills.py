@@ -25,7 +25,7 @@ from typing import Any
 
 from machine import measured
 
-from parallel.rollout.client import EngineClient, EngineError
+from parallel.engine.client import EngineClient, EngineError
 from parallel.settings import EngineSettings
 
 RESULTS = Path(__file__).with_suffix(".json")

@@ -13,11 +13,11 @@ from pathlib import Path
 import yaml
 from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 
-from parallel.hugging_face import hugging_face_config
+from parallel.hugging_face.config import hugging_face_config
 from parallel.settings import ModelSettings
-from stages.domains.prompts import PromptStream
-from stages.domains.sources.settings import ReasoningGymPromptSettings
-from stages.tokenizer import CharacterTokenizer
+from stages.data.prompts import PromptStream
+from stages.data.sources.settings import ReasoningGymPromptSettings
+from stages.data.tokenizer import CharacterTokenizer
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 TINY = ModelSettings(**yaml.safe_load((CONFIGS / "models" / "tiny-moe.yaml").read_text()))

@@ -42,8 +42,8 @@ def measure(model: ModelSettings = MODEL) -> dict[str, Any]:
     """Seconds, and peaks beside the model's weights, of an export with its verification and of an
     import with its checks."""
     with alone(), tempfile.TemporaryDirectory() as directory:
-        from parallel.hugging_face_weights import load_weights
-        from parallel.policy import Policy
+        from parallel.hugging_face.weights import load_weights
+        from parallel.model.policy import Policy
         from stages.export import export
 
         policy = Policy(model, LayoutSettings())

@@ -25,11 +25,10 @@ from typing import Any
 import yaml
 from machine import measured
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "end_to_end"))
-from runs import REPOSITORY, braid, metrics
-from same_bits import digests
-from virtual_cluster import Cluster
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.end_to_end.same_bits import digests
+from tests.runs import REPOSITORY, braid, metrics
+from tests.virtual_cluster import Cluster
 
 CONFIG = REPOSITORY / "configs" / "quickstart.yaml"
 EXPERTS = ("experts.chain_sum", "experts.spell_backward", "experts.number_sorting")

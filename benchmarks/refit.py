@@ -156,7 +156,7 @@ def trainer(rank: int, layout: LayoutSettings, meeting: Callable[[str], Any]) ->
     KEPT.enter_context(process_groups(layout, seed=0))
     import torch
 
-    from parallel.policy import Policy
+    from parallel.model.policy import Policy
     from parallel.weights.executor import outbox
     from parallel.weights.planner import EngineSizes, Plan
     from parallel.weights.transport import share
@@ -206,9 +206,9 @@ def engine(rank: int, layout: LayoutSettings, meeting: Callable[[str], Any]) -> 
     """A rank of the engine, with room for what it needs."""
     import torch
 
-    from parallel.weights.engine import needed
     from parallel.weights.executor import inbox
     from parallel.weights.names import tensors
+    from parallel.weights.needs import needed
     from parallel.weights.planner import EngineSizes, Plan
     from parallel.weights.transport import SharedMemory
 
@@ -289,7 +289,7 @@ def model_bytes() -> int:
 
 def engine_bytes(rank: int) -> int:
     """Of what a rank of the engine needs: the least that it can receive."""
-    from parallel.weights.engine import needed
+    from parallel.weights.needs import needed
 
     return sum(4 * prod(box[1]) for _, box in needed(MODEL, ENGINE_RANKS, rank))
 

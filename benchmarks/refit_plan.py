@@ -27,7 +27,7 @@ from machine import measured
 
 from parallel.boxes import Box
 from parallel.settings import LayoutSettings, ModelSettings
-from parallel.weights.engine import engine_violations, needed
+from parallel.weights.needs import engine_violations, needed
 from parallel.weights.planner import Bucket, EngineSizes, Plan, Sending
 
 LAYOUT = LayoutSettings(ranks=512, pipeline=8, expert=64)

@@ -21,19 +21,19 @@ from typing import Any
 
 from machine import measured
 
-from stages.domains.problem import Problem
-from stages.domains.prompts import PromptStream
-from stages.domains.reward_pool import RewardPool
-from stages.domains.rewards.grading import Grader
-from stages.domains.rewards.reward import Response
-from stages.domains.rewards.settings import (
+from stages.data.problem import Problem
+from stages.data.prompts import PromptStream
+from stages.data.sources.settings import ReasoningGymPromptSettings
+from stages.data.tokenizer import CharacterTokenizer
+from stages.rewards.grading import Grader
+from stages.rewards.pool import RewardPool
+from stages.rewards.reward import Response
+from stages.rewards.settings import (
     MathReward,
     ReasoningGymReward,
     RewardPoolSettings,
     RewardSettings,
 )
-from stages.domains.sources.settings import ReasoningGymPromptSettings
-from stages.tokenizer import CharacterTokenizer
 
 DOMAIN, GROUP = "sums", 8
 Batch = list[tuple[Problem, list[Response]]]

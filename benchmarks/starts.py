@@ -24,8 +24,8 @@ from typing import Any
 
 from machine import measured
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "end_to_end"))
-from same_bits import digests
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.end_to_end.same_bits import digests
 
 REPOSITORY = Path(__file__).parents[1]
 LOOK_SECONDS = 0.01

@@ -22,12 +22,12 @@ from typing import Any
 
 from machine import measured
 
-from pipeline import resolved
-from pipeline.config import load
-from pipeline.graph import compile_graph
-from pipeline.ledger import Ledger
-from pipeline.lineage import lineage_now, write_manifest
-from pipeline.run_directory import RunDirectory
+from pipeline.config.validate import load
+from pipeline.run import resolved
+from pipeline.run.directory import RunDirectory
+from pipeline.run.graph import compile_graph
+from pipeline.run.ledger import Ledger
+from pipeline.run.lineage import lineage_now, write_manifest
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 MORE_EXPERTS = 993

@@ -27,7 +27,7 @@ from grpo_workload import WORKLOADS, Workload, prompts, reward, starting_model
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from stages.tokenizer import CharacterTokenizer
+from stages.data.tokenizer import CharacterTokenizer
 
 WARM_UP_STEPS = 2
 # What was fastest of what TRL offers on a CPU without vLLM. Besides, continuous batching takes five

@@ -23,8 +23,8 @@ import torch
 from machine import measured
 from torch import Tensor
 
-from parallel import vocabulary
 from parallel.distributed import process_groups
+from parallel.model import vocabulary
 from parallel.settings import LayoutSettings
 
 VOCABULARY = 151_936  # Qwen3's

@@ -11,10 +11,10 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 
-from parallel.device import device
+from parallel.cpu.device import device
+from parallel.model.vocabulary import HeadLogits
 from parallel.packing import PackedRow, RankPlace, lay_out
 from parallel.sample import Sample
-from parallel.vocabulary import HeadLogits
 
 
 @dataclass

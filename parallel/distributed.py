@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel import device
+from parallel.cpu import device
 from parallel.settings import LayoutSettings
 from parallel.stores import host_store
 

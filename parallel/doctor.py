@@ -79,7 +79,7 @@ def _apex() -> Found:
 
 def _megatron() -> Found:
     """With megatron-core comes mbridge, and with that transformers."""
-    from parallel import device
+    from parallel.cpu import device
 
     device.activate()
     optimizers: Any = importlib.import_module("megatron.core.optimizer")

@@ -20,7 +20,7 @@ ENDED = "ended"  # in it: why the stage is done before the last of its steps
 # says why, and the launcher starts the engine anew.
 RESTART_REQUEST = "restart"
 # In place of the folder of a tokenizer, that of single characters: `model.tokenizer: characters`;
-# `stages.tokenizer` holds it.
+# `stages.data.tokenizer` holds it.
 CHARACTERS = "characters"
 # Which file has which tensor of a Hugging Face checkpoint that has several.
 WEIGHTS_INDEX = "model.safetensors.index.json"

@@ -8,9 +8,9 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from pipeline.arguments import parser
+from pipeline.commands.arguments import parser
 from pipeline.errors import BraidError, reason
-from pipeline.printing import encode_anything, say
+from pipeline.text import encode_anything, say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,17 +40,17 @@ def _report(error: Exception) -> None:
     say(f"braid: {reason(error)}", *notes, file=sys.stderr)
 
 
-MODULES = {  # of the commands that are not in pipeline.commands
-    "status": "pipeline.overview",
-    **dict.fromkeys(("submit", "stage", "cancel"), "pipeline.slurm.commands"),
-    **dict.fromkeys(("domain_new", "domain_check"), "pipeline.domain_commands"),
+MODULES = {  # of the commands that are not in pipeline.commands.runs
+    "status": "pipeline.commands.overview",
+    **dict.fromkeys(("submit", "stage", "cancel"), "pipeline.commands.slurm"),
+    **dict.fromkeys(("domain_new", "domain_check"), "pipeline.commands.domain"),
 }
 
 
 def _command(name: str) -> Callable[[Namespace], None]:
     # Imported here, so that `braid --help` and a mistyped command answer at once.
     try:
-        module = import_module(MODULES.get(name, "pipeline.commands"))
+        module = import_module(MODULES.get(name, "pipeline.commands.runs"))
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package in ("", "pipeline", "stages", "parallel"):

@@ -8,18 +8,18 @@ from dataclasses import replace
 
 import torch
 
-from parallel import checkpoints
 from parallel.batch import MicroBatch
+from parallel.checkpoint import checkpoints
 from parallel.distributed import sum_over_data
-from parallel.policy import Policy, TrainedPolicy
-from parallel.responses import Responses
+from parallel.model.policy import Policy, TrainedPolicy
+from parallel.model.responses import Responses
 from parallel.sample import Sample
-from stages.backlog import Batch
-from stages.curriculum.settings import NoCurriculumSettings
+from stages.guards.curriculum_settings import NoCurriculumSettings
 from stages.loop import train
 from stages.objectives.aggregation import Totals, token_mean
 from stages.objectives.settings import NoCorrectionSettings
-from stages.on_policy import OnPolicyStage, Rollout
+from stages.sampling.prompt_buffer import Batch
+from stages.sampling.step import OnPolicyStage, Rollout
 from stages.settings import MergeSettings, RolloutSettings, StageJob
 
 # KL(student || teacher), each over the whole vocabulary.

@@ -16,19 +16,19 @@ from random import Random
 from typing import Any
 
 from parallel.files import CHARACTERS, write_atomically
-from parallel.last_word import say_last_word
-from stages.demonstration_report import demonstration_report
-from stages.domains.demonstrations import demonstrate
-from stages.domains.formats import FORMATS
-from stages.domains.problem import DomainError, Problem
-from stages.domains.prompts import PromptStream
-from stages.domains.reward_pool import RewardPool
-from stages.domains.rewards.grading import Grade
-from stages.domains.rewards.reward import Response, RewardError
-from stages.domains.rewards.settings import MathReward
-from stages.domains.sources.length_report import LengthReport, length_report
+from parallel.status_pipe import say_last_word
+from stages.data.demonstration_report import demonstration_report
+from stages.data.demonstrations import demonstrate
+from stages.data.formats import FORMATS
+from stages.data.problem import DomainError, Problem
+from stages.data.prompts import PromptStream
+from stages.data.sources.length_report import LengthReport, length_report
+from stages.data.tokenizer import Tokenizer, TokenizerError, tokenizer_named
+from stages.rewards.grading import Grade
+from stages.rewards.pool import RewardPool
+from stages.rewards.reward import Response, RewardError
+from stages.rewards.settings import MathReward
 from stages.settings import DomainCheckJob, DomainSettings
-from stages.tokenizer import Tokenizer, TokenizerError, tokenizer_named
 
 DRAWN = 2000  # problems of a source without end: some seconds
 GARBAGE = "I do not know"

@@ -10,21 +10,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from parallel import batch, checkpoints
+from parallel import batch
+from parallel.checkpoint import checkpoints
 from parallel.distributed import broadcast, is_main
 from parallel.files import write_atomically
+from parallel.model.policy import Policy
 from parallel.packing import RankPlace
-from parallel.policy import Policy
 from parallel.sample import Sample
-from stages.agreement import MismatchError, measure_mismatch
-from stages.domains.problem import Problem
-from stages.domains.prompts import held_out_problems
-from stages.domains.rewards.grading import solved
-from stages.groups import Group, groups_of, seed_of
+from stages.data.problem import Problem
+from stages.data.prompts import held_out_problems
 from stages.metrics import MetricsLog
-from stages.recording import record
-from stages.rollout import Rollouts
-from stages.scoring import Scoring
+from stages.objectives.groups import Group, groups_of, seed_of
+from stages.rewards.grading import solved
+from stages.sampling.engines import Rollouts
+from stages.sampling.logprob_check import MismatchError, measure_mismatch
+from stages.sampling.recording import record
+from stages.sampling.reward_dispatch import Scoring
 from stages.settings import SamplingSettings, StageJob
 from stages.statistics import of_problems
 

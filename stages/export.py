@@ -11,19 +11,19 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from parallel import checkpoints
 from parallel.batch import split
+from parallel.checkpoint import checkpoints
 from parallel.distributed import barrier, broadcast, is_main, max_over_ranks
-from parallel.hugging_face import expected_tensors, hugging_face_config
-from parallel.hugging_face_files import SHARD_BYTES, WeightFiles, WeightsError, verify, write
-from parallel.hugging_face_weights import fill_weights, forget_weights
+from parallel.hugging_face.config import expected_tensors, hugging_face_config
+from parallel.hugging_face.files import SHARD_BYTES, WeightFiles, WeightsError, verify, write
+from parallel.hugging_face.weights import fill_weights, forget_weights
+from parallel.model.policy import Policy
+from parallel.model.responses import Responses
+from parallel.model.vocabulary import HeadLogits
 from parallel.packing import RankPlace
-from parallel.policy import Policy
-from parallel.responses import Responses
 from parallel.sample import Sample
-from parallel.vocabulary import HeadLogits
+from stages.data.tokenizer import load_tokenizer
 from stages.settings import StageJob
-from stages.tokenizer import load_tokenizer
 
 PROBES, PROBE_TOKENS = 4, 8  # random prompts and responses a data-parallel rank, and their length
 

@@ -11,24 +11,24 @@ import torch
 
 from parallel.batch import MicroBatch
 from parallel.distributed import sum_over_data
-from parallel.policy import TrainedPolicy
-from parallel.responses import Responses
+from parallel.model.policy import TrainedPolicy
+from parallel.model.responses import Responses
 from parallel.sample import Sample
-from stages.backlog import Batch
-from stages.critic import Critic
-from stages.grading import add_advantages, graded_samples, without_advantages
-from stages.group_weights import LengthWeights, scale_by_entropy
-from stages.groups import Group
 from stages.guards.measures import graded, group_metrics, is_right
 from stages.guards.watch import GuardMonitor
 from stages.loop import train
 from stages.metrics import reduce_sums
 from stages.objectives.aggregation import Totals
-from stages.objectives.kl_coefficient import steered
+from stages.objectives.assign_advantages import add_advantages, graded_samples, without_advantages
+from stages.objectives.batch_weights import LengthWeights, scale_by_entropy
+from stages.objectives.critic import Critic
+from stages.objectives.groups import Group
+from stages.objectives.kl_controller import steered
 from stages.objectives.policy_loss import MetricSum, Tokens, policy_loss
+from stages.objectives.reference import Reference
 from stages.objectives.settings import GaeSettings
-from stages.on_policy import OnPolicyStage, Prepared, Rollout
-from stages.reference import Reference
+from stages.sampling.prompt_buffer import Batch
+from stages.sampling.step import OnPolicyStage, Prepared, Rollout
 from stages.settings import DomainSettings, PolicySettings, StageJob
 
 

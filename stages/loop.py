@@ -7,12 +7,12 @@ import signal
 from pathlib import Path
 from typing import Any, Protocol
 
-from parallel import checkpoints
-from parallel.checkpoint_saver import Saver
+from parallel.checkpoint import checkpoints
+from parallel.checkpoint.save import Saver
 from parallel.distributed import any_rank, broadcast, is_main
 from parallel.files import ENDED, STATE
-from parallel.last_word import say_notice
-from parallel.policy import TrainedPolicy
+from parallel.model.policy import TrainedPolicy
+from parallel.status_pipe import say_notice
 from stages.guards.watch import GuardMonitor, StepVerdict
 from stages.metrics import MetricsLog
 from stages.settings import LoopSettings, StageJob

@@ -12,12 +12,12 @@ import sys
 import warnings
 from pathlib import Path
 
-from parallel.last_word import say_last_word, say_notice
 from parallel.settings import ModelSettings
+from parallel.status_pipe import say_last_word, say_notice
 from stages.settings import StageJob
 
 MODULES = {
-    "import": "stages.initial",
+    "import": "stages.import_weights",
     "sft": "stages.sft",
     "grpo": "stages.grpo",
     "mixed": "stages.grpo",
@@ -50,8 +50,8 @@ def main() -> None:
 
 def warn_of_engines(model: ModelSettings) -> None:
     """Say at once what a later stage would fail of; this one may be all that is wanted."""
-    from parallel.device import device
-    from parallel.rollout.cpu_limits import unsupported
+    from parallel.cpu.device import device
+    from parallel.cpu.vllm_limits import unsupported
 
     if device().type == "cpu" and (why := unsupported(model)):
         say_notice(f"stages that sample will fail on a CPU: {why}")
@@ -59,14 +59,14 @@ def warn_of_engines(model: ModelSettings) -> None:
 
 def _leave(error: BaseException) -> None:
     """End this rank at once: another may hang in a collective that will never be joined."""
-    from parallel.checkpoints import CheckpointError
-    from parallel.hugging_face_files import WeightsError
-    from parallel.rollout.client import EngineError
-    from stages.agreement import MismatchError
-    from stages.domains.problem import DomainError
-    from stages.domains.rewards.reward import RewardError
+    from parallel.checkpoint.checkpoints import CheckpointError
+    from parallel.engine.client import EngineError
+    from parallel.hugging_face.files import WeightsError
+    from stages.data.problem import DomainError
+    from stages.data.tokenizer import TokenizerError
     from stages.loop import GuardStopped, NotFiniteError, StageStopped
-    from stages.tokenizer import TokenizerError
+    from stages.rewards.reward import RewardError
+    from stages.sampling.logprob_check import MismatchError
 
     told = (
         CheckpointError,

@@ -14,7 +14,7 @@ LATER = (
 )
 
 warnings.filterwarnings("ignore", module=r"megatron|mbridge|torch")
-device = importlib.import_module("parallel.device")
+device = importlib.import_module("parallel.cpu.device")
 device.activate()
 for name in (*sorted(set(MODULES.values())), *LATER):
     importlib.import_module(name)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 
-from parallel import batch, checkpoints
+from parallel import batch
+from parallel.checkpoint import checkpoints
 from parallel.distributed import is_main
 from parallel.files import write_atomically
+from parallel.model.policy import Policy
 from parallel.packing import RankPlace
-from parallel.policy import Policy
 from parallel.sample import Sample
-from stages.agreement import MismatchError, measure_mismatch
-from stages.domains.prompts import PromptStream
-from stages.domains.rewards.grading import solved
-from stages.groups import Group, groups_of, seed_of
-from stages.rollout import Rollouts
-from stages.scoring import Scoring
+from stages.data.prompts import PromptStream
+from stages.objectives.groups import Group, groups_of, seed_of
+from stages.rewards.grading import solved
+from stages.sampling.engines import Rollouts
+from stages.sampling.logprob_check import MismatchError, measure_mismatch
+from stages.sampling.reward_dispatch import Scoring
 from stages.settings import DomainSettings, StageJob
 
 

@@ -22,20 +22,20 @@ from parallel.settings import (
     Settings,
     Tokens,
 )
-from stages.curriculum.settings import CurriculumSettings, NoCurriculumSettings
-from stages.domains.rewards.settings import (
-    ReasoningGymReward,
-    RewardPoolSettings,
-    RewardSettings,
-)
-from stages.domains.sources.settings import (
+from stages.data.sources.settings import (
     DemonstrationSettings,
     GeneratedDemonstrationSettings,
     PromptSettings,
 )
-from stages.gates.settings import ExpertGateSettings, MergeGateSettings
+from stages.guards.curriculum_settings import CurriculumSettings, NoCurriculumSettings
+from stages.guards.gate_settings import ExpertGateSettings, MergeGateSettings
 from stages.guards.settings import GuardsSettings, StopSettings
 from stages.objectives.settings import ObjectiveSettings
+from stages.rewards.settings import (
+    ReasoningGymReward,
+    RewardPoolSettings,
+    RewardSettings,
+)
 
 
 class SamplingSettings(Settings):

@@ -9,23 +9,23 @@ import torch
 
 from parallel import batch
 from parallel.distributed import broadcast, is_main, sum_over_data
+from parallel.model.policy import TrainedPolicy
+from parallel.model.responses import Responses
 from parallel.packing import RankPlace
-from parallel.policy import TrainedPolicy
-from parallel.responses import Responses
 from parallel.sample import Sample
-from stages.conversations import response_sample
-from stages.domains.demonstrations import demonstrations
-from stages.domains.prompts import PromptStream
-from stages.domains.sources.conversations import ConversationStream
-from stages.domains.sources.settings import GeneratedDemonstrationSettings
-from stages.groups import seed_of
-from stages.initial import look_for_held_out
+from stages.data.conversations import response_sample
+from stages.data.demonstrations import demonstrations
+from stages.data.prompts import PromptStream
+from stages.data.sources.conversation_rows import ConversationStream
+from stages.data.sources.settings import GeneratedDemonstrationSettings
+from stages.data.tokenizer import Tokenizer, load_tokenizer
+from stages.import_weights import look_for_held_out
 from stages.loop import train
 from stages.metrics import token_efficiency
 from stages.objectives.aggregation import Totals, token_mean
-from stages.recording import record, samples_file
+from stages.objectives.groups import seed_of
+from stages.sampling.recording import record, samples_file
 from stages.settings import ColdStartSettings, StageJob
-from stages.tokenizer import Tokenizer, load_tokenizer
 
 
 def run(job: StageJob) -> None:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from ranks import On, Ranks
-from virtual_cluster import cluster as cluster  # a fixture
 from xdist.scheduler import LoadFileScheduling
 
 from parallel.settings import LayoutSettings
+from tests.ranks import On, Ranks
+from tests.virtual_cluster import cluster as cluster  # a fixture
 
 KEPT = 10  # processes; idle ones still cost memory
 # Tests of one file share a worker, and those of these directories do: each worker that uses an

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from runs import BRAID, REPOSITORY
+
+from tests.runs import BRAID, REPOSITORY
 
 SCRIPT = Path(__file__).parent / "slurm" / "cluster.sh"
 INSTALL_SECONDS = 180

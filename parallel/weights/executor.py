@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from parallel.boxes import Box, within
-from parallel.hugging_face import DTYPES
+from parallel.hugging_face.config import DTYPES
 from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights import checksums
+from parallel.weights.holdings import held
 from parallel.weights.names import is_precise
 from parallel.weights.planner import Bucket, Plan, Sending
-from parallel.weights.trainer import held
 from parallel.weights.transport import Mapped, Meeting, Messages, SharedMemory
 
 IN_FLIGHT = 4  # messages that a trainer rank has packed and not yet sent

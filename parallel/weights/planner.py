@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from parallel.boxes import Box, intersect
 from parallel.settings import LayoutSettings, ModelSettings
-from parallel.weights.engine import needed_of
+from parallel.weights.holdings import Layout, Shard, share
 from parallel.weights.names import ModelWeights, tensor_prefix
-from parallel.weights.trainer import Layout, Shard, share
+from parallel.weights.needs import needed_of
 
 GRAIN = 1 << 19  # elements: below about a MiB, two messages cost more than one replica's idleness
 

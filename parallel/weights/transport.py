@@ -22,7 +22,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from parallel.gloo import separate_group
+from parallel.cpu.gloo import separate_group
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from pipeline.config.violations import shown
 from pipeline.errors import BraidError, reason
-from pipeline.ledger import Event, Ledger, latest
-from pipeline.printing import say
-from pipeline.run_directory import RunDirectory
+from pipeline.run.directory import RunDirectory
+from pipeline.run.ledger import Event, Ledger, latest
 from pipeline.slurm.queue import QueuedJob, SlurmError, is_here, queued
-from pipeline.violations import shown
+from pipeline.text import say
 
 
 def job_numbers(events: Iterable[Event]) -> dict[str, str]:

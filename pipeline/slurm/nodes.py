@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallel.settings import EngineSettings, LayoutSettings
+from pipeline.config.cluster import ClusterSettings
 from pipeline.errors import BraidError
-from pipeline.slurm.settings import ClusterSettings
 
 
 @dataclass(frozen=True)

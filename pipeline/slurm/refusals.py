@@ -6,10 +6,11 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline.config import place_in_cluster
+from pipeline.config.cluster import ClusterSettings
+from pipeline.config.validate import place_in_cluster
+from pipeline.config.violations import shown
 from pipeline.slurm.queue import SlurmError
-from pipeline.slurm.settings import ClusterSettings, StageKind
-from pipeline.violations import shown
+from stages.kinds import Kind
 
 GPUS = ("gpus_per_node", "gpu_type")
 NODE = ("ranks_per_node", "cpus_per_rank", *GPUS, "memory_per_node", "constraint", "partition")
@@ -45,9 +46,7 @@ REFUSALS = {
 }
 
 
-def explained(
-    error: SlurmError, kind: StageKind, cluster: ClusterSettings, profile: Path
-) -> SlurmError:
+def explained(error: SlurmError, kind: Kind, cluster: ClusterSettings, profile: Path) -> SlurmError:
     """The refusal of a job for stages of this kind, with what `profile` says of it."""
     said = str(error).lower()
     keys = [key for words, keys in REFUSALS.items() if words in said for key in keys]
@@ -58,7 +57,7 @@ def explained(
     return SlurmError("\n  ".join([f"{error}\n{heading}", *lines]))
 
 
-def _line(key: str, kind: StageKind, cluster: ClusterSettings, profile: Path) -> str:
+def _line(key: str, kind: Kind, cluster: ClusterSettings, profile: Path) -> str:
     *_, (where, value) = _sayings(key, kind, cluster)
     if value in (None, ()):
         return f"{shown(profile)}: {where}: is not set"
@@ -68,7 +67,7 @@ def _line(key: str, kind: StageKind, cluster: ClusterSettings, profile: Path) ->
 
 
 def _sayings(
-    key: str, kind: StageKind, cluster: ClusterSettings
+    key: str, kind: Kind, cluster: ClusterSettings
 ) -> Iterator[tuple[str, str | int | tuple[str, ...] | None]]:
     """The dotted key and the value of every place that says it, the one that counts last."""
     yield key, getattr(cluster, key)

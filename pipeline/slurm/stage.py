@@ -9,26 +9,27 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from pipeline import report
-from pipeline.attempt import attempt, start_of
-from pipeline.config import load_cluster
+from pipeline.config.cluster import ClusterSettings
+from pipeline.config.validate import load_cluster
+from pipeline.config.violations import shown
 from pipeline.errors import BraidError, reason
-from pipeline.gates import refuse_stopped
-from pipeline.graph import Stage
-from pipeline.launcher import JobFailed, Launcher, Programs, to_the_end
-from pipeline.ledger import PUT_ASIDE, Event, Ledger, latest
-from pipeline.placement import Placement, ThisMachine
-from pipeline.progress import Screen
-from pipeline.run_directory import LOCK_PATIENCE_SECONDS, RunDirectory
-from pipeline.selection import refuse_missing_inputs
-from pipeline.signals import STOP_SIGNALS, TIME_IS_UP, Signals, Stopped
+from pipeline.launch.attempt import attempt, start_of
+from pipeline.launch.launcher import JobFailed, Launcher, Programs, to_the_end
+from pipeline.launch.placement import Placement, ThisMachine
+from pipeline.launch.progress import Screen
+from pipeline.launch.signals import STOP_SIGNALS, TIME_IS_UP, Signals, Stopped
+from pipeline.report import tables as report
+from pipeline.run.directory import LOCK_PATIENCE_SECONDS, RunDirectory
+from pipeline.run.gates import refuse_stopped
+from pipeline.run.graph import Stage
+from pipeline.run.ledger import PUT_ASIDE, Event, Ledger, latest
+from pipeline.run.results import write_results
+from pipeline.run.selection import refuse_missing_inputs
+from pipeline.run.stale import refuse_stale
 from pipeline.slurm.nodes import Places, cpus_of, place, size_options, too_few_cpus
 from pipeline.slurm.queue import SlurmError, call
-from pipeline.slurm.settings import ClusterSettings
 from pipeline.slurm.steps import SlurmJob, job_number
 from pipeline.slurm.submit import script_for
-from pipeline.stale import refuse_stale
-from pipeline.violations import shown
 from stages.settings import RunSettings
 
 WAIT = "run those first, or have this job wait for theirs: sbatch --dependency=afterok:JOB"
@@ -73,7 +74,7 @@ def run_stage(
             _note(run, stage, number, refusal, newest)
         raise
     if stage.kind == "evaluate":
-        console.print(report.results_table(report.write_results(run)))
+        console.print(report.results_table(write_results(run)))
 
 
 def _note(

@@ -9,11 +9,12 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from parallel.engine.environment import PROCESS_ENVIRONMENT
 from parallel.network import address_of, environment_of
-from parallel.rollout.environment import PROCESS_ENVIRONMENT
 from parallel.settings import LAST_WORD, NOTICE_MARK, EngineSettings
-from pipeline.placement import free_port
-from pipeline.processes import (
+from pipeline.config.cluster import ClusterSettings, ContainerSettings
+from pipeline.launch.placement import free_port
+from pipeline.launch.processes import (
     POLL_SECONDS,
     Child,
     Process,
@@ -22,7 +23,6 @@ from pipeline.processes import (
     told_failure,
 )
 from pipeline.slurm.nodes import Places
-from pipeline.slurm.settings import ClusterSettings, ContainerSettings
 
 END_SECONDS = 15.0  # what Slurm may take to end a step before its srun is killed
 TASKS_ENDED = re.compile(r"(\S+): tasks? ([\d,-]+): (.+)")

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parallel.files import write_atomically
+from pipeline.config.cluster import ClusterSettings
+from pipeline.config.violations import shown
+from pipeline.config.yaml_core import dump
 from pipeline.errors import BraidError
-from pipeline.graph import Stage
-from pipeline.ledger import Ledger
-from pipeline.run_directory import RunDirectory
+from pipeline.run.directory import RunDirectory
+from pipeline.run.graph import Stage
+from pipeline.run.ledger import Ledger
+from pipeline.run.states import StageState
 from pipeline.slurm.nodes import size_options
 from pipeline.slurm.queue import SlurmError, call
 from pipeline.slurm.refusals import explained
-from pipeline.slurm.settings import ClusterSettings
-from pipeline.states import StageState
-from pipeline.violations import shown
-from pipeline.yaml_core import dump
 from stages.settings import RunSettings
 
 SCRIPTS = Path(__file__).parents[2] / "slurm"

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from parallel.checkpoint_reader import CheckpointRefused
+from parallel.checkpoint.reader import CheckpointRefused
 from parallel.files import write_atomically
-from parallel.last_word import say_last_word, say_notice
+from parallel.status_pipe import say_last_word, say_notice
 from stages.audit.evaluation import evaluation_rows
 from stages.audit.recorded import LONGEST, NotAuditable, RecordedRun, read_run
 from stages.audit.stage_audit import Audited, audit_step, auditable_steps, kind_of

@@ -17,7 +17,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from parallel.checkpoint_reader import CheckpointReader, CheckpointRefused
+from parallel.checkpoint.reader import CheckpointReader, CheckpointRefused
 from parallel.files import (
     Checkpoint,
     open_file,
@@ -107,7 +107,7 @@ class RecordedRun:
 
 
 class _Line(msgspec.Struct):
-    """A sample as `stages.recording` writes it; what else stands there is left."""
+    """A sample as `stages.sampling.recording` writes it; what else stands there is left."""
 
     domain: str
     reward: float | None

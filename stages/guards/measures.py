@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 
 from parallel.sample import Sample
-from stages.domains.rewards.grading import solved
-from stages.domains.rewards.settings import RewardSettings
-from stages.groups import Group
 from stages.guards.similarity import repeats
+from stages.objectives.groups import Group
+from stages.rewards.grading import solved
+from stages.rewards.settings import RewardSettings
 
 SIMILAR = 0.8  # shingles that two responses share which say nearly the same
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
-from stages.domains.rewards.settings import RewardSettings
 from stages.guards.settings import GuardsSettings
+from stages.rewards.settings import RewardSettings
 
 
 class Window:

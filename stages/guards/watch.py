@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from parallel.last_word import say_notice
-from stages.domains.rewards.settings import RewardSettings
+from parallel.status_pipe import say_notice
 from stages.guards.settings import GuardSettings, GuardsSettings
 from stages.guards.trends import Trends, Window
+from stages.rewards.settings import RewardSettings
 from stages.settings import PolicySettings
 
 

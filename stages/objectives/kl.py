@@ -5,7 +5,7 @@ that sampled, and returns one value a token. d = log pi_ref - log pi_theta throu
 Source of k1, k2, k3: Schulman, "Approximating KL divergence", 2020.
 
 The estimator `full` is none: it is the KL over the whole vocabulary, which is computed where the
-logits are (`parallel.vocabulary`) and has gradient through all of it.
+logits are (`parallel.model.vocabulary`) and has gradient through all of it.
 """
 
 from __future__ import annotations

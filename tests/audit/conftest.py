@@ -6,9 +6,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from runs import braid, finish
 
 from stages.audit import stage_audit
+from tests.runs import braid, finish
 
 ODD = Path(__file__).parent / "odd.yaml"
 

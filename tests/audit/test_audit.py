@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from effects import STEPS, block_of
-from runs import BRAID, REPOSITORY, braid
 
 from stages.audit import recorded
 from stages.audit.evaluation import evaluation_rows
 from stages.audit.recorded import NotAuditable, read_run
 from stages.audit.rows import change
 from stages.audit.stage_audit import audit_step
+from tests.audit.effects import STEPS, block_of
+from tests.runs import BRAID, REPOSITORY, braid
 
 # What has to take part in some expert's step, and between which bounds it then is.
 TAKES_PART = {
@@ -189,7 +189,7 @@ def test_what_cannot_be_audited_says_what_it_needs(odd: Path, tmp_path: Path) ->
 
 def test_audit_and_product_share_no_arithmetic() -> None:
     """Of Braid's own the audit imports itself and the formats of files."""
-    allowed = {"parallel.files", "parallel.checkpoint_reader", "parallel.last_word"}
+    allowed = {"parallel.files", "parallel.checkpoint.reader", "parallel.status_pipe"}
     for path in (REPOSITORY / "stages" / "audit").glob("*.py"):
         for name in _imported(path):
             if name.split(".")[0] in ("stages", "parallel", "pipeline"):

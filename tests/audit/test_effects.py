@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
-from effects import BLOCKS, CHECKED_BY, block_of, changed, differs, is_effective
-from runs import REPOSITORY
 
 from parallel.families import FAMILIES
 from parallel.settings import Settings
-from pipeline.config import load
-from pipeline.slurm.settings import ClusterSettings
+from pipeline.config.cluster import ClusterSettings
+from pipeline.config.validate import load
 from stages.audit.recorded import read_run
 from stages.settings import RunSettings
+from tests.audit.effects import BLOCKS, CHECKED_BY, block_of, changed, differs, is_effective
+from tests.runs import REPOSITORY
 
 ODD = Path(__file__).parent / "odd.yaml"
 Leaf = tuple[type[Settings], str]

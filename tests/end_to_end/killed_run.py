@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moments import Moment, StagePosition, position
-from process_tree import KILLED, everything, tree
-from runs import braid
-
 from parallel.files import whole_checkpoints
+from tests.end_to_end.moments import Moment, StagePosition, position
+from tests.end_to_end.process_tree import KILLED, everything, tree
+from tests.runs import braid
 
 LOOK_SECONDS = 0.05
 SPACING_SECONDS = 2.0  # between two kills, so that the launcher has noticed the first

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from process_tree import KILLED, tree
+from tests.end_to_end.process_tree import KILLED, tree
 
 LOOK_SECONDS = 0.1
 

@@ -86,12 +86,12 @@ def _rank(number: int) -> Finder:
 
 
 def _engine_children(tree: Tree) -> list[TreeProcess]:
-    engines = {each.number for each in _of("parallel.rollout.server")(tree)}
+    engines = {each.number for each in _of("parallel.engine.server")(tree)}
     return [each for each in tree.values() if each.parent in engines]
 
 
 def _workers(tree: Tree) -> list[TreeProcess]:
-    nursery = "stages.domains.reward_nursery"
+    nursery = "stages.rewards.forkserver"
     return [each for each in tree.values() if _runs(each, nursery) and _forked(each, tree)]
 
 
@@ -125,8 +125,8 @@ KILLED: dict[str, Finder] = {
     "fork server": _of("parallel.forkserver"),
     "rank 0": _rank(0),
     "rank 1": _rank(1),
-    "engine": _of("parallel.rollout.server"),
+    "engine": _of("parallel.engine.server"),
     "engine's child": _engine_children,
-    "reward nursery": _of("stages.domains.reward_nursery"),
+    "reward nursery": _of("stages.rewards.forkserver"),
     "reward worker": _workers,
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from stages.domains.problem import Problem
+from stages.data.problem import Problem
 
 SECONDS = 0.03  # so that a worker which is killed is often at a response
 

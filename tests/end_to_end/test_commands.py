@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from runs import braid
 
-from pipeline.probe import probe
+from pipeline.report.probe import probe
+from tests.runs import braid
 
 ROWS = [{"question": f"say {n}", "answer": f'{{"n": {n}}}'} for n in range(40)]
 DOMAIN = """\

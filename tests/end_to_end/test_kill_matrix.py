@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 
 import torch
-from moments import StagePosition, Stretch, draw, position
-from process_tree import KILLED, everything, tree
-from same_bits import digests
 from torch.distributed import checkpoint as distributed_checkpoint
 
 from parallel.files import digest_of
+from tests.end_to_end.moments import StagePosition, Stretch, draw, position
+from tests.end_to_end.process_tree import KILLED, everything, tree
+from tests.end_to_end.same_bits import digests
 
 WAIT = "import time; time.sleep(60)"
 # Waits beside a child that waits, whose arguments are its own last one.

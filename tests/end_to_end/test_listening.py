@@ -6,9 +6,9 @@ import ipaddress
 import time
 from pathlib import Path
 
-from process_tree import KILLED, tree
-from runs import REPOSITORY, braid
-from sockets import listening
+from tests.end_to_end.process_tree import KILLED, tree
+from tests.runs import REPOSITORY, braid
+from tests.sockets import listening
 
 CONFIG = str(REPOSITORY / "configs" / "smoke.yaml")
 # Messages, since shared memory needs no store; two engine ranks, which have a group of vLLM's.

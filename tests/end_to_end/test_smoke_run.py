@@ -18,15 +18,15 @@ from typing import Any
 
 import pytest
 import torch
-from killed_run import Kill, KilledRun
-from moments import Moment, Timeline, draw, watch
-from runs import BRAID, REPOSITORY, braid, finish, metrics
 from safetensors.torch import load_file
-from tiers import tiered
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from virtual_cluster import Cluster
 
-from pipeline.run_directory import RunDirectory
+from pipeline.run.directory import RunDirectory
+from tests.end_to_end.killed_run import Kill, KilledRun
+from tests.end_to_end.moments import Moment, Timeline, draw, watch
+from tests.runs import BRAID, REPOSITORY, braid, finish, metrics
+from tests.tiers import tiered
+from tests.virtual_cluster import Cluster
 
 SEED = 0
 
@@ -167,7 +167,7 @@ def test_a_run_ends_with_the_table(name: str, request: pytest.FixtureRequest) ->
 def test_ranks_and_engines_were_forked(peaceful: Run) -> None:
     """Their imports start no thread and touch no device, else the servers would have refused."""
     logs = list((peaceful.path / "fork_servers").glob("*.log"))
-    assert [log.stem for log in sorted(logs)] == ["parallel.rollout.server", "stages.main"]
+    assert [log.stem for log in sorted(logs)] == ["parallel.engine.server", "stages.main"]
     for log in logs:
         assert "Traceback" not in log.read_text()
         assert f" runs {log.stem} " in log.read_text()

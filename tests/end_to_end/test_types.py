@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from runs import REPOSITORY
+from tests.runs import REPOSITORY
 
 
 def test_types_hold() -> None:

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-from drawing import request
-from engine_process import EngineOf, Running, running_engine
-from engine_settings import ENGINE, MODELS
 
-from parallel.rollout.client import EngineClient, EngineRefused
-from pipeline.forkserver import ForkServers
+from parallel.engine.client import EngineClient, EngineRefused
+from pipeline.launch.forkserver import ForkServers
+from tests.engine.drawing import request
+from tests.engine.engine_process import EngineOf, Running, running_engine
+from tests.engine.engine_settings import ENGINE, MODELS
 
 
 def refusal(engine: Running) -> str | None:

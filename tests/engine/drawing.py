@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from engine_settings import MODEL
 from transformers import AutoModelForCausalLM
 
-from parallel.hugging_face import hugging_face_config
-from parallel.rollout.answers import Question, sample_of
-from parallel.rollout.client import EngineClient
-from parallel.rollout.wire import Generate, Generation, Sampling, prompts_of
+from parallel.engine.answers import Question, sample_of
+from parallel.engine.client import EngineClient
+from parallel.engine.wire import Generate, Generation, Sampling, prompts_of
+from parallel.hugging_face.config import hugging_face_config
 from parallel.sample import Sample
 from parallel.settings import ModelSettings
+from tests.engine.engine_settings import MODEL
 
 LONG = list(range(2, 40))  # longer than a cache block, so that its prefix is cached
 PROMPTS = [LONG, [*LONG, 50], [5, 6, 7]]

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from drawing import request
-from refit_cases import fleet, policy
 
-from parallel.rollout.client import EngineError
-from parallel.rollout.fleet import Fleet, RefitError
-from parallel.rollout.wire import Generation, Sampling
+from parallel.engine.client import EngineError
+from parallel.engine.fleet import Fleet, RefitError
+from parallel.engine.wire import Generation, Sampling
 from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
+from tests.engine.drawing import request
+from tests.engine.refit_cases import fleet, policy
 
 LAYOUT = LayoutSettings()
 SPREAD = 0.3  # of weights whose distributions over tokens and experts are neither flat nor sharp

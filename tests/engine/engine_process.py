@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine_settings import ENGINE
-
 from parallel.settings import EngineJob, EngineSettings, ModelSettings
-from pipeline.forkserver import ForkServers
-from pipeline.processes import Child
+from pipeline.launch.forkserver import ForkServers
+from pipeline.launch.processes import Child
+from tests.engine.engine_settings import ENGINE
 
 START_SECONDS = 600
 EngineOf = Callable[..., "Running"]  # what the fixture `engine_of` is
@@ -41,7 +40,7 @@ class Running:
         """Start a process and wait until it is ready, having written its address, or has ended."""
         self.address.unlink(missing_ok=True)
         job = str(self.directory / "engine.json")
-        command = [sys.executable, "-m", "parallel.rollout.server", job]
+        command = [sys.executable, "-m", "parallel.engine.server", job]
         log = self.directory / "engine.log"
         self.process = Child("engine", command, log, {}, server=self._servers.of(command))
         deadline = time.monotonic() + START_SECONDS

@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from drawing import draw
 
-from parallel.rollout.wire import Sampling
+from parallel.engine.wire import Sampling
 from parallel.sample import Sample
 from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
-from parallel.weights.engine import needed
+from parallel.weights.needs import needed
+from tests.engine.drawing import draw
 
 SHORT = Sampling(temperature=1.0, max_tokens=4, end_token=1)  # ranks of an engine wait spinning
 
 
 @functools.lru_cache(maxsize=1)
 def policy(model: str, layout: str) -> Any:
-    from parallel.policy import Policy
+    from parallel.model.policy import Policy
 
     return Policy(
         ModelSettings.model_validate_json(model), LayoutSettings.model_validate_json(layout)
@@ -28,7 +28,7 @@ def policy(model: str, layout: str) -> Any:
 
 @functools.lru_cache(maxsize=1)
 def fleet(addresses: tuple[Path, ...], model: str, layout: str, engine: str) -> Any:
-    from parallel.rollout.fleet import Fleet
+    from parallel.engine.fleet import Fleet
 
     return Fleet(
         list(addresses),
@@ -100,7 +100,7 @@ def mismatch(trained: Any, engines: Any, version: int) -> float:
     from parallel import batch
     from parallel.distributed import broadcast, is_main
     from parallel.packing import RankPlace
-    from stages.agreement import measure_mismatch
+    from stages.sampling.logprob_check import measure_mismatch
 
     drawn: list[Sample] = []
     for client in engines.live() if is_main() else []:

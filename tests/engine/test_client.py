@@ -14,13 +14,11 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
-from engine_settings import ENGINE
 
-from parallel.files import RESTART_REQUEST
-from parallel.rollout.client import EngineClient, EngineError, EngineRefused
-from parallel.rollout.engine import Engine, StepFailed
-from parallel.rollout.server import EngineServer
-from parallel.rollout.wire import (
+from parallel.engine.client import EngineClient, EngineError, EngineRefused
+from parallel.engine.engine import Engine, StepFailed
+from parallel.engine.server import EngineServer
+from parallel.engine.wire import (
     BEAT,
     LENGTH_BYTES,
     PROTOCOL,
@@ -33,6 +31,8 @@ from parallel.rollout.wire import (
     frame,
     frames,
 )
+from parallel.files import RESTART_REQUEST
+from tests.engine.engine_settings import ENGINE
 
 DESCRIPTION = EngineDescription(
     protocol=PROTOCOL,
@@ -98,8 +98,8 @@ def test_an_engine_of_another_version_is_refused(impostor: Impostor) -> None:
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that waits for fractions of a second."""
-    monkeypatch.setattr("parallel.rollout.client.HEALTH_SECONDS", 0.1)
-    monkeypatch.setattr("parallel.rollout.client.LAUNCHER_SECONDS", 0.0)
+    monkeypatch.setattr("parallel.engine.client.HEALTH_SECONDS", 0.1)
+    monkeypatch.setattr("parallel.engine.client.LAUNCHER_SECONDS", 0.0)
 
 
 def replaced(client: EngineClient, process: int) -> None:

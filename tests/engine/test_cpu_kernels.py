@@ -5,7 +5,7 @@ import torch
 from vllm import ir
 from vllm.config.kernel import KernelConfig
 
-from parallel.rollout import cpu_kernels
+from parallel.cpu import vllm_kernels as cpu_kernels
 
 
 @pytest.fixture

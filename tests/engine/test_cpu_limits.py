@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engine_process import running_engine
-from engine_settings import MODEL
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-from parallel.rollout.cpu_limits import HEAD_DIMS, unsupported
-from pipeline.forkserver import ForkServers
+from parallel.cpu.vllm_limits import HEAD_DIMS, unsupported
+from pipeline.launch.forkserver import ForkServers
 from stages.main import warn_of_engines
+from tests.engine.engine_process import running_engine
+from tests.engine.engine_settings import MODEL
 
 
 def test_the_sizes_of_heads_are_those_of_vllm() -> None:

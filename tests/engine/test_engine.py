@@ -10,20 +10,20 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import engine_cases
 import numpy as np
 import pytest
 import torch
-from drawing import LONG, SAMPLES, SAMPLING, DrawingReference, draw, request
-from engine_process import EngineOf, Running
-from engine_settings import ENGINE, MODEL
 from msgspec.structs import replace
-from ranks import On
-from tiers import tiered
 
+from parallel.engine.client import EngineClient, EngineError, EngineRefused
+from parallel.engine.wire import Generate, Prompt
 from parallel.files import RESTART_REQUEST
-from parallel.rollout.client import EngineClient, EngineError, EngineRefused
-from parallel.rollout.wire import Generate, Prompt
+from tests.engine import engine_cases
+from tests.engine.drawing import LONG, SAMPLES, SAMPLING, DrawingReference, draw, request
+from tests.engine.engine_process import EngineOf, Running
+from tests.engine.engine_settings import ENGINE, MODEL
+from tests.ranks import On
+from tests.tiers import tiered
 
 Refit = Callable[[int], DrawingReference]
 
@@ -183,8 +183,8 @@ def test_an_engine_stopped_while_a_client_connects_is_asked_again(
     engine: Running, client: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As at the start of a stage, when the machine was suspended or the engine swapped out."""
-    monkeypatch.setattr("parallel.rollout.client.HEALTH_SECONDS", 1.0)
-    monkeypatch.setattr("parallel.rollout.client.LAUNCHER_SECONDS", 0.0)
+    monkeypatch.setattr("parallel.engine.client.HEALTH_SECONDS", 1.0)
+    monkeypatch.setattr("parallel.engine.client.LAUNCHER_SECONDS", 0.0)
     late = EngineClient(engine.address, ENGINE.model_copy(update={"start_timeout_seconds": 30}))
     engine.process.send(signal.SIGSTOP)
     wake = threading.Timer(3, engine.process.send, [signal.SIGCONT])
@@ -232,7 +232,7 @@ def test_what_is_no_request_leaves_nothing_in_the_log(
 def test_an_engine_that_never_comes_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("parallel.rollout.client.LAUNCHER_SECONDS", 0.0)
+    monkeypatch.setattr("parallel.engine.client.LAUNCHER_SECONDS", 0.0)
     hurried = ENGINE.model_copy(update={"start_timeout_seconds": 1})
     address = tmp_path / "3" / "address.json"
     with pytest.raises(EngineError, match=r"engine 3 was not.*engine\.start_timeout_seconds"):

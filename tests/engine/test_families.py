@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import engine_cases
 import numpy as np
 import pytest
-from drawing import DrawingReference, draw
-from engine_process import EngineOf
-from engine_settings import ENGINE, MODELS
-from ranks import On
-from tiers import tiered
 
+from parallel.engine.client import EngineClient
 from parallel.families import routed_layers
-from parallel.rollout.client import EngineClient
+from tests.engine import engine_cases
+from tests.engine.drawing import DrawingReference, draw
+from tests.engine.engine_process import EngineOf
+from tests.engine.engine_settings import ENGINE, MODELS
+from tests.ranks import On
+from tests.tiers import tiered
 
 
 @pytest.mark.parametrize("family", tiered(["mixtral", "glm4_moe"], {"glm4_moe"}))

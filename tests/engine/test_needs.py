@@ -13,10 +13,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from parallel.boxes import Box
-from parallel.hugging_face import hugging_face_config
+from parallel.hugging_face.config import hugging_face_config
 from parallel.settings import ModelSettings
-from parallel.weights.engine import needed
 from parallel.weights.names import tensors
+from parallel.weights.needs import needed
 
 DENSE_AND_SHARED = {"first_k_dense_replace": 1, "intermediate_size": 64, "n_shared_experts": 2}
 LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "q_lora_rank": 24}

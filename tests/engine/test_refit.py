@@ -6,13 +6,13 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-import refit_cases
-from engine_process import EngineOf
-from engine_settings import ENGINE, MODELS
-from ranks import On
-from tiers import tiered
 
 from parallel.settings import LayoutSettings
+from tests.engine import refit_cases
+from tests.engine.engine_process import EngineOf
+from tests.engine.engine_settings import ENGINE, MODELS
+from tests.ranks import On
+from tests.tiers import tiered
 
 LAYOUTS = {
     "1 rank": LayoutSettings(),

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 
-import engine_cases
 import numpy as np
 import pytest
-from drawing import DrawingReference, as_samples, draw, request
-from engine_process import EngineOf, Running
-from engine_settings import ENGINE, MODEL, MODELS
-from ranks import On
 
-from parallel.rollout.client import EngineClient
-from parallel.rollout.wire import Sampling
+from parallel.engine.client import EngineClient
+from parallel.engine.wire import Sampling
+from tests.engine import engine_cases
+from tests.engine.drawing import DrawingReference, as_samples, draw, request
+from tests.engine.engine_process import EngineOf, Running
+from tests.engine.engine_settings import ENGINE, MODEL, MODELS
+from tests.ranks import On
 
 LAYOUT = engine_cases.LAYOUT
 SETTINGS = MODEL.model_dump_json(), ENGINE.model_dump_json()

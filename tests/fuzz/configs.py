@@ -24,13 +24,13 @@ import yaml
 from pydantic import BaseModel
 
 from parallel.settings import ModelSettings
-from pipeline.commands import terminal
-from pipeline.config import dump_resolved, load, load_cluster, load_domain
-from pipeline.graph import compile_graph
-from pipeline.memory import memory_report
-from pipeline.slurm.settings import ClusterSettings
-from pipeline.violations import ConfigError
-from stages.domains.rewards.settings import RewardPoolSettings
+from pipeline.commands.runs import terminal
+from pipeline.config.cluster import ClusterSettings
+from pipeline.config.validate import dump_resolved, load, load_cluster, load_domain
+from pipeline.config.violations import ConfigError
+from pipeline.report.memory import memory_report
+from pipeline.run.graph import compile_graph
+from stages.rewards.settings import RewardPoolSettings
 from stages.settings import DomainSettings, RunSettings
 
 from .worker import CONTROL, REPOSITORY, Case, FuzzStep, raised

@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import stat
-import sys
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
@@ -22,13 +21,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from pipeline import cli, commands
+from pipeline import cli
+from pipeline.commands import runs as commands
+from tests.pipeline.fake_launcher import fake_programs
 
 from .worker import CONTROL, REPOSITORY, Case, FuzzStep, raised
 from .yaml_traps import damaged_text
-
-sys.path.append(str(REPOSITORY / "tests" / "pipeline"))
-from fake_launcher import fake_programs
 
 FAKES = {"cold_start": {"0": "end_early"}}
 ENDINGS: dict[str, dict[str, dict[str, str]]] = {  # of a run: what a rank of a stage does

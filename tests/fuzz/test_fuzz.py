@@ -13,8 +13,9 @@ from random import Random
 
 import pytest
 
-from pipeline import cli, commands
-from pipeline.config import load
+from pipeline import cli
+from pipeline.commands import runs as commands
+from pipeline.config.validate import load
 
 from . import __main__ as fuzz
 from . import configs, run_directories, worker

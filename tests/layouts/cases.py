@@ -87,7 +87,7 @@ def build(
     losses: RoutingLossSettings = NO_LOSSES,
     model: ModelSettings = MODEL,
 ) -> Any:
-    from parallel.policy import TrainedPolicy
+    from parallel.model.policy import TrainedPolicy
 
     policy = TrainedPolicy(model, layout, optimizer, steps=10, losses=losses)
     policy.start_fresh(seed)
@@ -200,7 +200,7 @@ def differences(
     layout: LayoutSettings, directory: str, losses: RoutingLossSettings, batchings: list[Batching]
 ) -> list[dict[str, Any]]:
     """How far this layout is from the reference, for every batching."""
-    from parallel.model import global_name, shard, tensor_split
+    from parallel.model.gpt import global_name, shard, tensor_split
 
     layout = layout.model_copy(update={"distributed_optimizer": False})  # it scatters gradients
     policy, teacher = build(layout, SGD, losses=losses), build(layout, SGD, seed=1)
@@ -234,7 +234,7 @@ def differences(
 def own_part(name: str, parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """What of a whole tensor this rank holds; of a critic's head, which has the name of a head over
     the vocabulary, all of it."""
-    from parallel.model import shard, tensor_split
+    from parallel.model.gpt import shard, tensor_split
 
     return whole if whole.shape == parameter.shape else shard(name, whole, *tensor_split(name))
 
@@ -296,7 +296,7 @@ def gloo_loops() -> list[int]:
     life of a group with a device of its own."""
     from datetime import timedelta
 
-    from parallel.gloo import separate_group
+    from parallel.cpu.gloo import separate_group
 
     def count(expected: int) -> int:
         """How many there are, which have a minute to become as many: a thread names itself."""
@@ -317,7 +317,7 @@ def gloo_loops() -> list[int]:
 
 def held_experts(layout: LayoutSettings) -> set[str]:
     """The global names of the experts' weights that this rank holds."""
-    from parallel.model import global_name
+    from parallel.model.gpt import global_name
 
     [chunk] = build(layout).chunks
     names = (global_name(chunk, name) for name, _ in chunk.named_parameters())

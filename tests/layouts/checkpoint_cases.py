@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases import SGD, SPREAD, build, loop, own_part, train
 
 from parallel.files import whole_checkpoints
 from parallel.settings import LAST_WORD, LayoutSettings, OptimizerSettings
+from tests.layouts.cases import SGD, SPREAD, build, loop, own_part, train
 
 STEPS = 3  # before a checkpoint, and again after it
 # Slower than elsewhere: Adam's first steps are a learning rate long, whatever the gradient's size,
@@ -57,7 +57,7 @@ def go_on(
 ) -> dict[str, float]:
     """How far a few steps more from a checkpoint, which is first saved again as it was read, are
     from what one rank would have done that never stopped."""
-    from parallel import checkpoints
+    from parallel.checkpoint import checkpoints
 
     policy = KINDS[kind].build(layout, seed=1)
     found, faults = checkpoints.newest_whole(Path(directory))
@@ -106,7 +106,7 @@ def losses_of(policy: Any, steps: range) -> Iterator[float]:
 
 def farthest_weight(policy: Any, expected: dict[str, np.ndarray]) -> float:
     """The largest difference of this rank's shards from whole tensors under global names."""
-    from parallel.model import global_name
+    from parallel.model.gpt import global_name
 
     largest = 0.0
     for chunk in policy.chunks:
@@ -118,7 +118,7 @@ def farthest_weight(policy: Any, expected: dict[str, np.ndarray]) -> float:
 
 
 def save(policy: Any, directory: Path, step: int, state: dict[str, Any], **saver: Any) -> None:
-    from parallel.checkpoint_saver import Saver
+    from parallel.checkpoint.save import Saver
 
     saver = Saver(directory, asynchronous=False, **saver)
     saver.begin(policy, step, state)
@@ -126,7 +126,7 @@ def save(policy: Any, directory: Path, step: int, state: dict[str, Any], **saver
 
 def resumes_bit_for_bit(layout: LayoutSettings, kind: str, directory: str) -> bool:
     """Whether training continues from a checkpoint as if it had not stopped, random numbers too."""
-    from parallel import checkpoints
+    from parallel.checkpoint import checkpoints
 
     torch.use_deterministic_algorithms(True)
     policy = KINDS[kind].build(layout)
@@ -158,7 +158,8 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 def training_does_not_leak(layout: LayoutSettings, kind: str, directory: str) -> dict[str, bool]:
     """Save once asynchronously, while training goes on before anything is written, and once not."""
-    from parallel import checkpoint_saver, checkpoints
+    from parallel.checkpoint import checkpoints
+    from parallel.checkpoint import save as checkpoint_saver
 
     policy = KINDS[kind].build(layout)
     list(train(policy, range(STEPS)))
@@ -198,7 +199,7 @@ def held_back(writing: Any) -> Iterator[threading.Event]:
 
 def retain(directory: str, scores: dict[int, float], keep_last: int, keep_best: int) -> list[str]:
     """Names of the whole checkpoints after one is saved for each of `scores`."""
-    from parallel.checkpoint_saver import Saver
+    from parallel.checkpoint.save import Saver
     from parallel.distributed import any_rank
 
     policy = build(SPREAD)
@@ -213,8 +214,8 @@ def retain(directory: str, scores: dict[int, float], keep_last: int, keep_best: 
 
 def save_on_a_full_disk(directory: str, full: int) -> tuple[str, bool]:
     """The error when one rank's files may not grow, and whether the other rank saw it end."""
-    from parallel.checkpoint_saver import Saver
-    from parallel.checkpoints import CheckpointError
+    from parallel.checkpoint.checkpoints import CheckpointError
+    from parallel.checkpoint.save import Saver
     from parallel.distributed import any_rank
 
     policy = build(SPREAD)
@@ -247,7 +248,7 @@ def files_of_at_most(size: int | None) -> Iterator[None]:
 
 def die_while_writing(directory: str, victim: int) -> None:
     """Kill one rank when all have begun to write and none is done."""
-    from parallel.checkpoint_saver import Saver, _Writing
+    from parallel.checkpoint.save import Saver, _Writing
 
     saver = Saver(Path(directory), keep_last=2)
     policy = build(SPREAD)
@@ -263,7 +264,7 @@ def die_while_writing(directory: str, victim: int) -> None:
 
 def load_weights(checkpoint: str) -> str:
     """The error that loading another stage's result gives, or nothing."""
-    from parallel import checkpoints
+    from parallel.checkpoint import checkpoints
 
     try:
         checkpoints.load_weights(build(SPREAD), Path(checkpoint))
@@ -274,7 +275,7 @@ def load_weights(checkpoint: str) -> str:
 
 def find_newest(directory: str) -> str:
     """The newest whole checkpoint that a stage would continue from, or the error."""
-    from parallel import checkpoints
+    from parallel.checkpoint import checkpoints
 
     try:
         found, errors = checkpoints.newest_whole(Path(directory))

@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import MODEL, NO_LOSSES, batches, samples, train
-from checkpoint_cases import KINDS, STEPS, farthest_weight, same, save, snapshot
-from expert_cases import start_elsewhere
 
 from parallel.settings import LayoutSettings
+from tests.layouts.cases import MODEL, NO_LOSSES, batches, samples, train
+from tests.layouts.checkpoint_cases import KINDS, STEPS, farthest_weight, same, save, snapshot
+from tests.layouts.expert_cases import start_elsewhere
 
 
 def build(layout: LayoutSettings, kind: str, seed: int = 0) -> tuple[Any, Any]:
     """A policy, and the critic that its checkpoints hold too."""
-    from parallel.value_model import ValueModel
+    from parallel.model.value_model import ValueModel
 
     policy = KINDS[kind].build(layout, seed)
     layout = layout.model_copy(update={"distributed_optimizer": KINDS[kind].distributed})
@@ -27,7 +27,7 @@ def build(layout: LayoutSettings, kind: str, seed: int = 0) -> tuple[Any, Any]:
 
 def learn(policy: Any, critic: Any, steps: range) -> list[float]:
     """Train both, the critic twice as often, towards numbers that are there; what they measured."""
-    from parallel.value_model import values
+    from parallel.model.value_model import values
     from stages.objectives.aggregation import Totals, token_mean
 
     measured = []
@@ -66,7 +66,7 @@ def go_on(
     layout: LayoutSettings, kind: str, directory: str, expected: dict[str, Any]
 ) -> dict[str, float]:
     """How far both are from that, when this layout goes on from a checkpoint."""
-    from parallel import checkpoints
+    from parallel.checkpoint import checkpoints
 
     policy, critic = build(layout, kind, seed=1)
     checkpoints.load_training(policy, Path(directory) / f"step_{STEPS}")
@@ -80,7 +80,7 @@ def go_on(
 
 def resumes_bit_for_bit(layout: LayoutSettings, kind: str, directory: str) -> bool:
     """Whether both go on as if they had not stopped."""
-    from parallel import checkpoints
+    from parallel.checkpoint import checkpoints
 
     torch.use_deterministic_algorithms(True)
     policy, critic = build(layout, kind)

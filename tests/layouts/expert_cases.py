@@ -8,10 +8,10 @@ from unittest import mock
 
 import numpy as np
 import torch
-from cases import MODEL, SGD, own_part, samples
 
 from parallel.sample import Sample
 from parallel.settings import EngineSettings, LayoutSettings
+from tests.layouts.cases import MODEL, SGD, own_part, samples
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "full KL, entropy bonus, lambda, EDGE": {
@@ -78,7 +78,7 @@ def start_elsewhere(policy: Any, _checkpoint: Path, head: bool = True) -> None:
 
 def expert(layout: LayoutSettings, directory: str, objective: dict[str, Any]) -> Any:
     """An expert whose policy is the one of seed 0, and its reference the one of seed 1."""
-    from parallel import checkpoints
+    from parallel.checkpoint import checkpoints
     from stages.grpo import Expert
     from stages.settings import DomainSettings, RunSettings, StageJob
 
@@ -108,8 +108,8 @@ def expert(layout: LayoutSettings, directory: str, objective: dict[str, Any]) ->
         settings=settings,
     )
     with (
-        mock.patch("stages.on_policy.Rollouts"),
-        mock.patch("stages.on_policy.Backlog"),
+        mock.patch("stages.sampling.step.Rollouts"),
+        mock.patch("stages.sampling.step.Backlog"),
         mock.patch.object(checkpoints, "load_weights", start_elsewhere),
     ):
         stage = Expert(job)
@@ -121,7 +121,7 @@ def updated(
     layout: LayoutSettings, directory: str, name: str
 ) -> tuple[dict[str, float], dict[str, torch.Tensor], Any]:
     """One update: what it measured, its gradients, and the stage after it."""
-    from stages.on_policy import Rollout
+    from stages.sampling.step import Rollout
 
     # A distributed optimizer scatters gradients.
     layout = layout.model_copy(update={"distributed_optimizer": False})
@@ -158,7 +158,7 @@ def alone(directory: str, name: str) -> None:
 
 def differences(layout: LayoutSettings, directory: str, name: str) -> dict[str, Any]:
     """How far this layout is from it: relative errors of metrics, and the worst gradient's."""
-    from parallel.model import global_name
+    from parallel.model.gpt import global_name
 
     metrics, gradients, stage = updated(layout, directory, name)
     expected, whole = torch.load(Path(directory) / f"{name}.pt")

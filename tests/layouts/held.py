@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from cases import MODEL, batches, build, cross_entropy, samples, train
 
 from parallel.memory import RankMemory
 from parallel.settings import LayoutSettings, ModelSettings, OptimizerSettings
+from tests.layouts.cases import MODEL, batches, build, cross_entropy, samples, train
 
 
 def held(

@@ -9,11 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cases import build
-from checkpoint_cases import KINDS
-
 from parallel.files import digest_of
 from parallel.settings import LayoutSettings
+from tests.layouts.cases import build
+from tests.layouts.checkpoint_cases import KINDS
 
 HIDDEN = "evil.distcp"  # where a payload among the tensors lies
 
@@ -102,7 +101,7 @@ def change_metadata(checkpoint: Path, change: Callable[[Any], None]) -> str:
 
 def seal(checkpoint: Path) -> None:
     """Take the checksums again, as whoever changed the checkpoint would."""
-    from parallel.checkpoints import sha256
+    from parallel.checkpoint.checkpoints import sha256
 
     names = [path.name for path in checkpoint.iterdir() if path.name != "checksums.json"]
     files = {name: sha256(checkpoint / name) for name in names}
@@ -112,7 +111,7 @@ def seal(checkpoint: Path) -> None:
 
 def resume(layout: LayoutSettings, directory: str) -> str:
     """The error of a stage that continues from the newest checkpoint, or nothing."""
-    from parallel import checkpoints
+    from parallel.checkpoint import checkpoints
 
     policy = KINDS["sgd"].build(layout)
     found, errors = checkpoints.newest_whole(Path(directory))
@@ -122,7 +121,7 @@ def resume(layout: LayoutSettings, directory: str) -> str:
 
 def take_weights(layout: LayoutSettings, directory: str) -> str:
     """The error of a stage that takes another one's weights, or nothing."""
-    from parallel import checkpoints
+    from parallel.checkpoint import checkpoints
 
     [checkpoint] = Path(directory).iterdir()
     return error_of(lambda: checkpoints.load_weights(build(layout), checkpoint))
@@ -138,7 +137,7 @@ def resume_with_torch_told_otherwise(layout: LayoutSettings, directory: str) -> 
 
 
 def error_of(load: Callable[[], object]) -> str:
-    from parallel.checkpoints import CheckpointError
+    from parallel.checkpoint.checkpoints import CheckpointError
 
     try:
         load()
@@ -152,7 +151,7 @@ def objects_of_weights(layout: LayoutSettings) -> list[str]:
     from megatron.core.dist_checkpointing import ShardedObject
     from megatron.core.dist_checkpointing.dict_utils import nested_values
 
-    from parallel import checkpoint_state
+    from parallel.checkpoint import state as checkpoint_state
 
     found = nested_values(checkpoint_state.weights(build(layout)))
     return [each.key for each in found if isinstance(each, ShardedObject)]

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases import MODEL as SMALL
-from cases import SGD, accumulate, batches, build, samples
-from checkpoint_cases import save
 
 from parallel.settings import LayoutSettings
+from tests.layouts.cases import MODEL as SMALL
+from tests.layouts.cases import SGD, accumulate, batches, build, samples
+from tests.layouts.checkpoint_cases import save
 
 # No number that decides what a model computes has its default.
 MODEL = SMALL.model_copy(update={"rope_base": 300.0, "norm_epsilon": 1e-3})
@@ -111,7 +111,7 @@ def export_checkpoint(layout: LayoutSettings, model: str, checkpoint: str, outpu
 
 def import_checkpoint(layout: LayoutSettings, model: str, source: str, directory: str) -> None:
     """The stage; what it leaves is in `directory`/checkpoints/step_0."""
-    from stages import initial
+    from stages import import_weights as initial
     from stages.settings import EvaluationSettings, RunSettings, StageJob
 
     settings = RunSettings.model_construct(
@@ -167,7 +167,7 @@ def tensors(stream: Any) -> dict[str, str]:
 
 def stored(directory: str) -> dict[str, str]:
     """`tensors` of a checkpoint."""
-    from parallel.hugging_face_files import WeightFiles
+    from parallel.hugging_face.files import WeightFiles
 
     files = WeightFiles(Path(directory))
     assert not files.faults
@@ -176,8 +176,8 @@ def stored(directory: str) -> dict[str, str]:
 
 def _random(layout: LayoutSettings, model: str) -> Any:
     """With norms and biases that differ, so that none can be taken for another."""
-    from parallel.model import global_name, shard, split_dimension, tensor_split
-    from parallel.policy import Policy
+    from parallel.model.gpt import global_name, shard, split_dimension, tensor_split
+    from parallel.model.policy import Policy
 
     policy = Policy(MODELS[model], layout)
     policy.start_fresh(SEED)
@@ -193,7 +193,7 @@ def _random(layout: LayoutSettings, model: str) -> Any:
 
 
 def _read(layout: LayoutSettings, model: str, directory: str) -> Any:
-    from parallel.policy import Policy
+    from parallel.model.policy import Policy
 
     start = {"initial_weights": Path(directory)}
     policy = Policy(MODELS[model].model_copy(update=start), layout)
@@ -203,7 +203,7 @@ def _read(layout: LayoutSettings, model: str, directory: str) -> Any:
 
 def gradient_error(layout: LayoutSettings, model: str, directory: str) -> tuple[float, str]:
     """The largest relative difference to the gradients of one rank, which writes them."""
-    from parallel.model import global_name, shard, tensor_split
+    from parallel.model.gpt import global_name, shard, tensor_split
 
     alone = layout.model_copy(update={"distributed_optimizer": False})  # it scatters gradients
     policy = build(alone, SGD, model=MODELS[model])
@@ -227,7 +227,7 @@ def gradient_error(layout: LayoutSettings, model: str, directory: str) -> tuple[
 
 def export_other_weights(layout: LayoutSettings, output: str) -> str:
     """The error of an export whose files are not the policy's, though they are whole."""
-    from parallel.hugging_face_files import WeightsError
+    from parallel.hugging_face.files import WeightsError
     from stages import export
 
     policy = _random(layout, "qwen3_moe")
@@ -247,7 +247,7 @@ def export_other_weights(layout: LayoutSettings, output: str) -> str:
 
 def start_from(layout: LayoutSettings, directory: str) -> tuple[str, bool]:
     """The error of a start from a checkpoint, and whether it left the weights alone."""
-    from parallel.hugging_face_files import WeightsError
+    from parallel.hugging_face.files import WeightsError
 
     policy = _random(layout, "qwen3_moe")
     before = tensors(policy.weights())

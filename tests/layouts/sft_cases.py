@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cases import MODEL
-
 from parallel.settings import LayoutSettings
+from tests.layouts.cases import MODEL
 
 
 def train(

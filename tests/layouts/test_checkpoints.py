@@ -8,13 +8,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import checkpoint_cases as cases
 import pytest
-from cases import SPREAD
-from ranks import On, Ranks
-from tiers import tiered
 
 from parallel.settings import NOTICE_MARK, LayoutSettings
+from tests.layouts import checkpoint_cases as cases
+from tests.layouts.cases import SPREAD
+from tests.ranks import On, Ranks
+from tests.tiers import tiered
 
 ONE = LayoutSettings()
 DATA = LayoutSettings(ranks=2)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import critic_cases as cases
 import pytest
-from cases import MATRIX
-from ranks import On
-from tiers import tiered
 
 from parallel.settings import LayoutSettings
+from tests.layouts import critic_cases as cases
+from tests.layouts.cases import MATRIX
+from tests.ranks import On
+from tests.tiers import tiered
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from cases import MATRIX
-from expert_cases import OBJECTIVES, alone, differences
-from ranks import On
-from tiers import tiered
 
 from parallel.settings import LayoutSettings
+from tests.layouts.cases import MATRIX
+from tests.layouts.expert_cases import OBJECTIVES, alone, differences
+from tests.ranks import On
+from tests.tiers import tiered
 
 FIRST = next(iter(OBJECTIVES))
 LAYOUTS = ["DP2", "TP2", "CP2", "PP2", "VPP2", "EP2", "TP2 EP2 PP2", "CP2 EP2 VPP2"]

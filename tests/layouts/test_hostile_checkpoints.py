@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import checkpoint_cases
-import hostile_cases as cases
 import pytest
-from cases import SPREAD
-from ranks import On
 
 from parallel.settings import LayoutSettings
+from tests.layouts import checkpoint_cases
+from tests.layouts import hostile_cases as cases
+from tests.layouts.cases import SPREAD
+from tests.ranks import On
 
 ONE = LayoutSettings()
 Poison = Callable[[Path, Path], str]

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import SPREAD
-from hugging_face_cases import (
+from safetensors.torch import load_file, save_file
+
+from parallel.settings import LayoutSettings
+from tests.layouts.cases import SPREAD
+from tests.layouts.hugging_face_cases import (
     FAMILIES,
     MODELS,
     export,
@@ -23,11 +26,8 @@ from hugging_face_cases import (
     start_from,
     stored,
 )
-from ranks import On
-from safetensors.torch import load_file, save_file
-from tiers import tiered
-
-from parallel.settings import LayoutSettings
+from tests.ranks import On
+from tests.tiers import tiered
 
 MATRIX = {
     "1 rank": {},

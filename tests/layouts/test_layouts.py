@@ -8,7 +8,9 @@ from typing import Literal
 
 import pytest
 import torch
-from cases import (
+
+from parallel.settings import LayoutSettings, RoutingLossSettings
+from tests.layouts.cases import (
     ALL,
     CORE,
     EACH_ONCE,
@@ -28,10 +30,8 @@ from cases import (
     replayed_routing,
     router_agreement,
 )
-from ranks import On
-from tiers import tiered
-
-from parallel.settings import LayoutSettings, RoutingLossSettings
+from tests.ranks import On
+from tests.tiers import tiered
 
 LOSSES = RoutingLossSettings(load_balance=0.1, z_loss=0.01)
 RECOMPUTED = ("TP2 recomputed", "VPP2 recomputed", "CP2 attention recomputed")

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from cases import SPREAD, loop
-from ranks import On
-from tiers import tiered
+
+from tests.layouts.cases import SPREAD, loop
+from tests.ranks import On
+from tests.tiers import tiered
 
 
 def steps(directory: Path) -> list[int]:

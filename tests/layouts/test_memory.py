@@ -5,14 +5,14 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from cases import ADAM, CORE, MATRIX, MODEL, SGD
-from held import held, kept_for_backward
-from hugging_face_cases import FAMILIES
-from ranks import On
-from tiers import tiered
 
 from parallel.memory import training_memory
 from parallel.settings import LayoutSettings, OptimizerSettings
+from tests.layouts.cases import ADAM, CORE, MATRIX, MODEL, SGD
+from tests.layouts.held import held, kept_for_backward
+from tests.layouts.hugging_face_cases import FAMILIES
+from tests.ranks import On
+from tests.tiers import tiered
 
 CLOSE = 0.15  # the distributed optimizer's ranks share padding unevenly
 TOKENS = 1024

@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
-from byte_tokenizer import CHATML, save_tokenizer
-from ranks import On
-from sft_cases import train
 from transformers import AutoConfig, AutoTokenizer
 
 from parallel.settings import LayoutSettings
+from tests.byte_tokenizer import CHATML, save_tokenizer
+from tests.layouts.sft_cases import train
+from tests.ranks import On
 
 ROLES = ("user", "assistant")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-import vocabulary_cases as cases
-from ranks import On
 
 from parallel.settings import LayoutSettings
+from tests.layouts import vocabulary_cases as cases
+from tests.ranks import On
 
 # What fp32 sums of a few dozen terms, and what one rounding to bf16, may cost.
 VALUE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 3e-6}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hugging_face_cases import FAMILIES, MODELS
-from ranks import On
-from tiers import tiered
-from weight_cases import faults_of_pieces, faults_of_stream, write_with_bridge
 
 from parallel.settings import LayoutSettings
+from tests.layouts.hugging_face_cases import FAMILIES, MODELS
+from tests.layouts.weight_cases import faults_of_pieces, faults_of_stream, write_with_bridge
+from tests.ranks import On
+from tests.tiers import tiered
 
 MATRIX = {
     "1 rank": {},

@@ -85,7 +85,7 @@ def expected(name: str, drawn: dict[str, Any], temperature: float, kept: Tensor 
 
 def computed(name: str, drawn: dict[str, Any], *how: Any, **keywords: Any) -> Tensor:
     """The same from parts: `drawn` holds this rank's logits and head."""
-    from parallel import vocabulary
+    from parallel.model import vocabulary
 
     if name == "log_probs":
         return vocabulary.log_probs(drawn["first"], drawn["targets"][:, 0], *how, **keywords)
@@ -161,7 +161,7 @@ def likeliest(
     k: int, dtype: torch.dtype, tied: bool, lazy: bool, rows: int
 ) -> tuple[np.ndarray, np.ndarray, float, bool]:
     """log-probabilities, ids, the former's error, and whether the ids are a stable sort's."""
-    from parallel import vocabulary
+    from parallel.model import vocabulary
 
     drawn = draw(dtype=dtype)
     whole = drawn["first"].round() if tied else drawn["first"]
@@ -176,7 +176,7 @@ def likeliest(
 
 
 def too_many() -> str:
-    from parallel import vocabulary
+    from parallel.model import vocabulary
 
     try:
         vocabulary.top_k(own(draw()["first"]), SIZE + 1)
@@ -187,7 +187,7 @@ def too_many() -> str:
 
 def divergences(p: list[float], q: list[float]) -> dict[str, Any]:
     """Vector 6. A fourth id that is not kept lets four ranks share a vocabulary of three."""
-    from parallel import vocabulary
+    from parallel.model import vocabulary
 
     kept = torch.tensor([[0, 1, 2]])
 
@@ -208,7 +208,7 @@ def divergences(p: list[float], q: list[float]) -> dict[str, Any]:
 
 def top_two(p: list[float], q: list[float]) -> tuple[float, float]:
     """The top-2 value of vector 6, with and without its correction."""
-    from parallel import vocabulary
+    from parallel.model import vocabulary
 
     # An id as good as impossible makes the vocabulary divisible and changes no digit.
     student, teacher = (own(torch.tensor([[*x, 1e-12]], dtype=torch.float64).log()) for x in (p, q))
@@ -220,7 +220,7 @@ def top_two(p: list[float], q: list[float]) -> tuple[float, float]:
 
 def keep_mask(p: list[float], kept: list[int]) -> list[float]:
     """Vector 10: log p of every id, as the target of a row of its own, and the raw ones."""
-    from parallel import vocabulary
+    from parallel.model import vocabulary
 
     logits = own(torch.tensor([p] * len(p), dtype=torch.float64).log())
     targets = torch.arange(len(p))
@@ -231,7 +231,7 @@ def keep_mask(p: list[float], kept: list[int]) -> list[float]:
 
 def equal_sets(dtype: torch.dtype, masked: bool) -> list[bool]:
     """Whether KL and both gradients of equal logits are exactly 0, materialised and lazy."""
-    from parallel import vocabulary
+    from parallel.model import vocabulary
 
     drawn = draw(dtype=dtype)
     kept = drawn["kept"] if masked else None
@@ -245,7 +245,7 @@ def equal_sets(dtype: torch.dtype, masked: bool) -> list[bool]:
 
 def no_rows() -> list[tuple[int, ...]]:
     """Shapes of what no rows give."""
-    from parallel import vocabulary
+    from parallel.model import vocabulary
 
     drawn = {name: value[:0] if name != "head" else value for name, value in draw().items()}
     mine = parts(drawn)
@@ -257,7 +257,7 @@ def no_rows() -> list[tuple[int, ...]]:
 
 def infinite() -> list[bool]:
     """Whether padding of the vocabulary to -inf changes nothing and NaN is not hidden."""
-    from parallel import vocabulary
+    from parallel.model import vocabulary
 
     drawn = draw()
     padded = {**drawn, "kept": None}
@@ -282,7 +282,7 @@ def infinite() -> list[bool]:
 
 def collectives(rows: int) -> dict[str, list[str]]:
     """Which collectives each function uses, forward and backward."""
-    from parallel import vocabulary
+    from parallel.model import vocabulary
 
     used = {}
     for name in NAMES:
@@ -329,7 +329,7 @@ class Largest(TorchDispatchMode):
 
 def largest_temporaries(rows: int) -> dict[str, int]:
     """Of bf16 logits and chunks of so many rows, forward and backward."""
-    from parallel import vocabulary
+    from parallel.model import vocabulary
 
     mine = parts(draw(dtype=torch.bfloat16, size=40 * SIZE))
     chunk_bytes = 4 * rows * mine["first"].shape[1]

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import torch
-from hugging_face_cases import MODELS, _random
 
 from parallel.settings import LayoutSettings
+from tests.layouts.hugging_face_cases import MODELS, _random
 
 
 def write_with_bridge(model: str, file: str) -> None:
@@ -40,8 +40,8 @@ def faults_of_pieces(layout: LayoutSettings, model: str, file: str) -> list[str]
     """Where the pieces of this rank are not exactly what its model holds."""
     import torch.distributed as dist
 
+    from parallel.weights.holdings import held
     from parallel.weights.names import plain_name
-    from parallel.weights.trainer import held
 
     policy = _random(layout, model)
     latent = policy.bridge.config.multi_latent_attention

@@ -6,14 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fake_launcher import fake_programs
-from light_machine import LightMachine, is_light
 
-from pipeline import cli, commands, runner
-from pipeline.config import load
-from pipeline.processes import POLL_SECONDS
-from pipeline.run_directory import RunDirectory
+from pipeline import cli
+from pipeline.commands import runs as commands
+from pipeline.config.validate import load
+from pipeline.launch import runner
+from pipeline.launch.processes import POLL_SECONDS
+from pipeline.run.directory import RunDirectory
 from stages.settings import RunSettings
+from tests.pipeline.fake_launcher import fake_programs
+from tests.pipeline.light_machine import LightMachine, is_light
 
 Braid = Callable[..., tuple[int, str, str]]
 

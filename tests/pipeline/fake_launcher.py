@@ -10,11 +10,11 @@ from pathlib import Path
 from rich.console import Console
 
 from parallel.settings import ERROR_MARK
-from pipeline.config import load
+from pipeline.config.validate import load
 from pipeline.errors import BraidError
-from pipeline.launcher import Programs
-from pipeline.run_directory import RunDirectory
-from pipeline.runner import run_stages
+from pipeline.launch.launcher import Programs
+from pipeline.launch.runner import run_stages
+from pipeline.run.directory import RunDirectory
 
 HERE = Path(__file__).parent
 

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from parallel.last_word import say_last_word
+from parallel.status_pipe import say_last_word
 
 
 def main() -> None:

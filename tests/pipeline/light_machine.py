@@ -14,10 +14,9 @@ import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import fake_stage
-
-from pipeline.placement import ThisMachine
-from pipeline.processes import Process, ProcessFailure, told_failure
+from pipeline.launch.placement import ThisMachine
+from pipeline.launch.processes import Process, ProcessFailure, told_failure
+from tests.pipeline import fake_stage
 
 # They come to their end by themselves, and nothing but their files and exit status is looked at.
 LIGHT = (
@@ -52,7 +51,7 @@ class LightMachine(ThisMachine):
 
 
 class Ended:
-    """A process that has ended; a `pipeline.processes.Process`."""
+    """A process that has ended; a `pipeline.launch.processes.Process`."""
 
     def __init__(self, name: str, log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)

@@ -9,23 +9,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fake_launcher import fake_programs
 from rich.console import Console
 
-from pipeline.attempt import attempt
-from pipeline.forkserver import ForkServers
-from pipeline.graph import compile_graph
-from pipeline.launcher import Launcher, to_the_end
-from pipeline.ledger import Ledger
-from pipeline.placement import ThisMachine
-from pipeline.progress import Screen
-from pipeline.run_directory import RunDirectory
-from pipeline.runner import run_stages
-from pipeline.signals import TIME_IS_UP, Signals, Stopped
+from pipeline.launch.attempt import attempt
+from pipeline.launch.forkserver import ForkServers
+from pipeline.launch.launcher import Launcher, to_the_end
+from pipeline.launch.placement import ThisMachine
+from pipeline.launch.progress import Screen
+from pipeline.launch.runner import run_stages
+from pipeline.launch.signals import TIME_IS_UP, Signals, Stopped
+from pipeline.report.terminal import Terminal
+from pipeline.run.directory import RunDirectory
+from pipeline.run.graph import compile_graph
+from pipeline.run.ledger import Ledger
+from pipeline.run.stale import StaleStages
 from pipeline.slurm.queue import SEPARATOR
-from pipeline.stale import StaleStages
-from pipeline.terminal import Terminal
 from stages.settings import LaunchSettings, RunSettings
+from tests.pipeline.fake_launcher import fake_programs
 
 
 def try_again(run: RunDirectory, settings: RunSettings, stage: int = 0) -> None:
@@ -199,7 +199,7 @@ def test_fork_servers_are_a_setting(
             asked.append(wanted)
             super().__init__(folder, wanted=False)
 
-    monkeypatch.setattr("pipeline.runner.ForkServers", NoServers)
+    monkeypatch.setattr("pipeline.launch.runner.ForkServers", NoServers)
     launch = LaunchSettings(fork_servers=wanted)
     with run.lock():
         given = settings.model_copy(update={"launch": launch})

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from test_config import faults
 
 import parallel
 import stages
 from parallel.settings import LayoutSettings, ModelSettings, Settings
-from parallel.weights.engine import engine_violations
-from pipeline.memory import memory_report
+from parallel.weights.needs import engine_violations
+from pipeline.report.memory import memory_report
 from stages.settings import RunSettings
+from tests.pipeline.test_config import faults
 
 INTERNAL = {"EngineJob", "StageJob", "DomainCheckJob"}  # written by programs alone
 

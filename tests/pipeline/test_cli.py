@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.neutral import CHANGES_NO_RESULT
+from pipeline.run.neutral import CHANGES_NO_RESULT
 
 Braid = Callable[..., tuple[int, str, str]]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import compiled, resolved
-from pipeline.columns import Cell, table
-from pipeline.config import load
-from pipeline.graph import compile_graph
-from pipeline.run_directory import RunDirectory
+from pipeline.config.validate import load
+from pipeline.report.columns import Cell, table
+from pipeline.run import compiled, resolved
+from pipeline.run.directory import RunDirectory
+from pipeline.run.graph import compile_graph
 from stages.settings import RunSettings
 
 REPOSITORY = Path(__file__).parents[2]
@@ -61,7 +61,7 @@ def flipped(content: bytes, position: int) -> bytes:
 
 
 def test_every_settings_module_counts_as_what_compiles() -> None:
-    program = "import sys, stages.settings, pipeline.graph\nprint(*sys.modules)"
+    program = "import sys, stages.settings, pipeline.run.graph\nprint(*sys.modules)"
     found = subprocess.run(
         [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True
     )

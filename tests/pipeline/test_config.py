@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import resolved
-from pipeline.config import differing_keys, dump_resolved, load
-from pipeline.run_directory import RunDirectory
-from pipeline.violations import ConfigError
-from stages.domains.rewards.settings import PythonReward
+from pipeline.config.validate import differing_keys, dump_resolved, load
+from pipeline.config.violations import ConfigError
+from pipeline.run import resolved
+from pipeline.run.directory import RunDirectory
 from stages.objectives.settings import SequenceRatioSettings, TokenRatioSettings
+from stages.rewards.settings import PythonReward
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -168,7 +168,7 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
         ("experts.sums.rollout.mode=asink", "should be 'sync', 'overlap' or 'async'"),
         ("experts.words.prompts.held_out_fraction=0.5", "0.5 should be 0.25, as that of experts.s"),
         (own("stages.domains.reward:exact"), "no module stages.domains.reward in"),
-        (own("stages.domains.prompts:exakt"), "prompts.py defines no exakt"),
+        (own("stages.data.prompts:exakt"), "prompts.py defines no exakt"),
         (rewards("{kind: math, weight: 0}"), "experts.sums.rewards: every weight is 0, so that no"),
         (
             rewards("{kind: overlong, max_tokens: 3, buffer_tokens: 4}"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.run_directory import RunDirectory
+from pipeline.run.directory import RunDirectory
 
 Braid = Callable[..., tuple[int, str, str]]
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import dump_resolved
-from pipeline.graph import compile_graph
-from pipeline.ledger import Ledger
-from pipeline.lineage import lineage_now, read_manifest, write_manifest
-from pipeline.progress import latest
-from pipeline.run_directory import RunDirectory, StageDirectory, ended_early
+from pipeline.config.validate import dump_resolved
+from pipeline.launch.progress import latest
+from pipeline.run.directory import RunDirectory, StageDirectory, ended_early
+from pipeline.run.graph import compile_graph
+from pipeline.run.ledger import Ledger
+from pipeline.run.lineage import lineage_now, read_manifest, write_manifest
 from stages.settings import RunSettings
 
 Braid = Callable[..., tuple[int, str, str]]

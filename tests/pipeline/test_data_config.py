@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_config import edited, faults
 
-from pipeline.config import load
+from pipeline.config.validate import load
+from tests.pipeline.test_config import edited, faults
 
 
 def test_files_stand_beside_the_file_that_states_them(config: Path) -> None:
@@ -45,7 +45,7 @@ def test_a_folder_is_looked_through_only_as_far_as_that_takes_seconds(
     edited(config, "prompts: {dataset: chain_sum}", prompts)
     here = ("cold_start=null", f"model.initial_weights={start}")
     assert load(config, here).experts["sums"].prompts.files()
-    monkeypatch.setattr("stages.domains.sources.settings.MOST_FOLDERS", 3)
+    monkeypatch.setattr("stages.data.sources.settings.MOST_FOLDERS", 3)
     [fault] = faults(config, *here)
     assert fault.endswith("sums.prompts.path: data has over 3 folders below it; name a smaller one")
 

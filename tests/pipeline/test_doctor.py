@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pipeline import cli, commands, doctor
-from pipeline.doctor import Row, sections
-from pipeline.probe import Findings, probe
-from stages.domains.sandbox import SandboxError
+from pipeline import cli
+from pipeline.commands import runs as commands
+from pipeline.report import doctor
+from pipeline.report.doctor import Row, sections
+from pipeline.report.probe import Findings, probe
+from stages.rewards.sandbox import SandboxError
 
 REQUIREMENTS = [
     "pydantic>=2.12",

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 import yaml
-from test_architecture import HEAVY
 
-from pipeline import domain_preview, domain_starter
-from pipeline.config import dump_differing, load_domain
-from pipeline.domain_check import demonstrated, described, faults, notes
-from pipeline.violations import ConfigError
-from stages.domains.rewards.settings import RewardPoolSettings
+from pipeline.config.validate import dump_differing, load_domain
+from pipeline.config.violations import ConfigError
+from pipeline.report import domain_preview, domain_starter
+from pipeline.report.domain_check import demonstrated, described, faults, notes
+from stages.rewards.settings import RewardPoolSettings
 from stages.settings import DomainSettings
+from tests.repository.test_architecture import HEAVY
 
 Braid = Callable[..., tuple[int, str, str]]
 

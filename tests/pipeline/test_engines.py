@@ -11,21 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from awaiting import is_alive, wait_until
-from fake_launcher import fake_programs
 from rich.console import Console
 
 from parallel.settings import EngineSettings
-from pipeline.config import load
-from pipeline.cores import Cores, share_out
-from pipeline.engines import SupervisedEngine
+from pipeline.config.cores import Cores, share_out
+from pipeline.config.validate import load
 from pipeline.errors import BraidError
-from pipeline.launcher import JobFailed, Launcher, to_the_end
-from pipeline.placement import ThisMachine
-from pipeline.progress import watching
-from pipeline.run_directory import RunDirectory
-from pipeline.signals import Signals
+from pipeline.launch.engines import SupervisedEngine
+from pipeline.launch.launcher import JobFailed, Launcher, to_the_end
+from pipeline.launch.placement import ThisMachine
+from pipeline.launch.progress import watching
+from pipeline.launch.signals import Signals
+from pipeline.run.directory import RunDirectory
 from stages.settings import RunSettings, StageJob
+from tests.pipeline.awaiting import is_alive, wait_until
+from tests.pipeline.fake_launcher import fake_programs
 
 Execute = Callable[..., list[str]]
 HERE = ThisMachine(EngineSettings())

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.estimate import Estimate, estimate
-from pipeline.graph import compile_graph
-from pipeline.report import left_line
-from pipeline.run_directory import RunDirectory
-from pipeline.states import StageState
+from pipeline.report.estimate import Estimate, estimate
+from pipeline.report.tables import left_line
+from pipeline.run.directory import RunDirectory
+from pipeline.run.graph import compile_graph
+from pipeline.run.states import StageState
 from stages.settings import RunSettings
 
 Braid = Callable[..., tuple[int, str, str]]

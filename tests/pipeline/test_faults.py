@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_launcher import HERE
 
 from parallel.files import read_checkpoint
-from pipeline.attempt import close_abandoned
-from pipeline.graph import compile_graph
-from pipeline.ledger import Ledger, minutes
-from pipeline.progress import Progress
-from pipeline.run_directory import RunDirectory
-from pipeline.states import derive
+from pipeline.launch.attempt import close_abandoned
+from pipeline.launch.progress import Progress
+from pipeline.run.directory import RunDirectory
+from pipeline.run.graph import compile_graph
+from pipeline.run.ledger import Ledger, minutes
+from pipeline.run.states import derive
 from stages.settings import RunSettings
+from tests.pipeline.fake_launcher import HERE
 
 Braid = Callable[..., tuple[int, str, str]]
 

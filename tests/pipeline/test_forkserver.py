@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from awaiting import is_alive, wait_until
 
-from pipeline import forkserver
-from pipeline.forkserver import ForkServers
-from pipeline.processes import Child
+from pipeline.launch import forkserver
+from pipeline.launch.forkserver import ForkServers
+from pipeline.launch.processes import Child
+from tests.pipeline.awaiting import is_alive, wait_until
 
 HERE = Path(__file__).parent
 MODULE = "forked_program"
@@ -261,8 +261,8 @@ def test_what_was_forked_ends_with_a_killed_launcher(tmp_path: Path) -> None:
     program = f"""
 import sys, time
 from pathlib import Path
-from pipeline import forkserver
-from pipeline.processes import Child
+from pipeline.launch import forkserver
+from pipeline.launch.processes import Child
 forkserver.PRELOADS["{MODULE}"] = "forked_preload"
 forkserver.OWN_ENVIRONMENT["{MODULE}"] = {{}}
 directory = Path(sys.argv[1])

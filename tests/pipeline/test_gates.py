@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.config import load
-from pipeline.gates import GateVerdict, Steps, judge_expert, judge_merge
-from pipeline.graph import Stage, compile_graph
-from pipeline.violations import ConfigError
-from stages.gates.settings import ExpertGateSettings, MergeGateSettings
+from pipeline.config.validate import load
+from pipeline.config.violations import ConfigError
+from pipeline.run.gates import GateVerdict, Steps, judge_expert, judge_merge
+from pipeline.run.graph import Stage, compile_graph
+from stages.guards.gate_settings import ExpertGateSettings, MergeGateSettings
 from stages.settings import RunSettings
 from stages.statistics import difference, wilson
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import load
-from pipeline.graph import READS, compile_graph, matches
-from pipeline.lineage import changes, lineage_now
-from pipeline.neutral import CHANGES_NO_RESULT
-from pipeline.run_directory import RunDirectory
-from pipeline.trees import flatten
-from pipeline.violations import ConfigError
+from pipeline.config.trees import flatten
+from pipeline.config.validate import load
+from pipeline.config.violations import ConfigError
+from pipeline.run.directory import RunDirectory
+from pipeline.run.graph import READS, compile_graph, matches
+from pipeline.run.lineage import changes, lineage_now
+from pipeline.run.neutral import CHANGES_NO_RESULT
 from stages.settings import RunSettings
 
 DATASETS = ("number_sorting", "spell_backward")

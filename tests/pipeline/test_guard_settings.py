@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import dump_resolved, load
-from pipeline.graph import compile_graph
-from pipeline.ledger import Ledger
-from pipeline.lineage import lineage_now, write_manifest
-from pipeline.run_directory import RunDirectory
-from pipeline.states import derive, lacks
-from pipeline.violations import ConfigError
-from stages.curriculum.settings import FrontierSettings, NoCurriculumSettings
+from pipeline.config.validate import dump_resolved, load
+from pipeline.config.violations import ConfigError
+from pipeline.run.directory import RunDirectory
+from pipeline.run.graph import compile_graph
+from pipeline.run.ledger import Ledger
+from pipeline.run.lineage import lineage_now, write_manifest
+from pipeline.run.states import derive, lacks
+from stages.guards.curriculum_settings import FrontierSettings, NoCurriculumSettings
 from stages.guards.settings import StopSettings
 
 EXPERT = "experts.sums"

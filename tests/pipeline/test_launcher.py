@@ -13,22 +13,22 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from awaiting import is_alive, wait_until
-from fake_launcher import HERE, fake_programs
 from rich.console import Console
 
 from parallel.settings import ERROR_MARK
 from pipeline.errors import BraidError
-from pipeline.graph import compile_graph
-from pipeline.launcher import JobFailed, first_cause
-from pipeline.ledger import Ledger, State
-from pipeline.processes import Child, wait_for_all
-from pipeline.report import write_results
-from pipeline.run_directory import RunDirectory, RunLocked
-from pipeline.runner import run_stages
-from pipeline.stale import StaleStages
-from pipeline.states import derive
+from pipeline.launch.launcher import JobFailed, first_cause
+from pipeline.launch.processes import Child, wait_for_all
+from pipeline.launch.runner import run_stages
+from pipeline.run.directory import RunDirectory, RunLocked
+from pipeline.run.graph import compile_graph
+from pipeline.run.ledger import Ledger, State
+from pipeline.run.results import write_results
+from pipeline.run.stale import StaleStages
+from pipeline.run.states import derive
 from stages.settings import RunSettings
+from tests.pipeline.awaiting import is_alive, wait_until
+from tests.pipeline.fake_launcher import HERE, fake_programs
 
 STAGES = ["cold_start", "experts.sums", "experts.words", "merge", "evaluate", "export"]
 
@@ -222,7 +222,7 @@ def full_disk(*_: object) -> NoReturn:
 def test_what_keeps_a_stage_from_starting_is_its_cause(
     run: RunDirectory, settings: RunSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.launcher.write_stage_job", full_disk)
+    monkeypatch.setattr("pipeline.launch.launcher.write_stage_job", full_disk)
     with pytest.raises(OSError, match="No space left"):
         go(run, settings)
     event = Ledger(run.ledger).events()[-1]

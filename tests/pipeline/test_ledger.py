@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.ledger import PUT_ASIDE, Ledger, latest, minutes
-from pipeline.run_directory import RunDirectory
+from pipeline.run.directory import RunDirectory
+from pipeline.run.ledger import PUT_ASIDE, Ledger, latest, minutes
 
 SOUND = {
     "time": "1970-01-01T00:00:00+00:00",

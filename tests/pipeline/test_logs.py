@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import logs
-from pipeline.run_directory import StageDirectory
+from pipeline.report import logs
+from pipeline.run.directory import StageDirectory
 
 
 @pytest.fixture(autouse=True)

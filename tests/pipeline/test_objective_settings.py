@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from pipeline import cli
-from pipeline.config import dump_resolved, load
-from pipeline.graph import compile_graph
-from pipeline.violations import ConfigError
+from pipeline.config.validate import dump_resolved, load
+from pipeline.config.violations import ConfigError
+from pipeline.run.graph import compile_graph
 from stages.objectives import settings as known
 
 EXPERT = "experts.sums.objective"
@@ -35,7 +35,7 @@ NAMED = [
 
 RATIO = f"{EXPERT}.ratio.name=token"
 STEPS = (
-    "experts.sums.rewards={steps: {kind: python, function: stages.domains.prompts:is_held_out,"
+    "experts.sums.rewards={steps: {kind: python, function: stages.data.prompts:is_held_out,"
     " unfinished: score, timed_out: null}}"
 )
 
@@ -69,7 +69,7 @@ def test_every_name_has_a_function() -> None:
     def choices(block: Any, field: str) -> tuple[str, ...]:
         return typing.get_args(block.model_fields[field].annotation)
 
-    assert names("advantage") == [*ADVANTAGES, "gae"]  # which stages.critic finds
+    assert names("advantage") == [*ADVANTAGES, "gae"]  # which stages.objectives.critic finds
     assert sorted(names("ratio")) == sorted(RATIOS)
     assert names("correction") == ["none", *CORRECTIONS]
     assert choices(known.KLSettings, "estimator") == (*KL_ESTIMATORS, FULL)

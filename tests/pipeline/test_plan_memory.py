@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from pipeline import cli
-from pipeline.config import load
-from pipeline.graph import compile_graph
-from pipeline.memory import human, stage_memory
-from pipeline.report import DEEPEST, indented
+from pipeline.config.validate import load
+from pipeline.report.memory import human, stage_memory
+from pipeline.report.tables import DEEPEST, indented
+from pipeline.run.graph import compile_graph
 from stages.settings import RunSettings
 
 ONE_MODEL = 4 * (167_008 + 4 * 4 * 27_648)  # the dense weights and half of the experts, in fp32

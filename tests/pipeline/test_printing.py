@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
-from pipeline.ledger import Ledger
-from pipeline.printing import visible
-from pipeline.progress import watching
-from pipeline.terminal import Terminal
+from pipeline.launch.progress import watching
+from pipeline.report.terminal import Terminal
+from pipeline.run.ledger import Ledger
+from pipeline.text import visible
 
 Braid = Callable[..., tuple[int, str, str]]
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pipeline.metrics_file import MetricsTail
-from pipeline.progress import Progress, clock, latest, watching
+from pipeline.launch.progress import Progress, latest, watching
+from pipeline.run.metrics import MetricsTail
+from pipeline.text import clock
 
 
 def line(step: int, **values: object) -> str:

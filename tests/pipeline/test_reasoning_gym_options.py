@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_config import faults
 
-from pipeline.config import load
-from stages.domains import reasoning_gym_options
-from stages.domains.formats import FORMATS
-from stages.domains.reasoning_gym_options import options
+from pipeline.config.validate import load
+from stages.data import reasoning_gym_options
+from stages.data.formats import FORMATS
+from stages.data.reasoning_gym_options import options
+from tests.pipeline.test_config import faults
 
 KEY = "experts.sums.prompts.config"
 
@@ -67,7 +67,7 @@ def test_options_are_those_of_the_datasets_own_config_classes() -> None:
         "from dataclasses import fields\n"
         "warnings.simplefilter('ignore')\n"
         "import reasoning_gym\n"
-        "from stages.domains.formats import FORMATS\n"
+        "from stages.data.formats import FORMATS\n"
         "known = reasoning_gym.factory.DATASETS\n"
         "print(repr({name: {f.name: f.type.__name__ for f in fields(known[name][1])\n"
         "                   if f.name not in ('seed', 'size')} for name in FORMATS}))\n"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import load
-from pipeline.rewards import function_fault
-from pipeline.violations import ConfigError
+from pipeline.config.reward_functions import function_fault
+from pipeline.config.validate import load
+from pipeline.config.violations import ConfigError
 
 
 def own(function: str) -> str:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import yaml
 
-from pipeline.config import load_cluster
-from pipeline.slurm.settings import ClusterSettings, ContainerSettings, KindSettings
+from pipeline.config.cluster import ClusterSettings, ContainerSettings, KindSettings
+from pipeline.config.validate import load_cluster
 from pipeline.slurm.submit import SCRIPTS
 
 REPOSITORY = Path(__file__).parents[2]

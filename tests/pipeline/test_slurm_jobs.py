@@ -10,15 +10,17 @@ import pytest
 
 from parallel.network import LOOPBACK, address_of, environment_of
 from parallel.settings import ERROR_MARK, EngineSettings, LayoutSettings
-from pipeline.config import load_cluster
+from pipeline.config.cluster import ClusterSettings, ContainerSettings, KindSettings, seconds_of
+from pipeline.config.validate import load_cluster
+from pipeline.config.violations import ConfigError
 from pipeline.errors import BraidError
-from pipeline.graph import compile_graph
-from pipeline.ledger import Ledger
-from pipeline.processes import wait_for_all
-from pipeline.run_directory import RunDirectory
+from pipeline.launch.processes import wait_for_all
+from pipeline.run.directory import RunDirectory
+from pipeline.run.graph import compile_graph
+from pipeline.run.ledger import Ledger
+from pipeline.run.states import derive
 from pipeline.slurm.nodes import Places, cpus_of, nodes_needed, place, size_options, too_few_cpus
 from pipeline.slurm.queue import QueuedJob, SlurmError
-from pipeline.slurm.settings import ClusterSettings, ContainerSettings, KindSettings, seconds_of
 from pipeline.slurm.stage import go_back_into_the_queue
 from pipeline.slurm.steps import SlurmJob, Step, contained
 from pipeline.slurm.submit import (
@@ -27,8 +29,6 @@ from pipeline.slurm.submit import (
     submit,
     write_scripts,
 )
-from pipeline.states import derive
-from pipeline.violations import ConfigError
 from stages.settings import RunSettings
 
 EXPORT = KindSettings(walltime="0:10:00")

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from conftest import Braid
+from tests.pipeline.conftest import Braid
 
 READ = [
     "ledger.jsonl",

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import load
-from pipeline.graph import Stage, compile_graph
-from pipeline.ledger import Ledger
-from pipeline.lineage import lineage_now, read_manifest, write_manifest
-from pipeline.run_directory import RunDirectory
-from pipeline.states import derive
+from pipeline.config.validate import load
+from pipeline.run.directory import RunDirectory
+from pipeline.run.graph import Stage, compile_graph
+from pipeline.run.ledger import Ledger
+from pipeline.run.lineage import lineage_now, read_manifest, write_manifest
+from pipeline.run.states import derive
 from stages.settings import RunSettings
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.graph import compile_graph
-from pipeline.ledger import Ledger
+from pipeline.run.graph import compile_graph
+from pipeline.run.ledger import Ledger
 from pipeline.slurm.queue import queued
 from pipeline.slurm.stage import _starts
 from stages.settings import RunSettings
@@ -376,8 +376,8 @@ def following(
     """Have the stand-in for squeue do one of these lines of shell a call, the last one for good.
     In them, `shows STATE` prints job 9 of cold_start, `$run` is the run's directory, and `$out`
     what the job prints. Returns the file `$out`."""
-    monkeypatch.setattr("pipeline.logs.ASK_SECONDS", 0.0)
-    monkeypatch.setattr("pipeline.logs.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("pipeline.report.logs.ASK_SECONDS", 0.0)
+    monkeypatch.setattr("pipeline.report.logs.LOOK_SECONDS", 0.01)
     assert braid("run", config, "--only", "cold_start")[0] == 0
     run = runs / "small"
     (run / "slurm").mkdir()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import trust
-from pipeline.run_directory import RunDirectory
+from pipeline.run import trust
+from pipeline.run.directory import RunDirectory
 
 Braid = Callable[..., tuple[int, str, str]]
 STRANGER = 54321  # a user's number that nobody here has

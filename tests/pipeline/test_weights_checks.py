@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_config import faults
 
-from pipeline.config import load
+from pipeline.config.validate import load
+from tests.pipeline.test_config import faults
 
 INDEX = "model.safetensors.index.json"
 SEVERAL = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}

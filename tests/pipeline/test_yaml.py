@@ -9,13 +9,13 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from test_bounds import within
-from test_config import edited, faults
 
-from pipeline import checks
-from pipeline.config import dump_resolved, load
-from pipeline.violations import ConfigError
-from pipeline.yaml_source import Reader, plain
+from pipeline.config import rules as checks
+from pipeline.config.read import Reader, plain
+from pipeline.config.validate import dump_resolved, load
+from pipeline.config.violations import ConfigError
+from tests.pipeline.test_bounds import within
+from tests.pipeline.test_config import edited, faults
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -3,8 +3,9 @@
 import sys
 from pathlib import Path
 
-from pipeline import cli, commands
-from pipeline.launcher import Programs
+from pipeline import cli
+from pipeline.commands import runs as commands
+from pipeline.launch.launcher import Programs
 
 HERE = Path(__file__).parent
 ENGINE = HERE.parent / "pipeline" / "fake_engine.py"

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from on_slurm import HERE, Braid
-from virtual_cluster import Cluster
+
+from tests.slurm.on_slurm import HERE, Braid
+from tests.virtual_cluster import Cluster
 
 
 @pytest.fixture

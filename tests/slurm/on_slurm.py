@@ -6,7 +6,7 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from virtual_cluster import Cluster
+from tests.virtual_cluster import Cluster
 
 HERE = Path(__file__).parent
 PATIENCE_SECONDS = 300

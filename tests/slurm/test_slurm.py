@@ -11,11 +11,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from on_slurm import STAGES, Braid
-from runs import REPOSITORY
-from virtual_cluster import Cluster
 
-from pipeline.violations import shown
+from pipeline.config.violations import shown
+from tests.runs import REPOSITORY
+from tests.slurm.on_slurm import STAGES, Braid
+from tests.virtual_cluster import Cluster
 
 # Each takes 10 to 50 seconds; two of them cross every part of what speaks with Slurm.
 more = pytest.mark.combinations

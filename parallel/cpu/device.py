@@ -1,0 +1,341 @@
+"""The device layer: megatron-core on whatever accelerator is here, or on none.
+
+With CUDA, `activate()` changes nothing. Without it, Megatron's own modules see a `torch` whose
+CUDA calls answer for the CPU. The substitution is scoped: every Megatron (and mbridge) module gets
+a proxy in place of its global name `torch`, and the real `torch` keeps its factories, so that
+Hugging Face, vLLM and everything else in the process are untouched. (Patching the factories of the
+real module silently zeroes rotary frequencies loaded by transformers: `torch.device` contexts
+cache the factories they first saw.)
+
+Four methods of Tensor, one of Module and the constructor of gloo's process groups
+(parallel.cpu.gloo) are the only global changes. Those of Tensor and Module only accept calls that
+could do nothing but raise on a build without CUDA, but for Tensor.type, which answers differently
+to Megatron alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import queue
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from parallel.checkpoint import reader as checkpoint_reader
+from parallel.cpu import gloo
+from parallel.cpu.adam import GroupStepAdam
+
+CPU = torch.device("cpu")
+SCOPED_PACKAGES = ("megatron", "mbridge")
+# Imported before the names are replaced, so that what a stage uses is covered.
+ENTRY_POINTS = (
+    "megatron.core.parallel_state",
+    "megatron.core.models.gpt",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.distributed",
+    "megatron.core.optimizer",
+    "megatron.core.optimizer_param_scheduler",
+    "megatron.core.pipeline_parallel",
+    "megatron.core.tensor_parallel.random",
+    "megatron.core.transformer.moe.router_replay",
+    "megatron.core.dist_checkpointing",
+    "megatron.core.dist_checkpointing.strategies.fully_parallel",
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "mbridge",
+)
+FACTORIES = [
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "eye",
+    "full",
+    "full_like",
+    "linspace",
+    "ones",
+    "ones_like",
+    "rand",
+    "randint",
+    "randn",
+    "tensor",
+    "zeros",
+    "zeros_like",
+]
+
+
+def backend() -> str:
+    """The torch.distributed backend for this machine: "nccl" with CUDA, else "gloo"."""
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def device() -> torch.device:
+    """Where this rank's tensors live."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
+
+
+@functools.cache
+def layer_specs() -> Literal["transformer_engine", "local"]:
+    """What the policy's layers are made of here; TransformerEngine's need CUDA."""
+    if not torch.cuda.is_available():
+        return "local"
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception:  # not installed, or whatever a build for another CUDA or torch raises
+        return "local"
+    return "transformer_engine"
+
+
+@functools.cache
+def activate() -> None:
+    """Make megatron-core and mbridge importable and runnable here. Inert where CUDA is there."""
+    if torch.cuda.is_available():
+        for name in ENTRY_POINTS:
+            importlib.import_module(name)
+        _mend_checkpoints()
+        return
+    # torch.compile on a CPU costs more start-up time than its fusions save; it must be off before
+    # Megatron's modules are decorated with it.
+    importlib.import_module("megatron.core.jit").disable_jit_fuser()
+    _accept_cuda_on_tensors()
+    gloo.share_device()
+    for name in ENTRY_POINTS:
+        importlib.import_module(name)
+    proxy = _TorchWithoutCuda()
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] in SCOPED_PACKAGES and getattr(module, "torch", None) is torch:
+            vars(module)["torch"] = proxy
+    _mend_megatron()
+    _mend_checkpoints()
+
+
+class _CpuStream:
+    """Stands for a CUDA stream or event: everything is already ordered and finished."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.cuda_stream = 0
+
+    def __enter__(self) -> _CpuStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, *_: Any) -> _CpuStream:
+        return self
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _nothing
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _answer(value: object) -> Callable[..., object]:
+    return lambda *_, **__: value
+
+
+class _CudaOfTheCpu(types.ModuleType):
+    """torch.cuda as Megatron sees it: one device, the CPU, with torch's CPU random generator."""
+
+    def __init__(self) -> None:
+        super().__init__("torch.cuda")
+        stream = _CpuStream()
+        self.Stream = self.Event = _CpuStream
+        self.current_device = _answer(CPU)
+        self.device_count = _answer(1)
+        self.current_stream = self.default_stream = _answer(stream)
+        self.stream = lambda *_: contextlib.nullcontext()
+        self.is_current_stream_capturing = _answer(False)
+        self.synchronize = self.set_device = self.empty_cache = self.ipc_collect = _nothing
+        for name in ("memory_allocated", "max_memory_allocated", "memory_reserved"):
+            setattr(self, name, _answer(0))
+        self.get_rng_state = lambda *_, **__: torch.get_rng_state()
+        self.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+        self.manual_seed = self.manual_seed_all = torch.default_generator.manual_seed
+        self.nvtx = types.SimpleNamespace(range_push=_nothing, range_pop=_nothing)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+class _TorchWithoutCuda(types.ModuleType):
+    """torch as Megatron sees it: factories turn device="cuda" into the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.cuda = _CudaOfTheCpu()
+        for name in FACTORIES:
+            setattr(self, name, _on_cpu(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def create(*arguments: Any, **keywords: Any) -> Any:
+        if _names_cuda(keywords.get("device")):
+            keywords["device"] = CPU
+        keywords.pop("pin_memory", None)
+        return factory(*arguments, **keywords)
+
+    return create
+
+
+def _names_cuda(place: object) -> bool:
+    if isinstance(place, torch.device):
+        return place.type == "cuda"
+    return str(place).startswith("cuda") or (isinstance(place, int) and not isinstance(place, bool))
+
+
+def _accept_cuda_on_tensors() -> None:
+    """Let tensors and modules be "moved" to CUDA; without CUDA these calls could only raise."""
+    to = torch.Tensor.to
+
+    @functools.wraps(to)
+    def move(self: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        if arguments and isinstance(arguments[0], str) and arguments[0].startswith("cuda"):
+            arguments = (CPU, *arguments[1:])
+        if _names_cuda(keywords.get("device")):
+            keywords["device"] = CPU
+        return to(self, *arguments, **keywords)
+
+    kind = torch.Tensor.type
+
+    @functools.wraps(kind)
+    def cuda_kind(self: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        # Megatron's optimizers tell precisions apart by the name a CUDA tensor's type has.
+        answer = kind(self, *arguments, **keywords)
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if isinstance(answer, str) and caller.startswith("megatron."):
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
+
+    torch.Tensor.type = cuda_kind  # type: ignore[method-assign, assignment]
+    torch.Tensor.to = move  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    torch.Tensor.record_stream = _nothing  # type: ignore[method-assign]
+    torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+
+
+def _mend_megatron() -> None:
+    """Replace the pieces of megatron-core 0.16.1 that assume CUDA in their own code."""
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    # Both reach into torch.cuda's generators, which a CPU build does not have.
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+    # gloo gathers and scatters equal shares only; Megatron's dispatcher of tokens has unequal ones
+    # where expert-tensor-parallel ranks hold unlike many.
+    mappings: Any = importlib.import_module("megatron.core.tensor_parallel.mappings")
+    mappings._gather_along_first_dim = _gather_unequal(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = _scatter_unequal(
+        mappings._reduce_scatter_along_first_dim
+    )
+
+    moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    # Used without a guard, but only defined where TransformerEngine is installed.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    latent: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    # Says that TransformerEngine is there, though what it imported is a mock.
+    latent.HAVE_TE = isinstance(latent.TELinear, type)
+    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    # Returns a tensor unchanged when it is not on CUDA, though callers need lists for splits.
+    moe_utils.maybe_move_tensor_to_cpu = dispatcher.maybe_move_tensor_to_cpu = _as_splits
+
+
+def _mend_checkpoints() -> None:
+    """Replace what megatron-core 0.16.1 cannot checkpoint, writes in a way that may hang, or reads
+    in a way that runs what it reads."""
+    _count_adams_steps_by_group()
+    _write_checkpoints_here()
+    checkpoint_reader.use_for_megatron()
+
+
+def _count_adams_steps_by_group() -> None:
+    """Use our AdamW where neither TransformerEngine nor apex is installed.
+
+    megatron-core would take torch's, which counts steps once a parameter. Its fully reshardable
+    format drops those counts when it saves and then demands them when it loads (KeyError: 'step'),
+    and a rank that owns nothing of a group has none to give. Counts in the group have neither flaw.
+    """
+    optimizer: Any = importlib.import_module("megatron.core.optimizer")
+    if not optimizer.USING_PYTORCH_OPTIMIZER:
+        return
+    distributed: Any = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = GroupStepAdam, False
+    distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
+
+
+def _write_checkpoints_here() -> None:
+    """Let megatron-core write a checkpoint's files in the thread that asks for it.
+
+    It would fork a process for every file and wait for each without a limit, so that one that is
+    killed hangs its rank, and collect their answers in a manager process that takes seconds to
+    start and outlives a killed rank.
+    """
+    module: Any = importlib.import_module(
+        "megatron.core.dist_checkpointing.strategies.filesystem_async"
+    )
+    writer = module.FileSystemWriterAsync
+
+    def write(
+        transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], answers: queue.Queue
+    ) -> None:
+        answer: dict[int, Any] = {}
+        for index, bucket in enumerate(buckets):
+            written: queue.Queue = queue.Queue()
+            pending: queue.Queue = queue.Queue()
+            pending.put(index)
+            writer.write_preloaded_data(transforms, index, bucket, written, pending, True)
+            _, answer[index] = written.get()
+            if isinstance(answer[index], Exception):
+                raise answer[index]
+        answers.put(answer)
+
+    writer.write_preloaded_data_multiproc = staticmethod(write)
+    module._get_write_results_queue = queue.Queue  # one for each checkpoint
+
+
+def _gather_unequal(equal: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def gather(part: Any, group: Any, output_split_sizes: Any = None, *rest: Any) -> torch.Tensor:
+        sizes = output_split_sizes
+        if sizes is None or group.size() == 1:
+            return equal(part, group, sizes, *rest)
+        parts = [part.new_empty(size, *part.shape[1:]) for size in sizes]
+        parts[group.rank()] = part.contiguous()
+        for rank, whole in enumerate(parts):
+            dist.broadcast(whole, group=group, group_src=rank)
+        return torch.cat(parts)
+
+    return gather
+
+
+def _scatter_unequal(equal: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def scatter(whole: Any, group: Any, input_split_sizes: Any = None, *rest: Any) -> torch.Tensor:
+        sizes = input_split_sizes
+        if sizes is None or group.size() == 1:
+            return equal(whole, group, sizes, *rest)
+        total = whole.clone()
+        dist.all_reduce(total, group=group)
+        return total.split(list(sizes))[group.rank()].contiguous()
+
+    return scatter
+
+
+def _as_splits(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

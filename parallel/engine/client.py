@@ -1,0 +1,233 @@
+"""One engine, as the trainer's main rank sees it."""
+
+from __future__ import annotations
+
+import http.client
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from parallel.engine.wire import (
+    PROTOCOL,
+    Address,
+    CallFailure,
+    EngineDescription,
+    Generate,
+    Generation,
+    Join,
+    Refit,
+    Refitted,
+    frames,
+)
+from parallel.files import RESTART_REQUEST, write_atomically
+from parallel.settings import EngineSettings
+
+Answer = TypeVar("Answer")
+
+POLL_SECONDS = 0.05
+LAUNCHER_SECONDS = 60.0  # what the launcher may take to see that an engine is gone
+HEALTH_SECONDS = 5.0  # what an engine may take to say that it lives
+LARGEST_ANSWER = 1 << 20  # bytes, of one that is no stream; the largest real one is an error's text
+
+
+class EngineError(RuntimeError):
+    """An engine did not start, died, hung, talked garbage, or refused a call."""
+
+
+class EngineRefused(EngineError):
+    """The engine is well and will not do what was asked."""
+
+
+class EngineClient:
+    """Talks to one engine, whose process the launcher owns. Safe to use from many threads.
+
+    Every call waits for at most a stated time and raises EngineError on anything unexpected.
+    """
+
+    def __init__(self, address_file: Path, settings: EngineSettings) -> None:
+        self.address_file = address_file
+        self.settings = settings
+        self.address: Address | None = None
+
+    @property
+    def name(self) -> str:
+        """Its number among the run's engines, as its folder has it."""
+        return f"engine {self.address_file.parent.name}"
+
+    def connect(self) -> EngineDescription:
+        """Wait for an engine other than the last one this client gave up; return what it is.
+
+        An engine that publishes its address but does not answer is asked again until
+        engine.hang_timeout_seconds have passed, then the launcher is asked for a replacement.
+
+        Raises:
+            EngineRefused: it speaks another version of the protocol.
+            EngineError: none published an address in time, or a silent one was not replaced. The
+                launcher, which allows engine.start_timeout_seconds for a start, ends the stage
+                before that.
+        """
+        wait = self.settings.start_timeout_seconds + LAUNCHER_SECONDS
+        late = f"was not ready after {wait:g} s (engine.start_timeout_seconds)"
+        missing = f"{late}; it would have written {self.address_file}"
+        deadline = time.monotonic() + wait
+        while time.monotonic() < deadline:
+            if (found := self._newcomer()) is None:
+                time.sleep(POLL_SECONDS)
+                continue
+            self.address = found
+            try:
+                return self._describe_patiently()
+            except EngineRefused:
+                raise
+            except EngineError as error:
+                self.give_up(str(error))
+                missing = f"was not replaced within {wait:g} s; {error}"
+            deadline = time.monotonic() + wait
+        raise EngineError(f"{self.name} {missing}")
+
+    def _describe_patiently(self) -> EngineDescription:
+        """Ask what the engine is until it answers.
+
+        Raises EngineRefused as `describe` does, and EngineError when it stays silent for
+        engine.hang_timeout_seconds or another process has taken its place.
+        """
+        allowed = self.settings.hang_timeout_seconds
+        deadline = time.monotonic() + allowed
+        while not self.replaced():
+            try:
+                return self.describe()
+            except EngineRefused:
+                raise
+            except EngineError as error:  # it is stopped or swapped out, or has just died
+                if time.monotonic() > deadline:
+                    silence = f"it did not answer for {allowed:g} s (engine.hang_timeout_seconds)"
+                    raise EngineError(f"{silence}; {error}") from error
+            time.sleep(POLL_SECONDS)
+        raise EngineError("another process took its place")
+
+    def replaced(self) -> bool:
+        """Return True when an engine has an address and is not the last one this client knew."""
+        return self._newcomer() is not None
+
+    def give_up(self, reason: str) -> None:
+        """Ask the launcher to replace this engine; the next `connect` waits for the new one."""
+        assert self.address is not None, "connect first"
+        found = self._read_address()
+        if found is not None and found.instance == self.address.instance:  # not yet replaced
+            write_atomically(self.address_file.with_name(RESTART_REQUEST), f"{reason}\n")
+
+    def healthy(self) -> bool:
+        """Whether the engine answers, and believes that all of its processes live."""
+        try:
+            self._call("health", None, bool, HEALTH_SECONDS)
+        except EngineError:
+            return False
+        return True
+
+    def join(self, join: Join) -> None:
+        """Plan the refits of a trainer and meet its ranks, which join meanwhile."""
+        self._call("join", join, None, join.timeout_seconds + HEALTH_SECONDS)
+
+    def refit(self, refit: Refit) -> Refitted:
+        """Take new weights, which the trainer's ranks give meanwhile."""
+        most = self.settings.request_timeout_seconds
+        deadline = time.monotonic() + most
+        for message in self._stream("refit", refit):
+            if isinstance(message, Refitted):
+                return message
+            if isinstance(message, CallFailure):
+                raise EngineRefused(f"{self.name} refused refit: {message.error}")
+            if time.monotonic() > deadline:
+                raise EngineError(f"{self.name} was not done with refit after {most:g} s")
+        raise EngineError(f"{self.name} did not answer refit")
+
+    def generate(self, request: Generate) -> Iterator[Generation]:
+        """Responses as they end. Ends early only by raising EngineError."""
+        for message in self._stream("generate", request):
+            if isinstance(message, CallFailure):
+                raise EngineError(f"{self.name} failed while it generated: {message.error}")
+            if isinstance(message, Generation):
+                yield message
+
+    def stop(self) -> None:
+        """End the engine's process."""
+        self._call("stop", None, None, HEALTH_SECONDS)
+
+    def describe(self) -> EngineDescription:
+        """Ask what the engine is, now.
+
+        Raises EngineRefused when it speaks another version of the protocol.
+        """
+        described = self._call("describe", None, EngineDescription, HEALTH_SECONDS)
+        if described.protocol != PROTOCOL:
+            raise EngineRefused(
+                f"{self.name} speaks version {described.protocol} of the protocol and the trainer"
+                f" version {PROTOCOL}; start both from the same installation"
+            )
+        return described
+
+    def _newcomer(self) -> Address | None:
+        found, known = self._read_address(), self.address
+        return found if found and (known is None or found.instance != known.instance) else None
+
+    def _read_address(self) -> Address | None:
+        try:
+            return msgspec.json.decode(self.address_file.read_bytes(), type=Address)
+        except FileNotFoundError:
+            return None
+        except msgspec.MsgspecError as error:
+            raise EngineError(f"{self.address_file} holds no engine's address: {error}") from error
+
+    def _call(self, name: str, body: Any, answer: type[Answer] | None, seconds: float) -> Any:
+        with self._answer(name, body, seconds) as stream:
+            return msgspec.msgpack.decode(_whole(stream), type=answer or Any)
+
+    def _stream(self, name: str, body: Any) -> Iterator[Generation | Refitted | CallFailure | None]:
+        """The messages that answer a call, and None for each sign of life."""
+        with self._answer(name, body, self.settings.hang_timeout_seconds) as stream:
+            yield from frames(stream)
+
+    @contextmanager
+    def _answer(self, name: str, body: Any, seconds: float) -> Iterator[http.client.HTTPResponse]:
+        """The answer to a call, to be read here: whatever is wrong with it is an EngineError."""
+        with self._open(name, msgspec.msgpack.encode(body), seconds) as stream:
+            try:
+                yield stream
+            except (OSError, EOFError, http.client.HTTPException, msgspec.MsgspecError) as error:
+                raise EngineError(
+                    f"{self.name} broke off its answer to {name}: {error!r}"
+                ) from error
+
+    def _open(self, name: str, body: bytes, seconds: float) -> http.client.HTTPResponse:
+        """The answer to a call, unread; nothing may take longer than `seconds` to arrive."""
+        assert self.address is not None, "connect first"
+        connection = http.client.HTTPConnection(
+            self.address.host, self.address.port, timeout=seconds
+        )
+        headers = {"Authorization": f"Bearer {self.address.token}"}
+        try:
+            connection.request("POST", f"/{name}", body, headers)
+            response = connection.getresponse()
+            if response.status == http.HTTPStatus.OK:
+                return response
+            failure = msgspec.msgpack.decode(_whole(response), type=CallFailure)
+        except TimeoutError as error:
+            raise EngineError(f"{self.name} said nothing for {seconds:g} s after {name}") from error
+        except (OSError, http.client.HTTPException, msgspec.MsgspecError) as error:
+            raise EngineError(f"{self.name} did not answer {name}: {error!r}") from error
+        raise EngineRefused(f"{self.name} refused {name}: {failure.error}")
+
+
+def _whole(response: http.client.HTTPResponse) -> bytes:
+    """Read a short answer to its end.
+
+    Raises HTTPException where it has more than LARGEST_ANSWER bytes, of which no more are read.
+    """
+    data = response.read(LARGEST_ANSWER + 1)
+    if len(data) > LARGEST_ANSWER:
+        raise http.client.HTTPException(f"more than {LARGEST_ANSWER} bytes")
+    return data

@@ -1,0 +1,17 @@
+"""What an engine imports, for the fork server that engines are forked from. Import it nowhere
+else."""
+
+from __future__ import annotations
+
+import importlib
+
+MODULES = (
+    "parallel.engine.server",
+    "parallel.hugging_face.config",
+    "vllm",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.worker.cpu_worker",
+    "parallel.engine.refit_extension",
+)
+for name in MODULES:
+    importlib.import_module(name)

@@ -1,0 +1,228 @@
+"""Inside vLLM's worker: take the trainer's weights in place, through vLLM's own loaders.
+
+`model.load_weights` fails on a loaded engine, whose weights are already repacked, and vLLM's
+`reload_weights` silently gives wrong experts on a CPU. This brackets the whole refit once instead,
+and takes the layers' steps itself where vLLM would wait for weights that never come.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import msgspec
+import torch
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
+
+from parallel.boxes import Box
+from parallel.engine.loaders import Unread, copy_nothing
+from parallel.engine.wire import Join, RankReport, Refit
+from parallel.settings import LayoutSettings, ModelSettings
+from parallel.weights import checksums
+from parallel.weights.executor import Inbox, inbox, wire_dtype
+from parallel.weights.names import bucket, tensors
+from parallel.weights.needs import needed
+from parallel.weights.planner import Bucket, EngineSizes, Plan
+
+_PR_SET_PDEATHSIG = 1
+
+
+class RefitExtension:
+    """Methods vLLM adds to its worker; called on every tensor-parallel rank by `collective_rpc`."""
+
+    model_runner: Any
+    model_config: Any
+
+    def prepare(self, model: str) -> None:
+        """Hold the plan's arithmetic to what vLLM's loaders copy, for the model's settings.
+
+        Raises RuntimeError when they differ: this vLLM, or this model, is not what was planned for.
+        """
+        if _place()[1] > 1:  # else it is the engine's own process
+            _die_with_parent()
+        self._settings = ModelSettings.model_validate_json(model)
+        self._shapes = tensors(self._settings)
+        self._inbox: Inbox | None = None
+        self._device = next(self.model_runner.model.parameters()).device
+        rank, ranks = _place()
+        copied = set(self._copied())
+        planned = set(needed(self._settings, ranks, rank))
+        if copied != planned:
+            examples = [*sorted(copied - planned)[:2], *sorted(planned - copied)[:2]]
+            raise RuntimeError(
+                f"vLLM's loaders copy other slices than a refit would send, on rank {rank} of"
+                f" {ranks}: {len(copied - planned)} unplanned and {len(planned - copied)} not"
+                f" copied, such as {examples}"
+            )
+
+    def join(self, message: bytes) -> None:
+        """Plan this rank's part of a trainer's refits, and meet the trainer's ranks."""
+        join = msgspec.msgpack.decode(message, type=Join)
+        self.leave()
+        layout = LayoutSettings.model_validate(join.layout)
+        rank = sum(join.fleet[: join.engine]) + _place()[0]
+        fleet = EngineSizes(tuple(join.fleet), forwarding=join.meeting is not None)
+        plan = Plan(self._settings, layout, fleet)
+        self._inbox = inbox(
+            self._settings, layout, plan, rank, join.meeting, join.shared, self._device
+        )
+
+    def leave(self) -> None:
+        """Let go of the trainer, if there is one."""
+        if self._inbox is not None:
+            self._inbox.close()
+            self._inbox = None
+
+    def refit(self, message: bytes) -> bytes:
+        """Take all weights, bucket by bucket; answers a `RankReport`."""
+        asked = msgspec.msgpack.decode(message, type=Refit)
+        source = self._inbox
+        if source is None:
+            raise RuntimeError("the engine has joined no trainer")
+        source.start()
+        started = time.perf_counter()
+        landed = _Landed(self._settings) if asked.check else None
+        try:
+            with self._bracket():
+                for each in source.buckets:
+                    self._load(each, source.take(each), landed)
+        except Exception:
+            self.leave()  # so that whoever waits for this rank hears of it
+            raise
+        return msgspec.msgpack.encode(
+            RankReport(
+                source.received_bytes,
+                source.messages_received,
+                source.staging_bytes,
+                time.perf_counter() - started,
+                landed.by_bucket() if landed else {},
+            )
+        )
+
+    def progress(self) -> dict[str, int]:
+        """How many tokens each request has drawn that has begun."""
+        return {
+            name: len(state.output_token_ids) for name, state in self.model_runner.requests.items()
+        }
+
+    def _load(
+        self, each: Bucket, contents: dict[str, torch.Tensor], landed: _Landed | None
+    ) -> None:
+        """Load one bucket, which holds whole modules."""
+
+        def copy(target: torch.Tensor, source: Unread) -> None:
+            if target.is_meta:
+                copy_nothing(target, source)
+            elif source.numel():  # else all that this rank holds is padding of the vocabulary
+                view = source.as_seen(contents[source.tensor_name])
+                with torch._C.DisableTorchFunctionSubclass():
+                    target.copy_(view)
+                    if landed is not None:
+                        landed.note(source, target)
+
+        unread = ((name, self._unread(name, copy)) for name in each.tensors)
+        self.model_runner.model.load_weights(unread)
+        for module in self.model_runner.model.modules():
+            # vLLM waits for the padding of a vocabulary, and would load the rest at the very end.
+            info = layerwise.get_layerwise_info(module)
+            attention = layerwise.is_deferred_attention_layer(module)
+            if info.can_load() and info.load_numel > 0 and not attention:
+                layerwise._layerwise_process(module, info)
+
+    def _unread(self, name: str, copy: Any) -> Unread:
+        return Unread.of(name, self._shapes[name], wire_dtype(name, self._settings), copy)
+
+    @contextmanager
+    def _bracket(self) -> Iterator[None]:
+        """All layers back in the form their loaders expect, and at the end repacked for use."""
+        model = self.model_runner.model
+        kernels: list[tuple[Any, Any]] = []
+        for module in model.modules():
+            method: Any = getattr(module, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                # vLLM repacks experts only when no kernel exists yet; with the old kernel kept, the
+                # CPU engine would read new experts in the old packing.
+                kernels.append((method, method.moe_kernel))
+                method.moe_kernel = None
+        with torch.no_grad(), self._default_device():
+            layerwise.initialize_layerwise_reload(model)
+            try:
+                yield
+            finally:  # also after a failure: the next refit then finds the layers as always
+                layerwise.finalize_layerwise_reload(model, self.model_config)
+        for method, kernel in kernels:
+            if method.moe_kernel is None:
+                method.moe_kernel = kernel
+
+    def _default_device(self) -> AbstractContextManager[Any]:
+        """Have new tensors made where the engine's are. On a CPU they are anyway, and the mode
+        would slow down every call."""
+        return nullcontext() if self._device.type == "cpu" else torch.device(self._device)
+
+    def _copied(self) -> list[tuple[str, Box]]:
+        """The boxes that vLLM's loaders copy on this rank; the weights stay as they are."""
+        model, found = self.model_runner.model, []
+
+        def note(target: torch.Tensor, source: Unread) -> None:
+            if source.numel():
+                found.append((source.tensor_name, source.box()))
+            copy_nothing(target, source)
+
+        with torch.no_grad(), self._default_device():
+            layerwise.initialize_layerwise_reload(model)
+            try:
+                for module in model.modules():
+                    parameters: list[Any] = list(get_layer_tensors(module).values())
+                    for parameter in parameters:
+                        if getattr(parameter, "weight_loader", None) is not None:
+                            parameter.weight_loader = layerwise._get_original_loader(parameter)
+                model.load_weights((name, self._unread(name, note)) for name in self._shapes)
+            finally:
+                for module in model.modules():
+                    info = layerwise.get_layerwise_info(module)
+                    if info.can_load():
+                        layerwise._place_kernel_tensors(module, info)
+                    info.reset()
+                model._do_torchao_reload = model._original_do_torchao_reload
+        return found
+
+
+class _Landed:
+    """Fingerprints of what the loaders have put into the engine's tensors."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        self._settings = settings
+        self._found: dict[tuple[str, Box], int] = {}
+
+    def note(self, source: Unread, target: torch.Tensor) -> None:
+        """Read back what a loader has just written; of a tensor written twice, the last counts."""
+        name, box = source.tensor_name, source.box()
+        dtype = wire_dtype(name, self._settings)
+        contents = torch.empty(box[1], dtype=dtype, device=target.device)
+        source.as_seen(contents).copy_(target)
+        self._found[name, box] = checksums.fingerprint(name, box, contents)
+
+    def by_bucket(self) -> dict[str, str]:
+        """One fingerprint a bucket."""
+        summed: dict[int, int] = {}
+        for (name, _), value in self._found.items():
+            summed[bucket(name)] = checksums.add(summed.get(bucket(name), 0), value)
+        return {str(key): str(value) for key, value in summed.items()}
+
+
+def _die_with_parent() -> None:
+    """vLLM's workers look whether the engine lives, and go on with what they are at until then: a
+    meeting of ranks, say, of whom none is left."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _place() -> tuple[int, int]:
+    """This rank's place in the engine's tensor parallelism, and the number of its ranks."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return get_tp_group().rank_in_group, get_tp_group().world_size

@@ -1,0 +1,362 @@
+"""Who draws what, and when: every response that is asked for is drawn exactly once.
+
+A task goes to one engine and comes back as a Sample. The longest expected go first and to the
+engine with the least to do, so that all end at about the same time. An engine that dies, hangs or
+talks garbage is lost, and what it owes goes elsewhere with the same seeds: a response is never
+dropped for taking long and drawn anew, which would make responses shorter than the policy's.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from parallel.engine.answers import Garbage, Question, sample_of
+from parallel.engine.client import EngineError, EngineRefused
+from parallel.engine.lengths import Lengths
+from parallel.engine.wire import EngineDescription, Generate, Generation, Prompt, Sampling
+from parallel.sample import Sample
+from parallel.settings import ModelSettings
+
+AHEAD = 4  # an engine is owed up to 1 / 4 more than it draws at once, so that it never idles
+
+
+class NoEngine(Exception):
+    """Responses are still owed and no engine lives. Nothing is lost: refit one, and collect again.
+
+    Not an EngineError, since it is not the stage's end.
+    """
+
+
+class Client(Protocol):
+    """What the scheduler asks of `parallel.engine.client.EngineClient`."""
+
+    def generate(self, request: Generate) -> Iterator[Generation]:
+        """Responses as they end. Ends early only by raising EngineError."""
+
+    def healthy(self) -> bool:
+        """Whether the engine answers, and believes that all of its processes live."""
+
+
+class EnginePool(Protocol):
+    """What the scheduler asks of `parallel.engine.fleet.Fleet`."""
+
+    @property
+    def descriptions(self) -> Mapping[Any, EngineDescription]:
+        """What the engines that live are."""
+
+    def live(self) -> list[Any]:
+        """The engines that have the weights, always in the same order."""
+
+    def lost(self, client: Any, reason: str) -> None:
+        """Have an engine replaced; it is not live until it was refitted."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One response to be drawn; `key` is the caller's own name for it."""
+
+    key: Hashable
+    question: Question
+
+
+@dataclass(order=True, frozen=True)
+class _Entry:
+    """A task that waits or is under way; sorted, the longest expected come first."""
+
+    minus_expected: float  # tokens
+    number: int  # in the order of submission; the engines' name for it
+    task: Task = field(compare=False)
+    at_once: bool = field(compare=False)
+
+
+@dataclass(eq=False)
+class _EngineCall:
+    """One call to an engine: what was asked, and what of it is still owed."""
+
+    client: Client
+    instance: str | None
+    asked: dict[int, _Entry]
+    owed: dict[int, _Entry]
+    # Not accepted yet.
+    answers: list[tuple[_Entry, Generation, Sample]] = field(default_factory=list)
+    open: bool = True
+
+
+class Scheduler:
+    """The rollouts of one stage. All methods but `wake` are for one thread, the main one.
+
+    `deterministic`: task i of a call to `submit` goes to engine i modulo their number, all at once,
+    and what an engine answers counts when it is complete, so that the same calls give the same
+    bits. With several engines that holds as long as none is lost.
+
+    `on_end` hears of every answer once, as soon as it counts, in a thread of its engine's; what it
+    raises, `collect` raises.
+    """
+
+    def __init__(
+        self,
+        engines: EnginePool,
+        model: ModelSettings,
+        deterministic: bool,
+        on_end: Callable[[Task, Generation, Sample], None] = lambda task, answer, sample: None,
+    ) -> None:
+        self.requeued = 0
+        self.duplicates = 0
+        self._engines = engines
+        self._model = model
+        self._deterministic = deterministic
+        self._on_end = on_end
+        self._lengths = Lengths()
+        self._changed = threading.Condition()  # guards all of the scheduler
+        self._submitted = 0
+        self._owed: set[int] = set()
+        self._immediate: list[_Entry] = []
+        self._queue: list[_Entry] = []  # a heap
+        self._streams: list[_EngineCall] = []
+        self._finished: list[tuple[Task, Sample]] = []
+        self._held = False
+        self._woken = False
+        self._failed_meanwhile: list[tuple[_EngineCall, str]] = []
+        self._error: Exception | None = None
+
+    @property
+    def owed(self) -> int:
+        """How many responses were asked for and have not come."""
+        return len(self._owed)
+
+    def submit(self, tasks: Iterable[Task], at_once: bool = False) -> None:
+        """Ask for a response to each task.
+
+        `at_once`: ahead of all others, and dealt out so that every engine gets some.
+        """
+        with self._changed:
+            for task in tasks:
+                expected = 0.0 if self._deterministic else self._lengths.expected(task.question)
+                entry = _Entry(-expected, self._submitted, task, at_once or self._deterministic)
+                self._enqueue(entry)
+                self._owed.add(entry.number)
+                self._submitted += 1
+            self._deal()
+
+    def supply(self, task: Task, sample: Sample) -> None:
+        """Have `collect` return a response that was drawn before, and is not asked for."""
+        with self._changed:
+            self._finish(task, sample)
+            self._changed.notify()
+
+    def collect(self, seconds: float, more: bool = False) -> list[tuple[Task, Sample]]:
+        """What ended since the last call, in that order; waits for something, so long at most.
+
+        `more`: something else than responses is to come, and `wake` will say that it has.
+        Raises NoEngine when something is owed and no engine lives, and EngineRefused when a well
+        engine will not do what it was asked.
+        """
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            self._deal()
+            while not (self._finished or self._woken) and (self._owed or more):
+                if self._error is not None:
+                    raise self._error
+                if self._owed and not self._streams and not self._engines.live():
+                    raise NoEngine(f"no engine is left for {len(self._owed)} responses")
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                self._changed.wait(left)
+            finished, self._finished = self._finished, []
+            self._woken = False
+        return finished
+
+    def wake(self) -> None:
+        """Have `collect` return at once, now or when it is next called. Any thread may do so."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """While engines take new weights: start nothing. What is under way goes on.
+
+        What failed meanwhile is looked at when all engines are what they will be.
+        """
+        with self._changed:
+            self._held = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held = False
+                failed, self._failed_meanwhile = self._failed_meanwhile, []
+                for stream, reason in failed:
+                    if stream.open:
+                        self._lose(stream, reason)
+                live = {self._instance(client) for client in self._engines.live()}
+                for stream in [each for each in self._streams if each.instance not in live]:
+                    self._give_up(stream)
+                self._deal()
+
+    def close(self) -> None:
+        """Give up all that is owed. A stream's thread ends with the engine's next word, or when
+        the engine has been silent for too long."""
+        with self._changed:
+            self._held = True
+            for stream in self._streams:
+                stream.open = False
+            self._streams.clear()
+            self._immediate.clear()
+            self._queue.clear()
+            self._owed.clear()
+
+    def _enqueue(self, entry: _Entry) -> None:
+        if entry.at_once:
+            self._immediate.append(entry)
+        else:
+            heapq.heappush(self._queue, entry)
+
+    def _deal(self) -> None:
+        """Give the engines what waits, as far as there is room."""
+        live = [] if self._held else self._engines.live()
+        if not live or not (self._queue or self._immediate):
+            return
+        dealt: dict[Any, list[_Entry]] = defaultdict(list)
+        immediate, self._immediate = sorted(self._immediate, key=lambda each: each.number), []
+        for index, entry in enumerate(immediate):
+            dealt[live[index % len(live)]].append(entry)
+        self._deal_by_length(live, dealt)
+        for client, entries in dealt.items():
+            by_sampling: dict[Sampling, list[_Entry]] = defaultdict(list)
+            for entry in entries:
+                by_sampling[entry.task.question.sampling].append(entry)
+            for sampling, alike in by_sampling.items():
+                self._open(client, sampling, alike)
+
+    def _deal_by_length(self, live: list[Any], dealt: dict[Any, list[_Entry]]) -> None:
+        """The longest to the engine with the fewest tokens to draw.
+
+        An engine is given more only when it owes no more than it draws at once, and then a good
+        deal, so that streams are few.
+        """
+        owed = {client: list(dealt[client]) for client in live}
+        for stream in self._streams:
+            if stream.client in owed:
+                owed[stream.client] += stream.owed.values()
+        count = {client: len(entries) for client, entries in owed.items()}
+        tokens = {c: -sum(entry.minus_expected for entry in owed[c]) for c in live}
+        sizes = {client: self._engines.descriptions[client].max_sequences for client in live}
+        open_to = [client for client in live if count[client] <= sizes[client]]
+        while self._queue and open_to:
+            client = min(open_to, key=lambda each: tokens[each])
+            entry = heapq.heappop(self._queue)
+            dealt[client].append(entry)
+            count[client] += 1
+            tokens[client] -= entry.minus_expected
+            if count[client] >= sizes[client] + max(1, sizes[client] // AHEAD):
+                open_to.remove(client)
+
+    def _open(self, client: Any, sampling: Sampling, entries: list[_Entry]) -> None:
+        first = -self._engines.descriptions[client].max_model_tokens  # before any other response
+        prompts = [
+            Prompt(
+                number=entry.number,
+                tokens=entry.task.question.prompt,
+                seed=entry.task.question.seed,
+                priority=first if entry.at_once else round(entry.minus_expected),
+            )
+            for entry in entries
+        ]
+        by_number = {entry.number: entry for entry in entries}
+        stream = _EngineCall(client, self._instance(client), by_number, dict(by_number))
+        self._streams.append(stream)
+        request = Generate(prompts, sampling)
+        threading.Thread(target=self._read, args=(stream, request), daemon=True).start()
+
+    def _read(self, stream: _EngineCall, request: Generate) -> None:
+        """What the thread of one stream does."""
+        try:
+            for generation in stream.client.generate(request):
+                if not self._take(stream, generation):
+                    return
+            missing = "broke off its answer" if stream.owed else None
+        except Garbage as error:
+            missing = f"returned garbage: {error}"
+        except EngineRefused as error:
+            if stream.client.healthy():
+                self._fail(stream, error)
+                return
+            missing = str(error)
+        except EngineError as error:
+            missing = str(error)
+        except Exception as error:  # ours; the main thread must not wait for ever
+            self._fail(stream, error)
+            return
+        with self._changed:
+            if stream.open and missing:
+                self._lose(stream, missing)
+            elif stream.open:
+                self._streams.remove(stream)
+            self._deal()
+            self._changed.notify()
+
+    def _take(self, stream: _EngineCall, generation: Generation) -> bool:
+        """Accept one answer, once; false when nobody listens to this stream any more."""
+        entry = stream.asked.get(generation.number)
+        if entry is None:
+            raise Garbage(f"an answer to number {generation.number}, which was not asked")
+        sample = sample_of(entry.task.question, generation, self._model)
+        with self._changed:
+            if not stream.open or entry.number not in stream.owed:
+                self.duplicates += 1
+                return stream.open
+            del stream.owed[entry.number]
+            stream.answers.append((entry, generation, sample))
+            if not (self._deterministic and stream.owed):
+                self._accept(stream)
+        return True
+
+    def _accept(self, stream: _EngineCall) -> None:
+        for entry, generation, sample in stream.answers:
+            self._on_end(entry.task, generation, sample)
+            self._owed.remove(entry.number)
+            self._finish(entry.task, sample)
+        stream.answers.clear()
+        self._deal()
+        self._changed.notify()
+
+    def _finish(self, task: Task, sample: Sample) -> None:
+        self._finished.append((task, sample))
+        self._lengths.learn(task.question, len(sample.response))
+
+    def _fail(self, stream: _EngineCall, error: Exception) -> None:
+        with self._changed:
+            if stream.open:
+                self._error = error
+                self._changed.notify()
+
+    def _lose(self, stream: _EngineCall, reason: str) -> None:
+        """The stream's engine is of no use; none of its streams is listened to any more."""
+        if self._held:
+            self._failed_meanwhile.append((stream, reason))
+            return
+        if self._instance(stream.client) == stream.instance:
+            self._engines.lost(stream.client, reason)
+        for each in [each for each in self._streams if each.instance == stream.instance]:
+            self._give_up(each)
+
+    def _give_up(self, stream: _EngineCall) -> None:
+        stream.open = False
+        self._streams.remove(stream)
+        again = [entry for number, entry in stream.asked.items() if number in self._owed]
+        self.requeued += len(again)
+        for entry in again:
+            self._enqueue(entry)
+
+    def _instance(self, client: Any) -> str | None:
+        described = self._engines.descriptions.get(client)
+        return described.instance if described else None

@@ -1,0 +1,273 @@
+"""The policy's model: this rank's parts of megatron-core's GPTModel, with experts."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any
+
+import torch
+from mbridge import AutoBridge
+from mbridge.models import DeepseekV3Bridge
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from torch.nn import functional
+
+from parallel.cpu import device
+from parallel.cpu.attention import PackedAttention
+from parallel.families import Glm4MoeArchitecture, NothingFurther, architecture
+from parallel.hugging_face import config as hugging_face
+from parallel.model.routing import Router
+from parallel.settings import LayoutSettings, ModelSettings
+
+FIRST_DIMENSION_SPLIT = (
+    r"word_embeddings|output_layer|linear_qkv\.(weight|bias)|linear_fc1\.weight"
+    r"|linear_(q|q_up|kv_up)_proj\.weight"
+)
+
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "attention": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm with its weight marked for sequence parallelism.
+
+    Megatron's WrappedTorchNorm refuses sequence parallelism, and its fused norms need CUDA.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension of `hidden`, of any shape; computed in fp32."""
+        return functional.rms_norm(
+            hidden.float(), hidden.shape[-1:], self.weight.float(), self.eps
+        ).to(hidden.dtype)
+
+
+class _DeepseekV3(DeepseekV3Bridge):
+    def _build_base_config(self, *arguments: Any, **keywords: Any) -> Any:
+        """mbridge 0.15.1 calls a key as megatron-core did before 0.16."""
+        keywords["original_max_position_embeddings"] = keywords.pop("max_position_embeddings")
+        return super()._build_base_config(*arguments, **keywords)
+
+
+def build_bridge(settings: ModelSettings, layout: LayoutSettings) -> Any:
+    """mbridge's description of the family under the current process groups.
+
+    Its fusions assume TransformerEngine or CUDA; they are turned off, which leaves the plain
+    operations that both devices share.
+    """
+    config = hugging_face.hugging_face_config(settings)
+    kind = _DeepseekV3 if settings.family == "deepseek_v3" else AutoBridge.from_config
+    bridge = kind(config, dtype=hugging_face.DTYPES[settings.precision])
+    bridge.set_extra_args(
+        attention_backend="auto",
+        moe_grouped_gemm=device.layer_specs() == "transformer_engine",
+        moe_enable_routing_replay=True,
+        moe_router_dtype="fp32",
+        # The chosen experts' gates add up to 1, in transformers' Mixtral too, if not in mbridge's.
+        moe_router_pre_softmax=False,
+        **_further_arguments(settings),
+        moe_router_bias_update_rate=0.0,
+        # Braid computes the routers' losses (parallel/model/routing.py), over the whole step.
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_permute_fusion=False,
+        moe_shared_expert_overlap=False,
+        persist_layer_norm=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        attention_softmax_in_fp32=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        perform_initialization=False,  # `initialize` does it, alike under every layout
+        # Losses arrive divided by their global denominator, so Megatron must only sum them.
+        calculate_per_token_loss=True,
+        **RECOMPUTE[layout.recompute],
+    )
+    return bridge
+
+
+def _further_arguments(settings: ModelSettings) -> dict[str, Any]:
+    """What mbridge leaves out of a family, or has otherwise than transformers."""
+    further = architecture(settings)
+    if isinstance(further, NothingFurther):
+        return {}
+    arguments = {
+        "moe_shared_expert_intermediate_size": (
+            further.n_shared_experts * settings.expert_hidden_size
+        ),
+        "moe_router_num_groups": further.n_group,
+        "moe_router_group_topk": further.topk_group,
+        "mtp_num_layers": None,
+    }
+    if isinstance(further, Glm4MoeArchitecture):
+        arguments["add_qkv_bias"] = further.attention_bias
+    elif further.rope_scaling is not None:
+        scaling = further.rope_scaling
+        arguments |= {
+            "rope_type": scaling.type,
+            "rotary_scaling_factor": scaling.factor,
+            "original_max_position_embeddings": scaling.original_max_position_embeddings,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "mscale": scaling.mscale,
+            "mscale_all_dim": scaling.mscale_all_dim,
+        }
+    return arguments
+
+
+def build_chunks(bridge: Any) -> list[GPTModel]:
+    """This rank's parts of the model, on its device: one, or with a virtual pipeline several.
+
+    The weights are not initialised.
+    """
+    parts = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    stages: list[int | None] = [None] if parts is None else list(range(parts))
+    return [_build_chunk(bridge, stage) for stage in stages]
+
+
+def _build_chunk(bridge: Any, virtual_stage: int | None) -> GPTModel:
+    where = {"ignore_virtual": False, "vp_stage": virtual_stage}
+    model = GPTModel(
+        config=bridge.config,
+        transformer_layer_spec=_block_spec(bridge.config, virtual_stage),
+        pre_process=parallel_state.is_pipeline_first_stage(**where),
+        post_process=parallel_state.is_pipeline_last_stage(**where),
+        parallel_output=True,
+        share_embeddings_and_output_weights=False,
+        vp_stage=virtual_stage,
+        **bridge._get_gptmodel_args(),
+    )
+    for name, parameter in model.named_parameters():
+        dimension = split_dimension(name)
+        if dimension is not None and not hasattr(parameter, "tensor_model_parallel"):
+            # Megatron marks its own linear layers only while it initialises them.
+            set_tensor_model_parallel_attributes(parameter, True, dimension, 1)
+        if ".experts." in name:
+            # Megatron marks experts apart from the dense weights only when they are sharded; marked
+            # always, the optimizer has the same structure under every layout.
+            parameter.allreduce = False
+    return model.to(device.device())
+
+
+def _block_spec(config: Any, virtual_stage: int | None) -> Any:
+    """The layers of one part of the model."""
+    local = device.layer_specs() == "local"
+    block = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=not local,
+        normalization="RMSNorm",
+        vp_stage=virtual_stage,
+    )
+    for layer in block.layer_specs:
+        parts = layer.submodules
+        if hasattr(parts.mlp.submodules, "router"):
+            parts.mlp.submodules.router = Router
+        if local:
+            parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+            attention = parts.self_attention.submodules
+            attention.core_attention = PackedAttention
+            if config.multi_latent_attention:
+                # Whole on every rank, as TransformerEngine's: split, megatron-core 0.16.1 would
+                # leave parts of the key's gradient unsummed.
+                attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
+            for norm in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+                if config.qk_layernorm and hasattr(attention, norm):
+                    setattr(attention, norm, RMSNorm)
+            parts.sharded_state_dict_keys_map = {}  # the norms are not fused into the linear layers
+    if local:
+        block.layer_norm = RMSNorm
+    return block
+
+
+@torch.no_grad()
+def initialize(model: GPTModel, settings: ModelSettings, seed: int) -> None:
+    """Draw a random start that is the same under every layout.
+
+    Every whole tensor has a generator of its own, seeded by the run's seed and the tensor's global
+    name, of which this rank keeps its shard. Linear layers have standard deviation
+    hidden_size ** -0.5, and the two that write to the residual stream are scaled by
+    (2 * layers) ** -0.5 more; norms start at one and biases at zero.
+    """
+    residual_scale = (2 * settings.layers) ** -0.5
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            parameter.fill_(0.0 if name.endswith(".bias") else 1.0)
+            continue
+        std = settings.hidden_size**-0.5
+        if "word_embeddings" in name:
+            std = settings.initialization.embedding_std
+        elif "router" in name:
+            std = settings.initialization.router_std
+        elif "linear_proj" in name or "linear_fc2" in name:
+            std *= residual_scale
+        digest = hashlib.sha256(f"{seed}/{global_name(model, name)}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        size, rank = tensor_split(name)
+        shape = list(parameter.shape)
+        dimension = split_dimension(name)
+        if dimension is not None:
+            shape[dimension] *= size
+        whole = torch.randn(shape, generator=generator) * std
+        parameter.copy_(shard(name, whole, size, rank))
+
+
+def split_dimension(name: str) -> int | None:
+    """Which dimension of a weight the (expert-)tensor-parallel ranks split, None for replicas."""
+    if "linear_proj" in name or "linear_fc2" in name:
+        return 1
+    return 0 if re.search(FIRST_DIMENSION_SPLIT, name) else None
+
+
+def tensor_split(name: str) -> tuple[int, int]:
+    """Over how many ranks a weight's tensor-parallel dimension is split, and this rank's place."""
+    if ".experts." in name:
+        return (
+            parallel_state.get_expert_tensor_parallel_world_size(),
+            parallel_state.get_expert_tensor_parallel_rank(),
+        )
+    return (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+
+
+def shard(name: str, whole: torch.Tensor, size: int, rank: int) -> torch.Tensor:
+    """One rank's part of a whole weight; gate and up projection are split each by itself."""
+    dimension = split_dimension(name)
+    if dimension is None or size == 1:
+        return whole
+    halves = whole.chunk(2) if "linear_fc1" in name else [whole]
+    return torch.cat([half.chunk(size, dimension)[rank] for half in halves])
+
+
+def global_name(model: GPTModel, name: str) -> str:
+    """A parameter's name with its layer and its expert numbered over all ranks."""
+    experts = model.config.num_moe_experts // model.config.expert_model_parallel_size
+    first_expert = parallel_state.get_expert_model_parallel_rank() * experts
+    first_layer = model.decoder.layers[0].layer_number - 1
+    name = re.sub(r"layers\.(\d+)\.", lambda m: f"layers.{int(m[1]) + first_layer}.", name)
+    # Where experts are one module, as with TransformerEngine, their weights carry the number.
+    return re.sub(
+        r"(local_experts\.|experts\.linear_fc[12]\.weight)(\d+)",
+        lambda m: f"{m[1]}{int(m[2]) + first_expert}",
+        name,
+    )

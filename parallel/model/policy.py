@@ -1,0 +1,308 @@
+"""A policy: a model under the stage's layout, and, when it trains, its optimizer and schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import Float16Module
+
+from parallel import families
+from parallel.batch import MicroBatch
+from parallel.hugging_face import weights as hugging_face_weights
+from parallel.model import routing
+from parallel.model.gpt import build_bridge, build_chunks, initialize
+from parallel.model.responses import Responses
+from parallel.model.router_agreement import RouterAgreement
+from parallel.model.router_memory import RouterMemory
+from parallel.model.vocabulary import HeadLogits
+from parallel.settings import (
+    LayoutSettings,
+    ModelSettings,
+    OptimizerSettings,
+    RoutingLossSettings,
+)
+from parallel.weights import names
+
+# responses -> (loss already divided by its global denominator, what the caller wants back)
+LossFunction = Callable[[Responses], tuple[torch.Tensor, Any]]
+
+
+class Policy:
+    """A model that is only read: a reference, a teacher, or the base of a trained policy."""
+
+    def __init__(self, settings: ModelSettings, layout: LayoutSettings) -> None:
+        self.bridge = build_bridge(settings, layout)
+        self.chunks = self._build_chunks()
+        self.settings = settings
+        self.routed_layers = families.routed_layers(settings)
+        self.routers = routing.connect(self.chunks, self.routed_layers)
+        self.agreement = RouterAgreement(self.routers, len(self.routed_layers))
+        low_precision = self.bridge.config.bf16
+        self.modules: list[Any] = [
+            Float16Module(self.bridge.config, chunk) if low_precision else chunk
+            for chunk in self.chunks
+        ]
+        for router in self.routers:
+            router._maintain_float32_expert_bias()  # before it is filled, not at the first pass
+        self._batch: MicroBatch | None = None
+        self._hidden: torch.Tensor | None = None
+        self._training = False
+        if self.chunks[-1].post_process:
+            head = self.chunks[-1].output_layer
+            head.sequence_parallel = False  # `_select_responses` gathers before it selects
+            head.register_forward_pre_hook(self._select_responses)
+
+    def start_fresh(self, seed: int) -> None:
+        """Take the weights a run starts from: a Hugging Face checkpoint's, or random ones."""
+        if self.settings.initial_weights is not None:
+            source = self.settings.initial_weights
+            hugging_face_weights.load_weights(self.settings, self.bridge, self.chunks, source)
+        else:
+            for chunk in self.chunks:
+                initialize(chunk, self.settings, seed)
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """To be called when the weights were written by other means than a step."""
+
+    @torch.no_grad()
+    def evaluate(
+        self, batches: list[MicroBatch], function: Callable[[Responses], Any]
+    ) -> list[Any]:
+        """`function` of every micro-batch's responses, without gradients, their logits computed
+        only as they are asked for. Collective; the list is empty except on the last pipeline stage.
+        """
+        for chunk in self.chunks:
+            chunk.eval()
+        self._training = False
+        return self._run(batches, lambda responses: (torch.zeros(()), function(responses)))
+
+    def target_logprobs(self, batches: list[MicroBatch], temperature: float) -> list[torch.Tensor]:
+        """log pi of every target, fp32 [B, R] a micro-batch; as `evaluate`."""
+        return self.evaluate(batches, lambda responses: responses.log_probs(temperature))
+
+    def response_logits(self, batches: list[MicroBatch]) -> list[HeadLogits]:
+        """Every micro-batch's last hidden states with the head that makes logits of them; as
+        `evaluate`."""
+        return self.evaluate(batches, lambda responses: responses.logits)
+
+    def named_weights(self) -> dict[str, torch.Tensor]:
+        """This rank's own tensors, not copies, by "chunk/parameter" as parallel.weights names
+        them."""
+        latent = self.bridge.config.multi_latent_attention
+        return {
+            f"{number}/{names.plain_name(name, latent)}": tensor
+            for number, chunk in enumerate(self.chunks)
+            for name, tensor in chunk.state_dict().items()
+            if not name.endswith("_extra_state")  # TransformerEngine's, of fp8
+        }
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor under its Hugging Face name, whole; a collective over all ranks."""
+        return hugging_face_weights.stream_weights(self.bridge, self.chunks)
+
+    def _build_chunks(self) -> list[GPTModel]:
+        """This rank's parts of the model; a subclass may give the last of them another head."""
+        return build_chunks(self.bridge)
+
+    def _run(
+        self, batches: list[MicroBatch], loss: LossFunction, forward_only: bool = True
+    ) -> list[Any]:
+        """Megatron's schedule over all micro-batches and pipeline stages."""
+
+        def forward(iterator: Iterator[MicroBatch], module: torch.nn.Module) -> tuple:
+            self._batch = batch = next(iterator)
+            options = {"fp32_output": False} if self.bridge.config.bf16 else {}
+            output = module(
+                batch.tokens, batch.positions, None, packed_seq_params=batch.row, **options
+            )
+
+            def reduce(logits: torch.Tensor) -> tuple:
+                value, kept = loss(Responses(self._logits(logits), batch))
+                return value, torch.tensor(1, dtype=torch.int), kept
+
+            return output, reduce
+
+        several = len(self.modules) > 1
+        return get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[iter(batches) for _ in self.modules] if several else iter(batches),
+            model=self.modules if several else self.modules[0],
+            num_microbatches=len(batches),
+            seq_length=batches[0].row.tokens,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _select_responses(self, _head: torch.nn.Module, arguments: tuple) -> tuple:
+        """Give the head only what predicts a response token, and nothing where none trains: then
+        the logits are made chunk by chunk, from what is kept here."""
+        assert self._batch is not None
+        (hidden,) = arguments
+        if self.bridge.config.sequence_parallel:
+            # The head sums its input's gradient over the ranks itself.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        hidden = hidden[self._batch.predicts]
+        self._hidden = hidden.squeeze(1)
+        return (hidden if self._training else hidden[:0],)
+
+    def _logits(self, computed: torch.Tensor) -> torch.Tensor | HeadLogits:
+        assert self._hidden is not None
+        if self._training:
+            return computed.squeeze(0)
+        return HeadLogits(self._hidden, self.chunks[-1].output_layer.weight)
+
+
+class TrainedPolicy(Policy):
+    """A policy with gradients, summed over micro-batches and ranks and never rescaled."""
+
+    def __init__(
+        self,
+        settings: ModelSettings,
+        layout: LayoutSettings,
+        optimizer: OptimizerSettings,
+        steps: int,
+        losses: RoutingLossSettings,
+    ) -> None:
+        super().__init__(settings, layout)
+        config = self.bridge.config
+        self.losses = routing.RoutingLosses(losses, self.routers)
+        self._memory: RouterMemory | None = None
+        buckets = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=False,
+            use_distributed_optimizer=_distributed(optimizer, layout),
+        )
+        self.modules = [DistributedDataParallel(config, buckets, module) for module in self.modules]
+        # Models that its checkpoints hold too, by name: averages of it, and what trains beside it.
+        self.averages: dict[str, Policy] = {}
+        self.companions: dict[str, TrainedPolicy] = {}
+        self.optimizer = get_megatron_optimizer(
+            _optimizer_config(optimizer, layout, config), self.modules
+        )
+        self.schedule = _schedule(self.optimizer, optimizer, steps)
+        config.finalize_model_grads_func = _sum_gradients
+        config.grad_scale_func = self.optimizer.scale_loss
+
+    def weights_changed(self) -> None:
+        """Take them over into the fp32 copies that the optimizer keeps of low-precision weights."""
+        self.optimizer.reload_model_params()
+
+    def accumulate(self, batches: list[MicroBatch], loss: LossFunction, tokens: float) -> list[Any]:
+        """Forward and backward through all micro-batches, of `tokens` real tokens on all ranks.
+
+        The gradients left in the buffers are the sum over micro-batches and ranks. Returns what
+        `loss` gave beside values, on the last pipeline stage; elsewhere the list is empty.
+        """
+        for module, chunk in zip(self.modules, self.chunks, strict=True):
+            module.zero_grad_buffer()
+            chunk.train()
+        self.optimizer.zero_grad()
+        self.losses.start(tokens, len(batches))
+        if self.losses.counts_first:
+            self._count(batches)
+        self._training = True
+        return self._run(batches, loss, forward_only=False)
+
+    def remember_routing(self) -> None:
+        """From now on remember with every row what the routers said of it when it was evaluated."""
+        self._memory = RouterMemory(self.routers, len(self.routed_layers))
+
+    def evaluate(
+        self, batches: list[MicroBatch], function: Callable[[Responses], Any]
+    ) -> list[Any]:
+        """The same; routing is remembered if it was asked for."""
+        with self._memory.during("remember") if self._memory else nullcontext():
+            return super().evaluate(batches, function)
+
+    def router_movement(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
+        """How far the routers are from what they said when the batches were evaluated: the mean
+        over layers and over the experts chosen then of |log p - log p then|, in nats, of the token
+        that predicts each response token; fp32 [B, R] a micro-batch. As `evaluate`."""
+        assert self._memory is not None, "remember_routing was not called"
+        with self._memory.during("compare"):
+            last = super().evaluate(batches, lambda _: True)
+        moved = [self._memory.movement(batch) for batch in batches]
+        return [
+            batch.spread(tokens[batch.predicts])
+            for batch, tokens, _ in zip(batches, moved, last, strict=False)
+        ]
+
+    def step(self) -> float:
+        """Clip, update, advance the schedule. Returns the gradient's norm before clipping."""
+        _, norm, _ = self.optimizer.step()
+        self.schedule.step(1)
+        return float(norm)
+
+    def routing_metrics(self) -> dict[str, float]:
+        """What the routing losses of the last step were; a collective over all ranks."""
+        return self.losses.metrics(len(self.routed_layers))
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate the next step will use."""
+        return self.optimizer.param_groups[0]["lr"]
+
+    @torch.no_grad()
+    def _count(self, batches: list[MicroBatch]) -> None:
+        self._training = False
+        self.losses.start_counting()
+        self._run(batches, lambda _: (torch.zeros(()), None))
+        self.losses.finish_counting()
+
+
+def _sum_gradients(model: list[Any], _tokens: torch.Tensor | None, **keywords: Any) -> None:
+    """Megatron's reduction of gradients, without its own division by a token count."""
+    finalize_model_grads(model, None, **keywords)
+
+
+def _distributed(settings: OptimizerSettings, layout: LayoutSettings) -> bool:
+    """Whether the state is split; megatron-core's distributed optimizer has only Adam."""
+    return layout.distributed_optimizer and settings.algorithm == "adam"
+
+
+def _optimizer_config(
+    settings: OptimizerSettings, layout: LayoutSettings, model: Any
+) -> OptimizerConfig:
+    return OptimizerConfig(
+        optimizer=settings.algorithm,
+        lr=settings.learning_rate,
+        min_lr=settings.learning_rate * settings.final_ratio,
+        adam_beta1=settings.betas[0],
+        adam_beta2=settings.betas[1],
+        sgd_momentum=settings.momentum,
+        weight_decay=settings.weight_decay,
+        clip_grad=settings.clip_norm,
+        bf16=model.bf16,
+        params_dtype=model.params_dtype,
+        use_distributed_optimizer=_distributed(settings, layout),
+    )
+
+
+def _schedule(optimizer: Any, settings: OptimizerSettings, steps: int) -> OptimizerParamScheduler:
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=settings.learning_rate / max(1, settings.warmup_steps),  # the first step counts
+        max_lr=settings.learning_rate,
+        min_lr=settings.learning_rate * settings.final_ratio,
+        lr_warmup_steps=min(settings.warmup_steps, steps - 1),
+        lr_decay_steps=steps,
+        lr_decay_style=settings.decay,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=steps,
+        wd_incr_style="constant",
+    )

@@ -1,0 +1,64 @@
+"""A model of the policy's family and layout that says one value a token: what a critic learns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch.nn import functional
+
+from parallel.batch import MicroBatch
+from parallel.cpu.device import device
+from parallel.model.policy import TrainedPolicy
+from parallel.model.responses import Responses
+from parallel.model.vocabulary import HeadLogits
+
+
+class ValueHead(torch.nn.Module):
+    """From a hidden state to its value, in place of the head over the vocabulary; begins at 0.
+
+    It is whole on every tensor-parallel rank. All of them are given the same hidden states and find
+    the same gradient, so that nothing of it is summed over them.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        weight = torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device())
+        self.weight = torch.nn.Parameter(weight)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> tuple[torch.Tensor, None]:
+        """fp32 [n, 1, 1] of hidden [n, 1, H]; called as megatron-core calls its own heads."""
+        return _linear(hidden, self.weight), None
+
+
+class ValueModel(TrainedPolicy):
+    """Learns as a policy does, from losses that read `values`."""
+
+    def values(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
+        """Those of every micro-batch; as `evaluate`."""
+        return self.evaluate(batches, values)
+
+    def _build_chunks(self) -> list[GPTModel]:
+        chunks = super()._build_chunks()
+        if chunks[-1].post_process:
+            chunks[-1].output_layer = ValueHead(self.bridge.config)
+        return chunks
+
+
+def values(responses: Responses) -> torch.Tensor:
+    """What a value model says of the text before every response token, fp32 [B, R]; whole and alike
+    on all tensor- and context-parallel ranks, and differentiable where the model trains."""
+    found = responses.logits
+    if isinstance(found, HeadLogits):
+        found = _linear(found.hidden, found.weight)
+    return responses.batch.spread(found.squeeze(1))
+
+
+def _linear(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return functional.linear(hidden.float(), weight.float())

@@ -1,0 +1,348 @@
+"""From YAML files and command-line overrides to one validated `RunSettings`, and to run.yaml."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from parallel.files import CHARACTERS
+from parallel.settings import Settings
+from pipeline.config import rules as checks
+from pipeline.config import schema, yaml_core
+from pipeline.config.cluster import ClusterSettings, too_short
+from pipeline.config.dropped import without_dropped
+from pipeline.config.read import (
+    MOST_ERRORS,
+    Key,
+    Leaf,
+    Mapping,
+    Reader,
+    find,
+    lay,
+    nearest,
+    plain,
+)
+from pipeline.config.trees import flatten
+from pipeline.config.violations import (
+    LONGEST_VALUE,
+    ConfigError,
+    SourceLocation,
+    Violation,
+    dotted,
+    hint,
+    shortened,
+)
+from stages.kinds import Kind
+from stages.rewards.settings import RewardPoolSettings
+from stages.settings import DomainSettings, RunSettings
+
+Root = TypeVar("Root", bound=Settings)
+MAPPING = "a mapping of keys to values"
+OF_KEY = "[key]"  # ends pydantic's location of a key; only a cluster's kinds are a closed set
+TOKENIZER: Key = ("model", "tokenizer")
+# Paths that are written relative to the file that states them; `*` stands for every name.
+PATHS: tuple[Key, ...] = (
+    ("model", "initial_weights"),
+    TOKENIZER,
+    ("experts", "*", "prompts", "path"),
+    ("experts", "*", "demonstrations", "path"),
+    ("experts", "*", "rewards", "*", "api_key_file"),
+)
+
+
+def load(path: Path, overrides: Sequence[str] = (), *, to_start: bool = True) -> RunSettings:
+    """Read a run's settings.
+
+    Args:
+        path: the YAML file; what it `extends` is read with it.
+        overrides: `dotted.key=value`, each laid over the file; values are YAML.
+        to_start: also look for what the stages will need around them, such as a reward's module.
+
+    Raises:
+        ConfigError: with every violation in the files and the overrides.
+    """
+    reader = Reader()
+    tree = _with_overrides(reader.file(path), overrides, reader)
+    return _settings(RunSettings, tree, reader, to_start=to_start)
+
+
+def load_domain(path: Path, pool: RewardPoolSettings) -> DomainSettings:
+    """Read a domain's file by itself, as that of the domain it is named after.
+
+    What a run would add around it (the model, the engine, the other domains) is not there, and the
+    rules that need it are not asked. Raises ConfigError as `load` does.
+    """
+    reader = Reader()
+    tree = _with_domain(Mapping({}, SourceLocation(path)), path, reader)
+    around: dict[str, Any] = dict.fromkeys(set(RunSettings.model_fields) - {"experts"})
+    around["rewards"] = pool.model_dump()
+    return _settings(_Domains, tree, reader, around).experts[path.stem]
+
+
+def load_cluster(path: Path) -> ClusterSettings:
+    """Read what is said of a cluster. Raises ConfigError as `load` does."""
+    reader = Reader()
+    tree = reader.file(path)
+    settings, invalid, more = _validated(ClusterSettings, tree, complete=not reader.broken)
+    found = [*reader.violations, *invalid]
+    if settings is not None:
+        for key, message in too_short(settings):
+            found.append(Violation(nearest(tree, tuple(key.split("."))), key, message))
+    if found or settings is None:
+        raise ConfigError(sorted(found, key=_reading_order), more)
+    return settings
+
+
+def place_in_cluster(path: Path, key: Key) -> SourceLocation:
+    """Where the profile in a file says something."""
+    return nearest(Reader().file(path), key)
+
+
+def load_with_domain(run: Path, path: Path, samples: int | None = None) -> RunSettings:
+    """A run's settings with the domain of a file in place of all of the run's own, and with so many
+    samples of a prompt.
+
+    Raises ConfigError as `load` does.
+    """
+    reader = Reader()
+    tree = _with_domain(reader.file(run), path, reader)
+    if samples is not None:
+        key = ("experts", path.stem, "sampling", "group_size")
+        tree = lay(tree, key, Leaf(samples, SourceLocation(None)))
+    return _settings(RunSettings, tree, reader, to_start=False)
+
+
+class _Domains(Settings):
+    """What of a run's settings domains are."""
+
+    experts: dict[str, DomainSettings]
+
+
+def _settings(
+    root: type[Root],
+    tree: Mapping,
+    reader: Reader,
+    around: dict[str, Any] | None = None,
+    *,
+    to_start: bool = True,
+) -> Root:
+    """The settings in a tree that `reader` has read; `around` stands beside it in the rules."""
+    tree, undropped = without_dropped(_with_absolute_paths(tree))
+    settings, invalid, more = _validated(root, tree, complete=not reader.broken)
+    if more:  # nobody mends so many at once, and the rules would read every domain once more
+        raise ConfigError(sorted([*reader.violations, *invalid], key=_reading_order), more)
+    if not reader.broken:  # else the unreadable file may have defined what is dropped
+        invalid += undropped
+    run = {**(around or {}), **plain(tree)}
+    domains: checks.Domains
+    if isinstance(settings, RunSettings | _Domains):  # valid, and need not be read once more
+        domains = {**settings.experts}
+    else:
+        domains = checks.domains_of(run)
+    broken = list(checks.violations(run, domains))
+    broken += checks.surroundings(run, domains) if to_start else ()
+    crossed = [
+        Violation(nearest(tree, tuple(key.split("."))), key, message) for key, message in broken
+    ]
+    # What is no value at all is not also one of the wrong type.
+    told = {(violation.place.file, violation.key) for violation in reader.violations}
+    invalid = [each for each in invalid if (each.place.file, each.key) not in told]
+    found = [*reader.violations, *invalid, *crossed]
+    if found or settings is None:
+        raise ConfigError(sorted(found, key=_reading_order), more)
+    return settings
+
+
+def _with_domain(tree: Mapping, path: Path, reader: Reader) -> Mapping:
+    domain = reader.file(path, ("experts", path.stem))
+    domains = Mapping({path.stem: domain}, domain.place)
+    return Mapping({**tree.entries, "experts": domains}, tree.place)
+
+
+def dump_resolved(settings: RunSettings) -> str:
+    """The settings as YAML with every default written out; `load` reads it back unchanged."""
+    return yaml_core.dump(settings.model_dump(mode="json"))
+
+
+def dump_differing(settings: Settings) -> str:
+    """What of settings differs from the defaults, as YAML. What says which settings a block has,
+    such as a reward's `kind`, stands with every block that is there."""
+    return yaml_core.dump(_differing(settings))
+
+
+def differing_keys(old: RunSettings, new: RunSettings) -> dict[str, tuple[Any, Any]]:
+    """Every dotted key whose value differs, with both values; None stands for an absent key."""
+    before = dict(flatten(old.model_dump(mode="json")))
+    after = dict(flatten(new.model_dump(mode="json")))
+    keys = [*before, *(key for key in after if key not in before)]
+    return {
+        key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)
+    }
+
+
+def _differing(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _differing(child) for name, child in value.items()}
+    if not isinstance(value, Settings):
+        return value
+    leaves = value.model_dump(mode="json", by_alias=False)
+    tags, others = {}, {}
+    for name, field in type(value).model_fields.items():
+        child = getattr(value, name)
+        if get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1:
+            tags[name] = child
+        elif child != field.get_default(call_default_factory=True):
+            blocks = isinstance(child, Settings | dict)
+            others[field.alias or name] = _differing(child) if blocks else leaves[name]
+    return {**tags, **others}
+
+
+def _with_overrides(tree: Mapping, overrides: Iterable[str], reader: Reader) -> Mapping:
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        key = tuple(name.split("."))
+        if not equals or not all(key):
+            message = "an override is written dotted.key=value"
+            reader.violations.append(Violation(SourceLocation(None), override, message))
+        elif len(key) > yaml_core.MOST_DEPTH:
+            reader.violations.append(Violation(SourceLocation(None), name, "nested too deeply"))
+        elif not reader.broken and (violation := _unknown_override(tree, key)):
+            reader.violations.append(violation)
+        elif node := reader.value(text, key):
+            tree = lay(tree, key, node)
+    return tree
+
+
+def _unknown_override(tree: Mapping, key: Key) -> Violation | None:
+    """An override may name any field of the schema, but in a mapping only the names it has."""
+    for depth, name in enumerate(key):
+        parent = schema.type_at(RunSettings, key[:depth])
+        if fields := schema.fields(parent):
+            known = list(fields)
+        elif schema.fields(schema.type_at(RunSettings, key[: depth + 1])):
+            entries = find(tree, key[:depth])
+            known = list(entries.entries) if isinstance(entries, Mapping) else []
+        else:
+            return None
+        if name not in known:
+            return Violation(
+                SourceLocation(None), dotted(key[: depth + 1]), _unknown(parent, name, known)
+            )
+    return None
+
+
+def _with_absolute_paths(tree: Mapping) -> Mapping:
+    for pattern in PATHS:
+        for key in _matching(tree, pattern):
+            leaf = find(tree, key)
+            if not isinstance(leaf, Leaf) or not isinstance(leaf.value, str):
+                continue
+            if pattern != TOKENIZER or leaf.value != CHARACTERS:
+                path = leaf.place.beside(leaf.value).absolute()
+                tree = lay(tree, key, Leaf(str(path), leaf.place))
+    return tree
+
+
+def _matching(tree: Mapping, pattern: Key) -> Iterator[Key]:
+    """Yield the keys of a tree that a pattern stands for."""
+    first, rest = pattern[0], pattern[1:]
+    for name in tree.entries if first == "*" else (first,):
+        if not rest:
+            yield (name,)
+        elif isinstance(node := tree.entries.get(name), Mapping):
+            yield from ((name, *more) for more in _matching(node, rest))
+
+
+def _validated(
+    root: type[Root], tree: Mapping, *, complete: bool
+) -> tuple[Root | None, list[Violation], int]:
+    """The settings, or the first MOST_ERRORS violations and how many more there are.
+
+    A missing key counts only in a complete tree: else the unreadable file may have stated it.
+    """
+    # A YAML document has JSON's types, and JSON's strict mode is the one that knows a list may be
+    # a tuple and a string a path, but neither "3" nor true a number.
+    try:
+        text = json.dumps(plain(tree), default=str)
+        return root.model_validate_json(text, strict=True), [], 0
+    except ValidationError as error:
+        told = [
+            each
+            for each in error.errors(include_url=False)
+            if complete or each["type"] != "missing"
+        ]
+        first = told[:MOST_ERRORS]
+        found = [_violation(root, tree, details) for details in first]
+        found += (each for details in first for each in _below(root, tree, details))
+        return None, found, len(told) - len(first)
+
+
+def _below(root: type[Settings], tree: Mapping, error: ErrorDetails) -> Iterator[Violation]:
+    """Of a block that is no known one, which pydantic looks no further into: the keys that no block
+    in its place has."""
+    if error["type"] != "union_tag_invalid":
+        return
+    root = _schema_of(root)
+    key = schema.without_arms(root, error["loc"])
+    block, annotation = find(tree, key), schema.type_at(root, key)
+    known = schema.fields(annotation)
+    for name, node in block.entries.items() if isinstance(block, Mapping) else ():
+        if name not in known:
+            message = _unknown(annotation, name, known)
+            yield Violation(node.place, dotted((*key, name)), message)
+
+
+def _violation(root: type[Settings], tree: Mapping, error: ErrorDetails) -> Violation:
+    root = _schema_of(root)
+    key = schema.without_arms(root, error["loc"])
+    if key[-1:] == (OF_KEY,):
+        key = key[:-1]
+        message = f"unknown kind; {hint(str(key[-1]), get_args(Kind))}"
+        return Violation(nearest(tree, key), dotted(key), message)
+    if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        key = (*key, schema.tag(schema.type_at(root, key)))
+    return Violation(nearest(tree, key), dotted(key), _message(root, error))
+
+
+def _schema_of(root: type[Settings]) -> type[Settings]:
+    """A domain by itself is validated as a part of a run, whose keys it names."""
+    return ClusterSettings if root is ClusterSettings else RunSettings
+
+
+def _message(root: type[Settings], error: ErrorDetails) -> str:
+    if not error["loc"]:
+        return str(error["msg"])
+    *parent, name = error["loc"]
+    if error["type"] in ("missing", "union_tag_not_found"):
+        return "required key is missing"
+    if error["type"] == "extra_forbidden":
+        annotation = schema.type_at(root, tuple(parent))
+        return _unknown(annotation, str(name), schema.fields(annotation))
+    if error["type"] == "union_tag_invalid":
+        known_arms = " or ".join(error["ctx"]["expected_tags"].rsplit(", ", 1))
+        return f"should be {known_arms}, not {json.dumps(error['ctx']['tag'])}"
+    if error["type"] == "too_short":
+        least, given = error["ctx"]["min_length"], error["ctx"]["actual_length"]
+        return f"should have at least {least} {'item' if least == 1 else 'items'}, not {given}"
+    given = "a mapping" if isinstance(error["input"], dict) else json.dumps(error["input"])
+    given = shortened(given, LONGEST_VALUE)
+    if error["type"] == "bool_type":
+        return f"should be true or false, not {given}"
+    reason = error["msg"].removeprefix("Input ").replace("an object", MAPPING)
+    reason = reason.replace("a valid dictionary or object to extract fields from", MAPPING)
+    return f"{reason[0].lower()}{reason[1:]}, not {given}"
+
+
+def _unknown(annotation: Any, name: str, known: Iterable[str]) -> str:
+    if now := schema.renamed(annotation, name):
+        return f"is now written {now}"
+    return f"unknown key; {hint(name, known)}"
+
+
+def _reading_order(violation: Violation) -> tuple[str, int]:
+    return str(violation.place.file or ""), violation.place.line or 0

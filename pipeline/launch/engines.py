@@ -1,0 +1,160 @@
+"""Engine processes: they stay up from stage to stage, and are restarted when they fail."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from pipeline.launch.jobs import write_engine_job
+from pipeline.launch.placement import Placement
+from pipeline.launch.processes import Process, ProcessFailure, kill
+from pipeline.run.directory import EngineDirectory
+from stages.settings import RunSettings
+
+Tell = Callable[[str], None]
+
+
+class EngineSupervisor:
+    """The engines of a launcher, each in a folder of its own below `folder`. None runs before the
+    first `begin`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: RunSettings,
+        program: Callable[[Path], list[str]],
+        placement: Placement,
+    ) -> None:
+        self._settings = settings
+        self._placement = placement
+        self._directories = [
+            EngineDirectory(folder / str(index)) for index in range(settings.engine.count)
+        ]
+        self._program = program
+        self._engines: list[SupervisedEngine] = []
+
+    @property
+    def addresses(self) -> list[Path]:
+        """Where each engine says how to reach it."""
+        return [directory.address.absolute() for directory in self._directories]
+
+    def begin(self, tell: Tell) -> None:
+        """Have every engine running for a new attempt at a stage, whose restarts count from 0.
+
+        Raises:
+            BraidError: the machine has too few cores for engines on cores of their own.
+        """
+        if not self._engines:
+            for index in range(len(self._directories)):
+                self._engines.append(self._first(index))
+            return
+        for engine in self._engines:
+            engine.restarts = 0
+            if failure := engine.failure():
+                tell(f"{failure.cause}; starting it anew")
+                engine.start()
+
+    def mend(self, tell: Tell) -> ProcessFailure | None:
+        """Restart the engines that failed; the failure of one for which that is no remedy."""
+        for engine in self._engines:
+            if (failure := engine.failure()) is None:
+                continue
+            if not engine.was_ready and not failure.lost:
+                return failure  # it would fail the next time too
+            bound = self._settings.engine.max_restarts
+            if engine.restarts >= bound:
+                return replace(failure, cause=f"{failure.cause}; {_worn_out(bound)}")
+            engine.restarts += 1
+            tell(f"{failure.cause}; restarting it ({engine.restarts} of at most {bound})")
+            engine.start()
+        return None
+
+    def failed(self) -> ProcessFailure | None:
+        """The failure of the first engine that has one."""
+        return next(filter(None, (engine.failure() for engine in self._engines)), None)
+
+    def stop(self) -> None:
+        """Leave nothing of any engine running."""
+        for engine in self._engines:
+            engine.stop()
+
+    def _first(self, index: int) -> SupervisedEngine:
+        directory = self._directories[index]
+        job = write_engine_job(directory, self._settings, index, self._placement.interface)
+        patience = self._settings.engine.start_timeout_seconds
+        return SupervisedEngine(directory, index, self._program(job), self._placement, patience)
+
+
+class SupervisedEngine:
+    """One engine through all of its restarts. `was_ready` tells that it can run at all."""
+
+    def __init__(
+        self,
+        directory: EngineDirectory,
+        index: int,
+        command: list[str],
+        placement: Placement,
+        start_seconds: float,
+    ) -> None:
+        self.restarts = 0
+        self.was_ready = False
+        self._name = f"engine {index}"
+        self._index = index
+        self._directory = directory
+        self._command = command
+        self._placement = placement
+        self._start_seconds = start_seconds
+        self._process: Process | None = None
+        self._started = 0.0
+        self.start()
+
+    def start(self) -> None:
+        """Start it, after ending what runs of it and removing what that has left."""
+        self.stop()
+        self._directory.address.unlink(missing_ok=True)
+        self._directory.restart.unlink(missing_ok=True)
+        self._process = self._placement.start_engine(
+            self._name, self._index, self._command, self._directory.log
+        )
+        self._started = time.monotonic()
+
+    def stop(self) -> None:
+        """End the process and everything it started."""
+        if self._process:
+            kill([self._process])
+            self._process = None
+
+    def failure(self) -> ProcessFailure | None:
+        """Why it cannot be used any more: it ended, it does not get ready, or a rank says so."""
+        assert self._process is not None
+        ended = self._process.status() is not None
+        ready = self._directory.address.exists()  # looked for last: it may have ended just now
+        self.was_ready = self.was_ready or ready
+        if ended:
+            failure = self._process.failure()
+            named = self.was_ready and failure.stated
+            return replace(failure, cause=f"{self._name}: {failure.cause}") if named else failure
+        if ready:
+            return self._complaint()
+        # One of an engine that is not ready was of the engine before it.
+        self._directory.restart.unlink(missing_ok=True)
+        if time.monotonic() < self._started + self._start_seconds:
+            return None
+        seconds = f"{self._start_seconds} s (engine.start_timeout_seconds)"
+        return ProcessFailure(f"{self._name} was not ready after {seconds}", self._directory.log)
+
+    def _complaint(self) -> ProcessFailure | None:
+        try:
+            reason = self._directory.restart.read_text(errors="replace")
+        except FileNotFoundError:
+            return None
+        return ProcessFailure(f"{self._name}: {' '.join(reason.split())}", self._directory.log)
+
+
+def _worn_out(bound: int) -> str:
+    if not bound:
+        return "engine.max_restarts = 0 allows no restart"
+    times = "once" if bound == 1 else f"{bound} times"
+    return f"it was restarted {times} already, and engine.max_restarts = {bound}"

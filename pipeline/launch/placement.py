@@ -1,0 +1,92 @@
+"""Where the processes of a job run: on this machine, or as steps of a job of Slurm's."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from parallel.engine.environment import PROCESS_ENVIRONMENT
+from parallel.network import LOOPBACK, address_of, environment_of
+from parallel.settings import EngineSettings
+from pipeline.config.cores import share_out
+from pipeline.launch.forkserver import ForkServer, ForkServers
+from pipeline.launch.processes import Child, Process, kill
+
+
+class Placement(Protocol):
+    """Starts the processes of a job. `interface` is where they listen: `parallel.network`."""
+
+    interface: str
+
+    def start_ranks(
+        self, command: Sequence[str], world: int, folder: Path, beside_engines: bool
+    ) -> list[Process]:
+        """The ranks of a stage, with their logs in `folder`."""
+
+    def start_engine(self, name: str, index: int, command: Sequence[str], log: Path) -> Process:
+        """An engine.
+
+        Raises:
+            BraidError: there is no place for it.
+        """
+
+
+class ThisMachine:
+    """Children of this process, on all of the cores it may use or on some of them; forked from
+    `servers`, where there are any."""
+
+    interface = LOOPBACK
+
+    def __init__(
+        self,
+        engine: EngineSettings,
+        cores: Sequence[int] | None = None,
+        servers: ForkServers | None = None,
+    ) -> None:
+        self._engine = engine
+        self._cores = cores
+        self._servers = servers
+
+    def start_ranks(
+        self, command: Sequence[str], world: int, folder: Path, beside_engines: bool
+    ) -> list[Process]:
+        common = {
+            "WORLD_SIZE": str(world),
+            "MASTER_ADDR": address_of(self.interface),
+            "MASTER_PORT": str(free_port()),
+            "OMP_NUM_THREADS": "1",
+            **environment_of(self.interface),
+        }
+        # Beside engines that have nothing to do, the ranks may use every core.
+        cores = share_out(self._engine, self._cores).ranks if beside_engines else None
+        ranks: list[Process] = []
+        try:
+            for rank in range(world):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                log = folder / f"rank_{rank}.log"
+                environment = {**common, **own}
+                where = cores or self._cores
+                name = f"rank {rank}"
+                ranks.append(Child(name, command, log, environment, where, self._server(command)))
+        except OSError:
+            kill(ranks)
+            raise
+        return ranks
+
+    def start_engine(self, name: str, index: int, command: Sequence[str], log: Path) -> Process:
+        cores = share_out(self._engine, self._cores).engines[index]
+        environment = PROCESS_ENVIRONMENT | environment_of(self.interface)
+        where = cores or self._cores
+        return Child(name, command, log, environment, where, self._server(command))
+
+    def _server(self, command: Sequence[str]) -> ForkServer | None:
+        return self._servers.of(command) if self._servers else None
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

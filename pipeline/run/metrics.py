@@ -1,0 +1,96 @@
+"""What a stage logs: metrics.jsonl, one line a step, as the launcher reads it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from parallel.files import open_file
+from pipeline.config.violations import shown
+from pipeline.errors import BraidError
+
+LABELS = ("model", "domain")  # text; all else is a number
+MOST_STEPS = 10**12  # no stage has more, and arithmetic on them stays within a float
+Line = dict[str, Any]
+UNREADABLE = (ValueError, RecursionError, OverflowError)
+
+
+class MetricsTail:
+    """The new lines of a growing file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = path.stat().st_size if path.exists() else 0
+
+    def read(self) -> list[Line]:
+        """Whole lines since the last call."""
+        if not self._path.exists():
+            return []
+        # A resumed stage may cut off the lines after its checkpoint.
+        self._offset = min(self._offset, self._path.stat().st_size)
+        with open_file(self._path) as file:
+            file.seek(self._offset)
+            whole, _, _ = file.read().rpartition(b"\n")
+        if not whole:
+            return []
+        self._offset += len(whole) + 1
+        return list(_whole(whole))
+
+
+def newest_lines(path: Path, most_bytes: int) -> list[Line]:
+    """The last lines of a file, however many it has; none where it is not there."""
+    try:
+        with open_file(path) as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - most_bytes))
+            return list(_whole(file.read()))
+    except FileNotFoundError:
+        return []
+
+
+def all_lines(path: Path) -> list[Line]:
+    """All lines of a finished stage. Raises BraidError for one that is damaged."""
+    found = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            found.append(_read(line))
+        except UNREADABLE as error:
+            where = f"{shown(path)}:{number}"
+            raise BraidError(f"{where}: is damaged, and a gate reads it: {error}") from error
+    return found
+
+
+def _whole(lines: bytes) -> Iterator[Line]:
+    """Those that can be read: the first may be cut off by us, and the last by its writer."""
+    for line in lines.split(b"\n"):
+        try:
+            yield _read(line)
+        except UNREADABLE:
+            continue
+
+
+def _read(line: bytes) -> Line:
+    """Raises one of UNREADABLE where it is not what a stage logs."""
+    found = json.loads(line)
+    if not isinstance(found, dict):
+        raise ValueError("it is no JSON object")
+    for name, value in found.items():
+        if type(value) is float or type(value) is int:  # nearly all; a bool is neither
+            wrong = name in LABELS
+            float(value)  # a whole number may be larger than any
+        else:
+            wrong = name not in LABELS or not isinstance(value, str)
+        if wrong:
+            raise ValueError(f"{name} is no {'text' if name in LABELS else 'number'}")
+    for name in ("step", "steps"):
+        step = found.get(name, 0)
+        if not isinstance(step, int) or not 0 <= step <= MOST_STEPS:
+            raise ValueError(f"{name} is not a whole number from 0 to {MOST_STEPS}")
+    if missing := {"step", "time"} - found.keys():
+        raise ValueError(f"it has no {' and no '.join(sorted(missing))}")
+    if not math.isfinite(found["time"]):
+        raise ValueError("time is no number")
+    return found

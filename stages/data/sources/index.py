@@ -1,0 +1,199 @@
+"""Where the usable rows of some files stand, which of them are held out, and in which order they
+come: 20 bytes a row, whatever the rows hold."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from math import ceil
+from pathlib import Path
+
+import numpy as np
+
+from parallel.status_pipe import say_notice
+from stages.data.problem import DomainError
+from stages.data.sources.rows import ROWS, Row, RowFault
+from stages.data.sources.settings import FileSettings
+
+# What a row is, and what its prompt says: two content hashes, 64 hexadecimal digits each.
+Identify = Callable[[Row], tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What became of the rows of the files: all of them, the unusable, the repeated."""
+
+    rows: int
+    bad: int
+    duplicates: int
+
+
+@dataclass(frozen=True)
+class RowIndex:
+    """The usable rows, in the order of the files, each once.
+
+    `file` uint32 [rows] is the place in `files` and `at` int64 [rows] the place therein; `keys`
+    uint64 [rows] are the first 64 bits of the hashes of their prompts.
+    """
+
+    settings: FileSettings
+    domain: str
+    block: str  # the settings' key below the domain's
+    files: list[Path]
+    counts: Counts
+    file: np.ndarray = field(repr=False)
+    at: np.ndarray = field(repr=False)
+    keys: np.ndarray = field(repr=False)
+
+    def split(self, held_out: bool, fraction: float) -> np.ndarray:
+        """The rows, int64, whose prompts are held out where `fraction` of all are, or the others.
+
+        Raises DomainError where there are none.
+        """
+        below = self.keys < np.uint64(ceil(fraction * 2**64))
+        rows = np.flatnonzero(below == held_out)
+        if not len(rows):
+            split = "held-out" if held_out else "training"
+            raise DomainError(
+                self.domain,
+                f"{self.block}.path",
+                f"none of the {len(self.keys)} usable rows is in the {split} split; add rows or"
+                f" change experts.{self.domain}.prompts.held_out_fraction",
+            )
+        return rows
+
+    def read(self, row: int) -> Row:
+        """A row of the index, from its file. Raises DomainError where it is gone."""
+        try:
+            return ROWS[self.settings.source].read(self.files[self.file[row]], int(self.at[row]))
+        except (OSError, RowFault) as fault:
+            raise self.changed(row, str(fault)) from fault
+
+    def place(self, row: int) -> str:
+        """Where a row stands, for a person."""
+        return ROWS[self.settings.source].place(self.files[self.file[row]], int(self.at[row]))
+
+    def check(self, row: int, key: str) -> None:
+        """Raises DomainError where a row's prompt is not what it was when it was indexed."""
+        if _leading(key) != int(self.keys[row]):
+            raise self.changed(row, "it asks something else")
+
+    def changed(self, row: int, why: str) -> DomainError:
+        """The error of a file that changed while a stage read it."""
+        file = self.files[self.file[row]]
+        return DomainError(
+            self.domain, f"{self.block}.path", f"{file} changed since it was indexed: {why}"
+        )
+
+
+def build_index(
+    settings: FileSettings, domain: str, block: str, columns: Sequence[str], identify: Identify
+) -> RowIndex:
+    """Read every row of the files once.
+
+    `identify` raises RowFault for a row that cannot be used. What is skipped is counted and told.
+    Raises DomainError, naming the file and the line, where a row cannot be used and is not to be
+    skipped, and where no row can be used.
+    """
+    files = settings.files()
+    if not files:
+        raise DomainError(domain, f"{block}.path", f"no {settings.source} file at {settings.path}")
+    reading = _Reading(settings, domain, block, identify)
+    for number, file in enumerate(files):
+        try:
+            for at, row in ROWS[settings.source].scan(file, columns):
+                reading.take(number, file, at, row)
+        except (OSError, RowFault) as fault:
+            raise DomainError(domain, block, f"{file}: {fault}") from fault
+    return reading.index(files)
+
+
+class _Reading:
+    """The index while it is made, and what was wrong with the rows."""
+
+    def __init__(self, settings: FileSettings, domain: str, block: str, identify: Identify) -> None:
+        self._settings, self._domain, self._block = settings, domain, block
+        self._identify = identify
+        self._file, self._at = array("I"), array("q")
+        self._identities, self._keys = array("Q"), array("Q")
+        self._rows = self._bad = 0
+        self._first_fault = ""
+
+    def take(self, number: int, file: Path, at: int, row: Row | RowFault) -> None:
+        self._rows += 1
+        try:
+            if isinstance(row, RowFault):
+                raise row
+            identity, key = self._identify(row)
+        except RowFault as fault:
+            self._note(f"{ROWS[self._settings.source].place(file, at)}: {fault}", fault)
+            return
+        self._file.append(number)
+        self._at.append(at)
+        self._identities.append(_leading(identity))
+        self._keys.append(_leading(key))
+
+    def index(self, files: list[Path]) -> RowIndex:
+        """Every row once, the first of those that are alike."""
+        if not self._keys:
+            why = f": {self._first_fault}" if self._first_fault else ""
+            raise DomainError(self._domain, self._block, f"no usable row in {files[0]}{why}")
+        identities = np.frombuffer(self._identities, np.uint64)
+        kept = np.sort(np.unique(identities, return_index=True)[1])
+        counts = Counts(self._rows, self._bad, len(identities) - len(kept))
+        self._tell(counts)
+        return RowIndex(
+            settings=self._settings,
+            domain=self._domain,
+            block=self._block,
+            files=files,
+            counts=counts,
+            file=np.frombuffer(self._file, np.uint32)[kept],
+            at=np.frombuffer(self._at, np.int64)[kept],
+            keys=np.frombuffer(self._keys, np.uint64)[kept],
+        )
+
+    def _note(self, fault: str, cause: RowFault) -> None:
+        if self._settings.on_bad_row == "stop":
+            mend = f"mend it, or skip such rows with {self._block}.on_bad_row: skip"
+            raise DomainError(self._domain, self._block, f"{fault}; {mend}") from cause
+        self._bad += 1
+        self._first_fault = self._first_fault or fault
+
+    def _tell(self, counts: Counts) -> None:
+        skipped = []
+        if counts.bad:
+            skipped.append(f"{counts.bad} cannot be used ({self._first_fault})")
+        if counts.duplicates:
+            skipped.append(f"{counts.duplicates} repeat another")
+        if skipped:
+            block = f"experts.{self._domain}.{self._block}"
+            say_notice(f"{block}: skipped of {counts.rows} rows: {' and '.join(skipped)}")
+
+
+class Order:
+    """Some rows in an order of their own every epoch, a pure function of `seed`; without end."""
+
+    def __init__(self, rows: np.ndarray, seed: int) -> None:
+        self._rows = rows
+        self._seed = seed
+        self._epoch = -1
+        self._shuffled = rows
+
+    def row(self, cursor: int) -> int:
+        """The row of the index that comes at `cursor`, counted from 0 through all epochs."""
+        epoch, place = divmod(cursor, len(self._rows))
+        if epoch != self._epoch:
+            digest = sha256(f"{self._seed}/{epoch}".encode()).digest()
+            # numpy promises that RandomState draws the same for ever, and of no other that.
+            random = np.random.RandomState(np.frombuffer(digest, ">u4").astype(np.uint32))
+            self._shuffled = random.permutation(self._rows)
+            self._epoch = epoch
+        return int(self._shuffled[place])
+
+
+def _leading(key: str) -> int:
+    """The first 64 bits of a hash."""
+    return int(key[:16], base=16)

@@ -1,0 +1,161 @@
+"""From text to ids and back: what every tokenizer of ours can do, and the one of characters.
+
+The tokenizer of single characters is small enough for a model of a million parameters. It works
+without importing transformers, and saves as an ordinary Hugging Face tokenizer that
+`AutoTokenizer`, and so vLLM, loads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from parallel.files import CHARACTERS as CHARACTERS_NAME
+from parallel.settings import END_TOKEN, PAD_TOKEN, TOKENIZER_SIZE, ModelSettings
+from stages.data.chat import ASSISTANT, Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ +-*/=<>,.:?"
+# Named with brackets, which are no characters of the vocabulary: nothing else spells a special one.
+PAD, END = "[PAD]", "[END]"
+PIECE = re.compile(r"\[[A-Z]+(?:_\d+)?\]|.", re.DOTALL)
+# `user: 2+2? assistant: 4[END]`: the role, what it said, and a space or, after the assistant, the
+# end token.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] }}"
+    "{{ '[END]' if message['role'] == 'assistant' else ' ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+class TokenizerError(ValueError):
+    """A tokenizer that cannot serve, or text that it cannot read."""
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back. Ids are below `vocabulary_size`; a response ends with `end_token`."""
+
+    @property
+    def end_token(self) -> int: ...
+
+    @property
+    def pad_token(self) -> int: ...
+
+    @property
+    def vocabulary_size(self) -> int: ...
+
+    @property
+    def template_digest(self) -> str:
+        """SHA-256 of the chat template; of nothing, where there is none."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of the text and no others: special tokens are those that it spells.
+
+        Raises TokenizerError where some of it has no id.
+        """
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text before the first end token. Other special ids show by name, never vanish."""
+
+    def render(self, messages: Sequence[Message], generation_prompt: bool) -> str:
+        """The conversation as the model reads it; with `generation_prompt`, up to where the
+        assistant begins to answer. Raises TokenizerError where the chat template refuses it."""
+
+    def save(self, directory: Path) -> None:
+        """Write the Hugging Face tokenizer's files into `directory`."""
+
+
+def load_tokenizer(model: ModelSettings) -> Tokenizer:
+    """The tokenizer that `model.tokenizer` names.
+
+    Raises TokenizerError where there is none, it has no end token, or it has more ids than the
+    model.
+    """
+    tokenizer = tokenizer_named(model.tokenizer)
+    if tokenizer.vocabulary_size > model.vocabulary_size:
+        raise TokenizerError(
+            f"model.vocabulary_size: {model.vocabulary_size} is less than the"
+            f" {tokenizer.vocabulary_size} ids of the tokenizer {model.tokenizer}"
+        )
+    return tokenizer
+
+
+def tokenizer_named(name: str) -> Tokenizer:
+    """The one of characters, or that of a folder. Raises TokenizerError where it cannot serve."""
+    if name == CHARACTERS_NAME:
+        return CharacterTokenizer()
+    from stages.data.hugging_face_tokenizer import HuggingFaceTokenizer
+
+    return HuggingFaceTokenizer(Path(name))
+
+
+def digest_of_template(template: str) -> str:
+    """SHA-256, 64 hexadecimal digits."""
+    return sha256(template.encode()).hexdigest()
+
+
+class CharacterTokenizer:
+    """80 ids: pad 0, end 1, then `CHARACTERS` in order, then reserved ones."""
+
+    end_token = END_TOKEN
+    pad_token = PAD_TOKEN
+    vocabulary_size = TOKENIZER_SIZE
+    template_digest = digest_of_template(CHAT_TEMPLATE)
+
+    def __init__(self) -> None:
+        named = [PAD, END, *CHARACTERS]
+        self._reserved = [f"[RESERVED_{i}]" for i in range(len(named), TOKENIZER_SIZE)]
+        self._tokens = named + self._reserved
+        self._ids = {token: i for i, token in enumerate(self._tokens)}
+
+    def encode(self, text: str) -> list[int]:
+        """One id a character or special name, without an end token of its own."""
+        try:
+            return [self._ids[piece] for piece in PIECE.findall(text)]
+        except KeyError as unknown:
+            raise TokenizerError(
+                f"character {unknown} of {text!r} is not in the vocabulary {CHARACTERS!r}"
+            ) from None
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text before the first end token."""
+        tokens = []
+        for i in ids:
+            if i == self.end_token:
+                break
+            tokens.append(self._tokens[i])
+        return "".join(tokens)
+
+    def render(self, messages: Sequence[Message], generation_prompt: bool) -> str:
+        """What `CHAT_TEMPLATE` makes of the messages."""
+        turns = [
+            f"{each['role']}: {each['content']}{END if each['role'] == ASSISTANT else ' '}"
+            for each in messages
+        ]
+        return "".join(turns) + (f"{ASSISTANT}: " if generation_prompt else "")
+
+    def save(self, directory: Path) -> None:
+        """Write the Hugging Face tokenizer's files into `directory`."""
+        self.hugging_face().save_pretrained(directory)
+
+    def hugging_face(self) -> PreTrainedTokenizerFast:
+        """The same ids as a transformers tokenizer. It, too, refuses unknown characters."""
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        backend = Tokenizer(models.WordLevel(self._ids))
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+        backend.decoder = decoders.Fuse()
+        return PreTrainedTokenizerFast(
+            tokenizer_object=backend,
+            pad_token=PAD,
+            eos_token=END,
+            additional_special_tokens=self._reserved,
+            clean_up_tokenization_spaces=False,
+            chat_template=CHAT_TEMPLATE,
+        )

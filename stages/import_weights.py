@@ -1,0 +1,39 @@
+"""The first stage of a run without a cold start: a Hugging Face checkpoint becomes one of ours.
+
+The experts grow from it, and it is evaluated beside them.
+"""
+
+from __future__ import annotations
+
+from parallel.checkpoint.save import Saver
+from parallel.distributed import is_main
+from parallel.model.policy import Policy
+from stages.data.prompts import Split, held_out_problems
+from stages.data.tokenizer import Tokenizer, load_tokenizer
+from stages.settings import RunSettings, StageJob
+
+
+def run(job: StageJob) -> None:
+    """Write `model.initial_weights` as the checkpoint of step 0.
+
+    Raises WeightsError where they are not this model's.
+    """
+    if is_main():
+        look_for_held_out(job.settings, load_tokenizer(job.settings.model))
+    policy = Policy(job.settings.model, job.settings.layout)
+    policy.start_fresh(job.settings.seed)
+    saver = Saver(job.directory / "checkpoints", asynchronous=False)
+    saver.begin(policy, 0, {})
+
+
+def look_for_held_out(settings: RunSettings, tokenizer: Tokenizer) -> None:
+    """Whether there is enough to evaluate on: before hours of training rather than after.
+
+    Raises DomainError where there is not.
+    """
+    for domain, each in settings.experts.items():
+        longest = settings.longest_prompt(each.sampling)
+        reported, gated = settings.evaluation.problems, settings.gate_problems(domain)
+        wanted: dict[Split, int] = {"held_out": reported, "gate": gated}
+        for split, count in wanted.items():
+            held_out_problems(each.prompts, tokenizer, domain, count, longest, split)

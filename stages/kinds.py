@@ -1,0 +1,15 @@
+"""The kinds of stages, and the names of a run's stages. Never imports torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Kind = Literal["import", "sft", "grpo", "mixed", "distill", "gate", "evaluate", "export"]
+
+LEAVING_CHECKPOINTS: tuple[Kind, ...] = ("import", "sft", "grpo", "mixed", "distill")
+MEASURING: tuple[Kind, ...] = ("gate", "evaluate")
+SAMPLING: tuple[Kind, ...] = ("grpo", "mixed", "distill", *MEASURING)
+
+COLD_START, INITIAL = "cold_start", "initial"  # a run has one of the two, its first stage
+EXPERT = "experts."
+GATE = "gates."

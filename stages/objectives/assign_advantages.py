@@ -1,0 +1,139 @@
+"""From a batch's graded groups to what the advantages are computed from, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from parallel.sample import Sample
+from stages.objectives.advantages import advantages
+from stages.objectives.graded import Graded
+from stages.objectives.groups import Group
+from stages.objectives.settings import AdvantageSettings, GaeSettings, ProcessSettings
+from stages.rewards.reward import RewardError
+
+
+def graded(groups: list[Group], weights: Mapping[str, float] | None = None) -> Graded:
+    """What the samples of the groups earned; where a reward is None there is no grade.
+
+    `weights` are those of a reward's parts, by name; without them each weighs 1.
+    """
+    shape = (len(groups), max((len(group.drawn) for group in groups), default=0))
+    samples = {
+        (row, column): sample
+        for row, group in enumerate(groups)
+        for column, sample in enumerate(group.samples)
+        if sample.reward is not None
+    }
+    rewards, lengths, mask = np.zeros(shape), np.zeros(shape, np.int64), np.zeros(shape, bool)
+    for place, sample in samples.items():
+        rewards[place], lengths[place], mask[place] = sample.reward, len(sample.response), True
+    return Graded(
+        rewards=torch.from_numpy(rewards),
+        graded=torch.from_numpy(mask),
+        lengths=torch.from_numpy(lengths),
+        **_parts(samples, shape, weights or {}),
+        **_steps(samples, shape),
+    )
+
+
+def add_advantages(
+    groups: list[Group],
+    settings: AdvantageSettings,
+    weights: Mapping[str, float] | None = None,
+    first: int = 0,
+) -> list[list[Sample]]:
+    """Give every graded sample its advantage; returns those of each group, as
+    `graded_samples`.
+
+    Raises RewardError where the advantage is of steps and a graded sample has none.
+    """
+    if isinstance(settings, ProcessSettings):
+        _hold_to_steps(groups)
+    found = advantages(graded(groups, weights), settings).float().numpy()
+    for number, group in enumerate(groups):
+        for sample, values in zip(group.samples, found[number], strict=False):
+            if found.shape[-1] > 1:
+                sample.advantages = values[: len(sample.response)]
+                values = sample.advantages
+            sample.advantage = float(values.mean())
+    return graded_samples(groups, first)
+
+
+def without_advantages(
+    group: Group,
+    settings: AdvantageSettings,
+    weights: Mapping[str, float] | None = None,
+    mask_truncated: bool = False,
+) -> bool:
+    """Whether no learned token of a graded group has an advantage among its own; of a critic's,
+    which are of no group, and of those that are of a batch, whether all samples earned the same.
+    With `mask_truncated`, what was cut off is not learned."""
+    if mask_truncated and not any(sample.finished for sample in group.samples):
+        return True
+    if isinstance(settings, GaeSettings):
+        return group.flat
+    if isinstance(settings, ProcessSettings):
+        _hold_to_steps([group])
+    found = advantages(graded([group], weights), settings)[0]
+    learned = [sample.finished or not mask_truncated for sample in group.samples]
+    return not found[: len(learned)][learned].any()
+
+
+def graded_samples(groups: list[Group], first: int = 0) -> list[list[Sample]]:
+    """Those of each group, which are told its number, counted from `first`."""
+    for number, group in enumerate(groups):
+        for sample in group.samples:
+            sample.group = first + number
+    return [[each for each in group.samples if each.reward is not None] for group in groups]
+
+
+def _hold_to_steps(groups: list[Group]) -> None:
+    graded = [each for group in groups for each in group.samples if each.reward is not None]
+    without = [sample for sample in graded if not sample.step_rewards]
+    if not without:
+        return
+    cut_off = sum(not sample.finished for sample in without)
+    raise RewardError(
+        f"experts.{without[0].domain}.rewards: objective.advantage process compares steps, but"
+        f" {len(without)} of {len(graded)} responses have none, {cut_off} of which were cut off;"
+        " give the reward that judges steps unfinished: score, have it return Steps for every"
+        " response, or use another advantage"
+    )
+
+
+def _parts(
+    samples: dict[tuple[int, int], Sample], shape: tuple[int, int], weights: Mapping[str, float]
+) -> dict[str, torch.Tensor]:
+    """Parts [groups, G, K] and their weights, where every sample has parts. One of weight 0 is
+    left out: it adds nothing, and a sample lacks it where it has failed."""
+    found = {name for sample in samples.values() for name in sample.reward_parts or {}}
+    names = sorted(name for name in found if weights.get(name, 1.0))
+    if not names or any(sample.reward_parts is None for sample in samples.values()):
+        return {}
+    parts = np.zeros((*shape, len(names)))
+    for place, sample in samples.items():
+        assert sample.reward_parts is not None
+        parts[place] = [sample.reward_parts[name] for name in names]
+    weighed = [weights.get(name, 1.0) for name in names]
+    return {
+        "parts": torch.from_numpy(parts),
+        "weights": torch.tensor(weighed, dtype=torch.float64),
+    }
+
+
+def _steps(
+    samples: dict[tuple[int, int], Sample], shape: tuple[int, int]
+) -> dict[str, torch.Tensor]:
+    """Step rewards and ends [groups, G, S], where every sample has steps."""
+    steps = {place: sample.step_rewards for place, sample in samples.items()}
+    if not steps or any(each is None for each in steps.values()):
+        return {}
+    most = max(len(each or ()) for each in steps.values())
+    rewards, ends = np.zeros((*shape, most)), np.full((*shape, most), -1)
+    for place, each in steps.items():
+        for index, (end, reward) in enumerate(each or ()):
+            rewards[place][index], ends[place][index] = reward, end
+    return {"step_rewards": torch.from_numpy(rewards), "step_ends": torch.from_numpy(ends)}

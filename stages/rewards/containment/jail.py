@@ -1,0 +1,231 @@
+"""The inside of the sandbox: builds what a program sees, starts it, and is its first process.
+
+This process is number 1 of its process-id namespace: when it ends, the kernel kills whatever the
+program has left behind, and no signal from inside reaches it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+
+from stages.rewards.containment import kernel
+
+TYPE_CHECKING = False  # as typing's, whose import costs more than a run should
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Any
+
+OUTSIDE = "/outside"  # the host's files while the room is built
+SCRATCH = "/scratch"
+PROGRAM, EXAMINER = "/program.py", "/examiner.py"
+FLAGS = ("-I", "-S", "-B", "-X", "utf8")
+# `site`, which -S leaves out, defines exit and quit. compile() names the file for tracebacks.
+START = (
+    "import builtins, sys; builtins.exit = builtins.quit = sys.exit; "
+    f"exec(compile(open({PROGRAM!r}, encoding='utf-8').read(), {PROGRAM!r}, 'exec'))"
+)
+# Where descriptors wait before they take their place; above any that a program is given.
+WAITING = 64
+SCRATCH_FILES = 1024
+STACK_BYTES = 64 << 20
+OURS = 2  # processes of ours that count as the program's where all are of one user
+
+
+def live(request: dict[str, Any], pipes: dict[str, int]) -> None:
+    """Build the room, run the program (and the examiner), report. Never returns.
+
+    `pipes` are the writing ends of output, errors, verdicts and report. A report is one line:
+    `failed REASON` where the sandbox is at fault, `ended STATUS` (of wait) otherwise.
+    """
+    report = fcntl.fcntl(pipes["report"], fcntl.F_DUPFD_CLOEXEC, WAITING)
+    try:
+        kernel.die_with_parent()
+        kernel.handle_no_interrupt()  # a signal that is handled gets in here from inside
+        os.umask(0o022)
+        with _Step("make namespaces of mounts"):
+            kernel.unshare(kernel.NEW_MOUNTS)
+        with _Step("build the file system"):
+            questions, tests = _build(request)
+        main = _start_all(request, pipes, report, questions, tests)
+        os.write(report, f"ended {_wait_for(main)}\n".encode())
+    except BaseException as error:
+        os.write(report, f"failed {error}\n".encode())
+    finally:
+        os._exit(0)
+
+
+class _Step:
+    """Says in an OSError what could not be done."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, OSError):
+            raise OSError(f"cannot {self._what}: {error.strerror or error}") from error
+
+
+def _build(request: dict[str, Any]) -> tuple[int, int]:
+    """Replace the root by a small one; returns descriptors of standard input and of the tests.
+
+    Both are read through descriptors alone: their files have no name any more.
+    """
+    kernel.mount("none", "/", flags=kernel.RECURSIVE | kernel.PRIVATE)
+    kernel.mount("room", "/tmp", "tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, "mode=755")
+    os.chdir("/tmp")
+    os.mkdir(OUTSIDE[1:], 0o700)
+    kernel.pivot_root(".", OUTSIDE[1:])
+    os.chdir("/")
+    for folder, real in request["folders"]:
+        os.makedirs(folder, exist_ok=True)
+        kernel.mount(OUTSIDE + real, folder, flags=kernel.BIND)
+    for hidden in request["hidden"]:
+        kernel.mount("hidden", hidden, "tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, "mode=755")
+    for file, real in (*request["files"], ("/dev/null", "/dev/null")):
+        os.makedirs(os.path.dirname(file), exist_ok=True)
+        _write(file, b"")
+        kernel.mount(OUTSIDE + real, file, flags=kernel.BIND)
+    _write(PROGRAM, request["program"])
+    _write(EXAMINER, request["examiner"])
+    os.mkdir(SCRATCH)
+    descriptors = _nameless(request["input"]), _nameless(request["tests"])
+    kernel.unmount(OUTSIDE)
+    os.rmdir(OUTSIDE)
+    kernel.make_read_only("/")
+    kernel.mount(
+        "scratch",
+        SCRATCH,
+        "tmpfs",
+        kernel.NO_SETUID | kernel.NO_DEVICES | kernel.NO_EXECUTION,
+        f"mode=1777,size={request['scratch_bytes']},nr_inodes={SCRATCH_FILES}",
+    )
+    os.chdir(SCRATCH)
+    return descriptors
+
+
+def _write(path: str, content: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    while content:
+        content = content[os.write(descriptor, content) :]
+    os.close(descriptor)
+
+
+def _nameless(content: bytes) -> int:
+    _write("/nameless", content)
+    descriptor = os.open("/nameless", os.O_RDONLY)
+    os.unlink("/nameless")
+    return descriptor
+
+
+def _start_all(
+    request: dict[str, Any], pipes: dict[str, int], report: int, questions: int, tests: int
+) -> int:
+    """Start the program, alone or with an examiner; the process whose end is the end of the run."""
+    nothing = os.open("/dev/null", os.O_RDWR)
+    python = request["python"]
+    if not request["tests"]:
+        descriptors = {0: questions, 1: pipes["output"], 2: pipes["errors"]}
+        return _start([python, *FLAGS, "-c", START], descriptors, request, "program", report)
+    asked, asks = os.pipe()
+    answered, answers = os.pipe()
+    descriptors = {0: nothing, 1: nothing, 2: pipes["errors"]}
+    examiner = _start(
+        [python, *FLAGS, EXAMINER, "tests"],
+        {**descriptors, 0: tests, 3: answered, 4: asks, 5: pipes["verdicts"]},
+        request,
+        "examiner",
+        report,
+    )
+    # Neither the tests nor a verdict's pipe is open in what starts now.
+    _start(
+        [python, *FLAGS, EXAMINER, "program"],
+        {**descriptors, 1: pipes["output"], 3: asked, 4: answers},
+        request,
+        "program",
+        report,
+    )
+    for descriptor in (asked, asks, answered, answers):
+        os.close(descriptor)
+    return examiner
+
+
+def _start(
+    command: list[str],
+    descriptors: dict[int, int],
+    request: dict[str, Any],
+    role: str,
+    report: int,
+) -> int:
+    process = os.fork()
+    if process:
+        return process
+    try:
+        waiting = {
+            number: fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, WAITING)
+            for number, descriptor in descriptors.items()
+        }
+        for number, descriptor in waiting.items():
+            os.dup2(descriptor, number)
+        os.setsid()
+        with _Step("give up rights"):
+            _give_up_rights(request["users"].get(role))
+        _limit(request)
+        with _Step("install the filter of system calls (CONFIG_SECCOMP_FILTER)"):
+            kernel.install_filter(request["filter"])
+        with _Step(f"start {command[0]}"):
+            os.execve(command[0], command, request["environment"])
+    except BaseException as error:
+        os.write(report, f"failed {error}\n".encode())
+    finally:
+        os._exit(1)
+
+
+def _give_up_rights(user: int | None) -> None:
+    """Become `user`, who has no rights; None where only one user is to be had in here."""
+    kernel.forbid_new_privileges()
+    kernel.bound_capabilities()
+    if user is not None:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+    kernel.drop_capabilities()
+
+
+def _limit(request: dict[str, Any]) -> None:
+    ours = 0 if request["users"] else OURS + bool(request["tests"])
+    memory, scratch = request["memory_bytes"], request["scratch_bytes"]
+    limits = {
+        resource.RLIMIT_AS: memory,
+        resource.RLIMIT_STACK: min(STACK_BYTES, memory // 2),
+        resource.RLIMIT_CPU: int(request["cpu_seconds"]) + 2,  # the supervisor comes first
+        resource.RLIMIT_NPROC: request["processes"] + ours,
+        resource.RLIMIT_NOFILE: request["open_files"],
+        resource.RLIMIT_FSIZE: scratch,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_SIGPENDING: 64,
+    }
+    for kind, limit in limits.items():
+        hard = resource.getrlimit(kind)[1]
+        if hard != resource.RLIM_INFINITY:
+            limit = min(limit, hard)
+        resource.setrlimit(kind, (limit, limit))
+
+
+def _wait_for(main: int) -> int:
+    """The wait status of `main`; what else ends meanwhile is reaped."""
+    while True:
+        process, status = os.wait()
+        if process == main:
+            return status

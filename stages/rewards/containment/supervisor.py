@@ -1,0 +1,289 @@
+"""Outside the sandbox: makes the namespaces, watches what runs inside, ends it, tells the outcome.
+
+Started by `stages.rewards.sandbox` for each program: reads a request from standard input and
+writes the outcome to standard output, both as `marshal` writes them; both ends are ours. An exit
+status of 1 with a line on standard error is a fault of the sandbox.
+"""
+
+from __future__ import annotations
+
+import errno
+import marshal
+import os
+import select
+import sys
+import time
+
+from stages.rewards.containment import jail as room
+from stages.rewards.containment import kernel
+
+TYPE_CHECKING = False  # as typing's, whose import costs more than a run should
+if TYPE_CHECKING:
+    from typing import Any
+
+WATCH_SECONDS = 0.02
+CHUNK = 1 << 16
+ERROR_BYTES = 8192  # of the program's error output that are kept
+TICKS = os.sysconf("SC_CLK_TCK")
+NAMESPACES = (
+    kernel.NEW_CGROUP | kernel.NEW_HOST_NAME | kernel.NEW_IPC | kernel.NEW_PIDS | kernel.NEW_NETWORK
+)
+NOBODY, EXAMINER = 65534, 65533
+# Without a user namespace the limit on processes counts all of a user's, so each run has users of
+# its own, far above any that a host gives to people.
+OWN_USERS = 0x60000000
+# Refusals: by the kernel's settings or a container's filter, and by a limit on how many there are.
+REFUSALS = (errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSPC, errno.ENOSYS, errno.EUSERS)
+
+
+def main() -> None:
+    """Serve one request."""
+    kernel.die_with_parent()
+    request: dict[str, Any] = marshal.loads(sys.stdin.buffer.read())
+    try:
+        outcome = _run(request)
+    except OSError as error:
+        sys.exit(str(error.args[-1]))
+    sys.stdout.buffer.write(marshal.dumps(outcome))
+
+
+def _run(request: dict[str, Any]) -> dict[str, Any]:
+    request["users"] = _enter_namespaces()
+    ends = {name: os.pipe() for name in ("output", "errors", "verdicts", "report")}
+    first = os.fork()
+    if first == 0:
+        for reading, _ in ends.values():
+            os.close(reading)
+        room.live(request, {name: writing for name, (_, writing) in ends.items()})
+    for _, writing in ends.values():
+        os.close(writing)
+    watch = RoomSupervisor(request, first, {reading: name for name, (reading, _) in ends.items()})
+    watch.until_ended()
+    return watch.outcome()
+
+
+def _enter_namespaces() -> dict[str, int]:
+    """Leave the host's namespaces; returns the users to run as, none where there is but one.
+
+    Root may map any user into a namespace, everybody else only himself. Where user namespaces are
+    refused, root needs none.
+    """
+    root = os.geteuid() == 0
+    own = os.geteuid()
+    ready, go = os.pipe()
+    writer = os.fork()
+    if writer == 0:  # stays outside, where root has the right to map users
+        os.close(go)
+        os._exit(_write_maps(os.getppid(), own, root) if os.read(ready, 1) else 0)
+    os.close(ready)
+    try:
+        kernel.unshare(kernel.NEW_USERS | NAMESPACES)
+    except OSError as error:
+        os.close(go)
+        os.waitpid(writer, 0)
+        return _enter_as_root(root, error)
+    os.write(go, b"!")
+    os.close(go)
+    mapped = os.waitstatus_to_exitcode(os.waitpid(writer, 0)[1])
+    if mapped == MAPPED_NONE:
+        raise OSError("cannot map users into a user namespace")
+    return {"program": NOBODY, "examiner": EXAMINER} if mapped == MAPPED_MANY else {}
+
+
+MAPPED_MANY, MAPPED_ONE, MAPPED_NONE = range(3)
+
+
+def _write_maps(process: int, own: int, root: bool) -> int:
+    group = os.getegid()
+    if root:
+        many = f"0 0 1\n{EXAMINER} {EXAMINER} 2\n"
+        try:
+            _write(f"/proc/{process}/uid_map", many)
+            _write(f"/proc/{process}/gid_map", many)
+            return MAPPED_MANY
+        except OSError:  # root of a container that itself has few users
+            pass
+    try:
+        _write(f"/proc/{process}/setgroups", "deny")
+        _write(f"/proc/{process}/uid_map", f"0 {own} 1\n")
+        _write(f"/proc/{process}/gid_map", f"0 {group} 1\n")
+    except OSError:
+        return MAPPED_NONE
+    return MAPPED_ONE
+
+
+def _write(path: str, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        os.write(descriptor, text.encode())
+    finally:
+        os.close(descriptor)
+
+
+def _enter_as_root(root: bool, refusal: OSError) -> dict[str, int]:
+    if not root or refusal.errno not in REFUSALS:
+        raise OSError(
+            f"no user namespace is to be had here ({refusal.strerror}): allow them"
+            " (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone,"
+            " kernel.apparmor_restrict_unprivileged_userns; in a container, its seccomp profile)"
+        )
+    try:
+        kernel.unshare(NAMESPACES)
+    except OSError as error:
+        raise OSError(
+            f"neither user namespaces ({refusal.strerror}) nor others ({error.strerror}) are to be"
+            " had here: the container needs either CAP_SYS_ADMIN or a seccomp profile that allows"
+            " unshare"
+        ) from error
+    user = OWN_USERS + 2 * os.getpid()
+    return {"program": user, "examiner": user + 1}
+
+
+class RoomSupervisor:
+    """Reads what the room says until it has ended, and ends it at the first limit passed."""
+
+    def __init__(self, request: dict[str, Any], first: int, pipes: dict[int, str]) -> None:
+        self._request = request
+        self._first = first
+        self._pipes = pipes
+        self._kept = {name: bytearray() for name in pipes.values()}
+        self._started = time.monotonic()
+        self._cause: str | None = None  # the limit that was passed
+        self._poll = select.poll()
+        for descriptor in pipes:
+            os.set_blocking(descriptor, False)
+            self._poll.register(descriptor, select.POLLIN)
+
+    def until_ended(self) -> None:
+        """Return when no process of the room is left.
+
+        Whatever keeps the program from being watched ends it, as one that was killed. Were that a
+        fault of the sandbox, a program could choose to have no reward instead of a bad one.
+        """
+        try:
+            self._watch()
+        except Exception as error:
+            self._kept["errors"] += f"\nthe program cannot be watched: {error!r}".encode()
+            self._end("killed")
+        os.waitpid(self._first, 0)  # after all others: the kernel makes it wait for them
+
+    def _watch(self) -> None:
+        deadline = self._started + self._request["wall_seconds"]
+        looked = self._started
+        while self._pipes:
+            for descriptor, _ in self._poll.poll(WATCH_SECONDS * 1000):
+                self._read(descriptor)
+            now = time.monotonic()
+            if self._cause is None and now >= deadline:
+                self._end("timeout")
+            if self._cause is None and now - looked >= WATCH_SECONDS:
+                looked = now
+                self._look()
+
+    def outcome(self) -> dict[str, Any]:
+        """How the run ended. Raises OSError where the room could not be built."""
+        report = self._kept["report"].decode(errors="replace").splitlines()
+        for line in report:
+            if line.startswith("failed "):
+                raise OSError(line.removeprefix("failed "))
+        if not report and self._cause is None:
+            raise OSError("the sandbox's first process was killed; is the host out of memory?")
+        status = os.waitstatus_to_exitcode(int(report[0].split()[1])) if report else None
+        return {
+            "cause": self._cause,
+            "status": status,
+            "output": bytes(self._kept["output"]),
+            "errors": bytes(self._kept["errors"][-ERROR_BYTES:]),
+            "verdicts": bytes(self._kept["verdicts"]),
+            "seconds": time.monotonic() - self._started,
+        }
+
+    def _read(self, descriptor: int) -> None:
+        name = self._pipes[descriptor]
+        chunk = os.read(descriptor, CHUNK)
+        if not chunk:
+            self._poll.unregister(descriptor)
+            os.close(descriptor)
+            del self._pipes[descriptor]
+        elif self._cause is None or name == "report":
+            self._kept[name] += chunk
+            said = name in ("output", "errors") and len(self._kept[name])
+            if said > self._request["output_bytes"]:
+                self._end("output")
+
+    def _look(self) -> None:
+        processes, memory, seconds = _usage(self._first)
+        if seconds > self._request["cpu_seconds"]:
+            self._end("timeout")
+        elif memory > self._request["memory_bytes"]:
+            self._end("memory")
+        elif processes > self._request["processes"] + bool(self._request["tests"]):
+            self._end("killed")
+
+    def _end(self, cause: str) -> None:
+        """Kill the first process: its namespace goes with it."""
+        if self._cause is None:
+            self._cause = cause
+            os.kill(self._first, kernel.KILL)
+
+
+def _usage(first: int) -> tuple[int, int, float]:
+    """Threads, bytes of memory and seconds of CPU time of all below process `first`.
+
+    Pages that a process shares with its parent since a fork count twice. The CPU time of those that
+    have ended is in their parents' account, and in the end in that of `first`: the filter lets
+    nobody ignore SIGCHLD, by which the kernel would put it into none.
+    """
+    threads, memory, ticks = 0, 0, 0
+    found, unseen = set(), [first]
+    while unseen:
+        process = unseen.pop()
+        if process in found:
+            continue
+        found.add(process)
+        try:
+            # A process names itself, in any bytes but 0; the name ends at the last parenthesis.
+            after_name = _read(f"/proc/{process}/stat").rpartition(b")")[2].split()
+            ticks += sum(map(int, after_name[11:15]))
+            tasks = [f"/proc/{process}/task/{each}" for each in os.listdir(f"/proc/{process}/task")]
+            if process != first:
+                threads += int(after_name[17])
+                # A first thread that has ended has no memory any more, and the others have it.
+                held = (memory_held(_read_if_there(f"{task}/status")) for task in tasks)
+                memory += next(filter(None, held), 0)
+            for task in tasks:
+                unseen += map(int, _read_if_there(f"{task}/children").split())
+        except (FileNotFoundError, ProcessLookupError):  # it has just ended
+            continue
+    return threads, memory, ticks / TICKS
+
+
+def memory_held(status: bytes) -> int:
+    """Bytes of memory that are not a file's, by a /proc/PID/status: those of the heap, stacks and
+    shared mappings, swapped out or not.
+
+    The lines end with a newline and nothing else: `splitlines` would break one at a carriage return
+    in the process's name, which could then pass for a line of its own.
+    """
+    counted = (b"RssAnon:", b"RssShmem:", b"VmSwap:", b"HugetlbPages:")
+    lines = [line for line in status.split(b"\n") if line.startswith(counted)]
+    return sum(int(line.split()[1]) << 10 for line in lines)
+
+
+def _read_if_there(path: str) -> bytes:
+    """Nothing where a thread has just ended: else one after another would hide all the rest."""
+    try:
+        return _read(path)
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
+def _read(path: str) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        content = b""
+        while chunk := os.read(descriptor, CHUNK):
+            content += chunk
+        return content
+    finally:
+        os.close(descriptor)

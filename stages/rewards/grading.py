@@ -1,0 +1,150 @@
+"""All rewards of a domain on one response: the weighted sum, its parts, or why there is none."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import isfinite
+from numbers import Real
+from pathlib import Path
+from types import MappingProxyType
+
+from stages.data.problem import Problem
+from stages.rewards.registry import make
+from stages.rewards.reward import Response, RewardError, Score, Steps
+from stages.rewards.settings import RewardBase, RewardSettings
+
+SOLVED = 1.0
+LONGEST = 1000  # characters of what went wrong
+
+
+@dataclass(frozen=True)
+class Grade:
+    """What a response earned.
+
+    `parts` holds every reward before its weight. `steps`, where one of them gave any, are (number
+    of characters that the step ends with, weighted reward). Where a reward failed, `reward` is None
+    and `failure` one line that says why. One of weight 0 only watches: where it fails it has no
+    part, a line in `watch_failures`, and no say in the rest.
+    """
+
+    reward: float | None
+    parts: dict[str, float]
+    steps: tuple[tuple[int, float], ...] = ()
+    failure: str | None = None
+    watch_failures: tuple[str, ...] = ()
+
+
+class Grader:
+    """Scores the responses of one domain. Raises DomainError where a reward cannot be had."""
+
+    def __init__(
+        self, domain: str, settings: Mapping[str, RewardSettings], directory: Path
+    ) -> None:
+        self._settings = settings
+        self._rewards = {
+            name: make(domain, name, each, directory) for name, each in settings.items()
+        }
+
+    def grade(
+        self,
+        problem: Problem,
+        response: Response,
+        begin: Callable[[int, float | None], None] = lambda index, seconds: None,
+        known: Mapping[str, float | None] = MappingProxyType({}),
+    ) -> Grade:
+        """Return the grade. Of rewards that are `known` it takes the score, or leaves them out
+        where that is None. `begin` is called before each other one with its place and its own time
+        limit, in seconds."""
+        parts: dict[str, float] = {}
+        total = 0.0
+        steps: tuple[tuple[int, float], ...] = ()
+        watch_failures: list[str] = []
+        for index, (name, settings) in enumerate(self._settings.items()):
+            if name in known and known[name] is None:
+                continue
+            try:
+                if (given := known.get(name)) is None:
+                    begin(index, settings.timeout_seconds)
+                    score = self._score(name, settings, problem, response)
+                else:
+                    score = given
+                if isinstance(score, Steps):
+                    if settings.weight:
+                        if steps:
+                            raise RewardError("is the second of its domain to give steps")
+                        weighted = [settings.weight * each for each in score.rewards]
+                        steps = tuple(zip(score.ends, weighted, strict=True))
+                    score = sum(score.rewards) / len(score.rewards)
+            except BaseException as error:  # a reward may not end its process quietly either
+                line = failure(problem, response, name, _said(error))
+                if settings.weight == 0:
+                    watch_failures.append(line)
+                    continue
+                return Grade(None, parts, (), line, tuple(watch_failures))
+            parts[name] = score
+            total += settings.weight * score
+            if not isfinite(total):
+                what = f"returned {score!r}, which makes the sum of rewards {total}"
+                line = failure(problem, response, name, what)
+                return Grade(None, parts, (), line, tuple(watch_failures))
+        return Grade(total, parts, steps, None, tuple(watch_failures))
+
+    def _score(
+        self, name: str, settings: RewardBase, problem: Problem, response: Response
+    ) -> float | Steps:
+        if settings.unfinished == "zero" and not response.finished:
+            return 0.0
+        return _checked(self._rewards[name](problem, response), len(response.text))
+
+
+def failure(problem: Problem, response: Response, reward: str, what: str) -> str:
+    """One line about a reward that failed on a response."""
+    what = what if len(what) <= LONGEST else f"{what[:LONGEST]}..."
+    return (
+        f"experts.{problem.domain}.rewards.{reward}: {what} for problem {problem.prompt!r}"
+        f" ({problem.key[:12]}) and response {response.text!r}"
+    )
+
+
+def solved(settings: Mapping[str, RewardSettings], parts: Mapping[str, float]) -> bool:
+    """Whether every reward that judges the answer is 1; where none does, every reward. One of
+    weight 0 has no say."""
+    judging = [name for name, each in settings.items() if each.judges_answer and each.weight > 0]
+    counting = [name for name, each in settings.items() if each.weight]
+    return all(parts.get(name, 0.0) >= SOLVED for name in judging or counting or settings)
+
+
+def _checked(score: Score, characters: int) -> float | Steps:
+    if not isinstance(score, Steps):
+        if not isinstance(score, Real) or not isfinite(score):
+            raise RewardError(f"returned {score!r}, not a finite number")
+        return float(score)
+    if len(score.ends) != len(score.rewards) or not score.ends:
+        raise RewardError(f"returned {score!r}, which should have a reward for each of its ends")
+    ends = [0 if characters else -1, *score.ends]  # no text is one step, which ends at 0
+    if any(before >= after for before, after in pairwise(ends)) or ends[-1] > characters:
+        raise RewardError(
+            f"returned {score!r}, whose ends should rise from above 0 to {characters} at most"
+        )
+    return Steps([int(end) for end in score.ends], [_number(each) for each in score.rewards])
+
+
+def _number(value: float) -> float:
+    checked = _checked(value, 0)
+    assert isinstance(checked, float)
+    return checked
+
+
+def _said(error: BaseException) -> str:
+    if isinstance(error, RewardError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    try:
+        said = repr(error)
+    except Exception:  # it is whatever somebody made it
+        said = type(error).__name__
+    return f"raised {said}{where}"

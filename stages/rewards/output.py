@@ -1,0 +1,28 @@
+"""What rewards print goes to the stage's log, up to a limit: a reward that prints without end would
+otherwise fill the disk on which the checkpoints are."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from parallel.status_pipe import ERRORS, say_notice
+
+LARGEST = 16 << 20  # bytes of one attempt at a stage
+PIECE = 1 << 16
+
+
+def pass_on(printed: int) -> None:
+    """Copy from a pipe until all who write to it are gone; tell once where something is lost."""
+    left, told = LARGEST, False
+    with open(printed, "rb", buffering=0) as pipe:
+        while piece := pipe.read(PIECE):
+            with contextlib.suppress(OSError):  # the log's disk is full: the rewards go on
+                os.write(ERRORS, piece[:left])
+            if len(piece) > left and not told:
+                told = True
+                say_notice(
+                    f"the rewards have printed more than {LARGEST} bytes, and the log takes no more"
+                    " of it: have them print less"
+                )
+            left = max(0, left - len(piece))

@@ -1,0 +1,410 @@
+"""Scores responses in processes of their own, so that no reward can hang or end a stage.
+
+A thread deals responses out in chunks and takes grades in. A worker whose reward takes too long is
+killed and replaced; the response is then left without a reward, and what else the worker held goes
+to others. `reward_nursery` and `reward_worker` run on the other side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.reduction import send_handle
+from pathlib import Path
+
+from parallel.settings import LAST_WORD
+from parallel.status_pipe import say_notice
+from stages.data.problem import Problem
+from stages.rewards.endpoint import cautions
+from stages.rewards.grading import Grade, failure
+from stages.rewards.output import pass_on
+from stages.rewards.registry import check_machine
+from stages.rewards.reward import Response, RewardError
+from stages.rewards.settings import RewardPoolSettings, RewardSettings
+from stages.rewards.worker import CLOCK_BYTES, Chunk, Clock, Setup, WorkerReady
+
+MOST_CORES, WAITING_WORKERS = 8, 16
+LONGEST_CHUNK = 32  # responses in one message
+TURNS = 2  # chunks that each worker would get of what waits, so that all end at about the same time
+LOOK_SECONDS = 0.25  # how often the clocks of busy workers are looked at
+LOADING_SECONDS = 300.0
+NURSERY_SECONDS = 60.0  # that it may take to fork a worker, or to end one
+CLOSING_SECONDS = 5.0  # that it may take to end them all
+ENDING_SECONDS = 5.0  # that it may take to end, once its connection is broken
+PRINTING_SECONDS = 1.0  # that it may take to log what they have printed last
+ATTEMPTS = 3  # a response whose worker is lost so often, and no reward is to blame, has failed
+SHOWN_IN_FULL, SHOWN_CHARACTERS = 3, 300
+
+
+@dataclass(eq=False)
+class _Task:
+    problem: Problem
+    response: Response
+    future: Future[Grade]
+    attempts: int = 0
+    watch_failures: dict[str, str] = field(default_factory=dict)  # by the reward, of weight 0
+    timed_out: dict[str, float] = field(default_factory=dict)  # what rewards score for that
+
+    @property
+    def known(self) -> dict[str, float | None]:
+        """What needs no grading any more, as in a `Chunk`."""
+        return {**dict.fromkeys(self.watch_failures), **self.timed_out}
+
+
+@dataclass(eq=False)
+class _Worker:
+    process: int
+    connection: Connection
+    clock: Clock
+    born: float
+    loaded: bool = False
+    owed: dict[int, _Task] = field(default_factory=dict)
+
+    def overdue(self, now: float) -> bool:
+        """Whether what it does has taken too long."""
+        if not self.loaded:
+            return now > self.born + LOADING_SECONDS
+        return bool(self.owed) and now > self.clock.read()[2]
+
+
+class RewardPool:
+    """The rewards of several domains, each `rewards` by its name.
+
+    `on_graded` is called, in the pool's thread, whenever grades have come. The pool's files lie in
+    `directory`. Raises DomainError where this machine cannot give a reward.
+    """
+
+    def __init__(
+        self,
+        rewards: Mapping[str, Mapping[str, RewardSettings]],
+        settings: RewardPoolSettings,
+        directory: Path,
+        on_graded: Callable[[], None] = lambda: None,
+    ) -> None:
+        check_machine(rewards)
+        for line in cautions(rewards):
+            say_notice(line)
+        self._rewards = {domain: dict(own) for domain, own in rewards.items()}
+        self._settings = settings
+        self._setup = Setup(self._rewards, settings, directory)
+        self._on_graded = on_graded
+        self._size = settings.workers or _sensible_size(self._rewards)
+        self._lock = threading.Lock()  # guards the queue, the counts and the error
+        self._queue: deque[tuple[int, _Task]] = deque()
+        self._submitted = 0
+        self._settled = 0
+        self._error: Exception | None = None
+        self._closing = False
+        self._workers: list[_Worker] = []
+        self._failures = 0
+        self._called = os.eventfd(0, os.EFD_NONBLOCK)
+        self._control, theirs = Pipe()
+        self._nursery, printed = _start_nursery(theirs)
+        self._output = threading.Thread(target=pass_on, args=(printed,), daemon=True)
+        self._output.start()
+        self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
+        self._thread.start()
+
+    @property
+    def owed(self) -> int:
+        """How many responses are not graded yet."""
+        with self._lock:
+            return self._submitted - self._settled
+
+    def submit(self, problem: Problem, responses: Sequence[Response]) -> list[Future[Grade]]:
+        """Have responses to a problem graded; each future ends, whatever the rewards do.
+
+        It raises RewardError only where no response can be graded, and the stage should end.
+        """
+        tasks = [_Task(problem, response, Future()) for response in responses]
+        with self._lock:
+            for task in tasks:
+                if self._error is not None:
+                    task.future.set_exception(self._error)
+                    continue
+                self._queue.append((self._submitted, task))
+                self._submitted += 1
+        os.eventfd_write(self._called, 1)
+        return [task.future for task in tasks]
+
+    def hold_to_limit(self, failures: Sequence[str], samples: int) -> None:
+        """Raise RewardError where too many of so many samples have no reward."""
+        limit = self._settings.max_failed_fraction
+        if len(failures) > limit * samples and (len(failures) > 1 or not limit):
+            raise RewardError(
+                f"{len(failures)} of {samples} samples have no reward, and rewards."
+                f"max_failed_fraction = {limit:g} bears no more; the first: {failures[0]}"
+            )
+
+    def close(self) -> None:
+        """End all of its processes at once, whatever they do; a second time, do nothing."""
+        if self._closing:
+            return
+        self._closing = True
+        self._end_nursery()
+        os.eventfd_write(self._called, 1)
+        self._thread.join()
+        for worker in self._workers:
+            worker.connection.close()
+        self._control.close()
+        os.close(self._called)
+
+    def _end_nursery(self) -> None:
+        """Have it end all that a reward has started, and then itself."""
+        # Not closed yet: the pool's thread may be at it.
+        with socket.socket(fileno=os.dup(self._control.fileno())) as control:
+            control.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._nursery.wait(CLOSING_SECONDS if self._workers else 0)
+        self._nursery.kill()  # and the kernel its workers
+        self._nursery.wait()
+        self._output.join(PRINTING_SECONDS)
+
+    def _run(self) -> None:
+        """What the pool's thread does."""
+        try:
+            self._control.send(self._setup)
+            while not self._closing:
+                while len(self._workers) < self._size:
+                    self._fork()
+                self._deal()
+                self._listen()
+                self._replace_overdue()
+        except Exception as error:
+            if not self._closing:
+                self._give_up(error)
+
+    def _fork(self) -> None:
+        ours, theirs = Pipe()
+        shared = os.memfd_create("clock")
+        os.ftruncate(shared, CLOCK_BYTES)
+        clock = Clock(shared)
+        clock.rest()
+        self._control.send(None)
+        send_handle(self._control, theirs.fileno(), self._nursery.pid)
+        send_handle(self._control, shared, self._nursery.pid)
+        process = self._answer()
+        theirs.close()
+        os.close(shared)
+        self._workers.append(_Worker(process, ours, clock, time.monotonic()))
+
+    def _answer(self) -> int:
+        """The nursery's. Raises RewardError where it does not come."""
+        patience = NURSERY_SECONDS if self._workers else LOADING_SECONDS
+        if not self._control.poll(patience):
+            raise RewardError(
+                f"the process that starts those of the rewards has said nothing for {patience:g} s"
+            )
+        answer: int = self._control.recv()
+        return answer
+
+    def _deal(self) -> None:
+        """Give those that have nothing to do what waits, less as less is left."""
+        for worker in [each for each in self._workers if each.loaded and not each.owed]:
+            with self._lock:
+                share = math.ceil(len(self._queue) / (TURNS * self._size))
+                count = min(share, LONGEST_CHUNK)
+                taken = [self._queue.popleft() for _ in range(count)]
+            if not taken:
+                return
+            worker.owed = dict(taken)
+            worker.clock.rest()
+            chunk: Chunk = [
+                (number, task.problem, task.response, task.known) for number, task in taken
+            ]
+            try:
+                worker.connection.send(chunk)
+            except OSError:  # it has just died; `_listen` hears of it
+                continue
+
+    def _listen(self) -> None:
+        """Wait for grades, for more to do, or for a worker to have taken too long."""
+        busy = any(worker.owed or not worker.loaded for worker in self._workers)
+        connections = {worker.connection: worker for worker in self._workers}
+        ready = wait([*connections, self._called], LOOK_SECONDS if busy else None)
+        if self._called in ready:
+            os.eventfd_read(self._called)
+        heard = [connections[each] for each in ready if isinstance(each, Connection)]
+        for worker in heard:
+            if not self._hear(worker):
+                self._replace(worker, overdue=False)
+        if heard:
+            self._on_graded()
+
+    def _hear(self, worker: _Worker) -> bool:
+        """Take in one message; false where there will be no more."""
+        try:
+            message = worker.connection.recv()
+        except (EOFError, OSError, pickle.UnpicklingError):
+            return False
+        if isinstance(message, WorkerReady):
+            if message.fault is not None:
+                raise RewardError(message.fault)
+            worker.loaded = True
+            return True
+        for number, grade in message:
+            self._settle(worker.owed.pop(number), grade)
+        return True
+
+    def _replace_overdue(self) -> None:
+        now = time.monotonic()
+        overdue = [worker for worker in self._workers if worker.overdue(now)]
+        for worker in overdue:
+            self._replace(worker, overdue=True)
+        if overdue:
+            self._on_graded()
+
+    def _replace(self, worker: _Worker, overdue: bool) -> None:
+        """End a worker, blame what it was at, and put back the rest; `_run` forks another."""
+        self._control.send(worker.process)
+        status = self._answer()
+        self._workers.remove(worker)
+        while worker.connection.poll() and self._hear(worker):
+            pass  # what it had sent counts
+        worker.connection.close()
+        if not worker.loaded:
+            raise RewardError(
+                f"a process for rewards {_ending(status)} before it was ready; is rewards."
+                f"memory_mebibytes = {self._settings.memory_mebibytes} enough for it?"
+            )
+        number, reward, deadline = worker.clock.read()
+        late = time.monotonic() > deadline
+        # One that is killed when it has just gone on to the next response is to blame for neither.
+        found = number in worker.owed and (late or not overdue)
+        if found and not self._is_tried_again(worker.owed[number], overdue, status):
+            self._blame(number, worker.owed.pop(number), reward, None if overdue else status)
+        self._put_back(worker.owed, in_vain=not found)
+
+    def _put_back(self, owed: Mapping[int, _Task], in_vain: bool) -> None:
+        for number, task in reversed(list(owed.items())):
+            task.attempts += in_vain
+            if task.attempts == ATTEMPTS:
+                what = f"its process was lost {ATTEMPTS} times"
+                name = " + ".join(self._rewards[task.problem.domain])
+                self._settle(task, _failed(task, name, what))
+            else:
+                with self._lock:
+                    self._queue.appendleft((number, task))
+
+    def _is_tried_again(self, task: _Task, overdue: bool, status: int) -> bool:
+        """A SIGKILL that the pool did not send may be anybody's: that of a kernel short of memory,
+        or of a person. The response is to blame that has met with it ATTEMPTS times."""
+        if overdue or status != -signal.SIGKILL:
+            return False
+        task.attempts += 1
+        return task.attempts < ATTEMPTS
+
+    def _blame(self, number: int, task: _Task, reward: int, status: int | None) -> None:
+        """Settle a response that a reward has ended the worker of; have it graded once more,
+        without that reward, where the reward only watches or says what too long a time earns."""
+        name, settings = list(self._rewards[task.problem.domain].items())[reward]
+        seconds = settings.timeout_seconds or self._settings.timeout_seconds
+        what = f"took more than {seconds:g} seconds and was killed"
+        if status is not None:
+            what = f"its process {_ending(status)}"
+        line = failure(task.problem, task.response, name, what)
+        if not settings.weight:
+            task.watch_failures[name] = line
+        elif status is None and settings.timed_out is not None:
+            task.timed_out[name] = settings.timed_out
+            self._report(f"{line}; it earns {settings.timed_out:g} (timed_out)")
+        else:
+            self._settle(task, Grade(None, {}, failure=line))
+            return
+        task.attempts = 0
+        with self._lock:
+            self._queue.appendleft((number, task))
+
+    def _settle(self, task: _Task, grade: Grade) -> None:
+        if task.watch_failures:
+            lines = (*task.watch_failures.values(), *grade.watch_failures)
+            grade = replace(grade, watch_failures=lines)
+        for line in grade.watch_failures:
+            self._report(f"{line}; it only watches, so no sample is dropped for it")
+        if grade.failure is not None:
+            self._report(f"{grade.failure}; the sample is dropped")
+        task.future.set_result(grade)
+        with self._lock:
+            self._settled += 1
+
+    def _report(self, line: str) -> None:
+        """Loudly at first; then a line in the log for each."""
+        self._failures += 1
+        if self._failures <= SHOWN_IN_FULL:
+            say_notice(line)
+        else:
+            what, _, outcome = line.rpartition("; ")
+            print(f"{what[:SHOWN_CHARACTERS]}; {outcome}", file=sys.stderr, flush=True)
+
+    def _give_up(self, error: Exception) -> None:
+        """Nothing can be graded any more: whoever waits, now or later, hears why."""
+        if not isinstance(error, RewardError):
+            # A process that is killed closes its connections before it can be waited for.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._nursery.wait(ENDING_SECONDS)
+            ended = self._nursery.returncode
+            why = repr(error) if ended is None else f"the one that starts them {_ending(ended)}"
+            found = RewardError(f"the rewards' processes failed: {why}")
+            found.__cause__ = error
+            error = found
+        with self._lock:
+            self._error = error
+            waiting = [task for _, task in self._queue]
+            self._settled = self._submitted
+        for worker in self._workers:
+            waiting += worker.owed.values()
+        for task in waiting:
+            task.future.set_exception(error)
+        self._on_graded()
+
+
+def _start_nursery(theirs: Connection) -> tuple[subprocess.Popen[bytes], int]:
+    """The process, and where to read what it and its workers print.
+
+    It finds modules where this process does, those of one's own among them.
+    """
+    path = os.pathsep.join(each or str(Path.cwd()) for each in sys.path)
+    environment = {name: value for name, value in os.environ.items() if name != LAST_WORD}
+    descriptor = theirs.fileno()
+    printed, output = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "stages.rewards.forkserver", str(descriptor)],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        pass_fds=[descriptor],
+        env={**environment, "PYTHONPATH": path},
+    )
+    os.close(output)
+    theirs.close()
+    return process, printed
+
+
+def _sensible_size(rewards: Mapping[str, Mapping[str, RewardSettings]]) -> int:
+    """One that waits needs no core of its own."""
+    kinds = {each.kind for own in rewards.values() for each in own.values()}
+    return WAITING_WORKERS if "judge" in kinds else min(len(os.sched_getaffinity(0)), MOST_CORES)
+
+
+def _failed(task: _Task, reward: str, what: str) -> Grade:
+    return Grade(None, {}, failure=failure(task.problem, task.response, reward, what))
+
+
+def _ending(status: int) -> str:
+    if status >= 0:
+        return f"ended with exit status {status}"
+    hint = " (was the memory used up?)" if -status == signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-status).name}{hint}"

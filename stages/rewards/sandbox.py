@@ -1,0 +1,329 @@
+"""Runs a program that nobody has read, contained (docs/sandbox.md says by what, and by what not).
+
+The program sees an interpreter, its standard library and an empty folder; no network, no process
+but its own, no file and no variable of ours. What it does wrong is its own outcome. SandboxError
+is raised only where the sandbox itself cannot do its work: a program is never run uncontained.
+"""
+
+from __future__ import annotations
+
+import json
+import marshal
+import math
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from stages.rewards.containment import call_filter, examiner
+
+Verdict = Literal["passed", "wrong", "error", "timeout", "memory", "killed", "output"]
+Ending = Literal["exited", "error", "timeout", "memory", "killed", "output"]
+
+REPOSITORY = Path(__file__).parents[2]
+SUPERVISOR = (
+    f"import sys; sys.path.append({str(REPOSITORY)!r}); "
+    "from stages.rewards.containment.supervisor import main; main()"
+)
+OLDEST_KERNEL = (5, 14)  # from here on the limit on processes is counted by user namespace
+MARGIN_SECONDS = 30  # for the supervisor on a busy machine, beyond the program's own time
+VERDICTS: dict[int, Verdict] = {
+    examiner.PASSED[0]: "passed",
+    examiner.WRONG[0]: "wrong",
+    examiner.ERROR[0]: "error",
+}
+# Prints every shared library that the interpreter and its extension modules load, by the names the
+# loader found them under. Those that draw or edit lines are left out: no program here needs them.
+LIST_LIBRARIES = """
+import ctypes, importlib, os, sysconfig
+left_out = ("_test", "_tkinter", "_curses", "readline", "_gdbm", "_dbm", "nis", "_ctypes_test")
+for file in sorted(os.listdir(sysconfig.get_path("platstdlib") + "/lib-dynload")):
+    if not file.startswith(left_out):
+        try:
+            importlib.import_module(file.split(".")[0])
+        except ImportError:
+            pass
+try:
+    ctypes.CDLL("libgcc_s.so.1")  # what the C library loads when a thread ends
+except OSError:
+    pass
+class Loaded(ctypes.Structure):
+    _fields_ = [("address", ctypes.c_void_p), ("name", ctypes.c_char_p)]
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Loaded), ctypes.c_size_t, ctypes.c_void_p)
+def show(loaded, size, data):
+    name = (loaded.contents.name or b"").decode()
+    if name.startswith("/") and "/lib-dynload/" not in name:
+        print(name)
+    return 0
+ctypes.CDLL(None).dl_iterate_phdr(show, None)
+"""
+
+
+class SandboxError(Exception):
+    """The sandbox cannot contain a program here, or failed at it; says what is missing."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program may use. Passing a limit ends it, and all that it started."""
+
+    wall_seconds: float = 10.0
+    cpu_seconds: float = 10.0  # of all its processes together
+    memory_mebibytes: int = 512  # of one process's address space, and of all together in memory
+    processes: int = 16  # and threads
+    open_files: int = 64  # of one process
+    output_bytes: int = 1 << 20  # of output, and as many of error output
+    scratch_mebibytes: int = 16  # of all files it writes
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a program ended: `error` is an exit status other than 0, `killed` by a signal.
+
+    `memory` is told from `error` by the last words on its error output, so it is but a hint.
+    """
+
+    ending: Ending
+    exit_status: int | None
+    output: bytes
+    errors: str  # the last 8 KiB
+    verdicts: tuple[Verdict, ...]  # of the asserts that were run
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Score:
+    """The verdict on each test, and the error output of the first that failed."""
+
+    verdicts: tuple[Verdict, ...]
+    errors: str
+
+    @property
+    def passed(self) -> float:
+        """Fraction of the tests passed."""
+        return self.verdicts.count("passed") / len(self.verdicts)
+
+
+Tests = Sequence[Mapping[str, str]] | Sequence[str]
+
+
+def run(program: str, stdin: str, limits: Limits) -> Outcome:
+    """Run `program` once, with `stdin` to read. Raises SandboxError."""
+    return _run(program, stdin.encode(errors="replace"), b"", limits)
+
+
+def score(
+    program: str,
+    tests: Tests,
+    limits: Limits,
+    seconds: float = math.inf,
+    stop_early: bool = False,
+) -> Score:
+    """Run `program` on `tests`: pairs of input and output, one run each, or asserts, one run.
+
+    A pair is a mapping of `input` and `output`; what is expected never enters the sandbox. Asserts
+    are Python statements that use the program's names, run in order, in a process of their own.
+    All runs together may take `seconds`, as the program spends them; pairs that are left then
+    count as timed out. With `stop_early` the pairs after the first that fails are not run and count
+    as it does.
+    Raises SandboxError; ValueError where the tests are neither or none.
+    """
+    if isinstance(tests, str | Mapping) or not isinstance(tests, Sequence):
+        raise ValueError(
+            f"tests are a list of pairs or of statements, not a {type(tests).__name__}"
+        )
+    if not tests:
+        raise ValueError("there are no tests")
+    if all(isinstance(test, str) for test in tests):
+        limits = replace(limits, wall_seconds=min(limits.wall_seconds, seconds))
+        return _score_asserts(program, [str(test) for test in tests], limits)
+    verdicts: list[Verdict] = []
+    errors = ""
+    for test in tests:
+        pair = _pair(test)
+        if seconds <= 0:
+            verdicts += ["timeout"] * (len(tests) - len(verdicts))
+            break
+        wall_seconds = min(limits.wall_seconds, seconds)
+        outcome = run(program, pair["input"], replace(limits, wall_seconds=wall_seconds))
+        seconds -= outcome.seconds
+        verdicts.append(_verdict(outcome, pair["output"]))
+        if verdicts[-1] != "passed":
+            errors = errors or outcome.errors
+            if stop_early:
+                verdicts += [verdicts[-1]] * (len(tests) - len(verdicts))
+                break
+    return Score(tuple(verdicts), errors)
+
+
+@cache
+def check() -> None:
+    """Raise SandboxError where programs cannot be contained here; it says what is missing."""
+    outcome = run(PROBE, "", Limits(wall_seconds=20, processes=4))
+    if outcome.ending != "exited" or outcome.output != b"contained\n":
+        found = outcome.errors.strip().splitlines()[-1:] or [outcome.ending]
+        raise SandboxError(f"sandbox: a program is not contained as it should be: {found[0]}")
+
+
+# Tries what each mechanism should refuse.
+PROBE = f"""
+import os, socket, threading, time
+def refused(what, call):
+    try:
+        call()
+    except OSError:
+        return
+    except RuntimeError:  # can't start new thread
+        return
+    raise SystemExit(f"it may {{what}}")
+refused("open a socket", lambda: socket.socket(socket.AF_INET))
+refused("write outside its folder", lambda: open("/written", "w"))
+refused("read files of the host", lambda: os.listdir({str(REPOSITORY)!r}))
+refused("see processes", lambda: os.listdir("/proc/1"))
+refused("become another user", lambda: os.setuid(0 if os.getuid() else 1))
+def start_many():
+    for _ in range(8):
+        threading.Thread(target=time.sleep, args=(1,), daemon=True).start()
+refused("start more processes than its limit", start_many)
+open("written", "w").write("a program writes in its folder")
+import hashlib, json, math, random, zlib
+print("contained", flush=True)
+os._exit(0)
+"""
+
+
+def _pair(test: Any) -> Mapping[str, str]:
+    if not isinstance(test, Mapping) or not {"input", "output"} <= test.keys():
+        raise ValueError(f"a test is a mapping of input and output or a statement, not {test!r}")
+    for name in ("input", "output"):
+        if not isinstance(test[name], str):
+            raise ValueError(f"the {name} of a test is text, not {test[name]!r}")
+    return test
+
+
+def _verdict(outcome: Outcome, expected: str) -> Verdict:
+    if outcome.ending != "exited":
+        return outcome.ending
+    return (
+        "passed" if _lines(outcome.output.decode(errors="replace")) == _lines(expected) else "wrong"
+    )
+
+
+def _lines(text: str) -> list[str]:
+    """Its lines, without the white space at their ends and the empty ones at its end."""
+    return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+def _score_asserts(program: str, tests: list[str], limits: Limits) -> Score:
+    outcome = _run(program, b"", json.dumps(tests).encode(), limits)
+    missing = len(tests) - len(outcome.verdicts)
+    # What ended the run is the verdict on the test that was running, and on those after it.
+    rest: Verdict = "error" if outcome.ending == "exited" else outcome.ending
+    return Score(outcome.verdicts + (rest,) * missing, outcome.errors)
+
+
+def _run(program: str, stdin: bytes, tests: bytes, limits: Limits) -> Outcome:
+    host = _host()
+    request = {
+        **host,
+        "program": program.encode(errors="replace"),
+        "input": stdin,
+        "tests": tests,
+        "wall_seconds": limits.wall_seconds,
+        "cpu_seconds": limits.cpu_seconds,
+        "memory_bytes": limits.memory_mebibytes << 20,
+        "processes": limits.processes,
+        "open_files": limits.open_files,
+        "output_bytes": limits.output_bytes,
+        "scratch_bytes": limits.scratch_mebibytes << 20,
+    }
+    try:
+        supervisor = subprocess.run(
+            [host["python"], "-I", "-S", "-c", SUPERVISOR],
+            input=marshal.dumps(request),
+            capture_output=True,
+            env=host["environment"],
+            cwd="/",
+            start_new_session=True,  # an interrupt from the terminal is the stage's to handle
+            timeout=limits.wall_seconds + MARGIN_SECONDS,
+        )
+    except subprocess.TimeoutExpired as error:  # which has killed it, and it takes all along
+        raise SandboxError(f"sandbox: no outcome {MARGIN_SECONDS} s past the limit") from error
+    except OSError as error:
+        raise SandboxError(f"sandbox: its supervisor cannot be started: {error}") from error
+    if supervisor.returncode:
+        said = supervisor.stderr.decode(errors="replace").strip().splitlines()
+        raise SandboxError(f"sandbox: {said[-1] if said else 'its supervisor was killed'}")
+    return _outcome(marshal.loads(supervisor.stdout))
+
+
+def _outcome(told: Mapping[str, Any]) -> Outcome:
+    status: int | None = told["status"]
+    errors = told["errors"].decode(errors="replace")
+    ending: Ending = "exited"
+    if told["cause"]:
+        ending = told["cause"]
+    elif status is None or status < 0:
+        ending = "killed"
+    elif status:
+        last = errors.rstrip().rpartition("\n")[2]
+        ending = "memory" if last.startswith("MemoryError") else "error"
+    verdicts = tuple(VERDICTS[letter] for letter in told["verdicts"])
+    return Outcome(ending, status, told["output"], errors, verdicts, told["seconds"])
+
+
+@cache
+def _host() -> dict[str, Any]:
+    """What of a request depends on this machine alone. Raises SandboxError where it will not do."""
+    if not call_filter.supported():
+        raise SandboxError("sandbox: needs a Linux machine of x86_64 or aarch64")
+    _check_kernel()
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    python = Path(sys.base_prefix, "bin", f"python{version}")
+    if not python.exists():
+        raise SandboxError(f"sandbox: there is no interpreter at {python}")
+    found = subprocess.run(
+        [python, "-I", "-S", "-c", LIST_LIBRARIES], capture_output=True, text=True, cwd="/"
+    )
+    if found.returncode:
+        raise SandboxError(f"sandbox: cannot list the interpreter's libraries: {found.stderr}")
+    libraries = sorted(set(found.stdout.split("\n")) - {""})
+    bases = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}  # not an environment's
+    folders = sorted({sysconfig.get_path(name, vars=bases) for name in ("stdlib", "platstdlib")})
+    packages = [Path(folder, name) for folder in folders for name in PACKAGES]
+    return {
+        "python": str(python),
+        "folders": _with_real_paths(folders),
+        "hidden": [str(folder) for folder in packages if folder.is_dir()],
+        "files": _with_real_paths([str(python), *libraries]),
+        "environment": {"LD_LIBRARY_PATH": ":".join(sorted({_folder(p) for p in libraries}))},
+        "examiner": Path(examiner.__file__).read_bytes(),
+        "filter": call_filter.instructions(),
+    }
+
+
+PACKAGES = ("site-packages", "dist-packages")  # installed, so no part of the standard library
+
+
+def _with_real_paths(paths: list[str]) -> list[tuple[str, str]]:
+    """Each as it is called in the sandbox, and free of links, which lead elsewhere in there."""
+    return [(path, str(Path(path).resolve())) for path in paths]
+
+
+def _folder(path: str) -> str:
+    return str(Path(path).parent)
+
+
+def _check_kernel() -> None:
+    release = Path("/proc/sys/kernel/osrelease").read_text().strip()
+    kernel = tuple(int(part) for part in release.split("-")[0].split(".")[:2])
+    if kernel < OLDEST_KERNEL:
+        wanted = ".".join(map(str, OLDEST_KERNEL))
+        raise SandboxError(f"sandbox: needs Linux {wanted} or newer, and this is {release}")
+    threads = Path("/proc/self/task").iterdir()
+    if not (next(threads) / "children").exists():
+        raise SandboxError("sandbox: needs a kernel with CONFIG_PROC_CHILDREN, to watch programs")

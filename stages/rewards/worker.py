@@ -1,0 +1,94 @@
+"""One process that scores responses: what it is told, what it answers, and what it is at."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from stages.data.problem import DomainError, Problem
+from stages.rewards.grading import Grade, Grader
+from stages.rewards.reward import Response
+from stages.rewards.settings import RewardPoolSettings, RewardSettings
+
+FLUSH_SECONDS = 0.05  # what is graded waits no longer for the rest of its chunk
+REST_SECONDS = 60.0  # that a worker which owes something may be at none of it
+CLOCK_BYTES = 24
+
+# Of each response its number, and the rewards that it has ended a worker with: what each of them
+# scores for that, or None where it is left out.
+Chunk = list[tuple[int, Problem, Response, dict[str, float | None]]]
+Grades = list[tuple[int, Grade]]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What every worker is to score: of each domain, its rewards by name."""
+
+    rewards: Mapping[str, Mapping[str, RewardSettings]]
+    settings: RewardPoolSettings
+    directory: Path
+
+
+@dataclass(frozen=True)
+class WorkerReady:
+    """A worker's first word: it can score, or `fault` says why it never will."""
+
+    fault: str | None = None
+
+
+class Clock:
+    """What a worker is at, in memory that it shares with the pool: the number of the response, the
+    place of the reward among its domain's, and when it will have taken too long."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._shared = memoryview(mmap.mmap(descriptor, CLOCK_BYTES)).cast("d")
+
+    def begin(self, number: int, reward: int, deadline: float) -> None:
+        self._shared[1], self._shared[2] = reward, deadline
+        self._shared[0] = number
+
+    def rest(self) -> None:
+        self.begin(-1, 0, time.monotonic() + REST_SECONDS)
+
+    def read(self) -> tuple[int, int, float]:
+        """The number, or -1 between responses; the reward; and the deadline, by CLOCK_MONOTONIC."""
+        return int(self._shared[0]), int(self._shared[1]), self._shared[2]
+
+
+def serve(setup: Setup, connection: Connection, clock: Clock) -> None:
+    """Score what comes until the pool is gone."""
+    try:
+        graders = {
+            domain: Grader(domain, rewards, setup.directory)
+            for domain, rewards in setup.rewards.items()
+        }
+    except DomainError as error:
+        connection.send(WorkerReady(str(error)))
+        return
+    connection.send(WorkerReady())
+    process = os.getpid()
+    while True:
+        chunk: Chunk = connection.recv()
+        grades: Grades = []
+        flushed = time.monotonic()
+        for number, problem, response, known in chunk:
+
+            def begin(reward: int, seconds: float | None, number: int = number) -> None:
+                limit = setup.settings.timeout_seconds if seconds is None else seconds
+                clock.begin(number, reward, time.monotonic() + limit)
+
+            grade = graders[problem.domain].grade(problem, response, begin, known)
+            grades.append((number, grade))
+            if os.getpid() != process:  # a reward has forked, and its child returned
+                os._exit(0)
+            clock.rest()
+            if time.monotonic() - flushed > FLUSH_SECONDS:
+                connection.send(grades)
+                grades, flushed = [], time.monotonic()
+        if grades:
+            connection.send(grades)

@@ -1,0 +1,76 @@
+"""Engine and trainer must agree: same weights, same tokens, log-probabilities equal to rounding."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from parallel.batch import MicroBatch
+from parallel.distributed import max_over_ranks, sum_over_data
+from parallel.model.policy import Policy
+from parallel.model.responses import Responses
+from stages.objectives.aggregation import sequence_means
+from stages.objectives.kl import k3
+
+
+class MismatchError(RuntimeError):
+    """The engine and the trainer disagree about the same tokens under the same weights."""
+
+    def __init__(self, largest: float, bound: float) -> None:
+        super().__init__(
+            f"after a refit the engine's log-probabilities differ from the trainer's by up to"
+            f" {largest:.3g} nats; engine.max_logprob_difference allows {bound:g};"
+            " docs/refit.md says what to look at, in which order"
+        )
+
+
+def measure_mismatch(
+    policy: Policy, batches: list[MicroBatch], temperature: float, entropies: bool = False
+) -> dict[str, float]:
+    """Recompute log pi_old of every batch, and if asked its entropies, keep them there, and
+    `compare`. Collective."""
+
+    def recomputed(responses: Responses) -> tuple[torch.Tensor, torch.Tensor | None]:
+        entropy = responses.entropy(temperature) if entropies else None
+        return responses.log_probs(temperature), entropy
+
+    policy.agreement.start()
+    # Only the last pipeline stage has log-probabilities.
+    for batch, found in zip(batches, policy.evaluate(batches, recomputed), strict=False):
+        batch.old_logprobs, batch.old_entropies = found
+    return compare(policy, batches)
+
+
+def compare(policy: Policy, batches: list[MicroBatch]) -> dict[str, float]:
+    """Hold the log pi_old of every batch against the engine's mu, and the experts that the policy
+    would have used since `agreement.start` against the engine's. Collective.
+
+    Returns the mismatch metrics (section 4 of the algorithms; a NaN on either side is an infinite
+    mismatch), and where routes were replayed, the shares of experts that are the same (section 5).
+    """
+    largest = 0.0
+    sums = dict.fromkeys(("total", "high", "tokens", "k3", "sequences"), 0.0)
+    for batch in batches:
+        if batch.old_logprobs is None:  # not on the last pipeline stage
+            continue
+        log_ratio = batch.old_logprobs - batch.engine_logprobs
+        difference = torch.nan_to_num(log_ratio[batch.mask].abs(), nan=math.inf)
+        largest = max(largest, *difference.tolist(), 0.0)
+        sums["total"] += difference.sum().item()
+        sums["high"] += float((difference > math.log(2)).sum())
+        sums["tokens"] += difference.numel()
+        # The sequence's ratio is a geometric mean: a product would grow with its length.
+        sequence = sequence_means(log_ratio, batch.mask)
+        divergence = k3(torch.zeros_like(sequence), sequence, sequence)
+        sums["k3"] += torch.nan_to_num(divergence, nan=math.inf).sum().item()
+        sums["sequences"] += int(batch.mask.any(-1).sum())
+    sums = sum_over_data(sums)
+    tokens = max(sums["tokens"], 1)
+    return {
+        "mismatch_max": max_over_ranks(largest),
+        "mismatch_mean": sums["total"] / tokens,
+        "mismatch_sequence_k3": sums["k3"] / max(sums["sequences"], 1),
+        "high_ratio": sums["high"] / tokens,
+        **policy.agreement.shares(),
+    }

@@ -1,0 +1,214 @@
+"""Engines that answer at once, one by one, and fail in every way that an engine can; and toy stages
+that sample from them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from parallel.engine.client import EngineError, EngineRefused
+from parallel.engine.wire import (
+    PROTOCOL,
+    EngineDescription,
+    Generate,
+    Generation,
+    Prompt,
+    Sampling,
+)
+from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
+from stages.rewards.settings import RewardPoolSettings
+from stages.settings import DomainSettings, LoggingSettings, RunSettings, StageJob
+
+MODEL = ModelSettings(
+    vocabulary_size=80,
+    hidden_size=32,
+    layers=2,
+    attention_heads=4,
+    key_value_heads=2,
+    head_dim=8,
+    experts=4,
+    experts_per_token=2,
+    expert_hidden_size=16,
+)
+PROMPTS, GROUP = 4, 4  # of a step of a toy domain
+
+
+def answer(prompt: Prompt, sampling: Sampling, first: int, last: int | None = None) -> Generation:
+    """A response that depends on the prompt and its seed alone; its first half was drawn with the
+    weights `first`, the rest with `last`."""
+    draw = np.random.default_rng(prompt.seed)
+    length = int(draw.integers(1, sampling.max_tokens + 1))
+    tokens = draw.integers(2, 70, length, dtype=np.int32)
+    finished = length < sampling.max_tokens
+    if finished:
+        tokens[-1] = sampling.end_token
+    shape = (len(prompt.tokens) + length - 1, MODEL.layers, MODEL.experts_per_token)
+    return Generation(
+        number=prompt.number,
+        tokens=tokens.tobytes(),
+        logprobs=(-draw.random(length, np.float32)).tobytes(),
+        routes=np.zeros(shape, np.uint16).tobytes(),
+        routes_shape=shape,
+        finished=finished,
+        versions=np.array(
+            [first] * (length // 2) + [last or first] * (length - length // 2), np.int32
+        ).tobytes(),
+    )
+
+
+@dataclass(eq=False)
+class FakeEngine:
+    """Answers as it is told: `trouble` may say, before every answer, what happens instead."""
+
+    name: str = "engine 0"
+    trouble: Callable[[Prompt], str | None] = lambda prompt: None
+    pace: float = 0.0  # seconds between answers
+    version: int = 1
+    instance: int = 0
+    requests: list[Generate] = field(default_factory=list)
+    drawn: Counter[int] = field(default_factory=Counter)
+    well: bool = True
+    gate: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    def generate(self, request: Generate) -> Iterator[Generation]:
+        self.requests.append(request)
+        begun = self.version
+        for prompt in request.prompts:
+            time.sleep(self.pace)
+            trouble = self.trouble(prompt)
+            if trouble == "dies":
+                raise EngineError(f"{self.name} broke off")
+            if trouble == "refuses":
+                raise EngineRefused(f"{self.name} refused")
+            if trouble == "ends":
+                return
+            self.drawn[prompt.seed] += 1
+            given = answer(prompt, request.sampling, begun, self.version)
+            if trouble == "garbage":
+                given = msgspec.structs.replace(given, logprobs=given.logprobs[:-1])
+            if trouble == "waits":
+                self.gate.wait(10)
+            yield given
+            if trouble == "repeats":
+                yield given
+
+    def healthy(self) -> bool:
+        return self.well
+
+
+class FakeFleet:
+    """Any number of fake engines; `mend` is what a refit does to those that were lost."""
+
+    def __init__(self, *engines: FakeEngine, sequences: int = 8) -> None:
+        self.engines = engines
+        self.sequences = sequences
+        self.reasons: list[str] = []
+        self.gone: set[FakeEngine] = set()
+
+    @property
+    def descriptions(self) -> dict[Any, EngineDescription]:
+        return {
+            engine: EngineDescription(
+                PROTOCOL, f"{engine.name}/{engine.instance}", "", "", 1, 64, self.sequences, 1
+            )
+            for engine in self.engines
+            if engine not in self.gone
+        }
+
+    def live(self) -> list[FakeEngine]:
+        return [engine for engine in self.engines if engine not in self.gone]
+
+    def lost(self, client: FakeEngine, reason: str) -> None:
+        assert client not in self.gone
+        self.reasons.append(reason)
+        self.gone.add(client)
+
+    def mend(self) -> None:
+        for engine in self.gone:
+            engine.instance += 1
+        self.gone.clear()
+
+
+class RefittedFleet(FakeFleet):
+    """What a stage makes of its addresses; refits bring engines back."""
+
+    def __init__(self, engines: list[FakeEngine], *_: Any) -> None:
+        super().__init__(*engines)
+        self.losses = 0
+        self.versions: list[int] = []
+
+    def lost(self, client: FakeEngine, reason: str) -> None:
+        super().lost(client, reason)
+        self.losses += 1
+
+    def refit(self, policy: Any, version: int) -> dict[str, float]:
+        self.mend()
+        self.versions.append(version)
+        for engine in self.engines:
+            engine.version = version
+        return {}
+
+
+def toy_domain(**given: Any) -> DomainSettings:
+    """A domain of short sums, some of whose groups are flat; blocks that are given replace its
+    own."""
+    return DomainSettings.model_validate(
+        {
+            "prompts": {"dataset": "chain_sum"},
+            "rewards": {"parity": {"kind": "python", "function": "small_rewards:parity"}},
+            "sampling": {
+                "prompts_per_step": PROMPTS,
+                "group_size": GROUP,
+                "max_response_tokens": 8,
+            },
+            "routing": {"replay": "none"},
+            "optimizer": {"learning_rate": 1e-3},
+            "loop": {"steps": 4},
+            **given,
+        }
+    )
+
+
+def toy_run(bound: float = 1e9, **experts: DomainSettings) -> RunSettings:
+    """A run of one rank. Fake engines make their log-probabilities up, which by default no `bound`
+    forbids."""
+    return RunSettings.model_construct(
+        name="toy",
+        seed=0,
+        deterministic=False,
+        model=MODEL,
+        layout=LayoutSettings(),
+        engine=EngineSettings(max_logprob_difference=bound),
+        rewards=RewardPoolSettings(workers=1),
+        experts=experts,
+        logging=LoggingSettings(wandb="disabled"),
+    )
+
+
+def toy_job(directory: Path, settings: RunSettings, *engines: FakeEngine, **given: Any) -> StageJob:
+    """The stage of the expert `sums`, unless other fields are given, in its first attempt."""
+    fields = {
+        "stage": "experts.sums",
+        "domain": "sums",
+        "parent": directory,
+        "models": {},
+        **given,
+    }
+    return StageJob.model_construct(
+        directory=directory,
+        attempt=1,
+        engine_addresses=list(engines) or [FakeEngine()],
+        settings=settings,
+        **fields,
+    )

@@ -1,0 +1,125 @@
+"""What is written is what came, or an error names the tensor and the file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from parallel.files import WEIGHTS_INDEX
+from parallel.hugging_face.config import TensorSpec
+from parallel.hugging_face.files import WeightFiles, WeightsError, verify, write
+
+SHARD_BYTES = 100
+EXPECTED = {
+    "norm": TensorSpec(torch.bfloat16, (3,)),
+    "bias": TensorSpec(torch.float32, (5,)),
+    "large": TensorSpec(torch.float32, (8, 8)),  # more than a file should hold
+    "last": TensorSpec(torch.bfloat16, (4, 2)),
+}
+Stream = list[tuple[str, torch.Tensor]]
+
+
+def drawn() -> dict[str, torch.Tensor]:
+    return {name: torch.randn(spec.shape).to(spec.dtype) for name, spec in EXPECTED.items()}
+
+
+def test_tensors_come_back_from_several_files(tmp_path: Path) -> None:
+    tensors = drawn()
+    digests = write(tmp_path, EXPECTED, reversed(tensors.items()), SHARD_BYTES)
+    verify(tmp_path, EXPECTED, digests)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert [file.name for file in files] == [
+        f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)
+    ]
+    index = json.loads((tmp_path / WEIGHTS_INDEX).read_text())
+    assert index["metadata"]["total_size"] == 6 + 20 + 256 + 16
+    for file in files:
+        for name, tensor in load_file(file).items():
+            assert index["weight_map"].pop(name) == file.name
+            assert torch.equal(tensor, tensors[name])
+    assert not index["weight_map"]
+
+
+def test_one_file_needs_no_index(tmp_path: Path) -> None:
+    verify(tmp_path, EXPECTED, write(tmp_path, EXPECTED, drawn().items()))
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (lambda stream: stream[1:], "norm never came"),
+        (lambda stream: [*stream, stream[1]], "bias came twice, for model-00001-of-00003"),
+        (lambda stream: [*stream, ("more", stream[0][1])], "more is no tensor of this model"),
+        (
+            lambda stream: [("large", torch.zeros(64)), *stream],
+            r"large is .*shape=\(64,\)\), but should be .*\(8, 8\)\), in model-00002-of-00003",
+        ),
+        (lambda stream: [("norm", torch.zeros(3)), *stream], "norm is .*float32, .*bfloat16"),
+    ],
+)
+def test_a_stream_that_is_not_the_model_is_refused(
+    change: Callable[[Stream], Stream], fault: str, tmp_path: Path
+) -> None:
+    with pytest.raises(WeightsError, match=fault):
+        write(tmp_path, EXPECTED, change(list(drawn().items())), SHARD_BYTES)
+
+
+def damaged(directory: Path, tensors: dict[str, torch.Tensor]) -> Iterator[str]:
+    """One kind of damage after another, each with what the error should say."""
+    first, second, third = sorted(directory.glob("*.safetensors"))
+    whole = second.read_bytes()
+    second.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    yield f"{second.name}: large is not what was written"
+    second.write_bytes(whole[:-1])
+    yield f"{second.name}: .*large is missing|{second.name}: Error while deserializing"
+    second.unlink()
+    yield f"{second.name}: No such file"
+    save_file({"large": torch.zeros(8, 4)}, second)
+    yield rf"{second.name}: large is \[8, 4\], but should be \[8, 8\]"
+    save_file({"large": tensors["large"].bfloat16()}, second)
+    yield f"{second.name}: large is BF16, not torch.float32"
+    second.write_bytes(whole)
+    save_file({"last": tensors["last"], "bias": tensors["bias"]}, third)
+    yield f"{third.name}: bias is also in {first.name}"
+    save_file({"last": tensors["last"], "more": tensors["bias"]}, third)
+    yield f"{third.name}: more is no tensor of this model"
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    tensors = drawn()
+    digests = write(tmp_path, EXPECTED, tensors.items(), SHARD_BYTES)
+    for fault in damaged(tmp_path, tensors):
+        with pytest.raises(WeightsError, match=fault):
+            verify(tmp_path, EXPECTED, digests)
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_named(poison: float, tmp_path: Path) -> None:
+    tensors = drawn()
+    tensors["last"][1, 1] = poison
+    digests = write(tmp_path, EXPECTED, tensors.items(), SHARD_BYTES)
+    with pytest.raises(
+        WeightsError, match=r"model-00003-of-00003\.safetensors: last has NaN or inf"
+    ):
+        verify(tmp_path, EXPECTED, digests)
+
+
+def test_an_index_that_does_not_fit_is_a_fault(tmp_path: Path) -> None:
+    write(tmp_path, EXPECTED, drawn().items(), SHARD_BYTES)
+    index = tmp_path / WEIGHTS_INDEX
+    text = index.read_text()
+    index.write_text(text.replace('"norm": "model-00001', '"norm": "model-00003'))
+    assert "norm is said to be in model-00003" in WeightFiles(tmp_path).faults[0]
+    index.write_text(text[:-9])
+    assert WEIGHTS_INDEX in WeightFiles(tmp_path).faults[0]
+
+
+def test_a_long_list_of_faults_is_cut_short() -> None:
+    error = WeightsError("no", [f"fault {i}" for i in range(25)])
+    assert str(error).endswith("fault 19; and 5 more")

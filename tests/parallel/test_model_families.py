@@ -1,0 +1,112 @@
+"""Model families in Hugging Face's terms: what a person may set, and what comes of it."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+from transformers import AutoConfig
+
+from parallel.families import FAMILIES, architecture, family_violations
+from parallel.hugging_face.config import contradictions, expected_tensors, hugging_face_config
+from parallel.model.policy import Policy
+from parallel.settings import InitializationSettings, LayoutSettings, ModelSettings
+from tests.stages.test_rollout_modes import one_rank  # noqa: F401
+
+BASE = {
+    "vocabulary_size": 80,
+    "hidden_size": 32,
+    "layers": 4,
+    "attention_heads": 4,
+    "key_value_heads": 4,
+    "head_dim": 8,
+    "experts": 8,
+    "experts_per_token": 4,
+    "expert_hidden_size": 16,
+}
+GROUPS = {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}
+
+
+def model(family: str, **changes: object) -> ModelSettings:
+    further = {} if family in ("qwen3_moe", "mixtral") else GROUPS
+    return ModelSettings.model_validate(
+        {**BASE, "family": family, "architecture": further, **changes}
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_defaults_are_those_of_transformers(family: str) -> None:
+    theirs = AutoConfig.for_model(family)
+    theirs.rope_scaling = None
+    theirs.partial_rotary_factor = 0.5
+    further = FAMILIES[family].further()
+    assert further.model_dump() == {name: getattr(theirs, name) for name in further.model_dump()}
+
+
+def test_a_random_start_has_the_deviations_of_the_settings() -> None:
+    start = InitializationSettings(embedding_std=0.3, router_std=0.07)
+    policy = Policy(model("qwen3_moe", initialization=start), LayoutSettings())
+    policy.start_fresh(seed=1)
+    weights = policy.named_weights()
+    embeddings = [value for name, value in weights.items() if "word_embeddings" in name]
+    routers = [value for name, value in weights.items() if "router" in name]
+    assert [value.std().item() for value in embeddings] == pytest.approx([0.3], rel=0.1)
+    assert [value.std().item() for value in routers] == pytest.approx([0.07] * 4, rel=0.2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_agrees_with_its_own_configuration(family: str) -> None:
+    settings = model(family, rope_base=5e5)
+    config = hugging_face_config(settings)
+    given = config.to_dict()
+    assert contradictions(settings, given) == []
+    older = {key: value for key, value in given.items() if key != "rope_parameters"}
+    assert contradictions(settings, older) == []  # as transformers 4 writes it
+    assert config.architectures[0].lower().startswith(family.replace("_", ""))
+    assert len(expected_tensors(config)) > 100
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fault"),
+    [
+        ("hidden_size", 64, "hidden_size is 64, but model.hidden_size is 32"),
+        ("num_local_experts", 4, "num_experts is 4, but model.experts is 8"),
+        ("norm_topk_prob", False, "norm_topk_prob is False, but the run's model has True"),
+        ("attention_bias", True, "attention_bias is True, but the run's model has False"),
+        ("rope_parameters", {"rope_theta": 1e6}, "rope_theta is 1000000.0, but model.rope_base is"),
+        ("rope_scaling", {"type": "linear", "factor": 2.0}, "rope_type is linear, but the run's"),
+        ("model_type", "mixtral", "model_type is mixtral, but model.family is qwen3_moe"),
+    ],
+)
+def test_a_contradiction_is_named(key: str, value: object, fault: str) -> None:
+    settings = model("qwen3_moe")
+    given = hugging_face_config(settings).to_dict()
+    if key == "rope_scaling":
+        del given["rope_parameters"]
+    [found] = contradictions(settings, {**given, key: value})
+    assert found.startswith(f"config.json: {fault}")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_a_key_of_another_family_is_unknown(family: str) -> None:
+    with pytest.raises(ValidationError, match="use_qk_norm"):
+        architecture(model(family, architecture={"use_qk_norm": True}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"experts_per_token": 1}, "model.experts_per_token"),
+        ({"key_value_heads": 2}, "model.key_value_heads"),
+        ({"norm_epsilon": 1e-5}, "model.norm_epsilon"),
+        ({"layers": 1}, "model.architecture.first_k_dense_replace"),
+        ({"experts_per_token": 2}, "model.architecture.topk_group"),
+        ({"experts": 6}, "model.architecture.n_group"),
+        ({"architecture": {**GROUPS, "n_group": 1}}, "model.architecture.topk_group"),
+        ({"architecture": {**GROUPS, "intermediate_size": 15}}, "model.architecture.intermediate"),
+    ],
+)
+def test_what_a_family_forbids(changes: dict[str, object], key: str) -> None:
+    layout = LayoutSettings(ranks=2, tensor=2)
+    assert list(family_violations(model("deepseek_v3"), layout)) == []
+    found = [key for key, _ in family_violations(model("deepseek_v3", **changes), layout)]
+    assert any(each.startswith(key) for each in found), found

@@ -1,0 +1,203 @@
+"""Advantages against the vectors of the algorithms (section 8), and what must not reach them."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+from torch import Tensor
+
+from stages.objectives.advantages import ADVANTAGES, advantages
+from stages.objectives.graded import Graded
+from stages.objectives.settings import AdvantageSettings
+from tests.stages.objectives.objective_cases import assert_close, real
+
+VECTOR_1 = [1, 0, 1, 0.5]
+
+
+def settings(name: str, **more: Any) -> AdvantageSettings:
+    return TypeAdapter(AdvantageSettings).validate_python({"name": name, **more})
+
+
+def graded(rewards: list[list[float]], **more: Any) -> Graded:
+    """All graded, of lengths 1, 2, ... in every group, with the rewards as their only part, and
+    every response a step of its own."""
+    values = real(rewards)
+    lengths = torch.arange(1, values.shape[1] + 1).expand(values.shape)
+    given: dict[str, Any] = {
+        "rewards": values,
+        "graded": torch.ones(values.shape, dtype=torch.bool),
+        "lengths": lengths,
+        "parts": values.unsqueeze(-1),
+        "weights": real([1.0]),
+        "step_rewards": values.unsqueeze(-1),
+        "step_ends": (lengths - 1).unsqueeze(-1),
+    }
+    return Graded(**{**given, **more})
+
+
+def of_responses(found: Tensor) -> Tensor:
+    """[groups, G] of what is one for all tokens of a response, or has it at its first."""
+    return found[..., 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "std", "expected"),
+    [
+        ("grpo", "population", [0.904534, -1.507557, 0.904534, -0.301511]),
+        ("grpo", "sample", [0.783349, -1.305582, 0.783349, -0.261116]),
+        ("dr_grpo", None, [0.375, -0.625, 0.375, -0.125]),  # v32
+        ("rloo", None, [0.5, -0.833333, 0.5, -0.166667]),
+    ],
+)
+def test_vector_1(name: str, std: str | None, expected: list[float]) -> None:
+    found = advantages(graded([VECTOR_1]), settings(name, **({"std": std} if std else {})))
+    # 1e-6 beside the standard deviation moves the fifth digit of the vector's values.
+    assert_close(of_responses(found), [expected], tolerance=5e-6)
+
+
+def test_vector_12() -> None:
+    parts = real([[1.0, 0.1], [0.0, 0.2], [1.0, 0.3], [0.0, 0.4]]).unsqueeze(0)
+    batch = graded([[1.1, 0.2, 1.3, 0.4]], parts=parts, weights=real([1.0, 1.0]))
+    expected = [-0.3416, -1.4472, 1.4472, 0.3416]
+    found = advantages(batch, settings("mo_grpo", std="population"))
+    assert_close(of_responses(found), [expected], tolerance=5e-5)
+    # GDPO divides by their own deviation: the mean of the squares is (.3416^2 + 1.4472^2) / 2.
+    divisor = ((0.3416**2 + 1.4472**2) / 2) ** 0.5
+    found = advantages(batch, settings("gdpo", std="population"))
+    assert_close(of_responses(found), [[value / divisor for value in expected]], tolerance=5e-5)
+
+
+def test_parts_are_weighed_after_they_were_standardised() -> None:
+    parts = real([[1.0, 100.0], [0.0, 300.0]]).unsqueeze(0)
+    batch = graded([[0.0, 1.0]], parts=parts, weights=real([2.0, 0.5]))
+    found = advantages(batch, settings("mo_grpo", std="population"))
+    assert_close(of_responses(found), [[1.5, -1.5]], tolerance=5e-6)
+
+
+def test_the_whole_batch_is_what_reinforce_pp_compares_with() -> None:
+    rewards = [[1.0, 0.0, 1.0], [4.0, 4.0, 4.0]]
+    flat = [value for group in rewards for value in group]
+    mean, deviation = statistics.mean(flat), statistics.stdev(flat)
+    found = advantages(graded(rewards), settings("reinforce_pp"))
+    expected = [[(value - mean) / deviation for value in group] for group in rewards]
+    assert_close(of_responses(found), expected, tolerance=5e-6)
+    centred = [1 / 3, -2 / 3, 1 / 3, 0, 0, 0]
+    deviation = statistics.stdev(centred)
+    found = advantages(graded(rewards), settings("reinforce_pp_baseline"))
+    assert_close(of_responses(found).flatten(), [c / deviation for c in centred], tolerance=5e-6)
+
+
+@pytest.mark.parametrize("std", ["sample", "population"])
+def test_reinforce_pp_over_tokens_counts_a_response_by_its_length(std: str) -> None:
+    batch = graded([[1.0, 0.0, 1.0], [4.0, 2.0, 9.0]])  # of 1, 2 and 3 tokens
+    useful = torch.tensor([[True, True, True], [True, True, False]])
+    batch = replace(batch, graded=useful)
+    tokens = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 4.0, 2.0, 2.0]
+    mean = statistics.mean(tokens)
+    deviation = {"sample": statistics.stdev, "population": statistics.pstdev}[std](tokens)
+    expected = [[(value - mean) / deviation for value in (1, 0, 1)]]
+    expected += [[(4 - mean) / deviation, (2 - mean) / deviation, 0.0]]
+    found = advantages(batch, settings("reinforce_pp", over="tokens", std=std))
+    assert_close(of_responses(found), expected, tolerance=5e-6)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "dr_grpo", "reinforce_pp_baseline", "gdpo"])
+def test_group_advantages_add_up_to_nothing(name: str) -> None:
+    rewards = torch.rand(5, 8, generator=torch.Generator().manual_seed(0)).tolist()
+    found = of_responses(advantages(graded(rewards), settings(name)))
+    assert_close(found.sum(-1), [0.0] * 5, tolerance=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in ADVANTAGES if name != "reinforce_pp"])
+def test_a_flat_group_gets_exactly_zero(name: str) -> None:
+    batch = graded([[0.1] * 7, [0.3] * 7, [1.0] * 6 + [0.0]])
+    assert batch.zero_variance.tolist() == [True, True, False]
+    found = advantages(batch, settings(name, **({"keep": 7} if name == "gfpo" else {})))
+    assert not found[:2].any()
+    assert of_responses(found)[2].all()
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_what_is_not_graded_touches_nothing(name: str) -> None:
+    whole = graded([[1.0, 0.0, 0.5], [0.0, 1.0, 0.0]])
+    mask = torch.tensor([[True, True, True, False], [False, True, True, True]])
+    nan = float("nan")
+    rewards = real([[1.0, 0.0, 0.5, nan], [nan, 0.0, 1.0, 0.0]])
+    lengths = torch.tensor([[1, 2, 3, 1], [1, 1, 2, 3]])
+    holes = graded(
+        rewards.tolist(), graded=mask, lengths=lengths, step_ends=(lengths - 1).unsqueeze(-1)
+    )
+    found = advantages(holes, settings(name))
+    assert not found[~mask].any()
+    assert_close(found[mask], advantages(whole, settings(name)).flatten(0, 1), tolerance=1e-14)
+
+
+def test_reinforce_pp_needs_no_second_response_to_a_prompt() -> None:
+    found = of_responses(advantages(graded([[1.0], [0.0], [1.0]]), settings("reinforce_pp")))
+    deviation = statistics.stdev([1, 0, 1])
+    assert_close(found.flatten(), [x / deviation for x in (1 / 3, -2 / 3, 1 / 3)], tolerance=5e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in ADVANTAGES if name != "reinforce_pp"])
+def test_one_graded_response_has_nobody_to_be_better_than(name: str) -> None:
+    mask = torch.tensor([[True, False], [True, True], [False, False]])
+    batch = graded([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]], graded=mask)
+    found = advantages(batch, settings(name))
+    assert not found[0].any()
+    assert found[1].any()
+    assert not found[2].any()
+    assert batch.zero_variance.tolist() == [True, False, True]
+    nobody = graded([[1.0, 0.0]], graded=torch.zeros(1, 2, dtype=torch.bool))
+    assert advantages(nobody, settings(name)).tolist() == [[[0.0], [0.0]]]
+
+
+def test_gfpo_learns_from_the_kept_alone() -> None:
+    batch = graded([[1.0, 0.0, 1.0, 0.0]], lengths=torch.tensor([[9, 5, 5, 4]]))
+    shortest = advantages(batch, settings("gfpo", keep=3, std="population"))
+    # Kept are 0, 1, 0: of mean 1/3 and deviation sqrt(2)/3.
+    expected = [0.0, -(0.5**0.5), 2**0.5, -(0.5**0.5)]
+    assert_close(of_responses(shortest), [expected], tolerance=5e-6)
+    densest = advantages(batch, settings("gfpo", keep=2, by="reward_per_token"))
+    assert not of_responses(densest).any()  # both kept are right
+    everything = advantages(batch, settings("gfpo", keep=99))
+    assert_close(of_responses(everything), of_responses(advantages(batch, settings("grpo"))))
+
+
+def test_a_token_earns_what_the_steps_from_it_on_earn() -> None:
+    steps = real([[[1.0, 0.0], [1.0, 0.0]], [[0.0, 0.0], [7.0, 7.0]]])
+    ends = torch.tensor([[[1, 3], [0, -1]], [[-1, -1], [0, 2]]])
+    batch = graded(
+        [[0.5, 1.0], [0.0, 7.0]],  # the means of the steps
+        lengths=torch.tensor([[5, 2], [1, 3]]),
+        step_rewards=steps,
+        step_ends=ends,
+    )
+    found = advantages(batch, settings("process", std="population"))
+    # The steps of the first group: 1, 0 and 1, of mean 2/3 and deviation sqrt(2)/3.
+    right, wrong = 0.5**0.5, -(2**0.5)
+    expected = [
+        [right + wrong, right + wrong, wrong, wrong, 0.0],
+        [right, 0.0, 0.0, 0.0, 0.0],
+    ]
+    assert_close(found[0], expected, tolerance=5e-6)
+    assert not found[1].any()  # its steps all earned the same
+    # What else a response earned stands at its last token, as in `grpo`: here a punishment.
+    punished = replace(batch, rewards=batch.rewards - real([[1.0, 0.0], [0.0, 0.0]]))
+    change = advantages(punished, settings("process", std="population")) - found
+    assert_close(change[0], [[-1.0] * 5, [1.0] * 5], tolerance=5e-6)
+    assert not change[1].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("mo_grpo", "without parts"), ("gdpo", "without parts"), ("process", "a response's steps")],
+)
+def test_what_a_reward_does_not_give_is_asked_for(name: str, message: str) -> None:
+    plain = graded([VECTOR_1], parts=None, weights=None, step_rewards=None, step_ends=None)
+    with pytest.raises(ValueError, match=message):
+        advantages(plain, settings(name))

@@ -1,0 +1,298 @@
+"""The whole loss of a micro-batch: any cut of it, what is masked, and what the settings ask for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stages.objectives.aggregation import Totals
+from stages.objectives.policy_loss import PolicyLoss, Tokens, policy_loss
+from stages.objectives.settings import ObjectiveSettings
+from tests.stages.objectives.objective_cases import LENGTHS, MASK, draws, real, slope
+
+TOTALS = Totals(sequences=4, tokens=9, longest=6)
+RATIOS = ["sequence", "sequence_token", "token", "geometric", "rspo", "cispo"]
+EVERYTHING = {
+    "ratio": {"name": "token"},
+    "kl": {"coefficient": 0.1, "estimator": "unbiased_k3"},
+    "entropy_bonus": 0.01,
+    "correction": {"name": "icepop", "samples": "all"},
+    "sequence_mask": {"enabled": True, "delta": 0.05},
+}
+
+
+def batch() -> Tokens:
+    """Everything that an objective may ask for; only `log_probs` has gradient, and is a leaf."""
+    log_probs, old, engine, reference, advantages, kl, entropy, weights, movement = draws(9)
+    return Tokens(
+        log_probs=log_probs.requires_grad_(),
+        old_log_probs=old,
+        engine_log_probs=engine + 0.3,
+        advantages=(advantages + 0.5).sign() * real([1.0, 2.0, 0.5, 0.25])[:, None],
+        mask=MASK,
+        weights=-weights,
+        router_movement=-movement / 3,
+        reference_log_probs=reference,
+        reference_kl=-kl,
+        entropy=-entropy,
+    )
+
+
+def cut(tokens: Tokens, rows: slice) -> Tokens:
+    given = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
+    return Tokens(**{name: v if v is None else v[rows] for name, v in given.items()})
+
+
+def loss_of(tokens: Tokens, totals: Totals = TOTALS, **objective: Any) -> PolicyLoss:
+    settings = ObjectiveSettings.model_validate(objective)
+    return policy_loss(tokens, totals, settings, settings.kl.coefficient)
+
+
+def gradient(result: PolicyLoss, tokens: Tokens) -> Tensor:
+    [found] = torch.autograd.grad(result.loss, tokens.log_probs)
+    return found
+
+
+def test_the_kl_of_stale_samples_has_the_gradient_of_the_kl() -> None:
+    """Every token of a vocabulary once, as often as older weights (mu) draw it: their share of the
+    response. pi_old is the policy itself, as in the first update of a step."""
+    drew, reference = real([0.2, 0.5, 0.3]), real([0.5, 0.3, 0.2])
+    logits = real([0.7, 0.2, 0.1]).log().requires_grad_()
+    log_probs = logits.log_softmax(0)
+    tokens = Tokens(
+        log_probs=log_probs.view(3, 1),
+        old_log_probs=log_probs.detach().view(3, 1),
+        engine_log_probs=drew.log().view(3, 1),
+        advantages=torch.zeros(3, 1, dtype=torch.float64),
+        mask=torch.ones(3, 1, dtype=torch.bool),
+        drawn_log_probs=drew.log().view(3, 1),
+        reference_log_probs=reference.log().view(3, 1),
+        length_weights=drew,
+    )
+    objective = {"kl": {"coefficient": 1.0, "estimator": "unbiased_k3"}}
+    loss_of(tokens, Totals(1, 1), **objective).loss.backward()
+    assert logits.grad is not None
+    numeric = slope(
+        lambda x: (x.softmax(0) * (x.log_softmax(0) - reference.log())).sum(), logits.detach()
+    )
+    torch.testing.assert_close(logits.grad, numeric, atol=1e-7, rtol=0)
+
+
+@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "constant", "lambda"])
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_any_cut_of_the_batch_gives_the_same_loss_and_gradient(
+    ratio: str, aggregation: str
+) -> None:
+    objective = {**EVERYTHING, "ratio": {"name": ratio}, "aggregation": aggregation}
+    tokens = batch()
+    if aggregation == "lambda":
+        tokens = replace(tokens, length_weights=real([0.5, 1.0, 2.0, 0.5]))
+
+    def run(cuts: list[slice]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        shards = [loss_of(cut(tokens, rows), **objective) for rows in cuts]
+        loss = sum((shard.loss for shard in shards), start=real(0.0))
+        [found] = torch.autograd.grad(loss, tokens.log_probs)
+        sums = {
+            name: sum((shard.metrics[name].total for shard in shards), start=real(0.0))
+            for name in shards[0].metrics
+        }
+        return loss.detach(), found, sums
+
+    whole = run([slice(0, 4)])
+    assert whole[1].any()
+    for cuts in ([slice(0, 1), slice(1, 4)], [slice(i, i + 1) for i in range(4)]):
+        torch.testing.assert_close(run(cuts), whole, atol=1e-14, rtol=1e-12)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "unbiased_k3", "full"])
+def test_masked_positions_touch_nothing(ratio: str, estimator: str) -> None:
+    kl = {"coefficient": 0.1, "estimator": estimator}
+    objective = {**EVERYTHING, "ratio": {"name": ratio}, "kl": kl}
+    results = []
+    for filler in (0.0, -7.0, float("nan"), float("inf")):
+        given = {f.name: getattr(batch(), f.name) for f in fields(Tokens)}
+        filled = {
+            name: values.detach().masked_fill(~MASK, filler)
+            for name, values in given.items()
+            if values is not None and name != "mask"
+        }
+        filled["log_probs"].requires_grad_()
+        tokens = Tokens(**filled, mask=MASK)
+        result = loss_of(tokens, **objective)
+        slopes = gradient(result, tokens)
+        assert not slopes[~MASK].any()
+        sums = {name: metric.total.item() for name, metric in result.metrics.items()}
+        results.append((result.loss.item(), slopes[MASK].tolist(), sums))
+    assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "constant", "lambda"])
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_an_empty_mask_gives_zero_and_no_nan(ratio: str, aggregation: str) -> None:
+    tokens = replace(batch(), mask=torch.zeros_like(MASK), length_weights=real([1.0] * 4))
+    objective = {**EVERYTHING, "ratio": {"name": ratio}, "aggregation": aggregation}
+    result = loss_of(tokens, Totals(0, 0), **objective)
+    assert result.loss.item() == 0.0
+    assert not gradient(result, tokens).any()
+    assert all(metric.total.item() == 0.0 for metric in result.metrics.values())
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_groups_that_earned_the_same_move_nothing(ratio: str) -> None:
+    """Their advantages are 0, however far the policy has moved."""
+    nothing = torch.zeros(4, 5, dtype=torch.float64)
+    still = replace(batch(), advantages=nothing, old_log_probs=nothing - 9)
+    result = loss_of(still, ratio={"name": ratio})
+    assert result.loss.item() == 0.0
+    assert not gradient(result, still).any()
+
+
+def test_gspo_token_is_gspo_where_the_tokens_of_a_response_share_an_advantage() -> None:
+    advantages = real([1.0, 2.0, -0.5, 0.25])[:, None].expand(4, 5)
+    tokens = replace(batch(), advantages=advantages, weights=None)
+    wide = {"clip_low": 0.9, "clip_high": 9.0}
+    one, other = (
+        loss_of(tokens, ratio={"name": name, **wide}) for name in ("sequence", "sequence_token")
+    )
+    assert one.loss.item() == pytest.approx(other.loss.item())
+    slopes = gradient(one, tokens)
+    assert slopes.any()
+    torch.testing.assert_close(slopes, gradient(other, tokens))
+
+
+@pytest.mark.parametrize("ratio", ["sequence", "token", "geometric", "rspo"])
+def test_the_gradient_is_the_derivative(ratio: str) -> None:
+    tokens = batch()
+    objective = {**EVERYTHING, "ratio": {"name": ratio, "clip_low": 0.1, "clip_high": 0.1}}
+    # The mask of a sequence steps where the policy moves; away from the step it has no slope.
+    objective["sequence_mask"] = {"enabled": True, "delta": 0.05}
+    found = gradient(loss_of(tokens, **objective), tokens)
+    numeric = slope(
+        lambda given: loss_of(replace(tokens, log_probs=given), **objective).loss,
+        tokens.log_probs.detach(),
+    )
+    assert found.any()
+    torch.testing.assert_close(found, numeric, atol=1e-8, rtol=0)
+
+
+def test_the_entropy_and_the_full_kl_have_their_gradients() -> None:
+    entropy, kl = (draw.neg().requires_grad_() for draw in draws(2))
+    tokens = replace(batch(), entropy=entropy, reference_kl=kl)
+    result = loss_of(
+        tokens,
+        kl={"coefficient": 0.1, "estimator": "full"},
+        entropy_bonus=0.01,
+        aggregation="token_mean",
+    )
+    slopes = torch.autograd.grad(result.loss, [entropy, kl])
+    torch.testing.assert_close(slopes[0], torch.where(MASK, -0.01 / 9, 0.0).double())
+    torch.testing.assert_close(slopes[1], torch.where(MASK, 0.1 / 9, 0.0).double())
+
+
+def test_metrics_are_sums_over_their_denominator() -> None:
+    tokens = batch()
+    result = loss_of(tokens, **EVERYTHING)
+    ratios = (tokens.log_probs - tokens.old_log_probs).exp().detach()
+    bad = tokens.advantages < 0
+    outside = ((ratios > 1.28) & ~bad) | ((ratios < 0.8) & bad)
+    behind = tokens.engine_log_probs - tokens.log_probs.detach()
+    far = torch.tensor([n > 0 and behind[i, :n].mean() > 0.05 for i, n in enumerate(LENGTHS)])
+
+    def means(values: Tensor) -> float:
+        return sum(values[i, :n].double().mean().item() for i, n in enumerate(LENGTHS) if n)
+
+    assert tokens.weights is not None
+    assert tokens.entropy is not None
+    assert tokens.router_movement is not None
+    expected = {
+        "ratio": ("sequences", means(ratios)),
+        "clip_fraction": ("sequences", means(outside)),
+        "correction": ("sequences", means(tokens.weights)),
+        "router_movement": ("tokens", tokens.router_movement[MASK].sum().item()),
+        "masked_sequences": ("sequences", means(far[:, None] & bad)),
+        "entropy": ("tokens", -tokens.log_probs[MASK].sum().item()),
+        "full_entropy": ("tokens", tokens.entropy[MASK].sum().item()),
+    }
+    assert expected["clip_fraction"][1] > 0
+    assert expected["masked_sequences"][1] > 0
+    found = dict(result.metrics)
+    assert found.pop("kl").denominator == "tokens"
+    assert {n: (metric.denominator, metric.total.item()) for n, metric in found.items()} == {
+        name: (denominator, pytest.approx(value)) for name, (denominator, value) in expected.items()
+    }
+    assert not any(metric.total.requires_grad for metric in found.values())
+
+
+def test_the_penalty_adds_the_coefficient_times_the_kl() -> None:
+    tokens = batch()
+    objective = {**EVERYTHING, "aggregation": "token_mean"}
+    with_kl = loss_of(tokens, **objective)
+    without = loss_of(tokens, **{**objective, "kl": {}})
+    assert "kl" not in without.metrics
+    penalty = 0.1 * with_kl.metrics["kl"].total.item() / TOTALS.tokens
+    assert (with_kl.loss - without.loss).item() == pytest.approx(penalty)
+
+
+def test_the_coefficient_of_the_moment_is_what_counts() -> None:
+    tokens, settings = batch(), ObjectiveSettings.model_validate({"kl": {"coefficient": 0.1}})
+    none, once, twice = (policy_loss(tokens, TOTALS, settings, c).loss for c in (0.0, 0.1, 0.2))
+    assert (twice - none).item() == pytest.approx(2 * (once - none).item())
+
+
+@pytest.mark.parametrize(
+    ("objective", "message"),
+    [
+        ({"kl": {"coefficient": 0.1}}, r"objective\.kl\.coefficient is above 0, but no log-prob"),
+        ({"kl": {"coefficient": 0.1, "estimator": "full"}}, r"no KL to the reference were given"),
+        ({"entropy_bonus": 0.1}, r"objective\.entropy_bonus is above 0, but no entropies"),
+        ({"ratio": {"name": "rspo"}}, r"objective\.ratio is rspo, but no movements of routers"),
+    ],
+)
+def test_what_was_not_given_is_asked_for(objective: dict[str, Any], message: str) -> None:
+    plain = replace(
+        batch(),
+        reference_log_probs=None,
+        reference_kl=None,
+        entropy=None,
+        router_movement=None,
+    )
+    with pytest.raises(ValueError, match=message):
+        loss_of(plain, **objective)
+
+
+@pytest.mark.parametrize(
+    "corrected",
+    [
+        {"correction": {"name": "tis"}},
+        {"sequence_mask": {"enabled": True, "delta": 1e-9}},
+    ],
+)
+def test_corrections_touch_the_policy_gradient_and_not_the_kl(corrected: dict[str, Any]) -> None:
+    """All weights 0, or all sequences masked, leave the penalty alone."""
+    tokens = replace(
+        batch(),
+        engine_log_probs=torch.ones(4, 5, dtype=torch.float64),
+        advantages=-torch.ones(4, 5, dtype=torch.float64),
+        weights=torch.zeros(4, 5, dtype=torch.float64) if "correction" in corrected else None,
+    )
+    kl = {"coefficient": 0.1, "estimator": "k2"}
+    found = loss_of(tokens, kl=kl, **corrected)
+    still = replace(tokens, advantages=torch.zeros(4, 5, dtype=torch.float64), weights=None)
+    penalty = loss_of(still, kl=kl)
+    assert found.loss.item() == pytest.approx(penalty.loss.item())
+    torch.testing.assert_close(gradient(found, tokens), gradient(penalty, still))
+
+
+def test_objectives_are_read_without_torch() -> None:
+    check = (
+        "import sys; import stages.objectives.policy_loss, stages.objectives.advantages;"
+        " sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", check]).returncode == 0

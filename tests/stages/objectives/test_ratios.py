@@ -1,0 +1,251 @@
+"""Ratios and their clips against the vectors of the algorithms (section 8) and closed forms."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from stages.objectives.aggregation import Totals, sequence_mean
+from stages.objectives.geometric_ratio import geometric_ratio, rspo_ratio
+from stages.objectives.ratios import RATIOS
+from stages.objectives.router_shift import router_shift
+from stages.objectives.settings import (
+    CispoRatioSettings,
+    GeometricRatioSettings,
+    RatioSettings,
+    RspoRatioSettings,
+    SequenceRatioSettings,
+    SequenceTokenRatioSettings,
+    TokenRatioSettings,
+)
+from stages.objectives.surrogate import Surrogate
+from tests.stages.objectives.objective_cases import MASK, assert_close, draws, real, slope
+
+GSPO = SequenceRatioSettings(clip_low=3e-4, clip_high=4e-4)
+GSPO_TOKEN = SequenceTokenRatioSettings(clip_low=3e-4, clip_high=4e-4)
+DAPO = TokenRatioSettings(clip_low=0.2, clip_high=0.28)
+GMPO = GeometricRatioSettings(clip_low=0.4, clip_high=0.4)
+RSPO = RspoRatioSettings(clip_low=0.4, clip_high=0.4, floor=0.8)
+CISPO = CispoRatioSettings(cap=6.0)
+ALL = [GSPO, GSPO_TOKEN, DAPO, GMPO, CISPO]
+
+
+def surrogate(log_ratios: Tensor, advantages: Tensor, settings: RatioSettings) -> Surrogate:
+    """Of one response, whose old log-probabilities are 0."""
+    mask = torch.ones(1, len(log_ratios), dtype=torch.bool)
+    old = torch.zeros_like(log_ratios)
+    return RATIOS[settings.name](log_ratios[None], old[None], advantages[None], mask, settings)
+
+
+def loss_of(log_ratios: Tensor, advantage: float, settings: RatioSettings) -> Tensor:
+    """The `sequence_mean` loss of one response."""
+    advantages = torch.full_like(log_ratios, advantage)
+    found = surrogate(log_ratios, advantages, settings).loss
+    return sequence_mean(found, torch.ones_like(found, dtype=torch.bool), Totals(1, 1))
+
+
+@pytest.mark.parametrize("settings", [GSPO, GSPO_TOKEN, DAPO], ids=lambda each: each.name)
+def test_a_dual_clip_bounds_what_a_bad_token_costs(settings: TokenRatioSettings) -> None:
+    """max(min(r A, clip(r) A), c A) for A < 0: with c = 3 the loss of r = e^2 is 3, not 7.39."""
+    dual = settings.model_copy(update={"dual_clip": 3.0})
+    apart, near = (torch.full((4,), value, requires_grad=True) for value in (2.0, 1.0))
+    assert loss_of(apart, -1.0, settings).item() == pytest.approx(math.exp(2.0))
+    assert loss_of(apart, -1.0, dual).item() == pytest.approx(3.0)
+    loss_of(apart, -1.0, dual).backward()
+    assert apart.grad is not None and not apart.grad.any()
+    assert surrogate(apart, torch.full((4,), -1.0), dual).clipped.all()
+    # Neither a ratio within it nor a good token is touched.
+    assert loss_of(near, -1.0, dual).item() == pytest.approx(math.e)
+    assert not surrogate(near, torch.full((4,), -1.0), dual).clipped.any()
+    assert loss_of(apart, 1.0, dual).item() == loss_of(apart, 1.0, settings).item()
+
+
+def test_every_ratio_is_tested() -> None:
+    assert [settings.name for settings in ALL] == [
+        "sequence",
+        "sequence_token",
+        "token",
+        "geometric",
+        "cispo",
+    ]
+    assert {settings.name for settings in [*ALL, RSPO]} == set(RATIOS)
+
+
+@pytest.mark.parametrize("settings", [GSPO, GSPO_TOKEN])
+def test_sequence_ratio_of_vector_3(settings: RatioSettings) -> None:
+    found = surrogate(real([0.1, -0.2, 0.05, 0.01]), real([1.0] * 4), settings)
+    assert_close(found.ratio, [[0.9900498] * 4])
+
+
+@pytest.mark.parametrize("settings", [GSPO, GSPO_TOKEN])
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "objective", "has_gradient"),
+    [
+        (1.0005, 1.0, 1.0004, False),
+        (1.0005, -1.0, -1.0005, True),
+        (0.9996, 1.0, 0.9996, True),
+        (0.9996, -1.0, -0.9997, False),
+    ],
+)
+def test_sequence_clip_of_vector_3(
+    settings: RatioSettings, ratio: float, advantage: float, objective: float, has_gradient: bool
+) -> None:
+    log_ratios = real([ratio] * 3).log().requires_grad_()
+    loss = loss_of(log_ratios, advantage, settings)
+    loss.backward()
+    assert_close(loss, -objective, tolerance=1e-12)
+    # d(-s A)/d(log-ratio of one of T tokens) = -s A / T
+    expected = -ratio * advantage / 3 if has_gradient else 0.0
+    assert log_ratios.grad is not None
+    assert_close(log_ratios.grad, [expected] * 3, tolerance=1e-12)
+
+
+def test_gspo_token_lets_tokens_learn_from_their_own_advantages() -> None:
+    log_ratios = real([1e-4, -1e-4, 2e-4]).requires_grad_()
+    advantages = real([1.0, -2.0, 0.0])
+    found = surrogate(log_ratios, advantages, GSPO_TOKEN)
+    found.loss.sum().backward()
+    ratio = math.exp(2e-4 / 3)
+    assert log_ratios.grad is not None
+    assert_close(log_ratios.grad, (-ratio * advantages).tolist(), tolerance=1e-12)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_token_clip_binds_token_by_token(advantage: float) -> None:
+    ratios = real([0.5, 0.9, 1.2, 1.5])
+    log_ratios = ratios.log().requires_grad_()
+    loss = loss_of(log_ratios, advantage, DAPO)
+    loss.backward()
+    clipped = real([0.5, 0.9, 1.2, 1.28] if advantage > 0 else [0.8, 0.9, 1.2, 1.5])
+    assert_close(loss, (-advantage * clipped.mean()).item(), tolerance=1e-12)
+    free = clipped == ratios
+    expected = torch.where(free, -advantage * ratios / 4, 0.0)
+    assert log_ratios.grad is not None
+    assert_close(log_ratios.grad, expected, tolerance=1e-12)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_gmpo_clips_tokens_before_it_takes_their_mean(advantage: float) -> None:
+    log_ratios = real([-0.9, -0.1, 0.2, 0.9]).requires_grad_()
+    loss = loss_of(log_ratios, advantage, GMPO)
+    loss.backward()
+    held = [-0.9, -0.1, 0.2, 0.4] if advantage > 0 else [-0.4, -0.1, 0.2, 0.9]
+    ratio = math.exp(sum(held) / 4)
+    assert_close(loss, -advantage * ratio, tolerance=1e-12)
+    free = [h == g for h, g in zip(held, log_ratios.tolist(), strict=True)]
+    assert log_ratios.grad is not None
+    assert_close(
+        log_ratios.grad, [-advantage * ratio / 4 if f else 0.0 for f in free], tolerance=1e-12
+    )
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_cispo_bounds_the_weight_and_keeps_the_gradient(advantage: float) -> None:
+    log_ratios = real([0.1, 0.9, 6.0, 7.0]).log().requires_grad_()
+    found = surrogate(log_ratios, real([advantage] * 4), CISPO)
+    found.loss.sum().backward()
+    weights = real([0.1, 0.9, 6.0, 6.0])
+    assert found.clipped.tolist() == [[False, False, False, True]]
+    assert_close(found.loss[0], -weights * advantage * log_ratios.detach(), tolerance=1e-12)
+    assert log_ratios.grad is not None
+    assert_close(log_ratios.grad, -weights * advantage, tolerance=1e-12)
+
+
+def test_cispo_with_a_floor_is_verls() -> None:
+    """verl's `cispo` weighs by clamp(r_t, 1 - clip_ratio_low, 1 + clip_ratio_high)."""
+    log_ratios = real([0.1, 0.85, 1.0, 7.0]).log()
+    found = surrogate(log_ratios, real([1.0] * 4), CispoRatioSettings(cap=1.28, floor=0.8))
+    assert_close(found.loss[0], -real([0.8, 0.85, 1.0, 1.28]) * log_ratios, tolerance=1e-12)
+    assert found.clipped.tolist() == [[True, False, False, True]]
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize(
+    ("settings", "lowest", "highest"),
+    [
+        (GSPO, math.log(1 - 3e-4), math.log(1 + 4e-4)),
+        (GSPO_TOKEN, math.log(1 - 3e-4), math.log(1 + 4e-4)),
+        (DAPO, math.log(0.8), math.log(1.28)),
+        (GMPO, -0.4, 0.4),
+    ],
+    ids=lambda given: getattr(given, "name", None),
+)
+def test_the_gradient_ends_where_the_clip_begins(
+    settings: RatioSettings, lowest: float, highest: float, advantage: float
+) -> None:
+    """Of a response of one token: on the side that the advantage pushes to, and on no other."""
+    end, behind = (highest, lowest - 1) if advantage > 0 else (lowest, highest + 1)
+    within, beyond = end - 1e-9 * advantage, end + 1e-9 * advantage
+    for log_ratio, learns in [(within, True), (beyond, False), (behind, True)]:
+        given = real([log_ratio]).requires_grad_()
+        found = surrogate(given, real([advantage]), settings)
+        found.loss.sum().backward()
+        assert given.grad is not None
+        ratio = math.exp(log_ratio)
+        assert_close(given.grad, [-ratio * advantage if learns else 0.0], tolerance=1e-12)
+        assert_close(found.loss, [[-ratio * advantage]], tolerance=1e-8)
+        assert found.clipped.item() is not learns
+
+
+@pytest.mark.parametrize("settings", ALL, ids=lambda settings: settings.name)
+def test_on_policy_gradient_is_that_of_reinforce(settings: RatioSettings) -> None:
+    log_ratios = torch.zeros(5, dtype=torch.float64, requires_grad=True)
+    loss_of(log_ratios, 0.7, settings).backward()
+    assert log_ratios.grad is not None
+    assert_close(log_ratios.grad, [-0.7 / 5] * 5, tolerance=1e-12)
+
+
+@pytest.mark.parametrize("settings", [GSPO, GSPO_TOKEN, DAPO, GMPO], ids=lambda s: s.name)
+def test_log_ratios_are_held_to_20(settings: RatioSettings) -> None:
+    loss = loss_of(real([1000.0, 1000.0]), -1.0, settings)
+    assert loss.item() == pytest.approx(math.exp(20))
+
+
+@pytest.mark.parametrize("settings", [GSPO, DAPO, GMPO], ids=lambda s: s.name)
+def test_gradients_are_the_derivatives(settings: RatioSettings) -> None:
+    """By central differences, for those whose surrogate stops no gradient."""
+    log_probs, old, advantages = draws(3)
+    advantages = advantages + 0.5
+    close = settings.model_copy(update={"clip_low": 0.1, "clip_high": 0.1})
+
+    def loss(given: Tensor) -> Tensor:
+        found = RATIOS[settings.name](given, old, advantages, MASK, close).loss
+        return found.masked_fill(~MASK, 0.0).sum()
+
+    given = log_probs.clone().requires_grad_()
+    loss(given).backward()
+    assert given.grad is not None
+    assert given.grad.any()
+    assert_close(given.grad, slope(loss, log_probs), tolerance=1e-7)
+
+
+def test_vector_8() -> None:
+    old = real([[0.5, 0.3], [0.6, 0.2]]).log()
+    new = real([[0.4, 0.3], [0.6, 0.1]]).log()
+    shifts = (new - old).abs().mean(-1)
+    assert_close(shifts, [0.1115718, 0.3465736], tolerance=1e-7)
+    assert math.exp(-shifts.mean().item()) == pytest.approx(0.7952707, abs=1e-7)
+    assert router_shift(shifts.mean(), floor=0.7).item() == pytest.approx(0.7952707, abs=1e-7)
+    assert router_shift(shifts.mean(), floor=0.8).item() == 0.8
+    near = router_shift(real(0.05).requires_grad_(), floor=0.8)
+    assert near.item() == pytest.approx(math.exp(-0.05))
+    assert not near.requires_grad
+
+
+def test_rspo_scales_ratios_before_they_are_clipped() -> None:
+    log_ratios = real([[0.1, 0.5, -0.2]]).requires_grad_()
+    gammas = real([[0.8, 0.95, 1.0]])
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    old = torch.zeros(1, 3, dtype=torch.float64)
+    found = rspo_ratio(log_ratios, old, torch.ones_like(old), mask, RSPO, -gammas.log())
+    held = [0.1 + math.log(0.8), 0.4, -0.2]
+    assert_close(found.ratio, [[math.exp(sum(held) / 3)] * 3], tolerance=1e-12)
+    assert found.clipped.tolist() == [[False, True, False]]
+    slopes = torch.autograd.grad(found.loss.sum(), log_ratios)[0]
+    assert (slopes == 0).tolist() == [[False, True, False]]
+    plain = geometric_ratio(log_ratios, old, torch.ones_like(old), mask, GMPO)
+    same = rspo_ratio(log_ratios, old, torch.ones_like(old), mask, RSPO, torch.zeros_like(old))
+    assert torch.equal(plain.loss, same.loss)

@@ -1,0 +1,138 @@
+"""The reward for a program, from the text of a response to a number."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from stages.data.problem import DomainError, Problem
+from stages.rewards import code, sandbox
+from stages.rewards.code import extract_program
+from stages.rewards.registry import check_machine, make
+from stages.rewards.reward import Response, RewardError
+from stages.rewards.reward import Score as RewardScore
+from stages.rewards.sandbox import Limits, Outcome, SandboxError, Score
+from stages.rewards.settings import CodeReward, MathReward
+
+PAIRS = [{"input": "1 2", "output": "3"}, {"input": "2 2", "output": "4\n"}]
+ASSERTS = ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]
+ADDS = "print(sum(map(int, input().split())))"
+ANSWERS_FOUR = "print(4)"
+
+
+def earned(tests: Any, response: str, **settings: Any) -> RewardScore:
+    """What a response earns at a problem with these tests."""
+    reward = make("code", "passes", CodeReward(**settings), Path("/nowhere"))
+    problem = Problem("code", 0, "add", "", {"tests": tests})
+    return reward(problem, Response(response, len(response) + 1))
+
+
+@pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        ("print(1)", "print(1)"),
+        ("So:\n```python\nprint(1)\n```\nDone.", "print(1)\n"),
+        ("```python\ndraft\n```\nbetter:\n```python \nprint(2)\n```", "print(2)\n"),
+        ("```python\nprint('```')\n```", "print('```')\n"),
+        ("```python\nprint(1)\nprint(", "print(1)\nprint("),
+        ("```\nprint(1)\n```", "```\nprint(1)\n```"),
+        ("```python\n```", ""),
+        ("", ""),
+    ],
+)
+def test_the_program_is_the_last_fence_or_everything(response: str, program: str) -> None:
+    assert extract_program(response) == program
+
+
+@pytest.mark.parametrize(
+    ("tests", "response", "fraction"),
+    [
+        (PAIRS, ADDS, 1.0),
+        (PAIRS, f"I add.\n```python\n{ADDS}\n```", 1.0),
+        (PAIRS, ANSWERS_FOUR, 0.5),
+        (PAIRS, "no program at all", 0.0),
+        (PAIRS, "", 0.0),
+        (ASSERTS, "def add(a, b): return a + b", 1.0),
+        (ASSERTS, "def add(a, b): return 4", 0.5),
+        (ASSERTS, "def subtract(a, b): return 4", 0.0),
+    ],
+)
+def test_the_reward_is_the_fraction_passed_or_all(
+    tests: Any, response: str, fraction: float
+) -> None:
+    assert earned(tests, response) == fraction
+    assert earned(json.dumps(tests), response, credit="all") == float(fraction == 1)
+
+
+def test_every_setting_reaches_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Limits, float, bool]] = []
+
+    def score(program: str, tests: Any, limits: Limits, seconds: float, stop_early: bool) -> Score:
+        seen.append((limits, seconds, stop_early))
+        return Score(("passed",), "")
+
+    monkeypatch.setattr(code, "score", score)
+    settings = {
+        "wall_seconds": 1,
+        "cpu_seconds": 2,
+        "memory_mebibytes": 65,
+        "processes": 4,
+        "output_bytes": 5,
+        "tests_seconds": 6,
+        "credit": "all",
+    }
+    assert earned(PAIRS, "", **settings) == 1.0
+    assert earned(PAIRS, "") == 1.0
+    limits = Limits(1, 2, 65, 4, output_bytes=5)
+    assert seen == [(limits, 6.0, True), (Limits(), 60.0, False)]
+
+
+def test_all_runs_together_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run takes all of its wall time; what is left over decides how long the next may."""
+    allowed: list[float] = []
+
+    def run(program: str, stdin: str, limits: Limits) -> Outcome:
+        allowed.append(limits.wall_seconds)
+        return Outcome("exited", 0, b"3", "", (), limits.wall_seconds)
+
+    monkeypatch.setattr(sandbox, "run", run)
+    pairs = [{"input": "", "output": "3"}] * 5
+    result = sandbox.score("", pairs, Limits(wall_seconds=2.0), seconds=5.0)
+    assert allowed == [2.0, 2.0, 1.0]
+    assert result.verdicts == ("passed", "passed", "passed", "timeout", "timeout")
+
+
+def test_settings_refuse_what_cannot_be() -> None:
+    for wrong in ({"wall_seconds": 0}, {"memory_mebibytes": 1}, {"credit": "some"}, {"network": 1}):
+        with pytest.raises(ValidationError):
+            CodeReward.model_validate(wrong)
+
+
+def test_a_fault_that_is_not_the_programs_is_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="no tests"):
+        earned([], ADDS)
+    with pytest.raises(RewardError, match="the problem has no field 'checks'"):
+        earned(PAIRS, ADDS, tests_field="checks")
+
+    def fault(*_: Any, **__: Any) -> Score:
+        raise SandboxError("sandbox: no room")
+
+    monkeypatch.setattr(code, "score", fault)
+    with pytest.raises(SandboxError):
+        earned(PAIRS, ADDS)
+
+
+def test_a_stage_asks_for_the_sandbox_only_where_a_reward_needs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse() -> None:
+        raise SandboxError("sandbox: needs user namespaces")
+
+    monkeypatch.setattr(sandbox, "check", refuse)
+    check_machine({"sums": {"right": MathReward()}})
+    with pytest.raises(DomainError, match=r"experts\.code\.rewards\.passes: sandbox: needs user n"):
+        check_machine({"sums": {"right": MathReward()}, "code": {"passes": CodeReward()}})

@@ -1,0 +1,245 @@
+"""Conversations: what of them is learned, in which order they come, and what a template may do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet as parquet
+import pytest
+
+from parallel.batch import collate
+from parallel.packing import RankPlace
+from parallel.sample import Sample
+from stages.data.chat import Message
+from stages.data.conversations import conversation_sample, response_sample, segments
+from stages.data.hugging_face_tokenizer import HuggingFaceTokenizer
+from stages.data.problem import DomainError
+from stages.data.prompts import held_out_problems
+from stages.data.sources.conversation_rows import ConversationStream, conversation_index
+from stages.data.sources.settings import (
+    JsonlDemonstrationSettings,
+    JsonlPromptSettings,
+    ParquetDemonstrationSettings,
+)
+from stages.data.tokenizer import CharacterTokenizer, TokenizerError
+from tests.byte_tokenizer import CHATML, save_tokenizer
+
+# As those that strip the reasoning of earlier turns.
+FORGETFUL = CHATML.replace(
+    "message.content", "(message.content if loop.last else message.content.split('/')[-1])"
+)
+ENDLESS = CHATML.replace("<|im_end|>", "<|other|>")
+CHARACTERS = CharacterTokenizer()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE tokenizer of a few hundred ids, as a folder."""
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"), CHATML)
+
+
+def chat(*contents: str) -> list[Message]:
+    """The user and the assistant in turn."""
+    return [
+        {"role": ("user", "assistant")[place % 2], "content": content}
+        for place, content in enumerate(contents)
+    ]
+
+
+def learned(tokenizer: Any, sample: Sample) -> str:
+    """The text of what is learned, end tokens by name."""
+    backend = tokenizer._tokenizer
+    return backend.decode(sample.response[sample.learned], skip_special_tokens=False)
+
+
+def test_every_turn_of_the_assistant_is_learned_up_to_its_end(folder: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(folder)
+    messages = [{"role": "system", "content": "add"}, *chat("1+1", "it is 2", "2+2", "\n\nfour")]
+    sample = conversation_sample(tokenizer, messages, "math")
+    assert learned(tokenizer, sample) == "it is 2<|im_end|>\n\nfour<|im_end|>"
+    whole = tokenizer.render(messages, generation_prompt=False)
+    ids = [*sample.prompt, *sample.response]
+    assert tokenizer._decode_known([int(i) for i in ids]) == whole.removesuffix("\n")
+    asked = tokenizer.render(messages[:2], generation_prompt=True)
+    assert sample.prompt.tolist() == tokenizer.encode(asked)
+    # The second turn begins where a rollout's prompt would end, whatever tokens could merge there.
+    again = tokenizer.encode(tokenizer.render(messages[:4], generation_prompt=True))
+    first = int(sample.learned[len(tokenizer.encode("it is 2<|im_end|>"))])
+    assert len(sample.prompt) + first == len(again)
+    assert ids[: len(again)] == again
+    assert sample.response[-1] == tokenizer.end_token
+
+
+def test_one_turn_is_what_a_rollout_would_have_drawn(folder: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(folder)
+    sample = conversation_sample(tokenizer, chat("what is 1+1", "2"), "math")
+    text = "<|im_start|>user\nwhat is 1+1<|im_end|>\n<|im_start|>assistant\n"
+    assert sample.prompt.tolist() == tokenizer.encode(text)
+    assert sample.response.tolist() == [*tokenizer.encode("2"), tokenizer.end_token]
+    assert sample.loss_mask is None
+    plain = response_sample(tokenizer, text, "2", "math")
+    assert plain.prompt.tolist() == sample.prompt.tolist()
+    assert plain.response.tolist() == sample.response.tolist()
+
+
+def test_the_template_of_characters_learns_the_same_turns() -> None:
+    sample = conversation_sample(CHARACTERS, chat("1+1", "2", "so?", "two"), "math")
+    read = "".join(CHARACTERS._tokens[i] for i in [*sample.prompt, *sample.response])
+    assert read == "user: 1+1 assistant: 2[END]user: so? assistant: two[END]"
+    told = "".join(CHARACTERS._tokens[i] for i in sample.response[sample.learned])
+    assert told == "2[END]two[END]"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_pieces_alternate_and_make_the_whole(folder: Path, seed: int) -> None:
+    random = Random(seed)
+    for tokenizer in (HuggingFaceTokenizer(folder), CHARACTERS):
+        contents = [
+            "".join(random.choices("ab 1+", k=5)) for _ in range(2 * random.randrange(1, 6))
+        ]
+        found = segments(tokenizer, chat(*contents))
+        assert [piece.learned for piece in found] == [False, True] * (len(contents) // 2)
+        whole = tokenizer.render(chat(*contents), generation_prompt=False)
+        assert "".join(piece.text for piece in found) == whole
+        said = zip(found[1::2], contents[1::2], strict=True)
+        assert all(piece.text.startswith(content) for piece, content in said)
+
+
+def test_what_follows_the_last_turn_of_the_assistant_is_left_out(folder: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(folder)
+    long, short = (
+        conversation_sample(tokenizer, chat("a", "b", *more), "math") for more in (["c"], [])
+    )
+    assert long.response.tolist() == short.response.tolist()
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path, FORGETFUL))
+    conversation_sample(tokenizer, chat("a", "hm/b"), "math")
+    message = r"rewrites what came before .*: message 4 turns 'hm/b<.*> into 'b<.*; give every turn"
+    with pytest.raises(TokenizerError, match=message.replace("> into", "' into")):
+        conversation_sample(tokenizer, chat("a", "hm/b", "c", "d"), "math")
+
+
+def test_a_template_without_the_end_token_is_refused(tmp_path: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path, ENDLESS))
+    message = r"ends a turn of the assistant, 'b<\|other\|>\\n', without the end token 2; set eos_t"
+    with pytest.raises(TokenizerError, match=message):
+        conversation_sample(tokenizer, chat("a", "b"), "math")
+
+
+def test_only_learned_tokens_are_predicted_and_counted() -> None:
+    samples = [
+        conversation_sample(CHARACTERS, chat("1+1", "2", "so", "two"), "math"),
+        response_sample(CHARACTERS, "3+3=", "6", "math"),
+    ]
+    whole = RankPlace()
+    batch = collate(samples, whole, replay=False)
+    assert batch.mask.sum() == len("2two") + 2 + len("6") + 1
+    targets = batch.targets[batch.mask].tolist()
+    assert "".join(CHARACTERS._tokens[i] for i in targets) == "2[END]two[END]6[END]"
+    assert batch.own_targets.tolist() == targets
+    # What predicts a token is the one before it, which the model reads.
+    read = batch.tokens[0, batch.predicts].tolist()
+    assert "".join(CHARACTERS._tokens[i] for i in read) == " 2 two=6"
+    halves = [collate(samples, RankPlace(context=2, context_rank=rank), False) for rank in range(2)]
+    places = np.concatenate([half.place.numpy() for half in halves])
+    assert sorted(places) == sorted(batch.place.tolist())
+
+
+# Streams
+
+
+def write(path: Path, made: list[dict[str, Any]]) -> Path:
+    if path.suffix == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(made), path, row_group_size=4)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in made))
+    return path
+
+
+def conversations(count: int) -> list[dict[str, Any]]:
+    return [
+        {"messages": chat(f"say {n}", str(n), *(["again", str(n)] if n % 3 == 0 else []))}
+        for n in range(count)
+    ]
+
+
+def stream(settings: Any, limit: int = 100, held_out: float = 0.25, **options: Any) -> Any:
+    return ConversationStream(settings, CHARACTERS, "math", 7, held_out, limit, **options)
+
+
+def tokens(samples: list[Sample]) -> list[list[int]]:
+    return [[*each.prompt, *each.response, *each.learned] for each in samples]
+
+
+def test_a_stream_resumes_exactly_and_formats_agree(tmp_path: Path) -> None:
+    made = conversations(40)
+    one = JsonlDemonstrationSettings(path=write(tmp_path / "a.jsonl", made))
+    other = ParquetDemonstrationSettings(path=write(tmp_path / "a.parquet", made))
+    whole = stream(one, limit=50).draw(1, 90)
+    assert tokens(stream(other, limit=50).draw(1, 90)) == tokens(whole)
+    for taken in range(0, 90, 11):
+        first = stream(one, limit=50)
+        head = first.draw(1, taken)
+        tail = stream(one, limit=50, cursor=first.cursor).draw(2, 90 - taken)
+        assert tokens(head + tail) == tokens(whole)
+
+
+def test_what_is_evaluated_is_never_shown(tmp_path: Path) -> None:
+    made = conversations(200)
+    prompts = [{"prompt": row["messages"][0]["content"]} for row in made]
+    asked = JsonlPromptSettings(path=write(tmp_path / "p.jsonl", prompts))
+    held = {p.prompt for p in held_out_problems(asked, CHARACTERS, "math", 35)}
+    shown = stream(JsonlDemonstrationSettings(path=write(tmp_path / "a.jsonl", made))).draw(1, 300)
+    texts = {CHARACTERS.decode(each.prompt) for each in shown}
+    assert len(texts) > 120
+    assert texts.isdisjoint(CHARACTERS.render(chat(prompt), True) for prompt in held)
+    pairs = [{"prompt": row["prompt"], "response": "yes"} for row in prompts]
+    settings = JsonlDemonstrationSettings(
+        path=write(tmp_path / "r.jsonl", pairs), response="response"
+    )
+    shown = stream(settings).draw(1, 300)
+    assert held.isdisjoint(CHARACTERS.decode(each.prompt) for each in shown)
+    assert {CHARACTERS.decode(each.response) for each in shown} == {"yes"}
+
+
+def test_long_conversations_are_skipped_and_counted(tmp_path: Path) -> None:
+    settings = JsonlDemonstrationSettings(path=write(tmp_path / "a.jsonl", conversations(30)))
+    drawing = stream(settings, limit=50, held_out=1e-9)
+    assert max(each.length for each in drawing.draw(1, 20)) <= 50
+    assert drawing.too_long in range(1, 11)
+    message = r"demonstrations\.max_tokens: every conversation is longer than 9 tokens"
+    with pytest.raises(DomainError, match=message):
+        stream(settings, limit=9).draw(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"chat": []}, "no column 'messages'; there are 'chat'"),
+        ({"messages": chat("a")}, "'messages' has no message of the assistant to learn from"),
+        ({"messages": chat("a", "b")[1:]}, "'messages' begins with the assistant"),
+        ({"messages": [{"role": "user"}]}, "'messages' has a message, the 1., whose content is no"),
+    ],
+)
+def test_a_bad_row_is_named_or_counted(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    path = write(tmp_path / "a.jsonl", [*conversations(3), row, conversations(1)[0]])
+    with pytest.raises(DomainError, match=rf"math\.demonstrations: .*a\.jsonl:4: {message}"):
+        stream(JsonlDemonstrationSettings(path=path))
+    skipping = JsonlDemonstrationSettings(path=path, on_bad_row="skip")
+    counts = conversation_index(skipping, "math").counts
+    assert (counts.rows, counts.bad, counts.duplicates) == (5, 1, 1)
+
+
+def test_a_broken_template_is_noticed_before_training_and_names_the_row(tmp_path: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path / "tokenizer", FORGETFUL))
+    made = [{"messages": chat("a", "b")}, {"messages": chat("a", "hm/b", "c", "d")}]
+    settings = JsonlDemonstrationSettings(path=write(tmp_path / "a.jsonl", made))
+    with pytest.raises(TokenizerError, match=r"rewrites what came before.*; in .*a\.jsonl:2"):
+        ConversationStream(settings, tokenizer, "math", 0, 1e-9, 100)

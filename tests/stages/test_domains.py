@@ -1,0 +1,276 @@
+"""Problems, splits, demonstrations and scorers of the three reasoning-gym domains."""
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import pytest
+
+from stages.data.demonstrations import demonstrate, demonstrations
+from stages.data.formats import FORMATS
+from stages.data.problem import DomainError, Problem
+from stages.data.prompts import PromptStream, is_held_out, split_of
+from stages.data.sources.settings import (
+    GeneratedDemonstrationSettings,
+    ReasoningGymPromptSettings,
+)
+from stages.data.tokenizer import CharacterTokenizer
+from stages.rewards.reasoning_gym import exact
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "chain_sum": {"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 1},
+    "spell_backward": {"min_word_len": 4, "max_word_len": 8},
+    "number_sorting": {
+        "min_numbers": 3,
+        "max_numbers": 6,
+        "max_decimals": 0,
+        "min_value": 0,
+        "max_value": 99,
+    },
+}
+TOKENIZER = CharacterTokenizer()
+every_dataset = pytest.mark.parametrize("dataset", CONFIGS)
+
+
+def settings(dataset: str, **changes: Any) -> ReasoningGymPromptSettings:
+    return ReasoningGymPromptSettings(dataset=dataset, config=CONFIGS[dataset] | changes)
+
+
+def stream(dataset: str, *, seed: int = 0, purpose: str = "rl", **options: Any) -> PromptStream:
+    return PromptStream(settings(dataset), TOKENIZER, dataset, seed, purpose, **options)
+
+
+def problem_of(dataset: str, accepts: Callable[[Problem], bool] = lambda problem: True) -> Problem:
+    return next(problem for problem in stream(dataset).take(2000) if accepts(problem))
+
+
+# Prompts and their split
+
+
+@pytest.mark.parametrize(
+    ("dataset", "prompt", "worked"),
+    [
+        ("chain_sum", r"c\d([+-]\d){2,3}=", r"<(-?\d+,){1,2}-?\d+>-?\d+"),
+        ("spell_backward", r"r[a-z0-9]{4,8}=", r"<[4-8]>[a-z0-9]{4,8}"),
+        ("number_sorting", r"[ad]\d+(,\d+){2,5}=", r"<[3-6]>\d+(,\d+){2,5}"),
+    ],
+)
+def test_prompts_and_worked_responses_read_as_the_recipe(
+    dataset: str, prompt: str, worked: str
+) -> None:
+    for problem in stream(dataset).take(500):
+        response = demonstrate(problem, True, Random(0)).response
+        assert re.fullmatch(prompt, problem.prompt)
+        assert re.fullmatch(worked, response)
+        TOKENIZER.encode(problem.prompt + response)
+
+
+def test_a_sum_is_worked_left_to_right() -> None:
+    problem = problem_of("chain_sum", lambda problem: len(problem.prompt) == 9)
+    totals = [
+        int(total) for total in FORMATS["chain_sum"].working(problem.fields["entry"]).split(",")
+    ]
+    terms = [int(term) for term in re.findall(r"[+-]?\d", problem.prompt)]
+    assert totals == [sum(terms[:2]), sum(terms[:3]), sum(terms[:4])]
+    assert problem.answer == str(totals[-1])
+
+
+@every_dataset
+def test_training_never_sees_an_evaluation_prompt(dataset: str) -> None:
+    evaluated = {
+        problem.key
+        for seed in (0, 1)
+        for problem in stream(
+            dataset, seed=seed, purpose="evaluate", split="held_out"
+        ).take_distinct(2000)
+    }
+    trained = [
+        problem.key
+        for seed in range(3)
+        for purpose in ("cold_start", "experts", "merge")
+        for problem in stream(dataset, seed=seed, purpose=purpose).take(600)
+    ]
+    gated = {problem.key for problem in stream(dataset, split="gate").take_distinct(500)}
+    assert evaluated.isdisjoint(trained)
+    assert gated.isdisjoint(evaluated)
+    assert gated.isdisjoint(trained)
+
+
+@every_dataset
+def test_evaluation_problems_are_distinct(dataset: str) -> None:
+    problems = stream(dataset, split="held_out").take_distinct(2000)
+    assert len({problem.prompt for problem in problems}) == len(problems) == 2000
+
+
+def test_the_split_holds_out_the_asked_fraction() -> None:
+    drawn = [stream("spell_backward", split=split) for split in ("train", "held_out", "gate")]
+    everything = [drawn[0].take(3000), drawn[1].take(800), drawn[2].take(200)]
+    problems = [problem for each in everything for problem in each]
+    share = sum(is_held_out(problem, 0.125) for problem in problems) / len(problems)
+    assert share == pytest.approx(0.125, abs=0.02)
+    found = Counter(split_of(problem, 0.25) for problem in problems)
+    assert found == {"train": 3000, "held_out": 800, "gate": 200}
+    half = settings("spell_backward").model_copy(update={"held_out_fraction": 0.5})
+    trained = PromptStream(half, TOKENIZER, "spell_backward", 0, "rl", split="train").take(500)
+    assert not any(is_held_out(problem, 0.5) for problem in trained)
+    assert any(is_held_out(problem, 0.5) for problem in everything[0])
+
+
+@every_dataset
+def test_a_stream_resumes_exactly(dataset: str) -> None:
+    whole = stream(dataset).take(300)
+    first = stream(dataset)
+    head = first.take(120)
+    tail = stream(dataset, cursor=first.cursor).take(180)
+    assert head + tail == whole
+    assert [problem.fields for problem in head + tail] == [problem.fields for problem in whole]
+
+
+def test_purposes_seeds_and_domains_draw_differently() -> None:
+    streams = [
+        stream("spell_backward"),
+        stream("spell_backward", seed=1),
+        stream("spell_backward", purpose="merge"),
+        PromptStream(settings("spell_backward"), TOKENIZER, "other", 0, "rl"),
+    ]
+    prompts = [tuple(problem.prompt for problem in drawn.take(50)) for drawn in streams]
+    assert len(set(prompts)) == len(prompts)
+    shared = [len(set(a) & set(b)) for a, b in pairwise(prompts)]
+    assert max(shared) < 5
+
+
+@every_dataset
+def test_two_thousand_held_out_problems_are_found(dataset: str) -> None:
+    found = stream(dataset, split="held_out").take_distinct(2000)
+    assert len({problem.prompt for problem in found}) == 2000
+
+
+# Domains that cannot be trained on
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (
+            ReasoningGymPromptSettings(dataset="chain_some"),
+            r"experts\.math\.prompts\.dataset: unknown dataset 'chain_some'; known are chain_sum,",
+        ),
+        (
+            settings("chain_sum", min_trms=3),
+            r"experts\.math\.prompts\.config\.min_trms: chain_sum has no such option; it has ",
+        ),
+        (
+            settings("chain_sum", seed=3),
+            r"experts\.math\.prompts\.config\.seed: chain_sum has no such option",
+        ),
+        (
+            settings("chain_sum", min_terms=9),
+            r"experts\.math\.prompts\.config: refused by chain_sum: max_terms must be >= min_terms",
+        ),
+        (
+            settings("chain_sum", min_terms="three"),
+            r"experts\.math\.prompts\.config\.min_terms: should be int, not \"three\"",
+        ),
+        (
+            settings("chain_sum", max_terms=10**9),
+            r"experts\.math\.prompts\.config\.max_terms: should be between -1000 and 1000, not 10",
+        ),
+    ],
+)
+def test_wrong_settings_name_their_key(prompts: ReasoningGymPromptSettings, message: str) -> None:
+    with pytest.raises(DomainError, match=message):
+        PromptStream(prompts, TOKENIZER, "math", 0, "rl")
+
+
+def test_a_domain_with_no_prompts() -> None:
+    wordless = settings("spell_backward", min_word_len=40, max_word_len=50)
+    with pytest.raises(DomainError, match=r"experts\.words\.prompts\.config: no prompts"):
+        PromptStream(wordless, TOKENIZER, "words", 0, "rl").take(1)
+
+
+def test_a_domain_with_too_few_held_out_prompts() -> None:
+    narrow = settings("chain_sum", min_terms=1, max_terms=1)  # ten prompts in all
+    message = r"experts\.math\.prompts\.config: only \d distinct held_out prompts found, 10 needed"
+    with pytest.raises(DomainError, match=message):
+        PromptStream(narrow, TOKENIZER, "math", 0, "evaluate", "held_out").take_distinct(10)
+
+
+# Demonstrations
+
+
+@every_dataset
+def test_demonstrations_are_worked_and_right_or_careless_and_wrong(dataset: str) -> None:
+    shown = demonstrations(
+        GeneratedDemonstrationSettings(count=2000, worked_fraction=0.45), stream(dataset), seed=0
+    )
+    assert len(shown) == 2000
+    assert sum(example.worked for example in shown) / 2000 == pytest.approx(0.45, abs=0.035)
+    for example in shown:
+        assert exact(example.problem, example.response) == float(example.worked)
+        assert example.response.startswith("<>") != example.worked
+
+
+def test_demonstrations_are_a_function_of_the_seed() -> None:
+    asked = GeneratedDemonstrationSettings(count=50)
+    first, again, other = (
+        demonstrations(asked, stream("number_sorting"), seed) for seed in (0, 0, 1)
+    )
+    assert first == again != other
+
+
+# Rewards
+
+
+@every_dataset
+def test_exact_asks_for_the_format(dataset: str) -> None:
+    problem = problem_of(dataset)
+    right = f"<anything>{problem.answer}"
+    assert exact(problem, right) == 1.0
+    for wrong in [
+        "",
+        "<",
+        problem.answer,
+        f"<{problem.answer}",
+        f">{problem.answer}",
+        f"1<>{problem.answer}",
+        f"<>{problem.answer}[PAD]",
+        f"<>{problem.answer},{problem.answer}",
+        "<>",
+    ]:
+        assert exact(problem, wrong) == 0.0
+
+
+@pytest.mark.parametrize("item", ["nan", "NaN", "inf", "1e1", '"'])
+def test_what_is_no_number_sorts_nothing(item: str) -> None:
+    """reasoning-gym compares floats, and nan passes every one of its comparisons."""
+    problem = problem_of("number_sorting")
+    count = problem.answer.count(",") + 1
+    assert exact(problem, "<>" + ",".join([item] * count)) == 0.0
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        "string_insertion",
+        "spiral_matrix",
+        "binary_matrix",
+        "n_queens",
+        "puzzle24",
+        "countdown",
+        "polynomial_multiplication",
+        "simple_integration",
+        "intermediate_integration",
+    ],
+)
+def test_a_dataset_whose_scorer_runs_the_answer_is_refused(
+    dataset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever adds a format for it would else have the policy's text run beside the stage."""
+    monkeypatch.setitem(FORMATS, dataset, FORMATS["chain_sum"])
+    prompts = ReasoningGymPromptSettings.model_construct(dataset=dataset, config={})
+    message = r"prompts.dataset: reasoning-gym's scorer would run a response's text: \w+.*\.py:\d+ "
+    with pytest.raises(DomainError, match=message + r"calls (eval|\w*\.?parse_expr)\("):
+        PromptStream(prompts, TOKENIZER, "math", 0, "rl")

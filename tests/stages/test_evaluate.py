@@ -1,0 +1,177 @@
+"""Evaluation: every model by its own weights, on problems that nothing else has seen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from parallel.checkpoint import checkpoints
+from parallel.model.policy import Policy
+from stages import evaluate
+from stages.rewards.reward import RewardError
+from stages.rewards.settings import RewardPoolSettings
+from stages.sampling.logprob_check import MismatchError
+from stages.settings import EvaluationSettings, LoggingSettings, StageJob
+from tests.fake_engines import FakeEngine, RefittedFleet, toy_domain, toy_job, toy_run
+from tests.stages.test_rollout_modes import one_rank  # noqa: F401
+
+MODELS = {"cold_start": 1, "experts.sums": 2, "merge": 3}  # what each one's weights are made of
+SPLITS: list[str] = []  # of the problems that were asked for
+
+
+class WatchedFleet(RefittedFleet):
+    """Remembers whose weights the engines were given."""
+
+    given: ClassVar[list[float]] = []
+
+    def refit(self, policy: Policy, version: int) -> dict[str, float]:
+        self.given.append(next(iter(policy.named_weights().values())).flatten()[0].item())
+        return super().refit(policy, version)
+
+
+@torch.no_grad()
+def load(policy: Policy, checkpoint: Path) -> None:
+    """Stands for loading a checkpoint, which the folder's name says."""
+    for weight in policy.named_weights().values():
+        weight.fill_(MODELS[checkpoint.name] / 100)
+    policy.weights_changed()
+
+
+@pytest.fixture(autouse=True)
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    held_out = evaluate.held_out_problems
+
+    def asked(*given: Any) -> Any:
+        SPLITS.append(given[-1])
+        return held_out(*given)
+
+    WatchedFleet.given.clear()
+    SPLITS.clear()
+    monkeypatch.setattr(evaluate, "held_out_problems", asked)
+    monkeypatch.setattr("stages.sampling.engines.Fleet", WatchedFleet)
+    monkeypatch.setattr(checkpoints, "load_weights", load)
+    yield
+
+
+def job(
+    directory: Path,
+    function: str = "parity",
+    bound: float = 1e9,
+    failed: float = 0.9,
+    samples_per_problem: int = 1,
+    sampling_seed: int = 1,
+    auditable: bool = False,
+    **given: Any,
+) -> StageJob:
+    reward = {"kind": "python", "function": f"small_rewards:{function}", "unfinished": "score"}
+    settings = toy_run(bound, sums=toy_domain(rewards={"odd": reward})).model_copy(
+        update={
+            "evaluation": EvaluationSettings(
+                problems=40, samples_per_problem=samples_per_problem, sampling_seed=sampling_seed
+            ),
+            "rewards": RewardPoolSettings(workers=1, max_failed_fraction=failed),
+            "logging": LoggingSettings(wandb="disabled", auditable=auditable),
+        }
+    )
+    models = {name: directory / name for name in MODELS}
+    fields = {"stage": "evaluate", "kind": "evaluate", "domain": None, "models": models, **given}
+    return toy_job(directory, settings, FakeEngine(), evaluated_on={}, **fields)
+
+
+def results(directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((directory / "results.json").read_text())["models"]
+    return found
+
+
+def test_every_model_is_measured_with_its_own_weights(tmp_path: Path) -> None:
+    evaluate.run(job(tmp_path))
+    assert WatchedFleet.given == pytest.approx([0.01, 0.02, 0.03])
+    found = results(tmp_path)
+    assert found.keys() == MODELS.keys()
+    for scores in found.values():  # parity is 1 on about half of what the fake engine says
+        assert 0.2 < scores["sums"]["accuracy"] < 0.8
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["model"], line["accuracy"]) for line in lines] == [
+        (name, scores["sums"]["accuracy"]) for name, scores in found.items()
+    ]
+
+
+def test_a_model_that_has_its_result_is_left(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir(parents=True)
+    (tmp_path / "models" / "experts.sums.json").write_text('{"sums": {"accuracy": 2}}')
+    evaluate.run(job(tmp_path))
+    assert WatchedFleet.given == pytest.approx([0.01, 0.03])
+    assert results(tmp_path)["experts.sums"] == {"sums": {"accuracy": 2}}
+
+
+def test_a_response_without_a_reward_counts_as_unsolved(tmp_path: Path) -> None:
+    """Else a model that makes graders fail is measured on fewer problems, and does better."""
+    evaluate.run(job(tmp_path, "parity_or_failure", models={"merge": tmp_path / "merge"}))
+    [line] = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert 5 < line["reward_failures"] < 35
+    assert results(tmp_path)["merge"]["sums"]["accuracy"] == line["accuracy"]
+    assert line["accuracy"] == pytest.approx(1 - line["reward_failures"] / 40)
+
+
+def test_several_answers_to_a_problem_count_by_their_share(tmp_path: Path) -> None:
+    evaluate.run(job(tmp_path, samples_per_problem=8))
+    solved = json.loads((tmp_path / "solved" / "merge.json").read_text())["sums"]
+    assert len(solved) == 40
+    assert max(solved) <= 8
+    assert len(set(solved)) > 3  # the answers to a problem differ
+    score = results(tmp_path)["merge"]["sums"]
+    assert score["accuracy"] == pytest.approx(sum(solved) / 320)
+    assert score["n"] == 40
+    assert score["samples_per_problem"] == 8
+    assert score["pass_at_k"] == sum(count > 0 for count in solved) / 40
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["accuracy"] == pytest.approx(score["accuracy"])
+
+
+def test_another_sampling_seed_draws_other_answers(tmp_path: Path) -> None:
+    def solved(directory: Path, seed: int) -> Any:
+        evaluate.run(job(directory, sampling_seed=seed))
+        return json.loads((directory / "solved" / "merge.json").read_text())
+
+    first, again, other = (
+        solved(tmp_path / name, seed) for name, seed in (("first", 1), ("again", 1), ("other", 2))
+    )
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.parametrize("auditable", [True, False])
+def test_answers_are_written_where_they_are_to_be_audited(auditable: bool, tmp_path: Path) -> None:
+    evaluate.run(job(tmp_path, auditable=auditable, models={"merge": tmp_path / "merge"}))
+    assert bool(list((tmp_path / "samples").rglob("*.jsonl"))) == auditable
+
+
+def test_what_each_problem_earned_is_kept_for_paired_comparisons(tmp_path: Path) -> None:
+    evaluate.run(job(tmp_path))
+    solved = json.loads((tmp_path / "solved" / "cold_start.json").read_text())["sums"]
+    assert set(solved) == {0, 1}
+    assert results(tmp_path)["cold_start"]["sums"]["accuracy"] == sum(solved) / 40
+    assert "pass_at_k" not in results(tmp_path)["cold_start"]["sums"]
+
+
+def test_too_many_responses_without_a_reward_end_the_stage(tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match="of 40 samples have no reward"):
+        evaluate.run(job(tmp_path, "parity_or_failure", failed=0.02))
+
+
+@pytest.mark.parametrize(("kind", "split"), [("gate", "gate"), ("evaluate", "held_out")])
+def test_a_gate_decides_by_problems_that_no_result_is_of(
+    kind: str, split: str, tmp_path: Path
+) -> None:
+    evaluate.run(job(tmp_path, kind=kind, models={"merge": tmp_path / "merge"}))
+    assert [split] == SPLITS
+
+
+def test_an_engine_that_has_other_weights_ends_the_stage(tmp_path: Path) -> None:
+    with pytest.raises(MismatchError):
+        evaluate.run(job(tmp_path, bound=1e-4))

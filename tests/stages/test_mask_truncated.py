@@ -1,0 +1,113 @@
+"""`objective.mask_truncated`: responses that were cut off are compared with, and not learned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from parallel.batch import collate
+from parallel.packing import RankPlace
+from parallel.sample import Sample
+from stages.objectives.assign_advantages import without_advantages
+from stages.objectives.batch_weights import scale_by_entropy
+from stages.objectives.settings import GrpoSettings
+from stages.sampling.prompt_buffer import Batch
+from stages.sampling.step import Rollout
+from tests.stages.test_expert import drawn, expert, group
+from tests.stages.test_rollout_modes import one_rank  # noqa: F401
+
+
+@pytest.mark.parametrize("how", ["sequence_mean", "token_mean", "constant", "lambda"])
+def test_what_was_cut_off_teaches_nothing_and_is_still_compared_with(
+    how: str, tmp_path: Path
+) -> None:
+    """Its tokens have no gradient, and its reward is in the others' advantages."""
+    seen: dict[bool, list[Sample]] = {True: [], False: []}
+    for masked in seen:
+        objective = {"mask_truncated": masked, "aggregation": how, "scaling": "edge"}
+        stage = expert(tmp_path / str(masked), objective)
+        gradients = stage.gradients
+
+        def watched(
+            samples: list[Sample],
+            batches: Any,
+            into: list[Sample] = seen[masked],
+            after: Any = gradients,
+        ) -> dict[str, float]:
+            into += samples
+            found: dict[str, float] = after(samples, batches)
+            return found
+
+        stage.gradients = watched  # type: ignore[method-assign]
+        assert np.isfinite(list(stage.step(1).values())).all()
+    of = {sample.finished for sample in seen[True]}
+    assert of == {True, False}
+    for own, other in zip(seen[True], seen[False], strict=True):
+        assert own.advantage == other.advantage
+        assert len(own.learned) == (len(own.response) if own.finished else 0)
+        assert len(other.learned) == len(other.response)
+
+
+@pytest.mark.parametrize("how", ["sequence_mean", "constant", "token_mean"])
+def test_a_masked_response_counts_where_responses_are_counted(how: str, tmp_path: Path) -> None:
+    """Beside one that is masked a response weighs half, unless tokens are what is counted."""
+    norms, metrics = {}, {}
+    for masked in (True, False):
+        stage = expert(tmp_path / str(masked), {"aggregation": how}, updates=1)
+        samples = drawn([3, 5])[: 1 + masked]
+        for sample in samples[1:]:
+            sample.loss_mask = np.zeros(5, bool)
+        metrics[masked] = stage.gradients(samples, stage.split(samples))
+        norms[masked] = stage.policy.step()
+    share = 1.0 if how == "token_mean" else 0.5
+    assert norms[True] == pytest.approx(share * norms[False], rel=1e-4)
+    assert metrics[True]["loss"] == pytest.approx(share * metrics[False]["loss"], rel=1e-4)
+    for name in ("ratio", "clip_fraction", "entropy"):
+        assert metrics[True][name] == pytest.approx(metrics[False][name], rel=1e-5)
+
+
+def test_a_step_of_nothing_but_cut_off_responses_changes_nothing(tmp_path: Path) -> None:
+    stage = expert(tmp_path, {"mask_truncated": True, "scaling": "edge"})
+    share_out = stage.share_out
+
+    def cut_off(batch: Batch) -> Rollout:
+        for sample in (sample for each in batch.groups for sample in each.samples):
+            sample.finished = False
+        return share_out(batch)
+
+    stage.share_out = cut_off  # type: ignore[method-assign]
+    found = stage.step(1)
+    assert found["loss"] == found["gradient_norm"] == 0
+    assert np.isfinite(list(found.values())).all()
+    assert not {"ratio", "entropy", "clip_fraction"} & found.keys()  # of nothing
+
+
+def test_what_is_masked_has_no_advantage_to_teach() -> None:
+    samples = drawn([3, 2])
+    one = group(samples, [1.0, 0.0])
+    samples[1].finished = False
+    assert not without_advantages(one, GrpoSettings(), mask_truncated=True)
+    samples[0].finished = False
+    assert without_advantages(one, GrpoSettings(), mask_truncated=True)
+    assert not without_advantages(one, GrpoSettings())
+    # A third that earned the mean has none, and is the only one that is learned.
+    samples = drawn([3, 2, 4])
+    one = group(samples, [1.0, 0.0, 0.5])
+    samples[0].finished = samples[1].finished = False
+    assert without_advantages(one, GrpoSettings(), mask_truncated=True)
+
+
+def test_edge_leaves_out_what_is_not_learned() -> None:
+    """Of three in a group one was cut off: the others' mean is theirs alone."""
+    samples = drawn([2, 3, 4], groups=[0, 0, 0])
+    samples[1].loss_mask = np.zeros(3, bool)
+    for sample in samples:
+        sample.advantage = 3.0
+    part = collate(samples, RankPlace(), False)
+    part.old_entropies = torch.tensor([1.0, 7.0, 3.0])[:, None].where(part.mask, torch.nan)
+    scale_by_entropy(samples, [part])
+    assert part.advantages[[0, 2], 0].tolist() == pytest.approx([6.0, 2.0])

@@ -1,0 +1,61 @@
+"""What a preview writes: a real policy and a real pool on what fake engines draw."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from parallel.checkpoint import checkpoints
+from parallel.model.policy import Policy
+from stages import preview
+from stages.sampling.logprob_check import MismatchError
+from stages.settings import StageJob
+from tests.fake_engines import RefittedFleet, toy_domain, toy_job, toy_run
+from tests.stages.test_rollout_modes import one_rank  # noqa: F401
+
+
+def job(directory: Path, bound: float) -> StageJob:
+    """A preview of 3 prompts, 5 responses to each; engine and trainer may differ by `bound`."""
+    sampling = {"prompts_per_step": 3, "group_size": 5, "max_response_tokens": 8}
+    settings = toy_run(bound, sums=toy_domain(sampling=sampling))
+    return toy_job(directory, settings, stage="preview", parent=directory / "step_2")
+
+
+def start_elsewhere(policy: Policy, checkpoint: Path) -> None:
+    """Stands for loading a checkpoint."""
+    assert checkpoint.name == "step_2"
+    policy.start_fresh(seed=1)
+
+
+def run(job: StageJob) -> None:
+    with (
+        mock.patch("stages.sampling.engines.Fleet", RefittedFleet),
+        mock.patch.object(checkpoints, "load_weights", start_elsewhere),
+    ):
+        preview.run(job)
+
+
+def test_every_sample_of_one_step_is_graded_and_written(tmp_path: Path) -> None:
+    run(job(tmp_path, bound=1e9))
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found["failures"] == []
+    assert [len(group) for group in found["groups"]] == [5, 5, 5]
+    samples = [sample for group in found["groups"] for sample in group]
+    assert {sample["reward"] for sample in samples} == {0.0, 1.0}
+    for sample in samples:
+        assert sample["parts"] == {"parity": sample["reward"]}
+        assert sample["solved"] == (sample["reward"] == 1.0)
+        assert 1 <= sample["tokens"] <= 8
+        assert sample["prompt"].endswith("=")
+        assert len(sample["response"]) in (sample["tokens"], sample["tokens"] - 1)
+        assert sample["finished"] or sample["tokens"] == 8
+
+
+def test_what_another_model_drew_is_not_shown(tmp_path: Path) -> None:
+    """Fake engines make their log-probabilities up."""
+    with pytest.raises(MismatchError):
+        run(job(tmp_path, bound=1e-4))
+    assert not (tmp_path / "results.json").exists()

@@ -1,0 +1,43 @@
+"""What the loop makes of a checkpoint that another version wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel.checkpoint import checkpoints
+from parallel.checkpoint.checkpoints import CheckpointError
+from stages import loop
+from stages.settings import StageJob
+
+
+class OfToday:
+    """A stage whose state has one thing in it."""
+
+    policy = None
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.restored = state["rate"]
+
+
+@pytest.mark.parametrize("rate", [{}, {"rate": 2}])
+def test_a_state_that_lacks_something_names_it(
+    rate: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = Path("runs/small/stages/experts.sums")
+    saved = directory / "checkpoints/step_20"
+    monkeypatch.setattr(checkpoints, "newest_whole", lambda directory: (saved, []))
+    monkeypatch.setattr(checkpoints, "load_training", lambda policy, path: {"step": 20, **rate})
+    stage, job = OfToday(), StageJob.model_construct(stage="experts.sums", directory=directory)
+    if rate:
+        assert loop._load(stage, job, saved.parent) == {"step": 20, "rate": 2}
+        assert stage.restored == 2
+        return
+    with pytest.raises(CheckpointError) as caught:
+        loop._load(stage, job, saved.parent)
+    assert str(caught.value) == (
+        f"{saved} is of another version of Braid: its state.json has no 'rate'; go on with that "
+        "version, or make the stage anew: braid resume runs/small --from experts.sums"
+    )

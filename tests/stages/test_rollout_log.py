@@ -1,0 +1,418 @@
+"""The rollouts' write-ahead log: what is whole in it is given back, each to its own question."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import msgspec
+import numpy as np
+import pytest
+
+from parallel.engine.answers import Question, sample_of
+from parallel.engine.log import RolloutLog, frame
+from parallel.engine.wire import Generation, Prompt, Sampling
+from parallel.sample import Sample
+from parallel.settings import END_TOKEN
+from stages.data.problem import Problem
+from stages.objectives.groups import Group, groups_of
+from stages.sampling.engines import Rollouts
+from stages.settings import SamplingSettings
+from tests.fake_engines import (
+    MODEL,
+    FakeEngine,
+    RefittedFleet,
+    answer,
+    toy_domain,
+    toy_job,
+    toy_run,
+)
+from tests.stages.test_rollout_modes import one_rank  # noqa: F401
+
+SAMPLING = Sampling(temperature=1.0, max_tokens=12, end_token=END_TOKEN)
+Answered = tuple[Question, Generation]
+
+
+def answered(seed: int, version: int = 3, later: int | None = None) -> Answered:
+    """A question and its answer; of every third one the tokens come with their sets."""
+    draw = random.Random(seed)
+    prompt = [draw.randrange(2, 70) for _ in range(draw.randrange(1, 9))]
+    question = Question(draw.choice(("sums", "Wörter")), prompt, seed, SAMPLING)
+    given = answer(Prompt(0, prompt, seed), SAMPLING, version, later)
+    if seed % 3 == 0:
+        tokens = np.frombuffer(given.tokens, np.int32)
+        sizes = np.array([draw.randrange(1, 5) for _ in tokens], np.int32)
+        kept = np.repeat(tokens, sizes).tobytes()
+        given = msgspec.structs.replace(given, kept=kept, kept_sizes=sizes.tobytes())
+    return question, given
+
+
+def opened(directory: Path, origin: str = "a", deterministic: bool = False) -> Any:
+    """A log whose notices go to a mock."""
+    return RolloutLog(directory, origin, MODEL, deterministic, mock.Mock())
+
+
+def written(directory: Path, entries: Sequence[Answered], **how: Any) -> Path:
+    """The one file of a log with these entries."""
+    log = opened(directory, **how)
+    for entry in entries:
+        log.add(*entry)
+    log.close()
+    [path] = directory.iterdir()
+    return path
+
+
+def same(found: Sample | None, entry: Answered) -> bool:
+    """Whether a sample is an answer to its very question, field by field."""
+    expected = vars(sample_of(*entry, MODEL))
+    if found is None:
+        return False
+    for name, value in vars(found).items():
+        if isinstance(value, np.ndarray):
+            if not np.array_equal(value, expected[name]) or value.dtype != expected[name].dtype:
+                return False
+        elif name == "kept" and value is not None:
+            if [each.tolist() for each in value] != [e.tolist() for e in expected[name]]:
+                return False
+        elif value != expected[name]:
+            return False
+    return True
+
+
+def test_what_was_written_is_read_whatever_it_was(tmp_path: Path) -> None:
+    entries = [answered(seed) for seed in range(60)]
+    written(tmp_path, entries)
+    log = opened(tmp_path)
+    questions = [question for question, _ in reversed(entries)]
+    found = log.take(3, questions)
+    assert all(map(same, found, reversed(entries)))
+    assert log.take(3, questions) == [None] * 60  # each is used once
+    log._notify.assert_not_called()
+
+
+def test_an_answer_is_given_to_its_own_question_alone(tmp_path: Path) -> None:
+    question, given = answered(5)
+    written(tmp_path, [(question, given)])
+    cooler = msgspec.structs.replace(SAMPLING, temperature=0.5)
+    others = [
+        Question("others", question.prompt, 5, SAMPLING),
+        Question(question.domain, [*question.prompt, 2], 5, SAMPLING),
+        Question(question.domain, question.prompt, 6, SAMPLING),
+        Question(question.domain, question.prompt, 5, cooler),
+    ]
+    log = opened(tmp_path)
+    assert log.take(3, others) == [None] * 4
+    assert log.take(2, [question]) == log.take(4, [question]) == [None]
+    assert same(log.take(3, [question])[0], (question, given))
+
+
+def test_a_file_that_ends_anywhere_in_its_last_frame_loses_that_alone(tmp_path: Path) -> None:
+    first, second, last = (answered(seed) for seed in (1, 2, 3))
+    path = written(tmp_path, [first, second, last])
+    whole = path.read_bytes()
+    for cut in range(1, len(frame(last)) + 1):
+        path.write_bytes(whole[:-cut])
+        log = opened(tmp_path)
+        found = log.take(3, [first[0], second[0], last[0]])
+        assert same(found[0], first) and same(found[1], second) and found[2] is None
+        log._notify.assert_not_called()
+        log.add(*last)  # it goes on where the whole ones end
+        log.close()
+        assert path.read_bytes() == whole
+
+
+def test_after_a_flipped_bit_nothing_is_believed_and_a_person_is_told(tmp_path: Path) -> None:
+    entries = [answered(seed) for seed in range(4)]
+    path = written(tmp_path, entries)
+    whole = path.read_bytes()
+    ends = np.cumsum(
+        [len(whole) - sum(map(len, map(frame, entries))), *map(len, map(frame, entries))]
+    )
+    for place in random.Random(0).sample(range(8 * len(whole)), 400):
+        damaged = bytearray(whole)
+        damaged[place // 8] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        log = opened(tmp_path)
+        before = int(np.searchsorted(ends, place // 8, side="right")) - 1  # entries, -1: no origin
+        found = log.take(3, [question for question, _ in entries])
+        for number, (sample, entry) in enumerate(zip(found, entries, strict=True)):
+            assert same(sample, entry) if number < before else sample is None
+        [[told]] = [call.args for call in log._notify.call_args_list]
+        assert str(path) in told and "damaged at byte" in told
+        log.close()
+
+
+def changed(entry: Answered, **changes: Any) -> Answered:
+    """The same with other fields of the answer."""
+    return entry[0], msgspec.structs.replace(entry[1], **changes)
+
+
+def nonsense() -> dict[str, Any]:
+    """What a frame with the right checksum may hold, and what a person is told of it."""
+    entry = answered(1)
+    plain: Any = msgspec.to_builtins(entry, builtin_types=(bytes,))
+    return {
+        "is no response: .*routes": changed(entry, routes=b"abc"),
+        "is no response: a token outside": changed(
+            entry, tokens=np.full(len(entry[1].tokens) // 4, -1, np.int32).tobytes()
+        ),
+        "is no response: .*codec can't decode": [
+            {**plain[0], "domain": msgspec.Raw(NO_TEXT)},
+            *plain[1:],
+        ],
+        "above 0, infinite, or no number": changed(
+            entry, logprobs=np.full(len(entry[1].tokens) // 4, np.nan, np.float32).tobytes()
+        ),
+        "is no response: it is of other weights": changed(
+            entry, versions=np.full(len(entry[1].tokens) // 4, 7, np.int32).tobytes()
+        ),
+        "missing required field `prompt`": [{"domain": "sums"}, plain[1]],
+        "Expected `int`, got `str`": [{**plain[0], "seed": "five"}, plain[1]],
+        "is no response: it says more": [{**plain[0], "colour": "red"}, plain[1]],
+        "is no response: Expected `array": 17,
+        "is no response: .*length 2": [plain[0]],
+        "is no response: .*": [{**plain[0], "prompt": [2**60]}, plain[1]],
+        "is no response: .*[Rr]ecursion": [{**plain[0], "colour": msgspec.Raw(DEEP)}, plain[1]],
+    }
+
+
+NO_TEXT = b"\xa1\xff"
+DEEP = b"\x91" * 100_000 + b"\xc0"  # lists in lists
+
+
+@pytest.mark.parametrize("told", nonsense())
+def test_a_whole_frame_of_nonsense_is_told_and_put_aside(told: str, tmp_path: Path) -> None:
+    good, other = answered(0), answered(2)
+    path = written(tmp_path, [good])
+    whole = path.read_bytes()
+    path.write_bytes(whole + frame(nonsense()[told]) + frame(other))
+    log = opened(tmp_path)
+    [first, *rest] = log.take(3, [good[0], answered(1)[0], other[0]])
+    assert same(first, good)
+    assert rest == [None, None]
+    [[said]] = [call.args for call in log._notify.call_args_list]
+    assert re.search(told, said), said
+    assert said.startswith(f"{path}: ")
+    log.close()
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("first", "told"),
+    [
+        ({"format": 2, "digest": "a"}, "it is of format 2, and not of 1"),
+        ({"format": "new"}, "its first frame tells no origin: Expected `int`, got `str`"),
+        (None, "its first frame tells no origin"),
+    ],
+)
+def test_a_log_that_begins_with_nonsense_is_begun_anew(
+    first: object, told: str, tmp_path: Path
+) -> None:
+    entry = answered(1)
+    path = written(tmp_path, [entry])
+    sound = path.read_bytes()
+    path.write_bytes(frame(first) + frame(entry))
+    log = opened(tmp_path)
+    assert log.take(3, [entry[0]]) == [None]
+    assert told in log._notify.call_args.args[0]
+    log.add(*entry)
+    log.close()
+    assert path.read_bytes() == sound
+
+
+def test_a_log_of_another_origin_is_not_used(tmp_path: Path) -> None:
+    entry = answered(1)
+    written(tmp_path, [entry])
+    log = opened(tmp_path, origin="b")
+    assert log.take(3, [entry[0]]) == [None]
+    assert "another model, parent or sampling" in log._notify.call_args.args[0]
+    log.close()
+    again = opened(tmp_path, origin="a")
+    assert again.take(3, [entry[0]]) == [None]  # it was begun anew
+
+
+def test_what_several_weights_drew_is_left_out(tmp_path: Path) -> None:
+    seeds = [seed for seed in range(9) if len(answered(seed)[1].tokens) > 4]  # of a token or more
+    log = opened(tmp_path)
+    for seed in seeds:
+        log.add(*answered(seed, version=3, later=4))
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_covered_goes_and_what_comes_of_other_weights_is_forgotten(tmp_path: Path) -> None:
+    def versions() -> list[str]:
+        return sorted(path.stem.removeprefix("version_") for path in tmp_path.iterdir())
+
+    log = opened(tmp_path)
+    for version in range(1, 8):
+        log.add(*answered(version, version))
+    log.cover(2)
+    log.add(*answered(9, 2))  # late
+    assert versions() == ["3", "4", "5", "6", "7"]
+    log.begin(4, later=True)
+    assert versions() == ["4", "5", "6", "7"]
+    log.close()
+    log = opened(tmp_path)
+    assert not log.forget(7)
+    assert same(log.take(6, [answered(6)[0]])[0], answered(6, 6))
+    assert log.forget(6)
+    assert not log.forget(6)
+    assert versions() == ["4", "5"]
+    log.begin(4, later=False)
+    assert versions() == ["4"]
+
+
+def test_where_bits_count_a_version_is_used_whole_or_not_at_all(tmp_path: Path) -> None:
+    entries = [answered(seed) for seed in range(4)]
+    questions = [question for question, _ in entries]
+    written(tmp_path, entries, deterministic=True)
+    log = opened(tmp_path, deterministic=True)
+    assert log.take(3, questions[:2]) == [None] * 2  # who knows what else was asked
+    log.end(3)
+    log.close()
+    log = opened(tmp_path, deterministic=True)
+    assert log.take(3, [*questions, answered(9)[0]]) == [None] * 5
+    assert all(map(same, log.take(3, questions), entries))
+
+
+def test_a_full_disk_is_told_with_the_path(tmp_path: Path) -> None:
+    log = opened(tmp_path)
+    full = mock.patch.object(log, "_write", side_effect=OSError(28, "No space left on device"))
+    with full, pytest.raises(OSError, match=r"No space left on device: .*version_3\.log"):
+        log.add(*answered(1))
+
+
+class Killed(Exception):
+    """Stands for the end of the process."""
+
+
+class SlowestLast(FakeEngine):
+    """Answers the shortest first, as real engines do, and is killed with its stage by a `trouble`
+    that raises."""
+
+    def generate(self, request: Any) -> Any:
+        def length(prompt: Prompt) -> int:
+            return len(answer(prompt, request.sampling, 1).tokens)
+
+        prompts = sorted(request.prompts, key=length)
+        return super().generate(msgspec.structs.replace(request, prompts=prompts))
+
+
+def after(answers: int) -> Any:
+    """Trouble that kills after so many answers."""
+    left = [answers]
+
+    def trouble(_: Prompt) -> None:
+        if left[0] == 0:
+            raise Killed
+        left[0] -= 1
+
+    return trouble
+
+
+def prompts(count: int) -> list[Group]:
+    problems = [Problem("sums", index, f"{index}+1=", "") for index in range(count)]
+    return groups_of(problems, 4, seed=100)
+
+
+def rollouts(directory: Path, engine: FakeEngine, deterministic: bool = False) -> Rollouts:
+    """Those of a stage, refitted to version 1."""
+    settings = toy_run(sums=toy_domain()).model_copy(update={"deterministic": deterministic})
+    with mock.patch("stages.sampling.engines.Fleet", RefittedFleet):
+        made = Rollouts(toy_job(directory, settings, engine), mock.Mock())
+    made.log = opened(directory / "log", deterministic=deterministic)
+    made.fleet.sequences = 1000  # type: ignore[attr-defined]  # one stream a call
+    made.refit(1)
+    return made
+
+
+def drawn(made: Rollouts, groups: list[Group]) -> list[Sample]:
+    """What comes, unless the stage is killed, of a sampling of 24 tokens at most."""
+    made.request(groups, SamplingSettings(max_response_tokens=24))
+    if made.log is not None and all(made.whole(groups, 1)):
+        made.log.end(1)
+    made.close()
+    return made.whole(groups, 1)
+
+
+def asked(engine: FakeEngine) -> Counter[int]:
+    return Counter(prompt.seed for request in engine.requests for prompt in request.prompts)
+
+
+def test_after_a_kill_the_missing_are_asked_for_with_their_own_seeds(tmp_path: Path) -> None:
+    first = SlowestLast(trouble=after(11))
+    with pytest.raises(Killed):
+        drawn(rollouts(tmp_path, first), prompts(8))
+    assert first.drawn.total() == 11
+    second = SlowestLast()
+    made = rollouts(tmp_path, second)
+    heard: list[tuple[int, int]] = []
+    made.on_sample = lambda group, index, sample: heard.append((group.seed, index))
+    assert len(drawn(made, prompts(8))) == 32
+    assert asked(second) == Counter(range(100, 132)) - first.drawn
+    assert made.events()["replayed"] == 11
+    assert sorted(heard) == [(100 + 4 * group, index) for group in range(8) for index in range(4)]
+
+
+def test_interruptions_leave_the_lengths_of_responses_as_they_are(tmp_path: Path) -> None:
+    peaceful = drawn(rollouts(tmp_path / "peaceful", SlowestLast()), prompts(30))
+    expected = [sample.response.tolist() for sample in peaceful]
+    draw, total, kills = random.Random(4), Counter[int](), 0
+    early: list[int] = []
+    while True:
+        engine = SlowestLast(trouble=after(draw.randrange(25)))
+        try:
+            found = drawn(rollouts(tmp_path / "killed", engine), prompts(30))
+            break
+        except Killed:
+            kills += 1
+        finally:
+            total += engine.drawn
+        if kills == 3:
+            log = opened(tmp_path / "killed" / "log")
+            early = [len(given.tokens) // 4 for _, given in log._of(1).answers.values()]
+            log.close()
+    assert kills > 5
+    assert set(total.values()) == {1}  # nothing that was finished is drawn again
+    assert [sample.response.tolist() for sample in found] == expected
+    # What is there early is short: had the others been drawn with other seeds, this would show.
+    assert np.mean(early) < 0.6 * np.mean([len(response) for response in expected])
+
+
+def test_a_deterministic_call_is_never_mixed(tmp_path: Path) -> None:
+    for answers in (7, 32):
+        engine = SlowestLast(trouble=after(answers))
+        made = rollouts(tmp_path, engine, deterministic=True)
+        if answers == 7:
+            with pytest.raises(Killed):
+                drawn(made, prompts(8))
+        else:
+            drawn(made, prompts(8))
+        assert asked(engine) == Counter(range(100, 132))
+    unused = SlowestLast()
+    assert len(drawn(rollouts(tmp_path, unused, deterministic=True), prompts(8))) == 32
+    assert not unused.requests
+
+
+def test_probes_are_never_answered_from_the_log(tmp_path: Path) -> None:
+    for _ in range(2):
+        engine = FakeEngine()
+        made = rollouts(tmp_path, engine)
+        groups = prompts(2)
+        made.request(groups, SamplingSettings(), at_once=True)
+        made.whole(groups, 1)
+        made.close()
+        assert asked(engine).total() == 8
+    assert not (tmp_path / "log").exists()
+
+
+def test_a_disk_that_is_full_ends_the_stage(tmp_path: Path) -> None:
+    made = rollouts(tmp_path, FakeEngine())
+    full = mock.patch.object(made.log, "_write", side_effect=OSError(28, "No space left on device"))
+    with full, pytest.raises(OSError, match=r"No space left on device: .*version_1\.log"):
+        drawn(made, prompts(1))

@@ -1,0 +1,211 @@
+"""A real expert trains in every mode on what fake engines draw, which die as they are told."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from parallel.distributed import process_groups
+from parallel.engine.wire import Prompt
+from parallel.settings import LayoutSettings
+from stages.grpo import Expert
+from stages.sampling.logprob_check import MismatchError
+from tests.fake_engines import (
+    GROUP,
+    PROMPTS,
+    FakeEngine,
+    RefittedFleet,
+    toy_domain,
+    toy_job,
+    toy_run,
+)
+from tests.tiers import tiered
+
+STEPS = 4
+MADE: list[Expert] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    with socket.socket() as probe, pytest.MonkeyPatch.context() as environment:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        place = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in place.items():
+            environment.setenv(name, str(value))
+        with process_groups(LayoutSettings(), seed=0):
+            yield
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    while MADE:
+        MADE.pop().close()
+
+
+def expert(
+    directory: Path, *engines: FakeEngine, bound: float = 1e9, **rollout: Any
+) -> tuple[Expert, RefittedFleet]:
+    """An expert that begins with random weights."""
+    settings = toy_run(bound, sums=toy_domain(rollout=rollout, loop={"steps": STEPS}))
+    job = toy_job(directory, settings, *engines)
+    with mock.patch("stages.sampling.engines.Fleet", RefittedFleet):
+        stage = Expert(job)
+    MADE.append(stage)
+    stage.policy.start_fresh(0)
+    fleet = stage.rollouts.fleet
+    assert isinstance(fleet, RefittedFleet)
+    return stage, fleet
+
+
+def trained(directory: Path) -> list[list[str]]:
+    """The prompts of every step, as they were recorded; each once a sample."""
+    files = sorted((directory / "rollouts").glob("step_*.jsonl"))
+    return [[json.loads(line)["prompt"] for line in f.read_text().splitlines()] for f in files]
+
+
+def prompts(directory: Path) -> list[str]:
+    """All prompts of all steps, sorted."""
+    return sorted(prompt for step in trained(directory) for prompt in step)
+
+
+def run(stage: Expert) -> list[dict[str, float]]:
+    return [stage.step(step) for step in range(1, STEPS + 1)]
+
+
+def test_in_turn_trains_on_what_its_own_weights_drew(tmp_path: Path) -> None:
+    stage, fleet = expert(tmp_path, FakeEngine())
+    for metrics in run(stage):
+        assert metrics["staleness_0"] == 1.0
+        assert metrics["staleness_max"] == metrics["dropped_stale"] == metrics["requeued"] == 0
+        assert metrics["mismatch_max"] > 0
+        assert "drift_max" not in metrics
+    assert fleet.versions == [1, 2, 3, 4]
+    assert [len(step) for step in trained(tmp_path)] == [PROMPTS * GROUP] * STEPS
+    assert stage.state()["begun"] == {"sums": []}
+
+
+def test_one_ahead_draws_a_batch_wholly_by_the_weights_before(tmp_path: Path) -> None:
+    engine = FakeEngine(pace=0.002)
+    stage, fleet = expert(tmp_path, engine, mode="overlap")
+    refit = fleet.refit
+
+    def watched(policy: Any, version: int) -> dict[str, float]:
+        assert stage.rollouts.scheduler.owed == 0  # never in the middle of a batch
+        return refit(policy, version)
+
+    fleet.refit = watched  # type: ignore[method-assign]
+    measured = run(stage)
+    assert [metrics["staleness_max"] for metrics in measured] == [0, 1, 1, 1]
+    assert [metrics["staleness_1"] for metrics in measured] == [0, 1, 1, 1]
+    assert all(metrics["drift_max"] > 0 for metrics in measured)
+    assert sorted(set(fleet.versions)) == [1, 2, 3, 4]
+    assert stage.state()["begun"] == {"sums": []}  # nothing is begun that no step would train on
+
+
+@pytest.mark.parametrize("bound", [1, 2])
+def test_continuous_stays_within_its_bound_and_accounts_for_every_prompt(
+    bound: int, tmp_path: Path
+) -> None:
+    stage, fleet = expert(tmp_path, FakeEngine(pace=0.01), mode="async", max_staleness=bound)
+    measured = run(stage)
+    assert fleet.versions == [1, 2, 3, 4]
+    assert all(metrics["staleness_max"] <= bound for metrics in measured)
+    assert max(metrics["staleness_max"] for metrics in measured) >= 1
+    shares = [sum(metrics[f"staleness_{n}"] for n in range(bound + 1)) for metrics in measured]
+    assert shares == pytest.approx([1.0] * STEPS)
+    dropped = sum(metrics["dropped_stale"] for metrics in measured)
+    left = len(stage.state()["begun"]["sums"]) * GROUP
+    taken = sum(len(step) for step in trained(tmp_path))
+    engine = fleet.engines[0]
+    asked = sum(len(request.prompts) for request in engine.requests)
+    assert asked == taken + dropped + left + STEPS * 4  # four probes a step
+    assert taken == STEPS * PROMPTS * GROUP
+    stage.close()
+
+
+def test_continuous_draws_no_earlier_than_it_has_to(tmp_path: Path) -> None:
+    stage, _ = expert(tmp_path, FakeEngine(), mode="async", max_staleness=3)
+    assert [metrics["staleness_mean"] for metrics in run(stage)] == [0, 1, 1, 1]
+
+
+def test_oversampling_leaves_what_is_late_for_the_next_step(tmp_path: Path) -> None:
+    stage, _ = expert(tmp_path, FakeEngine(pace=0.001), oversampling=1.5)
+    measured = run(stage)
+    begun = stage.state()["begun"]["sums"]
+    assert len(begun) == PROMPTS // 2
+    assert all(metrics["staleness_max"] <= 1 for metrics in measured)
+    assert {metrics["dropped_stale"] for metrics in measured} == {0}
+    assert len(prompts(tmp_path)) == STEPS * PROMPTS * GROUP
+    stage.close()
+
+
+def test_dynamic_sampling_reports_what_it_replaced(tmp_path: Path) -> None:
+    plain, _ = expert(tmp_path / "plain", FakeEngine())
+    flat = plain.step(1)["zero_variance"]
+    assert 0 < flat < 1
+    replacing, _ = expert(tmp_path / "replacing", FakeEngine(), dynamic_sampling=1)
+    metrics = replacing.step(1)
+    assert metrics["resampled_groups"] == flat * PROMPTS
+    assert [len(step) for step in trained(tmp_path / "replacing")] == [PROMPTS * GROUP]
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap", "async"])
+@pytest.mark.parametrize("engines", tiered([1, 2], {2}))
+def test_a_step_completes_whatever_its_engines_do(mode: str, engines: int, tmp_path: Path) -> None:
+    calm, _ = expert(tmp_path / "calm", FakeEngine(), mode=mode)
+    run(calm)
+    calls = 0
+
+    def trouble(_: Prompt) -> str | None:
+        nonlocal calls
+        calls += 1
+        return ("dies", "garbage", "ends")[calls % 3] if calls % 17 == 0 else None
+
+    fakes = [FakeEngine(f"engine {number}", trouble, 0.001) for number in range(engines)]
+    stage, fleet = expert(tmp_path / "stormy", *fakes, mode=mode)
+    measured = run(stage)
+    assert fleet.losses >= 2
+    assert sum(metrics["engine_restarts"] for metrics in measured) == pytest.approx(
+        fleet.losses, abs=1
+    )
+    assert sum(metrics["requeued"] for metrics in measured) > 0
+    assert sum(metrics["dropped_stale"] for metrics in measured) == 0
+    assert prompts(tmp_path / "calm") == prompts(tmp_path / "stormy")  # none lost, none twice
+    stage.close()
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap", "async"])
+def test_engines_that_disagree_twice_end_the_stage(mode: str, tmp_path: Path) -> None:
+    stage, fleet = expert(tmp_path, FakeEngine(), bound=1e-4, mode=mode)
+    with pytest.raises(MismatchError):
+        stage.step(1)
+    assert fleet.versions.count(1) >= 2
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap", "async"])
+def test_a_resumed_stage_goes_on_with_the_prompts_that_were_begun(
+    mode: str, tmp_path: Path
+) -> None:
+    make: Callable[[Path], tuple[Expert, RefittedFleet]] = partial(expert, mode=mode)
+    whole, _ = make(tmp_path / "whole", FakeEngine())
+    run(whole)
+    first, _ = make(tmp_path / "cut", FakeEngine())
+    for step in (1, 2):
+        first.step(step)
+    state = json.loads(json.dumps(first.state()))
+    first.close()
+    second, _ = make(tmp_path / "cut", FakeEngine())
+    second.restore(state)
+    for step in (3, 4):
+        second.step(step)
+    assert prompts(tmp_path / "whole") == prompts(tmp_path / "cut")

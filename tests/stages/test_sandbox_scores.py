@@ -1,0 +1,184 @@
+"""What a program earns on tests, and that none earns it by pretending."""
+
+from __future__ import annotations
+
+import pytest
+
+from stages.rewards.sandbox import Limits, score
+from tests.stages.test_sandbox import children, sentinel  # noqa: F401
+
+
+def test_pairs_are_scored_apart_and_ends_of_lines_do_not_count() -> None:
+    program = "x = int(input())\nprint(x + 1, end=' \\n\\n')\nif x == 2: raise ValueError(x)"
+    pairs = [{"input": "1", "output": "2"}, {"input": "2", "output": "3"}]
+    pairs += [{"input": "3\n", "output": "5\n"}, {"input": "4\n", "output": "5\n"}]
+    result = score(program, pairs, Limits())
+    assert result.verdicts == ("passed", "error", "wrong", "passed")
+    assert result.passed == 0.5 and "ValueError: 2" in result.errors
+    early = score(program, pairs, Limits(), stop_early=True)
+    assert early.verdicts == ("passed", "error", "error", "error")
+
+
+HONEST = """
+import math
+from dataclasses import dataclass
+def add(a, b=1): return a + b
+def sort(items): items.sort(); items[0] = list(items[0:1])
+def squares(): yield from (n * n for n in range(4))
+def fail(kind): raise {"value": ValueError, "own": Own}[kind]("so")
+def apply(function, items): return [function(item) for item in items]
+def kinds(): return (1, [2.5, float("inf")], {3: {4}}, b"5", None, 1j, frozenset([6]))
+def select(x): return math.floor(x)
+class Own(Exception): pass
+@dataclass
+class Stack:
+    items: "list"
+    def push(self, item): self.items.append(item); return self
+    def __len__(self): return len(self.items)
+    def __getitem__(self, i): return self.items[i]
+LIMIT = 10 ** 30
+"""
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert add(1, 2) == 3 and add(1) == 2 and add(1, b=4) == 5",
+        "a = [3, 1, 2]\nsort(a)\nassert a == [[1], 2, 3]",
+        "assert list(squares()) == [0, 1, 4, 9] and 9 in squares() and 5 not in squares()",
+        "assert sorted(squares(), reverse=True)[0] == 9",
+        "try:\n  fail('value')\n  assert False\nexcept ValueError as e:\n  assert str(e) == 'so'",
+        "try:\n  fail('own')\n  assert False\nexcept Exception as e:\n  assert 'Own' in str(e)",
+        "assert apply(lambda x: x + 1, [1, 2]) == [2, 3] and apply(str, [1]) == ['1']",
+        "assert kinds() == (1, [2.5, float('inf')], {3: {4}}, b'5', None, 1j, frozenset([6]))",
+        "assert [type(k) for k in kinds()][:3] == [int, list, dict]",
+        "s = Stack([1]).push(2)\nassert s.items == [1, 2] and len(s) == 2 and s[1] == 2",
+        "assert str(Stack([])) == 'Stack(items=[])'",
+        "assert math.isclose(add(0.1, 0.2), 0.3) and select(1.5) == 1",
+        "assert LIMIT == 10 ** 30 and add(10 ** 5000) == 10 ** 5000 + 1",
+        "def check(candidate):\n  assert candidate(2, 2) == 4\ncheck(add)",
+    ],
+)
+def test_asserts_see_the_programs_own_names(test: str) -> None:
+    result = score(HONEST, [test, f"assert not add\n{test}"], Limits())
+    assert result.verdicts == ("passed", "wrong"), result.errors
+
+
+# Programs that do not add, under tests that want them to.
+FAKES = {
+    "leaves early": "raise SystemExit(0)",
+    "leaves at once": "import os\nos._exit(0)",
+    "leaves when asked": "import os\ndef add(a, b): os._exit(0)",
+    "leaves at the end": "import atexit, os\natexit.register(os._exit, 0)\ndef add(a, b): return 0",
+    "says so": "print('passed\\npp')\ndef add(a, b): print('pp'); return 'passed'",
+    "equals everything": """
+class All(int):
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    __hash__ = int.__hash__
+def add(a, b): return All()
+""",
+    "equals everything, a stranger": """
+class All:
+    def __eq__(self, other): return True
+    def __sub__(self, other): return 0
+    __rsub__ = __sub__
+    def __lt__(self, other): return True
+    def __abs__(self): return 0
+    def __float__(self): return 5.0
+    def __contains__(self, other): return True
+def add(a, b): return All()
+""",
+    "own comparisons": """
+import math
+def abs(x): return 0
+def sorted(x): return 0
+class math:
+    isclose = lambda *a, **k: True
+def add(a, b): return 0
+""",
+    "changes Python": """
+import builtins, sys
+builtins.abs = builtins.sorted = lambda x: 0
+builtins.AssertionError = builtins.Exception
+sys.modules["math"].isclose = lambda *a, **k: True
+sys.excepthook = lambda *a: None
+def add(a, b): return 0
+""",
+    "writes everywhere": """
+import os
+def add(a, b): return 0
+for number in range(3, 64):
+    try: os.write(number, b'p' * 9)
+    except OSError: pass
+""",
+    "answers for all": """
+import os
+os.write(4, b'["names", {"dict": [["add", {"mine": 0}], ["__builtins__", {"dict": []}]]}]\\n')
+os.write(4, b'["returned", {"mine": 0}, {"list": [null, null]}]\\n' * 99)
+""",
+    "calls back": """
+import os
+os.write(4, b'["names", {"dict": [["add", {"mine": 0}]]}]\\n')
+os.write(4, b'["do", "get", 0, {"tuple": ["__globals__"]}, {"dict": []}]\\n' * 9)
+os.write(4, b'["do", "call", -1, {"tuple": []}, {"dict": []}]\\n' * 9)
+os.write(4, b'["returned", {"builtin": "eval"}, {"list": [null, null]}]\\n' * 99)
+""",
+    "kills the judge": """
+import os, signal
+def add(a, b):
+    for p in range(2, 9):
+        if p != os.getpid():
+            try: os.kill(p, signal.SIGINT); os.kill(p, signal.SIGTERM); os.kill(p, signal.SIGKILL)
+            except OSError: pass
+    return 0
+""",
+    "looks for the answer": """
+import gc, os, sys
+def add(a, b):
+    seen = [o for o in gc.get_objects() if isinstance(o, str) and 'assert' in o]
+    try: seen += [os.read(0, 1 << 20), os.pread(5, 1 << 20, 0)]
+    except OSError: pass
+    frame = sys._getframe()
+    while frame:
+        seen += [v for v in frame.f_locals.values() if v == 5]; frame = frame.f_back
+    return 5 if any(b'== 5' in s for s in seen if isinstance(s, bytes)) or 5 in seen else 0
+""",
+    "traces": "import sys\nsys.settrace(lambda *a: sys.exit(0))\ndef add(a, b): return 0",
+    "raises": "def add(a, b): raise SystemExit(0)",
+    "never ends": "def add(a, b):\n  while True: pass",
+    "says too much": "def add(a, b): return 'x' * (100 << 20)",
+    "says it deeply": "def add(a, b):\n  r = []\n  for _ in range(10**5): r = [r]\n  return r",
+}
+SUMS = [
+    "assert add(2, 3) == 5",
+    "assert abs(add(2, 3) - 5) < 1e-9",
+    "assert sorted([add(2, 3)]) == [5]",
+    "assert math.isclose(add(2, 3), 5)",
+    "import math\nassert math.isclose(add(2, 3), 5)",
+    "assert add(2, 3) in (5,) and 5 in add(2, 3)",
+]
+
+
+@pytest.mark.usefixtures("sentinel")
+@pytest.mark.parametrize("name", FAKES)
+def test_no_assert_is_passed_by_pretending(name: str) -> None:
+    before = children()
+    result = score(FAKES[name], SUMS, Limits(wall_seconds=1.0, memory_mebibytes=256))
+    assert len(result.verdicts) == len(SUMS)
+    assert "passed" not in result.verdicts, result
+    assert children() == before
+
+
+def test_tests_that_are_none_are_a_fault_of_the_problem() -> None:
+    wrong = [
+        [],
+        [{"input": "1"}],
+        [{"input": "", "output": ""}, "assert True"],
+        [{"input": "", "output": 3}],
+        {"input": "1", "output": "1"},  # its keys would be statements, and `input` is no fault
+        "assert False",
+    ]
+    for tests in wrong:
+        with pytest.raises(ValueError):
+            score("", tests, Limits())  # type: ignore[arg-type]

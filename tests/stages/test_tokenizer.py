@@ -1,0 +1,137 @@
+"""The character tokenizer, alone and as transformers loads it."""
+
+from pathlib import Path
+
+import pytest
+
+from parallel.settings import ModelSettings
+from pipeline.run.fingerprints import template_digest
+from stages.data.hugging_face_tokenizer import HuggingFaceTokenizer
+from stages.data.tokenizer import CHARACTERS, CharacterTokenizer, TokenizerError, load_tokenizer
+
+RESPONSE = "<3,-4,3>3"
+
+
+def test_ids_are_fixed() -> None:
+    tokenizer = CharacterTokenizer()
+    assert (tokenizer.pad_token, tokenizer.end_token, tokenizer.vocabulary_size) == (0, 1, 80)
+    assert tokenizer.encode("09az ") == [2, 11, 12, 37, 64]
+    assert tokenizer.decode(tokenizer.encode(CHARACTERS)) == CHARACTERS
+
+
+def test_decoding_stops_at_the_end_and_shows_stray_special_ids() -> None:
+    tokenizer = CharacterTokenizer()
+    ids = [*tokenizer.encode(RESPONSE), tokenizer.end_token, *tokenizer.encode("junk")]
+    assert tokenizer.decode(ids) == RESPONSE
+    assert tokenizer.decode([*tokenizer.encode("1"), 0, 79]) == "1[PAD][RESERVED_79]"
+
+
+def test_only_its_name_spells_a_special_token() -> None:
+    tokenizer = CharacterTokenizer()
+    assert tokenizer.encode("1[END][RESERVED_79][PAD]2") == [3, 1, 79, 0, 4]
+    for text in ("[RESERVED_80]", "[end]", "[", "END]"):
+        with pytest.raises(TokenizerError, match="is not in the vocabulary"):
+            tokenizer.encode(text)
+
+
+def test_an_unknown_character_is_named() -> None:
+    with pytest.raises(TokenizerError, match=r"character 'é' of 'caf.' is not in the vocabulary"):
+        CharacterTokenizer().encode("café")
+
+
+@pytest.mark.parametrize("beside_a_model", [False, True])
+def test_transformers_loads_the_same_ids(tmp_path: Path, beside_a_model: bool) -> None:
+    from transformers import AutoTokenizer, Qwen3MoeConfig
+
+    ours = CharacterTokenizer()
+    if beside_a_model:  # the model's type must not make AutoTokenizer choose another class
+        Qwen3MoeConfig(vocab_size=80).save_pretrained(tmp_path)
+    ours.save(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+
+    assert len(theirs) == theirs.vocab_size == ours.vocabulary_size
+    assert (theirs.pad_token_id, theirs.eos_token_id) == (ours.pad_token, ours.end_token)
+    for text in ["", "c4-1-7+7=", RESPONSE, "  two  spaces ", CHARACTERS]:
+        ids = ours.encode(text)
+        assert theirs(text)["input_ids"] == ids
+        assert theirs.decode(ids) == text
+    assert theirs.decode([2, 0, 79]) == ours.decode([2, 0, 79])
+    assert theirs.decode([2, 0, 79, 1], skip_special_tokens=True) == "0"
+    with pytest.raises(Exception, match="UNK"):
+        theirs("é")
+
+
+CHAT = [
+    {"role": "system", "content": "add"},
+    {"role": "user", "content": "1+1"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "so?"},
+]
+
+
+def test_the_template_of_characters_is_the_one_that_is_exported(tmp_path: Path) -> None:
+    ours = CharacterTokenizer()
+    ours.save(tmp_path)
+    theirs = HuggingFaceTokenizer(tmp_path)
+    for count in range(1, 5):
+        for prompt in (False, True):
+            text = ours.render(CHAT[:count], prompt)
+            assert theirs.render(CHAT[:count], prompt) == text
+            assert theirs.encode(text) == ours.encode(text)
+    assert ours.render(CHAT[1:3], True) == "user: 1+1 assistant: 2[END]assistant: "
+    assert theirs.template_digest == ours.template_digest == template_digest(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of whole words, whose ids leave gaps and whose end token is its last id."""
+    return save_words(tmp_path_factory.mktemp("words"))
+
+
+def save_words(folder: Path, **tokens: str) -> Path:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    ids = {"<bos>": 0, "one": 2, "two": 3, "plus": 4, "</s>": 9}
+    backend = Tokenizer(models.WordLevel(ids, unk_token=None))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, **({"eos_token": "</s>", "bos_token": "<bos>"} | tokens)
+    ).save_pretrained(folder)
+    return folder
+
+
+def model(tokenizer: Path | str, vocabulary: int = 10) -> ModelSettings:
+    return ModelSettings.model_construct(tokenizer=str(tokenizer), vocabulary_size=vocabulary)
+
+
+def test_a_folder_s_tokenizer_reads_text_as_it_stands(words: Path) -> None:
+    tokenizer = load_tokenizer(model(words))
+    assert (tokenizer.end_token, tokenizer.pad_token, tokenizer.vocabulary_size) == (9, 9, 10)
+    assert tokenizer.encode("one plus two") == [2, 4, 3]
+    assert tokenizer.encode("<bos> one</s>") == [0, 2, 9]
+    assert tokenizer.decode([2, 4, 3, 9, 2]) == "one plus two"
+    assert tokenizer.decode([0, 2]) == "<bos> one"
+    assert tokenizer.decode([2, 7, 12, 3]) == "one[UNKNOWN_7][UNKNOWN_12]two"
+    with pytest.raises(TokenizerError, match=r"words.* has no chat template, which chat messages"):
+        tokenizer.render(CHAT, generation_prompt=True)
+
+
+def test_what_is_saved_is_loaded_alike(words: Path, tmp_path: Path) -> None:
+    load_tokenizer(model(words)).save(tmp_path)
+    again = load_tokenizer(model(tmp_path))
+    assert again.encode("one</s>") == [2, 9]
+
+
+def test_a_tokenizer_that_cannot_serve_says_why(words: Path, tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match=r"vocabulary_size: 9 is less than the 10 ids of the"):
+        load_tokenizer(model(words, vocabulary=9))
+    with pytest.raises(TokenizerError, match=r"vocabulary_size: 79 is less than the 80 ids"):
+        load_tokenizer(model("characters", vocabulary=79))
+    with pytest.raises(TokenizerError, match=r"model\.tokenizer: no such folder: .*nowhere"):
+        load_tokenizer(model(tmp_path / "nowhere"))
+    with pytest.raises(TokenizerError, match="holds no tokenizer that transformers loads"):
+        load_tokenizer(model(tmp_path))
+    endless = save_words(tmp_path / "endless", eos_token=None)
+    with pytest.raises(TokenizerError, match="names no end token; set eos_token in its"):
+        load_tokenizer(model(endless))
