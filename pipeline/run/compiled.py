@@ -52,9 +52,14 @@ def read(run: RunDirectory) -> Compiled | None:
 
 def sources() -> list[Path]:
     """The files whose change may change how a run.yaml is compiled."""
-    own = [FLOORS / "pipeline" / name for name in ("graph.py", "trees.py", "compiled.py")]
-    settings = [FLOORS.glob(f"{floor}/**/settings.py") for floor in ("parallel", "stages")]
-    constants = [FLOORS / "parallel" / name for name in ("files.py", "network.py")]
+    own = [
+        FLOORS / "pipeline" / name
+        for name in ("run/graph.py", "config/trees.py", "run/compiled.py")
+    ]
+    settings = [FLOORS.glob(f"{floor}/**/*settings.py") for floor in ("parallel", "stages")]
+    constants = [
+        FLOORS / name for name in ("parallel/files.py", "parallel/network.py", "stages/kinds.py")
+    ]
     return sorted([*own, *constants, *(path for each in settings for path in each)])
 
 
