@@ -166,7 +166,9 @@ def toy_domain(**given: Any) -> DomainSettings:
     return DomainSettings.model_validate(
         {
             "prompts": {"dataset": "chain_sum"},
-            "rewards": {"parity": {"kind": "python", "function": "small_rewards:parity"}},
+            "rewards": {
+                "parity": {"kind": "python", "function": "tests.stages.small_rewards:parity"}
+            },
             "sampling": {
                 "prompts_per_step": PROMPTS,
                 "group_size": GROUP,

@@ -81,7 +81,7 @@ class FakeRollouts:
 
 
 def own(function: str) -> dict[str, Any]:
-    return {"kind": "python", "function": f"small_rewards:{function}"}
+    return {"kind": "python", "function": f"tests.stages.small_rewards:{function}"}
 
 
 def backlog(rollouts: FakeRollouts, *domains: str, **rewards: dict[str, Any]) -> Backlog:
@@ -339,7 +339,9 @@ def test_a_reward_that_cannot_be_loaded_ends_the_stage() -> None:
     source = backlog(rollouts, "sums", odd=own("no_such"))
     source.begin({"sums": 3})
     rollouts.end_all()
-    with pytest.raises(RewardError, match=r"experts.sums.rewards.odd: small_rewards has no functi"):
+    with pytest.raises(
+        RewardError, match=r"experts.sums.rewards.odd: tests.stages.small_rewards has no functi"
+    ):
         rollouts.batch(Collection(source, RolloutSettings(), 1))
 
 

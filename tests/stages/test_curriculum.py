@@ -129,7 +129,7 @@ def backlog(rollouts: FakeRollouts) -> Backlog:
     domain = DomainSettings.model_validate(
         {
             "prompts": {"dataset": "chain_sum", "config": {"max_terms": 6}},
-            "rewards": {"odd": {"kind": "python", "function": "small_rewards:parity"}},
+            "rewards": {"odd": {"kind": "python", "function": "tests.stages.small_rewards:parity"}},
             "curriculum": {"name": "frontier", "length_step": 2},
             "optimizer": {"learning_rate": 1.0},
             "loop": {"steps": 5},

@@ -68,7 +68,11 @@ def job(
     auditable: bool = False,
     **given: Any,
 ) -> StageJob:
-    reward = {"kind": "python", "function": f"small_rewards:{function}", "unfinished": "score"}
+    reward = {
+        "kind": "python",
+        "function": f"tests.stages.small_rewards:{function}",
+        "unfinished": "score",
+    }
     settings = toy_run(bound, sums=toy_domain(rewards={"odd": reward})).model_copy(
         update={
             "evaluation": EvaluationSettings(

@@ -368,7 +368,7 @@ def test_a_group_is_without_advantages_where_no_token_has_one() -> None:
 def test_dynamic_sampling_goes_by_advantages_or_by_what_is_solved(tmp_path: Path) -> None:
     """A group that is all wrong, of responses of unlike length, teaches brevity and no answer."""
     rewards = {
-        "right": {"kind": "python", "function": "small_rewards:parity"},
+        "right": {"kind": "python", "function": "tests.stages.small_rewards:parity"},
         "overlong": {"kind": "overlong", "max_tokens": 8, "buffer_tokens": 4},
     }
     samples = drawn([2, 8])

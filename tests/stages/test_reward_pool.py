@@ -31,7 +31,7 @@ def rewards(**given: dict[str, Any]) -> dict[str, RewardSettings]:
 
 
 def own(function: str, **more: Any) -> dict[str, Any]:
-    return {"kind": "python", "function": f"small_rewards:{function}", **more}
+    return {"kind": "python", "function": f"tests.stages.small_rewards:{function}", **more}
 
 
 def problem(domain: str = "sums") -> Problem:
@@ -156,7 +156,7 @@ def test_slow_rewards_run_side_by_side(pool: Made, tmp_path: Path) -> None:
 
 def test_no_worker_knows_torch(pool: Made) -> None:
     [torch, problems] = graded(
-        pool(odd=own("does"), whole={"kind": "length"}), "modules torch", "modules stages.domains"
+        pool(odd=own("does"), whole={"kind": "length"}), "modules torch", "modules stages.rewards"
     )
     assert (torch.parts["odd"], problems.parts["odd"]) == (0.0, 1.0)
 
@@ -165,7 +165,9 @@ def test_a_reward_that_cannot_be_loaded_is_told_to_all_who_wait(pool: Made) -> N
     broken = pool(odd=own("no_such"))
     for _ in range(2):
         [future] = broken.submit(problem(), [response("x")])
-        with pytest.raises(RewardError, match=r"experts\.sums\.rewards\.odd: small_rewards has no"):
+        with pytest.raises(
+            RewardError, match=r"experts\.sums\.rewards\.odd: tests\.stages\.small_rewards has no"
+        ):
             future.result(SECONDS)
     assert broken.owed == 0
 

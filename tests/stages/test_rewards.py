@@ -55,7 +55,7 @@ def score(made: Reward, text: str, asked: Problem | None = None) -> Score:
 def test_every_kind_can_be_made_and_says_what_a_cut_off_response_earns() -> None:
     given: dict[str, dict[str, Any]] = {
         "judge": {"base_url": "http://localhost/v1", "model": "m", "rubric": "{response}"},
-        "python": {"function": "small_rewards:length"},
+        "python": {"function": "tests.stages.small_rewards:length"},
         "overlong": {"max_tokens": 4, "buffer_tokens": 2},
         "format": {"pattern": "x"},
         "language": {"scripts": ["latin"]},
@@ -349,8 +349,8 @@ def test_language_is_the_share_of_words_in_the_expected_scripts(
     ("function", "message"),
     [
         ("no_such.module:exact", r"cannot import no_such\.module: ModuleNotFoundError"),
-        ("small_rewards:exakt", "small_rewards has no function 'exakt'"),
-        ("small_rewards:os", "small_rewards has no function 'os'"),
+        ("tests.stages.small_rewards:exakt", "tests.stages.small_rewards has no function 'exakt'"),
+        ("tests.stages.small_rewards:os", "tests.stages.small_rewards has no function 'os'"),
     ],
 )
 def test_a_function_that_cannot_be_loaded(function: str, message: str) -> None:

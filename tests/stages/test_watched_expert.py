@@ -124,7 +124,7 @@ def test_a_resumed_stage_remembers_and_takes_the_same_prompts(tmp_path: Path) ->
 
 
 def test_one_policy_is_trained_on_all_domains_with_their_own_rewards(tmp_path: Path) -> None:
-    own = {"kind": "python", "function": "small_rewards:parity"}
+    own = {"kind": "python", "function": "tests.stages.small_rewards:parity"}
     length = {"kind": "length", "at_most": 4, "slack": 4}
     mixed = MixedSettings.model_validate(
         {
