@@ -31,6 +31,8 @@ setup(
     name="braid",
     version="0.1.0",
     description="Post-training of mixture-of-experts models: cold start, experts, merge",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
     python_requires=">=3.11,<3.12",
     packages=find_packages(include=["pipeline*", "stages*", "parallel*"]),
     install_requires=LOGIN_NODE,
@@ -46,6 +48,8 @@ setup(
             "ruff==0.17.*",  # lint and format, part of the tests
             "mypy>=1.18",  # types, part of the tests
             "types-PyYAML>=6",  # types of pyyaml for mypy
+            "mkdocs==1.6.*",  # the pages of docs/ as a site; a test builds it
+            "mkdocs-material==9.*",  # its theme, which needs no network at view time
         ],
     },
     entry_points={"console_scripts": ["braid=pipeline.cli:main"]},

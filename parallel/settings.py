@@ -56,30 +56,43 @@ PAD_TOKEN, END_TOKEN, TOKENIZER_SIZE = 0, 1, 80
 class InitializationSettings(Settings):
     """Standard deviations of a random start; linear layers use hidden_size ** -0.5."""
 
-    embedding_std: Annotated[float, Field(gt=0)] = 0.5
-    router_std: Annotated[float, Field(gt=0)] = 0.02
+    embedding_std: Annotated[float, Field(gt=0)] = Field(
+        default=0.5, description="of the embedding's weights"
+    )
+    router_std: Annotated[float, Field(gt=0)] = Field(
+        default=0.02, description="of the routers' weights"
+    )
 
 
 class ModelSettings(Settings):
     """A mixture-of-experts decoder of one family, in Hugging Face's terms."""
 
-    family: Literal["qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"] = "qwen3_moe"
+    family: Literal["qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"] = Field(
+        default="qwen3_moe",
+        description="the architecture; import, export and weight sync know its names",
+    )
     tokenizer: str = Field(
         default=CHARACTERS,
         description="characters, or the folder of a Hugging Face tokenizer",
     )
-    vocabulary_size: Count
-    hidden_size: Count
-    layers: Annotated[int, Field(gt=0, le=2000)]
-    attention_heads: Count
-    key_value_heads: Count
-    head_dim: Count
-    experts: Experts
-    experts_per_token: Experts
-    expert_hidden_size: Count
-    max_positions: Tokens = 256
-    rope_base: Annotated[float, Field(gt=0)] = 10000.0
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
+    vocabulary_size: Count = Field(
+        description="rows of the embedding; at least the tokenizer's ids"
+    )
+    hidden_size: Count = Field(description="width of the residual stream")
+    layers: Annotated[int, Field(gt=0, le=2000)] = Field(description="number of decoder layers")
+    attention_heads: Count = Field(description="query heads")
+    key_value_heads: Count = Field(description="key-value heads; they divide attention_heads")
+    head_dim: Count = Field(description="width of a head; even")
+    experts: Experts = Field(description="experts per routed layer")
+    experts_per_token: Experts = Field(description="experts that a token is routed to")
+    expert_hidden_size: Count = Field(description="width of an expert's MLP")
+    max_positions: Tokens = Field(default=256, description="longest sequence, in tokens")
+    rope_base: Annotated[float, Field(gt=0)] = Field(
+        default=10000.0, description="base of the rotary embeddings"
+    )
+    norm_epsilon: Annotated[float, Field(gt=0)] = Field(
+        default=1e-6, description="epsilon of the norms"
+    )
     precision: Literal["fp32", "bf16"] = Field(
         default="fp32",
         description="of weights and activations; optimizer, gradients and routing stay fp32",
@@ -88,7 +101,9 @@ class ModelSettings(Settings):
         default_factory=dict,
         description="further keys of the family's config.json, as Hugging Face calls them",
     )
-    initialization: InitializationSettings = InitializationSettings()
+    initialization: InitializationSettings = Field(
+        default=InitializationSettings(), description="of a random start"
+    )
     initial_weights: Path | None = Field(
         default=None, description="Hugging Face checkpoint to start from; null starts at random"
     )
@@ -102,15 +117,19 @@ class LayoutSettings(Settings):
     Megatron demands it of mixture-of-experts models.
     """
 
-    ranks: Count = 1
-    tensor: Count = 1
-    pipeline: Count = 1
+    ranks: Count = Field(default=1, description="processes of a stage")
+    tensor: Count = Field(default=1, description="tensor parallelism (TP)")
+    pipeline: Count = Field(default=1, description="pipeline parallelism (PP)")
     virtual_pipeline: Count = Field(
         default=1, description="parts of the model a pipeline rank holds; more shrink the bubble"
     )
-    context: Count = 1
-    expert: Count = 1
-    expert_tensor: Count = 1
+    context: Count = Field(
+        default=1, description="context parallelism (CP): ranks that share every sequence"
+    )
+    expert: Count = Field(default=1, description="expert parallelism (EP)")
+    expert_tensor: Count = Field(
+        default=1, description="tensor parallelism of the experts alone (ETP)"
+    )
     distributed_optimizer: bool = Field(
         default=True, description="split Adam's state over the data-parallel ranks"
     )
@@ -127,22 +146,38 @@ class LayoutSettings(Settings):
 class RoutingLossSettings(Settings):
     """What keeps the routers stable (section 6 of the algorithms); 0 leaves a loss out."""
 
-    load_balance: Annotated[float, Field(ge=0)] = 0.0
-    z_loss: Annotated[float, Field(ge=0)] = 0.0
+    load_balance: Annotated[float, Field(ge=0)] = Field(
+        default=0.0, description="coefficient of the load-balancing loss"
+    )
+    z_loss: Annotated[float, Field(ge=0)] = Field(
+        default=0.0, description="coefficient of the routers' z-loss"
+    )
 
 
 class OptimizerSettings(Settings):
     """One optimizer step: gradient clipping, update rule, learning-rate schedule."""
 
-    algorithm: Literal["adam", "sgd"] = "adam"
-    learning_rate: Annotated[float, Field(gt=0)]
-    betas: tuple[Decay, Decay] = (0.9, 0.95)
-    momentum: Fraction = 0.9
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    warmup_steps: Natural = 0
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    final_ratio: Fraction = 0.0
-    clip_norm: Annotated[float, Field(gt=0)] = 1.0
+    algorithm: Literal["adam", "sgd"] = Field(default="adam", description="the update rule")
+    learning_rate: Annotated[float, Field(gt=0)] = Field(
+        description="highest learning rate of the schedule"
+    )
+    betas: tuple[Decay, Decay] = Field(
+        default=(0.9, 0.95), description="Adam's decay rates of the first and second moment"
+    )
+    momentum: Fraction = Field(default=0.9, description="SGD's")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(
+        default=0.0, description="decoupled weight decay"
+    )
+    warmup_steps: Natural = Field(default=0, description="steps of linear warm-up from 0")
+    decay: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="schedule after the warm-up"
+    )
+    final_ratio: Fraction = Field(
+        default=0.0, description="learning rate of the last step, as a share of the highest"
+    )
+    clip_norm: Annotated[float, Field(gt=0)] = Field(
+        default=1.0, description="largest norm of a step's whole gradient"
+    )
 
 
 class EngineSettings(Settings):
@@ -157,13 +192,15 @@ class EngineSettings(Settings):
         description="shared: on the trainer's devices, in turn; own: on devices (CPU: cores) of "
         "their own",
     )
-    max_model_tokens: Tokens = 64
+    max_model_tokens: Tokens = Field(default=64, description="prompt and response together")
     max_sequences: Count = Field(default=256, description="of each engine at once")
     kv_cache_mebibytes: Mebibytes | None = Field(
         default=None,
         description="of each engine rank; null is enough for max_sequences of max_model_tokens",
     )
-    start_timeout_seconds: Count = 300
+    start_timeout_seconds: Count = Field(
+        default=300, description="for an engine to report that it is ready"
+    )
     request_timeout_seconds: Count = Field(default=600, description="of a refit as a whole")
     hang_timeout_seconds: Annotated[int, Field(ge=5, le=MOST)] = Field(
         default=120,  # several beats of an engine

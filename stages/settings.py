@@ -44,22 +44,26 @@ class SamplingSettings(Settings):
     vLLM draws at no other temperatures: it raises lower ones, and refuses higher ones.
     """
 
-    prompts_per_step: Count = 32
-    group_size: Count = 8
-    temperature: Annotated[float, Field(ge=0.01, le=2)] = 1.0
+    prompts_per_step: Count = Field(default=32, description="prompt groups of a step")
+    group_size: Count = Field(default=8, description="responses to each prompt")
+    temperature: Annotated[float, Field(ge=0.01, le=2)] = Field(
+        default=1.0, description="of the softmax that tokens are sampled from"
+    )
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
         default=1.0, description="draw from the likeliest tokens that together have so much"
     )
     top_k: Natural = Field(
         default=0, description="draw from so many of the likeliest tokens; 0 is all of them"
     )
-    max_response_tokens: Tokens = 24
+    max_response_tokens: Tokens = Field(
+        default=24, description="longest response; longer ones are truncated"
+    )
 
 
 class MergeSamplingSettings(SamplingSettings):
     """One step's rollouts of each domain; a teacher grades a sample without comparing it."""
 
-    group_size: Count = 1
+    group_size: Count = Field(default=1, description="responses to each prompt")
 
 
 class MergeRolloutSettings(Settings):
@@ -99,22 +103,30 @@ class RolloutSettings(MergeRolloutSettings):
 class ColdStartRoutingSettings(RoutingLossSettings):
     """A cold start keeps its experts in use."""
 
-    load_balance: Annotated[float, Field(ge=0)] = 1e-3
+    load_balance: Annotated[float, Field(ge=0)] = Field(
+        default=1e-3, description="coefficient of the load-balancing loss"
+    )
 
 
 class RoutingSettings(RoutingLossSettings):
     """R3 makes the trainer use the experts the engine chose for every token (arXiv 2510.11370)."""
 
-    replay: Literal["none", "r3"] = "r3"
+    replay: Literal["none", "r3"] = Field(
+        default="r3",
+        description="r3: the trainer uses the experts that the engine chose for a token; none: its own",
+    )
 
 
 class LoopSettings(Settings):
     """How long a stage runs, how much a rank computes at once, and how often it saves."""
 
-    steps: Count
-    micro_batch_tokens: Tokens = 4096
-    checkpoint_every: Count = 20
-    keep_last: Count = 2
+    steps: Count = Field(description="training steps")
+    micro_batch_tokens: Tokens = Field(
+        default=4096,
+        description="tokens that a rank computes at once: memory and speed, not the result",
+    )
+    checkpoint_every: Count = Field(default=20, description="steps between checkpoints")
+    keep_last: Count = Field(default=2, description="newest checkpoints to keep")
     keep_best: Natural = Field(
         default=0, description="how many of the best checkpoints to keep too"
     )
@@ -146,13 +158,17 @@ class DomainSettings(PolicySettings):
         "reward": "rewards: {NAME: {kind: python, function: package.module:function}}"
     }
 
-    prompts: PromptSettings
+    prompts: PromptSettings = Field(description="where its problems come from")
     rewards: Annotated[dict[str, RewardSettings], Field(min_length=1)] = Field(
         default={"exact": ReasoningGymReward()},
         description="by name; what a sample earns is the sum of weight x reward",
     )
-    demonstrations: DemonstrationSettings = GeneratedDemonstrationSettings()
-    curriculum: CurriculumSettings = NoCurriculumSettings()
+    demonstrations: DemonstrationSettings = Field(
+        default=GeneratedDemonstrationSettings(), description="what the cold start is shown of it"
+    )
+    curriculum: CurriculumSettings = Field(
+        default=NoCurriculumSettings(), description="which prompts are taken more often"
+    )
     from_: str | None = Field(
         default=None,
         alias="from",
@@ -182,7 +198,9 @@ class ColdStartSettings(Settings):
 class MergeSettings(Settings):
     """Multi-teacher on-policy distillation: students sample, each domain's own expert grades."""
 
-    method: Literal["full_vocab_reverse_kl"] = "full_vocab_reverse_kl"
+    method: Literal["full_vocab_reverse_kl"] = Field(
+        default="full_vocab_reverse_kl", description="the loss of the merge"
+    )
     averaged_over: Literal["domains", "tokens"] = Field(
         default="domains",
         description="domains: the mean of every domain's mean over its tokens. tokens: of all"
@@ -207,7 +225,7 @@ class MergeSettings(Settings):
 class EvaluationSettings(Settings):
     """Held-out problems of every domain."""
 
-    problems: Count = 2000
+    problems: Count = Field(default=2000, description="held-out problems of each domain")
     samples_per_problem: int = Field(
         default=1,
         gt=0,
@@ -215,15 +233,22 @@ class EvaluationSettings(Settings):
         description="answers to each; with several, accuracy is the mean over the problems, and"
         " pass_at_k the share of the problems that any of them solves",
     )
-    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    sampling_seed: Annotated[int, Field(ge=0, lt=2**32)] = 20_000
+    temperature: Annotated[float, Field(ge=0, le=2)] = Field(
+        default=1.0, description="of the answers; 0 is greedy"
+    )
+    sampling_seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(
+        default=20_000, description="of the answers"
+    )
 
 
 class LoggingSettings(Settings):
     """Weights & Biases beside metrics.jsonl, which is always written."""
 
-    wandb: Literal["offline", "online", "disabled"] = "offline"
-    project: str = "braid"
+    wandb: Literal["offline", "online", "disabled"] = Field(
+        default="offline",
+        description="mode of Weights & Biases; offline runs are uploaded with `wandb sync`",
+    )
+    project: str = Field(default="braid", description="project in Weights & Biases")
     auditable: bool = Field(
         default=False,
         description="write what `braid audit` needs beside the samples of every step: the experts"
@@ -245,9 +270,18 @@ class LaunchSettings(Settings):
 class RunSettings(Settings):
     """A whole run: `experts` maps each domain's name to its settings."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    deterministic: bool = False
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        max_length=100,
+        description="name of the run's directory",
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(
+        default=0, description="of everything that is sampled"
+    )
+    deterministic: bool = Field(
+        default=False,
+        description="the same bits every time, also after a kill; slower, and with mode: sync only",
+    )
     model: ModelSettings
     layout: LayoutSettings = LayoutSettings()
     engine: EngineSettings = EngineSettings()

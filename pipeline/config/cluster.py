@@ -78,8 +78,8 @@ Option = Annotated[str, AfterValidator(_option)]
 class ContainerSettings(Settings):
     """The image that ranks and engines run in; the launcher itself runs outside, beside srun."""
 
-    runtime: Literal["pyxis", "apptainer"]
-    image: str
+    runtime: Literal["pyxis", "apptainer"] = Field(description="what starts the container")
+    image: str = Field(description="path or name of the image")
     mounts: tuple[str, ...] = Field(
         default=(), description="HOST:CONTAINER; the run's folder has to be seen under its own path"
     )
@@ -109,9 +109,9 @@ class ClusterSettings(Settings):
 
     renamed: ClassVar[dict[str, str]] = {"walltimes": "kinds: {KIND: {walltime: ...}}"}
 
-    account: str | None = None
-    partition: str | None = None
-    qos: str | None = None
+    account: str | None = Field(default=None, description="sbatch --account")
+    partition: str | None = Field(default=None, description="sbatch --partition")
+    qos: str | None = Field(default=None, description="sbatch --qos")
     constraint: str | None = Field(default=None, description="features of nodes, such as a100|h100")
     memory_per_node: str | None = Field(
         default=None,
@@ -127,7 +127,7 @@ class ClusterSettings(Settings):
         default=0, description="0 asks for none: ranks and engines then run on the CPU"
     )
     gpu_type: str | None = Field(default=None, description="such as h100; null is any")
-    cpus_per_rank: Count = 1
+    cpus_per_rank: Count = Field(default=1, description="CPU cores of each rank")
     walltime: Walltime = Field(
         default="4:00:00", description="a longer stage saves, goes back into the queue, continues"
     )
@@ -152,7 +152,7 @@ class ClusterSettings(Settings):
     setup: tuple[str, ...] = Field(
         default=(), description="lines of shell before a stage: modules, an environment"
     )
-    container: ContainerSettings | None = None
+    container: ContainerSettings | None = Field(default=None, description="null runs on the host")
 
     def of_kind(self, kind: Kind) -> ClusterSettings:
         """What stages of a kind go by: this, with what is said of the kind laid over it."""

@@ -23,9 +23,14 @@ class ReasoningGymPromptSettings(Settings):
     """Problems that reasoning-gym makes, and which share of them training never sees."""
 
     source: Literal["reasoning_gym"] = "reasoning_gym"
-    dataset: str
-    config: dict[str, Any] = Field(default_factory=dict)
-    held_out_fraction: HeldOutFraction = 0.25
+    dataset: str = Field(description="name of the dataset in reasoning-gym")
+    config: dict[str, Any] = Field(
+        default_factory=dict, description="options of the dataset's config class"
+    )
+    held_out_fraction: HeldOutFraction = Field(
+        default=0.25,
+        description="share of the problems never trained on; the same in every domain",
+    )
 
 
 class FileSettings(Settings):
@@ -80,7 +85,10 @@ class FilePromptSettings(FileSettings):
         description="longer prompts are skipped and counted, as are those that leave no room for a"
         " response in engine.max_model_tokens",
     )
-    held_out_fraction: HeldOutFraction = 0.25
+    held_out_fraction: HeldOutFraction = Field(
+        default=0.25,
+        description="share of the problems never trained on; the same in every domain",
+    )
 
 
 class JsonlPromptSettings(FilePromptSettings):
@@ -98,15 +106,19 @@ class ParquetPromptSettings(FilePromptSettings):
 class DrawSettings(Settings):
     """How many of a domain's demonstrations each step of the cold start trains on."""
 
-    sequences_per_step: Count = 32
+    sequences_per_step: Count = Field(
+        default=32, description="of this domain, in a step of the cold start"
+    )
 
 
 class GeneratedDemonstrationSettings(DrawSettings):
     """The cold start's demonstrations of one domain: `worked_fraction` show careful work."""
 
     source: Literal["generated"] = "generated"
-    count: Count = 4000
-    worked_fraction: Fraction = 0.45
+    count: Count = Field(default=4000, description="demonstrations to generate")
+    worked_fraction: Fraction = Field(
+        default=0.45, description="share of them that shows careful work"
+    )
 
 
 class FileDemonstrationSettings(DrawSettings, FileSettings):
