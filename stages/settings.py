@@ -113,7 +113,7 @@ class RoutingSettings(RoutingLossSettings):
 
     replay: Literal["none", "r3"] = Field(
         default="r3",
-        description="r3: the trainer uses the experts that the engine chose for a token; none: its own",
+        description="r3: the trainer uses the experts the engine chose for a token; none: its own",
     )
 
 
