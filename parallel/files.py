@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from parallel.errors import UserError
+
 CHECKSUMS = "checksums.json"  # written last of all into a checkpoint
 STATE = "state.json"  # the loop's own state in a checkpoint
 ENDED = "ended"  # in it: why the stage is done before the last of its steps
@@ -26,7 +28,7 @@ CHARACTERS = "characters"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 
 
-class UnreadableCheckpoint(OSError):
+class UnreadableCheckpoint(UserError, OSError):
     """A checkpoint is there and cannot be read; the message names the path and what to do."""
 
 

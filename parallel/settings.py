@@ -40,15 +40,6 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", serialize_by_alias=True)
 
 
-# How a process tells the launcher why it failed, or what a person should know while it goes on: a
-# mark and one line, on the descriptor that the variable names. The log's disk may be full.
-ERROR_MARK = "braid-error: "
-NOTICE_MARK = "braid-notice: "
-LAST_WORD = "BRAID_LAST_WORD_DESCRIPTOR"
-# In what a rank says that lost its connection to another, which knows better what happened; gloo:
-# "Connection closed by peer", or "reset by peer".
-LOST_PEER = "by peer"
-
 # Of the tokenizer of single characters.
 PAD_TOKEN, END_TOKEN, TOKENIZER_SIZE = 0, 1, 80
 

@@ -1,4 +1,4 @@
-"""What a process tells the launcher: what to know meanwhile, and why it failed; each in one line.
+"""The pipe on which a process reports errors and notices to the launcher, one line each.
 
 Never imports torch.
 """
@@ -8,25 +8,31 @@ from __future__ import annotations
 import contextlib
 import os
 
-from parallel.settings import ERROR_MARK, LAST_WORD, NOTICE_MARK
+# Names the descriptor of the pipe. Not the log: its disk may be full.
+STATUS_DESCRIPTOR = "BRAID_STATUS_DESCRIPTOR"
+ERROR_MARK = "braid-error: "
+NOTICE_MARK = "braid-notice: "
+# Part of what gloo says when another rank is gone ("Connection closed by peer", "reset by peer").
+# The rank that died knows the cause better.
+LOST_PEER = "by peer"
 
-LONGEST = 4000  # bytes; a pipe takes as many at once
+LONGEST = 4000  # bytes; a longer write to a pipe is not atomic (PIPE_BUF is 4096)
 OUTPUT, ERRORS = 1, 2
 
 
-def say_last_word(reason: str) -> None:
-    """Tell the launcher, if one listens, and the log, if it can still be written."""
-    _say(ERROR_MARK + reason, OUTPUT)
+def report_error(reason: str) -> None:
+    """Report why this process fails, to the launcher and on standard output."""
+    _report(ERROR_MARK + reason, OUTPUT)
 
 
-def say_notice(text: str) -> None:
-    """Tell a person what went wrong and was mended, on the terminal and in the log."""
-    _say(NOTICE_MARK + text, ERRORS)
+def report_notice(text: str) -> None:
+    """Report what a person should know while the stage continues, also on standard error."""
+    _report(NOTICE_MARK + text, ERRORS)
 
 
-def _say(text: str, log: int) -> None:
-    # A file's name may hold what is no text.
+def _report(text: str, log: int) -> None:
+    # The name of a file may hold bytes that are not UTF-8.
     line = " ".join(text.split()).encode(errors="backslashreplace")[:LONGEST] + b"\n"
-    for descriptor in {int(os.environ.get(LAST_WORD, log)), log}:
+    for descriptor in {int(os.environ.get(STATUS_DESCRIPTOR, log)), log}:
         with contextlib.suppress(OSError):
             os.write(descriptor, line)

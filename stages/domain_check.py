@@ -16,7 +16,7 @@ from random import Random
 from typing import Any
 
 from parallel.files import CHARACTERS, write_atomically
-from parallel.status_pipe import say_last_word
+from parallel.status_pipe import report_error
 from stages.data.demonstration_report import demonstration_report
 from stages.data.demonstrations import demonstrate
 from stages.data.formats import FORMATS
@@ -42,10 +42,10 @@ def main() -> None:
         write_atomically(job.result, json.dumps(checked(job)) + "\n")
     except TokenizerError as error:
         hint = "; name the model's tokenizer: --tokenizer FOLDER"
-        say_last_word(f"{error}{hint if job.tokenizer == CHARACTERS else ''}")
+        report_error(f"{error}{hint if job.tokenizer == CHARACTERS else ''}")
         sys.exit(1)
     except (DomainError, OSError, RewardError) as error:
-        say_last_word(str(error))
+        report_error(str(error))
         sys.exit(1)
 
 

@@ -12,7 +12,7 @@ from parallel.checkpoint.save import Saver
 from parallel.distributed import any_rank, broadcast, is_main
 from parallel.files import ENDED, STATE
 from parallel.model.policy import TrainedPolicy
-from parallel.status_pipe import say_notice
+from parallel.status_pipe import report_notice
 from stages.guards.watch import GuardMonitor, StepVerdict
 from stages.metrics import MetricsLog
 from stages.settings import LoopSettings, StageJob
@@ -98,7 +98,7 @@ def _load(stage: TrainingStage, job: StageJob, directory: Path) -> dict[str, Any
     saved, faults = checkpoints.newest_whole(directory)
     if faults and is_main():
         origin = saved.name if saved else job.parent or "the beginning"
-        say_notice(f"{'; '.join(faults)}; {job.stage} goes on from {origin}")
+        report_notice(f"{'; '.join(faults)}; {job.stage} goes on from {origin}")
     if saved:
         state = checkpoints.load_training(stage.policy, saved)
         try:

@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 
 from parallel.settings import ModelSettings
-from parallel.status_pipe import say_last_word, say_notice
+from parallel.status_pipe import report_error, report_notice
 from stages.settings import StageJob
 
 MODULES = {
@@ -54,7 +54,7 @@ def warn_of_engines(model: ModelSettings) -> None:
     from parallel.cpu.vllm_limits import unsupported
 
     if device().type == "cpu" and (why := unsupported(model)):
-        say_notice(f"stages that sample will fail on a CPU: {why}")
+        report_notice(f"stages that sample will fail on a CPU: {why}")
 
 
 def _leave(error: BaseException) -> None:
@@ -85,7 +85,7 @@ def _leave(error: BaseException) -> None:
         if isinstance(error, StageStopped):
             print(error, flush=True)
         elif isinstance(error, told):
-            say_last_word(str(error))
+            report_error(str(error))
         else:
             sys.excepthook(type(error), error, error.__traceback__)
             sys.stderr.flush()

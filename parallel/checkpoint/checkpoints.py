@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from parallel.checkpoint import state as checkpoint_state
 from parallel.checkpoint.reader import CheckpointRefused
 from parallel.distributed import gather, layout_sizes, on_main
+from parallel.errors import UserError
 from parallel.files import (
     CHECKSUMS,
     STATE,
@@ -39,7 +40,7 @@ from parallel.files import (
 from parallel.model.policy import Policy, TrainedPolicy
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UserError):
     """A checkpoint cannot be written, or is damaged; the message names it and the reason."""
 
 

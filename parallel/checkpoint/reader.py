@@ -21,6 +21,8 @@ from torch.distributed.checkpoint import FileSystemReader, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from parallel.errors import UserError
+
 METADATA_FILE = ".metadata"
 COMMON_FILE = "common.pt"
 # What `.metadata` is made of: torch's own dataclasses and enums, which hold data and call nothing.
@@ -48,7 +50,7 @@ NEEDED = {
 }
 
 
-class CheckpointRefused(Exception):
+class CheckpointRefused(UserError):
     """A file of a checkpoint is not what megatron-core writes; the message says what to do."""
 
 

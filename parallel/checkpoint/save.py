@@ -35,7 +35,7 @@ from parallel.checkpoint.state import METADATA
 from parallel.distributed import gather, layout_sizes, on_main
 from parallel.files import CHECKSUMS, STATE, digest_of, whole_checkpoints, write_atomically
 from parallel.model.policy import Policy, TrainedPolicy
-from parallel.settings import LOST_PEER
+from parallel.status_pipe import LOST_PEER
 
 
 class Saver:

@@ -23,6 +23,7 @@ from parallel.engine.wire import (
     Refitted,
     frames,
 )
+from parallel.errors import UserError
 from parallel.files import RESTART_REQUEST, write_atomically
 from parallel.settings import EngineSettings
 
@@ -34,7 +35,7 @@ HEALTH_SECONDS = 5.0  # what an engine may take to say that it lives
 LARGEST_ANSWER = 1 << 20  # bytes, of one that is no stream; the largest real one is an error's text
 
 
-class EngineError(RuntimeError):
+class EngineError(UserError):
     """An engine did not start, died, hung, talked garbage, or refused a call."""
 
 

@@ -18,7 +18,7 @@ from parallel.engine.wire import EngineDescription, Join, Refit, Refitted, model
 from parallel.model.policy import Policy
 from parallel.network import LOOPBACK, address_of
 from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
-from parallel.status_pipe import say_notice
+from parallel.status_pipe import report_notice
 from parallel.stores import host_store
 from parallel.weights import checksums
 from parallel.weights import planner as plans
@@ -56,7 +56,7 @@ class Fleet:
         layout: LayoutSettings,
         settings: EngineSettings,
         interface: str = LOOPBACK,
-        notify: Callable[[str], None] = say_notice,
+        notify: Callable[[str], None] = report_notice,
     ) -> None:
         self.model, self.layout, self.settings = model, layout, settings
         self.interface = interface

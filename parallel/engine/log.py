@@ -29,7 +29,7 @@ from parallel.engine.wire import Generation
 from parallel.files import naming
 from parallel.sample import Sample
 from parallel.settings import ModelSettings
-from parallel.status_pipe import say_notice
+from parallel.status_pipe import report_notice
 
 FORMAT = 1  # of this file
 HEADER = struct.Struct(">III")
@@ -71,7 +71,7 @@ class RolloutLog:
         origin: str,
         model: ModelSettings,
         deterministic: bool,
-        notify: Callable[[str], None] = say_notice,
+        notify: Callable[[str], None] = report_notice,
     ) -> None:
         """`deterministic`: the answers of a version are of use when they are whole, since bits
         depend on what else an engine draws, or has cached since its refit."""

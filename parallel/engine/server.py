@@ -35,7 +35,7 @@ from parallel.engine.wire import (
 )
 from parallel.network import address_of
 from parallel.settings import EngineJob
-from parallel.status_pipe import say_last_word
+from parallel.status_pipe import report_error
 
 
 class EngineServer:
@@ -128,7 +128,7 @@ def main() -> None:
     try:
         engine = Engine(job)
     except Exception as error:
-        say_last_word(f"the engine did not start with engine: {job.engine!r}: {error!r}")
+        report_error(f"the engine did not start with engine: {job.engine!r}: {error!r}")
         raise
     asyncio.run(_serve(engine, job.address, job.interface))
 
@@ -137,7 +137,7 @@ async def _serve(engine: Engine, address: Path, interface: str) -> None:
     try:
         await engine.prepare()
     except Exception as error:
-        say_last_word(f"the engine cannot serve this run: {error}")
+        report_error(f"the engine cannot serve this run: {error}")
         raise
     # `EngineServer._guard` answers the handlers' own errors. aiohttp would log requests that are
     # not HTTP, each with a traceback: anybody who reaches the port could fill the disk.
@@ -153,7 +153,7 @@ async def _serve(engine: Engine, address: Path, interface: str) -> None:
     failure = await engine.ended()  # a process of vLLM that ended cannot be mended in here
     engine.shutdown()
     if failure is not None:
-        say_last_word(str(failure))
+        report_error(str(failure))
         sys.exit(1)
 
 

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from parallel.boxes import Box, within
+from parallel.errors import UserError
 from parallel.files import WEIGHTS_INDEX, naming, write_atomically
 from parallel.hugging_face.config import TensorSpec
 
@@ -22,7 +23,7 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
-class WeightsError(Exception):
+class WeightsError(UserError):
     """A Hugging Face checkpoint that cannot be taken, or was not written right; says all faults."""
 
     def __init__(self, title: str, faults: list[str]) -> None:

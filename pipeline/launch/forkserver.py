@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 
 from parallel.engine.environment import PROCESS_ENVIRONMENT
-from parallel.settings import LAST_WORD
+from parallel.status_pipe import STATUS_DESCRIPTOR
 from pipeline.launch.processes import Child, Forked, ForkLost
 
 GPU_FILE = Path("/dev/nvidiactl")  # the driver's, whatever torch thinks of it
@@ -77,7 +77,7 @@ class ForkServer:
             "arguments": list(arguments),
             "environment": dict(environment),
             "cores": None if cores is None else list(cores),
-            "status_variable": LAST_WORD,
+            "status_variable": STATUS_DESCRIPTOR,
         }
         message = json.dumps(request).encode()
         with theirs:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from parallel.settings import ERROR_MARK, LAST_WORD, LOST_PEER, NOTICE_MARK
+from parallel.status_pipe import ERROR_MARK, LOST_PEER, NOTICE_MARK, STATUS_DESCRIPTOR
 
 POLL_SECONDS = 0.05
 TAIL_LINES = 8
@@ -238,7 +238,7 @@ class Child:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env={**self._environment, LAST_WORD: str(self._theirs)},
+                    env={**self._environment, STATUS_DESCRIPTOR: str(self._theirs)},
                     pass_fds=(self._theirs, *self._keep),
                     start_new_session=True,
                     preexec_fn=_prepared(os.getpid(), self._cores),

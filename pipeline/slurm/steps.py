@@ -11,7 +11,8 @@ from pathlib import Path
 
 from parallel.engine.environment import PROCESS_ENVIRONMENT
 from parallel.network import address_of, environment_of
-from parallel.settings import LAST_WORD, NOTICE_MARK, EngineSettings
+from parallel.settings import EngineSettings
+from parallel.status_pipe import NOTICE_MARK, STATUS_DESCRIPTOR
 from pipeline.config.cluster import ClusterSettings, ContainerSettings
 from pipeline.launch.placement import free_port
 from pipeline.launch.processes import (
@@ -89,7 +90,7 @@ class SlurmJob:
             "--export=ALL",
         ]
         # The pipe of a last word does not reach another node; it is read from the log instead.
-        start = ["env", f"--unset={LAST_WORD}", "srun", *shared, *options]
+        start = ["env", f"--unset={STATUS_DESCRIPTOR}", "srun", *shared, *options]
         return [*start, *contained(self._cluster.container, command)]
 
 

@@ -17,7 +17,7 @@ import torch
 
 from parallel.checkpoint.reader import CheckpointRefused
 from parallel.files import write_atomically
-from parallel.status_pipe import say_last_word, say_notice
+from parallel.status_pipe import report_error, report_notice
 from stages.audit.evaluation import evaluation_rows
 from stages.audit.recorded import LONGEST, NotAuditable, RecordedRun, read_run
 from stages.audit.stage_audit import Audited, audit_step, auditable_steps, kind_of
@@ -34,7 +34,7 @@ def main() -> None:
         torch.set_num_threads(1)  # handing such small products to threads takes longer than they do
     found = []
     for stage in job["stages"]:
-        say_notice(f"auditing {stage}")
+        report_notice(f"auditing {stage}")
         try:
             found.append(_shown(_audited(run, stage, job["step"])))
         except NotAuditable as error:
@@ -43,7 +43,7 @@ def main() -> None:
             why = f"its files have no {error}: another version of Braid wrote them"
             found.append(_refused(stage, why))
         except (CheckpointRefused, OSError) as error:
-            say_last_word(str(error))
+            report_error(str(error))
             sys.exit(1)
         except Exception as error:
             # Whatever damaged files make of the arithmetic, which raises nothing on a whole run's.

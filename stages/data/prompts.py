@@ -6,7 +6,7 @@ from functools import cache
 from hashlib import sha256
 from typing import Literal, Protocol
 
-from parallel.status_pipe import say_notice
+from parallel.status_pipe import report_notice
 from stages.data.problem import DomainError, Problem
 from stages.data.reasoning_gym_source import ReasoningGymSource
 from stages.data.sources.prompt_rows import FileSource
@@ -143,7 +143,7 @@ def is_held_out(problem: Problem, fraction: float) -> bool:
 @cache
 def _tell_of_too_long(domain: str) -> None:
     """Once a process, which may have many streams of a domain."""
-    say_notice(
+    report_notice(
         f"experts.{domain}.prompts: prompts are skipped that are longer than max_prompt_tokens, or"
         " leave no room for a response; the metric too_long counts them"
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from parallel.status_pipe import say_notice
+from parallel.status_pipe import report_notice
 from stages.guards.settings import GuardSettings, GuardsSettings
 from stages.guards.trends import Trends, Window
 from stages.rewards.settings import RewardSettings
@@ -190,7 +190,7 @@ class GuardMonitor:
                 f" regardless, set {key}.action to warn, or another threshold, and run it again"
             )
         if settings.action == "warn" and times == settings.patience:
-            say_notice(fault)
+            report_notice(fault)
         return None
 
     def _ending(self, step: int) -> str | None:
@@ -202,5 +202,5 @@ class GuardMonitor:
             f"done at step {step} of {self._steps}: {rule.metric} is {mean:.4g} over"
             f" {rule.window} steps, and {self._stage}.stop asks for {rule.at_least:g}"
         )
-        say_notice(end)
+        report_notice(end)
         return end

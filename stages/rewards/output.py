@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-from parallel.status_pipe import ERRORS, say_notice
+from parallel.status_pipe import ERRORS, report_notice
 
 LARGEST = 16 << 20  # bytes of one attempt at a stage
 PIECE = 1 << 16
@@ -21,7 +21,7 @@ def pass_on(printed: int) -> None:
                 os.write(ERRORS, piece[:left])
             if len(piece) > left and not told:
                 told = True
-                say_notice(
+                report_notice(
                     f"the rewards have printed more than {LARGEST} bytes, and the log takes no more"
                     " of it: have them print less"
                 )

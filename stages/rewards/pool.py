@@ -25,8 +25,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.reduction import send_handle
 from pathlib import Path
 
-from parallel.settings import LAST_WORD
-from parallel.status_pipe import say_notice
+from parallel.status_pipe import STATUS_DESCRIPTOR, report_notice
 from stages.data.problem import Problem
 from stages.rewards.endpoint import cautions
 from stages.rewards.grading import Grade, failure
@@ -96,7 +95,7 @@ class RewardPool:
     ) -> None:
         check_machine(rewards)
         for line in cautions(rewards):
-            say_notice(line)
+            report_notice(line)
         self._rewards = {domain: dict(own) for domain, own in rewards.items()}
         self._settings = settings
         self._setup = Setup(self._rewards, settings, directory)
@@ -344,7 +343,7 @@ class RewardPool:
         """Loudly at first; then a line in the log for each."""
         self._failures += 1
         if self._failures <= SHOWN_IN_FULL:
-            say_notice(line)
+            report_notice(line)
         else:
             what, _, outcome = line.rpartition("; ")
             print(f"{what[:SHOWN_CHARACTERS]}; {outcome}", file=sys.stderr, flush=True)
@@ -377,7 +376,7 @@ def _start_nursery(theirs: Connection) -> tuple[subprocess.Popen[bytes], int]:
     It finds modules where this process does, those of one's own among them.
     """
     path = os.pathsep.join(each or str(Path.cwd()) for each in sys.path)
-    environment = {name: value for name, value in os.environ.items() if name != LAST_WORD}
+    environment = {name: value for name, value in os.environ.items() if name != STATUS_DESCRIPTOR}
     descriptor = theirs.fileno()
     printed, output = os.pipe()
     process = subprocess.Popen(

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from parallel.files import whole_checkpoints
-from parallel.settings import LAST_WORD, LayoutSettings, OptimizerSettings
+from parallel.settings import LayoutSettings, OptimizerSettings
+from parallel.status_pipe import STATUS_DESCRIPTOR
 from tests.layouts.cases import SGD, SPREAD, build, loop, own_part, train
 
 STEPS = 3  # before a checkpoint, and again after it
@@ -287,10 +288,10 @@ def find_newest(directory: str) -> str:
 def loop_and_listen(directory: str) -> tuple[str, list[str], str]:
     """How the loop ends, what it leaves, and what a launcher heard from this rank meanwhile."""
     with tempfile.TemporaryFile() as heard:
-        os.environ[LAST_WORD] = str(heard.fileno())
+        os.environ[STATUS_DESCRIPTOR] = str(heard.fileno())
         try:
             ending, left = loop(directory, None, None)
         finally:
-            del os.environ[LAST_WORD]
+            del os.environ[STATUS_DESCRIPTOR]
         heard.seek(0)
         return ending, left, heard.read().decode()

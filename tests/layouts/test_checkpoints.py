@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from parallel.settings import NOTICE_MARK, LayoutSettings
+from parallel.settings import LayoutSettings
+from parallel.status_pipe import NOTICE_MARK
 from tests.layouts import checkpoint_cases as cases
 from tests.layouts.cases import SPREAD
 from tests.ranks import On, Ranks

@@ -27,7 +27,7 @@ def main() -> None:
     unfinished.write_text(json.dumps({"pid": os.getpid(), "cores": cores}))
     unfinished.rename(address)
     if action == "forget" and job["index"] == 1:
-        os.write(int(os.environ["BRAID_LAST_WORD_DESCRIPTOR"]), b"braid-error: it lost its mind\n")
+        os.write(int(os.environ["BRAID_STATUS_DESCRIPTOR"]), b"braid-error: it lost its mind\n")
         sys.exit(1)
     time.sleep(600)
 

@@ -135,13 +135,13 @@ def leave_early(job: dict, rank: int) -> None:
 
 
 def speak_without_a_log(job: dict, rank: int) -> None:
-    descriptor = int(os.environ["BRAID_LAST_WORD_DESCRIPTOR"])
+    descriptor = int(os.environ["BRAID_STATUS_DESCRIPTOR"])
     os.write(descriptor, f"{sys.argv[3]}the disk is full\n".encode())
     sys.exit(1)
 
 
 def warn_and_work(job: dict, rank: int) -> None:
-    descriptor = int(os.environ["BRAID_LAST_WORD_DESCRIPTOR"])
+    descriptor = int(os.environ["BRAID_STATUS_DESCRIPTOR"])
     os.write(descriptor, b"braid-notice: step_5 is damaged\nbraid-notice: it took step_4\n")
     work(job, rank)
 

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from parallel.status_pipe import say_last_word
+from parallel.status_pipe import report_error
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def main() -> None:
     if action == "wait":
         time.sleep(60)
     if action == "fail":
-        say_last_word("it was told to")
+        report_error("it was told to")
         sys.exit(3)
 
 

@@ -15,10 +15,12 @@ REPOSITORY = Path(__file__).parents[2]
 ABOVE = {"parallel": {"stages", "pipeline"}, "stages": {"pipeline"}, "pipeline": set()}
 ARITHMETIC = {f"parallel.weights.{name}" for name in ("names", "holdings", "needs", "planner")}
 WITHOUT_TORCH = {
+    "parallel.errors",
     "parallel.families",
     "parallel.files",
     "parallel.memory",
     "parallel.network",
+    "parallel.status_pipe",
     "parallel.engine.environment",
     "parallel.weights.needs",
     "stages.kinds",

@@ -158,7 +158,7 @@ def watch(steps: int = 9, **given: Any) -> GuardMonitor:
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
-    monkeypatch.setattr("stages.guards.watch.say_notice", found.append)
+    monkeypatch.setattr("stages.guards.watch.report_notice", found.append)
     return found
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from parallel.status_pipe import say_notice
+from parallel.status_pipe import report_notice
 from stages.data.problem import DomainError
 from stages.data.sources.rows import ROWS, Row, RowFault
 from stages.data.sources.settings import FileSettings
@@ -170,7 +170,7 @@ class _Reading:
             skipped.append(f"{counts.duplicates} repeat another")
         if skipped:
             block = f"experts.{self._domain}.{self._block}"
-            say_notice(f"{block}: skipped of {counts.rows} rows: {' and '.join(skipped)}")
+            report_notice(f"{block}: skipped of {counts.rows} rows: {' and '.join(skipped)}")
 
 
 class Order:
