@@ -19,12 +19,16 @@ from stages.guards.watch import GuardMonitor
 from stages.loop import train
 from stages.metrics import reduce_sums
 from stages.objectives.aggregation import Totals
-from stages.objectives.assign_advantages import add_advantages, graded_samples, without_advantages
+from stages.objectives.assign_advantages import (
+    assign_advantages,
+    graded_samples,
+    has_zero_advantages,
+)
 from stages.objectives.batch_weights import LengthWeights, scale_by_entropy
 from stages.objectives.critic import Critic
 from stages.objectives.groups import Group
-from stages.objectives.kl_controller import steered
-from stages.objectives.policy_loss import MetricSum, Tokens, policy_loss
+from stages.objectives.kl import next_kl_coefficient
+from stages.objectives.loss import MetricSum, Tokens, policy_loss
 from stages.objectives.reference import Reference
 from stages.objectives.settings import GaeSettings
 from stages.sampling.prompt_buffer import Batch
@@ -91,7 +95,7 @@ class Expert(OnPolicyStage):
             "resampled_groups": float(len(batch.replaced)),
         }
         if self.critic is None:
-            metrics["zero_variance"] = fmean(map(self._without_advantages, batch.drawn))
+            metrics["zero_variance"] = fmean(map(self._has_zero_advantages, batch.drawn))
         return Rollout(
             updates=[
                 [sample for group in samples[update::updates] for sample in group]
@@ -103,7 +107,7 @@ class Expert(OnPolicyStage):
     def is_flat(self, group: Group) -> bool:
         """As `rollout.dynamic_sampling_by` says."""
         if self.settings.dynamic_sampling_by == "advantages":
-            return self._without_advantages(group)
+            return self._has_zero_advantages(group)
         rewards = self.domains[group.problem.domain].rewards
         return len({is_right(sample, rewards) for sample in graded(group)}) <= 1
 
@@ -112,7 +116,7 @@ class Expert(OnPolicyStage):
         updates = super().divide(rollout)
         if self.critic is not None:
             samples = [sample for samples in rollout.updates for sample in samples]
-            self.critic.appraise(samples, [part for batches in updates for part in batches])
+            self.critic.compute_values(samples, [part for batches in updates for part in batches])
         return updates
 
     def prepare(self, rollout: Rollout, step: int) -> Prepared:
@@ -126,7 +130,7 @@ class Expert(OnPolicyStage):
     def gradients(self, samples: list[Sample], batches: list[MicroBatch]) -> dict[str, float]:
         """Those of the domain's objective."""
         if self.reference is not None:
-            self.reference.judge(batches, self.sampling.temperature)
+            self.reference.compute_logprobs(batches, self.sampling.temperature)
         if self.objective.ratio.name == "rspo":
             movements = self.policy.router_movement(batches)
             for part, movement in zip(batches, movements, strict=False):
@@ -177,12 +181,14 @@ class Expert(OnPolicyStage):
         """What the objective of the next update is; logs what this one's was."""
         logged = {}
         if self.reference is not None:
-            self.reference.follow()
+            self.reference.update_ema()
         if self.objective.kl.target is not None:
             logged["kl_coefficient"] = self.kl_coefficient
             if "kl" in measured:
                 target = self.objective.kl.target
-                self.kl_coefficient = steered(self.kl_coefficient, measured["kl"], target)
+                self.kl_coefficient = next_kl_coefficient(
+                    self.kl_coefficient, measured["kl"], target
+                )
         if self.objective.aggregation == "lambda":
             assert self.weigh is not None
             logged["length_exponent"] = self.length_exponent
@@ -218,7 +224,7 @@ class Expert(OnPolicyStage):
                 samples += graded_samples(own, len(samples))
                 continue
             weights = {part: reward.weight for part, reward in domain.rewards.items()}
-            samples += add_advantages(own, self.objective.advantage, weights, len(samples))
+            samples += assign_advantages(own, self.objective.advantage, weights, len(samples))
         if self.objective.mask_truncated:
             for sample in (sample for group in samples for sample in group if not sample.finished):
                 sample.loss_mask = np.zeros(len(sample.response), bool)
@@ -231,11 +237,11 @@ class Expert(OnPolicyStage):
             return None
         return part.engine_logprobs.where(self.stale(part), part.old_logprobs)
 
-    def _without_advantages(self, group: Group) -> bool:
+    def _has_zero_advantages(self, group: Group) -> bool:
         rewards = self.domains[group.problem.domain].rewards
         weights = {part: reward.weight for part, reward in rewards.items()}
         masked = self.objective.mask_truncated
-        return without_advantages(group, self.objective.advantage, weights, masked)
+        return has_zero_advantages(group, self.objective.advantage, weights, masked)
 
     def _tokens(self, responses: Responses, weigh: LengthWeights) -> Tokens:
         """What the objective is computed from, and no more of it than it asks for."""

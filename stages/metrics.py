@@ -14,7 +14,7 @@ from parallel.batch import MicroBatch, token_counts
 from parallel.distributed import sum_over_data
 from parallel.files import naming, write_atomically
 from stages.objectives.aggregation import Totals
-from stages.objectives.policy_loss import MetricSum
+from stages.objectives.loss import MetricSum
 from stages.settings import StageJob
 
 # What each metric is divided by. A name that does not stand here is refused.

@@ -29,7 +29,7 @@ class PlainReference:
     model: Model
     decay: float | None = None
 
-    def follow(self, policy: Model) -> None:
+    def update_ema(self, policy: Model) -> None:
         if self.decay is None:
             return
         with torch.no_grad():
@@ -233,7 +233,7 @@ class PolicyStep:
         """What the objective changes about itself after an update."""
         found = {}
         if reference is not None:
-            reference.follow(policy)
+            reference.update_ema(policy)
         target = self.objective["kl"]["target"]
         if target is not None:
             found["kl_coefficient"] = self.coefficient

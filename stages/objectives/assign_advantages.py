@@ -39,7 +39,7 @@ def graded(groups: list[Group], weights: Mapping[str, float] | None = None) -> G
     )
 
 
-def add_advantages(
+def assign_advantages(
     groups: list[Group],
     settings: AdvantageSettings,
     weights: Mapping[str, float] | None = None,
@@ -62,7 +62,7 @@ def add_advantages(
     return graded_samples(groups, first)
 
 
-def without_advantages(
+def has_zero_advantages(
     group: Group,
     settings: AdvantageSettings,
     weights: Mapping[str, float] | None = None,
@@ -74,7 +74,7 @@ def without_advantages(
     if mask_truncated and not any(sample.finished for sample in group.samples):
         return True
     if isinstance(settings, GaeSettings):
-        return group.flat
+        return group.zero_variance
     if isinstance(settings, ProcessSettings):
         _hold_to_steps([group])
     found = advantages(graded([group], weights), settings)[0]

@@ -46,7 +46,7 @@ class Critic:
         """Whether the policy waits in this step until the critic knows something."""
         return step <= self._settings.critic.warmup_steps
 
-    def appraise(self, samples: list[Sample], parts: list[MicroBatch]) -> None:
+    def compute_values(self, samples: list[Sample], parts: list[MicroBatch]) -> None:
         """Give this rank's micro-batches of `samples` values, returns and advantages, the latter
         standardised over all tokens of a domain's samples. Collective."""
         found = self._model.values([part.without_routes() for part in parts])

@@ -44,7 +44,7 @@ class Group:
         return min(sample.weight_version for sample in self.samples)
 
     @property
-    def flat(self) -> bool:
+    def zero_variance(self) -> bool:
         """Whether its samples all earned the same, so that none is better than another; those
         whose reward failed are left out."""
         rewards = {sample.reward for sample in self.samples if sample.reward is not None}

@@ -49,3 +49,17 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "k3": k3,
     "unbiased_k3": unbiased_k3,
 }
+
+
+# The proportional controller of arXiv 1909.08593, section 2.2.
+CONTROLLER_GAIN = 0.1
+LARGEST_ERROR = 0.2  # so an update changes the coefficient by at most 2 %
+
+
+def next_kl_coefficient(coefficient: float, kl: float, target: float) -> float:
+    """Return coefficient (1 + 0.1 e), with e = (kl - target) / target clipped to +-0.2.
+
+    `kl`, that of the last update, and `target` are in nats a token.
+    """
+    error = max(-LARGEST_ERROR, min((kl - target) / target, LARGEST_ERROR))
+    return coefficient * (1 + CONTROLLER_GAIN * error)

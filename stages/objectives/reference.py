@@ -36,7 +36,7 @@ class Reference:
         if settings.reference == AVERAGE:
             policy.averages[AVERAGE] = self._policy
 
-    def judge(self, batches: list[MicroBatch], temperature: float) -> None:
+    def compute_logprobs(self, batches: list[MicroBatch], temperature: float) -> None:
         """Add to every batch what the reference says of it. Collective.
 
         The reference routes by itself: it is another model than the one that sampled.
@@ -53,7 +53,7 @@ class Reference:
                 part.reference_logprobs = chosen
 
     @torch.no_grad()
-    def follow(self) -> None:
+    def update_ema(self) -> None:
         """Move the average towards the policy, after an update."""
         if self._settings.reference != AVERAGE:
             return

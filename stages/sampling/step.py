@@ -124,7 +124,7 @@ class OnPolicyStage(ABC):
 
     def is_flat(self, group: Group) -> bool:
         """Whether there is nothing to learn from a group, and others may be drawn in its place."""
-        return group.flat
+        return group.zero_variance
 
     def policy_learns(self, step: int) -> bool:
         """Whether the policy is updated in this step."""

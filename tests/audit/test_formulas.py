@@ -18,7 +18,7 @@ from stages.objectives.advantages import ADVANTAGES, advantages
 from stages.objectives.aggregation import Totals
 from stages.objectives.correction import correction_weights
 from stages.objectives.graded import Graded
-from stages.objectives.policy_loss import Tokens, policy_loss
+from stages.objectives.loss import Tokens, policy_loss
 from stages.objectives.ratios import RATIOS
 from stages.objectives.settings import KLSettings, NoCorrectionSettings, ObjectiveSettings
 

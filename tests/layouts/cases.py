@@ -113,7 +113,7 @@ def cross_entropy(totals: Any, responses: Any) -> tuple[torch.Tensor, float]:
 
 
 def sequence_policy(totals: Any, responses: Any) -> tuple[torch.Tensor, float]:
-    from stages.objectives.policy_loss import Tokens, policy_loss
+    from stages.objectives.loss import Tokens, policy_loss
     from stages.objectives.settings import KLSettings, ObjectiveSettings
 
     settings = ObjectiveSettings(kl=KLSettings(coefficient=0.1, estimator="unbiased_k3"))

@@ -35,7 +35,7 @@ MUTANTS = [
     ),
     Mutant(
         "the sequence mask compares with pi_old",
-        "stages/objectives/policy_loss.py",
+        "stages/objectives/loss.py",
         "            tokens.engine_log_probs,\n            tokens.advantages,",
         "            tokens.old_log_probs,\n            tokens.advantages,",
         "tests/stages/objectives/test_policy_loss.py",

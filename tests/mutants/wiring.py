@@ -108,7 +108,7 @@ MUTANTS = [
     Mutant(
         "the reference ema never follows",
         "stages/grpo.py",
-        "            self.reference.follow()\n",
+        "            self.reference.update_ema()\n",
         "            pass\n",
         "tests/audit",
     ),
@@ -136,8 +136,8 @@ MUTANTS = [
     Mutant(
         "the reference is at temperature 1",
         "stages/grpo.py",
-        "self.reference.judge(batches, self.sampling.temperature)",
-        "self.reference.judge(batches, 1.0)",
+        "self.reference.compute_logprobs(batches, self.sampling.temperature)",
+        "self.reference.compute_logprobs(batches, 1.0)",
         "tests/audit",
     ),
     Mutant(
@@ -178,8 +178,8 @@ MUTANTS = [
     Mutant(
         "the KL coefficient is not steered",
         "stages/grpo.py",
-        'self.kl_coefficient = steered(self.kl_coefficient, measured["kl"], target)',
-        'steered(self.kl_coefficient, measured["kl"], target)',
+        'self.kl_coefficient = next_kl_coefficient(self.kl_coefficient, measured["kl"], target)',
+        'next_kl_coefficient(self.kl_coefficient, measured["kl"], target)',
         "tests/stages/test_expert.py tests/audit",
     ),
     Mutant(

@@ -226,7 +226,7 @@ def test_flat_groups_are_replaced_in_so_many_rounds(rounds: int) -> None:
     assert batch is not None
     assert len(batch.groups) == 3
     assert len(batch.replaced) == 2 * rounds
-    assert sum(not group.flat for group in batch.groups) == min(rounds, 1)
+    assert sum(not group.zero_variance for group in batch.groups) == min(rounds, 1)
 
 
 def test_what_is_flat_the_stage_says() -> None:
@@ -298,7 +298,7 @@ def test_a_sample_without_a_reward_is_none_and_counted() -> None:
     rewards = [[sample.reward for sample in group.samples] for group in batch.groups]
     assert rewards == [[None, 4.0], [4.0, 10.0], [None, 10.0]]
     assert batch.failures == 2
-    assert [group.flat for group in batch.groups] == [True, False, True]
+    assert [group.zero_variance for group in batch.groups] == [True, False, True]
     samples = [sample for group in batch.groups for sample in group.samples]
     assert reward_metrics(samples) == {"reward": 7.0, "reward/odd": 7.0}
 

@@ -110,7 +110,7 @@ def test_advantages_by_hand(domains: tuple[str, ...], tmp_path: Path) -> None:
     for sample, domain in zip(samples, domains, strict=True):
         sample.domain = domain
     parts = two_parts(samples)
-    critic.appraise(samples, parts)
+    critic.compute_values(samples, parts)
     raw: list[list[float]] = []
     for part in parts:
         assert part.values is not None and part.returns is not None
@@ -141,7 +141,7 @@ def test_a_critic_learns_what_is_always_earned(tmp_path: Path) -> None:
     losses = []
     for _ in range(40):
         parts = two_parts(samples)
-        critic.appraise(samples, parts)
+        critic.compute_values(samples, parts)
         losses.append(critic.learn(samples, parts)["value_loss"])
     assert losses[0] > 20 * losses[-1]
     for part, found in zip(parts, model.values(parts), strict=True):
@@ -156,7 +156,7 @@ def test_the_value_clip_bounds_what_an_update_gains(tmp_path: Path) -> None:
         critic, _ = critic_of(ppo(tmp_path, value_clip=clip))
         samples = rewarded([3, 5, 1, 4], [0.5] * 4)
         parts = two_parts(samples)
-        critic.appraise(samples, parts)
+        critic.compute_values(samples, parts)
         return [critic.learn(samples, parts)["value_loss"] for _ in range(2)]
 
     wide, tight = losses(10.0), losses(1e-6)
@@ -169,10 +169,10 @@ def test_what_values_explain_of_the_returns(tmp_path: Path) -> None:
     critic, model = critic_of(ppo(tmp_path))
     samples = rewarded([1, 1, 1], [1.0, 2.0, 6.0])
     parts = two_parts(samples)
-    critic.appraise(samples, parts)
+    critic.compute_values(samples, parts)
     assert critic.learn(samples, parts)["value_explained_variance"] == 0  # all values are 0
     turn_head(model)
-    critic.appraise(samples, parts)
+    critic.compute_values(samples, parts)
     said = torch.cat([part.values[:, 0] for part in parts])  # type: ignore[index]
     earned = torch.cat([part.returns[:, 0] for part in parts])  # type: ignore[index]
     expected = 1 - ((earned - said).var() / earned.var()).item()
@@ -180,7 +180,7 @@ def test_what_values_explain_of_the_returns(tmp_path: Path) -> None:
     assert found == pytest.approx(expected, abs=1e-5)
     for sample in samples:
         sample.reward = 1.0
-    critic.appraise(samples, parts)
+    critic.compute_values(samples, parts)
     assert critic.learn(samples, parts)["value_explained_variance"] == 0  # nothing to explain
 
 

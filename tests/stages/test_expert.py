@@ -25,7 +25,7 @@ from parallel.settings import (
     RoutingLossSettings,
 )
 from stages.grpo import Expert
-from stages.objectives.assign_advantages import add_advantages, graded, without_advantages
+from stages.objectives.assign_advantages import assign_advantages, graded, has_zero_advantages
 from stages.objectives.batch_weights import LengthWeights, scale_by_entropy
 from stages.objectives.groups import Group
 from stages.objectives.reference import Reference
@@ -201,7 +201,7 @@ def test_an_average_follows_the_policy_and_survives(tmp_path: Path) -> None:
     expected = copied(average)
     for update in range(2):
         before = copied(stage.policy)
-        stage.reference.follow()  # type: ignore[union-attr]
+        stage.reference.update_ema()  # type: ignore[union-attr]
         for name, weight in expected.items():
             expected[name] = 0.75 * weight + 0.25 * before[name]
             torch.testing.assert_close(average.named_weights()[name], expected[name])
@@ -245,7 +245,7 @@ def test_the_average_of_a_bf16_policy_begins_at_the_parent_and_is_kept_in_fp32(
     with torch.no_grad():
         for weight in policy.named_weights().values():
             weight.mul_(2)
-    reference.follow()
+    reference.update_ema()
     for name, weight in average.items():  # a thousandth is less than bf16 can tell
         torch.testing.assert_close(weight, before[name].float() * 1.001)
 
@@ -323,7 +323,7 @@ def test_advantages_are_given_to_the_samples_that_were_graded() -> None:
     first, second = drawn([3, 2, 4]), drawn([1, 2, 5])
     groups = [group(first, [1.0, 0.0, None]), group(second, [None, 0.25, 0.75])]
     assert graded(groups).lengths.tolist() == [[3, 2, 0], [0, 2, 5]]
-    kept = add_advantages(groups, GrpoSettings())
+    kept = assign_advantages(groups, GrpoSettings())
     assert kept == [first[:2], second[1:]]
     assert [sample.group for samples in kept for sample in samples] == [0, 0, 1, 1]
     half = 0.5**0.5
@@ -337,9 +337,9 @@ def test_parts_reach_the_advantages_by_name() -> None:
     samples[0].reward_parts = {"right": 1.0, "short": 0.1}
     samples[1].reward_parts = {"short": 0.3, "right": 0.0}
     groups, settings = [group(samples, [1.1, 0.3])], MoGrpoSettings(std="population")
-    [alike] = add_advantages(groups, settings)
+    [alike] = assign_advantages(groups, settings)
     assert [sample.advantage for sample in alike] == pytest.approx([0.0, 0.0], abs=2e-5)
-    [weighed] = add_advantages(groups, settings, {"right": 2.0, "short": 0.5})
+    [weighed] = assign_advantages(groups, settings, {"right": 2.0, "short": 0.5})
     assert [sample.advantage for sample in weighed] == pytest.approx([1.5, -1.5], abs=2e-5)
 
 
@@ -348,7 +348,7 @@ def test_parts_that_only_watch_reach_no_advantage() -> None:
     samples[0].reward_parts = {"right": 1.0, "watched": 0.1}
     samples[1].reward_parts = {"right": 0.0}  # what watches has failed here
     weights = {"right": 2.0, "watched": 0.0}
-    [found] = add_advantages([group(samples, [2.0, 0.0])], MoGrpoSettings(), weights)
+    [found] = assign_advantages([group(samples, [2.0, 0.0])], MoGrpoSettings(), weights)
     assert [sample.advantage for sample in found] == pytest.approx([2**0.5, -(2**0.5)], abs=1e-4)
 
 
@@ -358,11 +358,11 @@ def test_a_group_is_without_advantages_where_no_token_has_one() -> None:
     for sample, (right, short) in zip(samples, [(1, 0), (0, 1), (0, 1), (1, 0)], strict=True):
         sample.reward_parts = {"right": right, "short": short}
     alike, weights = group(samples, [1.0] * 4), {"right": 1.0, "short": 1.0}
-    assert without_advantages(alike, GrpoSettings(), weights)
-    assert without_advantages(alike, MoGrpoSettings(), weights)  # the two cancel each other
-    assert not without_advantages(alike, MoGrpoSettings(), {"right": 2.0, "short": 1.0})
-    assert not without_advantages(group(samples, [1.0, 1.0, 0.0, 1.0]), GaeSettings(), weights)
-    assert without_advantages(group(samples, [1.0, None, None, None]), GrpoSettings(), weights)
+    assert has_zero_advantages(alike, GrpoSettings(), weights)
+    assert has_zero_advantages(alike, MoGrpoSettings(), weights)  # the two cancel each other
+    assert not has_zero_advantages(alike, MoGrpoSettings(), {"right": 2.0, "short": 1.0})
+    assert not has_zero_advantages(group(samples, [1.0, 1.0, 0.0, 1.0]), GaeSettings(), weights)
+    assert has_zero_advantages(group(samples, [1.0, None, None, None]), GrpoSettings(), weights)
 
 
 def test_dynamic_sampling_goes_by_advantages_or_by_what_is_solved(tmp_path: Path) -> None:
@@ -388,7 +388,7 @@ def test_dynamic_sampling_goes_by_advantages_or_by_what_is_solved(tmp_path: Path
 def test_steps_give_every_token_its_own_advantage() -> None:
     samples = drawn([4, 2])
     samples[0].step_rewards, samples[1].step_rewards = [(1, 1.0), (3, 0.0)], [(1, 0.0)]
-    [[long, short]] = add_advantages([group(samples, [0.5, 0.0])], ProcessSettings())
+    [[long, short]] = assign_advantages([group(samples, [0.5, 0.0])], ProcessSettings())
     good, bad = 2 / 3 / 3**-0.5, -1 / 3 / 3**-0.5  # 1, 0, 0: mean 1/3, sample deviation 3^-.5
     assert long.advantages is not None
     assert long.advantages == pytest.approx([good + bad] * 2 + [bad] * 2, abs=1e-5)
@@ -408,8 +408,8 @@ def test_a_response_without_steps_is_told_with_the_mend(finished: bool) -> None:
         rf" responses have none, {int(not finished)} of which were cut off; .* unfinished: score"
     )
     with pytest.raises(RewardError, match=message):
-        add_advantages([group(samples, [1.0, 0.0, None])], ProcessSettings())
-    add_advantages([group(samples, [1.0, 0.0, None])], GrpoSettings())
+        assign_advantages([group(samples, [1.0, 0.0, None])], ProcessSettings())
+    assign_advantages([group(samples, [1.0, 0.0, None])], GrpoSettings())
 
 
 def test_edge_compares_entropies_within_groups_over_all_micro_batches() -> None:

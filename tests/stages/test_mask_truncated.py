@@ -12,7 +12,7 @@ import torch
 from parallel.batch import collate
 from parallel.packing import RankPlace
 from parallel.sample import Sample
-from stages.objectives.assign_advantages import without_advantages
+from stages.objectives.assign_advantages import has_zero_advantages
 from stages.objectives.batch_weights import scale_by_entropy
 from stages.objectives.settings import GrpoSettings
 from stages.sampling.prompt_buffer import Batch
@@ -90,15 +90,15 @@ def test_what_is_masked_has_no_advantage_to_teach() -> None:
     samples = drawn([3, 2])
     one = group(samples, [1.0, 0.0])
     samples[1].finished = False
-    assert not without_advantages(one, GrpoSettings(), mask_truncated=True)
+    assert not has_zero_advantages(one, GrpoSettings(), mask_truncated=True)
     samples[0].finished = False
-    assert without_advantages(one, GrpoSettings(), mask_truncated=True)
-    assert not without_advantages(one, GrpoSettings())
+    assert has_zero_advantages(one, GrpoSettings(), mask_truncated=True)
+    assert not has_zero_advantages(one, GrpoSettings())
     # A third that earned the mean has none, and is the only one that is learned.
     samples = drawn([3, 2, 4])
     one = group(samples, [1.0, 0.0, 0.5])
     samples[0].finished = samples[1].finished = False
-    assert without_advantages(one, GrpoSettings(), mask_truncated=True)
+    assert has_zero_advantages(one, GrpoSettings(), mask_truncated=True)
 
 
 def test_edge_leaves_out_what_is_not_learned() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from stages.metrics import METRICS, MetricsLog, reduce_sums
 from stages.objectives.aggregation import Totals
-from stages.objectives.policy_loss import MetricSum
+from stages.objectives.loss import MetricSum
 from stages.settings import LoggingSettings, RunSettings, StageJob
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stages.objectives.aggregation import Totals
-from stages.objectives.policy_loss import PolicyLoss, Tokens, policy_loss
+from stages.objectives.loss import PolicyLoss, Tokens, policy_loss
 from stages.objectives.settings import ObjectiveSettings
 from tests.stages.objectives.objective_cases import LENGTHS, MASK, draws, real, slope
 
@@ -292,7 +292,7 @@ def test_corrections_touch_the_policy_gradient_and_not_the_kl(corrected: dict[st
 
 def test_objectives_are_read_without_torch() -> None:
     check = (
-        "import sys; import stages.objectives.policy_loss, stages.objectives.advantages;"
+        "import sys; import stages.objectives.loss, stages.objectives.advantages;"
         " sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
