@@ -27,7 +27,7 @@ from stages.objectives.assign_advantages import (
 from stages.objectives.batch_weights import LengthWeights, scale_by_entropy
 from stages.objectives.critic import Critic
 from stages.objectives.groups import Group
-from stages.objectives.kl import next_kl_coefficient
+from stages.objectives.kl import kl_controller
 from stages.objectives.loss import MetricSum, Tokens, policy_loss
 from stages.objectives.reference import Reference
 from stages.objectives.settings import GaeSettings
@@ -186,9 +186,7 @@ class Expert(OnPolicyStage):
             logged["kl_coefficient"] = self.kl_coefficient
             if "kl" in measured:
                 target = self.objective.kl.target
-                self.kl_coefficient = next_kl_coefficient(
-                    self.kl_coefficient, measured["kl"], target
-                )
+                self.kl_coefficient = kl_controller(self.kl_coefficient, measured["kl"], target)
         if self.objective.aggregation == "lambda":
             assert self.weigh is not None
             logged["length_exponent"] = self.length_exponent

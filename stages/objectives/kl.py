@@ -56,7 +56,7 @@ CONTROLLER_GAIN = 0.1
 LARGEST_ERROR = 0.2  # so an update changes the coefficient by at most 2 %
 
 
-def next_kl_coefficient(coefficient: float, kl: float, target: float) -> float:
+def kl_controller(coefficient: float, kl: float, target: float) -> float:
     """Return coefficient (1 + 0.1 e), with e = (kl - target) / target clipped to +-0.2.
 
     `kl`, that of the last update, and `target` are in nats a token.

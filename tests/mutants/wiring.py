@@ -178,8 +178,8 @@ MUTANTS = [
     Mutant(
         "the KL coefficient is not steered",
         "stages/grpo.py",
-        'self.kl_coefficient = next_kl_coefficient(self.kl_coefficient, measured["kl"], target)',
-        'next_kl_coefficient(self.kl_coefficient, measured["kl"], target)',
+        'self.kl_coefficient = kl_controller(self.kl_coefficient, measured["kl"], target)',
+        'kl_controller(self.kl_coefficient, measured["kl"], target)',
         "tests/stages/test_expert.py tests/audit",
     ),
     Mutant(

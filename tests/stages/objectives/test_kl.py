@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stages.objectives.kl import KL_ESTIMATORS, next_kl_coefficient
+from stages.objectives.kl import KL_ESTIMATORS, kl_controller
 from tests.stages.objectives.objective_cases import assert_close, real, slope
 
 
@@ -65,14 +65,14 @@ def test_the_unbiased_k3_has_the_gradient_of_the_kl_whoever_sampled() -> None:
 def test_the_coefficient_follows_the_error_and_no_faster_than_a_fiftieth(
     kl: float, expected: float
 ) -> None:
-    assert next_kl_coefficient(0.2, kl, target=1.0) == pytest.approx(expected)
+    assert kl_controller(0.2, kl, target=1.0) == pytest.approx(expected)
 
 
 def test_the_coefficient_settles_where_the_target_is() -> None:
     """Where the KL is 1 / coefficient, a target of 4 asks for 0.25."""
     coefficient = 1.0
     for _ in range(400):
-        coefficient = next_kl_coefficient(coefficient, 1 / coefficient, target=4.0)
+        coefficient = kl_controller(coefficient, 1 / coefficient, target=4.0)
     assert coefficient == pytest.approx(0.25, rel=1e-3)
 
 
