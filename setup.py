@@ -7,7 +7,7 @@ LOGIN_NODE = [
     "pydantic>=2.12",  # frozen, strict settings with errors that name the key
     "pyyaml>=6",  # the configuration files, with line numbers from its nodes
     "rich>=13",  # progress and tables on the terminal
-    "packaging>=23",  # installed versions held to the ranges that stand here
+    "packaging>=23",  # checks installed versions against these ranges
 ]
 STAGES = [
     "torch==2.13.*",  # tensors and torch.distributed
@@ -24,7 +24,7 @@ STAGES = [
     "jsonschema>=4.26",  # whether a response is JSON of the asked shape
     "referencing>=0.37",  # the same, so that no schema is fetched from anywhere
     "setproctitle>=1.3",  # a forked rank or engine is found in `ps` by its own command
-    "wandb>=0.26",  # metrics, offline unless told otherwise
+    "wandb>=0.26",  # metrics, offline by default
 ]
 
 setup(

@@ -2,16 +2,16 @@
 
     python benchmarks/chaos.py [--cases 50] [--kills 5] [--seed 0] [--minutes 30]
 
-One short deterministic run (tests/end_to_end/chaos.yaml) goes on in peace and is watched. Then runs
-of the same are killed `--kills` times each, at moments drawn from what was seen: by turns the
-launcher, each rank, the engine, a reward worker and the process that starts those. What ends by a
-kill is resumed, and killed again. The final checkpoint of every stage of every run is held to that
-of the peaceful run, bit for bit.
+One short deterministic run (tests/end_to_end/chaos.yaml) is watched and left undisturbed: the
+reference. Then further runs of the same configuration are killed `--kills` times each, at moments
+drawn from its timeline: in turn the launcher, each rank, the engine, a reward worker and the
+process that starts the workers. A run that a kill ended is resumed, and killed again. The final
+checkpoint of every stage of every run is compared with the reference's, bit for bit.
 
 Several kills a run, since one that is killed while it recovers from the last kill has to be right
 as well, and since a wrong bit never gets right again; `--kills 1` is a run for every kill. Run R of
-seed S is the first one of seed S + R, as far as the peaceful runs look alike. Exits 1 unless all
-was the same in as many cases as were asked for. Writes benchmarks/chaos.json.
+seed S is the first run of seed S + R, as far as the references' timelines agree. Exits 1 unless all
+`--cases` cases gave the same bits. Writes benchmarks/chaos.json.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class BaselineRun:
 
 @dataclass
 class Case:
-    """One run that was killed; `fault` says what was not as it should be."""
+    """A run that was killed; `fault` says what differs from the reference."""
 
     seed: int
     kills: list[Kill] = field(default_factory=list)
@@ -69,8 +69,12 @@ class Case:
     fault: str | None = None
 
 
-def peaceful(directory: Path) -> BaselineRun:
-    """The reference. Raises SystemExit where it does not even end in peace."""
+def reference_run(directory: Path) -> BaselineRun:
+    """Run the reference and return it.
+
+    Raises:
+        SystemExit: the run fails though nothing is killed.
+    """
     directory.mkdir()
     started, log = time.monotonic(), directory / "braid.log"
     launched = braid(directory, "run", str(CONFIG), *ONLY, log=log)
@@ -84,7 +88,7 @@ def peaceful(directory: Path) -> BaselineRun:
 
 
 def killed(directory: Path, reference: BaselineRun, seed: int, kills: int) -> Case:
-    """One run, killed so many times, and whether it is the reference's equal."""
+    """Kill a run `kills` times, resume it, and compare it with the reference."""
     names = reference.processes
     turns = [names[(seed * kills + turn) % len(names)] for turn in range(kills)]
     moments = draw(reference.timeline, turns, random.Random(seed))
@@ -143,7 +147,7 @@ def summary(reference: BaselineRun, done: list[Case]) -> dict[str, Any]:
         ]
         found[name] = {
             "kills": len(kills),
-            "went_on": sum(kill.outcome == "went on" for kill, _ in kills),
+            "continued": sum(kill.outcome == "continued" for kill, _ in kills),
             "resumed": sum(kill.outcome == "resumed" for kill, _ in kills),
             "bit_identical": sum(case.fault is None for _, case in kills),
         }
@@ -186,8 +190,8 @@ def main() -> None:
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and leave nothing running
     with tempfile.TemporaryDirectory() as folder:
-        print("a run in peace", flush=True)
-        reference = peaceful(Path(folder) / "peaceful")
+        print("the reference run", flush=True)
+        reference = reference_run(Path(folder) / "reference")
         print(f"{reference.seconds:.0f} s; processes: {', '.join(reference.processes)}", flush=True)
         done = []
         for case in cases(arguments, reference, Path(folder)):

@@ -2,12 +2,12 @@
 
     python benchmarks/chaos_slurm.py [--cases 10] [--seed 0] [--minutes 30]
 
-The run of `chaos.py` goes on in peace on this machine. Then it is submitted to a Slurm of three
+The run of `chaos.py` runs undisturbed on this machine. Then it is submitted to a Slurm of three
 virtual nodes on this host (tests/slurm/cluster.sh, which needs root), each of the two ranks on a
 node of its own, again and again. Every time something is killed by kill -9 at a random moment: the
 controller or a node's daemon, which come back after some seconds, a whole node, a step's daemon,
 an srun, a stage's launcher, a rank, an engine. Where jobs are lost by that, the run is submitted
-again, as a person would. The final checkpoint of every stage is held to that of the local run, bit
+again, as a person would. The final checkpoint of every stage is compared with the local run's, bit
 for bit. Exits 1 unless all are the same. Writes benchmarks/chaos_slurm.json.
 """
 
@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from chaos import CONFIG, NAME, ONLY, STAGES, BaselineRun, difference, peaceful
+from chaos import CONFIG, NAME, ONLY, STAGES, BaselineRun, difference
 from machine import measured
 
 from tests.end_to_end.moments import position
@@ -52,8 +52,10 @@ TARGETS = ("slurmctld", "slurmd", "node", *PROCESSES)
 
 @dataclass
 class SlurmCase:
-    """One run of which a `target` was killed after so many `seconds`, in a stage and step; it took
-    so many submissions. `fault` says what was not as it should be."""
+    """A run whose `target` was killed after `seconds`, in a stage and step.
+
+    `fault` says what differs from the reference.
+    """
 
     seed: int
     target: str
@@ -198,8 +200,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30, help="after which no run is begun")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as folder:
-        print("a run in peace, on this machine", flush=True)
-        reference = peaceful(Path(folder) / "peaceful")
+        print("the reference run, on this machine", flush=True)
+        reference = reference_run(Path(folder) / "reference")
         print(f"{reference.seconds:.0f} s", flush=True)
         (Path(folder) / "slurm").mkdir()
         cluster = Cluster(Path(folder) / "slurm")

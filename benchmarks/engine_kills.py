@@ -77,7 +77,7 @@ def start(directory: Path, kills: int, steps: int) -> subprocess.Popen[bytes]:
 
 
 def kill_one(run: Path, process: subprocess.Popen[bytes], during: str, after: float) -> str:
-    """Wait for an engine that has weights, then kill it; returns what it was doing."""
+    """Wait for an engine that has weights, kill it, and return its state at that moment."""
     client = EngineClient(run / "engine" / "0" / "address.json", EngineSettings())
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline and process.poll() is None:

@@ -68,7 +68,7 @@ def measure(model: ModelSettings = MODEL) -> dict[str, Any]:
 def cost(work: Callable[[], None], largest: int) -> dict[str, float]:
     """Seconds of some work and the memory it took, which is given back in part at most."""
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # begins the high-water mark anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     begun = time.monotonic()
     work()
     peak = resident("VmHWM") - before

@@ -95,7 +95,7 @@ def way(drawn: list[Sample], padded: bool) -> tuple[Callable[[], Any], float]:
         losses=RoutingLossSettings(),
     )
     policy.start_fresh(seed=0)
-    # As many micro-batches either way, or the packed ones would also be fewer.
+    # The same number of micro-batches either way, or the packed ones would also be fewer.
     parts = batch.split(drawn, RankPlace.here(), BUDGET, replay=False, padded=padded)
     read = sum(sample.length for sample in drawn)
     targets = sum(len(sample.response) for sample in drawn)

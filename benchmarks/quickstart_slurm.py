@@ -1,4 +1,4 @@
-"""The quickstart on a real Slurm where much goes wrong, beside the same run left in peace.
+"""The quickstart on a real Slurm where much goes wrong, beside the same run left undisturbed.
 
     python benchmarks/quickstart_slurm.py [KEY=VALUE ...]
 
@@ -7,7 +7,7 @@ four virtual nodes on this host (tests/slurm/cluster.sh, which needs root), each
 its own and the engine as a step: a node is killed in the middle of the first expert, the second is
 preempted, the controller is away during the third, the merge has a walltime of two minutes, of
 which the warning takes one, and the last job is cancelled and its script submitted by hand. Weights
-and optimizer of every stage and the table are held to those of the local run. Exits 1 unless all
+and optimizer of every stage and the table are compared with the local run's. Exits 1 unless all
 are the same. Writes benchmarks/quickstart_slurm.json.
 """
 
@@ -123,7 +123,7 @@ def with_faults(run: SubmittedRun, middle: int) -> list[Fault]:
 def main() -> None:
     """Run both, compare, write, judge."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("overrides", nargs="*", help="settings laid over those of both runs")
+    parser.add_argument("overrides", nargs="*", help="settings that override those of both runs")
     overrides = parser.parse_args().overrides
     with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as folder:
         local, started = Path(folder) / "local", time.monotonic()

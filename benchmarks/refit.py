@@ -87,9 +87,9 @@ def compare(layout: LayoutSettings) -> dict[str, Any]:
                 begun = time.perf_counter()
                 for pipe in pipes:
                     pipe.send(way)
-                told = answers(pipes)
+                measured_times = answers(pipes)
                 seconds = time.perf_counter() - begun
-                rounds[way].append(summary(told, layout.ranks, seconds))
+                rounds[way].append(summary(measured_times, layout.ranks, seconds))
     finally:
         for pipe in pipes:
             pipe.close()
@@ -104,9 +104,9 @@ def compare(layout: LayoutSettings) -> dict[str, Any]:
     }
 
 
-def summary(told: list[dict[str, float]], trainers: int, seconds: float) -> dict[str, float]:
+def summary(times: list[dict[str, float]], trainers: int, seconds: float) -> dict[str, float]:
     """The largest of all ranks of a kind, in MiB."""
-    groups = {"trainer": told[:trainers], "engine": told[trainers:]}
+    groups = {"trainer": times[:trainers], "engine": times[trainers:]}
     largest = {
         f"{kind}_{what}": max(each[what] for each in group) / MEBIBYTE
         for kind, group in groups.items()
@@ -138,7 +138,7 @@ def serve(pipe: Connection, rank: int, layout: LayoutSettings, address: str) -> 
         except EOFError:
             os._exit(0)
         before = resident("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # begins the high-water mark anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
         sent, received = ways[way]()
         peak = resident("VmHWM") - before
         pipe.send({"sent": sent, "received": received, "peak": peak})
@@ -216,8 +216,8 @@ def engine(rank: int, layout: LayoutSettings, meeting: Callable[[str], Any]) -> 
     place, device = rank - layout.ranks, torch.device("cpu")
     room = {name: torch.zeros(box[1]) for name, box in needed(MODEL, ENGINE_RANKS, place)}
     plan = Plan(MODEL, layout, EngineSizes((ENGINE_RANKS,)))
-    told = bytes.fromhex(meeting(SHARED).store().get(SHARED).decode())
-    shared = msgspec.msgpack.decode(told, type=list[SharedMemory])
+    encoded = bytes.fromhex(meeting(SHARED).store().get(SHARED).decode())
+    shared = msgspec.msgpack.decode(encoded, type=list[SharedMemory])
     boxes = {
         way: inbox(
             MODEL, layout, plan, place, None if way == SHARED else meeting(way), shared, device

@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def measure(model: ModelSettings, fleet: EngineSizes, every: int) -> dict[str, Any]:
-    """One fleet, of which every so many ranks are looked at."""
+    """Measure the plans of one fleet, at every `every`-th rank."""
     size = fleet.engines[0]
 
     def alone(ask: Callable[[Plan], Any]) -> float:

@@ -4,7 +4,7 @@
 
 Cheap is reasoning-gym's scorer of sums, dear is math-verify's equality of mathematics. Both ways
 score the same responses in turn. A batch of the quickstart is 256 samples in groups of 8: what it
-takes longer in the pool is what a step waits for at most, since grading goes on beside sampling.
+takes longer in the pool is what a step waits for at most, since grading overlaps with sampling.
 """
 
 from __future__ import annotations

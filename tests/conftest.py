@@ -1,5 +1,4 @@
-"""What tests of several folders share: sets of ranks, kept for those that follow under the same
-layout, and a Slurm."""
+"""Fixtures for tests of several directories: ranks, reused by tests of one layout, and a Slurm."""
 
 from __future__ import annotations
 

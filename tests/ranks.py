@@ -39,7 +39,11 @@ class Ranks:
             self.processes.append(process)
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Every rank's answer. Raises AssertionError with the traceback of one that failed."""
+        """Return every rank's answer.
+
+        Raises:
+            AssertionError: a rank failed; with its traceback.
+        """
         for pipe in self.pipes:
             pipe.send((function, arguments))
         answers = []

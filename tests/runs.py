@@ -14,7 +14,7 @@ BRAID = [sys.executable, "-m", "pipeline.cli"]
 
 
 def braid(directory: Path, *arguments: str, log: Path | None = None) -> subprocess.Popen[str]:
-    """`braid ARGUMENTS`, with its runs in `directory`; prints into `log`, or into a pipe."""
+    """Start `braid ARGUMENTS` with its runs in `directory`; it prints to `log`, or to a pipe."""
     with contextlib.ExitStack() as stack:
         output = subprocess.PIPE if log is None else stack.enter_context(log.open("w"))
         return subprocess.Popen(
@@ -27,14 +27,14 @@ def braid(directory: Path, *arguments: str, log: Path | None = None) -> subproce
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    """What a run that is expected to succeed printed."""
+    """Wait for a run that is expected to succeed, and return its output."""
     output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output
     return output
 
 
 def metrics(run: Path, stage: str) -> list[dict[str, Any]]:
-    """The stage's metrics so far; a line that is being written is left out."""
+    """Return the stage's metrics so far, without a line that is still being written."""
     path = run / "stages" / stage / "metrics.jsonl"
     if not path.exists():
         return []

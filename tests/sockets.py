@@ -1,4 +1,4 @@
-"""Where processes of this machine listen, as the kernel says it."""
+"""The addresses that processes of this machine listen on, from /proc."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def listening(process: int) -> set[str]:
 
 
 def _sockets() -> Iterable[tuple[str, str]]:
-    """Number and address of every TCP socket of this machine that listens."""
+    """Yield the inode and the address of every listening TCP socket of this machine."""
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             (
@@ -36,6 +36,6 @@ def _sockets() -> Iterable[tuple[str, str]]:
 
 
 def _address(words: str) -> str:
-    """Of 32-bit words in hexadecimal, each in this machine's order of bytes."""
+    """Return the address of 32-bit words in hexadecimal, each in this machine's byte order."""
     parts = [bytes.fromhex(words[start : start + 8])[::-1] for start in range(0, len(words), 8)]
     return str(ipaddress.ip_address(b"".join(parts)))

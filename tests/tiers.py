@@ -1,4 +1,4 @@
-"""Which cases of a test belong to `make test`; the others belong to `make test-all` alone."""
+"""The choice of a test's cases for `make test`; the other cases are `make test-all`'s."""
 
 from __future__ import annotations
 

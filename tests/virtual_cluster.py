@@ -21,7 +21,7 @@ PATIENCE_SECONDS = 300
 
 
 class Cluster:
-    """What a test does to the cluster."""
+    """The cluster, and what tests do to it."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -32,7 +32,7 @@ class Cluster:
         }
 
     def control(self, action: str, *arguments: str) -> None:
-        """What `cluster.sh` does."""
+        """Run an action of `cluster.sh`."""
         command = [str(SCRIPT), action, str(self.directory), *arguments]
         # Nobody reads what daemons say: they would keep the pipe open.
         with (self.directory / "cluster.log").open("ab") as log:
@@ -46,14 +46,18 @@ class Cluster:
             )
 
     def call(self, *command: str) -> str:
-        """What a command of Slurm's prints."""
+        """Return the output of one of Slurm's commands."""
         found = subprocess.run(
             command, check=True, env=self.environment, capture_output=True, text=True, timeout=60
         )
         return found.stdout.strip()
 
     def braid(self, runs: Path, *arguments: str) -> str:
-        """What a command of Braid's prints; RuntimeError, with its error, where it fails."""
+        """Return the output of `braid`.
+
+        Raises:
+            RuntimeError: it fails; with its error.
+        """
         found = subprocess.run(
             [*BRAID, *arguments, "--runs-dir", str(runs)],
             env=self.environment,
@@ -67,7 +71,7 @@ class Cluster:
         return found.stdout
 
     def state(self, job: str) -> str:
-        """That of a job, which Slurm remembers for a while after its end."""
+        """Return a job's state, which Slurm remembers for a while after its end."""
         shown = self.call("scontrol", "--oneliner", "show", "job", job)
         return shown.partition("JobState=")[2].split()[0]
 
@@ -104,7 +108,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def _free_port() -> int:
-    """The first of those that the cluster takes, 104 of them."""
+    """Return the first of 104 free ports in a row, as many as the cluster needs."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return min(int(probe.getsockname()[1]), 65000)

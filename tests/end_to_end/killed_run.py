@@ -31,8 +31,10 @@ class Unclean(Exception):
 
 @dataclass
 class Kill:
-    """One that has happened, so many `seconds` after the run's begin, `at` a stage's attempt and
-    step; the stage had `saved` a step, or none: 0. `outcome`: whether the attempt went on."""
+    """A kill `seconds` after the run's start, `at` a stage's attempt and step.
+
+    `saved` is the newest checkpoint's step, or 0; `outcome`: whether the attempt continued.
+    """
 
     moment: Moment
     at: StagePosition
@@ -59,13 +61,15 @@ class KilledRun:
         self._launched = self._launch(*begin)
 
     def kill(self, moment: Moment, order: Sequence[str]) -> Kill | None:
-        """Kill at a moment, or when the run is at its next step before, which may be quicker than
-        the one that was watched; or as soon after it as there is such a process. None where the run
-        is over before. The run's stages are in `order`."""
+        """Kill a process at a moment, and return the kill; None where the run ends before.
+
+        The kill comes earlier where this run reaches the next step sooner than the watched run did,
+        and later where there is no such process yet. `order` is that of the run's stages.
+        """
         wanted = (order.index(moment.stage), moment.step)
         due, within = math.inf, False
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while self._goes_on(deadline):
+        while self._is_running(deadline):
             found, now = position(self.path), time.monotonic()
             here = (order.index(found.stage), found.step) if found else (-1, 0)
             if due == math.inf and here >= wanted:
@@ -76,16 +80,16 @@ class KilledRun:
         return None
 
     def finish(self) -> None:
-        """Have the run end."""
+        """Wait for the run's end, and check what it left."""
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while self._goes_on(deadline):
+        while self._is_running(deadline):
             time.sleep(LOOK_SECONDS)
-        self._hold_to_nothing_left()
-        self._hold_to_what_was_saved()
-        self._tell_outcomes()
+        self._check_nothing_left()
+        self._check_resumed_steps()
+        self._set_outcomes()
 
     def output(self) -> str:
-        """What the last command has printed so far."""
+        """Return the output of the last command so far."""
         return self._log().read_text()
 
     def close(self) -> None:
@@ -104,18 +108,18 @@ class KilledRun:
     def _log(self) -> Path:
         return self._directory / f"braid_{self.resumed}.log"
 
-    def _goes_on(self, deadline: float) -> bool:
-        """False when the run is at its end; resumes it where a kill has ended it before.
+    def _is_running(self, deadline: float) -> bool:
+        """Return False at the run's end; resume the run where a kill ended it.
 
         Raises:
-            Unclean: it ended as it should not, or nothing happens.
+            Unclean: it ended in another way than it should, or nothing happens.
         """
         status = self._launched.poll()
         if status == 0:
             return False
         if status is not None:
-            self._hold_to_clean_end(status)
-            self._hold_to_nothing_left()
+            self._check_clean_end(status)
+            self._check_nothing_left()
             self._unexplained = []
             self.resumed += 1
             self._launched = self._launch(*self._resume)
@@ -143,15 +147,15 @@ class KilledRun:
         self.kills.append(Kill(moment, at, saved, now - self._began))
         return True
 
-    def _hold_to_clean_end(self, status: int) -> None:
+    def _check_clean_end(self, status: int) -> None:
         output = self.output()
         if not self._unexplained:
             raise Unclean(f"it ended though nothing was killed, with status {status}:\n{output}")
         if status == -signal.SIGKILL and "launcher" in self._unexplained:
             return
         own_words = "\n".join(line for line in output.splitlines() if not line.startswith("    |"))
-        told = "braid resume" in own_words and "Traceback" not in own_words
-        if status != 1 or not told:
+        explained = "braid resume" in own_words and "Traceback" not in own_words
+        if status != 1 or not explained:
             killed = ", ".join(self._unexplained)
             raise Unclean(f"killed: {killed}; it ended with status {status}:\n{output}")
 
@@ -159,9 +163,8 @@ class KilledRun:
         whole = whole_checkpoints(self.path / "stages" / stage / "checkpoints")
         return whole[-1].step if whole else 0
 
-    def _hold_to_what_was_saved(self) -> None:
-        """The attempt after a kill continued from the newest whole checkpoint; and no stage that
-        was done was begun again."""
+    def _check_resumed_steps(self) -> None:
+        """Check that attempts continue from the newest checkpoint, and no done stage reruns."""
         done: set[str] = set()
         causes: dict[tuple[str, int], str] = {}
         for event in self._events():
@@ -175,9 +178,9 @@ class KilledRun:
             cause = causes.get((kill.at.stage, kill.at.attempt + 1), "")
             step = int(cause.removeprefix("from step ")) if cause.startswith("from step ") else 0
             if cause and step < kill.saved:
-                raise Unclean(f"{kill.at.stage} had saved step {kill.saved}, and went on {cause}")
+                raise Unclean(f"{kill.at.stage} had saved step {kill.saved}, and continued {cause}")
 
-    def _tell_outcomes(self) -> None:
+    def _set_outcomes(self) -> None:
         ended = {
             (event["stage"], event["attempt"]): event["state"]
             for event in self._events()
@@ -185,13 +188,13 @@ class KilledRun:
         }
         for kill in self.kills:
             done = ended.get((kill.at.stage, kill.at.attempt)) == "done"
-            kill.outcome = "went on" if done and kill.moment.process != "launcher" else "resumed"
+            kill.outcome = "continued" if done and kill.moment.process != "launcher" else "resumed"
 
     def _events(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.path / "ledger.jsonl").read_text().splitlines()]
 
-    def _hold_to_nothing_left(self) -> None:
-        """Everything that the run had started ends with it."""
+    def _check_nothing_left(self) -> None:
+        """Check that every process of the run ends with it."""
         deadline = time.monotonic() + ENDING_SECONDS
         while left := [
             each

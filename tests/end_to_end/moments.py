@@ -1,4 +1,4 @@
-"""Where a run stands, what it looks like in peace, and random moments in it."""
+"""The position of a run, the timeline of an undisturbed run, and random moments in it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ LOOK_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Moment:
-    """When what is killed: so many `seconds` after `stage` has done `step` steps, one of the
-    processes called `process`; of several, the one at the share `which` of them."""
+    """A time and a process to kill: `seconds` after `stage` has done `step` steps.
+
+    `process` names a kind of process; `which`, from 0 to 1, chooses among several.
+    """
 
     process: str
     stage: str
@@ -30,8 +32,10 @@ class Moment:
 
 @dataclass
 class Stretch:
-    """From one step of a stage to the next, or to the stage's end; step 0 is its start. And the
-    kinds of process that were seen meanwhile."""
+    """The time from a step of a stage to the next, or to its end, and the processes seen in it.
+
+    Step 0 is the stage's start.
+    """
 
     stage: str
     step: int
@@ -43,7 +47,7 @@ Timeline = list[Stretch]
 
 
 class StagePosition(NamedTuple):
-    """The stage that was begun last, the lines of its metrics, each of a step, and its attempt."""
+    """The newest stage that started, its finished steps, and its attempt."""
 
     stage: str
     step: int
@@ -51,16 +55,16 @@ class StagePosition(NamedTuple):
 
 
 def position(run: Path) -> StagePosition | None:
-    """Where a run stands; None where no stage was begun yet."""
+    """Return a run's position; None before its first stage starts."""
     try:
         lines = (run / "ledger.jsonl").read_text().splitlines(keepends=True)
     except FileNotFoundError:
         return None
     events = [json.loads(line) for line in lines if line.endswith("\n")]
-    begun = [event for event in events if event["state"] == "running"]
-    if not begun:
+    started = [event for event in events if event["state"] == "running"]
+    if not started:
         return None
-    stage, attempt = begun[-1]["stage"], begun[-1]["attempt"]
+    stage, attempt = started[-1]["stage"], started[-1]["attempt"]
     metrics = run / "stages" / stage / "metrics.jsonl"
     return StagePosition(
         stage, metrics.read_bytes().count(b"\n") if metrics.exists() else 0, attempt
@@ -68,7 +72,7 @@ def position(run: Path) -> StagePosition | None:
 
 
 def watch(run: Path, launched: subprocess.Popen[str]) -> Timeline:
-    """The timeline of a run that nobody disturbs, seen while it goes on."""
+    """Watch an undisturbed run to its end, and return its timeline."""
     timeline: Timeline = []
     before = time.monotonic()
     while launched.poll() is None:
@@ -86,10 +90,10 @@ def watch(run: Path, launched: subprocess.Popen[str]) -> Timeline:
 
 
 def draw(timeline: Timeline, processes: Sequence[str], generator: random.Random) -> list[Moment]:
-    """A moment for each of the `processes`, in the order of the run.
+    """Draw a moment for each of the `processes`, and return them in the run's order.
 
-    Every stretch in which there is such a process is as likely as every other, else most moments
-    would fall into imports.
+    Every stretch that has such a process is equally likely; weighted by time, most moments would
+    fall into imports.
     """
     drawn = []
     for process in processes:

@@ -1,6 +1,6 @@
-"""The processes of one run, found by who started them, and which of them does what.
+"""The processes of one run, found by their parents, and the role of each.
 
-Never by a name alone: other runs may be on the machine.
+A name alone does not find them: other runs may be on the machine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class TreeProcess:
-    """`started` is in clock ticks since the machine's start: a number may be given out again."""
+    """A process, by number and start: clock ticks since boot, since numbers are reused."""
 
     number: int
     parent: int
@@ -22,7 +22,7 @@ class TreeProcess:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Its environment."""
+        """The process's environment."""
         text = Path(f"/proc/{self.number}/environ").read_bytes().decode(errors="replace")
         return dict(line.split("=", 1) for line in text.split("\0") if "=" in line)
 
@@ -32,13 +32,13 @@ Finder = Callable[[Tree], list[TreeProcess]]
 
 
 def everything() -> Tree:
-    """All processes of this machine that have not ended, by number."""
+    """Return all live processes of this machine by number."""
     found = (_read(entry) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
     return {process.number: process for process in found if process is not None}
 
 
 def tree(roots: Iterable[int]) -> Tree:
-    """The processes `roots`, those that they have started, and so on."""
+    """Return the processes `roots` and all their descendants."""
     alive = everything()
     children: dict[int, list[int]] = {}
     for process in alive.values():
@@ -67,7 +67,7 @@ def _read(entry: Path) -> TreeProcess | None:
 
 
 def _of(module: str) -> Finder:
-    """The processes of a module, without the copies of themselves that they fork."""
+    """Return a finder of a module's processes, without the copies of themselves that they fork."""
 
     def find(tree: Tree) -> list[TreeProcess]:
         return [each for each in tree.values() if _runs(each, module) and not _forked(each, tree)]

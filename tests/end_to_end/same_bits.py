@@ -1,4 +1,4 @@
-"""Digests of what a run has trained, of tensors and not of files."""
+"""Digests of a run's trained tensors. The files that hold them may differ."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from parallel.files import whole_checkpoints
 
 
 def digests(run: Path) -> dict[str, str]:
-    """Of every stage's newest checkpoint, by `stage/step_N`: names, types and bits of all tensors,
-    those of the optimizer included."""
+    """Return a digest of every stage's newest checkpoint, by `stage/step_N`.
+
+    A digest covers names, dtypes, shapes and bits of all tensors, the optimizer's included.
+    """
     found = {}
     for stage in sorted((run / "stages").iterdir()):
         if whole := whole_checkpoints(stage / "checkpoints"):

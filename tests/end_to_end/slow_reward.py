@@ -10,6 +10,6 @@ SECONDS = 0.03  # so that a worker which is killed is often at a response
 
 
 def even(problem: Problem, response: str) -> float:
-    """The share of the response's characters whose number is even."""
+    """Return the share of the response's characters whose number is even."""
     time.sleep(SECONDS)
     return sum(ord(character) % 2 == 0 for character in response) / (len(response) + 1)

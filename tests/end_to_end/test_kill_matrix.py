@@ -1,4 +1,4 @@
-"""What the kill matrix rests on: a run's own processes, moments by a seed, and digests."""
+"""The parts of the kill matrix: a run's processes, moments of a seed, and digests."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_changed_bit_is_seen(tmp_path: Path) -> None:
 
 
 def _run(path: Path, weight: torch.Tensor) -> Path:
-    """One with a single checkpoint."""
+    """Return a run with a single checkpoint."""
     folder = path / "stages" / "merge" / "checkpoints" / "step_7"
     folder.mkdir(parents=True)
     distributed_checkpoint.save({"weight": weight}, checkpoint_id=folder, no_dist=True)

@@ -1,4 +1,4 @@
-"""Where the processes of a real run listen."""
+"""The addresses that the processes of a real run listen on."""
 
 from __future__ import annotations
 

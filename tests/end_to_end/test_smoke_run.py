@@ -113,7 +113,7 @@ def plan(request: pytest.FixtureRequest) -> RunPlan:
 
 @pytest.fixture(scope="module")
 def peaceful(plan: RunPlan, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Watched while it goes on, to know what there is to kill, and when."""
+    """A run that nothing is killed in, watched for the timeline that kills are drawn from."""
     directory = tmp_path_factory.mktemp("peaceful")
     log = directory / "braid.log"
     launched = braid(directory, "run", *plan.arguments, log=log)

@@ -109,7 +109,7 @@ def _reported(
 
 
 def _fail(clone: Path, tests: str) -> bool:
-    """Whether one of the tests fails in the clone, or does not end."""
+    """Return whether one of the tests fails in the clone, or does not end."""
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *tests.split()]
     environment = {**os.environ, "PYTHONPATH": str(clone)}  # before what is installed
     try:
@@ -125,7 +125,7 @@ def _fail(clone: Path, tests: str) -> bool:
 
 @contextmanager
 def _clone() -> Iterator[Path]:
-    """A copy of what is committed, which Python imports in place of the repository."""
+    """Clone the committed state, so that Python imports it in place of the repository."""
     with tempfile.TemporaryDirectory(prefix="braid-mutants-") as directory:
         clone = Path(directory) / "braid"
         subprocess.run(["git", "clone", "--quiet", str(REPOSITORY), str(clone)], check=True)

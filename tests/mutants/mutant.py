@@ -12,8 +12,10 @@ class StaleMutant(Exception):
 
 @dataclass(frozen=True)
 class Mutant:
-    """What is wrong then, `old` in `file` that becomes `new`, and the tests that should notice:
-    paths, separated by spaces, of tests that `make test` runs."""
+    """A mistake: `old` in `file` becomes `new`, and the tests that should notice it.
+
+    `tests` are paths that `make test` runs, separated by spaces.
+    """
 
     name: str
     file: str
@@ -22,7 +24,7 @@ class Mutant:
     tests: str
 
     def applied(self, repository: Path) -> str:
-        """The file's text with the mistake in it.
+        """Return the file's text with the mistake in it.
 
         Raises:
             StaleMutant: the old text does not stand there exactly once.

@@ -29,7 +29,7 @@ PARTS = {
 
 
 def measurements() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every file of numbers, and of results.json every part, with what it says of itself."""
+    """Yield every file of numbers, and of results.json every part, with what it says of itself."""
     for path in sorted(BENCHMARKS.rglob("*.json")):
         found = json.loads(path.read_text())
         name = path.relative_to(REPOSITORY).as_posix()

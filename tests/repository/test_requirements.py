@@ -1,4 +1,4 @@
-"""What `make` installs is pinned and hashed, package by package."""
+"""The packages that `make` installs are pinned and hashed, package by package."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_every_requirement_is_pinned_with_hashes_and_no_index_is_named(name: str
 
 
 def installs() -> list[str]:
-    """The commands of the Makefile that install, with its variables filled in."""
+    """Return the commands of the Makefile that install, with its variables filled in."""
     text = (REPOSITORY / "Makefile").read_text().replace("\\\n", " ")
     for name in ("BUILT_HERE", "HASHED"):
         [value] = re.findall(rf"^{name} := (.*)$", text, re.MULTILINE)

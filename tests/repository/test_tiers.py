@@ -1,4 +1,4 @@
-"""What `make test` leaves to `make test-all` is marked, and never all of a property."""
+"""Tests that only `make test-all` runs are marked, and never all tests of a property."""
 
 from __future__ import annotations
 
