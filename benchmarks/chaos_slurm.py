@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from chaos import CONFIG, NAME, ONLY, STAGES, BaselineRun, difference
+from chaos import CONFIG, NAME, ONLY, STAGES, BaselineRun, difference, reference_run
 from machine import measured
 
 from tests.end_to_end.moments import position

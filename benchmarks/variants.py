@@ -3,11 +3,11 @@
     python benchmarks/variants.py objectives [--seeds 0 1 2 3 4] [--runs-dir runs]
 
 All variants of a seed are grown from one cold start on `chain_sum` and train on the same number of
-samples a step (dynamic sampling draws more than it trains on). The measure is the accuracy of the last
-checkpoints on PROBLEMS held-out problems, the same for all; the unit is the seed, and the interval
-Student's t over the seeds' differences to the first variant. No setting is chosen by these numbers,
-so no seed is held back. A variant counts as no worse than the first where the whole interval is
-above -MARGIN points, as better or worse where it does not contain 0.
+samples a step (dynamic sampling draws more than it trains on). The measure is the accuracy of the
+last checkpoints on PROBLEMS held-out problems, the same for all; the unit is the seed, and the
+interval Student's t over the seeds' differences to the first variant. No setting is chosen by these
+numbers, so no seed is held back. A variant counts as no worse than the first where the whole
+interval is above -MARGIN points, as better or worse where it does not contain 0.
 
 Runs and evaluations that are already finished under --runs-dir are only read. Writes
 benchmarks/variants/NAME.json and prints a Markdown table.
