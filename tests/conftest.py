@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -64,3 +65,19 @@ def on() -> Iterator[On]:
     yield run
     for ranks in alive.values():
         ranks.close()
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """Make the test process the only rank of its process groups."""
+    from parallel.distributed import process_groups  # here, for tests that never import torch
+
+    with socket.socket() as probe, pytest.MonkeyPatch.context() as environment:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        place = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in place.items():
+            environment.setenv(name, str(value))
+        with process_groups(LayoutSettings(), seed=0):
+            yield

@@ -10,7 +10,8 @@ from parallel.families import FAMILIES, architecture, family_violations
 from parallel.hugging_face.config import contradictions, expected_tensors, hugging_face_config
 from parallel.model.policy import Policy
 from parallel.settings import InitializationSettings, LayoutSettings, ModelSettings
-from tests.stages.test_rollout_modes import one_rank  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 BASE = {
     "vocabulary_size": 80,

@@ -12,7 +12,8 @@ from parallel.model.routing import RoutingLosses
 from parallel.packing import RankPlace, lay_out
 from parallel.settings import LayoutSettings, RoutingLossSettings
 from tests.fake_engines import MODEL
-from tests.stages.test_rollout_modes import one_rank  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def test_vector_9() -> None:

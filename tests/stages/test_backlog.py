@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,73 +9,16 @@ import numpy as np
 import pytest
 
 from parallel.sample import Sample
-from stages.data.tokenizer import CharacterTokenizer
-from stages.objectives.groups import Group
 from stages.rewards.reward import RewardError
 from stages.rewards.settings import RewardPoolSettings
 from stages.sampling.prompt_buffer import Backlog, Batch, Collection
 from stages.sampling.reward_dispatch import reward_metrics
 from stages.settings import DomainSettings, RolloutSettings, RunSettings, SamplingSettings, StageJob
+from tests.stages.conftest import OPENED
+from tests.stages.toys import FakeRollouts, indices
 
 SAMPLING = SamplingSettings(prompts_per_step=3, group_size=2)
 NAMES = ("sums", "words")
-MADE: list[Backlog] = []
-
-
-class FakeRollouts:
-    """Remembers what was asked for; a test ends it."""
-
-    tokenizer = CharacterTokenizer()
-
-    def __init__(self) -> None:
-        self.asked: list[Group] = []
-        self.version = 1
-        self.ended = 0
-        self.graded = threading.Event()
-        self.awaited: Callable[[], bool] = lambda: False
-        self.on_sample: Callable[[Group, int, Sample], None]
-
-    def wake(self) -> None:
-        self.graded.set()
-
-    def token_at(self, sample: Sample, characters: int) -> int:
-        return characters - 1
-
-    def request(
-        self, groups: list[Group], sampling: SamplingSettings, at_once: bool = False
-    ) -> None:
-        self.asked += groups
-
-    def text(self, sample: Sample) -> str:
-        return "x" * len(sample.response)
-
-    def batch(self, collection: Collection) -> Batch | None:
-        """What the collection has when all that was asked for is graded."""
-        while True:
-            self.graded.clear()
-            more = self.awaited()
-            found = collection.batch()
-            if found is not None or not (more or self.awaited()):
-                return found
-            assert self.graded.wait(60)
-
-    def end(self, group: Group, lengths: tuple[int, int] = (1, 2), version: int = 1) -> None:
-        for index, length in enumerate(lengths):
-            sample = Sample(
-                domain=group.problem.domain,
-                prompt=np.ones(2, np.int32),
-                response=np.ones(length, np.int32),
-                versions=np.arange(version, version + length, dtype=np.int32),
-            )
-            self.on_sample(group, index, sample)
-            group.drawn[index] = sample
-        group.ended = self.ended
-        self.ended += 1
-        self.asked.remove(group)
-
-    def end_all(self, **how: int) -> None:
-        for group in list(self.asked):
-            self.end(group, **how)
 
 
 def own(function: str) -> dict[str, Any]:
@@ -105,19 +46,8 @@ def backlog(rollouts: FakeRollouts, *domains: str, **rewards: dict[str, Any]) ->
         ),
     )
     made = Backlog(job, settings, SAMPLING, rollouts)
-    MADE.append(made)
+    OPENED.append(made)
     return made
-
-
-@pytest.fixture(autouse=True)
-def closed() -> Iterator[None]:
-    yield
-    while MADE:
-        MADE.pop().close()
-
-
-def indices(groups: list[Group]) -> list[int]:
-    return [group.problem.index for group in groups]
 
 
 def test_a_step_takes_the_prompts_of_its_stream_in_their_order() -> None:

@@ -25,8 +25,9 @@ from stages.objectives.critic import Critic, rewards
 from stages.sampling.prompt_buffer import Batch
 from stages.sampling.step import Rollout
 from tests.fake_engines import MODEL
-from tests.stages.test_expert import drawn, expert, group
-from tests.stages.test_rollout_modes import MADE, closed, one_rank  # noqa: F401
+from tests.stages.toys import drawn, expert, group
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 ADAM = {"learning_rate": 1e-2}
 
@@ -39,8 +40,7 @@ def ppo(directory: Path, updates: int = 2, **critic: Any) -> Expert:
         "critic": {"optimizer": ADAM, **critic},
     }
     objective = {"advantage": advantage, "ratio": {"name": "token"}, "aggregation": "token_mean"}
-    MADE.append(expert(directory, objective, updates=updates))
-    return MADE[-1]
+    return expert(directory, objective, updates=updates)
 
 
 def critic_of(stage: Expert) -> tuple[Critic, ValueModel]:
@@ -241,7 +241,6 @@ def test_the_critic_survives_and_a_child_takes_none_of_it(tmp_path: Path) -> Non
     assert same(copied(mine), copied(theirs))
     assert same(copied(stage.policy), copied(other.policy))
     plain = expert(tmp_path, {})
-    MADE.append(plain)
     checkpoints.load_weights(plain.policy, checkpoint)
     checkpoints.load_training(other.policy, checkpoint)
     assert same(copied(plain.policy), copied(other.policy))

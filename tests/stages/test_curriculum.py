@@ -16,7 +16,8 @@ from stages.sampling import frontier as module
 from stages.sampling.frontier import Frontier
 from stages.sampling.prompt_buffer import Backlog, Collection
 from stages.settings import DomainSettings, RolloutSettings, RunSettings, SamplingSettings, StageJob
-from tests.stages.test_backlog import MADE, FakeRollouts, closed, indices  # noqa: F401
+from tests.stages.conftest import OPENED
+from tests.stages.toys import FakeRollouts, indices
 
 LEVELS = ("easy", "middling", "hard")
 
@@ -143,7 +144,7 @@ def backlog(rollouts: FakeRollouts) -> Backlog:
     )
     sampling = SamplingSettings(prompts_per_step=3, group_size=2)
     made = Backlog(job, {"sums": domain}, sampling, rollouts)  # type: ignore[arg-type]
-    MADE.append(made)
+    OPENED.append(made)
     return made
 
 

@@ -18,7 +18,8 @@ from parallel.sample import Sample
 from stages.distill import Merge, weights_of
 from stages.settings import MergeSettings
 from tests.fake_engines import RefittedFleet, toy_domain, toy_job, toy_run
-from tests.stages.test_rollout_modes import one_rank  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 LENGTHS = {"sums": [5, 3], "words": [1, 2, 3]}
 SEEDS = {"sums": 0, "words": 1}  # of the teachers' weights; the student's are of 0

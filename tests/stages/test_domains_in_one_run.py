@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from parallel.checkpoint import checkpoints
 from parallel.model.policy import Policy
 from stages import grpo
 from stages.settings import DomainSettings
 from tests.fake_engines import RefittedFleet, toy_domain, toy_job, toy_run
-from tests.stages.test_rollout_modes import one_rank  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 SUMS = {"coefficient": 0.1, "estimator": "k3", "target": 1e-9}
 WORDS = {"coefficient": 0.001, "estimator": "k2", "target": 1e-9}

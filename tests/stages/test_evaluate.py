@@ -18,7 +18,8 @@ from stages.rewards.settings import RewardPoolSettings
 from stages.sampling.logprob_check import MismatchError
 from stages.settings import EvaluationSettings, LoggingSettings, StageJob
 from tests.fake_engines import FakeEngine, RefittedFleet, toy_domain, toy_job, toy_run
-from tests.stages.test_rollout_modes import one_rank  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 MODELS = {"cold_start": 1, "experts.sums": 2, "merge": 3}  # what each one's weights are made of
 SPLITS: list[str] = []  # of the problems that were asked for

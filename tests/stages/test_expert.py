@@ -24,10 +24,8 @@ from parallel.settings import (
     OptimizerSettings,
     RoutingLossSettings,
 )
-from stages.grpo import Expert
 from stages.objectives.assign_advantages import assign_advantages, graded, has_zero_advantages
 from stages.objectives.batch_weights import LengthWeights, scale_by_entropy
-from stages.objectives.groups import Group
 from stages.objectives.reference import Reference
 from stages.objectives.settings import (
     GaeSettings,
@@ -42,47 +40,10 @@ from stages.sampling.logprob_check import measure_mismatch
 from stages.sampling.prompt_buffer import Batch
 from stages.sampling.step import Rollout
 from stages.settings import RunSettings, StageJob
-from tests.fake_engines import GROUP, MODEL, PROMPTS, RefittedFleet, toy_domain, toy_job, toy_run
-from tests.stages.test_rollout_modes import one_rank  # noqa: F401
+from tests.fake_engines import GROUP, MODEL, PROMPTS, toy_domain, toy_job, toy_run
+from tests.stages.toys import drawn, expert, group
 
-
-@torch.no_grad()
-def start_elsewhere(policy: Policy, _checkpoint: Path, head: bool = True) -> None:
-    """Stands for loading a checkpoint."""
-    weight = policy.chunks[-1].output_layer.weight
-    before = weight.clone()
-    policy.start_fresh(seed=1)
-    if not head:
-        weight.copy_(before)
-        policy.weights_changed()
-
-
-def expert(
-    directory: Path,
-    objective: dict[str, Any],
-    steps: int = 3,
-    updates: int = 2,
-    engine: EngineSettings | None = None,
-    **given: Any,
-) -> Expert:
-    domain = toy_domain(
-        optimizer={"learning_rate": 1e-2},
-        objective=objective,
-        updates_per_rollout=updates,
-        loop={"steps": steps, "micro_batch_tokens": 256},
-        **given,
-    )
-    settings = toy_run(sums=domain)
-    if engine is not None:
-        settings = settings.model_copy(update={"engine": engine})
-    job = toy_job(directory, settings, models={"cold_start": directory})
-    with (
-        mock.patch("stages.sampling.engines.Fleet", RefittedFleet),
-        mock.patch.object(checkpoints, "load_weights", start_elsewhere),
-    ):
-        stage = Expert(job)
-    stage.policy.start_fresh(0)
-    return stage
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.mark.parametrize("name", ["dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"])
@@ -262,7 +223,7 @@ def test_what_has_no_reward_is_not_trained_on(tmp_path: Path) -> None:
 
     def failing(batch: Batch, longest: int) -> Rollout:
         """Rewards fail on responses of so many tokens at most."""
-        for sample in (sample for group in batch.groups for sample in group.samples):
+        for sample in (sample for each in batch.groups for sample in each.samples):
             if len(sample.response) <= longest:
                 sample.reward = None
         return share_out(batch)
@@ -295,28 +256,6 @@ def test_prompts_that_are_too_long_are_counted_by_the_steps_that_skip_them(tmp_p
         counts.append(resumed.step(4)["too_long"])
         assert sum(counts) == resumed.state()["cursors"]["sums"] - 4 * PROMPTS
         assert 10 <= sum(counts) <= 20  # an epoch has ten short ones and ten long ones
-
-
-def drawn(lengths: list[int], groups: list[int] | None = None) -> list[Sample]:
-    draw = np.random.default_rng(0)
-    return [
-        Sample(
-            domain="sums",
-            prompt=np.array([2, 3], np.int32),
-            response=draw.integers(2, 70, length).astype(np.int32),
-            logprobs=-draw.random(length).astype(np.float32),
-            versions=np.full(length, number, np.int32),
-            group=groups[number] if groups else 0,
-            advantage=1.0 + number,
-        )
-        for number, length in enumerate(lengths)
-    ]
-
-
-def group(samples: list[Sample], rewards: list[float | None]) -> Group:
-    for sample, reward in zip(samples, rewards, strict=True):
-        sample.reward = reward
-    return Group(mock.Mock(), 0, list(samples), ended=0)
 
 
 def test_advantages_are_given_to_the_samples_that_were_graded() -> None:

@@ -17,8 +17,9 @@ from stages.objectives.batch_weights import scale_by_entropy
 from stages.objectives.settings import GrpoSettings
 from stages.sampling.prompt_buffer import Batch
 from stages.sampling.step import Rollout
-from tests.stages.test_expert import drawn, expert, group
-from tests.stages.test_rollout_modes import one_rank  # noqa: F401
+from tests.stages.toys import drawn, expert, group
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.mark.parametrize("how", ["sequence_mean", "token_mean", "constant", "lambda"])

@@ -14,7 +14,8 @@ from stages import preview
 from stages.sampling.logprob_check import MismatchError
 from stages.settings import StageJob
 from tests.fake_engines import RefittedFleet, toy_domain, toy_job, toy_run
-from tests.stages.test_rollout_modes import one_rank  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def job(directory: Path, bound: float) -> StageJob:

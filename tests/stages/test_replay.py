@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,19 +24,13 @@ from tests.fake_engines import (
     toy_job,
     toy_run,
 )
-from tests.stages.test_rollout_log import Killed, after, asked
-from tests.stages.test_rollout_modes import one_rank  # noqa: F401
+from tests.stages.conftest import OPENED
+from tests.stages.toys import Killed, after, asked
 from tests.tiers import tiered
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 A_STEP = PROMPTS * GROUP
-MADE: list[Expert] = []
-
-
-@pytest.fixture(autouse=True)
-def closed() -> Iterator[None]:
-    yield
-    while MADE:
-        MADE.pop().close()
 
 
 def expert(
@@ -53,7 +46,7 @@ def expert(
     with mock.patch("stages.sampling.engines.Fleet", RefittedFleet):
         stage = Expert(toy_job(directory, settings, engine))
     stage.rollouts.fleet.sequences = 1000  # type: ignore[attr-defined]  # one stream a call
-    MADE.append(stage)
+    OPENED.append(stage)
     newest, _ = checkpoints.newest_whole(directory / "checkpoints")
     if newest is None:
         stage.policy.start_fresh(0)
@@ -97,9 +90,9 @@ def test_killed_in_two_steps_it_ends_with_the_same_weights(
         try:
             measured = run(tmp_path / "killed", engine, deterministic=deterministic)
         except Killed:
-            MADE.pop().close()
+            OPENED.pop().close()
         total += engine.drawn
-    calm_weights, weights = (stage.policy.named_weights() for stage in MADE)
+    calm_weights, weights = (stage.policy.named_weights() for stage in OPENED)
     assert all(torch.equal(calm_weights[name], weights[name]) for name in calm_weights)
     assert [each["reward"] for each in measured] == [each["reward"] for each in expected[-2:]]
     if deterministic:  # a step whose answers had not all come is drawn again as a whole
@@ -113,7 +106,7 @@ def test_killed_in_two_steps_it_ends_with_the_same_weights(
 def test_a_killed_step_is_replayed_and_counted(deterministic: bool, tmp_path: Path) -> None:
     with pytest.raises(Killed):
         run(tmp_path, FakeEngine(trouble=after(3 * A_STEP + 5)), deterministic=deterministic)
-    MADE.pop().close()
+    OPENED.pop().close()
     engine = FakeEngine()
     third, fourth = run(tmp_path, engine, deterministic=deterministic)
     left = 0 if deterministic else 5
@@ -137,7 +130,7 @@ def test_what_the_policy_would_not_have_drawn_is_drawn_anew(tmp_path: Path) -> N
     """That is no attempt at a refit: there are two more."""
     with pytest.raises(Killed):
         run(tmp_path, FakeEngine(trouble=after(2 * A_STEP + 5)))
-    MADE.pop().close()
+    OPENED.pop().close()
     engine = FakeEngine()
     stage, _ = expert(tmp_path, engine, bound=5.0)
     disagreeing(stage, 9.0, 9.0, 1.0)

@@ -32,7 +32,9 @@ from tests.fake_engines import (
     toy_job,
     toy_run,
 )
-from tests.stages.test_rollout_modes import one_rank  # noqa: F401
+from tests.stages.toys import Killed, after, asked
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=12, end_token=END_TOKEN)
 Answered = tuple[Question, Generation]
@@ -287,10 +289,6 @@ def test_a_full_disk_is_told_with_the_path(tmp_path: Path) -> None:
         log.add(*answered(1))
 
 
-class Killed(Exception):
-    """Stands for the end of the process."""
-
-
 class SlowestLast(FakeEngine):
     """Answers the shortest first, as real engines do, and is killed with its stage by a `trouble`
     that raises."""
@@ -301,18 +299,6 @@ class SlowestLast(FakeEngine):
 
         prompts = sorted(request.prompts, key=length)
         return super().generate(msgspec.structs.replace(request, prompts=prompts))
-
-
-def after(answers: int) -> Any:
-    """Trouble that kills after so many answers."""
-    left = [answers]
-
-    def trouble(_: Prompt) -> None:
-        if left[0] == 0:
-            raise Killed
-        left[0] -= 1
-
-    return trouble
 
 
 def prompts(count: int) -> list[Group]:
@@ -338,10 +324,6 @@ def drawn(made: Rollouts, groups: list[Group]) -> list[Sample]:
         made.log.end(1)
     made.close()
     return made.whole(groups, 1)
-
-
-def asked(engine: FakeEngine) -> Counter[int]:
-    return Counter(prompt.seed for request in engine.requests for prompt in request.prompts)
 
 
 def test_after_a_kill_the_missing_are_asked_for_with_their_own_seeds(tmp_path: Path) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,7 @@ from unittest import mock
 
 import pytest
 
-from parallel.distributed import process_groups
 from parallel.engine.wire import Prompt
-from parallel.settings import LayoutSettings
 from stages.grpo import Expert
 from stages.sampling.logprob_check import MismatchError
 from tests.fake_engines import (
@@ -26,30 +23,13 @@ from tests.fake_engines import (
     toy_job,
     toy_run,
 )
+from tests.stages.conftest import OPENED
+from tests.stages.toys import trained
 from tests.tiers import tiered
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 STEPS = 4
-MADE: list[Expert] = []
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    with socket.socket() as probe, pytest.MonkeyPatch.context() as environment:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
-        place = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        for name, value in place.items():
-            environment.setenv(name, str(value))
-        with process_groups(LayoutSettings(), seed=0):
-            yield
-
-
-@pytest.fixture(autouse=True)
-def closed() -> Iterator[None]:
-    yield
-    while MADE:
-        MADE.pop().close()
 
 
 def expert(
@@ -60,17 +40,11 @@ def expert(
     job = toy_job(directory, settings, *engines)
     with mock.patch("stages.sampling.engines.Fleet", RefittedFleet):
         stage = Expert(job)
-    MADE.append(stage)
+    OPENED.append(stage)
     stage.policy.start_fresh(0)
     fleet = stage.rollouts.fleet
     assert isinstance(fleet, RefittedFleet)
     return stage, fleet
-
-
-def trained(directory: Path) -> list[list[str]]:
-    """The prompts of every step, as they were recorded; each once a sample."""
-    files = sorted((directory / "rollouts").glob("step_*.jsonl"))
-    return [[json.loads(line)["prompt"] for line in f.read_text().splitlines()] for f in files]
 
 
 def prompts(directory: Path) -> list[str]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,14 +16,13 @@ import pytest
 from stages.rewards import sandbox
 from stages.rewards.containment import supervisor
 from stages.rewards.sandbox import Limits, SandboxError, run, score
+from tests.stages.conftest import SANDBOX_SECRET, children
 
 REPOSITORY = Path(__file__).parents[2]
 MARK = f"braid-escaped-{os.getpid()}"
-SECRET = "the-parents-own-secret"
 PATIENT = Limits(wall_seconds=8, memory_mebibytes=128, processes=8)
 HASTY = Limits(wall_seconds=0.6, memory_mebibytes=128, processes=8)
 BOUND_SECONDS = 30.0  # beyond the limit; the programs that must be ended sleep for 60
-SUBREAPER, IS_SUBREAPER = 36, 37
 
 # Every program prints "escaped" if it gets what it wants. By name: how it ends, and what it does.
 GIVES_UP = {
@@ -219,30 +216,6 @@ GOES_ON = {
 }
 
 
-@pytest.fixture(scope="module")
-def sentinel() -> Iterator[subprocess.Popen[bytes]]:
-    """A process beside the sandbox, with a secret: nobody may read it or harm it.
-
-    Orphans become children of this process, so that none can hide.
-    """
-    libc, before = ctypes.CDLL(None), ctypes.c_int()
-    libc.prctl(IS_SUBREAPER, ctypes.byref(before), 0, 0, 0)  # where fork servers are used
-    libc.prctl(SUBREAPER, 1, 0, 0, 0)
-    with subprocess.Popen(["sleep", "300"], env={"BRAID_TEST_SECRET": SECRET}) as process:
-        yield process
-        assert process.poll() is None
-        process.kill()
-    libc.prctl(SUBREAPER, before.value, 0, 0, 0)
-
-
-def children() -> set[str]:
-    found: set[str] = set()
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError):  # a thread that has ended meanwhile
-            found.update((task / "children").read_text().split())
-    return found
-
-
 def complete(program: str, sentinel: subprocess.Popen[bytes]) -> str:
     call = (
         "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
@@ -260,7 +233,7 @@ def complete(program: str, sentinel: subprocess.Popen[bytes]) -> str:
 def test_what_it_wants_it_does_not_get(
     name: str, sentinel: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("BRAID_TEST_SECRET", SECRET)
+    monkeypatch.setenv("BRAID_TEST_SECRET", SANDBOX_SECRET)
     endings, program = GIVES_UP[name]
     limits = HASTY if "timeout" in endings else PATIENT
     before, started = children(), time.monotonic()
@@ -268,7 +241,7 @@ def test_what_it_wants_it_does_not_get(
     assert time.monotonic() - started < limits.wall_seconds + BOUND_SECONDS
     assert outcome.ending in endings.split(), outcome
     assert b"escaped" not in outcome.output
-    assert SECRET not in outcome.errors
+    assert SANDBOX_SECRET not in outcome.errors
     assert children() == before
     assert sentinel.poll() is None
     for folder in ("/", "/tmp", "/dev/shm", "/lib", "/dev", "/home", str(Path.cwd())):

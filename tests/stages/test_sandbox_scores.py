@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stages.rewards.sandbox import Limits, score
-from tests.stages.test_sandbox import children, sentinel  # noqa: F401
+from tests.stages.conftest import children
 
 
 def test_pairs_are_scored_apart_and_ends_of_lines_do_not_count() -> None:

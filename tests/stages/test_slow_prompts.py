@@ -19,7 +19,7 @@ from stages.sampling.prompt_buffer import Backlog, Collection
 from stages.sampling.rollout_modes import Continuous, OneAhead, RolloutMode
 from stages.settings import RolloutSettings, RunSettings, SamplingSettings, StageJob
 from tests.fake_engines import toy_domain
-from tests.stages.test_backlog import FakeRollouts
+from tests.stages.toys import FakeRollouts
 
 STEPS, PROMPTS = 150, 16
 SLOW = 10  # every so manieth prompt

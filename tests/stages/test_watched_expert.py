@@ -16,8 +16,10 @@ from stages.grpo import Expert
 from stages.loop import GuardStopped, StageStopped, train
 from stages.settings import MixedSettings, StageJob
 from tests.fake_engines import RefittedFleet, toy_domain, toy_job, toy_run
-from tests.stages.test_expert import start_elsewhere
-from tests.stages.test_rollout_modes import MADE, closed, one_rank, trained  # noqa: F401
+from tests.stages.conftest import OPENED
+from tests.stages.toys import start_elsewhere, trained
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 STEPS = 4
 QUIET = {"mismatch": {"action": "off"}}  # fake engines make their log-probabilities up
@@ -33,7 +35,7 @@ def run(directory: Path, stop_after: int | None = None, **given: Any) -> Expert:
 def made(job: StageJob) -> tuple[Expert, StageJob]:
     with mock.patch("stages.sampling.engines.Fleet", RefittedFleet):
         found = Expert(job)
-    MADE.append(found)
+    OPENED.append(found)
     return found, job
 
 

@@ -1,0 +1,175 @@
+"""Toy experts, samples and links to the engines that several tests of stages use."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from parallel.checkpoint import checkpoints
+from parallel.engine.wire import Prompt
+from parallel.model.policy import Policy
+from parallel.sample import Sample
+from parallel.settings import EngineSettings
+from stages.data.tokenizer import CharacterTokenizer
+from stages.grpo import Expert
+from stages.objectives.groups import Group
+from stages.sampling.prompt_buffer import Batch, Collection
+from stages.settings import SamplingSettings
+from tests.fake_engines import FakeEngine, RefittedFleet, toy_domain, toy_job, toy_run
+from tests.stages.conftest import OPENED
+
+
+class FakeRollouts:
+    """Remembers what was asked for; a test ends it."""
+
+    tokenizer = CharacterTokenizer()
+
+    def __init__(self) -> None:
+        self.asked: list[Group] = []
+        self.version = 1
+        self.ended = 0
+        self.graded = threading.Event()
+        self.awaited: Callable[[], bool] = lambda: False
+        self.on_sample: Callable[[Group, int, Sample], None]
+
+    def wake(self) -> None:
+        self.graded.set()
+
+    def token_at(self, sample: Sample, characters: int) -> int:
+        return characters - 1
+
+    def request(
+        self, groups: list[Group], sampling: SamplingSettings, at_once: bool = False
+    ) -> None:
+        self.asked += groups
+
+    def text(self, sample: Sample) -> str:
+        return "x" * len(sample.response)
+
+    def batch(self, collection: Collection) -> Batch | None:
+        """What the collection has when all that was asked for is graded."""
+        while True:
+            self.graded.clear()
+            more = self.awaited()
+            found = collection.batch()
+            if found is not None or not (more or self.awaited()):
+                return found
+            assert self.graded.wait(60)
+
+    def end(self, group: Group, lengths: tuple[int, int] = (1, 2), version: int = 1) -> None:
+        for index, length in enumerate(lengths):
+            sample = Sample(
+                domain=group.problem.domain,
+                prompt=np.ones(2, np.int32),
+                response=np.ones(length, np.int32),
+                versions=np.arange(version, version + length, dtype=np.int32),
+            )
+            self.on_sample(group, index, sample)
+            group.drawn[index] = sample
+        group.ended = self.ended
+        self.ended += 1
+        self.asked.remove(group)
+
+    def end_all(self, **how: int) -> None:
+        for group in list(self.asked):
+            self.end(group, **how)
+
+
+def indices(groups: list[Group]) -> list[int]:
+    return [group.problem.index for group in groups]
+
+
+@torch.no_grad()
+def start_elsewhere(policy: Policy, _checkpoint: Path, head: bool = True) -> None:
+    """Stands for loading a checkpoint."""
+    weight = policy.chunks[-1].output_layer.weight
+    before = weight.clone()
+    policy.start_fresh(seed=1)
+    if not head:
+        weight.copy_(before)
+        policy.weights_changed()
+
+
+def expert(
+    directory: Path,
+    objective: dict[str, Any],
+    steps: int = 3,
+    updates: int = 2,
+    engine: EngineSettings | None = None,
+    **given: Any,
+) -> Expert:
+    domain = toy_domain(
+        optimizer={"learning_rate": 1e-2},
+        objective=objective,
+        updates_per_rollout=updates,
+        loop={"steps": steps, "micro_batch_tokens": 256},
+        **given,
+    )
+    settings = toy_run(sums=domain)
+    if engine is not None:
+        settings = settings.model_copy(update={"engine": engine})
+    job = toy_job(directory, settings, models={"cold_start": directory})
+    with (
+        mock.patch("stages.sampling.engines.Fleet", RefittedFleet),
+        mock.patch.object(checkpoints, "load_weights", start_elsewhere),
+    ):
+        stage = Expert(job)
+    OPENED.append(stage)
+    stage.policy.start_fresh(0)
+    return stage
+
+
+def drawn(lengths: list[int], groups: list[int] | None = None) -> list[Sample]:
+    draw = np.random.default_rng(0)
+    return [
+        Sample(
+            domain="sums",
+            prompt=np.array([2, 3], np.int32),
+            response=draw.integers(2, 70, length).astype(np.int32),
+            logprobs=-draw.random(length).astype(np.float32),
+            versions=np.full(length, number, np.int32),
+            group=groups[number] if groups else 0,
+            advantage=1.0 + number,
+        )
+        for number, length in enumerate(lengths)
+    ]
+
+
+def group(samples: list[Sample], rewards: list[float | None]) -> Group:
+    for sample, reward in zip(samples, rewards, strict=True):
+        sample.reward = reward
+    return Group(mock.Mock(), 0, list(samples), ended=0)
+
+
+def trained(directory: Path) -> list[list[str]]:
+    """The prompts of every step, as they were recorded; each once a sample."""
+    files = sorted((directory / "rollouts").glob("step_*.jsonl"))
+    return [[json.loads(line)["prompt"] for line in f.read_text().splitlines()] for f in files]
+
+
+class Killed(Exception):
+    """Stands for the end of the process."""
+
+
+def after(answers: int) -> Any:
+    """Trouble that kills after so many answers."""
+    left = [answers]
+
+    def trouble(_: Prompt) -> None:
+        if left[0] == 0:
+            raise Killed
+        left[0] -= 1
+
+    return trouble
+
+
+def asked(engine: FakeEngine) -> Counter[int]:
+    return Counter(prompt.seed for request in engine.requests for prompt in request.prompts)
