@@ -260,9 +260,9 @@ def whole_messages(meeting: Callable[[str], Any], rank: int) -> Any:
 
 def host_store(meeting: Any) -> Any:
     """The store where all meet, on the port that was chosen for it."""
-    from parallel import stores
+    from parallel import distributed
 
-    return stores.host_store(meeting.host, meeting.port, timedelta(seconds=TIMEOUT))
+    return distributed.host_store(meeting.host, meeting.port, timedelta(seconds=TIMEOUT))
 
 
 def answers(pipes: list[Connection]) -> list[Any]:

@@ -11,7 +11,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 
-from parallel.cpu.device import device
+from parallel.device import device
+from parallel.model import vocabulary
 from parallel.model.vocabulary import HeadLogits
 from parallel.packing import PackedRow, RankPlace, lay_out
 from parallel.sample import Sample
@@ -81,6 +82,32 @@ class MicroBatch:
     def without_routes(self) -> MicroBatch:
         """The same batch for another model, which routes by itself."""
         return replace(self, row=replace(self.row, routes=None))
+
+
+@dataclass
+class Responses:
+    """Logits [n, vocabulary / TP] of the n response tokens that this rank predicts.
+
+    Every method returns fp32 [B, R], whole and alike on all tensor- and context-parallel ranks,
+    meaningful under the batch's mask, and differentiable where the logits are.
+    """
+
+    logits: torch.Tensor | HeadLogits
+    batch: MicroBatch
+
+    def log_probs(self, temperature: float = 1.0) -> torch.Tensor:
+        """log pi of every target, in nats, of the distribution that it was sampled from: where
+        top-p or top-k left tokens out, pi is renormalised on what they kept."""
+        targets, kept = self.batch.own_targets, self.batch.kept
+        return self.batch.spread(vocabulary.log_probs(self.logits, targets, temperature, kept))
+
+    def entropy(self, temperature: float = 1.0) -> torch.Tensor:
+        """Entropy over the whole vocabulary at every response token, in nats."""
+        return self.batch.spread(vocabulary.entropy(self.logits, temperature))
+
+    def kl(self, other: torch.Tensor | HeadLogits, temperature: float = 1.0) -> torch.Tensor:
+        """KL(this || other) over the whole vocabulary at every response token, in nats."""
+        return self.batch.spread(vocabulary.kl(self.logits, other, temperature))
 
 
 def split(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,9 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel.cpu import device
+from parallel.checkpoint.patches import patch_megatron
+from parallel.cpu import megatron
+from parallel.device import backend, device
 from parallel.settings import LayoutSettings
-from parallel.stores import host_store
 
 # What torch.distributed reads, and under which name srun says it to a task.
 SRUN = {
@@ -41,7 +43,8 @@ def process_groups(layout: LayoutSettings, seed: int) -> Iterator[None]:
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != layout.ranks:
         raise ValueError(f"layout.ranks is {layout.ranks}, but {started} ranks were started")
-    device.activate()
+    megatron.activate()
+    patch_megatron()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -50,7 +53,7 @@ def process_groups(layout: LayoutSettings, seed: int) -> Iterator[None]:
     else:
         torch.set_num_threads(1)  # the ranks share the cores with each other and the engine
         torch.set_flush_denormal(True)
-    dist.init_process_group(device.backend(), timeout=COLLECTIVE_TIMEOUT, **_meeting())
+    dist.init_process_group(backend(), timeout=COLLECTIVE_TIMEOUT, **_meeting())
     try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,
@@ -87,6 +90,28 @@ def _meeting() -> dict[str, Any]:
     else:
         store = dist.TCPStore(host, port, ranks, is_master=False, timeout=COLLECTIVE_TIMEOUT)
     return {"store": store, "rank": rank, "world_size": ranks}
+
+
+def host_store(host: str, port: int, timeout: timedelta, ranks: int | None = None) -> dist.TCPStore:
+    """Host a store that listens on `host` alone, on any free port where `port` is 0.
+
+    A store has no password: whoever reaches it may read and change it. torch's own listens on every
+    interface, whatever its host is called. With `ranks` given, wait until all of them are there.
+
+    Raises OSError when this machine has no such address, or the port is in use.
+    """
+    [(family, *_, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    listening = socket.create_server(address[:2], family=family)
+    port = listening.getsockname()[1]
+    return dist.TCPStore(
+        host,
+        port,
+        ranks,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=ranks is not None,
+        master_listen_fd=listening.detach(),  # the store closes it
+    )
 
 
 def broadcast(value: Any, source: int = 0) -> Any:
@@ -165,14 +190,14 @@ def sum_over_data(values: dict[str, float]) -> dict[str, float]:
 
 def max_over_ranks(value: float) -> float:
     """The largest of all ranks' values."""
-    largest = torch.tensor(value, dtype=torch.float64, device=device.device())
+    largest = torch.tensor(value, dtype=torch.float64, device=device())
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return largest.item()
 
 
 def any_rank(*flags: bool) -> list[bool]:
     """For each flag, whether it is set on any rank; one small reduction for all of them."""
-    raised = torch.tensor(flags, dtype=torch.int32, device=device.device())
+    raised = torch.tensor(flags, dtype=torch.int32, device=device())
     dist.all_reduce(raised, op=dist.ReduceOp.MAX)
     return [bool(flag) for flag in raised.tolist()]
 

@@ -79,9 +79,10 @@ def _apex() -> Found:
 
 def _megatron() -> Found:
     """With megatron-core comes mbridge, and with that transformers."""
-    from parallel.cpu import device
+    from parallel import device
+    from parallel.cpu import megatron
 
-    device.activate()
+    megatron.activate()
     optimizers: Any = importlib.import_module("megatron.core.optimizer")
     return {
         "process_groups": device.backend(),

@@ -18,7 +18,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from parallel.cpu.device import device
+from parallel.device import device
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class PackedRow(PackedSeqParams):
     places of the tokens that this context-parallel rank holds, in its order. `real` bool [T / C] is
     false on padding. `routes` int64 [routed layers, T / C, experts_per_token] are the experts to
     use, or None. `views` is what the attention makes of the row for itself; `remembered` and
-    `moved` are what the routers do (`parallel.model.router_memory`).
+    `moved` are what the routers do (`parallel.model.routing`).
     """
 
     starts: np.ndarray

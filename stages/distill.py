@@ -8,11 +8,10 @@ from dataclasses import replace
 
 import torch
 
-from parallel.batch import MicroBatch
-from parallel.checkpoint import checkpoints
+from parallel.batch import MicroBatch, Responses
+from parallel.checkpoint import load
 from parallel.distributed import sum_over_data
 from parallel.model.policy import Policy, TrainedPolicy
-from parallel.model.responses import Responses
 from parallel.sample import Sample
 from stages.guards.curriculum_settings import NoCurriculumSettings
 from stages.loop import train
@@ -69,7 +68,7 @@ class Merge(OnPolicyStage):
         self.teachers = {}
         for domain, checkpoint in job.teachers.items():
             self.teachers[domain] = Policy(job.settings.model, job.settings.layout)
-            checkpoints.load_weights(self.teachers[domain], checkpoint)
+            load.weights(self.teachers[domain], checkpoint)
 
     def share_out(self, batch: Batch) -> Rollout:
         """All samples at once; their reward is only watched, the teachers are learned from."""

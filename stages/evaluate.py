@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel import batch
-from parallel.checkpoint import checkpoints
+from parallel.checkpoint import load
 from parallel.distributed import broadcast, is_main
 from parallel.files import write_atomically
 from parallel.model.policy import Policy
@@ -84,7 +84,7 @@ class Evaluation:
 
     def evaluate(self, name: str, checkpoint: Path, version: int) -> None:
         """Measure one checkpoint on its domains. Collective."""
-        checkpoints.load_weights(self.policy, checkpoint)
+        load.weights(self.policy, checkpoint)
         self.version = version
         self.rollouts.refit(version)
         self._check_engine()

@@ -11,14 +11,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from parallel.batch import split
-from parallel.checkpoint import checkpoints
+from parallel.batch import Responses, split
+from parallel.checkpoint import load
 from parallel.distributed import barrier, broadcast, is_main, max_over_ranks
 from parallel.hugging_face.config import expected_tensors, hugging_face_config
 from parallel.hugging_face.files import SHARD_BYTES, WeightFiles, WeightsError, verify, write
 from parallel.hugging_face.weights import fill_weights, forget_weights
 from parallel.model.policy import Policy
-from parallel.model.responses import Responses
 from parallel.model.vocabulary import HeadLogits
 from parallel.packing import RankPlace
 from parallel.sample import Sample
@@ -37,7 +36,7 @@ def run(job: StageJob) -> None:
     # Kernels that add in any order would make equal weights give unequal logits on a GPU.
     torch.use_deterministic_algorithms(True, warn_only=True)
     policy = Policy(job.settings.model, job.settings.layout)
-    checkpoints.load_weights(policy, job.parent)
+    load.weights(policy, job.parent)
     export(policy, job.output)
 
 

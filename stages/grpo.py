@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from parallel.batch import MicroBatch
+from parallel.batch import MicroBatch, Responses
 from parallel.distributed import sum_over_data
 from parallel.model.policy import TrainedPolicy
-from parallel.model.responses import Responses
 from parallel.sample import Sample
 from stages.guards.measures import graded, group_metrics, is_right
 from stages.guards.watch import GuardMonitor

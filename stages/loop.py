@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any, Protocol
 
-from parallel.checkpoint import checkpoints
+from parallel.checkpoint import load
 from parallel.checkpoint.save import Saver
 from parallel.distributed import any_rank, broadcast, is_main
 from parallel.files import ENDED, STATE
@@ -95,23 +95,23 @@ def train(
 
 def _load(stage: TrainingStage, job: StageJob, directory: Path) -> dict[str, Any]:
     """The state to go on from, whose `step` is the last one done."""
-    saved, faults = checkpoints.newest_whole(directory)
+    saved, faults = load.newest_verified(directory)
     if faults and is_main():
         origin = saved.name if saved else job.parent or "the beginning"
         report_notice(f"{'; '.join(faults)}; {job.stage} goes on from {origin}")
     if saved:
-        state = checkpoints.load_training(stage.policy, saved)
+        state = load.training(stage.policy, saved)
         try:
             stage.restore(state)
         except KeyError as error:
-            raise checkpoints.CheckpointError(
+            raise load.CheckpointError(
                 f"{saved} is of another version of Braid: its {STATE} has no {error}; go on with "
                 f"that version, or make the stage anew: braid resume {job.directory.parents[1]} "
                 f"--from {job.stage}"
             ) from error
         return state
     if job.parent is not None:
-        checkpoints.load_weights(stage.policy, job.parent)
+        load.weights(stage.policy, job.parent)
     else:
         stage.policy.start_fresh(job.settings.seed)
     return {"step": 0}

@@ -50,8 +50,8 @@ def main() -> None:
 
 def warn_of_engines(model: ModelSettings) -> None:
     """Say at once what a later stage would fail of; this one may be all that is wanted."""
-    from parallel.cpu.device import device
-    from parallel.cpu.vllm_limits import unsupported
+    from parallel.cpu.vllm_kernels import unsupported
+    from parallel.device import device
 
     if device().type == "cpu" and (why := unsupported(model)):
         report_notice(f"stages that sample will fail on a CPU: {why}")
@@ -59,7 +59,7 @@ def warn_of_engines(model: ModelSettings) -> None:
 
 def _leave(error: BaseException) -> None:
     """End this rank at once: another may hang in a collective that will never be joined."""
-    from parallel.checkpoint.checkpoints import CheckpointError
+    from parallel.checkpoint.load import CheckpointError
     from parallel.engine.client import EngineError
     from parallel.hugging_face.files import WeightsError
     from stages.data.problem import DomainError

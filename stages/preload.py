@@ -14,7 +14,6 @@ LATER = (
 )
 
 warnings.filterwarnings("ignore", module=r"megatron|mbridge|torch")
-device = importlib.import_module("parallel.cpu.device")
-device.activate()
+importlib.import_module("parallel.cpu.megatron").activate()
 for name in (*sorted(set(MODULES.values())), *LATER):
     importlib.import_module(name)

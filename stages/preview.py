@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from parallel import batch
-from parallel.checkpoint import checkpoints
+from parallel.checkpoint import load
 from parallel.distributed import is_main
 from parallel.files import write_atomically
 from parallel.model.policy import Policy
@@ -28,7 +28,7 @@ def run(job: StageJob) -> None:
     policy = Policy(job.settings.model, job.settings.layout)
     rollouts = Rollouts(job, policy)
     scoring = Scoring(job, {job.domain: domain}, rollouts) if is_main() else None
-    checkpoints.load_weights(policy, job.parent)
+    load.weights(policy, job.parent)
     rollouts.refit(version=1)
     groups: list[Group] = []
     if scoring is not None:

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import torch
 
 from parallel import batch
+from parallel.batch import Responses
 from parallel.distributed import broadcast, is_main, sum_over_data
 from parallel.model.policy import TrainedPolicy
-from parallel.model.responses import Responses
 from parallel.packing import RankPlace
 from parallel.sample import Sample
 from stages.data.conversations import response_sample

@@ -1,5 +1,5 @@
 """Imported by the process that the ranks are forked from, before any of them exists."""
 
-from parallel.cpu import device
+from parallel.cpu import megatron
 
-device.activate()
+megatron.activate()

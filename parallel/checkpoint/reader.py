@@ -117,16 +117,6 @@ def _needed() -> dict[tuple[str, str], Any]:
     return found | {("torch", name): each for name, each in types.items()}
 
 
-def use_for_megatron() -> None:
-    """Have megatron-core read checkpoints by what is here, whoever asks it to."""
-    strategies = "megatron.core.dist_checkpointing.strategies"
-    tensors: Any = importlib.import_module(f"{strategies}.torch")
-    common: Any = importlib.import_module(f"{strategies}.common")
-    tensors._get_filesystem_reader = lambda directory, **_: CheckpointReader(directory)
-    tensors.MCoreLoadPlanner.load_bytes = _load_object
-    common.TorchCommonLoadStrategy.load_common = lambda self, directory: _load_common(directory)
-
-
 def _read_metadata(checkpoint: Path) -> Any:
     path = checkpoint / METADATA_FILE
     with path.open("rb") as file:
@@ -146,7 +136,7 @@ def _read_metadata(checkpoint: Path) -> Any:
     return found
 
 
-def _load_object(self: Any, item: ReadItem, value: BytesIO) -> None:
+def load_object(self: Any, item: ReadItem, value: BytesIO) -> None:
     """Take an object, such as the random generators' states; torch's own would unpickle all."""
     try:
         loaded = torch.load(value, weights_only=True)
@@ -156,7 +146,7 @@ def _load_object(self: Any, item: ReadItem, value: BytesIO) -> None:
     traverse.set_element(self.original_state_dict, self.mappings[item.dest_index.fqn], loaded)
 
 
-def _load_common(checkpoint: str | Path) -> Any:
+def load_common(checkpoint: str | Path) -> Any:
     path = Path(checkpoint) / COMMON_FILE
     try:
         # Said here: by default, an environment variable decides.

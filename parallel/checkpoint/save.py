@@ -9,10 +9,11 @@ a fork that is killed hangs its rank.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,8 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from parallel.checkpoint import retention
 from parallel.checkpoint import state as checkpoint_state
-from parallel.checkpoint.checkpoints import CheckpointError, reason, sha256
+from parallel.checkpoint.load import CheckpointError, reason, sha256
 from parallel.checkpoint.state import METADATA
 from parallel.distributed import gather, layout_sizes, on_main
 from parallel.files import CHECKSUMS, STATE, digest_of, whole_checkpoints, write_atomically
@@ -106,7 +106,7 @@ class Saver:
     def _retain(self) -> None:
         paths = {whole.step: whole.path for whole in whole_checkpoints(self._directory)}
         scores = {step: _score(path) for step, path in paths.items()}
-        dropped = scores.keys() - retention.kept(scores, self._keep_last, self._keep_best)
+        dropped = scores.keys() - kept(scores, self._keep_last, self._keep_best)
         # Renamed first: a kill must leave nothing half removed under the name of a whole one.
         useless = [paths[s].rename(self._directory / f"tmp_dropped_{s}") for s in dropped]
         self._removal = threading.Thread(target=_remove, args=(useless,))
@@ -174,6 +174,20 @@ class _Writing:
             for finalize in self._request.finalize_fns:
                 finalize()
         return {name: checksum for _, files in outcomes for name, checksum in files.items()}
+
+
+def kept(scores: Mapping[int, float | None], last: int, best: int) -> set[int]:
+    """The steps to keep of `scores`: the `last` newest, and the `best` with the highest scores.
+
+    A step without a score, or with NaN for one, is never among the best; of two equal ones the
+    newer is. `last` is at least 1.
+    """
+    newest = sorted(scores)[-last:]
+    comparable = {
+        step: score for step, score in scores.items() if score is not None and not math.isnan(score)
+    }
+    ranked = sorted(comparable, key=lambda step: (comparable[step], step), reverse=True)
+    return {*newest, *ranked[:best]}
 
 
 def _state(policy: Policy) -> dict[str, Any]:

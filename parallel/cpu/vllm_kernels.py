@@ -9,15 +9,29 @@ from typing import Any  # annotations must be evaluated: vLLM makes operators' s
 
 import torch
 from torch import Tensor
-from vllm import ir
-from vllm.platforms import current_platform
 
+from parallel.settings import ModelSettings
+
+HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.30's attention
 NAME = "vllm_cpu"
 VECTOR = 8  # the kernels read rows in so many numbers at once, and refuse others
 
 
+def unsupported(model: ModelSettings) -> str | None:
+    """Why the model's engines will not start on a CPU, for what is known before they try."""
+    if model.family == "deepseek_v3":
+        if model.precision == "fp32":
+            return "model.family: vLLM's latent attention has no kernel for fp32"
+    elif model.head_dim not in HEAD_DIMS:
+        known = ", ".join(map(str, HEAD_DIMS))
+        return f"model.head_dim = {model.head_dim}: vLLM's attention has kernels for {known} alone"
+    return None
+
+
 def prefer(kernel_config: Any) -> None:
     """Have vLLM take them where they fit; before the engine is made, in its process."""
+    from vllm.platforms import current_platform
+
     current_platform.import_kernels()
     _register()
     for operator in ("rms_norm", "fused_add_rms_norm"):
@@ -25,6 +39,8 @@ def prefer(kernel_config: Any) -> None:
 
 
 def _register() -> None:
+    from vllm import ir
+
     if NAME in ir.ops.rms_norm.impls:
         return
     supported = hasattr(torch.ops._C, "rms_norm")

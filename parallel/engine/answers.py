@@ -15,7 +15,7 @@ ROUNDING = 1e-3  # how far above 0 a log-probability may lie, in nats
 LOWEST = float(np.finfo(np.float32).min)  # of the finite ones
 
 
-class Garbage(ValueError):
+class InvalidResponse(ValueError):
     """An answer that no engine in its right mind gives; the message says what is wrong with it."""
 
 
@@ -32,7 +32,7 @@ class Question:
 def sample_of(question: Question, answer: Generation, model: ModelSettings) -> Sample:
     """The answer to a question as a Sample.
 
-    Raises Garbage where lengths do not fit together, or a value is out of its range.
+    Raises InvalidResponse where lengths do not fit together, or a value is out of its range.
     """
     tokens, versions, kept, kept_sizes = (
         _array(getattr(answer, name), np.dtype("<i4"), name)
@@ -98,4 +98,4 @@ def _array(data: bytes, dtype: np.dtype, name: str) -> np.ndarray:
 
 def _hold(holds: bool, otherwise: str) -> None:
     if not holds:
-        raise Garbage(otherwise)
+        raise InvalidResponse(otherwise)

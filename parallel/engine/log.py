@@ -24,7 +24,7 @@ from zlib import crc32
 import msgspec
 import numpy as np
 
-from parallel.engine.answers import Garbage, Question, sample_of
+from parallel.engine.answers import InvalidResponse, Question, sample_of
 from parallel.engine.wire import Generation
 from parallel.files import naming
 from parallel.sample import Sample
@@ -209,11 +209,11 @@ class RolloutLog:
         try:
             entry = ENTRIES.decode(data)
             if msgspec.msgpack.encode(entry) != data:  # such as a key that is none
-                raise Garbage("it says more than one")
+                raise InvalidResponse("it says more than one")
             if entry is not None:
                 sample = sample_of(*entry, self._model)
                 if np.any(sample.versions != version):
-                    raise Garbage("it is of other weights than its file")
+                    raise InvalidResponse("it is of other weights than its file")
         # OverflowError: a token of a prompt that is no int32.
         except (ValueError, OverflowError, RecursionError) as error:
             raise Damaged(f"a frame that is no response: {error}") from error

@@ -17,14 +17,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from parallel.engine.answers import Garbage, Question, sample_of
+from parallel.engine.answers import InvalidResponse, Question, sample_of
 from parallel.engine.client import EngineError, EngineRefused
-from parallel.engine.lengths import Lengths
 from parallel.engine.wire import EngineDescription, Generate, Generation, Prompt, Sampling
 from parallel.sample import Sample
 from parallel.settings import ModelSettings
 
 AHEAD = 4  # an engine is owed up to 1 / 4 more than it draws at once, so that it never idles
+MEMORY = 64  # responses that a mean looks back on, since the policy changes
 
 
 class NoEngine(Exception):
@@ -284,7 +284,7 @@ class Scheduler:
                 if not self._take(stream, generation):
                     return
             missing = "broke off its answer" if stream.owed else None
-        except Garbage as error:
+        except InvalidResponse as error:
             missing = f"returned garbage: {error}"
         except EngineRefused as error:
             if stream.client.healthy():
@@ -308,7 +308,7 @@ class Scheduler:
         """Accept one answer, once; false when nobody listens to this stream any more."""
         entry = stream.asked.get(generation.number)
         if entry is None:
-            raise Garbage(f"an answer to number {generation.number}, which was not asked")
+            raise InvalidResponse(f"an answer to number {generation.number}, which was not asked")
         sample = sample_of(entry.task.question, generation, self._model)
         with self._changed:
             if not stream.open or entry.number not in stream.owed:
@@ -360,3 +360,28 @@ class Scheduler:
     def _instance(self, client: Any) -> str | None:
         described = self._engines.descriptions.get(client)
         return described.instance if described else None
+
+
+class Lengths:
+    """Running means of response lengths in tokens, by domain and length of the prompt."""
+
+    def __init__(self) -> None:
+        self._means: dict[tuple[str, int | None], tuple[float, int]] = {}
+
+    def expected(self, question: Question) -> float:
+        """The mean of alike prompts, else of the domain, else the longest there can be."""
+        for key in _keys(question):
+            if key in self._means:
+                return self._means[key][0]
+        return float(question.sampling.max_tokens)
+
+    def learn(self, question: Question, tokens: int) -> None:
+        """Take note of a response's length."""
+        for key in _keys(question):
+            mean, count = self._means.get(key, (0.0, 0))
+            count = min(count + 1, MEMORY)
+            self._means[key] = (mean + (tokens - mean) / count, count)
+
+
+def _keys(question: Question) -> list[tuple[str, int | None]]:
+    return [(question.domain, len(question.prompt)), (question.domain, None)]

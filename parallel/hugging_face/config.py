@@ -8,10 +8,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
+from parallel.device import DTYPES
 from parallel.families import FAMILIES, configuration
 from parallel.settings import END_TOKEN, PAD_TOKEN, ModelSettings
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class TensorSpec(NamedTuple):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
 from parallel.boxes import Box, within
-from parallel.cpu.device import device
+from parallel.device import device
 from parallel.distributed import broadcast, is_main, layout_sizes
 from parallel.hugging_face.config import (
     contradictions,

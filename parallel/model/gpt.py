@@ -16,10 +16,10 @@ from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch.nn import functional
 
-from parallel.cpu import device
 from parallel.cpu.attention import PackedAttention
+from parallel.device import DTYPES, device, layer_specs
 from parallel.families import Glm4MoeArchitecture, NothingFurther, architecture
-from parallel.hugging_face import config as hugging_face
+from parallel.hugging_face.config import hugging_face_config
 from parallel.model.routing import Router
 from parallel.settings import LayoutSettings, ModelSettings
 
@@ -71,12 +71,12 @@ def build_bridge(settings: ModelSettings, layout: LayoutSettings) -> Any:
     Its fusions assume TransformerEngine or CUDA; they are turned off, which leaves the plain
     operations that both devices share.
     """
-    config = hugging_face.hugging_face_config(settings)
+    config = hugging_face_config(settings)
     kind = _DeepseekV3 if settings.family == "deepseek_v3" else AutoBridge.from_config
-    bridge = kind(config, dtype=hugging_face.DTYPES[settings.precision])
+    bridge = kind(config, dtype=DTYPES[settings.precision])
     bridge.set_extra_args(
         attention_backend="auto",
-        moe_grouped_gemm=device.layer_specs() == "transformer_engine",
+        moe_grouped_gemm=layer_specs() == "transformer_engine",
         moe_enable_routing_replay=True,
         moe_router_dtype="fp32",
         # The chosen experts' gates add up to 1, in transformers' Mixtral too, if not in mbridge's.
@@ -165,12 +165,12 @@ def _build_chunk(bridge: Any, virtual_stage: int | None) -> GPTModel:
             # Megatron marks experts apart from the dense weights only when they are sharded; marked
             # always, the optimizer has the same structure under every layout.
             parameter.allreduce = False
-    return model.to(device.device())
+    return model.to(device())
 
 
 def _block_spec(config: Any, virtual_stage: int | None) -> Any:
     """The layers of one part of the model."""
-    local = device.layer_specs() == "local"
+    local = layer_specs() == "local"
     block = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=not local,

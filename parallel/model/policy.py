@@ -20,13 +20,11 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.module import Float16Module
 
 from parallel import families
-from parallel.batch import MicroBatch
+from parallel.batch import MicroBatch, Responses
 from parallel.hugging_face import weights as hugging_face_weights
 from parallel.model import routing
 from parallel.model.gpt import build_bridge, build_chunks, initialize
-from parallel.model.responses import Responses
-from parallel.model.router_agreement import RouterAgreement
-from parallel.model.router_memory import RouterMemory
+from parallel.model.routing import RouterAgreement, RouterMemory
 from parallel.model.vocabulary import HeadLogits
 from parallel.settings import (
     LayoutSettings,

@@ -16,20 +16,56 @@ padding in their denominators, so that their gradient changes with the layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-from parallel.model.router_agreement import RouterAgreement, WatchedReplay
-from parallel.model.router_memory import RouterMemory
+from parallel.batch import MicroBatch
+from parallel.device import device
 from parallel.packing import PackedRow
 from parallel.settings import RoutingLossSettings
+
+TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+SMALLEST = 1e-30  # of a probability whose logarithm is taken
+
+
+class WatchedReplay(RouterReplay):
+    """Megatron's replay; while it is watched, it keeps what would have been chosen without it.
+
+    Megatron hands its whole choice to `get_replay_topk` as a function, the experts' biases and the
+    limits of groups included, so that no other rule of it is written down here.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        RouterReplay.clear_global_router_replay_instances()  # as `Router` says
+        self.watched = False
+        self.own: torch.Tensor | None = None  # int64 [tokens, K], of the last pass
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: TopK | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The values and indices, [tokens, K] each, that the pass uses."""
+        replays = self.router_replay_action == RouterReplayAction.REPLAY_FORWARD
+        if self.watched and replays and default_compute_topk is not None:
+            _, self.own = default_compute_topk(
+                scores.detach(), topk, num_groups=num_groups, group_topk=group_topk
+            )
+        return super().get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
 
 
 class Router(TopKRouter):
@@ -184,6 +220,108 @@ class RoutingLosses:
             sums = sums.to(self.routers[0].weight.device)
             dist.all_reduce(sums)
         return {name: total / layers for name, total in zip(names, sums.tolist(), strict=True)}
+
+
+class RouterAgreement:
+    """Counts, in the forward passes between `start` and `shares`, the slots of the top-k that are
+    the same. Passes that replay nothing count for nothing."""
+
+    def __init__(self, routers: list[Router], layers: int) -> None:
+        """`layers` is the number of all layers that route, wherever they are."""
+        self._replays = [router.router_replay for router in routers]
+        # Of every layer the slots that agree, and all.
+        self._counts = torch.zeros(layers, 2, dtype=torch.float64, device=device())
+        for router in routers:
+            router.agreement = self
+
+    def start(self) -> None:
+        """Count from 0."""
+        self._counts.zero_()
+        self._watch(True)
+
+    def see(self, router: Router, replayed: torch.Tensor, real: torch.Tensor) -> None:
+        """Of one layer's pass over a row: the experts used, int64 [tokens, K], and which tokens of
+        this rank are no padding."""
+        replay = router.router_replay
+        if not replay.watched or replay.own is None:
+            return
+        chosen = replayed.new_zeros(len(replayed), router.num_experts).scatter_(1, replay.own, 1)
+        agree = chosen.gather(1, replayed)[real]
+        self._counts[router.place, 0] += agree.sum()
+        self._counts[router.place, 1] += agree.numel()
+
+    def shares(self) -> dict[str, float]:
+        """`router_agreement`, the mean over all layers, and `router_agreement_N` of every routed
+        layer, counted from 0; nothing where nothing was replayed. A collective over all ranks."""
+        self._watch(False)
+        counts = self._counts
+        dist.all_reduce(counts)
+        if not counts[:, 1].any():
+            return {}
+        layers = (counts[:, 0] / counts[:, 1]).tolist()
+        each = {f"router_agreement_{layer}": share for layer, share in enumerate(layers)}
+        return {"router_agreement": sum(layers) / len(layers), **each}
+
+    def _watch(self, watched: bool) -> None:
+        for replay in self._replays:
+            replay.watched, replay.own = watched, None
+
+
+class RouterMemory:
+    """Watches the routers of one policy in passes without gradients.
+
+    A pass that remembers leaves with its row, of every layer that this rank holds, the experts that
+    were chosen and their log-probabilities, [tokens, K] each; one that compares sums up how far
+    those are from today's.
+    """
+
+    def __init__(self, routers: list[Router], layers: int) -> None:
+        """`layers` is the number of all layers that route, wherever they are."""
+        self._layers = layers
+        self._task: Literal["remember", "compare"] | None = None
+        for router in routers:
+            router.memory = self
+
+    @contextmanager
+    def during(self, task: Literal["remember", "compare"]) -> Iterator[None]:
+        """Do so in the passes within."""
+        self._task = task
+        try:
+            yield
+        finally:
+            self._task = None
+
+    def see(self, router: Router, scores: torch.Tensor, chosen: torch.Tensor) -> None:
+        """Of one layer's pass over a row: what it gave every expert, and bool which it chose,
+        [tokens, experts] of this rank's tokens."""
+        row = router.row
+        if self._task is None or row is None:
+            return
+        log_probs = scores.clamp(min=SMALLEST).log()
+        if self._task == "remember":
+            experts = chosen.int().topk(router.topk).indices
+            row.remembered[router.place] = (experts, log_probs.gather(1, experts))
+        else:
+            experts, before = row.remembered[router.place]
+            moved = (log_probs.gather(1, experts) - before).abs().mean(1)
+            row.moved = moved if row.moved is None else row.moved + moved
+
+    def movement(self, batch: MicroBatch) -> torch.Tensor:
+        """The mean over layers and chosen experts of |log p - log p before|, in nats, of every
+        token that this context-parallel rank holds: [T / C]. Of the last pass that compared.
+        Collective."""
+        row = batch.row
+        tensor = parallel_state.get_tensor_model_parallel_group()
+        moved, row.moved = row.moved, None
+        if moved is None:  # a pipeline rank without routers
+            moved = torch.zeros(len(row.real) // tensor.size(), device=row.real.device)
+        if tensor.size() > 1:  # sequence parallelism gave each of its ranks a part of the tokens
+            whole = moved.new_empty(len(row.real))
+            dist.all_gather_into_tensor(whole, moved.contiguous(), group=tensor)
+            moved = whole
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            dist.all_reduce(moved, group=parallel_state.get_pipeline_model_parallel_group())
+        return moved / self._layers
 
 
 def _scores(router: Router, logits: torch.Tensor) -> torch.Tensor:

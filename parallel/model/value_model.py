@@ -8,10 +8,9 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch.nn import functional
 
-from parallel.batch import MicroBatch
-from parallel.cpu.device import device
+from parallel.batch import MicroBatch, Responses
+from parallel.device import device
 from parallel.model.policy import TrainedPolicy
-from parallel.model.responses import Responses
 from parallel.model.vocabulary import HeadLogits
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.boxes import Box, within
-from parallel.hugging_face.config import DTYPES
+from parallel.device import DTYPES
 from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights import checksums
 from parallel.weights.holdings import held

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from parallel.batch import MicroBatch
-from parallel.cpu.device import device
+from parallel.device import device
 from parallel.distributed import sum_over_data
 from parallel.sample import Sample
 from stages.objectives.aggregation import sequence_means

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from parallel.batch import MicroBatch
-from parallel.checkpoint import checkpoints
-from parallel.cpu.device import device
+from parallel.batch import MicroBatch, Responses
+from parallel.checkpoint import load
+from parallel.device import device
 from parallel.distributed import gather, sum_over_data
 from parallel.model.policy import TrainedPolicy
-from parallel.model.responses import Responses
 from parallel.model.value_model import ValueModel, values
 from parallel.sample import Sample
 from stages.objectives.aggregation import Totals, sequence_means, token_mean
@@ -39,7 +38,7 @@ class Critic:
             expert.loop.steps * expert.updates_per_rollout,
             expert.routing,
         )
-        checkpoints.load_weights(self._model, job.parent, head=False)
+        load.weights(self._model, job.parent, head=False)
         policy.companions[NAME] = self._model
 
     def learns_alone(self, step: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from parallel.batch import MicroBatch
-from parallel.checkpoint import checkpoints
+from parallel.checkpoint import load
 from parallel.model.policy import Policy, TrainedPolicy
 from stages.objectives.kl import FULL
 from stages.objectives.settings import KLSettings
@@ -32,7 +32,7 @@ class Reference:
             origin = job.models["cold_start"]
         self._policy = Policy(model, job.settings.layout)
         assert origin is not None
-        checkpoints.load_weights(self._policy, origin)
+        load.weights(self._policy, origin)
         if settings.reference == AVERAGE:
             policy.averages[AVERAGE] = self._policy
 

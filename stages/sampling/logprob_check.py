@@ -6,10 +6,9 @@ import math
 
 import torch
 
-from parallel.batch import MicroBatch
+from parallel.batch import MicroBatch, Responses
 from parallel.distributed import max_over_ranks, sum_over_data
 from parallel.model.policy import Policy
-from parallel.model.responses import Responses
 from stages.objectives.aggregation import sequence_means
 from stages.objectives.kl import k3
 

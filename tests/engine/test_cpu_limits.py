@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-from parallel.cpu.vllm_limits import HEAD_DIMS, unsupported
+from parallel.cpu.vllm_kernels import HEAD_DIMS, unsupported
 from pipeline.launch.forkserver import ForkServers
 from stages.main import warn_of_engines
 from tests.engine.engine_process import running_engine

@@ -58,11 +58,11 @@ def go_on(
 ) -> dict[str, float]:
     """How far a few steps more from a checkpoint, which is first saved again as it was read, are
     from what one rank would have done that never stopped."""
-    from parallel.checkpoint import checkpoints
+    from parallel.checkpoint import load
 
     policy = KINDS[kind].build(layout, seed=1)
-    found, faults = checkpoints.newest_whole(Path(directory))
-    state = checkpoints.load_training(policy, found)
+    found, faults = load.newest_verified(Path(directory))
+    state = load.training(policy, found)
     assert (faults, state) == ([], {"cursor": 7, "step": STEPS, "score": None})
     save(policy, Path(again), STEPS, {})
     rate = policy.learning_rate
@@ -127,7 +127,7 @@ def save(policy: Any, directory: Path, step: int, state: dict[str, Any], **saver
 
 def resumes_bit_for_bit(layout: LayoutSettings, kind: str, directory: str) -> bool:
     """Whether training continues from a checkpoint as if it had not stopped, random numbers too."""
-    from parallel.checkpoint import checkpoints
+    from parallel.checkpoint import load
 
     torch.use_deterministic_algorithms(True)
     policy = KINDS[kind].build(layout)
@@ -135,7 +135,7 @@ def resumes_bit_for_bit(layout: LayoutSettings, kind: str, directory: str) -> bo
     save(policy, Path(directory), STEPS, {})
     expected = [*train(policy, range(STEPS, 2 * STEPS)), torch.rand(1).item()]
     resumed = KINDS[kind].build(layout, seed=1)
-    checkpoints.load_training(resumed, Path(directory) / f"step_{STEPS}")
+    load.training(resumed, Path(directory) / f"step_{STEPS}")
     found = [*train(resumed, range(STEPS, 2 * STEPS)), torch.rand(1).item()]
     torch.use_deterministic_algorithms(False)
     return found == expected and same(snapshot(policy), snapshot(resumed))
@@ -159,7 +159,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 def training_does_not_leak(layout: LayoutSettings, kind: str, directory: str) -> dict[str, bool]:
     """Save once asynchronously, while training goes on before anything is written, and once not."""
-    from parallel.checkpoint import checkpoints
+    from parallel.checkpoint import load
     from parallel.checkpoint import save as checkpoint_saver
 
     policy = KINDS[kind].build(layout)
@@ -176,7 +176,7 @@ def training_does_not_leak(layout: LayoutSettings, kind: str, directory: str) ->
     loaded = {}
     for name in ("at_once", "beside"):
         other = KINDS[kind].build(layout, seed=1)
-        checkpoints.load_training(other, Path(directory) / name / f"step_{STEPS}")
+        load.training(other, Path(directory) / name / f"step_{STEPS}")
         loaded[name] = same(snapshot(other), before)
     trained_on = not same(snapshot(policy), before)
     return {**loaded, "trained_on": trained_on, "writing": writing, "done": not saver.writing}
@@ -215,7 +215,7 @@ def retain(directory: str, scores: dict[int, float], keep_last: int, keep_best: 
 
 def save_on_a_full_disk(directory: str, full: int) -> tuple[str, bool]:
     """The error when one rank's files may not grow, and whether the other rank saw it end."""
-    from parallel.checkpoint.checkpoints import CheckpointError
+    from parallel.checkpoint.load import CheckpointError
     from parallel.checkpoint.save import Saver
     from parallel.distributed import any_rank
 
@@ -265,21 +265,21 @@ def die_while_writing(directory: str, victim: int) -> None:
 
 def load_weights(checkpoint: str) -> str:
     """The error that loading another stage's result gives, or nothing."""
-    from parallel.checkpoint import checkpoints
+    from parallel.checkpoint import load
 
     try:
-        checkpoints.load_weights(build(SPREAD), Path(checkpoint))
-    except checkpoints.CheckpointError as error:
+        load.weights(build(SPREAD), Path(checkpoint))
+    except load.CheckpointError as error:
         return str(error)
     return ""
 
 
 def find_newest(directory: str) -> str:
     """The newest whole checkpoint that a stage would continue from, or the error."""
-    from parallel.checkpoint import checkpoints
+    from parallel.checkpoint import load
 
     try:
-        found, errors = checkpoints.newest_whole(Path(directory))
+        found, errors = load.newest_verified(Path(directory))
     except OSError as error:
         return str(error)
     return f"{found}; {errors}"

@@ -66,10 +66,10 @@ def go_on(
     layout: LayoutSettings, kind: str, directory: str, expected: dict[str, Any]
 ) -> dict[str, float]:
     """How far both are from that, when this layout goes on from a checkpoint."""
-    from parallel.checkpoint import checkpoints
+    from parallel.checkpoint import load
 
     policy, critic = build(layout, kind, seed=1)
-    checkpoints.load_training(policy, Path(directory) / f"step_{STEPS}")
+    load.training(policy, Path(directory) / f"step_{STEPS}")
     assert (policy.schedule.num_steps, critic.schedule.num_steps) == (STEPS, 2 * STEPS)
     learn(policy, critic, range(STEPS, 2 * STEPS))
     return {
@@ -80,7 +80,7 @@ def go_on(
 
 def resumes_bit_for_bit(layout: LayoutSettings, kind: str, directory: str) -> bool:
     """Whether both go on as if they had not stopped."""
-    from parallel.checkpoint import checkpoints
+    from parallel.checkpoint import load
 
     torch.use_deterministic_algorithms(True)
     policy, critic = build(layout, kind)
@@ -88,7 +88,7 @@ def resumes_bit_for_bit(layout: LayoutSettings, kind: str, directory: str) -> bo
     save(policy, Path(directory), STEPS, {})
     expected = learn(policy, critic, range(STEPS, 2 * STEPS))
     resumed, other = build(layout, kind, seed=1)
-    checkpoints.load_training(resumed, Path(directory) / f"step_{STEPS}")
+    load.training(resumed, Path(directory) / f"step_{STEPS}")
     found = learn(resumed, other, range(STEPS, 2 * STEPS))
     torch.use_deterministic_algorithms(False)
     whole = [*snapshot(policy), *snapshot(critic)]

@@ -78,7 +78,7 @@ def start_elsewhere(policy: Any, _checkpoint: Path, head: bool = True) -> None:
 
 def expert(layout: LayoutSettings, directory: str, objective: dict[str, Any]) -> Any:
     """An expert whose policy is the one of seed 0, and its reference the one of seed 1."""
-    from parallel.checkpoint import checkpoints
+    from parallel.checkpoint import load
     from stages.grpo import Expert
     from stages.settings import DomainSettings, RunSettings, StageJob
 
@@ -110,7 +110,7 @@ def expert(layout: LayoutSettings, directory: str, objective: dict[str, Any]) ->
     with (
         mock.patch("stages.sampling.step.Rollouts"),
         mock.patch("stages.sampling.step.Backlog"),
-        mock.patch.object(checkpoints, "load_weights", start_elsewhere),
+        mock.patch.object(load, "weights", start_elsewhere),
     ):
         stage = Expert(job)
     stage.policy.start_fresh(0)

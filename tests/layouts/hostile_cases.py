@@ -101,7 +101,7 @@ def change_metadata(checkpoint: Path, change: Callable[[Any], None]) -> str:
 
 def seal(checkpoint: Path) -> None:
     """Take the checksums again, as whoever changed the checkpoint would."""
-    from parallel.checkpoint.checkpoints import sha256
+    from parallel.checkpoint.load import sha256
 
     names = [path.name for path in checkpoint.iterdir() if path.name != "checksums.json"]
     files = {name: sha256(checkpoint / name) for name in names}
@@ -111,20 +111,20 @@ def seal(checkpoint: Path) -> None:
 
 def resume(layout: LayoutSettings, directory: str) -> str:
     """The error of a stage that continues from the newest checkpoint, or nothing."""
-    from parallel.checkpoint import checkpoints
+    from parallel.checkpoint import load
 
     policy = KINDS["sgd"].build(layout)
-    found, errors = checkpoints.newest_whole(Path(directory))
+    found, errors = load.newest_verified(Path(directory))
     assert found is not None and not errors
-    return error_of(lambda: checkpoints.load_training(policy, found))
+    return error_of(lambda: load.training(policy, found))
 
 
 def take_weights(layout: LayoutSettings, directory: str) -> str:
     """The error of a stage that takes another one's weights, or nothing."""
-    from parallel.checkpoint import checkpoints
+    from parallel.checkpoint import load
 
     [checkpoint] = Path(directory).iterdir()
-    return error_of(lambda: checkpoints.load_weights(build(layout), checkpoint))
+    return error_of(lambda: load.weights(build(layout), checkpoint))
 
 
 def resume_with_torch_told_otherwise(layout: LayoutSettings, directory: str) -> str:
@@ -137,7 +137,7 @@ def resume_with_torch_told_otherwise(layout: LayoutSettings, directory: str) -> 
 
 
 def error_of(load: Callable[[], object]) -> str:
-    from parallel.checkpoint.checkpoints import CheckpointError
+    from parallel.checkpoint.load import CheckpointError
 
     try:
         load()

@@ -84,7 +84,7 @@ MUTANTS = [
     ),
     Mutant(
         "checksums of a checkpoint are not compared",
-        "parallel/checkpoint/checkpoints.py",
+        "parallel/checkpoint/load.py",
         "return None if sha256(path) == expected else",
         "return None if sha256(path) else",
         "tests/layouts/test_checkpoints.py",
@@ -119,7 +119,7 @@ MUTANTS = [
     ),
     Mutant(
         "a kept set is dropped",
-        "parallel/model/responses.py",
+        "parallel/batch.py",
         "targets, kept = self.batch.own_targets, self.batch.kept",
         "targets, kept = self.batch.own_targets, None",
         "tests/stages/test_expert.py tests/audit",

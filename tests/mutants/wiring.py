@@ -58,7 +58,7 @@ MUTANTS = [
     ),
     Mutant(
         "student and teacher are exchanged",
-        "parallel/model/responses.py",
+        "parallel/batch.py",
         "vocabulary.kl(self.logits, other, temperature)",
         "vocabulary.kl(other, self.logits, temperature)",
         "tests/stages/test_distill.py",
@@ -66,8 +66,8 @@ MUTANTS = [
     Mutant(
         "every model is evaluated with the first model's weights",
         "stages/evaluate.py",
-        "checkpoints.load_weights(self.policy, checkpoint)",
-        "checkpoints.load_weights(self.policy, next(iter(self.job.models.values())))",
+        "load.weights(self.policy, checkpoint)",
+        "load.weights(self.policy, next(iter(self.job.models.values())))",
         "tests/stages/test_evaluate.py",
     ),
     Mutant(

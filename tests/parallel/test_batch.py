@@ -7,7 +7,7 @@ import pytest
 
 from parallel.batch import collate, split
 from parallel.cpu.attention import _grids
-from parallel.cpu.device import device
+from parallel.device import device
 from parallel.packing import RankPlace
 from parallel.sample import Sample
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from parallel.cpu import gloo
-from parallel.stores import host_store
+from parallel.distributed import host_store
 from tests.sockets import listening
 
 

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from parallel.checkpoint.retention import kept
+from parallel.checkpoint.save import kept
 
 NAN = math.nan
 

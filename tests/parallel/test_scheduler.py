@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from parallel.engine.answers import Garbage, Question, sample_of
+from parallel.engine.answers import InvalidResponse, Question, sample_of
 from parallel.engine.client import EngineRefused
 from parallel.engine.scheduler import NoEngine, Scheduler, Task
 from parallel.engine.wire import Generation, Prompt, Sampling
@@ -376,7 +376,7 @@ def test_garbage_is_called_garbage(
     field: str, change: Callable[[Generation], object], message: str
 ) -> None:
     question, generation = good()
-    with pytest.raises(Garbage, match=message):
+    with pytest.raises(InvalidResponse, match=message):
         sample_of(
             question, msgspec.structs.replace(generation, **{field: change(generation)}), MODEL
         )

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from parallel.boxes import Box, intersect
+from parallel.device import DTYPES
 from parallel.families import FAMILIES
-from parallel.hugging_face.config import DTYPES, expected_tensors, hugging_face_config, settings_of
+from parallel.hugging_face.config import expected_tensors, hugging_face_config, settings_of
 from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights import planner
 from parallel.weights.holdings import Layout, Owners, held

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from parallel.batch import MicroBatch, collate
-from parallel.checkpoint import checkpoints
+from parallel.batch import MicroBatch, Responses, collate
+from parallel.checkpoint import load
 from parallel.checkpoint.save import Saver
 from parallel.model.policy import Policy
-from parallel.model.responses import Responses
 from parallel.model.value_model import ValueModel, values
 from parallel.packing import RankPlace
 from parallel.sample import Sample
@@ -232,7 +231,7 @@ def test_the_critic_survives_and_a_child_takes_none_of_it(tmp_path: Path) -> Non
     stage.step(2)
     saver.finish()
     other = ppo(tmp_path)
-    state = checkpoints.load_training(other.policy, checkpoint)
+    state = load.training(other.policy, checkpoint)
     other.restore(json.loads(json.dumps(state)))
     other.step(2)
     _, mine = critic_of(stage)
@@ -241,13 +240,13 @@ def test_the_critic_survives_and_a_child_takes_none_of_it(tmp_path: Path) -> Non
     assert same(copied(mine), copied(theirs))
     assert same(copied(stage.policy), copied(other.policy))
     plain = expert(tmp_path, {})
-    checkpoints.load_weights(plain.policy, checkpoint)
-    checkpoints.load_training(other.policy, checkpoint)
+    load.weights(plain.policy, checkpoint)
+    load.training(other.policy, checkpoint)
     assert same(copied(plain.policy), copied(other.policy))
     # A critic that begins at a parent has all of it but the head.
     turn_head(theirs)
     head = theirs.chunks[-1].output_layer.weight.detach().clone()
-    checkpoints.load_weights(theirs, checkpoint, head=False)
+    load.weights(theirs, checkpoint, head=False)
     begun, parent = copied(theirs), copied(plain.policy)
     assert torch.equal(begun.pop("output_layer.weight"), head)
     del parent["output_layer.weight"]

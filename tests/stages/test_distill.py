@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from parallel.batch import collate
-from parallel.checkpoint import checkpoints
+from parallel.checkpoint import load
 from parallel.model.policy import Policy
 from parallel.packing import RankPlace
 from parallel.sample import Sample
@@ -43,7 +43,7 @@ def merge(directory: Path, **given: Any) -> Merge:
     job = toy_job(directory, settings, stage="merge", domain=None, teachers=teachers)
     with (
         mock.patch("stages.sampling.engines.Fleet", RefittedFleet),
-        mock.patch.object(checkpoints, "load_weights", start_by_name),
+        mock.patch.object(load, "weights", start_by_name),
     ):
         stage = Merge(job)
     stage.policy.start_fresh(0)

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from parallel.checkpoint import checkpoints
+from parallel.checkpoint import load
 from parallel.model.policy import Policy
 from stages import grpo
 from stages.settings import DomainSettings
@@ -46,7 +46,7 @@ def logged(directory: Path, **domains: DomainSettings) -> dict[str, list[dict[st
         job.directory.mkdir(parents=True)
         with (
             mock.patch("stages.sampling.engines.Fleet", RefittedFleet),
-            mock.patch.object(checkpoints, "load_weights", start_elsewhere),
+            mock.patch.object(load, "weights", start_elsewhere),
         ):
             grpo.run(job)
         lines = (job.directory / "metrics.jsonl").read_text().splitlines()

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from parallel.checkpoint import checkpoints
+from parallel.checkpoint import load
 from parallel.model.policy import Policy
 from stages import evaluate
 from stages.rewards.reward import RewardError
@@ -36,7 +36,7 @@ class WatchedFleet(RefittedFleet):
 
 
 @torch.no_grad()
-def load(policy: Policy, checkpoint: Path) -> None:
+def load_named(policy: Policy, checkpoint: Path) -> None:
     """Stands for loading a checkpoint, which the folder's name says."""
     for weight in policy.named_weights().values():
         weight.fill_(MODELS[checkpoint.name] / 100)
@@ -55,7 +55,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     SPLITS.clear()
     monkeypatch.setattr(evaluate, "held_out_problems", asked)
     monkeypatch.setattr("stages.sampling.engines.Fleet", WatchedFleet)
-    monkeypatch.setattr(checkpoints, "load_weights", load)
+    monkeypatch.setattr(load, "weights", load_named)
     yield
 
 

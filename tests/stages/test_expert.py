@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from parallel.batch import collate
-from parallel.checkpoint import checkpoints
+from parallel.checkpoint import load
 from parallel.checkpoint.save import Saver
 from parallel.model.policy import Policy, TrainedPolicy
 from parallel.packing import RankPlace
@@ -59,7 +59,7 @@ def test_the_reference_is_the_model_that_is_named(tmp_path: Path) -> None:
     policy, loaded = expert(tmp_path, {}).policy, []
     origins = {"parent": tmp_path / "parent", "models": {"cold_start": tmp_path / "cold"}}
     job = toy_job(tmp_path, toy_run(sums=toy_domain()), **origins)
-    with mock.patch.object(checkpoints, "load_weights", lambda _, origin: loaded.append(origin)):
+    with mock.patch.object(load, "weights", lambda _, origin: loaded.append(origin)):
         for reference in ("parent", "cold_start"):
             Reference(job, policy, KLSettings(coefficient=0.1, reference=reference))
     assert loaded == [tmp_path / "parent", tmp_path / "cold"]
@@ -172,13 +172,13 @@ def test_an_average_follows_the_policy_and_survives(tmp_path: Path) -> None:
     saver.begin(stage.policy, 1, stage.state())
     saver.finish()
     other = expert(tmp_path, objective)
-    checkpoints.load_training(other.policy, tmp_path / "checkpoints" / "step_1")
+    load.training(other.policy, tmp_path / "checkpoints" / "step_1")
     for mine, theirs in ((stage.policy, other.policy), (average, other.policy.averages["ema"])):
         for name, weight in mine.named_weights().items():
             assert torch.equal(weight, theirs.named_weights()[name])
     # A child stage takes the policy, and no average, from it.
     plain = expert(tmp_path, {})
-    checkpoints.load_weights(plain.policy, tmp_path / "checkpoints" / "step_1")
+    load.weights(plain.policy, tmp_path / "checkpoints" / "step_1")
     for name, weight in plain.policy.named_weights().items():
         assert torch.equal(weight, stage.policy.named_weights()[name])
 

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from parallel.checkpoint import checkpoints
+from parallel.checkpoint import load
 from parallel.model.policy import Policy
 from stages import preview
 from stages.sampling.logprob_check import MismatchError
@@ -34,7 +34,7 @@ def start_elsewhere(policy: Policy, checkpoint: Path) -> None:
 def run(job: StageJob) -> None:
     with (
         mock.patch("stages.sampling.engines.Fleet", RefittedFleet),
-        mock.patch.object(checkpoints, "load_weights", start_elsewhere),
+        mock.patch.object(load, "weights", start_elsewhere),
     ):
         preview.run(job)
 

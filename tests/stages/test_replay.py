@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from parallel.checkpoint import checkpoints
+from parallel.checkpoint import load
 from parallel.checkpoint.save import Saver
 from stages.grpo import Expert
 from stages.sampling.logprob_check import MismatchError
@@ -47,11 +47,11 @@ def expert(
         stage = Expert(toy_job(directory, settings, engine))
     stage.rollouts.fleet.sequences = 1000  # type: ignore[attr-defined]  # one stream a call
     OPENED.append(stage)
-    newest, _ = checkpoints.newest_whole(directory / "checkpoints")
+    newest, _ = load.newest_verified(directory / "checkpoints")
     if newest is None:
         stage.policy.start_fresh(0)
         return stage, 0
-    state = checkpoints.load_training(stage.policy, newest)
+    state = load.training(stage.policy, newest)
     stage.restore(state)
     return stage, state["step"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from parallel.checkpoint import checkpoints
-from parallel.checkpoint.checkpoints import CheckpointError
+from parallel.checkpoint import load
+from parallel.checkpoint.load import CheckpointError
 from stages import loop
 from stages.settings import StageJob
 
@@ -28,8 +28,8 @@ def test_a_state_that_lacks_something_names_it(
 ) -> None:
     directory = Path("runs/small/stages/experts.sums")
     saved = directory / "checkpoints/step_20"
-    monkeypatch.setattr(checkpoints, "newest_whole", lambda directory: (saved, []))
-    monkeypatch.setattr(checkpoints, "load_training", lambda policy, path: {"step": 20, **rate})
+    monkeypatch.setattr(load, "newest_verified", lambda directory: (saved, []))
+    monkeypatch.setattr(load, "training", lambda policy, path: {"step": 20, **rate})
     stage, job = OfToday(), StageJob.model_construct(stage="experts.sums", directory=directory)
     if rate:
         assert loop._load(stage, job, saved.parent) == {"step": 20, "rate": 2}

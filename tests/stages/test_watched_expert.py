@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from parallel.checkpoint import checkpoints
+from parallel.checkpoint import load
 from parallel.files import whole_checkpoints
 from parallel.sample import Sample
 from stages.grpo import Expert
@@ -49,7 +49,7 @@ def looped(stage: Expert, job: StageJob, stop_after: int | None = None) -> Exper
 
     stage.step = step  # type: ignore[method-assign]
     with (
-        mock.patch.object(checkpoints, "load_weights", start_elsewhere),
+        mock.patch.object(load, "weights", start_elsewhere),
         mock.patch("stages.loop.signal.signal", lambda _, handler: handlers.append(handler)),
     ):
         train(stage, job, stage.loop, stage.watch)

@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from parallel.checkpoint import checkpoints
+from parallel.checkpoint import load
 from parallel.engine.wire import Prompt
 from parallel.model.policy import Policy
 from parallel.sample import Sample
@@ -119,7 +119,7 @@ def expert(
     job = toy_job(directory, settings, models={"cold_start": directory})
     with (
         mock.patch("stages.sampling.engines.Fleet", RefittedFleet),
-        mock.patch.object(checkpoints, "load_weights", start_elsewhere),
+        mock.patch.object(load, "weights", start_elsewhere),
     ):
         stage = Expert(job)
     OPENED.append(stage)

@@ -44,7 +44,7 @@ class CheckpointError(UserError):
     """A checkpoint cannot be written, or is damaged; the message names it and the reason."""
 
 
-def newest_whole(directory: Path) -> tuple[Path | None, list[str]]:
+def newest_verified(directory: Path) -> tuple[Path | None, list[str]]:
     """The newest whole checkpoint in `directory`, and what is wrong with each newer one.
 
     A damaged one is put aside as `damaged_step_N` for a person to look at. Collective.
@@ -61,8 +61,8 @@ def newest_whole(directory: Path) -> tuple[Path | None, list[str]]:
     return path, faults
 
 
-def load_training(policy: TrainedPolicy, checkpoint: Path) -> dict[str, Any]:
-    """Continue from what `newest_whole` found: weights, optimizer, schedule, random numbers.
+def training(policy: TrainedPolicy, checkpoint: Path) -> dict[str, Any]:
+    """Continue from what `newest_verified` found: weights, optimizer, schedule, random numbers.
 
     Returns the loop's own state. The layout may be another than the one that saved; only the random
     numbers then go on afresh. Raises CheckpointError when the checkpoint is of another model or
@@ -83,7 +83,7 @@ def load_training(policy: TrainedPolicy, checkpoint: Path) -> dict[str, Any]:
     return json.loads((checkpoint / STATE).read_text())
 
 
-def load_weights(policy: Policy, checkpoint: Path, head: bool = True) -> None:
+def weights(policy: Policy, checkpoint: Path, head: bool = True) -> None:
     """Take only the weights of `checkpoint`, as a child stage, a reference or a teacher does;
     without the `head`, that of the policy stays, as a critic's does.
 

@@ -18,20 +18,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import queue
 import sys
 import types
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from parallel.checkpoint import reader as checkpoint_reader
 from parallel.cpu import gloo
 from parallel.cpu.adam import GroupStepAdam
+from parallel.device import CPU
 
-CPU = torch.device("cpu")
 SCOPED_PACKAGES = ("megatron", "mbridge")
 # Imported before the names are replaced, so that what a stage uses is covered.
 ENTRY_POINTS = (
@@ -70,35 +68,13 @@ FACTORIES = [
 ]
 
 
-def backend() -> str:
-    """The torch.distributed backend for this machine: "nccl" with CUDA, else "gloo"."""
-    return "nccl" if torch.cuda.is_available() else "gloo"
-
-
-def device() -> torch.device:
-    """Where this rank's tensors live."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
-
-
-@functools.cache
-def layer_specs() -> Literal["transformer_engine", "local"]:
-    """What the policy's layers are made of here; TransformerEngine's need CUDA."""
-    if not torch.cuda.is_available():
-        return "local"
-    try:
-        importlib.import_module("transformer_engine.pytorch")
-    except Exception:  # not installed, or whatever a build for another CUDA or torch raises
-        return "local"
-    return "transformer_engine"
-
-
 @functools.cache
 def activate() -> None:
     """Make megatron-core and mbridge importable and runnable here. Inert where CUDA is there."""
     if torch.cuda.is_available():
         for name in ENTRY_POINTS:
             importlib.import_module(name)
-        _mend_checkpoints()
+        _count_adam_steps_by_group()
         return
     # torch.compile on a CPU costs more start-up time than its fusions save; it must be off before
     # Megatron's modules are decorated with it.
@@ -111,8 +87,8 @@ def activate() -> None:
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] in SCOPED_PACKAGES and getattr(module, "torch", None) is torch:
             vars(module)["torch"] = proxy
-    _mend_megatron()
-    _mend_checkpoints()
+    _patch_megatron()
+    _count_adam_steps_by_group()
 
 
 class _CpuStream:
@@ -231,7 +207,7 @@ def _accept_cuda_on_tensors() -> None:
     torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
 
 
-def _mend_megatron() -> None:
+def _patch_megatron() -> None:
     """Replace the pieces of megatron-core 0.16.1 that assume CUDA in their own code."""
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     # Both reach into torch.cuda's generators, which a CPU build does not have.
@@ -258,15 +234,7 @@ def _mend_megatron() -> None:
     moe_utils.maybe_move_tensor_to_cpu = dispatcher.maybe_move_tensor_to_cpu = _as_splits
 
 
-def _mend_checkpoints() -> None:
-    """Replace what megatron-core 0.16.1 cannot checkpoint, writes in a way that may hang, or reads
-    in a way that runs what it reads."""
-    _count_adams_steps_by_group()
-    _write_checkpoints_here()
-    checkpoint_reader.use_for_megatron()
-
-
-def _count_adams_steps_by_group() -> None:
+def _count_adam_steps_by_group() -> None:
     """Use our AdamW where neither TransformerEngine nor apex is installed.
 
     megatron-core would take torch's, which counts steps once a parameter. Its fully reshardable
@@ -279,36 +247,6 @@ def _count_adams_steps_by_group() -> None:
     distributed: Any = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = GroupStepAdam, False
     distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
-
-
-def _write_checkpoints_here() -> None:
-    """Let megatron-core write a checkpoint's files in the thread that asks for it.
-
-    It would fork a process for every file and wait for each without a limit, so that one that is
-    killed hangs its rank, and collect their answers in a manager process that takes seconds to
-    start and outlives a killed rank.
-    """
-    module: Any = importlib.import_module(
-        "megatron.core.dist_checkpointing.strategies.filesystem_async"
-    )
-    writer = module.FileSystemWriterAsync
-
-    def write(
-        transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], answers: queue.Queue
-    ) -> None:
-        answer: dict[int, Any] = {}
-        for index, bucket in enumerate(buckets):
-            written: queue.Queue = queue.Queue()
-            pending: queue.Queue = queue.Queue()
-            pending.put(index)
-            writer.write_preloaded_data(transforms, index, bucket, written, pending, True)
-            _, answer[index] = written.get()
-            if isinstance(answer[index], Exception):
-                raise answer[index]
-        answers.put(answer)
-
-    writer.write_preloaded_data_multiproc = staticmethod(write)
-    module._get_write_results_queue = queue.Queue  # one for each checkpoint
 
 
 def _gather_unequal(equal: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
