@@ -16,7 +16,7 @@ from parallel.sample import Sample
 from stages.guards.curriculum_settings import NoCurriculumSettings
 from stages.loop import train
 from stages.objectives.aggregation import Totals, token_mean
-from stages.objectives.settings import NoCorrectionSettings
+from stages.objectives.correction import NoCorrectionSettings
 from stages.sampling.prompt_buffer import Batch
 from stages.sampling.step import OnPolicyStage, Rollout
 from stages.settings import MergeSettings, RolloutSettings, StageJob

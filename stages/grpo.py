@@ -17,6 +17,7 @@ from stages.guards.measures import graded, group_metrics, is_right
 from stages.guards.watch import GuardMonitor
 from stages.loop import train
 from stages.metrics import reduce_sums
+from stages.objectives.advantages.gae import GaeSettings
 from stages.objectives.aggregation import Totals
 from stages.objectives.assign_advantages import (
     assign_advantages,
@@ -27,9 +28,9 @@ from stages.objectives.batch_weights import LengthWeights, scale_by_entropy
 from stages.objectives.critic import Critic
 from stages.objectives.groups import Group
 from stages.objectives.kl import kl_controller
-from stages.objectives.loss import MetricSum, Tokens, policy_loss
+from stages.objectives.loss import MetricSum, policy_loss
 from stages.objectives.reference import Reference
-from stages.objectives.settings import GaeSettings
+from stages.objectives.surrogate import Tokens
 from stages.sampling.prompt_buffer import Batch
 from stages.sampling.step import OnPolicyStage, Prepared, Rollout
 from stages.settings import DomainSettings, PolicySettings, StageJob
@@ -67,14 +68,14 @@ class Expert(OnPolicyStage):
             settings.routing,
             settings.loop,
             self.objective.correction,
-            entropies=self.objective.scaling == "edge",
+            entropies=self.objective.needs_entropies,
         )
         rewards = [domain.rewards for domain in domains.values()]
         self.watch = GuardMonitor(job.stage, settings, rewards[0] if len(rewards) == 1 else {})
         self.kl_coefficient = self.objective.kl.coefficient
         self.length_exponent = 0.0  # lambda
         self.weigh: LengthWeights | None = None  # of the present update
-        if self.objective.ratio.name == "rspo":
+        if self.objective.ratio.needs_router_shift:
             policy.remember_routing()
             self.one_pass = False  # what the routers said is remembered in a pass of its own
         self.reference = Reference(job, policy, self.objective.kl) if self.kl_coefficient else None
@@ -121,7 +122,7 @@ class Expert(OnPolicyStage):
     def prepare(self, rollout: Rollout, step: int) -> Prepared:
         """The same, with advantages scaled as the objective says. Collective."""
         prepared = super().prepare(rollout, step)
-        if self.objective.scaling == "edge":
+        if self.objective.needs_entropies:
             samples = [sample for samples in rollout.updates for sample in samples]
             scale_by_entropy(samples, [part for batches in prepared.updates for part in batches])
         return prepared
@@ -130,7 +131,7 @@ class Expert(OnPolicyStage):
         """Those of the domain's objective."""
         if self.reference is not None:
             self.reference.compute_logprobs(batches, self.sampling.temperature)
-        if self.objective.ratio.name == "rspo":
+        if self.objective.ratio.needs_router_shift:
             movements = self.policy.router_movement(batches)
             for part, movement in zip(batches, movements, strict=False):
                 part.router_movement = movement
@@ -186,7 +187,7 @@ class Expert(OnPolicyStage):
             if "kl" in measured:
                 target = self.objective.kl.target
                 self.kl_coefficient = kl_controller(self.kl_coefficient, measured["kl"], target)
-        if self.objective.aggregation == "lambda":
+        if self.objective.learns_length_weights:
             assert self.weigh is not None
             logged["length_exponent"] = self.length_exponent
             self.length_exponent -= self.objective.lambda_learning_rate * self.weigh.gradient()
@@ -230,7 +231,7 @@ class Expert(OnPolicyStage):
     def _drew(self, part: MicroBatch) -> torch.Tensor | None:
         """Log-probabilities [B, R] of what drew the tokens, where the KL asks for them: the
         engine's of what older weights drew, in part or whole, else pi_old's."""
-        if self.objective.kl.estimator != "unbiased_k3" or part.old_logprobs is None:
+        if not self.objective.kl.needs_drawn_log_probs or part.old_logprobs is None:
             return None
         return part.engine_logprobs.where(self.stale(part), part.old_logprobs)
 
@@ -259,7 +260,7 @@ class Expert(OnPolicyStage):
             reference_log_probs=part.reference_logprobs,
             reference_kl=responses.kl(part.reference, temperature) if part.reference else None,
             entropy=responses.entropy(temperature) if bonus else None,
-            length_weights=weigh(part) if self.objective.aggregation == "lambda" else None,
+            length_weights=weigh(part) if self.objective.learns_length_weights else None,
         )
 
 

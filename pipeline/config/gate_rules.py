@@ -58,7 +58,7 @@ def _bound_rules(key: str, domain: DomainSettings) -> Found:
             f"{gate.min_router_agreement:g} bounds a metric that is not logged with "
             f"{key}.routing.replay = {domain.routing.replay}; use null, or r3",
         )
-    if gate.max_router_movement is not None and domain.objective.ratio.name != "rspo":
+    if gate.max_router_movement is not None and not domain.objective.ratio.needs_router_shift:
         yield (
             f"{key}.gate.max_router_movement",
             f"{gate.max_router_movement:g} bounds a metric that is logged with "

@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterator
 
 from parallel.settings import MOST, EngineSettings, LayoutSettings, ModelSettings, OptimizerSettings
 from pipeline.config.violations import hint
-from stages.objectives.settings import OF_THE_BATCH, ObjectiveSettings
+from stages.objectives.advantages.gae import GaeSettings
+from stages.objectives.correction import ImportanceSettings
 from stages.settings import (
     LoopSettings,
     MergeRolloutSettings,
@@ -30,7 +31,8 @@ def policy_rules(
     updates = policy.updates_per_rollout
     yield from schedule_rules(key, policy.optimizer, policy.loop, updates)
     yield from sampling_rules(f"{key}.sampling", policy.sampling, layout, engine, updates)
-    yield from _objective_rules(f"{key}.objective", policy.objective, policy.sampling)
+    for field, message in policy.objective.violations(policy.sampling.group_size):
+        yield f"{key}.objective.{field}", message
     yield from _stop_rules(f"{key}.stop", policy, rewards)
     yield from _group_rules(key, policy)
     if policy.sampling.prompts_per_step % updates:
@@ -46,10 +48,10 @@ def policy_cautions(settings: RunSettings) -> Iterator[str]:
     policies = {f"experts.{name}": domain for name, domain in settings.experts.items()}
     precision = settings.model.precision
     for key, policy in {**policies, "mixed": settings.mixed}.items():
-        if policy is None or policy.objective.correction.name == "none":
+        if policy is None or not isinstance(policy.objective.correction, ImportanceSettings):
             continue
         correction, replay = policy.objective.correction, policy.routing.replay
-        if correction.samples == "auto" and correction.of_all(replay, precision):
+        if correction.samples == "auto" and correction.applies_to_all(replay, precision):
             why = f"model.precision is {precision}"
             if replay == "none":
                 why = "routing.replay is none"
@@ -63,7 +65,7 @@ def _group_rules(key: str, policy: PolicySettings) -> Found:
     """A critic compares with its values, `reinforce_pp` with the batch, all else within a group."""
     alone = policy.sampling.group_size < 2
     advantage = policy.objective.advantage
-    if alone and advantage.name not in ("gae", *OF_THE_BATCH):
+    if alone and advantage.baseline == "group":
         yield (
             f"{key}.sampling.group_size",
             "a group of one has no advantage, since it is its own mean; use 2 or more, or the "
@@ -76,7 +78,7 @@ def _group_rules(key: str, policy: PolicySettings) -> Found:
             f"{policy.rollout.dynamic_sampling} replaces every prompt, since the samples of a group"
             " of one all earn the same; use 0",
         )
-    if advantage.name != "gae":
+    if not isinstance(advantage, GaeSettings):
         return
     steps, warmup = policy.loop.steps, advantage.critic.warmup_steps
     if warmup >= steps:
@@ -91,33 +93,6 @@ def _group_rules(key: str, policy: PolicySettings) -> Found:
         policy.updates_per_rollout,
         loop_key=f"{key}.loop",
     )
-
-
-def _objective_rules(key: str, objective: ObjectiveSettings, sampling: SamplingSettings) -> Found:
-    advantage, kl, correction = objective.advantage, objective.kl, objective.correction
-    if advantage.name == "gfpo" and advantage.keep > sampling.group_size:
-        yield (
-            f"{key}.advantage.keep",
-            f"{advantage.keep} is more than the sampling.group_size = {sampling.group_size} that "
-            "there are to keep",
-        )
-    if kl.target is not None and kl.coefficient == 0:
-        yield (
-            f"{key}.kl.target",
-            f"{kl.target:g} is never reached from kl.coefficient = 0, which is multiplied; begin "
-            "above 0",
-        )
-    ratio = objective.ratio
-    if ratio.name == "cispo" and ratio.floor > ratio.cap:
-        yield (
-            f"{key}.ratio.floor",
-            f"{ratio.floor:g} should be at most cap = {ratio.cap:g}",
-        )
-    if correction.name == "icepop" and correction.low >= correction.high:
-        yield (
-            f"{key}.correction.low",
-            f"{correction.low:g} should be less than high = {correction.high:g}",
-        )
 
 
 def _stop_rules(key: str, policy: PolicySettings, rewards: Collection[str]) -> Found:

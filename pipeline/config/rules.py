@@ -24,7 +24,6 @@ from parallel.settings import (
 )
 from parallel.weights.needs import engine_violations
 from pipeline.config.cores import placement_fault
-from pipeline.config.credit_rules import credit_rules
 from pipeline.config.data_files import (
     data_rules,
     demonstration_rules,
@@ -90,7 +89,6 @@ def violations(run: dict[str, Any], domains: Domains) -> Found:
         if domain:
             yield from policy_rules(f"experts.{name}", domain, domain.rewards, layout, engine)
             yield from vocabulary_rules(f"experts.{name}.sampling", domain.sampling, model)
-            yield from credit_rules(f"experts.{name}.objective", domain.objective)
             yield from reward_rules(f"experts.{name}.rewards", domain, pool)
             yield from _step_rules(name, domain, (f"experts.{name}", domain), ("mixed", mixed))
             yield from data_rules(f"experts.{name}", domain, model, engine, (merge, mixed))
@@ -104,7 +102,6 @@ def violations(run: dict[str, Any], domains: Domains) -> Found:
         rewards = {name for domain in valid.values() for name in domain.rewards}
         yield from policy_rules("mixed", mixed, rewards, layout, engine)
         yield from vocabulary_rules("mixed.sampling", mixed.sampling, model)
-        yield from credit_rules("mixed.objective", mixed.objective)
         yield from rollout_rules("mixed.rollout", mixed.rollout, deterministic)
     if valid:
         yield from _split_rules(valid)
@@ -222,7 +219,7 @@ def _step_rules(
 ) -> Found:
     """Those of the first of the policies, which learn from a domain, that compares steps."""
     for key, policy in policies:
-        if policy and policy.objective.advantage.name == "process":
+        if policy and policy.objective.advantage.needs_step_rewards:
             yield from step_rules(f"experts.{name}.rewards", domain, f"{key}.objective")
             return
 

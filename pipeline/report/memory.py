@@ -20,6 +20,7 @@ from parallel.memory import (
 from parallel.settings import EngineSettings, OptimizerSettings
 from pipeline.report.tables import indented, layout_text, plain_table
 from pipeline.run.graph import Stage, compile_graph
+from stages.objectives.advantages.gae import GaeSettings
 from stages.settings import LoopSettings, PolicySettings, RunSettings
 
 HEADINGS = ("parameters", "gradients", "optimizer", "frozen models", "activations", "total")
@@ -55,7 +56,7 @@ def stage_memory(stage: Stage, settings: RunSettings) -> list[RankMemory]:
     ranks = training_memory(model, layout, optimizer.algorithm, tokens, frozen, averages)
     rewarded = _rewarded(stage, settings)
     advantage = rewarded.objective.advantage if rewarded else None
-    if advantage is None or advantage.name != "gae":
+    if not isinstance(advantage, GaeSettings):
         return ranks
     algorithm = advantage.critic.optimizer.algorithm
     critic = training_memory(model, layout, algorithm, tokens, values=True)

@@ -1,10 +1,15 @@
-"""From a loss per token to one number, normalised once by a global count (section 2)."""
+"""Aggregations of a loss per token to one number, normalised once by a global count (section 2).
+
+Each takes `values` [B, T] and `mask` [B, T] bool, and returns this shard's share, a scalar. Never
+imports torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from stages.objectives.registry import aggregation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -12,13 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Totals:
-    """What one optimizer step trains on, over all data-parallel ranks and micro-batches.
+    """The counts of one optimizer step, over all data-parallel ranks and micro-batches.
 
     The caller reduces them across ranks before the first backward pass. Summed over ranks and
     micro-batches, the aggregates below are then the mean over the whole step, however the step
     was cut. `sequences` counts the responses, `tokens` their learned tokens, `learned` the
-    responses that have any, which metrics are means of; `longest` is the number of tokens that a
-    response may have at most, which only `constant` reads.
+    responses that have any, which metrics are means of; `longest` is the maximum number of tokens
+    of a response, which only `constant` reads.
     """
 
     sequences: float
@@ -27,45 +32,44 @@ class Totals:
     learned: float | None = None
 
 
+@aggregation("sequence_mean", "GRPO, arXiv 2402.03300; GSPO, 2507.18071")
 def sequence_mean(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
-    """Mean over responses of each one's mean over tokens (GRPO, GSPO).
+    """Return the mean over responses of each one's mean over tokens.
 
-    `values` [B, T], `mask` [B, T] bool; returns this shard's share, a scalar. A response without
-    tokens adds 0.
+    A response without tokens adds 0.
     """
     return sequence_means(values, mask).sum() / max(totals.sequences, 1)
 
 
+@aggregation("token_mean", "DAPO, arXiv 2503.14476")
 def token_mean(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
-    """Mean over tokens, so that long responses weigh more (DAPO, arXiv 2503.14476).
-
-    `values` [B, T], `mask` [B, T] bool; returns this shard's share, a scalar.
-    """
+    """Return the mean over tokens, so that long responses weigh more."""
     return masked_sum(values, mask) / max(totals.tokens, 1)
 
 
+@aggregation("constant", "Dr. GRPO, arXiv 2503.20783")
 def constant(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
-    """Mean over responses of each one's sum over the longest length (Dr. GRPO, arXiv 2503.20783).
+    """Return the mean over responses of each one's sum over the longest length.
 
-    So every token weighs the same, in every step. `values` [B, T], `mask` [B, T] bool; returns this
-    shard's share, a scalar.
+    So every token weighs the same, in every step.
     """
     return masked_sum(values, mask) / (max(totals.sequences, 1) * totals.longest)
 
 
+@aggregation("lambda", "Lambda-GRPO, arXiv 2510.06870")
+def weighted_token_mean(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
+    """Return the mean over tokens, whose responses have learned weights by length.
+
+    `stages.objectives.batch_weights` computes the weights; `values` are weighted already.
+    """
+    return token_mean(values, mask, totals)
+
+
 def sequence_means(values: Tensor, mask: Tensor) -> Tensor:
-    """The mean [B] of each response's unmasked `values` [B, T]; 0 for one without tokens."""
+    """Return the mean [B] of each response's unmasked `values` [B, T]; 0 for one without tokens."""
     return values.masked_fill(~mask, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """The sum, a scalar, of `values` where `mask`; what is masked may be anything, even NaN."""
+    """Return the sum, a scalar, of `values` where `mask`; elsewhere they may even be NaN."""
     return values.masked_fill(~mask, 0.0).sum()
-
-
-AGGREGATIONS: dict[str, Callable[[Tensor, Tensor, Totals], Tensor]] = {
-    "sequence_mean": sequence_mean,
-    "token_mean": token_mean,
-    "constant": constant,
-    "lambda": token_mean,  # of what `stages.objectives.length_weights` weighed
-}

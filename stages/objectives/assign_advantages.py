@@ -1,4 +1,4 @@
-"""From a batch's graded groups to what the advantages are computed from, and back."""
+"""Advantages of a batch's samples, from the rewards of their groups."""
 
 from __future__ import annotations
 
@@ -8,15 +8,67 @@ import numpy as np
 import torch
 
 from parallel.sample import Sample
-from stages.objectives.advantages import advantages
-from stages.objectives.graded import Graded
+from stages.objectives.advantages import compute_advantages
+from stages.objectives.graded import AdvantageBase, Graded
 from stages.objectives.groups import Group
-from stages.objectives.settings import AdvantageSettings, GaeSettings, ProcessSettings
 from stages.rewards.reward import RewardError
 
 
+def assign_advantages(
+    groups: list[Group],
+    settings: AdvantageBase,
+    weights: Mapping[str, float] | None = None,
+    first: int = 0,
+) -> list[list[Sample]]:
+    """Set the advantage of every graded sample, and return them as `graded_samples` does.
+
+    `weights` are those of a reward's parts, by name; without them each weighs 1.
+
+    Raises:
+        RewardError: the advantage compares steps, and a graded sample has none.
+    """
+    _check_steps(groups, settings)
+    found = compute_advantages(graded(groups, weights), settings).float().numpy()
+    for number, group in enumerate(groups):
+        for sample, values in zip(group.samples, found[number], strict=False):
+            if found.shape[-1] > 1:
+                sample.advantages = values[: len(sample.response)]
+                values = sample.advantages
+            sample.advantage = float(values.mean())
+    return graded_samples(groups, first)
+
+
+def has_zero_advantages(
+    group: Group,
+    settings: AdvantageBase,
+    weights: Mapping[str, float] | None = None,
+    mask_truncated: bool = False,
+) -> bool:
+    """Return true where no learned token of a graded group has an advantage within the group.
+
+    With a critic, whose advantages are of no group: where all rewards are equal. With
+    `mask_truncated`, truncated responses are not learned.
+    """
+    if mask_truncated and not any(sample.finished for sample in group.samples):
+        return True
+    if settings.baseline == "critic":
+        return group.zero_variance
+    _check_steps([group], settings)
+    found = compute_advantages(graded([group], weights), settings)[0]
+    learned = [sample.finished or not mask_truncated for sample in group.samples]
+    return not found[: len(learned)][learned].any()
+
+
+def graded_samples(groups: list[Group], first: int = 0) -> list[list[Sample]]:
+    """Return the graded samples of each group; number the groups of all samples from `first`."""
+    for number, group in enumerate(groups):
+        for sample in group.samples:
+            sample.group = first + number
+    return [[each for each in group.samples if each.reward is not None] for group in groups]
+
+
 def graded(groups: list[Group], weights: Mapping[str, float] | None = None) -> Graded:
-    """What the samples of the groups earned; where a reward is None there is no grade.
+    """Return the rewards of the groups' samples; one whose reward is None is not graded.
 
     `weights` are those of a reward's parts, by name; without them each weighs 1.
     """
@@ -39,76 +91,29 @@ def graded(groups: list[Group], weights: Mapping[str, float] | None = None) -> G
     )
 
 
-def assign_advantages(
-    groups: list[Group],
-    settings: AdvantageSettings,
-    weights: Mapping[str, float] | None = None,
-    first: int = 0,
-) -> list[list[Sample]]:
-    """Give every graded sample its advantage; returns those of each group, as
-    `graded_samples`.
-
-    Raises RewardError where the advantage is of steps and a graded sample has none.
-    """
-    if isinstance(settings, ProcessSettings):
-        _hold_to_steps(groups)
-    found = advantages(graded(groups, weights), settings).float().numpy()
-    for number, group in enumerate(groups):
-        for sample, values in zip(group.samples, found[number], strict=False):
-            if found.shape[-1] > 1:
-                sample.advantages = values[: len(sample.response)]
-                values = sample.advantages
-            sample.advantage = float(values.mean())
-    return graded_samples(groups, first)
-
-
-def has_zero_advantages(
-    group: Group,
-    settings: AdvantageSettings,
-    weights: Mapping[str, float] | None = None,
-    mask_truncated: bool = False,
-) -> bool:
-    """Whether no learned token of a graded group has an advantage among its own; of a critic's,
-    which are of no group, and of those that are of a batch, whether all samples earned the same.
-    With `mask_truncated`, what was cut off is not learned."""
-    if mask_truncated and not any(sample.finished for sample in group.samples):
-        return True
-    if isinstance(settings, GaeSettings):
-        return group.zero_variance
-    if isinstance(settings, ProcessSettings):
-        _hold_to_steps([group])
-    found = advantages(graded([group], weights), settings)[0]
-    learned = [sample.finished or not mask_truncated for sample in group.samples]
-    return not found[: len(learned)][learned].any()
-
-
-def graded_samples(groups: list[Group], first: int = 0) -> list[list[Sample]]:
-    """Those of each group, which are told its number, counted from `first`."""
-    for number, group in enumerate(groups):
-        for sample in group.samples:
-            sample.group = first + number
-    return [[each for each in group.samples if each.reward is not None] for group in groups]
-
-
-def _hold_to_steps(groups: list[Group]) -> None:
+def _check_steps(groups: list[Group], settings: AdvantageBase) -> None:
+    if not settings.needs_step_rewards:
+        return
     graded = [each for group in groups for each in group.samples if each.reward is not None]
     without = [sample for sample in graded if not sample.step_rewards]
     if not without:
         return
-    cut_off = sum(not sample.finished for sample in without)
+    truncated = sum(not sample.finished for sample in without)
     raise RewardError(
-        f"experts.{without[0].domain}.rewards: objective.advantage process compares steps, but"
-        f" {len(without)} of {len(graded)} responses have none, {cut_off} of which were cut off;"
-        " give the reward that judges steps unfinished: score, have it return Steps for every"
-        " response, or use another advantage"
+        f"experts.{without[0].domain}.rewards: objective.advantage {settings.name} compares steps,"
+        f" but {len(without)} of {len(graded)} responses have none, {truncated} of which were"
+        " truncated; give the reward that scores steps unfinished: score, have it return Steps for"
+        " every response, or use another advantage"
     )
 
 
 def _parts(
     samples: dict[tuple[int, int], Sample], shape: tuple[int, int], weights: Mapping[str, float]
 ) -> dict[str, torch.Tensor]:
-    """Parts [groups, G, K] and their weights, where every sample has parts. One of weight 0 is
-    left out: it adds nothing, and a sample lacks it where it has failed."""
+    """Return parts [groups, G, K] and their weights, where every sample has parts.
+
+    A part of weight 0 is not among them: it adds nothing, and a sample lacks it where it failed.
+    """
     found = {name for sample in samples.values() for name in sample.reward_parts or {}}
     names = sorted(name for name in found if weights.get(name, 1.0))
     if not names or any(sample.reward_parts is None for sample in samples.values()):
@@ -127,7 +132,7 @@ def _parts(
 def _steps(
     samples: dict[tuple[int, int], Sample], shape: tuple[int, int]
 ) -> dict[str, torch.Tensor]:
-    """Step rewards and ends [groups, G, S], where every sample has steps."""
+    """Return step rewards and ends [groups, G, S], where every sample has steps."""
     steps = {place: sample.step_rewards for place, sample in samples.items()}
     if not steps or any(each is None for each in steps.values()):
         return {}

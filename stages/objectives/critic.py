@@ -1,4 +1,4 @@
-"""PPO's critic: it learns what is still to be earned at every token; advantages come of that."""
+"""PPO's critic: a model of the return that is left at every token, for advantages by GAE."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from parallel.distributed import gather, sum_over_data
 from parallel.model.policy import TrainedPolicy
 from parallel.model.value_model import ValueModel, values
 from parallel.sample import Sample
+from stages.objectives.advantages.gae import GaeSettings, clipped_value_loss, gae
 from stages.objectives.aggregation import Totals, sequence_means, token_mean
-from stages.objectives.gae import clipped_value_loss, gae
 from stages.objectives.graded import STD_FLOOR
-from stages.objectives.settings import GaeSettings
 from stages.settings import PolicySettings, StageJob
 
 NAME = "critic"
 
 
 class Critic:
-    """A model that begins as the policy's parent, but for its head, and is saved with the policy.
+    """A model that starts as the policy's parent, except its head, and is saved with the policy.
 
-    It routes by itself, as another model than the one that sampled.
+    It never replays the engine's routes: it is another model than the one that sampled.
     """
 
     def __init__(
@@ -42,25 +41,26 @@ class Critic:
         policy.companions[NAME] = self._model
 
     def learns_alone(self, step: int) -> bool:
-        """Whether the policy waits in this step until the critic knows something."""
+        """Return true in the warmup steps, in which the policy is not trained."""
         return step <= self._settings.critic.warmup_steps
 
     def compute_values(self, samples: list[Sample], parts: list[MicroBatch]) -> None:
-        """Give this rank's micro-batches of `samples` values, returns and advantages, the latter
-        standardised over all tokens of a domain's samples. Collective."""
+        """Set values, returns and advantages of this rank's micro-batches of `samples`.
+
+        Advantages are standardised over all tokens of a domain's samples. Collective.
+        """
         found = self._model.values([part.without_routes() for part in parts])
-        judged = parts[: len(found)]  # none but on the last pipeline stage
-        gamma, decay = self._settings.gamma, self._settings.lambda_
-        for part, said in zip(judged, found, strict=True):
-            part.values = said.masked_fill(~part.mask, 0.0)
-            part.advantages = gae(rewards(part), part.values, part.mask, gamma, decay)
+        judged = parts[: len(found)]  # empty except on the last pipeline stage
+        for part, predicted in zip(judged, found, strict=True):
+            part.values = predicted.masked_fill(~part.mask, 0.0)
+            part.advantages = gae(rewards(part), part.values, part.mask, self._settings)
             part.returns = part.advantages + part.values
         for domain in sorted({sample.domain for sample in samples}):
-            self._standardise([(part, _of(domain, part)) for part in judged])
-        _tell(samples, judged)
+            self._standardise([(part, _learned(domain, part)) for part in judged])
+        _record_means(samples, judged)
 
     def _standardise(self, places: list[tuple[MicroBatch, torch.Tensor]]) -> None:
-        """The advantages at these tokens [B, R] of micro-batches. Collective."""
+        """Standardise the advantages at these tokens [B, R] of micro-batches. Collective."""
         tokens, mean, squares = _moments([part.advantages[own] for part, own in places])
         freedom = tokens - (self._settings.std == "sample")
         deviation = (squares / max(freedom, 1)) ** 0.5
@@ -69,7 +69,7 @@ class Critic:
             part.advantages = standard.where(own, part.advantages)
 
     def learn(self, samples: list[Sample], parts: list[MicroBatch]) -> dict[str, float]:
-        """One step towards the returns; what there is to log. Collective."""
+        """Train one step towards the returns, and return metrics. Collective."""
         totals = Totals(len(samples), sum(len(sample.learned) for sample in samples))
         clip = self._settings.critic.value_clip
 
@@ -88,11 +88,11 @@ class Critic:
 
 
 def rewards(part: MicroBatch) -> torch.Tensor:
-    """What each token earns, [B, R]; a response's tokens together its reward.
+    """Return the reward of each token, [B, R]; a response's tokens sum to its reward.
 
-    Where steps were rewarded, the reward is made of their mean: each has its share of that at its
-    end. The rest stands at the last token. One that was cut off earns as it was scored: no value is
-    taken for what would have followed.
+    Where steps have rewards, each step's last token gets its share of their mean. The rest is at
+    the response's last token. A truncated response is not bootstrapped with a value: its reward
+    already is the score of the whole.
     """
     earned = torch.zeros_like(part.advantages)
     for row, sample in zip(earned, part.samples, strict=True):
@@ -106,7 +106,7 @@ def rewards(part: MicroBatch) -> torch.Tensor:
 
 
 def _explained(parts: list[MicroBatch]) -> float:
-    """The share of the returns' variance that the values had foreseen; 0 where they are alike."""
+    """Return the share of the returns' variance that the values explain; 0 without variance."""
     known = [
         (part.returns[part.mask], part.values[part.mask])
         for part in parts
@@ -117,14 +117,14 @@ def _explained(parts: list[MicroBatch]) -> float:
     return 1 - missed / whole if whole > tokens * STD_FLOOR**2 else 0.0
 
 
-def _of(domain: str, part: MicroBatch) -> torch.Tensor:
-    """The learned tokens [B, R] of a domain's responses; bool."""
+def _learned(domain: str, part: MicroBatch) -> torch.Tensor:
+    """Return a bool [B, R], true at the learned tokens of a domain's responses."""
     rows = torch.tensor([sample.domain == domain for sample in part.samples], device=device())
     return part.mask & rows.unsqueeze(-1)
 
 
 def _moments(tokens: list[torch.Tensor]) -> tuple[float, float, float]:
-    """Of all ranks' values: how many, their mean, and the sum of squares around it. Collective."""
+    """Return count, mean and sum of squared deviations of all ranks' values. Collective."""
     own = torch.cat([torch.zeros(0, device=device()), *tokens]).double()
     sums = sum_over_data({"tokens": float(len(own)), "total": own.sum().item()})
     mean = sums["total"] / max(sums["tokens"], 1)
@@ -132,8 +132,8 @@ def _moments(tokens: list[torch.Tensor]) -> tuple[float, float, float]:
     return sums["tokens"], mean, squares["squares"]
 
 
-def _tell(samples: list[Sample], parts: list[MicroBatch]) -> None:
-    """Let every sample, on every rank, have its mean advantage, as what is recorded of it."""
+def _record_means(samples: list[Sample], parts: list[MicroBatch]) -> None:
+    """Set every sample's mean advantage on every rank, for the record of the step."""
     places = {id(sample): place for place, sample in enumerate(samples)}
     own = {
         places[id(sample)]: mean

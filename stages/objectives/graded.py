@@ -1,9 +1,15 @@
-"""What the responses of a batch earned, as every advantage is given it."""
+"""The rewards of a batch, as every advantage takes them, and the base of an advantage's settings.
+
+Never imports torch.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from parallel.settings import Settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -13,16 +19,41 @@ STD_FLOOR = 1e-6
 Std = Literal["population", "sample"]
 
 
+class AdvantageBase(Settings):
+    """The base of an advantage's settings; the class variables say what it needs.
+
+    `baseline`: what a response is compared with. `per_token`: the tokens of a response differ in
+    advantage. `needs_step_rewards`: a reward has to score the steps of every response.
+    """
+
+    if TYPE_CHECKING:
+        name: str
+
+    baseline: ClassVar[Literal["group", "batch", "critic"]] = "group"
+    per_token: ClassVar[bool] = False
+    needs_step_rewards: ClassVar[bool] = False
+
+    def violations(self, group_size: int) -> Iterator[tuple[str, str]]:
+        """Yield (key, message) for each contradiction between these settings."""
+        yield from ()
+
+
+class Standardised(AdvantageBase):
+    """An advantage that is divided by a standard deviation; `std` names which."""
+
+    std: Std = "sample"
+
+
 @dataclass(frozen=True)
 class Graded:
-    """Groups of at most G responses, a group to a prompt; floating point but where it says so.
+    """Groups of at most G responses, one group a prompt; floating point where nothing else is said.
 
-    rewards [groups, G]; graded bool [groups, G], false where there is no response, or one whose
-    reward failed: then nothing else about it is read. lengths int64 [groups, G], in tokens.
+    rewards [groups, G]; graded bool [groups, G], false where there is no response or its reward
+    failed: nothing else is read there. lengths int64 [groups, G], in tokens.
 
-    Where rewards have K parts: parts [groups, G, K], before they are weighed, and weights [K].
-    Where the S steps of a response are rewarded one by one: step_rewards [groups, G, S], and
-    step_ends int64 [groups, G, S], the place in its response of a step's last token, or -1.
+    Where rewards have K parts: parts [groups, G, K], unweighted, and weights [K].
+    Where the S steps of a response have rewards: step_rewards [groups, G, S], and step_ends int64
+    [groups, G, S], the index in the response of a step's last token, or -1.
     """
 
     rewards: Tensor
@@ -35,19 +66,20 @@ class Graded:
 
     @property
     def comparable(self) -> Tensor:
-        """Which groups [groups] have two graded responses or more."""
+        """Groups [groups], bool, with two graded responses or more."""
         return self.graded.sum(-1) >= 2
 
     @property
     def zero_variance(self) -> Tensor:
-        """Which groups [groups] reward every response alike, or have no two to compare."""
+        """Groups [groups], bool, whose rewards are all equal, or that are not comparable."""
         return constant(self.rewards, self.graded).squeeze(-1) | ~self.comparable
 
 
 def centre(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` [..., N] less their mean where `mask`; 0 elsewhere.
+    """Return `values` [..., N] less their mean where `mask`; 0 elsewhere.
 
-    Exactly 0, whatever the rounding, where all of them are equal.
+    Exactly 0 where all of them are equal: the mean of equal values may round away from them, and
+    dividing by their deviation would blow that up.
     """
     values = values.masked_fill(~mask, 0.0)
     mean = values.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
@@ -55,20 +87,24 @@ def centre(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def standardise(values: Tensor, mask: Tensor, std: Std) -> Tensor:
-    """The same, over (their standard deviation + 1e-6)."""
+    """Return `values` [..., N] less their mean, over (their std + 1e-6), where `mask`; else 0."""
     return scale(centre(values, mask), mask, std)
 
 
 def scale(centred: Tensor, mask: Tensor, std: Std) -> Tensor:
-    """Values [..., N] whose mean is 0 where `mask`, and which are 0 elsewhere, over (their standard
-    deviation + 1e-6)."""
+    """Return `centred` [..., N], of mean 0 where `mask` and 0 elsewhere, over (std + 1e-6)."""
     count = mask.sum(-1, keepdim=True) - (1 if std == "sample" else 0)
     deviation = (centred.square().sum(-1, keepdim=True) / count.clamp(min=1)).sqrt()
     return centred / (deviation + STD_FLOOR)
 
 
+def scale_over_batch(centred: Tensor, graded: Graded, std: Std) -> Tensor:
+    """Return `centred` [groups, G], of mean 0 in each group, over (its batch std + 1e-6)."""
+    return scale(centred.flatten(), graded.graded.flatten(), std).view(centred.shape)
+
+
 def constant(values: Tensor, mask: Tensor) -> Tensor:
-    """Whether `values` [..., N] are all the same where `mask`; [..., 1]."""
+    """Return a bool [..., 1], true where `values` [..., N] are all equal where `mask`."""
     highest = values.masked_fill(~mask, -float("inf")).amax(-1, keepdim=True)
     lowest = values.masked_fill(~mask, float("inf")).amin(-1, keepdim=True)
     return highest <= lowest

@@ -1,59 +1,91 @@
-"""Estimators of KL(pi_theta || pi_ref) from the sampled tokens (algorithms, section 3).
+"""Estimators of KL(pi_theta || pi_ref) from the sampled tokens, and the coefficient's controller.
 
 Every estimator takes log-probabilities [...] in nats, of the policy, the reference and the policy
 that sampled, and returns one value a token. d = log pi_ref - log pi_theta throughout.
-Source of k1, k2, k3: Schulman, "Approximating KL divergence", 2020.
-
-The estimator `full` is none: it is the KL over the whole vocabulary, which is computed where the
-logits are (`parallel.model.vocabulary`) and has gradient through all of it.
+Source of k1, k2, k3: Schulman, "Approximating KL divergence", 2020. The estimator `full` is not
+among them: the KL over the whole vocabulary is computed where the logits are
+(`parallel.model.vocabulary`), and has gradient through all of it. Never imports torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
 
+from pydantic import Field
+
+from parallel.settings import Fraction, Settings
+from stages.objectives.registry import AboveZero, kl_estimator
 from stages.objectives.surrogate import bounded_exp
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-FULL = "full"
-
-
-def k1(log_probs: Tensor, reference: Tensor, drawn: Tensor) -> Tensor:
-    """-d: unbiased as a measurement; as a loss its gradient averages to nothing."""
-    return log_probs - reference
-
-
-def k2(log_probs: Tensor, reference: Tensor, drawn: Tensor) -> Tensor:
-    """d^2 / 2: biased, never negative, and on-policy its gradient is that of the true KL."""
-    return (reference - log_probs).square() / 2
-
-
-def k3(log_probs: Tensor, reference: Tensor, drawn: Tensor) -> Tensor:
-    """e^d - d - 1: unbiased, never negative; the KL of GRPO (arXiv 2402.03300)."""
-    difference = reference - log_probs
-    return bounded_exp(difference) - difference - 1
-
-
-def unbiased_k3(log_probs: Tensor, reference: Tensor, drawn: Tensor) -> Tensor:
-    """(pi_theta / what drew the token) k3 with gradient through both: unbiased off-policy, whatever
-    the age of what drew it (2512.02556)."""
-    return bounded_exp(log_probs - drawn) * k3(log_probs, reference, drawn)
-
-
-KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "k1": k1,
-    "k2": k2,
-    "k3": k3,
-    "unbiased_k3": unbiased_k3,
-}
-
+SCHULMAN = "Schulman, http://joschu.net/blog/kl-approx.html"
 
 # The proportional controller of arXiv 1909.08593, section 2.2.
 CONTROLLER_GAIN = 0.1
 LARGEST_ERROR = 0.2  # so an update changes the coefficient by at most 2 %
+
+
+class KLSettings(Settings):
+    """The penalty for leaving another model; a coefficient of 0 computes no reference at all."""
+
+    coefficient: Annotated[float, Field(ge=0)] = 0.0
+    estimator: Literal["k1", "k2", "k3", "unbiased_k3", "full"] = "k3"
+    reference: Literal["parent", "cold_start", "ema"] = "parent"
+    ema_decay: Fraction = Field(
+        default=0.99, description="weight of the old average at every update of the reference ema"
+    )
+    target: AboveZero | None = Field(
+        default=None,
+        description="nats a token that a controller holds the KL at by changing the coefficient;"
+        " null keeps the coefficient",
+    )
+
+    @property
+    def needs_logits(self) -> bool:
+        """True where the reference's logits are read, and not only its log-probabilities."""
+        return self.estimator == "full"
+
+    @property
+    def needs_drawn_log_probs(self) -> bool:
+        """True where log-probabilities of the policy that sampled each token are read."""
+        return self.estimator == "unbiased_k3"
+
+    def violations(self, group_size: int) -> Iterator[tuple[str, str]]:
+        """Yield (key, message) for each contradiction between these settings."""
+        if self.target is not None and self.coefficient == 0:
+            yield (
+                "target",
+                f"{self.target:g} is never reached from kl.coefficient = 0, which is multiplied;"
+                " start above 0",
+            )
+
+
+@kl_estimator("k1", SCHULMAN)
+def k1(log_probs: Tensor, reference: Tensor, drawn: Tensor) -> Tensor:
+    """Return -d: unbiased as a measurement; as a loss its gradient averages to nothing."""
+    return log_probs - reference
+
+
+@kl_estimator("k2", SCHULMAN)
+def k2(log_probs: Tensor, reference: Tensor, drawn: Tensor) -> Tensor:
+    """Return d^2 / 2: biased, never negative; on-policy its gradient is that of the true KL."""
+    return (reference - log_probs).square() / 2
+
+
+@kl_estimator("k3", f"{SCHULMAN}; GRPO, arXiv 2402.03300")
+def k3(log_probs: Tensor, reference: Tensor, drawn: Tensor) -> Tensor:
+    """Return e^d - d - 1: unbiased, never negative."""
+    difference = reference - log_probs
+    return bounded_exp(difference) - difference - 1
+
+
+@kl_estimator("unbiased_k3", "DeepSeek-V3.2, arXiv 2512.02556")
+def unbiased_k3(log_probs: Tensor, reference: Tensor, drawn: Tensor) -> Tensor:
+    """Return pi_theta / pi_drawn times k3, with gradient through both: unbiased off-policy."""
+    return bounded_exp(log_probs - drawn) * k3(log_probs, reference, drawn)
 
 
 def kl_controller(coefficient: float, kl: float, target: float) -> float:

@@ -1,4 +1,4 @@
-"""The model that a KL penalty is measured against."""
+"""The reference model of the KL penalty."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import torch
 from parallel.batch import MicroBatch
 from parallel.checkpoint import load
 from parallel.model.policy import Policy, TrainedPolicy
-from stages.objectives.kl import FULL
-from stages.objectives.settings import KLSettings
+from stages.objectives.kl import KLSettings
 from stages.settings import StageJob
 
 AVERAGE = "ema"
 
 
 class Reference:
-    """The stage's parent, the cold start, or the average of what the policy has been (`ema`).
+    """The stage's parent, the cold start, or an exponential moving average of the policy (`ema`).
 
-    The average is kept in fp32, in which small steps are not lost, and is saved with the policy's
-    checkpoints.
+    The average is kept in fp32, since bf16 would round small steps away, and is saved with the
+    policy's checkpoints.
     """
 
     def __init__(self, job: StageJob, policy: TrainedPolicy, settings: KLSettings) -> None:
@@ -37,13 +36,13 @@ class Reference:
             policy.averages[AVERAGE] = self._policy
 
     def compute_logprobs(self, batches: list[MicroBatch], temperature: float) -> None:
-        """Add to every batch what the reference says of it. Collective.
+        """Set the reference's log-probabilities, or its logits, in every batch. Collective.
 
-        The reference routes by itself: it is another model than the one that sampled.
+        It never replays the engine's routes: it is another model than the one that sampled.
         """
         own_routing = [part.without_routes() for part in batches]
-        # None but on the last pipeline stage.
-        if self._settings.estimator == FULL:
+        # Both lists are empty except on the last pipeline stage.
+        if self._settings.needs_logits:
             logits = self._policy.response_logits(own_routing)
             for part, values in zip(batches, logits, strict=False):
                 part.reference = values
@@ -54,7 +53,7 @@ class Reference:
 
     @torch.no_grad()
     def update_ema(self) -> None:
-        """Move the average towards the policy, after an update."""
+        """Move the average towards the policy after an update; other references stay."""
         if self._settings.reference != AVERAGE:
             return
         current = self._trained.named_weights()

@@ -22,9 +22,8 @@ from parallel.model.policy import TrainedPolicy
 from parallel.packing import RankPlace
 from parallel.sample import Sample
 from stages.metrics import token_efficiency
-from stages.objectives.correction import correction_weights
+from stages.objectives.correction import CorrectionSettings, correction_weights
 from stages.objectives.groups import Group
-from stages.objectives.settings import CorrectionSettings
 from stages.sampling.engines import Rollouts, stopwatch
 from stages.sampling.logprob_check import compare, measure_mismatch
 from stages.sampling.prompt_buffer import Backlog, Batch
@@ -86,9 +85,7 @@ class OnPolicyStage(ABC):
         self.loop = loop
         self.correction = correction
         precision = job.settings.model.precision
-        self.correct_all = correction.name != "none" and correction.of_all(
-            routing.replay, precision
-        )
+        self.correct_all = correction.applies_to_all(routing.replay, precision)
         self.entropies = entropies
         # Whether pi_old, where it is the policy itself, may come of the pass with the gradients.
         self.one_pass = not entropies

@@ -14,7 +14,7 @@ MUTANTS = [
     ),
     Mutant(
         "GSPO takes the sum of log-ratios",
-        "stages/objectives/sequence_ratio.py",
+        "stages/objectives/ratios/sequence.py",
         "return bounded_exp(sequence_means(log_ratio, mask)).unsqueeze(-1)",
         "return bounded_exp(log_ratio.masked_fill(~mask, 0).sum(-1)).unsqueeze(-1)",
         "tests/stages/objectives/test_ratios.py",
@@ -175,14 +175,14 @@ MUTANTS = [
     ),
     Mutant(
         "CISPO has no floor",
-        "stages/objectives/cispo_ratio.py",
+        "stages/objectives/ratios/cispo.py",
         "ratio.clamp(settings.floor, settings.cap)",
         "ratio.clamp(max=settings.cap)",
         "tests/stages/objectives/test_ratios.py",
     ),
     Mutant(
         "REINFORCE++ is always over responses",
-        "stages/objectives/batch_advantages.py",
+        "stages/objectives/advantages/reinforce_pp.py",
         'if settings.over == "responses":',
         "if settings.over:",
         "tests/stages/objectives/test_advantages.py",

@@ -12,7 +12,8 @@ from pipeline.config.validate import differing_keys, dump_resolved, load
 from pipeline.config.violations import ConfigError
 from pipeline.run import resolved
 from pipeline.run.directory import RunDirectory
-from stages.objectives.settings import SequenceRatioSettings, TokenRatioSettings
+from stages.objectives.ratios.sequence import SequenceRatioSettings
+from stages.objectives.ratios.token import TokenRatioSettings
 from stages.rewards.settings import PythonReward
 
 REPOSITORY = Path(__file__).parents[2]
@@ -352,8 +353,8 @@ def test_what_every_rank_and_every_update_needs(config: Path) -> None:
         ),
         (
             "experts.sums.objective.ratio.name=tokens",
-            "experts.sums.objective.ratio.name: should be 'sequence', 'sequence_token', 'token', "
-            "'geometric', 'rspo' or 'cispo', not \"tokens\"",
+            "experts.sums.objective.ratio.name: should be 'cispo', 'geometric', 'rspo', "
+            "'sequence', 'sequence_token' or 'token', not \"tokens\"",
         ),
         (
             "experts.sums.objective.ratio.clip_low=-1",

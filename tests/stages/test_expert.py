@@ -24,17 +24,15 @@ from parallel.settings import (
     OptimizerSettings,
     RoutingLossSettings,
 )
+from stages.objectives.advantages.gae import GaeSettings
+from stages.objectives.advantages.grpo import GrpoSettings
+from stages.objectives.advantages.mo_grpo import MoGrpoSettings
+from stages.objectives.advantages.process import ProcessSettings
 from stages.objectives.assign_advantages import assign_advantages, graded, has_zero_advantages
 from stages.objectives.batch_weights import LengthWeights, scale_by_entropy
+from stages.objectives.correction import TisSettings
+from stages.objectives.kl import KLSettings
 from stages.objectives.reference import Reference
-from stages.objectives.settings import (
-    GaeSettings,
-    GrpoSettings,
-    KLSettings,
-    MoGrpoSettings,
-    ProcessSettings,
-    TisSettings,
-)
 from stages.rewards.reward import RewardError
 from stages.sampling.logprob_check import measure_mismatch
 from stages.sampling.prompt_buffer import Batch
@@ -392,8 +390,8 @@ def test_corrections_are_of_the_stale_or_of_all(
 
 
 def test_bf16_corrects_all_samples_and_none_corrects_nothing(tmp_path: Path) -> None:
-    assert TisSettings().of_all("r3", "bf16")
-    assert not TisSettings().of_all("r3", "fp32")
+    assert TisSettings().applies_to_all("r3", "bf16")
+    assert not TisSettings().applies_to_all("r3", "fp32")
     part = collate(drawn([2]), RankPlace(), replay=False)
     part.old_logprobs = part.engine_logprobs + 0.5
     assert expert(tmp_path, {"correction": {"name": "none"}})._weights(part) is None

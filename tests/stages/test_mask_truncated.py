@@ -12,9 +12,9 @@ import torch
 from parallel.batch import collate
 from parallel.packing import RankPlace
 from parallel.sample import Sample
+from stages.objectives.advantages.grpo import GrpoSettings
 from stages.objectives.assign_advantages import has_zero_advantages
 from stages.objectives.batch_weights import scale_by_entropy
-from stages.objectives.settings import GrpoSettings
 from stages.sampling.prompt_buffer import Batch
 from stages.sampling.step import Rollout
 from tests.stages.toys import drawn, expert, group

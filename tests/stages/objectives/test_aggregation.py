@@ -8,8 +8,9 @@ import statistics
 import pytest
 import torch
 
-from stages.objectives.aggregation import AGGREGATIONS, Totals
-from stages.objectives.length_weights import length_weights
+from stages.objectives.aggregation import Totals
+from stages.objectives.batch_weights import length_weights
+from stages.objectives.registry import AGGREGATIONS
 from tests.stages.objectives.objective_cases import LENGTHS, MASK, assert_close, real, slope
 
 TOTALS = Totals(sequences=4, tokens=9, longest=10)

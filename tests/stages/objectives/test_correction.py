@@ -7,8 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from stages.objectives.correction import correction_weights, sequence_mask
-from stages.objectives.settings import IcePopSettings, SequenceMaskSettings, TisSettings
+from stages.objectives.correction import (
+    IcePopSettings,
+    SequenceMaskSettings,
+    TisSettings,
+    correction_weights,
+    sequence_mask,
+)
 from tests.stages.objectives.objective_cases import assert_close, real
 
 RATIOS = [0.4, 1.3, 4.9, 5.1]

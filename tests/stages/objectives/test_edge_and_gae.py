@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from stages.objectives.edge import edge
-from stages.objectives.gae import clipped_value_loss, gae
+from stages.objectives.advantages.gae import GaeSettings, clipped_value_loss, gae
+from stages.objectives.batch_weights import edge
 from tests.stages.objectives.objective_cases import MASK, assert_close, draws, real, slope
 
 
@@ -21,6 +21,10 @@ def test_certainty_is_not_divided_by_nothing() -> None:
     assert_close(found, [[10.0, -10.0], [20.0, 20.0]])
 
 
+def settings(discount: float, decay: float) -> GaeSettings:
+    return GaeSettings.model_validate({"gamma": discount, "lambda": decay})
+
+
 def test_gae_by_hand() -> None:
     """delta = [.5, -.1, 1 - .4] with discount .5; A_2 = .6, A_1 = -.1 + .45 A_2, and so on."""
     nan = float("nan")
@@ -30,7 +34,7 @@ def test_gae_by_hand() -> None:
     last = deltas[2]
     middle = deltas[1] + 0.45 * last
     first = deltas[0] + 0.45 * middle
-    found = gae(rewards, values, mask, discount=0.5, decay=0.9)
+    found = gae(rewards, values, mask, settings(0.5, 0.9))
     assert_close(found, [[first, middle, last, 0.0]], tolerance=1e-12)
 
 
@@ -38,9 +42,9 @@ def test_gae_between_its_ends() -> None:
     """decay 1 leaves the return less the value; decay 0 the error of one step."""
     rewards, values = (draw + 0.5 for draw in draws(2))
     returns = rewards.masked_fill(~MASK, 0.0).flip(-1).cumsum(-1).flip(-1)
-    whole = gae(rewards, values, MASK, discount=1.0, decay=1.0)
+    whole = gae(rewards, values, MASK, settings(1.0, 1.0))
     assert_close(whole, (returns - values).masked_fill(~MASK, 0.0), tolerance=1e-12)
-    alone = gae(rewards, values, MASK, discount=1.0, decay=0.0)
+    alone = gae(rewards, values, MASK, settings(1.0, 0.0))
     following = torch.cat([values[:, 1:], torch.zeros(4, 1)], 1) * torch.cat(
         [MASK[:, 1:], torch.zeros(4, 1, dtype=torch.bool)], 1
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stages.objectives.kl import KL_ESTIMATORS, kl_controller
+from stages.objectives.kl import kl_controller
+from stages.objectives.registry import KL_ESTIMATORS
 from tests.stages.objectives.objective_cases import assert_close, real, slope
 
 

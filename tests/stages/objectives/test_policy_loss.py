@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from stages.objectives.aggregation import Totals
-from stages.objectives.loss import PolicyLoss, Tokens, policy_loss
+from stages.objectives.loss import PolicyLoss, policy_loss
 from stages.objectives.settings import ObjectiveSettings
+from stages.objectives.surrogate import Tokens
 from tests.stages.objectives.objective_cases import LENGTHS, MASK, draws, real, slope
 
 TOTALS = Totals(sequences=4, tokens=9, longest=6)
@@ -252,7 +253,7 @@ def test_the_coefficient_of_the_moment_is_what_counts() -> None:
         ({"kl": {"coefficient": 0.1}}, r"objective\.kl\.coefficient is above 0, but no log-prob"),
         ({"kl": {"coefficient": 0.1, "estimator": "full"}}, r"no KL to the reference were given"),
         ({"entropy_bonus": 0.1}, r"objective\.entropy_bonus is above 0, but no entropies"),
-        ({"ratio": {"name": "rspo"}}, r"objective\.ratio is rspo, but no movements of routers"),
+        ({"ratio": {"name": "rspo"}}, r"objective\.ratio is rspo, but no router movements were"),
     ],
 )
 def test_what_was_not_given_is_asked_for(objective: dict[str, Any], message: str) -> None:

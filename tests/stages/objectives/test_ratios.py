@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from stages.objectives.aggregation import Totals, sequence_mean
-from stages.objectives.geometric_ratio import geometric_ratio, rspo_ratio
-from stages.objectives.ratios import RATIOS
-from stages.objectives.router_shift import router_shift
-from stages.objectives.settings import (
-    CispoRatioSettings,
-    GeometricRatioSettings,
-    RatioSettings,
-    RspoRatioSettings,
-    SequenceRatioSettings,
-    SequenceTokenRatioSettings,
-    TokenRatioSettings,
-)
-from stages.objectives.surrogate import Surrogate
+from stages.objectives.ratios.cispo import CispoRatioSettings
+from stages.objectives.ratios.geometric import GeometricRatioSettings
+from stages.objectives.ratios.rspo import RspoRatioSettings, router_shift
+from stages.objectives.ratios.sequence import SequenceRatioSettings
+from stages.objectives.ratios.sequence_token import SequenceTokenRatioSettings
+from stages.objectives.ratios.token import TokenRatioSettings
+from stages.objectives.registry import RATIOS
+from stages.objectives.surrogate import RatioBase, Surrogate, Tokens
 from tests.stages.objectives.objective_cases import MASK, assert_close, draws, real, slope
 
 GSPO = SequenceRatioSettings(clip_low=3e-4, clip_high=4e-4)
@@ -33,14 +29,19 @@ CISPO = CispoRatioSettings(cap=6.0)
 ALL = [GSPO, GSPO_TOKEN, DAPO, GMPO, CISPO]
 
 
-def surrogate(log_ratios: Tensor, advantages: Tensor, settings: RatioSettings) -> Surrogate:
+def surrogate(log_ratios: Tensor, advantages: Tensor, settings: RatioBase) -> Surrogate:
     """Of one response, whose old log-probabilities are 0."""
     mask = torch.ones(1, len(log_ratios), dtype=torch.bool)
-    old = torch.zeros_like(log_ratios)
-    return RATIOS[settings.name](log_ratios[None], old[None], advantages[None], mask, settings)
+    tokens = given_tokens(log_ratios[None], torch.zeros(1, len(log_ratios)), advantages[None], mask)
+    found: Surrogate = RATIOS[settings.name](tokens, settings)
+    return found
 
 
-def loss_of(log_ratios: Tensor, advantage: float, settings: RatioSettings) -> Tensor:
+def given_tokens(log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tokens:
+    return Tokens(log_probs, old.to(log_probs.dtype), old, advantages, mask)
+
+
+def loss_of(log_ratios: Tensor, advantage: float, settings: RatioBase) -> Tensor:
     """The `sequence_mean` loss of one response."""
     advantages = torch.full_like(log_ratios, advantage)
     found = surrogate(log_ratios, advantages, settings).loss
@@ -75,7 +76,7 @@ def test_every_ratio_is_tested() -> None:
 
 
 @pytest.mark.parametrize("settings", [GSPO, GSPO_TOKEN])
-def test_sequence_ratio_of_vector_3(settings: RatioSettings) -> None:
+def test_sequence_ratio_of_vector_3(settings: RatioBase) -> None:
     found = surrogate(real([0.1, -0.2, 0.05, 0.01]), real([1.0] * 4), settings)
     assert_close(found.ratio, [[0.9900498] * 4])
 
@@ -91,7 +92,7 @@ def test_sequence_ratio_of_vector_3(settings: RatioSettings) -> None:
     ],
 )
 def test_sequence_clip_of_vector_3(
-    settings: RatioSettings, ratio: float, advantage: float, objective: float, has_gradient: bool
+    settings: RatioBase, ratio: float, advantage: float, objective: float, has_gradient: bool
 ) -> None:
     log_ratios = real([ratio] * 3).log().requires_grad_()
     loss = loss_of(log_ratios, advantage, settings)
@@ -174,7 +175,7 @@ def test_cispo_with_a_floor_is_verls() -> None:
     ids=lambda given: getattr(given, "name", None),
 )
 def test_the_gradient_ends_where_the_clip_begins(
-    settings: RatioSettings, lowest: float, highest: float, advantage: float
+    settings: RatioBase, lowest: float, highest: float, advantage: float
 ) -> None:
     """Of a response of one token: on the side that the advantage pushes to, and on no other."""
     end, behind = (highest, lowest - 1) if advantage > 0 else (lowest, highest + 1)
@@ -191,7 +192,7 @@ def test_the_gradient_ends_where_the_clip_begins(
 
 
 @pytest.mark.parametrize("settings", ALL, ids=lambda settings: settings.name)
-def test_on_policy_gradient_is_that_of_reinforce(settings: RatioSettings) -> None:
+def test_on_policy_gradient_is_that_of_reinforce(settings: RatioBase) -> None:
     log_ratios = torch.zeros(5, dtype=torch.float64, requires_grad=True)
     loss_of(log_ratios, 0.7, settings).backward()
     assert log_ratios.grad is not None
@@ -199,20 +200,20 @@ def test_on_policy_gradient_is_that_of_reinforce(settings: RatioSettings) -> Non
 
 
 @pytest.mark.parametrize("settings", [GSPO, GSPO_TOKEN, DAPO, GMPO], ids=lambda s: s.name)
-def test_log_ratios_are_held_to_20(settings: RatioSettings) -> None:
+def test_log_ratios_are_held_to_20(settings: RatioBase) -> None:
     loss = loss_of(real([1000.0, 1000.0]), -1.0, settings)
     assert loss.item() == pytest.approx(math.exp(20))
 
 
 @pytest.mark.parametrize("settings", [GSPO, DAPO, GMPO], ids=lambda s: s.name)
-def test_gradients_are_the_derivatives(settings: RatioSettings) -> None:
+def test_gradients_are_the_derivatives(settings: RatioBase) -> None:
     """By central differences, for those whose surrogate stops no gradient."""
     log_probs, old, advantages = draws(3)
     advantages = advantages + 0.5
     close = settings.model_copy(update={"clip_low": 0.1, "clip_high": 0.1})
 
     def loss(given: Tensor) -> Tensor:
-        found = RATIOS[settings.name](given, old, advantages, MASK, close).loss
+        found = RATIOS[settings.name](given_tokens(given, old, advantages, MASK), close).loss
         return found.masked_fill(~MASK, 0.0).sum()
 
     given = log_probs.clone().requires_grad_()
@@ -240,12 +241,13 @@ def test_rspo_scales_ratios_before_they_are_clipped() -> None:
     gammas = real([[0.8, 0.95, 1.0]])
     mask = torch.ones(1, 3, dtype=torch.bool)
     old = torch.zeros(1, 3, dtype=torch.float64)
-    found = rspo_ratio(log_ratios, old, torch.ones_like(old), mask, RSPO, -gammas.log())
+    tokens = given_tokens(log_ratios, old, torch.ones_like(old), mask)
+    found = RATIOS["rspo"](replace(tokens, router_movement=-gammas.log()), RSPO)
     held = [0.1 + math.log(0.8), 0.4, -0.2]
     assert_close(found.ratio, [[math.exp(sum(held) / 3)] * 3], tolerance=1e-12)
     assert found.clipped.tolist() == [[False, True, False]]
     slopes = torch.autograd.grad(found.loss.sum(), log_ratios)[0]
     assert (slopes == 0).tolist() == [[False, True, False]]
-    plain = geometric_ratio(log_ratios, old, torch.ones_like(old), mask, GMPO)
-    same = rspo_ratio(log_ratios, old, torch.ones_like(old), mask, RSPO, torch.zeros_like(old))
+    plain = RATIOS["geometric"](tokens, GMPO)
+    same = RATIOS["rspo"](replace(tokens, router_movement=torch.zeros_like(old)), RSPO)
     assert torch.equal(plain.loss, same.loss)

@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from stages.objectives.graded import Graded, standardise
-from stages.objectives.settings import ProcessSettings
+from stages.objectives.graded import Graded, Standardised, standardise
+from stages.objectives.registry import advantage
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+ROUNDING = 1e-9  # of a reward that equals the mean of its steps
 
-ROUNDING = 1e-9  # of a reward that is the mean of its steps and nothing else
+
+class ProcessSettings(Standardised):
+    """Each step of a response by its own reward, against all steps of the group."""
+
+    per_token: ClassVar[bool] = True
+    needs_step_rewards: ClassVar[bool] = True
+
+    name: Literal["process"] = "process"
 
 
+@advantage(ProcessSettings, source="arXiv 2402.03300, section 4.1.3")
 def process(graded: Graded, settings: ProcessSettings) -> Tensor:
-    """The advantage of every token, [groups, G, T], T the longest response.
+    """Return the summed rewards of the steps that end at a token or later, [groups, G, T].
 
-    The sum of the rewards of the steps that end at the token or after it, each standardised over
-    all steps of the group, and of what else the response earned (its reward less the mean of its
-    steps), standardised over the group, which every token gets as in `grpo`. Raises ValueError
-    where no steps were rewarded.
+    T is the longest response. Each step's reward is standardised over all steps of the group. What
+    else the response earned (its reward less the mean of its steps) is standardised over the group
+    and added to every token, as in `grpo`.
+
+    Raises:
+        ValueError: the steps have no rewards.
     """
     rewards, ends = graded.step_rewards, graded.step_ends
     if rewards is None or ends is None:
         raise ValueError(
             "objective.advantage process needs the rewards of a response's steps, but none came;"
-            " use grpo, or a reward that judges steps"
+            " use grpo, or a reward that scores steps"
         )
     real = (ends >= 0) & graded.graded.unsqueeze(-1)
     steps = standardise(rewards.flatten(1), real.flatten(1), settings.std).view(rewards.shape)

@@ -1,0 +1,26 @@
+"""Dr. GRPO: the group's mean without its standard deviation (arXiv 2503.20783)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from stages.objectives.graded import AdvantageBase, Graded, centre
+from stages.objectives.registry import advantage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class DrGrpoSettings(AdvantageBase):
+    """Group mean baseline."""
+
+    name: Literal["dr_grpo"] = "dr_grpo"
+
+
+@advantage(DrGrpoSettings, source="arXiv 2503.20783; DeepSeek-V3.2, 2512.02556")
+def dr_grpo(graded: Graded, settings: DrGrpoSettings) -> Tensor:
+    """Return R - mean of the group, [groups, G].
+
+    Without the division, easy and hard prompts weigh alike.
+    """
+    return centre(graded.rewards, graded.graded)

@@ -1,0 +1,62 @@
+"""Generalised advantage estimation and the clipped value loss: PPO with a critic.
+
+Everything is [B, T], one row a response; `mask`, bool, is true on its tokens, the row's first.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from parallel.settings import Fraction, Natural, OptimizerSettings, Settings
+from stages.objectives.graded import Standardised
+from stages.objectives.registry import AboveZero, advantage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class CriticSettings(Settings):
+    """A value model beside the policy, with its family, layout and initial weights."""
+
+    optimizer: OptimizerSettings = OptimizerSettings(learning_rate=1e-5)
+    value_clip: AboveZero = Field(default=0.2, description="PPO value clip range")
+    warmup_steps: Natural = Field(
+        default=0, description="first steps, in which only the critic is trained"
+    )
+
+
+class GaeSettings(Standardised):
+    """Each token against a critic's values (PPO), in standard deviations of all tokens."""
+
+    baseline: ClassVar[Literal["critic"]] = "critic"
+    per_token: ClassVar[bool] = True
+
+    name: Literal["gae"] = "gae"
+    gamma: Fraction = 1.0
+    lambda_: Fraction = Field(default=0.95, alias="lambda")
+    critic: CriticSettings = CriticSettings()
+
+
+@advantage(GaeSettings, source="arXiv 1506.02438, 1707.06347")
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, settings: GaeSettings) -> Tensor:
+    """Return A_t = sum over k of (gamma lambda)^k delta_{t+k}; 0 where masked, without gradient.
+
+    delta_t = r_t + gamma V_{t+1} - V_t, where the value after the last token is 0. The target of
+    the values is A + V.
+    """
+    rewards, values = (each.detach().masked_fill(~mask, 0.0) for each in (rewards, values))
+    following = values.roll(-1, -1)
+    following[..., -1] = 0.0
+    delta = (rewards + settings.gamma * following - values).masked_fill(~mask, 0.0)
+    advantages = delta.clone()
+    for token in reversed(range(delta.shape[-1] - 1)):
+        advantages[..., token] += settings.gamma * settings.lambda_ * advantages[..., token + 1]
+    return advantages
+
+
+def clipped_value_loss(values: Tensor, old_values: Tensor, targets: Tensor, clip: float) -> Tensor:
+    """Return half the larger of (V - target)^2 and (clip(V, old V +- clip) - target)^2, a token."""
+    held = old_values + (values - old_values).clamp(-clip, clip)
+    return (values - targets).square().maximum((held - targets).square()) / 2

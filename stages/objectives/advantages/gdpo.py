@@ -1,0 +1,27 @@
+"""GDPO: MO-GRPO, normalised over the batch (arXiv 2601.05242)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from stages.objectives.advantages.mo_grpo import sum_of_parts
+from stages.objectives.graded import Graded, Standardised, scale_over_batch
+from stages.objectives.registry import advantage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class GdpoSettings(Standardised):
+    """`mo_grpo`, then in standard deviations of the batch."""
+
+    name: Literal["gdpo"] = "gdpo"
+
+
+@advantage(GdpoSettings, source="arXiv 2601.05242")
+def gdpo(graded: Graded, settings: GdpoSettings) -> Tensor:
+    """Return the advantage `mo_grpo` over (its std in the batch + 1e-6), [groups, G].
+
+    So its size does not grow with the number of parts.
+    """
+    return scale_over_batch(sum_of_parts(graded, settings.std), graded, settings.std)

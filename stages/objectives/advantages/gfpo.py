@@ -1,0 +1,50 @@
+"""Group Filtered Policy Optimization: sample many, learn from the concise (arXiv 2508.09726)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from parallel.settings import MOST
+from stages.objectives.graded import Graded, Standardised, standardise
+from stages.objectives.registry import advantage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class GfpoSettings(Standardised):
+    """`grpo` among the kept responses of a group; 0 for the others."""
+
+    name: Literal["gfpo"] = "gfpo"
+    keep: Annotated[int, Field(ge=2, le=MOST)] = Field(
+        default=4, description="responses of each group"
+    )
+    by: Literal["length", "reward_per_token"] = Field(
+        default="length", description="keep the shortest, or those with the most reward per token"
+    )
+
+    def violations(self, group_size: int) -> Iterator[tuple[str, str]]:
+        if self.keep > group_size:
+            yield "keep", f"{self.keep} is more than sampling.group_size = {group_size}"
+
+
+@advantage(GfpoSettings, source="arXiv 2508.09726")
+def gfpo(graded: Graded, settings: GfpoSettings) -> Tensor:
+    """Return the advantage `grpo` among the kept responses of each group, else 0, [groups, G]."""
+    return standardise(graded.rewards, kept(graded, settings), settings.std)
+
+
+def kept(graded: Graded, settings: GfpoSettings) -> Tensor:
+    """Return a bool [groups, G], true for `settings.keep` responses of each group.
+
+    Ties go to the first responses.
+    """
+    merit = -graded.lengths.to(graded.rewards.dtype)
+    if settings.by == "reward_per_token":
+        merit = graded.rewards / graded.lengths.clamp(min=1)
+    merit = merit.masked_fill(~graded.graded, -float("inf"))
+    order = merit.argsort(dim=-1, descending=True, stable=True)
+    return (order.argsort(dim=-1) < settings.keep) & graded.graded

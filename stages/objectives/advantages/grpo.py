@@ -1,0 +1,23 @@
+"""GRPO: the group's mean and standard deviation (arXiv 2402.03300)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from stages.objectives.graded import Graded, Standardised, standardise
+from stages.objectives.registry import advantage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class GrpoSettings(Standardised):
+    """Group mean baseline, in standard deviations of the group."""
+
+    name: Literal["grpo"] = "grpo"
+
+
+@advantage(GrpoSettings, source="arXiv 2402.03300")
+def grpo(graded: Graded, settings: GrpoSettings) -> Tensor:
+    """Return (R - mean of the group) / (std of the group + 1e-6), [groups, G]."""
+    return standardise(graded.rewards, graded.graded, settings.std)

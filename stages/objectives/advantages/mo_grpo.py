@@ -1,0 +1,42 @@
+"""MO-GRPO: every part of the reward on its own scale (arXiv 2509.22047)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from stages.objectives.graded import Graded, Standardised, Std, standardise
+from stages.objectives.registry import advantage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class MoGrpoSettings(Standardised):
+    """Each part of the reward as `grpo`, then their weighted sum."""
+
+    name: Literal["mo_grpo"] = "mo_grpo"
+
+
+@advantage(MoGrpoSettings, source="arXiv 2509.22047")
+def mo_grpo(graded: Graded, settings: MoGrpoSettings) -> Tensor:
+    """Return the weighted sum over k of (R_k - mean_k) / (std_k + 1e-6), [groups, G].
+
+    The part that varies most does not drown the others.
+    """
+    return sum_of_parts(graded, settings.std)
+
+
+def sum_of_parts(graded: Graded, std: Std) -> Tensor:
+    """Return the weighted sum [groups, G] of the parts, each standardised in its group.
+
+    Raises:
+        ValueError: the rewards have no parts.
+    """
+    if graded.parts is None or graded.weights is None:
+        raise ValueError(
+            "objective.advantage compares the parts of a reward, but the rewards came without"
+            " parts; use grpo, or a reward of several parts"
+        )
+    parts = graded.parts.movedim(-1, 0)
+    weights = graded.weights.view(-1, 1, 1)
+    return (standardise(parts, graded.graded.expand(parts.shape), std) * weights).sum(0)

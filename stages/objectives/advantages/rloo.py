@@ -1,0 +1,24 @@
+"""RLOO: the mean of the other responses of the group (arXiv 2402.14740)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from stages.objectives.graded import AdvantageBase, Graded, centre
+from stages.objectives.registry import advantage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class RlooSettings(AdvantageBase):
+    """Leave-one-out group baseline."""
+
+    name: Literal["rloo"] = "rloo"
+
+
+@advantage(RlooSettings, source="arXiv 2402.14740")
+def rloo(graded: Graded, settings: RlooSettings) -> Tensor:
+    """Return R - mean of the others of the group = n / (n - 1) (R - mean), [groups, G]."""
+    count = graded.graded.sum(-1, keepdim=True)
+    return centre(graded.rewards, graded.graded) * count / (count - 1).clamp(min=1)

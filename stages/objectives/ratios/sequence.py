@@ -1,0 +1,51 @@
+"""Group Sequence Policy Optimization (GSPO): one ratio a response (arXiv 2507.18071)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from stages.objectives.aggregation import sequence_means
+from stages.objectives.registry import AboveZero, ratio
+from stages.objectives.surrogate import (
+    BelowOne,
+    Clipped,
+    Surrogate,
+    Tokens,
+    bounded_exp,
+    clipped_surrogate,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class SequenceRatioSettings(Clipped):
+    """One ratio a response and its clip (GSPO's).
+
+    The published bounds are for responses of thousands of tokens: a mean log-ratio shrinks with the
+    square root of their number, so 3e-4 at 4,000 tokens is about 4e-3 at 20.
+    """
+
+    per_response: ClassVar[bool] = True
+
+    name: Literal["sequence"] = "sequence"
+    clip_low: BelowOne = 3e-4
+    clip_high: AboveZero = 4e-4
+
+
+@ratio(SequenceRatioSettings, source="arXiv 2507.18071")
+def sequence_ratio(tokens: Tokens, settings: SequenceRatioSettings) -> Surrogate:
+    """Return min(s A, clip(s) A), s = exp(mean_t log-ratio), at each token of its response.
+
+    Every token of a response carries the response's loss, so its mean over the tokens, and with it
+    the aggregation `sequence_mean`, is exactly the loss of GSPO.
+    """
+    ratio = response_ratio(tokens.log_ratio, tokens.mask).expand_as(tokens.log_probs)
+    return clipped_surrogate(
+        ratio, tokens.advantages, settings.clip_low, settings.clip_high, settings.dual_clip
+    )
+
+
+def response_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """Return s_i of every response, [B, 1]."""
+    return bounded_exp(sequence_means(log_ratio, mask)).unsqueeze(-1)

@@ -1,0 +1,38 @@
+"""GSPO-token: the response's ratio with each token's own gradient (arXiv 2507.18071)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from stages.objectives.ratios.sequence import response_ratio
+from stages.objectives.registry import AboveZero, ratio
+from stages.objectives.surrogate import (
+    BelowOne,
+    Clipped,
+    Surrogate,
+    Tokens,
+    bounded_exp,
+    clipped_surrogate,
+)
+
+
+class SequenceTokenRatioSettings(Clipped):
+    """The ratio of the response at every token, with each token's own gradient (GSPO-token's)."""
+
+    name: Literal["sequence_token"] = "sequence_token"
+    clip_low: BelowOne = 3e-4
+    clip_high: AboveZero = 4e-4
+
+
+@ratio(SequenceTokenRatioSettings, source="arXiv 2507.18071")
+def sequence_token_ratio(tokens: Tokens, settings: SequenceTokenRatioSettings) -> Surrogate:
+    """Return min(s A, clip(s) A) of s_it = sg[s_i] pi_theta / sg[pi_theta], token by token.
+
+    It equals `sequence` where the tokens of a response share one advantage; where they have their
+    own, each learns from its own.
+    """
+    own = bounded_exp(tokens.log_probs - tokens.log_probs.detach())
+    ratio = response_ratio(tokens.log_ratio, tokens.mask).detach() * own
+    return clipped_surrogate(
+        ratio, tokens.advantages, settings.clip_low, settings.clip_high, settings.dual_clip
+    )

@@ -1,0 +1,32 @@
+"""The ratio of PPO and GRPO: one for each token (arXiv 2402.03300; clip-higher: 2503.14476)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from stages.objectives.registry import AboveZero, ratio
+from stages.objectives.surrogate import (
+    BelowOne,
+    Clipped,
+    Surrogate,
+    Tokens,
+    bounded_exp,
+    clipped_surrogate,
+)
+
+
+class TokenRatioSettings(Clipped):
+    """One ratio a token and its clip (DAPO's)."""
+
+    name: Literal["token"] = "token"
+    clip_low: BelowOne = 0.2
+    clip_high: AboveZero = 0.28
+
+
+@ratio(TokenRatioSettings, source="arXiv 2402.03300, 2503.14476")
+def token_ratio(tokens: Tokens, settings: TokenRatioSettings) -> Surrogate:
+    """Return min(r_t A, clip(r_t) A) of r_t = exp(log pi_theta - log pi_old)."""
+    ratio = bounded_exp(tokens.log_ratio)
+    return clipped_surrogate(
+        ratio, tokens.advantages, settings.clip_low, settings.clip_high, settings.dual_clip
+    )

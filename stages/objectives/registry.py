@@ -1,0 +1,117 @@
+"""The registry of algorithms: the settings and the function of each, by its name in YAML.
+
+An algorithm is one file: a settings class with a literal `name`, and its function under a decorator
+of this module. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import operator
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Discriminator, Field, Tag
+
+from parallel.settings import Settings
+
+AboveZero = Annotated[float, Field(gt=0)]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A registered function, its settings class if it has keys, and its source.
+
+    The first lines of the docstrings of `settings` and `function` are the algorithm's description
+    and its formula.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    settings: type[Settings] | None
+    source: str
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.function(*inputs)
+
+    @property
+    def description(self) -> str:
+        return _summary(self.settings or self.function)
+
+    @property
+    def formula(self) -> str:
+        return _summary(self.function)
+
+
+class Registry(Mapping[str, Algorithm]):
+    """The algorithms that a YAML key such as `objective.ratio` chooses from."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self._algorithms: dict[str, Algorithm] = {}
+
+    def __getitem__(self, name: str) -> Algorithm:
+        return self._algorithms[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._algorithms)
+
+    def __len__(self) -> int:
+        return len(self._algorithms)
+
+    def register(
+        self, named: str | type[Settings], source: str = ""
+    ) -> Callable[[Function], Function]:
+        """Return a decorator that registers a function under a name, or that of its settings.
+
+        Raises:
+            ValueError: another function has the name.
+        """
+        settings = None if isinstance(named, str) else named
+        name = named if isinstance(named, str) else str(named.model_fields["name"].default)
+
+        def add(function: Function) -> Function:
+            if name in self._algorithms:
+                raise ValueError(f"{self.key}: {name} is registered twice; rename one of them")
+            self._algorithms[name] = Algorithm(name, function, settings, source)
+            return function
+
+        return add
+
+    def settings_union(self, default: str) -> Any:
+        """Return the union of all settings classes, chosen by `name`, which may be left out."""
+
+        def chosen(given: Any) -> str:
+            if isinstance(given, dict):
+                return str(given.get("name", default))
+            return str(getattr(given, "name", default))
+
+        arms = [Annotated[each.settings, Tag(name)] for name, each in sorted(self.items())]
+        return Annotated[reduce(operator.or_, arms), Discriminator(chosen)]
+
+
+ADVANTAGES = Registry("objective.advantage")
+RATIOS = Registry("objective.ratio")
+AGGREGATIONS = Registry("objective.aggregation")
+KL_ESTIMATORS = Registry("objective.kl.estimator")
+CORRECTIONS = Registry("objective.correction")
+
+advantage = ADVANTAGES.register
+ratio = RATIOS.register
+aggregation = AGGREGATIONS.register
+kl_estimator = KL_ESTIMATORS.register
+correction = CORRECTIONS.register
+
+
+def import_modules(package: str, path: Iterable[str]) -> None:
+    """Import every module of a package, so that its algorithms register themselves."""
+    for module in pkgutil.iter_modules(path):
+        importlib.import_module(f"{package}.{module.name}")
+
+
+def _summary(documented: object) -> str:
+    return (documented.__doc__ or "").strip().partition("\n\n")[0].replace("\n    ", " ")
