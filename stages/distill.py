@@ -13,7 +13,7 @@ from parallel.checkpoint import load
 from parallel.distributed import sum_over_data
 from parallel.model.policy import Policy, TrainedPolicy
 from parallel.sample import Sample
-from stages.guards.curriculum_settings import NoCurriculumSettings
+from stages.guards.settings import NoCurriculumSettings
 from stages.loop import train
 from stages.objectives.aggregation import Totals, token_mean
 from stages.objectives.correction import NoCorrectionSettings

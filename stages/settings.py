@@ -27,9 +27,14 @@ from stages.data.sources.settings import (
     GeneratedDemonstrationSettings,
     PromptSettings,
 )
-from stages.guards.curriculum_settings import CurriculumSettings, NoCurriculumSettings
-from stages.guards.gate_settings import ExpertGateSettings, MergeGateSettings
-from stages.guards.settings import GuardsSettings, StopSettings
+from stages.guards.settings import (
+    CurriculumSettings,
+    ExpertGateSettings,
+    GuardsSettings,
+    MergeGateSettings,
+    NoCurriculumSettings,
+    StopSettings,
+)
 from stages.objectives.settings import ObjectiveSettings
 from stages.rewards.settings import (
     ReasoningGymReward,

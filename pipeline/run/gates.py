@@ -30,7 +30,7 @@ from pipeline.run.results import Models
 from pipeline.run.selection import chosen
 from pipeline.run.states import StageState, derive
 from pipeline.run.verdicts import OVERRIDDEN, DamagedVerdict, GateVerdict, Outcome, read_verdict
-from stages.guards.gate_settings import ExpertGateSettings, GateSettings, MergeGateSettings
+from stages.guards.settings import ExpertGateSettings, GateSettings, MergeGateSettings
 from stages.settings import RunSettings
 from stages.statistics import Accuracy, Difference, difference
 

@@ -1,130 +1,125 @@
-"""What a person may set about the guards and the stop rule of a stage. Never imports torch.
+"""Settings of guards, the stop rule, the curriculum and gates. Never imports torch.
 
-A guard is a metric, a threshold, and what happens where the metric stays beyond it. Which metric
-each one watches stands in `stages.guards.watch`.
+`pipeline.run.gates` compares with the gates' bounds.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
+import stages.guards.rules  # noqa: F401  every guard registers itself
 from parallel.settings import Count, Fraction, Settings
+from stages.guards.registry import guards_model
 
 AtLeastZero = Annotated[float, Field(ge=0)]
-Action = Literal["warn", "stop", "off"]
 
+# The blocks depend on the files that stand in `stages.guards.rules`.
+if TYPE_CHECKING:
 
-class GuardSettings(Settings):
-    """How far a metric may go, for how long, and what happens then."""
-
-    threshold: float
-    action: Action = Field(
-        default="warn",
-        description="warn: say so, once until it is over. stop: save, and end the stage as failed."
-        " off: only log the metric",
-    )
-    patience: Count = Field(default=5, description="steps in a row beyond the threshold")
-
-
-class WindowGuardSettings(GuardSettings):
-    """The same of a metric that compares means over windows of steps."""
-
-    window: Count = Field(default=10, description="steps that one mean is taken over")
-
-
-class EntropyCollapseSettings(GuardSettings):
-    """Below it, nothing is explored any more; nats."""
-
-    threshold: AtLeastZero = 0.02
-
-
-class RewardCollapseSettings(WindowGuardSettings):
-    """Above it, what was learned is being lost; in units of the reward."""
-
-    threshold: AtLeastZero = 0.2
-
-
-class RewardSpreadSettings(GuardSettings):
-    """Below it, samples of a prompt hardly differ in what they earn; in units of the reward."""
-
-    threshold: AtLeastZero = 0.02
-
-
-class FlatGroupsSettings(GuardSettings):
-    """Above it, hardly a prompt has samples to compare."""
-
-    threshold: Fraction = 0.9
-
-
-class LengthInflationSettings(WindowGuardSettings):
-    """Above it, wrong answers have grown against right ones by so much since the stage began."""
-
-    threshold: AtLeastZero = 1.5
-
-
-class SimilarResponsesSettings(GuardSettings):
-    """Above it, the samples of a prompt say nearly all the same."""
-
-    threshold: Fraction = 0.9
-
-
-class FormatGainSettings(WindowGuardSettings):
-    """Above it, the reward rises by what does not judge the answer; in units of the reward."""
-
-    threshold: AtLeastZero = 0.05
-    window: Count = Field(default=20, description="steps that one mean is taken over")
-
-
-class TruncationSettings(GuardSettings):
-    """Above it, too many responses are cut off before their end."""
-
-    threshold: Fraction = 0.25
-
-
-class MismatchSettings(GuardSettings):
-    """Above it, engine and trainer are two policies: section 4 of the algorithms."""
-
-    threshold: Fraction = 0.1
-    action: Action = "stop"
-    patience: Count = 3
-
-
-class DriftSettings(GuardSettings):
-    """Above it, the samples are too old for the policy that learns from them."""
-
-    threshold: Fraction = 0.1
-
-
-class StaleDropsSettings(GuardSettings):
-    """Above it, samples grow too old to be trained on, and the slow ones are the ones that go."""
-
-    threshold: AtLeastZero = 0.0
-    patience: Count = Field(default=1, description="steps in a row beyond the threshold")
-
-
-class GuardsSettings(Settings):
-    """The known ways in which reinforcement learning fails, and who is to hear of them."""
-
-    entropy_collapse: EntropyCollapseSettings = EntropyCollapseSettings()
-    reward_collapse: RewardCollapseSettings = RewardCollapseSettings()
-    reward_spread: RewardSpreadSettings = RewardSpreadSettings()
-    flat_groups: FlatGroupsSettings = FlatGroupsSettings()
-    length_inflation: LengthInflationSettings = LengthInflationSettings()
-    similar_responses: SimilarResponsesSettings = SimilarResponsesSettings()
-    format_gain: FormatGainSettings = FormatGainSettings()
-    truncation: TruncationSettings = TruncationSettings()
-    mismatch: MismatchSettings = MismatchSettings()
-    drift: DriftSettings = DriftSettings()
-    stale_drops: StaleDropsSettings = StaleDropsSettings()
+    class GuardsSettings(Settings):
+        def __getattr__(self, name: str) -> Any: ...
+else:
+    GuardsSettings = guards_model()
 
 
 class StopSettings(Settings):
-    """Where a stage has learned what it was to learn, and is done before its last step."""
+    """The rule that ends a stage as done before its last step: it has learned enough."""
 
     metric: Annotated[str, Field(pattern=r"^(reward|reward/.+|all_right)$")] = Field(
         default="reward", description="reward, reward/NAME of one of its rewards, or all_right"
     )
-    at_least: float
-    window: Count = Field(default=10, description="steps over which its mean reaches that")
+    at_least: float = Field(description="mean of the metric at which the stage ends")
+    window: Count = Field(default=10, description="steps that the mean is taken over")
+
+
+class NoCurriculumSettings(Settings):
+    """Prompts in the order of their stream."""
+
+    name: Literal["none"] = "none"
+
+
+class FrontierSettings(Settings):
+    """A choice among the next few prompts: the one whose success rate is nearest to one half.
+
+    The others are passed over, and counted.
+    """
+
+    name: Literal["frontier"] = "frontier"
+    candidates: Annotated[int, Field(ge=2, le=1000)] = Field(
+        default=4, description="prompts that one is chosen from; more make the choice stronger"
+    )
+    field: str | None = Field(
+        default=None,
+        description="field of a prompt's row, such as level or entry.metadata.difficulty: prompts"
+        " with equal values are of one difficulty; null groups them by the prompt's length",
+    )
+    length_step: Count = Field(
+        default=4, description="maximum difference of lengths of one difficulty, in tokens"
+    )
+    memory: Count = Field(
+        default=256, description="newest samples of a difficulty that its success rate is taken of"
+    )
+
+
+def _by_name(given: Any) -> str:
+    if isinstance(given, dict):
+        return str(given.get("name", "none"))
+    return str(getattr(given, "name", "none"))
+
+
+CurriculumSettings = Annotated[
+    Annotated[NoCurriculumSettings, Tag("none")] | Annotated[FrontierSettings, Tag("frontier")],
+    Discriminator(_by_name),
+]
+
+
+class GateSettings(Settings):
+    """The measurement before the next stage may start, and the action where it fails."""
+
+    problems: Count = Field(
+        default=500, description="held-out problems of each domain that a model is measured on"
+    )
+    on_failure: Literal["warn", "stop"] = Field(
+        default="stop",
+        description="warn: print a warning and continue. stop: start no stage that depends on it",
+    )
+
+
+class ExpertGateSettings(GateSettings):
+    """The gate of an expert: better than its parent on its domain, and trained within bounds."""
+
+    min_gain: Annotated[float, Field(ge=-1, le=1)] = Field(
+        default=0.0,
+        description="minimum of the lower 95 % bound of the accuracy gain over the parent, as a"
+        " fraction",
+    )
+    window: Count = Field(
+        default=20, description="last steps of the expert that the bounds below apply to"
+    )
+    max_mismatch: AtLeastZero | None = Field(
+        default=None, description="bound of mismatch_max in each of these steps, nats; null: none"
+    )
+    min_router_agreement: Fraction | None = Field(
+        default=None, description="bound of router_agreement in each of these steps; null: none"
+    )
+    max_drift: Fraction | None = Field(
+        default=None, description="bound of the mean drift_high_ratio; null: none"
+    )
+    max_router_movement: AtLeastZero | None = Field(
+        default=None, description="bound of the mean router_movement, nats; null: none"
+    )
+    max_kl: AtLeastZero | None = Field(
+        default=None, description="bound of the mean kl, nats; null: none"
+    )
+
+
+class MergeGateSettings(GateSettings):
+    """The gate of a merge: it keeps what each teacher can do on the teacher's own domain."""
+
+    min_kept: Fraction = Field(
+        default=0.95,
+        description="minimum share of a teacher's accuracy; below it is a warning, and a stop where"
+        " the whole 95 % interval is below",
+    )

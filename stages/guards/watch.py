@@ -1,131 +1,55 @@
-"""The guards and the stop rule of a stage: what each step's metrics mean for whether it goes on."""
+"""The guards and the stop rule of a stage, which read every step's metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from parallel.status_pipe import report_notice
-from stages.guards.settings import GuardSettings, GuardsSettings
-from stages.guards.trends import Trends, Window
+from stages.guards.registry import GUARDS, GuardSettings, Trend, Window
+from stages.guards.settings import GuardsSettings
 from stages.rewards.settings import RewardSettings
 from stages.settings import PolicySettings
 
 
 @dataclass(frozen=True)
 class StepVerdict:
-    """What a step means: metrics of the windows, and in one line why the stage is to stop as
-    failed, or may end as done."""
+    """The windows' metrics, and in one line why the stage stops as failed, or ends as done."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     stop: str | None = None
     end: str | None = None
 
 
-@dataclass(frozen=True)
-class _Guard:
-    """A guard that watches `metric`; `mend` is what to try first."""
+class Trends:
+    """The trends of a stage's guards, each under the metric of its guard."""
 
-    name: str
-    settings: GuardSettings
-    metric: str
-    side: Literal["above", "below"]
-    mend: str
+    def __init__(self, settings: GuardsSettings, rewards: Mapping[str, RewardSettings]) -> None:
+        self._trends: dict[str, Trend] = {}
+        for name in GUARDS:
+            guard: GuardSettings = getattr(settings, name)
+            if (trend := guard.trend(rewards)) is not None:
+                self._trends[guard.metric] = trend
 
-    def beyond(self, value: float) -> bool:
-        """Whether a value is on the wrong side of the threshold."""
-        threshold = self.settings.threshold
-        return value > threshold if self.side == "above" else value < threshold
+    def add(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Take a step's metrics; return those of the windows that are full."""
+        found = {metric: trend.add(metrics) for metric, trend in self._trends.items()}
+        return {metric: value for metric, value in found.items() if value is not None}
 
+    def state(self) -> dict[str, Any]:
+        """Return the memory as JSON."""
+        return {metric: trend.state() for metric, trend in self._trends.items()}
 
-def guards(settings: GuardsSettings) -> list[_Guard]:
-    """All of them; docs/guards.md says where each comes from."""
-    return [
-        _Guard(
-            "entropy_collapse",
-            settings.entropy_collapse,
-            "entropy",
-            "below",
-            "raise objective.entropy_bonus or ratio.clip_high, or lower the learning rate",
-        ),
-        _Guard(
-            "reward_collapse",
-            settings.reward_collapse,
-            "reward_drop",
-            "above",
-            "make the stage anew (--from) with a lower learning rate, a higher"
-            " objective.kl.coefficient, or a stop rule that ends it at the peak",
-        ),
-        _Guard(
-            "reward_spread",
-            settings.reward_spread,
-            "reward_spread",
-            "below",
-            "take prompts of another difficulty, or a larger sampling.group_size",
-        ),
-        _Guard(
-            "flat_groups",
-            settings.flat_groups,
-            "zero_variance",
-            "above",
-            "take prompts of another difficulty, curriculum.name: frontier, or"
-            " rollout.dynamic_sampling",
-        ),
-        _Guard(
-            "length_inflation",
-            settings.length_inflation,
-            "length_inflation",
-            "above",
-            "use objective.aggregation: token_mean or constant, or a reward of kind overlong",
-        ),
-        _Guard(
-            "similar_responses",
-            settings.similar_responses,
-            "similar_responses",
-            "above",
-            "raise sampling.temperature, or take harder prompts",
-        ),
-        _Guard(
-            "format_gain",
-            settings.format_gain,
-            "format_gain",
-            "above",
-            "lower the weights of the rewards that do not judge the answer",
-        ),
-        _Guard(
-            "truncation",
-            settings.truncation,
-            "unfinished",
-            "above",
-            "raise sampling.max_response_tokens",
-        ),
-        _Guard(
-            "mismatch",
-            settings.mismatch,
-            "high_ratio",
-            "above",
-            "see docs/refit.md: engine and trainer give the same tokens other probabilities",
-        ),
-        _Guard(
-            "drift",
-            settings.drift,
-            "drift_high_ratio",
-            "above",
-            "lower rollout.max_staleness or the learning rate",
-        ),
-        _Guard(
-            "stale_drops",
-            settings.stale_drops,
-            "dropped_stale",
-            "above",
-            "raise rollout.max_staleness, or lower rollout.oversampling",
-        ),
-    ]
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a state; a guard that is newer than the checkpoint starts empty."""
+        for metric, trend in self._trends.items():
+            if metric in state:
+                trend.restore(state[metric])
 
 
 class GuardMonitor:
-    """Reads every step's metrics; main rank only, which has all ranks do as it says."""
+    """The reader of every step's metrics; only on the main rank, which all others follow."""
 
     def __init__(
         self, stage: str, settings: PolicySettings, rewards: Mapping[str, RewardSettings]
@@ -136,16 +60,17 @@ class GuardMonitor:
         self._rule = settings.stop
         self._reached = Window(settings.stop.window) if settings.stop else Window(1)
         self._trends = Trends(settings.guards, rewards)
-        self._guards = guards(settings.guards)
-        self._beyond = {guard.name: 0 for guard in self._guards}  # steps in a row
+        self._guards: dict[str, GuardSettings] = {
+            name: getattr(settings.guards, name) for name in GUARDS
+        }
+        self._beyond = dict.fromkeys(GUARDS, 0)  # consecutive steps
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> StepVerdict:
-        """Take in the metrics of a step, say what is to be warned of, and judge."""
+        """Take the metrics of a step, print warnings, and return the verdict."""
         found = self._trends.add(metrics)
+        every = {**metrics, **found}
         stops = [
-            line
-            for guard in self._guards
-            if (line := self._judge(guard, step, {**metrics, **found})) is not None
+            line for name in self._guards if (line := self._check(name, step, every)) is not None
         ]
         self._reached.add(metrics.get(self._rule.metric) if self._rule else None)
         if stops:
@@ -153,7 +78,7 @@ class GuardMonitor:
         return StepVerdict(found, end=self._ending(step))
 
     def state(self) -> dict[str, Any]:
-        """What is remembered of the steps before, as JSON."""
+        """Return the memory of the steps before, as JSON."""
         return {
             "trends": self._trends.state(),
             "beyond": dict(self._beyond),
@@ -161,46 +86,46 @@ class GuardMonitor:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue there."""
+        """Continue from a state."""
         self._trends.restore(state["trends"])
         self._beyond.update(state["beyond"])
         self._reached.values.clear()
         self._reached.values.extend(state["reached"])
 
-    def _judge(self, guard: _Guard, step: int, metrics: Mapping[str, float]) -> str | None:
-        """Why the guard stops the stage, or None. A step without the metric says nothing."""
+    def _check(self, name: str, step: int, metrics: Mapping[str, float]) -> str | None:
+        """Return why a guard stops the stage; a step without its metric counts neither way."""
+        guard = self._guards[name]
         value = metrics.get(guard.metric)
-        settings = guard.settings
-        if value is None or settings.action == "off":
+        if value is None or guard.action == "off":
             return None
         if not guard.beyond(value):
-            self._beyond[guard.name] = 0
+            self._beyond[name] = 0
             return None
-        self._beyond[guard.name] += 1
-        times = self._beyond[guard.name]
-        key = f"{self._stage}.guards.{guard.name}"
-        fault = (
-            f"step {step} of {self._stage}: guard {guard.name}: {guard.metric} is {value:.4g},"
-            f" {guard.side} {key}.threshold = {settings.threshold:g},"
-            f" for {times} step{'s' if times > 1 else ''} in a row; {guard.mend}"
+        self._beyond[name] += 1
+        times = self._beyond[name]
+        key = f"{self._stage}.guards.{name}"
+        violation = (
+            f"step {step} of {self._stage}: guard {name}: {guard.metric} is {value:.4g},"
+            f" {guard.side} {key}.threshold = {guard.threshold:g},"
+            f" for {times} step{'s' if times > 1 else ''} in a row; {guard.remedy}"
         )
-        if settings.action == "stop" and times >= settings.patience:
+        if guard.action == "stop" and times >= guard.patience:
             return (
-                f"{fault}. The stage has saved the step and stopped; to go on from there"
-                f" regardless, set {key}.action to warn, or another threshold, and run it again"
+                f"{violation}. The stage saved a checkpoint and stopped; to continue from there"
+                f" regardless, set {key}.action=warn, or another threshold, and run it again"
             )
-        if settings.action == "warn" and times == settings.patience:
-            report_notice(fault)
+        if guard.action == "warn" and times == guard.patience:
+            report_notice(violation)
         return None
 
     def _ending(self, step: int) -> str | None:
-        """Why the stage is done before its last step, or None; says it."""
+        """Return why the stage is done before its last step, or None; print it."""
         rule, mean = self._rule, self._reached.mean
         if rule is None or mean is None or mean < rule.at_least or step >= self._steps:
             return None
         end = (
             f"done at step {step} of {self._steps}: {rule.metric} is {mean:.4g} over"
-            f" {rule.window} steps, and {self._stage}.stop asks for {rule.at_least:g}"
+            f" {rule.window} steps, at least {self._stage}.stop.at_least = {rule.at_least:g}"
         )
         report_notice(end)
         return end

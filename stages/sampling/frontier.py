@@ -20,7 +20,7 @@ from typing import Any
 
 from stages.data.problem import DomainError, Problem
 from stages.data.prompts import PromptStream
-from stages.guards.curriculum_settings import FrontierSettings
+from stages.guards.settings import FrontierSettings
 from stages.objectives.groups import seed_of
 
 DIFFICULTIES = 4096  # remembered at once; beyond it, those that were not seen for longest are not

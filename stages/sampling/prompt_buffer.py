@@ -10,8 +10,8 @@ from typing import Any
 
 from stages.data.problem import Problem
 from stages.data.prompts import PromptStream
-from stages.guards.curriculum_settings import CurriculumSettings, FrontierSettings
 from stages.guards.measures import graded, is_right
+from stages.guards.settings import CurriculumSettings, FrontierSettings
 from stages.objectives.groups import Group, groups_of, seed_of
 from stages.sampling.engines import Rollouts
 from stages.sampling.frontier import Frontier

@@ -16,7 +16,7 @@ from pipeline.config.validate import load
 from pipeline.config.violations import ConfigError
 from pipeline.run.gates import GateVerdict, Steps, judge_expert, judge_merge
 from pipeline.run.graph import Stage, compile_graph
-from stages.guards.gate_settings import ExpertGateSettings, MergeGateSettings
+from stages.guards.settings import ExpertGateSettings, MergeGateSettings
 from stages.settings import RunSettings
 from stages.statistics import difference, wilson
 

@@ -14,8 +14,7 @@ from pipeline.run.graph import compile_graph
 from pipeline.run.ledger import Ledger
 from pipeline.run.lineage import lineage_now, write_manifest
 from pipeline.run.states import derive, lacks
-from stages.guards.curriculum_settings import FrontierSettings, NoCurriculumSettings
-from stages.guards.settings import StopSettings
+from stages.guards.settings import FrontierSettings, NoCurriculumSettings, StopSettings
 
 EXPERT = "experts.sums"
 STOP = f"{EXPERT}.stop={{at_least: 0.9, window: 1}}"

@@ -25,6 +25,8 @@ WITHOUT_TORCH = {
     "parallel.weights.needs",
     "stages.kinds",
     "stages.data.formats",
+    "stages.objectives.advantages.gae",
+    "stages.objectives.correction",
     "stages.rewards.endpoint",
     "stages.data.reasoning_gym_options",
     "stages.rewards.reward",

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from stages.data.problem import DomainError, Problem
-from stages.guards.curriculum_settings import FrontierSettings
+from stages.guards.settings import FrontierSettings
 from stages.rewards.settings import RewardPoolSettings
 from stages.sampling import frontier as module
 from stages.sampling.frontier import Frontier

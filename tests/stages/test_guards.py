@@ -12,10 +12,10 @@ import pytest
 
 from parallel.sample import Sample
 from stages.guards.measures import group_metrics
+from stages.guards.registry import GUARDS
 from stages.guards.settings import GuardsSettings
 from stages.guards.similarity import SKETCH, jaccard, repeats, sketch
-from stages.guards.trends import Trends
-from stages.guards.watch import GuardMonitor, StepVerdict, guards
+from stages.guards.watch import GuardMonitor, StepVerdict, Trends
 from stages.metrics import METRICS
 from stages.objectives.groups import Group
 from stages.rewards.settings import (
@@ -188,8 +188,8 @@ def test_a_guard_that_stops_says_what_to_change(said: list[str]) -> None:
     assert verdicts[3].stop == (
         "step 4 of experts.sums: guard truncation: unfinished is 0.5, above"
         " experts.sums.guards.truncation.threshold = 0.25, for 2 steps in a row; raise"
-        " sampling.max_response_tokens. The stage has saved the step and stopped; to go on from"
-        " there regardless, set experts.sums.guards.truncation.action to warn, or another"
+        " sampling.max_response_tokens. The stage saved a checkpoint and stopped; to continue"
+        " from there regardless, set experts.sums.guards.truncation.action=warn, or another"
         " threshold, and run it again"
     )
     assert said == []
@@ -211,7 +211,8 @@ def test_a_stage_ends_when_a_full_window_is_good_enough(said: list[str]) -> None
     ends = [each.end for each in observe(watch(stop=rule), "all_right", 0.9, None, 0.0, 0.4, 0.6)]
     assert ends[:4] == [None] * 4
     assert ends[4] == (
-        "done at step 5 of 9: all_right is 0.5 over 2 steps, and experts.sums.stop asks for 0.5"
+        "done at step 5 of 9: all_right is 0.5 over 2 steps, at least"
+        " experts.sums.stop.at_least = 0.5"
     )
     assert said == [ends[4]]
     last = observe(watch(steps=2, stop=rule), "all_right", 1.0, 1.0)
@@ -262,9 +263,8 @@ def test_what_was_seen_before_a_restart_counts(cut: int, said: list[str]) -> Non
 
 
 def test_every_guard_watches_a_declared_metric() -> None:
-    table = guards(GuardsSettings())
-    assert [guard.name for guard in table] == list(GuardsSettings.model_fields)
-    assert {guard.metric for guard in table} <= METRICS.keys()
+    assert list(GUARDS) == list(GuardsSettings.model_fields)
+    assert {guard.metric for guard in GUARDS.values()} <= METRICS.keys()
 
 
 def test_the_page_names_every_guard_with_its_metric_and_defaults() -> None:
@@ -275,10 +275,10 @@ def test_the_page_names_every_guard_with_its_metric_and_defaults() -> None:
     ]
     assert documented == [
         (
-            guard.name,
+            name,
             guard.metric,
-            f"{guard.side} {guard.settings.threshold:g}",
-            f"{guard.settings.action}, {guard.settings.patience}",
+            f"{guard.side} {guard.threshold:g}",
+            f"{guard.action}, {guard.patience}",
         )
-        for guard in guards(GuardsSettings())
+        for name, guard in GuardsSettings()
     ]
