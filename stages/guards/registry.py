@@ -128,7 +128,9 @@ def guard(name: str) -> Callable[[Guard], Guard]:
 
 def guards_model() -> Any:
     """Return a settings class with a block for every guard."""
-    fields: dict[str, Any] = {name: (settings, settings()) for name, settings in GUARDS.items()}
+    fields: dict[str, Any] = {
+        name: (settings, settings.model_validate({})) for name, settings in GUARDS.items()
+    }
     return create_model(
         "GuardsSettings",
         __base__=Settings,
