@@ -1,4 +1,4 @@
-"""Every metric a stage may log, with its denominator; docs/metrics.md says what they mean."""
+"""metrics.jsonl and Weights & Biases: what a stage logs, and the sums its metrics come from."""
 
 from __future__ import annotations
 
@@ -13,81 +13,10 @@ from typing import Any
 from parallel.batch import MicroBatch, token_counts
 from parallel.distributed import sum_over_data
 from parallel.files import naming, write_atomically
+from stages.metric_definitions import METRICS
 from stages.objectives.aggregation import Totals
 from stages.objectives.loss import MetricSum
 from stages.settings import StageJob
-
-# What each metric is divided by. A name that does not stand here is refused.
-METRICS = {
-    "loss": "step",
-    "gradient_norm": "step",
-    "learning_rate": "step",
-    "load_balance": "layers",
-    "z_loss": "layers",
-    "token_efficiency": "computed tokens",
-    "too_long": "step",
-    "reward": "sequences",
-    "reward/NAME": "sequences",
-    "reward_failures": "step",
-    "watch_failures": "step",
-    "zero_variance": "groups",
-    "all_right": "groups",
-    "all_wrong": "groups",
-    "reward_spread": "groups",
-    "reward_drop": "step",
-    "format_gain": "step",
-    "resampled_groups": "step",
-    "passed_over": "step",
-    "unfinished": "sequences",
-    "kept_saturated": "tokens",
-    "response_tokens": "sequences",
-    "wrong_over_right": "sequences",
-    "length_inflation": "step",
-    "identical_responses": "sequences",
-    "similar_responses": "sequences",
-    "ratio": "sequences",
-    "clip_fraction": "sequences",
-    "router_movement": "tokens",
-    "correction": "sequences",
-    "masked_sequences": "sequences",
-    "length_exponent": "step",
-    "value_loss": "tokens",
-    "value_explained_variance": "step",
-    "entropy": "tokens",
-    "full_entropy": "tokens",
-    "kl": "tokens",
-    "kl_coefficient": "step",
-    "teacher_kl": "domains",
-    "teacher_kl/NAME": "tokens",
-    "token_share/NAME": "step",
-    "mismatch_max": "step",
-    "mismatch_mean": "tokens",
-    "mismatch_sequence_k3": "sequences",
-    "high_ratio": "tokens",
-    "router_agreement": "layers",
-    "router_agreement_N": "tokens",
-    "drift_max": "step",
-    "drift_mean": "tokens",
-    "drift_sequence_k3": "sequences",
-    "drift_high_ratio": "tokens",
-    "drift_router_agreement": "layers",
-    "drift_router_agreement_N": "tokens",
-    "staleness_mean": "sequences",
-    "staleness_max": "step",
-    "staleness_N": "sequences",
-    "dropped_stale": "step",
-    "replayed": "step",
-    "requeued": "step",
-    "duplicates": "step",
-    "engine_restarts": "step",
-    "refit_bytes": "step",
-    "refit_staging_bytes": "step",
-    "seconds_refit": "step",
-    "seconds_rollout": "step",
-    "seconds_wait": "step",
-    "seconds_train": "step",
-    "accuracy": "problems",
-}
 
 
 class MetricsLog:
@@ -103,7 +32,7 @@ class MetricsLog:
         self._starting = _wandb_starting(job)
 
     def write(self, step: int, metrics: dict[str, float], **labels: str) -> None:
-        """Append one line. Raises KeyError for a metric that is not declared above."""
+        """Append one line. Raises KeyError for a metric that is not in METRICS."""
         if undeclared := sorted(name for name in metrics if _declared_as(name) not in METRICS):
             raise KeyError(f"undeclared metrics: {undeclared}")
         line = {"step": step, "steps": self.steps, "time": time.time(), **labels, **metrics}
