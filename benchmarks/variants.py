@@ -44,8 +44,8 @@ SEVERAL_UPDATES = {"updates_per_rollout": 8, "optimizer": {"learning_rate": 2.8}
 WIDE_CLIP = {"name": "sequence", "clip_low": 4e-3, "clip_high": 6e-3}
 HALF_RATE = {"optimizer": {"learning_rate": 4.0}}
 # With a core for the trainer and one for the engine, `overlap` and `async` make 1.3 to 1.5 times
-# the steps a minute of `sync` (docs/rollouts.md): STEPS of them take less time than STEPS of
-# `sync`, and these at least as long.
+# the steps a minute of `sync` (docs/explanation/rollouts.md): STEPS of them take less time than
+# STEPS of `sync`, and these at least as long.
 AS_LONG = {"loop": {"steps": 3 * STEPS // 2}}
 ASYNC = {"rollout": {"mode": "async", "max_staleness": 2}}
 OVERLAP = {"rollout": {"mode": "overlap"}}

@@ -19,9 +19,10 @@ from pydantic.fields import FieldInfo
 
 from pipeline.commands.arguments import parser
 from pipeline.config.cluster import ClusterSettings
-from stages.guards.settings import GuardsSettings, WindowGuardSettings
-from stages.guards.watch import guards
+from stages.guards.registry import GUARDS, WindowGuardSettings
+from stages.guards.settings import GuardsSettings
 from stages.metric_definitions import METRICS
+from stages.objectives.settings import REGISTRIES
 from stages.settings import DomainSettings, RunSettings
 
 ROOT = Path(__file__).parents[1]
@@ -105,6 +106,7 @@ def pages() -> dict[Path, str]:
     """Return the text of every generated page, by its path."""
     texts = {name: [NOTE + head] for name, head in HEADS.items()}
     texts["guards.md"].append(_guards())
+    texts["objective.md"].append(_algorithms())
     texts["metrics.md"][0] += _metrics()
     texts["commands.md"][0] += _commands(parser())
     blocks = _blocks()
@@ -279,22 +281,32 @@ def _table_row(*cells: str) -> str:
 # Guards, metrics, commands
 
 
+def _algorithms() -> str:
+    """Return a table for every registry of the objective: names, formulas and sources."""
+    parts = []
+    for registry in REGISTRIES:
+        parts += [f"## `{registry.key}` by name\n", "| name | description | formula | source |"]
+        parts.append("|---|---|---|---|")
+        for name, found in registry.items():
+            formula = _one_line(found.formula).removeprefix("Return ")
+            description = "" if found.settings is None else _one_line(found.description)
+            parts.append(_table_row(f"`{name}`", description, formula, found.source))
+        parts.append("")
+    return "\n".join(parts)
+
+
 def _guards() -> str:
-    head = "## `guards`\n\n| guard | metric | beyond | action, patience | the failure | first thing to try |"
-    rows = [
-        _table_row(
-            f"`{guard.name}`",
-            f"`{guard.metric}`",
-            f"{guard.side} {guard.settings.threshold:g}",
-            f"{guard.settings.action}, {guard.settings.patience}",
-            _one_line(type(guard.settings).__doc__),
-            guard.mend,
-        )
-        for guard in guards(GuardsSettings())
-    ]
+    head = "| guard | metric | beyond | action, patience | failure | first thing to try |"
+    defaults = GuardsSettings()
+    rows = []
+    for name, guard in GUARDS.items():
+        found = getattr(defaults, name)
+        beyond, then = f"{guard.side} {found.threshold:g}", f"{found.action}, {found.patience}"
+        cells = (f"`{name}`", f"`{guard.metric}`", beyond, then, _one_line(guard.__doc__))
+        rows.append(_table_row(*cells, guard.remedy))
     # The key `window` is of those alone that compare windows.
     keys = ["## Keys of each guard\n", KEYS, *_rows(WindowGuardSettings, {})]
-    return "\n".join([head, "|---|---|---|---|---|---|", *rows, "", *keys, ""])
+    return "\n".join(["## `guards`\n", head, "|---|---|---|---|---|---|", *rows, "", *keys, ""])
 
 
 def _metrics() -> str:

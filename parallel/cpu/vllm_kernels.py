@@ -1,8 +1,8 @@
 """vLLM's own fused RMS norms for CPUs, which it ships and does not use by itself.
 
 vLLM 0.30 offers them as `vllm_c` to GPUs alone and composes a CPU's norms of five operations each,
-about a fifth of a step of a small model (docs/rollouts.md). This names them to vLLM again, by its
-own way for that: `vllm.ir`. What they do not fit goes on to vLLM's composition.
+about a fifth of a step of a small model (docs/explanation/rollouts.md). This names them to vLLM
+again, by its own way for that: `vllm.ir`. What they do not fit goes on to vLLM's composition.
 """
 
 from typing import Any  # annotations must be evaluated: vLLM makes operators' schemas of them

@@ -9,7 +9,7 @@ from __future__ import annotations
 PROCESS_ENVIRONMENT = {
     # Without multiprocessing vLLM's scheduler steps in the engine's own process. AsyncLLM's, in
     # another, cost half as much time again on two cores, since every token's log-probability
-    # crosses on its own (docs/rollouts.md); one process less is also one less to lose.
+    # crosses on its own (docs/explanation/rollouts.md); one process less is also one less to lose.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",

@@ -5,8 +5,8 @@ Messages go over gloo on a CPU and NCCL on GPUs; memory is mapped as a file on a
 on GPUs. What is on GPUs has not been run.
 
 Neither gloo nor a store of torch.distributed has a password: messages are for networks whose
-members are trusted (docs/refit.md). What an engine is to map is therefore never read from a store;
-it comes with `Join`, from a client that has the engine's token.
+members are trusted (docs/explanation/weight-sync.md). What an engine is to map is therefore never
+read from a store; it comes with `Join`, from a client that has the engine's token.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def _add_config_commands(command: Callable[[str, str, str], ArgumentParser]) -> 
         + "Every stage is a job of one of the scripts in slurm/, which waits for those it is made\n"
         + "from. --dry-run shows the very commands and writes nothing; --prepare makes the run's\n"
         + "folder, for a person to run them: they stand in runs/NAME/slurm/submit.sh.\n"
-        + "docs/slurm.md has the rest.",
+        + "docs/explanation/slurm.md has the rest.",
     )
     submit.add_argument(
         "--cluster", type=Path, metavar="FILE", help="its profile (default: the run's last one)"

@@ -201,7 +201,9 @@ def _sandbox() -> Row:
         check_sandbox()
     except SandboxError as error:
         value = f"{str(error).removeprefix('sandbox: ')}; no `code` reward here"
-        return Row("sandbox", value, "note", "docs/sandbox.md says what the host must allow")
+        return Row(
+            "sandbox", value, "note", "docs/explanation/sandbox.md says what the host must allow"
+        )
     return Row("sandbox", "programs run contained, for the `code` reward")
 
 

@@ -13,8 +13,8 @@ FOLDER = Path("configs/domains")
 Source = Literal["reasoning_gym", "jsonl", "parquet"]
 
 HEADING = """\
-# The domain {name}. Every key and its default: docs/domains.md. Is it right, and do its rewards
-# tell right from wrong?
+# The domain {name}. Every key and its default: docs/reference/domain.md. Is it right, and do its
+# rewards tell right from wrong?
 #
 #     braid domain check {path}
 #
@@ -34,10 +34,10 @@ prompts:
   dataset: chain_sum       # or spell_backward, number_sorting
   config: {min_terms: 2, max_terms: 3, min_digits: 1, max_digits: 1}  # the dataset's own options
 
-rewards:                   # docs/rewards.md; what a sample earns is the sum of weight x reward
+rewards:                   # a sample earns the sum of weight x reward: docs/reference/rewards.md
   exact: {kind: reasoning_gym}
 
-objective:                 # docs/objectives.md
+objective:                 # docs/explanation/objectives.md
   kl: {coefficient: 0.0}   # 0.001 pulls back to the cold start
 """
 
@@ -49,11 +49,11 @@ prompts:
   answer: answer           # column of the reference answer; null where no reward wants one
   held_out_fraction: 0.25  # the same in every domain of a run
 
-rewards:                   # docs/rewards.md; what a sample earns is the sum of weight x reward
+rewards:                   # a sample earns the sum of weight x reward: docs/reference/rewards.md
   right: {{kind: math}}      # or instruction, json_schema, code, judge, python
   # brief: {{kind: overlong, max_tokens: 2048, buffer_tokens: 512, weight: 0.5}}
 
-demonstrations:            # for the cold start, if the run has one: docs/data.md
+demonstrations:            # for the cold start, if the run has one: docs/explanation/data.md
   source: {source}
   path: ../../data/{name}_demonstrations.{source}  # FILL IN
   messages: messages       # column of whole conversations
@@ -65,7 +65,7 @@ sampling:
   temperature: 1.0
   max_response_tokens: 2048
 
-objective:                 # docs/objectives.md
+objective:                 # docs/explanation/objectives.md
   advantage: {{name: grpo}}
   ratio: {{name: sequence}}
   kl: {{coefficient: 0.0}}

@@ -47,7 +47,7 @@ def check_machine(rewards: Mapping[str, Mapping[str, RewardSettings]]) -> None:
                 try:
                     sandbox.check()
                 except sandbox.SandboxError as error:
-                    message = f"{error}; docs/sandbox.md says what the host must allow"
+                    message = f"{error}; docs/explanation/sandbox.md says what the host must allow"
                     raise DomainError(domain, f"rewards.{name}", message) from error
 
 

@@ -1,4 +1,4 @@
-"""Runs a program that nobody has read, contained (docs/sandbox.md says by what, and by what not).
+"""Runs a program that nobody has read, contained (docs/explanation/sandbox.md).
 
 The program sees an interpreter, its standard library and an empty folder; no network, no process
 but its own, no file and no variable of ours. What it does wrong is its own outcome. SandboxError

@@ -130,7 +130,7 @@ class JudgeReward(RewardBase):
 class CodeReward(RewardBase):
     """The share of a problem's tests that the response's program passes, run in the sandbox.
 
-    Each pair of input and output is a run of its own; asserts share one (docs/sandbox.md).
+    Each pair of input and output is one run; asserts share one (docs/explanation/sandbox.md).
     """
 
     kind: Literal["code"] = "code"

@@ -20,7 +20,7 @@ class MismatchError(RuntimeError):
         super().__init__(
             f"after a refit the engine's log-probabilities differ from the trainer's by up to"
             f" {largest:.3g} nats; engine.max_logprob_difference allows {bound:g};"
-            " docs/refit.md says what to look at, in which order"
+            " docs/how-to/mismatch.md says what to look at, in which order"
         )
 
 

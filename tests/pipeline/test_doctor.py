@@ -185,7 +185,7 @@ def test_where_programs_cannot_be_contained_only_the_code_reward_is_lost(
     monkeypatch.setattr(doctor, "check_sandbox", refuse)
     [row] = [row for _, rows in sections(CPU, tmp_path) for row in rows if row.name == "sandbox"]
     assert (row.verdict, row.value) == ("note", "needs user namespaces; no `code` reward here")
-    assert row.mend.startswith("docs/sandbox.md")
+    assert row.mend.startswith("docs/explanation/sandbox.md")
 
 
 def test_a_probe_that_dies_or_hangs_is_at_fault(capsys: pytest.CaptureFixture[str]) -> None:

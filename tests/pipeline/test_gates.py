@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from pipeline.config.validate import load
 from pipeline.config.violations import ConfigError
@@ -300,13 +298,3 @@ def test_the_cold_start_looks_for_as_many_problems_as_a_gate_wants(config: Path)
     settings = load(config, ["experts.sums.gate.problems=3000", "merge.gate.problems=2500"])
     assert [settings.gate_problems(domain) for domain in settings.experts] == [3000, 2500]
     assert load(config).gate_problems("sums") == 0
-
-
-def test_the_documentation_has_every_key_with_its_default() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "gates.md").read_text()
-    rows = dict(re.findall(r"^\| `(\w+)`(?: \(\w+\))? \| `?([^|`]+)`? \|", text, re.MULTILINE))
-    rows.pop("gates", None)
-    fields = {**ExpertGateSettings.model_fields, **MergeGateSettings.model_fields}
-    assert {key: yaml.safe_load(value) for key, value in rows.items()} == {
-        name: field.default for name, field in fields.items()
-    }

@@ -14,11 +14,11 @@ import pytest
 from tests.runs import REPOSITORY
 
 BENCHMARKS = REPOSITORY / "benchmarks"
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 # The parts of results.json, by the page that shows them.
 PARTS = {
     "layouts.md": ("vocabulary", "packing", "checkpoints", "hugging_face"),
-    "refit.md": ("refit", "refit_plan"),
+    "weight-sync.md": ("refit", "refit_plan"),
     "rollouts.md": (
         *("grpo_steps_a", "grpo_steps_b", "trl_steps_a", "trl_steps_b"),
         *("grpo_steps_a_own_sync", "grpo_steps_a_own_overlap"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,7 +15,7 @@ from stages.guards.registry import GUARDS
 from stages.guards.settings import GuardsSettings
 from stages.guards.similarity import SKETCH, jaccard, repeats, sketch
 from stages.guards.watch import GuardMonitor, StepVerdict, Trends
-from stages.metrics import METRICS
+from stages.metric_definitions import METRICS
 from stages.objectives.groups import Group
 from stages.rewards.settings import (
     FormatReward,
@@ -26,7 +25,6 @@ from stages.rewards.settings import (
 )
 from stages.settings import DomainSettings
 
-PAGE = Path(__file__).parents[2] / "docs" / "guards.md"
 REWARDS: dict[str, RewardSettings] = {"right": MathReward(), "brief": LengthReward(at_most=3)}
 DOMAINS = {"sums": REWARDS}
 
@@ -265,20 +263,3 @@ def test_what_was_seen_before_a_restart_counts(cut: int, said: list[str]) -> Non
 def test_every_guard_watches_a_declared_metric() -> None:
     assert list(GUARDS) == list(GuardsSettings.model_fields)
     assert {guard.metric for guard in GUARDS.values()} <= METRICS.keys()
-
-
-def test_the_page_names_every_guard_with_its_metric_and_defaults() -> None:
-    rows = [line.split("|") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
-    documented = [
-        (row[1].strip(" `"), row[2].strip(" `"), row[3].strip().split(" nats")[0], row[4].strip())
-        for row in rows
-    ]
-    assert documented == [
-        (
-            name,
-            guard.metric,
-            f"{guard.side} {guard.threshold:g}",
-            f"{guard.action}, {guard.patience}",
-        )
-        for name, guard in GuardsSettings()
-    ]

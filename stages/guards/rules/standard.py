@@ -1,6 +1,6 @@
 """The guards of known failures, in the order of their blocks in YAML. Never imports torch.
 
-docs/guards.md says where each comes from.
+docs/explanation/guards.md says where each comes from.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class MismatchSettings(GuardSettings):
     metric: ClassVar[str] = "high_ratio"
     side: ClassVar[Side] = "above"
     remedy: ClassVar[str] = (
-        "see docs/refit.md: engine and trainer give the same tokens other probabilities"
+        "see docs/how-to/mismatch.md: engine and trainer disagree on probabilities"
     )
 
     threshold: Fraction = 0.1
