@@ -14,7 +14,15 @@ import pytest
 from tests.runs import REPOSITORY
 
 BENCHMARKS = REPOSITORY / "benchmarks"
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+# Pages of the reference are made from declarations and show no measurement.
+PAGES = [
+    REPOSITORY / "README.md",
+    *(
+        page
+        for page in sorted((REPOSITORY / "docs").rglob("*.md"))
+        if "reference" not in page.parts
+    ),
+]
 # The parts of results.json, by the page that shows them.
 PARTS = {
     "layouts.md": ("vocabulary", "packing", "checkpoints", "hugging_face"),
