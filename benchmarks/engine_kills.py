@@ -36,7 +36,7 @@ CONFIG = """
 extends: {smoke}
 name: kills
 engine: {{max_restarts: {kills}, check_refit: true}}
-experts:
+domains:
   chain_sum:
     loop: {{steps: {steps}}}
     sampling: {{prompts_per_step: {prompts}, group_size: {group}}}

@@ -110,7 +110,7 @@ def configuration(
             "max_sequences": workload.rollouts // engines,
         },
         "cold_start": {"optimizer": still, "loop": once},
-        "experts": {"chain_sum": expert},
+        "domains": {"chain_sum": expert},
         "merge": {"optimizer": still, "loop": once},
         "evaluation": {"problems": 2},
     }

@@ -141,7 +141,7 @@ def main() -> None:
             started = time.monotonic()
             run = SubmittedRun(cluster, Path(folder) / "runs", overrides)
             settings = yaml.safe_load((run.path / "run.yaml").read_text())
-            steps = settings["experts"]["chain_sum"]["loop"]["steps"]
+            steps = settings["domains"]["chain_sum"]["loop"]["steps"]
             faults = with_faults(run, middle=max(1, steps // 2 - 2))
             seconds = time.monotonic() - started
             found = report(local / "quickstart", run, faults)

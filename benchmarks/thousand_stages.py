@@ -63,7 +63,7 @@ def make(config: Path, runs_dir: Path) -> int:
     """Write the configuration and its run; returns how many stages it has."""
     domain = CONFIGS / "domains" / "chain_sum.yaml"
     experts = [f"  d{number}: {{extends: {domain}}}" for number in range(MORE_EXPERTS)]
-    head = [f"extends: {CONFIGS}/quickstart.yaml", "name: big", "experts:"]
+    head = [f"extends: {CONFIGS}/quickstart.yaml", "name: big", "domains:"]
     config.write_text("\n".join([*head, *experts]) + "\n")
     settings, run = load(config), RunDirectory(runs_dir / "big")
     resolved.write(run, settings)

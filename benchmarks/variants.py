@@ -170,7 +170,7 @@ def configuration(name: str, run_name: str, seed: int) -> dict[str, Any]:
         "name": run_name,
         "seed": seed,
         "model": {"extends": str(CONFIGS / "models" / "tiny-moe.yaml")},
-        "experts": {each: shared | keys for each, keys in variants.items()},
+        "domains": {each: shared | keys for each, keys in variants.items()},
         "merge": None,
         "evaluation": {"problems": 2},  # of every model on every domain, which are all the same
         "logging": {"wandb": "disabled"},

@@ -54,7 +54,7 @@ class Merge(OnPolicyStage):
             # The teachers grade all prompts alike: they are taken as they come.
             {
                 domain: expert.model_copy(update={"curriculum": NoCurriculumSettings()})
-                for domain, expert in job.settings.experts.items()
+                for domain, expert in job.settings.domains.items()
             },
             settings.sampling,
             RolloutSettings(**settings.rollout.model_dump()),
@@ -63,7 +63,7 @@ class Merge(OnPolicyStage):
             NoCorrectionSettings(),
         )
         self.divergence = DIVERGENCES[settings.method]
-        self.domains = job.settings.experts
+        self.domains = job.settings.domains
         self.merge = settings
         self.teachers = {}
         for domain, checkpoint in job.teachers.items():

@@ -121,7 +121,7 @@ def _tokens(text: str, tokenizer: Tokenizer, domain: str) -> int:
         return len(tokenizer.encode(text)) + 1
     except TokenizerError as error:
         raise TokenizerError(
-            f"experts.{domain}.prompts.answer: no policy can write the reference {text!r}: {error}"
+            f"domains.{domain}.prompts.answer: no policy can write the reference {text!r}: {error}"
         ) from error
 
 

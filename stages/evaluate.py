@@ -51,7 +51,7 @@ class Evaluation:
         self.settings = job.settings.evaluation
         self.domains = {
             domain: settings
-            for domain, settings in job.settings.experts.items()
+            for domain, settings in job.settings.domains.items()
             if any(domain in self.domains_of(name) for name in job.models)
         }
         self.policy = Policy(job.settings.model, job.settings.layout)
@@ -76,7 +76,7 @@ class Evaluation:
 
     def domains_of(self, name: str) -> list[str]:
         """The domains that a model is measured on."""
-        return self.job.evaluated_on.get(name, list(self.job.settings.experts))
+        return self.job.evaluated_on.get(name, list(self.job.settings.domains))
 
     def has(self, name: str) -> bool:
         """Whether a model is measured on its domains."""

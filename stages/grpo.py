@@ -266,13 +266,13 @@ class Expert(OnPolicyStage):
 
 def _domains(job: StageJob) -> Mapping[str, DomainSettings]:
     """Those that the stage trains on."""
-    experts = job.settings.experts
-    return experts if job.domain is None else {job.domain: experts[job.domain]}
+    domains = job.settings.domains
+    return domains if job.domain is None else {job.domain: domains[job.domain]}
 
 
 def _settings(job: StageJob) -> PolicySettings:
     """How it trains."""
     if job.domain is not None:
-        return job.settings.experts[job.domain]
+        return job.settings.domains[job.domain]
     assert job.settings.mixed is not None
     return job.settings.mixed

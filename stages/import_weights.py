@@ -31,7 +31,7 @@ def look_for_held_out(settings: RunSettings, tokenizer: Tokenizer) -> None:
 
     Raises DomainError where there is not.
     """
-    for domain, each in settings.experts.items():
+    for domain, each in settings.domains.items():
         longest = settings.longest_prompt(each.sampling)
         reported, gated = settings.evaluation.problems, settings.gate_problems(domain)
         wanted: dict[Split, int] = {"held_out": reported, "gate": gated}

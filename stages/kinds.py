@@ -13,3 +13,9 @@ SAMPLING: tuple[Kind, ...] = ("grpo", "mixed", "distill", *MEASURING)
 COLD_START, INITIAL = "cold_start", "initial"  # a run has one of the two, its first stage
 EXPERT = "experts."
 GATE = "gates."
+
+
+def settings_key(stage: str) -> str:
+    """Return the key of a policy stage's settings: `domains.A` of `experts.A` and of
+    `round_2.experts.A`; of others their name."""
+    return f"domains.{stage.rpartition(EXPERT)[2]}" if EXPERT in stage else stage

@@ -24,7 +24,7 @@ def run(job: StageJob) -> None:
     """Draw one step's groups of `job.domain` from the checkpoint `job.parent`, as its expert would,
     and write what every sample earned to results.json."""
     assert job.domain is not None and job.parent is not None
-    domain = job.settings.experts[job.domain]
+    domain = job.settings.domains[job.domain]
     policy = Policy(job.settings.model, job.settings.layout)
     rollouts = Rollouts(job, policy)
     scoring = Scoring(job, {job.domain: domain}, rollouts) if is_main() else None

@@ -273,7 +273,9 @@ class LaunchSettings(Settings):
 
 
 class RunSettings(Settings):
-    """A whole run: `experts` maps each domain's name to its settings."""
+    """A whole run: `domains` maps each domain's name to its settings."""
+
+    renamed: ClassVar[dict[str, str]] = {"experts": "domains"}
 
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
@@ -293,7 +295,7 @@ class RunSettings(Settings):
     cold_start: ColdStartSettings | None = Field(
         description="null: experts grow from model.initial_weights, and need no demonstrations"
     )
-    experts: Annotated[dict[str, DomainSettings], Field(min_length=1)]
+    domains: Annotated[dict[str, DomainSettings], Field(min_length=1)]
     merge: MergeSettings | None = Field(description="null leaves the experts as they are")
     rounds: Annotated[int, Field(gt=0, le=1000)] = Field(
         default=1, description="experts and their merge, grown again from the merge before"
@@ -312,7 +314,7 @@ class RunSettings(Settings):
 
     def gate_problems(self, domain: str) -> int:
         """How many problems of a domain the gate asks for that asks for most."""
-        gates = (self.experts[domain].gate, self.merge and self.merge.gate)
+        gates = (self.domains[domain].gate, self.merge and self.merge.gate)
         return max((gate.problems for gate in gates if gate), default=0)
 
 

@@ -97,7 +97,7 @@ class ColdStart:
             sample
             for domain, source in self.sources.items()
             for sample in source.draw(
-                step, self.settings.experts[domain].demonstrations.sequences_per_step
+                step, self.settings.domains[domain].demonstrations.sequences_per_step
             )
         ]
         return samples, float(sum(source.too_long for source in self.sources.values()) - before)
@@ -137,11 +137,11 @@ def _settings(job: StageJob) -> ColdStartSettings:
 
 def _sources(job: StageJob, tokenizer: Tokenizer) -> dict[str, DemonstrationSource]:
     look_for_held_out(job.settings, tokenizer)
-    return {domain: _source(job, domain, tokenizer) for domain in job.settings.experts}
+    return {domain: _source(job, domain, tokenizer) for domain in job.settings.domains}
 
 
 def _source(job: StageJob, domain: str, tokenizer: Tokenizer) -> DemonstrationSource:
-    seed, settings = job.settings.seed, job.settings.experts[domain]
+    seed, settings = job.settings.seed, job.settings.domains[domain]
     wanted = settings.demonstrations
     if isinstance(wanted, GeneratedDemonstrationSettings):
         prompts = PromptStream(settings.prompts, tokenizer, domain, seed, job.stage)

@@ -182,7 +182,7 @@ def toy_domain(**given: Any) -> DomainSettings:
     )
 
 
-def toy_run(bound: float = 1e9, **experts: DomainSettings) -> RunSettings:
+def toy_run(bound: float = 1e9, **domains: DomainSettings) -> RunSettings:
     """A run of one rank. Fake engines make their log-probabilities up, which by default no `bound`
     forbids."""
     return RunSettings.model_construct(
@@ -193,7 +193,7 @@ def toy_run(bound: float = 1e9, **experts: DomainSettings) -> RunSettings:
         layout=LayoutSettings(),
         engine=EngineSettings(max_logprob_difference=bound),
         rewards=RewardPoolSettings(workers=1),
-        experts=experts,
+        domains=domains,
         logging=LoggingSettings(wandb="disabled"),
     )
 

@@ -75,7 +75,7 @@ def _add_config_commands(command: Callable[[str, str, str], ArgumentParser]) -> 
     validate = command(
         "validate",
         "check a configuration and list everything wrong with it",
-        CONFIG_HELP + "  braid validate configs/quickstart.yaml experts.chain_sum.loop.steps=80",
+        CONFIG_HELP + "  braid validate configs/quickstart.yaml domains.chain_sum.loop.steps=80",
     )
     validate.add_argument(
         "--resolved", action="store_true", help="print it with every default written out"
@@ -100,16 +100,16 @@ def _add_config_commands(command: Callable[[str, str, str], ArgumentParser]) -> 
         CONFIG_HELP
         + "  braid run configs/quickstart.yaml\n"
         + "  braid run configs/quickstart.yaml --name no-kl "
-        + "experts.spell_backward.objective.kl.coefficient=0\n\n"
+        + "domains.spell_backward.objective.kl.coefficient=0\n\n"
         + "Everything of the run lies in runs/NAME. Run again, the same configuration continues,\n"
         + "and nothing that is done is done twice. Another one under the same name is refused\n"
         + "where stages have work that its settings would have made otherwise: --from makes those\n"
         + "anew. What `braid resume --help` names may always differ.\n\n"
         + "  braid run configs/quickstart.yaml --only cold_start --only experts.chain_sum\n"
-        + "  braid run configs/quickstart.yaml experts.chain_sum.loop.steps=80 "
+        + "  braid run configs/quickstart.yaml domains.chain_sum.loop.steps=80 "
         + "--from experts.chain_sum\n"
         + "  braid run configs/quickstart.yaml --name no-kl --fork quickstart "
-        + "experts.spell_backward.objective.kl.coefficient=0",
+        + "domains.spell_backward.objective.kl.coefficient=0",
     )
     run.add_argument(
         "--dry-run",

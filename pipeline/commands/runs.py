@@ -54,9 +54,9 @@ def validate(arguments: Namespace) -> None:
         print(dump_resolved(settings), end="")
         return
     stages = compile_graph(settings)
-    domains = ", ".join(settings.experts)
+    domains = ", ".join(settings.domains)
     say(f"{arguments.config} is valid: {len(stages)} stages, domains {domains}")
-    for line in cautions({name: each.rewards for name, each in settings.experts.items()}):
+    for line in cautions({name: each.rewards for name, each in settings.domains.items()}):
         say(line)
     for line in policy_cautions(settings):
         say(line)

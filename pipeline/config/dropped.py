@@ -11,7 +11,7 @@ from pipeline.config.read import Key, Leaf, Mapping, find
 from pipeline.config.violations import Violation, dotted, hint
 
 # The mappings whose names a person chooses and which hold blocks; `*` stands for every domain.
-FREE_NAMES: tuple[Key, ...] = (("experts",), ("experts", "*", "rewards"))
+FREE_NAMES: tuple[Key, ...] = (("domains",), ("domains", "*", "rewards"))
 
 
 def without_dropped(tree: Mapping) -> tuple[Mapping, list[Violation]]:
@@ -25,7 +25,7 @@ def without_dropped(tree: Mapping) -> tuple[Mapping, list[Violation]]:
 
 def _named(tree: Mapping, pattern: Key) -> Iterator[Key]:
     """Every mapping of the tree that a pattern names."""
-    domains = find(tree, ("experts",))
+    domains = find(tree, ("domains",))
     names = list(domains.entries) if isinstance(domains, Mapping) else []
     for name in names if "*" in pattern else [""]:
         key = tuple(name if part == "*" else part for part in pattern)

@@ -16,7 +16,7 @@ def gate_rules(
     layout: LayoutSettings | None,
 ) -> Found:
     """Every broken rule as (dotted key, message); a domain that is not valid itself is None."""
-    gates = {f"experts.{name}.gate": each.gate for name, each in domains.items() if each}
+    gates = {f"domains.{name}.gate": each.gate for name, each in domains.items() if each}
     for key, gate in {**gates, "merge.gate": merge and merge.gate}.items():
         if gate and layout and gate.problems < layout.data:
             yield (
@@ -26,11 +26,11 @@ def gate_rules(
             )
     for name, domain in domains.items():
         if domain:
-            yield from _bound_rules(f"experts.{name}", domain)
+            yield from _bound_rules(f"domains.{name}", domain)
     namesake = domains.get("merge")
     if namesake and namesake.gate and merge and merge.gate:
         yield (
-            "experts.merge",
+            "domains.merge",
             "its gate and that of the merge are both gates.merge; rename the domain",
         )
 

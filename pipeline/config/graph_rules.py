@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline.config.violations import hint
-from stages.kinds import COLD_START, EXPERT
+from stages.kinds import COLD_START, EXPERT, settings_key
 from stages.settings import DomainSettings
 
 
@@ -17,10 +17,11 @@ def graph_rules(
     known = [COLD_START, *(f"{EXPERT}{name}" for name in domains)]
     origins = {f"{EXPERT}{name}": each.from_ for name, each in domains.items() if each}
     for name, origin in origins.items():
+        key = f"{settings_key(name)}.from"
         if origin is not None and origin not in known:
-            yield f"{name}.from", f"no such stage: {origin}; {hint(origin, known)}"
+            yield key, f"no such stage: {origin}; {hint(origin, known)}"
         elif circle := _circle(name, origins):
-            yield f"{name}.from", f"grows out of itself: {' from '.join(circle)}"
+            yield key, f"grows out of itself: {' from '.join(circle)}"
     model = run.get("model")
     random = isinstance(model, dict) and model.get("initial_weights") is None
     if random and not has_cold_start(run):

@@ -45,7 +45,7 @@ def policy_rules(
 
 def policy_cautions(settings: RunSettings) -> Iterator[str]:
     """What a person should know of how policies are trained, a line each."""
-    policies = {f"experts.{name}": domain for name, domain in settings.experts.items()}
+    policies = {f"domains.{name}": domain for name, domain in settings.domains.items()}
     precision = settings.model.precision
     for key, policy in {**policies, "mixed": settings.mixed}.items():
         if policy is None or not isinstance(policy.objective.correction, ImportanceSettings):

@@ -87,14 +87,14 @@ def violations(run: dict[str, Any], domains: Domains) -> Found:
     for name, domain in domains.items():
         yield from _name_rules(name)
         if domain:
-            yield from policy_rules(f"experts.{name}", domain, domain.rewards, layout, engine)
-            yield from vocabulary_rules(f"experts.{name}.sampling", domain.sampling, model)
-            yield from reward_rules(f"experts.{name}.rewards", domain, pool)
-            yield from _step_rules(name, domain, (f"experts.{name}", domain), ("mixed", mixed))
-            yield from data_rules(f"experts.{name}", domain, model, engine, (merge, mixed))
+            yield from policy_rules(f"domains.{name}", domain, domain.rewards, layout, engine)
+            yield from vocabulary_rules(f"domains.{name}.sampling", domain.sampling, model)
+            yield from reward_rules(f"domains.{name}.rewards", domain, pool)
+            yield from _step_rules(name, domain, (f"domains.{name}", domain), ("mixed", mixed))
+            yield from data_rules(f"domains.{name}", domain, model, engine, (merge, mixed))
             if demonstrated:
-                yield from demonstration_rules(f"experts.{name}", domain, model)
-            yield from rollout_rules(f"experts.{name}.rollout", domain.rollout, deterministic)
+                yield from demonstration_rules(f"domains.{name}", domain, model)
+            yield from rollout_rules(f"domains.{name}.rollout", domain.rollout, deterministic)
     yield from graph_rules(run, domains)
     yield from gate_rules(domains, merge, layout)
     valid = {name: domain for name, domain in domains.items() if domain}
@@ -145,9 +145,9 @@ def surroundings(run: dict[str, Any], domains: Domains) -> Found:
     demonstrated = has_cold_start(run) or model is None
     for name, domain in domains.items():
         if domain:
-            yield from missing_data(f"experts.{name}", domain, demonstrated)
-            yield from option_rules(f"experts.{name}", domain)
-            yield from reward_needs(f"experts.{name}.rewards", domain)
+            yield from missing_data(f"domains.{name}", domain, demonstrated)
+            yield from option_rules(f"domains.{name}", domain)
+            yield from reward_needs(f"domains.{name}.rewards", domain)
     engine = _block(EngineSettings, run.get("engine", {}))
     if engine and (lack := placement_fault(engine)):
         yield "engine.placement", lack
@@ -162,10 +162,10 @@ def _block(settings: type[Block], given: Any) -> Block | None:
 
 def domains_of(run: dict[str, Any]) -> Domains:
     """The run's domains by their names; None stands for one that is not valid by itself."""
-    experts = run.get("experts")
-    if not isinstance(experts, dict):
+    domains = run.get("domains")
+    if not isinstance(domains, dict):
         return {}
-    return {name: _block(DomainSettings, given) for name, given in experts.items()}
+    return {name: _block(DomainSettings, given) for name, given in domains.items()}
 
 
 def _family_rules(model: ModelSettings, layout: LayoutSettings) -> Found:
@@ -208,7 +208,7 @@ def _engine_rules(model: ModelSettings, engine: EngineSettings) -> Found:
 def _name_rules(name: str) -> Found:
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", name):
         yield (
-            f"experts.{name}",
+            f"domains.{name}",
             "a domain's name is made of letters, digits, _ and -, 100 at most, since it names a"
             " folder",
         )
@@ -220,7 +220,7 @@ def _step_rules(
     """Those of the first of the policies, which learn from a domain, that compares steps."""
     for key, policy in policies:
         if policy and policy.objective.advantage.needs_step_rewards:
-            yield from step_rules(f"experts.{name}.rewards", domain, f"{key}.objective")
+            yield from step_rules(f"domains.{name}.rewards", domain, f"{key}.objective")
             return
 
 
@@ -231,8 +231,8 @@ def _split_rules(domains: dict[str, DomainSettings]) -> Found:
     for name in others:
         if (own := domains[name].prompts.held_out_fraction) != shared:
             yield (
-                f"experts.{name}.prompts.held_out_fraction",
-                f"{own} should be {shared}, as that of experts.{first}, or one domain could train "
+                f"domains.{name}.prompts.held_out_fraction",
+                f"{own} should be {shared}, as that of domains.{first}, or one domain could train "
                 "on what another is evaluated on",
             )
 
@@ -241,6 +241,6 @@ def _demonstration_rules(domains: dict[str, DomainSettings], layout: LayoutSetti
     total = sum(domain.demonstrations.sequences_per_step for domain in domains.values())
     if total < layout.data:
         yield (
-            "experts",
+            "domains",
             f"all demonstrations.sequences_per_step together are {total}, {too_few(layout)}",
         )

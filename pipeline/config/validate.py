@@ -49,9 +49,9 @@ TOKENIZER: Key = ("model", "tokenizer")
 PATHS: tuple[Key, ...] = (
     ("model", "initial_weights"),
     TOKENIZER,
-    ("experts", "*", "prompts", "path"),
-    ("experts", "*", "demonstrations", "path"),
-    ("experts", "*", "rewards", "*", "api_key_file"),
+    ("domains", "*", "prompts", "path"),
+    ("domains", "*", "demonstrations", "path"),
+    ("domains", "*", "rewards", "*", "api_key_file"),
 )
 
 
@@ -79,9 +79,9 @@ def load_domain(path: Path, pool: RewardPoolSettings) -> DomainSettings:
     """
     reader = Reader()
     tree = _with_domain(Mapping({}, SourceLocation(path)), path, reader)
-    around: dict[str, Any] = dict.fromkeys(set(RunSettings.model_fields) - {"experts"})
+    around: dict[str, Any] = dict.fromkeys(set(RunSettings.model_fields) - {"domains"})
     around["rewards"] = pool.model_dump()
-    return _settings(_Domains, tree, reader, around).experts[path.stem]
+    return _settings(_Domains, tree, reader, around).domains[path.stem]
 
 
 def load_cluster(path: Path) -> ClusterSettings:
@@ -112,7 +112,7 @@ def load_with_domain(run: Path, path: Path, samples: int | None = None) -> RunSe
     reader = Reader()
     tree = _with_domain(reader.file(run), path, reader)
     if samples is not None:
-        key = ("experts", path.stem, "sampling", "group_size")
+        key = ("domains", path.stem, "sampling", "group_size")
         tree = lay(tree, key, Leaf(samples, SourceLocation(None)))
     return _settings(RunSettings, tree, reader, to_start=False)
 
@@ -120,7 +120,7 @@ def load_with_domain(run: Path, path: Path, samples: int | None = None) -> RunSe
 class _Domains(Settings):
     """What of a run's settings domains are."""
 
-    experts: dict[str, DomainSettings]
+    domains: dict[str, DomainSettings]
 
 
 def _settings(
@@ -141,7 +141,7 @@ def _settings(
     run = {**(around or {}), **plain(tree)}
     domains: checks.Domains
     if isinstance(settings, RunSettings | _Domains):  # valid, and need not be read once more
-        domains = {**settings.experts}
+        domains = {**settings.domains}
     else:
         domains = checks.domains_of(run)
     broken = list(checks.violations(run, domains))
@@ -159,9 +159,9 @@ def _settings(
 
 
 def _with_domain(tree: Mapping, path: Path, reader: Reader) -> Mapping:
-    domain = reader.file(path, ("experts", path.stem))
+    domain = reader.file(path, ("domains", path.stem))
     domains = Mapping({path.stem: domain}, domain.place)
-    return Mapping({**tree.entries, "experts": domains}, tree.place)
+    return Mapping({**tree.entries, "domains": domains}, tree.place)
 
 
 def dump_resolved(settings: RunSettings) -> str:
@@ -212,7 +212,8 @@ def _with_overrides(tree: Mapping, overrides: Iterable[str], reader: Reader) -> 
         elif len(key) > yaml_core.MOST_DEPTH:
             reader.violations.append(Violation(SourceLocation(None), name, "nested too deeply"))
         elif not reader.broken and (violation := _unknown_override(tree, key)):
-            reader.violations.append(violation)
+            if violation not in reader.violations:
+                reader.violations.append(violation)
         elif node := reader.value(text, key):
             tree = lay(tree, key, node)
     return tree
@@ -271,10 +272,16 @@ def _validated(
         text = json.dumps(plain(tree), default=str)
         return root.model_validate_json(text, strict=True), [], 0
     except ValidationError as error:
+        listed = error.errors(include_url=False)
+        renamed = {
+            (*each["loc"][:-1], now)
+            for each in listed
+            if each["type"] == "extra_forbidden" and (now := _renamed(root, each["loc"]))
+        }
         told = [
             each
-            for each in error.errors(include_url=False)
-            if complete or each["type"] != "missing"
+            for each in listed
+            if each["type"] != "missing" or (complete and each["loc"] not in renamed)
         ]
         first = told[:MOST_ERRORS]
         found = [_violation(root, tree, details) for details in first]
@@ -338,9 +345,14 @@ def _message(root: type[Settings], error: ErrorDetails) -> str:
     return f"{reason[0].lower()}{reason[1:]}, not {given}"
 
 
+def _renamed(root: type[Settings], location: tuple[str | int, ...]) -> str | None:
+    """Return what is written now in place of the key at one of pydantic's locations, if any."""
+    return schema.renamed(schema.type_at(root, location[:-1]), str(location[-1]))
+
+
 def _unknown(annotation: Any, name: str, known: Iterable[str]) -> str:
     if now := schema.renamed(annotation, name):
-        return f"is now written {now}"
+        return f"renamed to {now}"
     return f"unknown key; {hint(name, known)}"
 
 

@@ -54,8 +54,8 @@ def evaluate(
             are too few, or the evaluation failed.
     """
     for name in domains:
-        if name not in settings.experts:
-            raise BraidError(f"--domain {name}: no such domain; {hint(name, settings.experts)}")
+        if name not in settings.domains:
+            raise BraidError(f"--domain {name}: no such domain; {hint(name, settings.domains)}")
     if step is None:
         done = finished_training(run, settings, stage)
         models = {name: checkpoint_path(run, name) for name in done}

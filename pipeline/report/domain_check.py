@@ -142,20 +142,20 @@ def faults(domain: str, settings: DomainSettings, prompts: list[dict[str, Any]])
         scores = [(prompt, _scores(prompt, name)) for prompt in prompts]
         below = [(p, score) for p, score in scores if _is_below(score) and _is_below(_sums(p))]
         if below:
-            where = f"experts.{domain}.rewards.{name}: the reference scores"
+            where = f"domains.{domain}.rewards.{name}: the reference scores"
             yield f"{where} {_told(below, len(prompts))}{AS_IT_STANDS}"
         if any("reference" in score for _, score in scores):
             continue
         for wrong in ("empty", "garbage"):
             if all(score.get(wrong, 0.0) >= 1 for _, score in scores):
                 yield (
-                    f"experts.{domain}.rewards.{name}: the {wrong} response scores 1 on every "
+                    f"domains.{domain}.rewards.{name}: the {wrong} response scores 1 on every "
                     "prompt, as a right answer should"
                 )
     sums = [(prompt, _sums(prompt)) for prompt in prompts if _is_below(_sums(prompt))]
     if sums and not _judging(settings):
         yield (
-            f"experts.{domain}.rewards: none of them judges the answer, and the reference earns "
+            f"domains.{domain}.rewards: none of them judges the answer, and the reference earns "
             f"{_told(sums, len(prompts))}. Naming rewards leaves out the default one, which may be "
             "named with them: exact: {kind: reasoning_gym}"
         )
@@ -175,7 +175,7 @@ def notes(domain: str, settings: DomainSettings, prompts: list[dict[str, Any]]) 
         alone = [p for p in prompts if _is_below(_scores(p, name)) and not _is_below(_sums(p))]
         if alone:
             yield (
-                f"experts.{domain}.rewards.{name}: by itself it does not tell right from wrong on "
+                f"domains.{domain}.rewards.{name}: by itself it does not tell right from wrong on "
                 f"{len(alone)} of {len(prompts)} prompts; the sum of all rewards does"
             )
     if not _judging(settings):
@@ -188,7 +188,7 @@ def notes(domain: str, settings: DomainSettings, prompts: list[dict[str, Any]]) 
         ]
         if partly:
             yield (
-                f"experts.{domain}.rewards.{name}: the reference scores {partly[0]:g} on "
+                f"domains.{domain}.rewards.{name}: the reference scores {partly[0]:g} on "
                 f"{len(partly)} of {len(prompts)} prompts, and evaluation counts only 1 as solved"
             )
 

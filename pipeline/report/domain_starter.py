@@ -20,7 +20,7 @@ HEADING = """\
 #
 # A run takes it in with
 #
-#     experts:
+#     domains:
 #       {name}:
 #         extends: domains/{name}.yaml
 """

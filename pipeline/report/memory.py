@@ -89,7 +89,7 @@ def _trained_by(stage: Stage, settings: RunSettings) -> tuple[OptimizerSettings,
 
 def _rewarded(stage: Stage, settings: RunSettings) -> PolicySettings | None:
     """The settings of a stage that learns from rewards."""
-    return settings.mixed if stage.kind == "mixed" else settings.experts.get(stage.domain or "")
+    return settings.mixed if stage.kind == "mixed" else settings.domains.get(stage.domain or "")
 
 
 def _compared_with(stage: Stage, settings: RunSettings) -> tuple[int, int]:

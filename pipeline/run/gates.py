@@ -57,7 +57,7 @@ def judge_expert(
 ) -> GateVerdict:
     """Whether an expert beats its parent on its own domain and has trained within bounds; `steps`
     are the metrics of its steps, the newest last."""
-    key = f"experts.{stage.domain}.gate"
+    key = f"domains.{stage.domain}.gate"
     findings = [_gain(stage, gate, models, key), *_bounds(stage, gate, steps[-gate.window :], key)]
     return _verdict(findings, gate)
 
@@ -71,7 +71,7 @@ def gate_of(stage: Stage, settings: RunSettings) -> ExpertGateSettings | MergeGa
     """The settings of a gate's stage."""
     gate: ExpertGateSettings | MergeGateSettings | None = None
     if stage.domain is not None:
-        gate = settings.experts[stage.domain].gate
+        gate = settings.domains[stage.domain].gate
     elif settings.merge is not None:
         gate = settings.merge.gate
     assert gate is not None, "the graph has no gate where there are no settings of one"

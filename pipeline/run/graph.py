@@ -50,35 +50,35 @@ READS: dict[Kind, tuple[str, ...]] = {
         "cold_start.routing",
         "cold_start.optimizer",
         "cold_start.loop.steps",
-        "experts.*.prompts",
-        "experts.*.demonstrations",
+        "domains.*.prompts",
+        "domains.*.demonstrations",
     ),
     "grpo": (
         "seed",
         "deterministic",
         "model",
         "engine.max_model_tokens",
-        "experts.{domain}.prompts",
-        "experts.{domain}.rewards",
-        "experts.{domain}.sampling",
-        "experts.{domain}.rollout",
-        "experts.{domain}.curriculum",
-        "experts.{domain}.objective",
-        "experts.{domain}.routing",
-        "experts.{domain}.optimizer",
-        "experts.{domain}.updates_per_rollout",
-        "experts.{domain}.loop.steps",
-        "experts.{domain}.stop",
-        "experts.{domain}.from",
+        "domains.{domain}.prompts",
+        "domains.{domain}.rewards",
+        "domains.{domain}.sampling",
+        "domains.{domain}.rollout",
+        "domains.{domain}.curriculum",
+        "domains.{domain}.objective",
+        "domains.{domain}.routing",
+        "domains.{domain}.optimizer",
+        "domains.{domain}.updates_per_rollout",
+        "domains.{domain}.loop.steps",
+        "domains.{domain}.stop",
+        "domains.{domain}.from",
     ),
     "mixed": (
         "seed",
         "deterministic",
         "model",
         "engine.max_model_tokens",
-        "experts.*.prompts",
-        "experts.*.rewards",
-        "experts.*.curriculum",
+        "domains.*.prompts",
+        "domains.*.rewards",
+        "domains.*.curriculum",
         "mixed.sampling",
         "mixed.rollout",
         "mixed.objective",
@@ -93,7 +93,7 @@ READS: dict[Kind, tuple[str, ...]] = {
         "deterministic",
         "model",
         "engine.max_model_tokens",
-        "experts.*.prompts",
+        "domains.*.prompts",
         "merge.method",
         "merge.averaged_over",
         "merge.domain_weights",
@@ -107,9 +107,9 @@ READS: dict[Kind, tuple[str, ...]] = {
         "seed",
         "model",
         "engine.max_model_tokens",
-        "experts.{domain}.prompts",
-        "experts.{domain}.rewards",
-        "experts.{domain}.sampling.max_response_tokens",
+        "domains.{domain}.prompts",
+        "domains.{domain}.rewards",
+        "domains.{domain}.sampling.max_response_tokens",
         "evaluation.temperature",
         "evaluation.sampling_seed",
         "{gated}.gate",
@@ -118,15 +118,15 @@ READS: dict[Kind, tuple[str, ...]] = {
         "seed",
         "model",
         "engine.max_model_tokens",
-        "experts.*.prompts",
-        "experts.*.rewards",
-        "experts.*.sampling.max_response_tokens",
+        "domains.*.prompts",
+        "domains.*.rewards",
+        "domains.*.sampling.max_response_tokens",
         "evaluation",
     ),
     "export": ("model",),
 }
 
-PROBLEMS = ("experts.*.prompts", "experts.*.demonstrations")
+PROBLEMS = ("domains.*.prompts", "domains.*.demonstrations")
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def compile_graph(settings: RunSettings) -> tuple[Stage, ...]:
             stages.append(stage(name="mixed", kind="mixed", **mixed))
         stages += [stage(**each) for each in gates]
         if settings.merge is not None:
-            own = [f"{prefix}{GATE}{name}" for name in settings.experts]
+            own = [f"{prefix}{GATE}{name}" for name in settings.domains]
             after = (*opened, *(each.name for each in stages if each.name in own))
             merge = stage(**_merge(settings, settings.merge, prefix, base), after=after)
             stages.append(merge)
@@ -281,15 +281,15 @@ def _experts(
     one that stops the run should not keep others from training. Only those of experts that another
     grows from stand among them. `opened` is what everything waits for that grows from `base`.
     """
-    origins = {expert.from_ for expert in settings.experts.values()}
+    origins = {expert.from_ for expert in settings.domains.values()}
     experts: list[dict[str, Any]] = []
     gates: list[dict[str, Any]] = []
-    for domain in _parents_first(settings.experts):
+    for domain in _parents_first(settings.domains):
         expert = _expert(settings, domain, prefix, base, opened)
         experts.append(expert)
-        if settings.experts[domain].gate is not None:
+        if settings.domains[domain].gate is not None:
             name, against = f"{prefix}{GATE}{domain}", {domain: expert["parent"]}
-            gate = _gate(name, expert["name"], against, f"{EXPERT}{domain}")
+            gate = _gate(name, expert["name"], against, f"domains.{domain}")
             grown_from = f"{EXPERT}{domain}" in origins
             (experts if grown_from else gates).append({**gate, "domain": domain})
     return experts, gates
@@ -299,13 +299,13 @@ def _expert(
     settings: RunSettings, domain: str, prefix: str, base: str, opened: list[str]
 ) -> dict[str, Any]:
     """What the stage of a domain's expert is; `base` is what all grow from in this round."""
-    expert = settings.experts[domain]
+    expert = settings.domains[domain]
     parent = expert.from_ or base
     after = opened if parent == base else []
     if parent.startswith(EXPERT):
         origin = parent.removeprefix(EXPERT)
         parent = prefix + parent
-        after = [f"{prefix}{GATE}{origin}"] if settings.experts[origin].gate else []
+        after = [f"{prefix}{GATE}{origin}"] if settings.domains[origin].gate else []
     elif expert.from_ == COLD_START:
         parent = _first(settings)
     return {
@@ -352,7 +352,7 @@ def _merge(settings: RunSettings, merge: MergeSettings, prefix: str, base: str) 
         "name": f"{prefix}merge",
         "kind": "distill",
         "parent": base,
-        "teachers": {domain: f"{prefix}{EXPERT}{domain}" for domain in settings.experts},
+        "teachers": {domain: f"{prefix}{EXPERT}{domain}" for domain in settings.domains},
         "steps": merge.loop.steps,
         "routing": merge.routing.replay,
     }

@@ -24,7 +24,7 @@ LOOP_KEYS = (
     "keep_best",
     "async_checkpoints",
 )
-LOOPS = ("cold_start", "experts.*", "mixed", "merge")
+LOOPS = ("cold_start", "domains.*", "mixed", "merge")
 
 CHANGES_NO_RESULT = (
     "name",
@@ -33,7 +33,7 @@ CHANGES_NO_RESULT = (
     "logging",
     "launch",
     "rewards",
-    *(f"{stage}.guards" for stage in ("experts.*", "mixed")),
+    *(f"{stage}.guards" for stage in ("domains.*", "mixed")),
     *(f"engine.{key}" for key in ENGINE_KEYS),
     *(f"{stage}.loop.{key}" for stage in LOOPS for key in LOOP_KEYS),
 )

@@ -87,7 +87,7 @@ def _logprobs(
 def _solved(run: RecordedRun, answer: RecordedSample) -> bool:
     """Whether every reward that judges answers gave all that it can; all of them where none
     judges. An answer without a reward is not solved."""
-    rewards: dict[str, Any] = run.settings["experts"][answer.domain]["rewards"]
+    rewards: dict[str, Any] = run.settings["domains"][answer.domain]["rewards"]
     parts = answer.fields["reward_parts"] or {}
     if answer.fields["reward"] is None:
         return False

@@ -45,7 +45,7 @@ class Beginning:
 
 def kind_of(stage: str) -> str:
     """The kind of a stage, by its name without the round."""
-    name = re.sub(r"^round_\d+\.", "", stage)
+    name = re.sub(r"^experts\.", "domains.", re.sub(r"^round_\d+\.", "", stage))
     if name == COLD_START:
         return "sft"
     return {"mixed": "mixed", "merge": "distill"}.get(
@@ -77,7 +77,7 @@ def audit_step(run: RecordedRun, stage: str, step: int) -> Audited:
         rows += cold_start_step(settings, samples, begun.policy, begun.optimizer, logged)
     elif kind == "distill":
         teachers = _teachers(run, stage)
-        domains = list(run.settings["experts"])
+        domains = list(run.settings["domains"])
         rows += merge_step(
             settings, domains, samples, begun.policy, teachers, begun.optimizer, step, logged
         )
@@ -102,7 +102,7 @@ def audit_step(run: RecordedRun, stage: str, step: int) -> Audited:
 
 def _settings(run: RecordedRun, stage: str) -> dict[str, Any]:
     """The stage's block of run.yaml."""
-    name = re.sub(r"^round_\d+\.", "", stage)
+    name = re.sub(r"^experts\.", "domains.", re.sub(r"^round_\d+\.", "", stage))
     block = run.settings
     for part in [name] if name in block else name.split(".", 1):
         if not isinstance(block, dict) or block.get(part) is None:
@@ -164,7 +164,7 @@ def _teachers(run: RecordedRun, stage: str) -> dict[str, Model]:
     prefix = match[0] if (match := re.match(r"round_\d+\.", stage)) else ""
     return {
         domain: _model(run, run.parent(stage, f"{prefix}experts.{domain}"))
-        for domain in run.settings["experts"]
+        for domain in run.settings["domains"]
     }
 
 
@@ -191,10 +191,10 @@ def _model(run: RecordedRun, checkpoint: Path) -> Model:
 
 def _reward_weights(run: RecordedRun, stage: str) -> dict[str, dict[str, float]]:
     """What the parts of a reward weigh, of every domain that the stage trains on."""
-    experts = run.settings["experts"]
-    own = experts if kind_of(stage) == "mixed" else [stage.rpartition("experts.")[2]]
+    domains = run.settings["domains"]
+    own = domains if kind_of(stage) == "mixed" else [stage.rpartition("experts.")[2]]
     return {
-        domain: {name: reward["weight"] for name, reward in experts[domain]["rewards"].items()}
+        domain: {name: reward["weight"] for name, reward in domains[domain]["rewards"].items()}
         for domain in own
     }
 

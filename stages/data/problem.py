@@ -14,7 +14,7 @@ class DomainError(Exception):
     """A domain that cannot be trained on; the message starts with the key to mend."""
 
     def __init__(self, domain: str, key: str, message: str) -> None:
-        super().__init__(f"experts.{domain}.{key}: {message}")
+        super().__init__(f"domains.{domain}.{key}: {message}")
 
 
 @dataclass(frozen=True)

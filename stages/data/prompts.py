@@ -144,7 +144,7 @@ def is_held_out(problem: Problem, fraction: float) -> bool:
 def _tell_of_too_long(domain: str) -> None:
     """Once a process, which may have many streams of a domain."""
     report_notice(
-        f"experts.{domain}.prompts: prompts are skipped that are longer than max_prompt_tokens, or"
+        f"domains.{domain}.prompts: prompts are skipped that are longer than max_prompt_tokens, or"
         " leave no room for a response; the metric too_long counts them"
     )
 

@@ -9,6 +9,7 @@ from typing import Any
 from parallel.status_pipe import report_notice
 from stages.guards.registry import GUARDS, GuardSettings, Trend, Window
 from stages.guards.settings import GuardsSettings
+from stages.kinds import settings_key
 from stages.rewards.settings import RewardSettings
 from stages.settings import PolicySettings
 
@@ -54,8 +55,8 @@ class GuardMonitor:
     def __init__(
         self, stage: str, settings: PolicySettings, rewards: Mapping[str, RewardSettings]
     ) -> None:
-        """`stage` is the key of its settings too; `rewards` are those that all samples have."""
-        self._stage = stage
+        """`rewards` are those that all samples have."""
+        self._stage, self._key = stage, settings_key(stage)
         self._steps = settings.loop.steps
         self._rule = settings.stop
         self._reached = Window(settings.stop.window) if settings.stop else Window(1)
@@ -103,7 +104,7 @@ class GuardMonitor:
             return None
         self._beyond[name] += 1
         times = self._beyond[name]
-        key = f"{self._stage}.guards.{name}"
+        key = f"{self._key}.guards.{name}"
         violation = (
             f"step {step} of {self._stage}: guard {name}: {guard.metric} is {value:.4g},"
             f" {guard.side} {key}.threshold = {guard.threshold:g},"
@@ -125,7 +126,7 @@ class GuardMonitor:
             return None
         end = (
             f"done at step {step} of {self._steps}: {rule.metric} is {mean:.4g} over"
-            f" {rule.window} steps, at least {self._stage}.stop.at_least = {rule.at_least:g}"
+            f" {rule.window} steps, at least {self._key}.stop.at_least = {rule.at_least:g}"
         )
         report_notice(end)
         return end

@@ -100,7 +100,7 @@ def _check_steps(groups: list[Group], settings: AdvantageBase) -> None:
         return
     truncated = sum(not sample.finished for sample in without)
     raise RewardError(
-        f"experts.{without[0].domain}.rewards: objective.advantage {settings.name} compares steps,"
+        f"domains.{without[0].domain}.rewards: objective.advantage {settings.name} compares steps,"
         f" but {len(without)} of {len(graded)} responses have none, {truncated} of which were"
         " truncated; give the reward that scores steps unfinished: score, have it return Steps for"
         " every response, or use another advantage"

@@ -45,7 +45,7 @@ def cautions(rewards: Mapping[str, Mapping[str, RewardSettings]]) -> Iterator[st
     for domain, own in rewards.items():
         for name, settings in own.items():
             if settings.kind == "judge" and (host := _unencrypted(settings)):
-                key = f"experts.{domain}.rewards.{name}.base_url"
+                key = f"domains.{domain}.rewards.{name}.base_url"
                 yield f"{key}: the key goes to {host} unencrypted; use https"
 
 

@@ -104,7 +104,7 @@ def failure(problem: Problem, response: Response, reward: str, what: str) -> str
     """One line about a reward that failed on a response."""
     what = what if len(what) <= LONGEST else f"{what[:LONGEST]}..."
     return (
-        f"experts.{problem.domain}.rewards.{reward}: {what} for problem {problem.prompt!r}"
+        f"domains.{problem.domain}.rewards.{reward}: {what} for problem {problem.prompt!r}"
         f" ({problem.key[:12]}) and response {response.text!r}"
     )
 

@@ -12,6 +12,7 @@ import torch
 from stages.audit.evaluation import evaluation_rows
 from stages.audit.recorded import NotAuditable, RecordedRun
 from stages.audit.stage_audit import audit_step
+from stages.kinds import settings_key
 
 # The tests of what the audited steps do not depend on, or the cases of these tests, by the class of
 # the setting or one that it inherits the setting from.
@@ -105,7 +106,11 @@ STEPS = {
     "merge": 4,
 }
 # The blocks of settings, each with the stage whose audit depends on it.
-BLOCKS = {**{stage: stage for stage in STEPS}, "model": "cold_start", "evaluation": "evaluate"}
+BLOCKS = {
+    **{settings_key(stage): stage for stage in STEPS},
+    "model": "cold_start",
+    "evaluation": "evaluate",
+}
 OTHER: dict[str, dict[Any, Any]] = {  # beside numbers, which are made larger
     "algorithm": {"adam": "sgd", "sgd": "adam"},
     "decay": {"cosine": "linear", "linear": "cosine"},
@@ -169,33 +174,33 @@ WITHOUT_EFFECT = {
 }
 # What other samples than those of this run would show.
 BY_CHANCE = {
-    ("experts.spell_backward", "objective.ratio.clip_low"): "what it clips is masked",
-    ("experts.spell_backward", "objective.ratio.clip_high"): "what it clips is masked",
-    ("experts.spell_backward", "objective.correction.samples"): "all samples are stale",
-    ("experts.spell_backward", "objective.sequence_mask.delta"): "no sample is so near to it",
-    ("experts.number_sorting", "objective.advantage.by"): "both keep the same responses",
-    ("experts.number_sorting", "objective.ratio.clip_low"): "no ratio is so near to it",
-    ("experts.number_sorting", "objective.correction"): "no ratio is near its cap",
-    ("experts.number_sorting", "objective.mask_truncated"): "no response is cut off",
+    ("domains.spell_backward", "objective.ratio.clip_low"): "what it clips is masked",
+    ("domains.spell_backward", "objective.ratio.clip_high"): "what it clips is masked",
+    ("domains.spell_backward", "objective.correction.samples"): "all samples are stale",
+    ("domains.spell_backward", "objective.sequence_mask.delta"): "no sample is so near to it",
+    ("domains.number_sorting", "objective.advantage.by"): "both keep the same responses",
+    ("domains.number_sorting", "objective.ratio.clip_low"): "no ratio is so near to it",
+    ("domains.number_sorting", "objective.correction"): "no ratio is near its cap",
+    ("domains.number_sorting", "objective.mask_truncated"): "no response is cut off",
 }
 EFFECTIVE = {  # where a leaf that has no effect elsewhere does have one
-    ("experts.spell_backward", "optimizer.momentum"),
-    ("experts.spell_backward", "routing.replay"),
-    ("experts.spell_backward", "objective.kl.coefficient"),
-    ("experts.number_sorting", "objective.kl.coefficient"),
+    ("domains.spell_backward", "optimizer.momentum"),
+    ("domains.spell_backward", "routing.replay"),
+    ("domains.spell_backward", "objective.kl.coefficient"),
+    ("domains.number_sorting", "objective.kl.coefficient"),
     ("merge", "routing.replay"),
-    ("experts.spell_backward", "sampling.max_response_tokens"),
-    ("experts.spell_backward", "objective.correction.level"),
-    ("experts.chain_sum", "optimizer.betas"),
-    ("experts.chain_sum", "sampling.top_p"),
-    ("experts.chain_sum", "objective.ratio.dual_clip"),
-    ("experts.chain_sum", "sampling.top_k"),
-    ("experts.number_sorting", "sampling.top_p"),
-    ("experts.number_sorting", "sampling.top_k"),
-    ("experts.chain_sum", "objective.correction.cap"),
-    ("experts.number_sorting", "optimizer.betas"),
-    ("experts.number_sorting", "objective.lambda_learning_rate"),
-    ("experts.number_sorting", "objective.kl.ema_decay"),
+    ("domains.spell_backward", "sampling.max_response_tokens"),
+    ("domains.spell_backward", "objective.correction.level"),
+    ("domains.chain_sum", "optimizer.betas"),
+    ("domains.chain_sum", "sampling.top_p"),
+    ("domains.chain_sum", "objective.ratio.dual_clip"),
+    ("domains.chain_sum", "sampling.top_k"),
+    ("domains.number_sorting", "sampling.top_p"),
+    ("domains.number_sorting", "sampling.top_k"),
+    ("domains.chain_sum", "objective.correction.cap"),
+    ("domains.number_sorting", "optimizer.betas"),
+    ("domains.number_sorting", "objective.lambda_learning_rate"),
+    ("domains.number_sorting", "objective.kl.ema_decay"),
     ("cold_start", "optimizer.betas"),
     ("merge", "optimizer.betas"),
 }

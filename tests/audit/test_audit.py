@@ -21,6 +21,7 @@ from stages.audit.evaluation import evaluation_rows
 from stages.audit.recorded import NotAuditable, read_run
 from stages.audit.rows import change
 from stages.audit.stage_audit import audit_step
+from stages.kinds import settings_key
 from tests.audit.effects import STEPS, block_of
 from tests.runs import BRAID, REPOSITORY, braid
 
@@ -69,7 +70,7 @@ def test_what_is_audited_takes_part(odd: Path, audited: dict[str, dict[str, Any]
         assert any(low < value < high for value in values), (quantity, values)
     settings = read_run(odd).settings
     for stage in STEPS:  # gradients are clipped in all of them
-        clip = block_of(settings, stage)["optimizer"]["clip_norm"]
+        clip = block_of(settings, settings_key(stage))["optimizer"]["clip_norm"]
         assert rows["gradient_norm", stage] > clip, stage
 
 

@@ -29,8 +29,8 @@ def test_another_value_of_a_setting_gives_another_step(odd: Path) -> None:
     """A few of what the test below tries: a coefficient, a schedule, a reference."""
     run = read_run(odd)
     for block, key, value in (
-        ("experts.spell_backward", "objective.kl.coefficient", 0.1),
-        ("experts.spell_backward", "sampling.temperature", 1.0),
+        ("domains.spell_backward", "objective.kl.coefficient", 0.1),
+        ("domains.spell_backward", "sampling.temperature", 1.0),
         ("merge", "routing.replay", "none"),
         ("cold_start", "optimizer.warmup_steps", 3),
         ("model", "norm_epsilon", 1e-3),

@@ -71,7 +71,7 @@ def test_a_domain_whose_references_score_is_right(tmp_path: Path, tokenizer: Pat
 def test_a_reference_that_does_not_score_is_told_loudly(tmp_path: Path, tokenizer: Path) -> None:
     code, out = checked(tmp_path, "m", "--tokenizer", str(tokenizer))
     assert code == 1
-    assert "✗ experts.shapes.rewards.shape: the reference scores 0, no more than a wrong" in out
+    assert "✗ domains.shapes.rewards.shape: the reference scores 0, no more than a wrong" in out
     assert "on 5 of 5 prompts" in " ".join(out.split())
     assert "such as a format, have the column hold a whole one" in " ".join(out.split())
     assert out.endswith(

@@ -182,7 +182,7 @@ def _override(random: Random, config: Config) -> None:
     wrong = [
         *("", "=", "a", "a..b=1", ".a=1", "=1", dotted, f"{dotted}.x=1", f"{dotted}==1"),
         *(f"{dotted.translate(CONFUSABLE)}=1", "name=\udcff", "\udcff=1", f"{dotted}=\x1b[2J"),
-        *("model=null", "experts={}", "experts.chain_sum.extends=x.yaml", "extends=smoke.yaml"),
+        *("model=null", "domains={}", "domains.chain_sum.extends=x.yaml", "extends=smoke.yaml"),
         f"model.architecture.{'a.' * random.choice([3, 100, 130, 600, 2000])}a=1",
         f"name={'x' * 5000}",
     ]

@@ -123,7 +123,7 @@ def _make_runs(folder: Path) -> None:
     for runs, name, actions in [*wanted, (folder, "whole", FAKES)]:
         commands.PROGRAMS = fake_programs(actions)
         # The gate fails a run only where its on_failure is stop.
-        stop = "experts.chain_sum.gate.on_failure=stop"
+        stop = "domains.chain_sum.gate.on_failure=stop"
         arguments = ["run", "--runs-dir", str(runs), "--name", name, str(config), stop]
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             codes = [cli.main(arguments) for _ in range(2)]  # a failed stage has two attempts

@@ -97,7 +97,7 @@ def expert(layout: LayoutSettings, directory: str, objective: dict[str, Any]) ->
         model=MODEL,
         layout=layout,
         engine=EngineSettings(),
-        experts={"sums": domain},
+        domains={"sums": domain},
     )
     job = StageJob.model_construct(
         stage="experts.sums",

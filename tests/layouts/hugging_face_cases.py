@@ -117,7 +117,7 @@ def import_checkpoint(layout: LayoutSettings, model: str, source: str, directory
     settings = RunSettings.model_construct(
         model=MODELS[model].model_copy(update={"initial_weights": Path(source)}),
         layout=layout,
-        experts={},
+        domains={},
         evaluation=EvaluationSettings(),
     )
     initial.run(StageJob.model_construct(directory=Path(directory), settings=settings))

@@ -55,7 +55,7 @@ def _stage(layout: LayoutSettings, data: str, tokenizer: str) -> Any:
             "model": MODEL.model_dump() | {"tokenizer": tokenizer, "vocabulary_size": 320},
             "layout": layout.model_dump(),
             "cold_start": {"optimizer": optimizer, "loop": loop},
-            "experts": {"math": math},
+            "domains": {"math": math},
             "merge": {"optimizer": optimizer, "loop": loop},
             "evaluation": {"problems": 5},
         }

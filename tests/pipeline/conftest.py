@@ -35,7 +35,7 @@ layout: {ranks: 2, expert: 2}
 cold_start:
   optimizer: {learning_rate: 1e-3}
   loop: {steps: 2}
-experts:
+domains:
   sums:
     prompts: {dataset: chain_sum}
     optimizer: {learning_rate: 1e-3}

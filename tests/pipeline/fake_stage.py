@@ -51,7 +51,7 @@ def measure(directory: Path, job: dict, first: float) -> None:
     """The first of the models, which a gate is about, solves so many problems, the others half."""
     models = {}
     for name in job["models"]:
-        domains = job["evaluated_on"].get(name, job["settings"]["experts"])
+        domains = job["evaluated_on"].get(name, job["settings"]["domains"])
         models[name] = dict.fromkeys(domains, score(0.5 if models else first))
     (directory / "models").mkdir(exist_ok=True)
     (directory / "results.json").write_text(json.dumps({"models": models}))
@@ -75,7 +75,7 @@ def draw_level(job: dict, rank: int) -> None:
 
 def preview(directory: Path, job: dict) -> None:
     """Three groups: one all right, one all wrong, one of both."""
-    size = job["settings"]["experts"][job["domain"]]["sampling"]["group_size"]
+    size = job["settings"]["domains"][job["domain"]]["sampling"]["group_size"]
     groups = [
         [
             {

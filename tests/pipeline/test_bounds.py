@@ -55,8 +55,8 @@ def within(seconds: float) -> Iterator[None]:
         ("layout.virtual_pipeline", 9 * 10**18),
         ("engine.tensor", 9 * 10**18),
         ("engine.max_model_tokens", 9 * 10**18),
-        ("experts.sums.rollout.oversampling", 9 * 10**18),
-        ("experts.sums.gate.window", 9 * 10**18),
+        ("domains.sums.rollout.oversampling", 9 * 10**18),
+        ("domains.sums.gate.window", 9 * 10**18),
         ("rewards.memory_mebibytes", 9 * 10**18),
     ],
 )

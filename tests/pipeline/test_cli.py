@@ -112,9 +112,9 @@ def test_another_configuration_under_the_same_name_is_refused(
 ) -> None:
     braid("run", config)
     before = files(runs)
-    code, _, err = braid("run", config, "seed=1", "experts.sums.loop.steps=3")
+    code, _, err = braid("run", config, "seed=1", "domains.sums.loop.steps=3")
     assert code == 1
-    assert "  seed: 0 there, 1 here\n  experts.sums.loop.steps: 2 there, 3 here\n" in err
+    assert "  seed: 0 there, 1 here\n  domains.sums.loop.steps: 2 there, 3 here\n" in err
     assert files(runs) == before
 
 
@@ -123,8 +123,8 @@ def test_what_changes_no_result_may_change_in_a_run(braid: Braid, config: Path, 
     settings = runs / "small" / "run.yaml"
     neutral = [
         "engine.kv_cache_mebibytes=32",
-        "experts.sums.loop.keep_last=1",
-        "experts.sums.guards.drift={threshold: 0.5, action: stop}",
+        "domains.sums.loop.keep_last=1",
+        "domains.sums.guards.drift={threshold: 0.5, action: stop}",
     ]
     before = settings.read_text()
     code, _, err = braid("run", config, *neutral, "seed=1")
@@ -139,7 +139,7 @@ def test_what_changes_no_result_may_change_in_a_run(braid: Braid, config: Path, 
     code, out, err = braid("run", config, *neutral)
     assert (code, err) == (0, "")
     assert "engine.kv_cache_mebibytes: null there, 32 here\n" in out
-    assert "experts.sums.loop.keep_last: 2 there, 1 here\n" in out
+    assert "domains.sums.loop.keep_last: 2 there, 1 here\n" in out
     assert "[3/6]" not in out
     assert "kv_cache_mebibytes: 32" in settings.read_text()
 
@@ -232,7 +232,7 @@ def test_a_run_is_read_from_another_working_directory(
 ) -> None:
     (tmp_path / "my_rewards.py").write_text("def score(problem, response):\n    return 1.0\n")
     monkeypatch.chdir(tmp_path)
-    own = "experts.sums.rewards={own: {kind: python, function: my_rewards:score}}"
+    own = "domains.sums.rewards={own: {kind: python, function: my_rewards:score}}"
     braid("run", config, own)
     monkeypatch.chdir("/")
     assert braid("status")[1] == "small: 6 done\n"
@@ -241,7 +241,7 @@ def test_a_run_is_read_from_another_working_directory(
     assert braid("export", "small", "--stage", "merge", "--to", tmp_path / "model")[0] == 0
     code, _, err = braid("resume", "small")
     assert code == 1
-    assert "experts.sums.rewards.own.function: no module my_rewards in the working directory" in err
+    assert "domains.sums.rewards.own.function: no module my_rewards in the working directory" in err
 
 
 def test_an_unknown_run_names_the_known_ones(braid: Braid, config: Path, runs: Path) -> None:

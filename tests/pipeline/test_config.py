@@ -41,12 +41,12 @@ def edited(config: Path, old: str, new: str) -> Path:
 
 def own(function: str) -> str:
     """An override that gives a domain a reward of one's own."""
-    return f"experts.sums.rewards={{own: {{kind: python, function: {function}}}}}"
+    return f"domains.sums.rewards={{own: {{kind: python, function: {function}}}}}"
 
 
 def rewards(reward: str) -> str:
     """An override that gives a domain one reward, called a."""
-    return f"experts.sums.rewards={{a: {reward}}}"
+    return f"domains.sums.rewards={{a: {reward}}}"
 
 
 def judge(**changes: object) -> str:
@@ -106,7 +106,7 @@ def test_a_mistyped_key_in_an_extended_file_is_reported_there(config: Path) -> N
     domain.write_text("prompts: {dataset: chain_sum}\nobjective:\n  kl:\n    coeficient: 0.1\n")
     edited(config, "prompts: {dataset: chain_sum}", "extends: sums.yaml")
     message = 'objective.kl.coeficient: unknown key; did you mean "coefficient"?'
-    assert faults(config) == [f"sums.yaml:4: experts.sums.{message}"]
+    assert faults(config) == [f"sums.yaml:4: domains.sums.{message}"]
 
 
 def test_every_fault_is_listed_at_once(config: Path) -> None:
@@ -120,9 +120,9 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
         "[1, 2, 4, 8]",
         "small.yaml:12: layout.expert: expert 3 does not divide layout.ranks = 2",
         'small.yaml:15: cold_start.loop.steps: should be a valid integer, not "two"',
-        "small.yaml:17: experts.sums.sampling.max_response_tokens: 24 leaves no room for a prompt: "
+        "small.yaml:17: domains.sums.sampling.max_response_tokens: 24 leaves no room for a prompt: "
         "it should be less than engine.max_model_tokens = 20",
-        "small.yaml:21: experts.words.sampling.max_response_tokens: 24 leaves no room for a "
+        "small.yaml:21: domains.words.sampling.max_response_tokens: 24 leaves no room for a "
         "prompt: it should be less than engine.max_model_tokens = 20",
         "small.yaml:25: merge.sampling.max_response_tokens: 24 leaves no room for a prompt: it "
         "should be less than engine.max_model_tokens = 20",
@@ -133,7 +133,7 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
     ("override", "message"),
     [
         ("layout.expert=16", "layout.expert: 16 does not divide model.experts = 8"),
-        ("layout.ranks=66", "experts: all demonstrations.sequences_per_step together are 64, less"),
+        ("layout.ranks=66", "domains: all demonstrations.sequences_per_step together are 64, less"),
         ("layout.ranks=34", "merge.sampling.prompts_per_step: 32 prompts x 1 samples in 1 updates"),
         ("evaluation.problems=1", "evaluation.problems: 1 is less than the 2 data-parallel ranks"),
         ("model.max_positions=32", "engine.max_model_tokens: 64 is more than model.max_positions"),
@@ -143,10 +143,10 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
             "engine={kv_cache_mebibytes: 1, max_model_tokens: 99}\tmodel.layers=16",
             "engine.kv_cache_mebibytes: 1 hold the keys and values of 96 tokens, less than engine",
         ),
-        ("experts.sums.sampling.temperature=0.009", "should be greater than or equal to 0.01, not"),
+        ("domains.sums.sampling.temperature=0.009", "should be greater than or equal to 0.01, not"),
         ("merge.sampling.temperature=2.1", "merge.sampling.temperature: should be less than or eq"),
         ("merge.sampling.top_k=81", "merge.sampling.top_k: 81 is more than model.vocabulary_size"),
-        ("experts.sums.loop.steps=" + "[" * 2000, "experts.sums.loop.steps: nested too deeply"),
+        ("domains.sums.loop.steps=" + "[" * 2000, "domains.sums.loop.steps: nested too deeply"),
         ("model.experts_per_token=1", "model.experts_per_token: 1 leaves the router nothing"),
         ("model.architecture={n_group: 2}", "model.architecture.n_group: unknown key of qwen3_moe"),
         (
@@ -158,30 +158,30 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
             'model.architecture.n_group: should be a valid integer, not "two"',
         ),
         ("model.vocabulary_size=96", "model.vocabulary_size: 96 should be 80, the number of ids"),
-        ("experts.sums.sampling.group_size=1", "a group of one has no advantage"),
-        ("experts.sums.updates_per_rollout=3", "3 does not divide experts.sums.sampling.prompts_p"),
+        ("domains.sums.sampling.group_size=1", "a group of one has no advantage"),
+        ("domains.sums.updates_per_rollout=3", "3 does not divide domains.sums.sampling.prompts_p"),
         (
             "merge.rollout={mode: overlap, max_staleness: 2}",
             "merge.rollout.max_staleness: 2 should be",
         ),
         ("merge.rollout.max_staleness=2", "2 changes nothing: sync leaves no sample for a later"),
         ("merge.rollout={oversampling: 2}", "merge.rollout.oversampling: unknown key"),
-        ("experts.sums.rollout.mode=asink", "should be 'sync', 'overlap' or 'async'"),
-        ("experts.words.prompts.held_out_fraction=0.5", "0.5 should be 0.25, as that of experts.s"),
+        ("domains.sums.rollout.mode=asink", "should be 'sync', 'overlap' or 'async'"),
+        ("domains.words.prompts.held_out_fraction=0.5", "0.5 should be 0.25, as that of domains.s"),
         (own("stages.domains.reward:exact"), "no module stages.domains.reward in"),
         (own("stages.data.prompts:exakt"), "prompts.py defines no exakt"),
-        (rewards("{kind: math, weight: 0}"), "experts.sums.rewards: every weight is 0, so that no"),
+        (rewards("{kind: math, weight: 0}"), "domains.sums.rewards: every weight is 0, so that no"),
         (
             rewards("{kind: overlong, max_tokens: 3, buffer_tokens: 4}"),
-            "experts.sums.rewards.a.buffer_tokens: 4 is more than max_tokens = 3",
+            "domains.sums.rewards.a.buffer_tokens: 4 is more than max_tokens = 3",
         ),
         (
             rewards("{kind: overlong, max_tokens: 25, buffer_tokens: 4}"),
-            "experts.sums.rewards.a.max_tokens: 25 is more than the domain's sampling."
+            "domains.sums.rewards.a.max_tokens: 25 is more than the domain's sampling."
             "max_response_tokens = 24",
         ),
         (
-            "experts.sums.sampling.group_size=1000000000",
+            "domains.sums.sampling.group_size=1000000000",
             "group_size: should be less than or equal to 1000000, not 1000000000",
         ),
         (
@@ -194,28 +194,28 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
         ("rounds=1000000000", "rounds: should be less than or equal to 1000, not 1000000000"),
         (
             rewards("{kind: length, at_least: 4, at_most: 3}"),
-            "experts.sums.rewards.a.at_least: 4 is more than at_most = 3",
+            "domains.sums.rewards.a.at_least: 4 is more than at_most = 3",
         ),
         (
             rewards("{kind: length, at_least: -1}"),
-            "experts.sums.rewards.a.at_least: should be greater than or equal to 0, not -1",
+            "domains.sums.rewards.a.at_least: should be greater than or equal to 0, not -1",
         ),
         (rewards("{kind: format, pattern: '('}"), "a.pattern: should be a regular expression ("),
-        (rewards("{kind: format}"), "experts.sums.rewards.a.pattern: required key is missing"),
-        (rewards("{weight: 1}"), "experts.sums.rewards.a.kind: required key is missing"),
+        (rewards("{kind: format}"), "domains.sums.rewards.a.pattern: required key is missing"),
+        (rewards("{weight: 1}"), "domains.sums.rewards.a.kind: required key is missing"),
         (
             rewards("{kind: mth}"),
-            "experts.sums.rewards.a.kind: should be 'reasoning_gym', 'math', ",
+            "domains.sums.rewards.a.kind: should be 'reasoning_gym', 'math', ",
         ),
         (rewards("{kind: math, wight: 1}"), 'a.wight: unknown key; did you mean "weight"?'),
-        (rewards("1"), "experts.sums.rewards.a: should be a mapping of keys to values, not 1"),
+        (rewards("1"), "domains.sums.rewards.a: should be a mapping of keys to values, not 1"),
         (
             rewards("{kind: language, scripts: [elvish]}"),
-            "experts.sums.rewards.a.scripts.0: should",
+            "domains.sums.rewards.a.scripts.0: should",
         ),
-        ("experts.sums.rewards={}", "experts.sums.rewards: should have at least 1 item"),
-        ("experts.sums.rewards={a b: {kind: math}}", "a reward's name is made of letters, digits,"),
-        (judge(lowest=10), "experts.sums.rewards.a.lowest: 10 should be less than highest = 10"),
+        ("domains.sums.rewards={}", "domains.sums.rewards: should have at least 1 item"),
+        ("domains.sums.rewards={a b: {kind: math}}", "a reward's name is made of letters, digits,"),
+        (judge(lowest=10), "domains.sums.rewards.a.lowest: 10 should be less than highest = 10"),
         (judge(verdict="good"), "a.verdict: should have a group, (...), which is the score"),
         (judge(base_url="http://"), "a.base_url: string should match pattern"),
         (judge(base_url="http://u:pw@x/v1"), "a.base_url: must have no user and no password (@)"),
@@ -239,11 +239,11 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
             "a.default_schema: not a JSON schema: 7 is not valid under any of the given schemas at",
         ),
         (
-            "experts.sums.prompts.dataset=chain_som",
+            "domains.sums.prompts.dataset=chain_som",
             'dataset: unknown dataset; did you mean "chain_',
         ),
         (
-            "experts.sums.optimizer.betas=[0.9, 1]",
+            "domains.sums.optimizer.betas=[0.9, 1]",
             "optimizer.betas.1: should be less than 1, not 1",
         ),
         (judge(attempts=5), "a.timeout_seconds: 300 should be more than the 315 seconds that 5"),
@@ -264,27 +264,27 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
             rewards("{kind: code, memory_mebibytes: 4097}"),
             "a.memory_mebibytes: 4097 is more than rewards.memory_mebibytes = 4096, which holds",
         ),
-        (judge(rubric="good?"), "experts.sums.rewards.a.rubric: string should match pattern"),
+        (judge(rubric="good?"), "domains.sums.rewards.a.rubric: string should match pattern"),
         (
             judge(api_key_file="nowhere"),
-            "experts.sums.rewards.a.api_key_file: no such file: nowhere",
+            "domains.sums.rewards.a.api_key_file: no such file: nowhere",
         ),
         (judge(api_key_variable="NOT_SET"), "the environment has no variable NOT_SET"),
         ("rewards.max_failed_fraction=1", "rewards.max_failed_fraction: should be less than 1"),
         (
-            "experts.sums.objective.ratio.clip_low=1.5",
-            "experts.sums.objective.ratio.clip_low: should be less than or equal to 1, not 1.5",
+            "domains.sums.objective.ratio.clip_low=1.5",
+            "domains.sums.objective.ratio.clip_low: should be less than or equal to 1, not 1.5",
         ),
         (
-            "experts.sums.objective.ratio={name: token, clip_low: 2}",
-            "experts.sums.objective.ratio.clip_low: should be less than or equal to 1, not 2",
+            "domains.sums.objective.ratio={name: token, clip_low: 2}",
+            "domains.sums.objective.ratio.clip_low: should be less than or equal to 1, not 2",
         ),
         (
-            "experts.sums.reward=a:b",
-            "experts.sums.reward: is now written rewards: {NAME: {kind: python, function: package.",
+            "domains.sums.reward=a:b",
+            "domains.sums.reward: renamed to rewards: {NAME: {kind: python, function: package.",
         ),
         ("merge.optimizer.warmup_steps=2", "2 should be less than the 2 updates of merge.loop.ste"),
-        ("experts.sums.optimizer.warmup_steps=2", "2 should be less than the 2 updates of exper"),
+        ("domains.sums.optimizer.warmup_steps=2", "2 should be less than the 2 updates of domai"),
     ],
 )
 def test_rules_between_blocks(config: Path, override: str, message: str) -> None:
@@ -296,16 +296,16 @@ def test_a_key_that_has_another_name_now_says_so_where_it_stands(config: Path) -
         config, "prompts: {dataset: chain_sum}", "prompts: {dataset: chain_sum}\n    reward: a:b"
     )
     [fault] = faults(config)
-    assert fault.startswith("small.yaml:19: experts.sums.reward: is now written rewards: {NAME: ")
+    assert fault.startswith("small.yaml:19: domains.sums.reward: renamed to rewards: {NAME: ")
 
 
 def test_several_rewards_are_kept_as_they_are_written(config: Path) -> None:
-    settings = load(config, ["experts.sums.rewards={right: {kind: math}, b: {kind: length}}"])
-    assert [reward.unfinished for reward in settings.experts["sums"].rewards.values()] == [
+    settings = load(config, ["domains.sums.rewards={right: {kind: math}, b: {kind: length}}"])
+    assert [reward.unfinished for reward in settings.domains["sums"].rewards.values()] == [
         "zero",
         "score",
     ]
-    assert list(settings.experts["words"].rewards) == ["exact"]
+    assert list(settings.domains["words"].rewards) == ["exact"]
     config.write_text(dump_resolved(settings))
     assert load(config) == settings
 
@@ -315,54 +315,67 @@ def test_what_cannot_be_repeated_is_not_called_deterministic(config: Path) -> No
         config,
         "deterministic=true",
         "merge.rollout.mode=async",
-        "experts.sums.rollout={mode: overlap, oversampling: 1.5}",
+        "domains.sums.rollout={mode: overlap, oversampling: 1.5}",
     )
     assert [fault.partition(" cannot be repeated")[0] for fault in found] == [
-        "command line: experts.sums.rollout.mode: overlap",
-        "command line: experts.sums.rollout.oversampling: 1.5 takes what ends first, which",
+        "command line: domains.sums.rollout.mode: overlap",
+        "command line: domains.sums.rollout.oversampling: 1.5 takes what ends first, which",
         "command line: merge.rollout.mode: async",
     ]
-    load(config, ["deterministic=true", "experts.sums.rollout.dynamic_sampling=2"])
+    load(config, ["deterministic=true", "domains.sums.rollout.dynamic_sampling=2"])
     load(config, ["merge.rollout={mode: async, max_staleness: 4}"])
-    load(config, ["experts.sums.rollout={oversampling: 1.5, max_staleness: 2}"])
+    load(config, ["domains.sums.rollout={oversampling: 1.5, max_staleness: 2}"])
 
 
 def test_what_every_rank_and_every_update_needs(config: Path) -> None:
-    sampling = "experts.sums.sampling={prompts_per_step: 2, group_size: 2}"
-    several = [sampling, "experts.sums.updates_per_rollout=2"]
-    load(config, [*several, "experts.sums.optimizer.warmup_steps=3"])
+    sampling = "domains.sums.sampling={prompts_per_step: 2, group_size: 2}"
+    several = [sampling, "domains.sums.updates_per_rollout=2"]
+    load(config, [*several, "domains.sums.optimizer.warmup_steps=3"])
     assert faults(config, *several, "layout.ranks=4") == [
-        "command line: experts.sums.sampling.prompts_per_step: 2 prompts x 2 samples in 2 updates "
+        "command line: domains.sums.sampling.prompts_per_step: 2 prompts x 2 samples in 2 updates "
         "make 2 an update, less than the 4 data-parallel ranks of layout, and each needs one"
     ]
     load(config, ["layout={ranks: 6, expert: 2}"])
     load(config, [*several, "layout={ranks: 8, tensor: 2, pipeline: 2}"])
 
 
+def test_the_old_key_of_the_domains_names_the_new_one(config: Path) -> None:
+    config = edited(config, "\ndomains:\n", "\nexperts:\n")
+    assert faults(config) == ["small.yaml:16: experts: renamed to domains"]
+    config = edited(config, "\nexperts:\n", "\ndomains:\n")
+    old = ("experts.sums.loop.steps=3", "experts.words.loop.steps=3", "experts={}")
+    for override in old:
+        assert faults(config, override) == ["command line: experts: renamed to domains"]
+    assert faults(config, *old) == ["command line: experts: renamed to domains"]
+    child = config.with_name("child.yaml")
+    child.write_text("extends: small.yaml\nexperts: {sums: {loop: {steps: 3}}}\n")
+    assert faults(child) == ["child.yaml:2: experts: renamed to domains"]
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("experts.sum.loop.steps=3", 'experts.sum: unknown key; did you mean "sums"?'),
+        ("domains.sum.loop.steps=3", 'domains.sum: unknown key; did you mean "sums"?'),
         (
-            "experts.sums.objective.kl.coeff=1",
-            'experts.sums.objective.kl.coeff: unknown key; did you mean "coefficient"?',
+            "domains.sums.objective.kl.coeff=1",
+            'domains.sums.objective.kl.coeff: unknown key; did you mean "coefficient"?',
         ),
         (
-            "experts.sums.objective.ratio.clip=1",
-            'experts.sums.objective.ratio.clip: unknown key; did you mean "clip_low"?',
+            "domains.sums.objective.ratio.clip=1",
+            'domains.sums.objective.ratio.clip: unknown key; did you mean "clip_low"?',
         ),
         (
-            "experts.sums.objective.ratio.name=tokens",
-            "experts.sums.objective.ratio.name: should be 'cispo', 'geometric', 'rspo', "
+            "domains.sums.objective.ratio.name=tokens",
+            "domains.sums.objective.ratio.name: should be 'cispo', 'geometric', 'rspo', "
             "'sequence', 'sequence_token' or 'token', not \"tokens\"",
         ),
         (
-            "experts.sums.objective.ratio.clip_low=-1",
-            "experts.sums.objective.ratio.clip_low: should be greater than 0, not -1",
+            "domains.sums.objective.ratio.clip_low=-1",
+            "domains.sums.objective.ratio.clip_low: should be greater than 0, not -1",
         ),
         (
-            "experts.sums.objective.ratio=token",
-            'experts.sums.objective.ratio: should be a mapping of keys to values, not "token"',
+            "domains.sums.objective.ratio=token",
+            'domains.sums.objective.ratio: should be a mapping of keys to values, not "token"',
         ),
         ("seed=-1", "seed: should be greater than or equal to 0, not -1"),
         ("seed.low=1", "seed: should be a valid integer, not a mapping"),
@@ -379,20 +392,20 @@ def test_a_mistyped_key_of_one_ratio_is_reported_where_it_stands(config: Path) -
     old = "prompts: {dataset: chain_sum}"
     edited(config, old, f"{old}\n    objective: {{ratio: {{name: token, clip_hi: 1}}}}")
     message = 'ratio.clip_hi: unknown key; did you mean "clip_high"?'
-    assert faults(config) == [f"small.yaml:19: experts.sums.objective.{message}"]
+    assert faults(config) == [f"small.yaml:19: domains.sums.objective.{message}"]
 
 
 @pytest.mark.parametrize(
     ("override", "ratio"),
     [
-        ("experts.sums.objective.ratio.name=token", TokenRatioSettings(clip_low=0.2)),
-        ("experts.sums.objective.ratio.clip_low=1e-3", SequenceRatioSettings(clip_low=1e-3)),
-        ("experts.sums.objective.ratio={}", SequenceRatioSettings(clip_high=4e-4)),
+        ("domains.sums.objective.ratio.name=token", TokenRatioSettings(clip_low=0.2)),
+        ("domains.sums.objective.ratio.clip_low=1e-3", SequenceRatioSettings(clip_low=1e-3)),
+        ("domains.sums.objective.ratio={}", SequenceRatioSettings(clip_high=4e-4)),
     ],
 )
 def test_each_ratio_has_clips_of_its_own(config: Path, override: str, ratio: object) -> None:
     settings = load(config, [override])
-    assert settings.experts["sums"].objective.ratio == ratio
+    assert settings.domains["sums"].objective.ratio == ratio
     config.write_text(dump_resolved(settings))
     assert load(config) == settings
 
@@ -409,7 +422,7 @@ def test_a_judges_key_lies_beside_the_file_that_names_it(config: Path) -> None:
         f"extends: domains/_base.yaml\n    rewards: {{b: {judge}api_key_file: domains/key}}}}"
         "\n    prompts: {dataset: chain_sum}",
     )
-    rewards = load(config).experts["sums"].rewards
+    rewards = load(config).domains["sums"].rewards
     files = [rewards[name].api_key_file for name in "ab"]  # type: ignore[union-attr]
     assert files == [folder / "key"] * 2
     (folder / "key").unlink()
@@ -425,7 +438,7 @@ def test_validate_says_that_a_key_goes_unencrypted(
         given = judge(base_url=url, api_key_variable="A_KEY")
         code, out, _ = braid("validate", str(config), given)
         assert code == 0
-        line = "experts.sums.rewards.a.base_url: the key goes to node7 unencrypted; use https\n"
+        line = "domains.sums.rewards.a.base_url: the key goes to node7 unencrypted; use https\n"
         assert out.count(line) == told
 
 
@@ -450,16 +463,16 @@ def test_the_merge_takes_one_sample_a_prompt(config: Path) -> None:
 
 def test_overrides_lie_over_the_file_in_order(config: Path) -> None:
     overrides = [
-        "experts.sums.objective.kl.coefficient=1e-3",
-        "experts.sums.prompts.config.max_terms=4",
+        "domains.sums.objective.kl.coefficient=1e-3",
+        "domains.sums.prompts.config.max_terms=4",
         "cold_start.optimizer.betas=[0.8, 0.9]",
         "layout={expert: 1}",
         "seed=1",
         "seed=2",
     ]
     settings = load(config, overrides)
-    assert settings.experts["sums"].objective.kl.coefficient == 1e-3
-    assert settings.experts["sums"].prompts.config == {"max_terms": 4}
+    assert settings.domains["sums"].objective.kl.coefficient == 1e-3
+    assert settings.domains["sums"].prompts.config == {"max_terms": 4}
     assert settings.cold_start.optimizer.betas == (0.8, 0.9)
     assert (settings.layout.ranks, settings.layout.expert) == (2, 1)
     assert settings.seed == 2
@@ -478,7 +491,7 @@ def test_extends_merges_mappings_and_replaces_lists(config: Path) -> None:
         "extends: domains/sums.yaml\n    prompts: {dataset: chain_sum, config: {max_terms: 2}}\n"
         "    optimizer: {betas: [0.3, 0.4]}",
     )
-    sums = load(config).experts["sums"]
+    sums = load(config).domains["sums"]
     assert sums.prompts.config == {"min_terms": 1, "max_terms": 2}
     assert sums.optimizer.learning_rate == 1
     assert sums.optimizer.betas == (0.3, 0.4)
@@ -494,11 +507,11 @@ def test_a_mistyped_choice_hides_no_mistyped_key(config: Path) -> None:
     found = faults(config, "merge.loop.stepz=3")
     assert [fault.partition(": should")[0] for fault in found] == [
         'command line: merge.loop.stepz: unknown key; did you mean "steps"?',
-        "small.yaml:21: experts.sums.objective.ratio.name",
-        "small.yaml:22: experts.sums.objective.ratio.clip_hihg: unknown key; did you mean "
+        "small.yaml:21: domains.sums.objective.ratio.name",
+        "small.yaml:22: domains.sums.objective.ratio.clip_hihg: unknown key; did you mean "
         '"clip_high"?',
-        "small.yaml:24: experts.sums.rewards.a.kind",
-        'small.yaml:24: experts.sums.rewards.a.boxt: unknown key; did you mean "boxed"?',
+        "small.yaml:24: domains.sums.rewards.a.kind",
+        'small.yaml:24: domains.sums.rewards.a.boxt: unknown key; did you mean "boxed"?',
     ]
 
 
@@ -535,7 +548,7 @@ def test_missing_files_are_named_and_hide_no_other_fault(config: Path) -> None:
     edited(config, "steps: 2", "steps: two")
     assert faults(config) == [
         'small.yaml:15: cold_start.loop.steps: should be a valid integer, not "two"',
-        "small.yaml:18: experts.sums.extends: no such file: none.yaml",
+        "small.yaml:18: domains.sums.extends: no such file: none.yaml",
     ]
     assert faults(config.with_name("absent.yaml"), "seed=1") == [
         "absent.yaml: cannot be read: No such file or directory"
@@ -547,8 +560,8 @@ def test_missing_files_are_named_and_hide_no_other_fault(config: Path) -> None:
     [
         ("model.tokenizer", "{}"),
         ("model.initial_weights", "{}"),
-        ("experts.sums.demonstrations.path", "{{source: jsonl, path: {}}}"),
-        ("experts.sums.rewards.j.api_key_file", JUDGE),
+        ("domains.sums.demonstrations.path", "{{source: jsonl, path: {}}}"),
+        ("domains.sums.rewards.j.api_key_file", JUDGE),
     ],
 )
 def test_a_path_that_cannot_be_looked_up_is_an_error_of_its_key(
@@ -572,22 +585,22 @@ def test_initial_weights_stand_beside_the_file_that_states_them(config: Path, st
 def test_a_run_can_be_read_where_it_could_not_start(config: Path) -> None:
     settings = load(config)
     model = settings.model.model_copy(update={"initial_weights": Path("/removed")})
-    words = settings.experts["words"].model_copy(
+    words = settings.domains["words"].model_copy(
         update={"rewards": {"own": PythonReward(function="elsewhere:score")}}
     )
-    experts = {**settings.experts, "words": words}
-    elsewhere = settings.model_copy(update={"model": model, "experts": experts})
+    domains = {**settings.domains, "words": words}
+    elsewhere = settings.model_copy(update={"model": model, "domains": domains})
     config.write_text(dump_resolved(elsewhere))
     assert load(config, to_start=False) == elsewhere
     assert len(faults(config)) == 2
 
 
 def test_differing_keys_name_both_values(config: Path) -> None:
-    changed = load(config, ["seed=3", "experts.sums.prompts.config.max_terms=3"])
+    changed = load(config, ["seed=3", "domains.sums.prompts.config.max_terms=3"])
     assert differing_keys(load(config), changed) == {
         "seed": (0, 3),
-        "experts.sums.prompts.config": ({}, None),
-        "experts.sums.prompts.config.max_terms": (None, 3),
+        "domains.sums.prompts.config": ({}, None),
+        "domains.sums.prompts.config.max_terms": (None, 3),
     }
 
 

@@ -20,19 +20,19 @@ def test_files_stand_beside_the_file_that_states_them(config: Path) -> None:
     )
     edited(config, "prompts: {dataset: chain_sum}", "extends: domains/sums.yaml")
     assert faults(config) == [
-        "domains/sums.yaml:3: experts.sums.demonstrations.max_tokens: 300 is more than "
+        "domains/sums.yaml:3: domains.sums.demonstrations.max_tokens: 300 is more than "
         "model.max_positions = 256",
-        "domains/sums.yaml:3: experts.sums.demonstrations.path: no file at domains/chats",
+        "domains/sums.yaml:3: domains.sums.demonstrations.path: no file at domains/chats",
     ]
     (domains / "chats").mkdir()
     (domains / "chats" / "b.parquet").touch()
-    few = "experts.sums.demonstrations.max_tokens=20"
-    sums = load(config, [few]).experts["sums"]
+    few = "domains.sums.demonstrations.max_tokens=20"
+    sums = load(config, [few]).domains["sums"]
     assert sums.prompts.files() == [domains / "data" / "a.jsonl"]
     assert sums.demonstrations.files() == [domains / "chats" / "b.parquet"]
     assert load(config, [few]).model.tokenizer == "characters"
     (domains / "data" / "a.jsonl").unlink()
-    assert any("experts.sums.prompts.path: no file at" in fault for fault in faults(config, few))
+    assert any("domains.sums.prompts.path: no file at" in fault for fault in faults(config, few))
 
 
 def test_a_folder_is_looked_through_only_as_far_as_that_takes_seconds(
@@ -44,7 +44,7 @@ def test_a_folder_is_looked_through_only_as_far_as_that_takes_seconds(
     prompts = "prompts: {source: jsonl, path: data}\n    rewards: {sum: {kind: math}}"
     edited(config, "prompts: {dataset: chain_sum}", prompts)
     here = ("cold_start=null", f"model.initial_weights={start}")
-    assert load(config, here).experts["sums"].prompts.files()
+    assert load(config, here).domains["sums"].prompts.files()
     monkeypatch.setattr("stages.data.sources.settings.MOST_FOLDERS", 3)
     [fault] = faults(config, *here)
     assert fault.endswith("sums.prompts.path: data has over 3 folders below it; name a smaller one")
@@ -55,12 +55,12 @@ def test_what_prompts_of_files_ask_of_other_blocks(config: Path) -> None:
     prompts = "{source: parquet, path: ., max_prompt_tokens: 41}"
     edited(config, "{dataset: chain_sum}", prompts)
     assert faults(config) == [
-        "small.yaml:17: experts.sums.rewards.exact.kind: only prompts.source: reasoning_gym has "
+        "small.yaml:17: domains.sums.rewards.exact.kind: only prompts.source: reasoning_gym has "
         "it; name other rewards",
-        "small.yaml:17: experts.sums.demonstrations.source: generated demonstrations need prompts "
+        "small.yaml:17: domains.sums.demonstrations.source: generated demonstrations need prompts "
         "of reasoning_gym, not of parquet; use jsonl or parquet, or cold_start: null in a run with "
         "model.initial_weights",
-        "small.yaml:18: experts.sums.prompts.max_prompt_tokens: 41 and a response of 24 tokens are "
+        "small.yaml:18: domains.sums.prompts.max_prompt_tokens: 41 and a response of 24 tokens are "
         "more than engine.max_model_tokens = 64",
     ]
 

@@ -108,8 +108,8 @@ def test_a_starter_for_files_names_exactly_what_to_fill_in(
     assert code == 1
     assert err == (
         "braid: the configuration has 2 faults:\n"
-        f"{path}:{places[0]}: experts.mine.prompts.path: no file at {tmp_path}/data/mine.{source}\n"
-        f"{path}:{places[1]}: experts.mine.demonstrations.path: no file at "
+        f"{path}:{places[0]}: domains.mine.prompts.path: no file at {tmp_path}/data/mine.{source}\n"
+        f"{path}:{places[1]}: domains.mine.demonstrations.path: no file at "
         f"{tmp_path}/data/mine_demonstrations.{source}\n"
     )
 
@@ -141,10 +141,10 @@ def test_every_fault_of_a_file_is_told_at_once_as_in_a_run(tmp_path: Path) -> No
     with pytest.raises(ConfigError) as caught:
         load_domain(path, RewardPoolSettings())
     found = [str(each).removeprefix(f"{tmp_path}/") for each in caught.value.violations]
-    mistyped = 'sums.yaml:1: experts.sums.prompts.sourse: unknown key; did you mean "source"?'
+    mistyped = 'sums.yaml:1: domains.sums.prompts.sourse: unknown key; did you mean "source"?'
     assert mistyped in found
-    assert "sums.yaml:1: experts.sums.loop: required key is missing" in found
-    assert any(each.startswith("sums.yaml:3: experts.sums.rewards.a.kind: sho") for each in found)
+    assert "sums.yaml:1: domains.sums.loop: required key is missing" in found
+    assert any(each.startswith("sums.yaml:3: domains.sums.rewards.a.kind: sho") for each in found)
 
 
 def test_rules_that_need_a_run_are_left_to_it(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_a_domain_that_does_not_fit_a_run_is_refused(
     )
     code, _, err = braid("domain", "check", domain, "--run", "small", "--stage", "cold_start")
     assert code == 1
-    assert f"{domain}:4: experts.long.sampling.max_response_tokens: 4096 leaves no room" in err
+    assert f"{domain}:4: domains.long.sampling.max_response_tokens: 4096 leaves no room" in err
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ RIGHT = {"right": {"kind": "math"}}
 def test_right_must_score_above_wrong(scores: dict[str, float], fault: str | None) -> None:
     found = list(faults("sums", settings(**RIGHT), [prompt(**scores)] * 2))
     assert len(found) == (fault is not None)
-    assert not found or found[0].startswith(f"experts.sums.rewards.right: {fault}")
+    assert not found or found[0].startswith(f"domains.sums.rewards.right: {fault}")
 
 
 def test_what_judges_no_answer_may_give_what_it_likes_where_the_sum_is_right() -> None:
@@ -331,7 +331,7 @@ def test_what_judges_no_answer_may_give_what_it_likes_where_the_sum_is_right() -
     assert not list(faults("sums", watched, [prompt(reference=1.0, empty=0.0)]))
     [fault] = faults("sums", watched, [prompt(reference=0.0, empty=0.0)] * 2)
     assert fault.startswith(
-        "experts.sums.rewards: none of them judges the answer, and the reference earns 0, no more"
+        "domains.sums.rewards: none of them judges the answer, and the reference earns 0, no more"
     )
     assert fault.endswith("named with them: exact: {kind: reasoning_gym}")
 
@@ -342,13 +342,13 @@ def test_one_reward_of_several_may_be_met_by_a_wrong_response() -> None:
         response["reward"] = reward
     assert not list(faults("sums", settings(**RIGHT), [auxiliary]))
     [note] = notes("sums", settings(**RIGHT), [auxiliary])
-    assert note.startswith("experts.sums.rewards.right: by itself it does not tell right from wro")
+    assert note.startswith("domains.sums.rewards.right: by itself it does not tell right from wro")
 
 
 def test_a_reward_that_fails_is_a_fault() -> None:
-    failed = prompt(failure="experts.sums.rewards.right: raised KeyError('x')", empty=0.0)
+    failed = prompt(failure="domains.sums.rewards.right: raised KeyError('x')", empty=0.0)
     [found] = faults("sums", settings(**RIGHT), [failed, failed])
-    assert found.startswith("a reward failed on 2 responses, which then have none; experts.sums.re")
+    assert found.startswith("a reward failed on 2 responses, which then have none; domains.sums.re")
 
 
 def test_a_reward_that_only_watches_and_fails_is_noted() -> None:

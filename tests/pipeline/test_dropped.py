@@ -34,45 +34,45 @@ def with_brief(config: Path) -> Path:
 
 
 def test_an_inherited_expert_is_dropped(config: Path) -> None:
-    settings = load(child(config, "experts: {sums: null}\n"))
-    assert list(settings.experts) == ["words"]
-    assert list(load(config, ["experts.words=null"]).experts) == ["sums"]
+    settings = load(child(config, "domains: {sums: null}\n"))
+    assert list(settings.domains) == ["words"]
+    assert list(load(config, ["domains.words=null"]).domains) == ["sums"]
 
 
 def test_a_dropped_expert_may_be_defined_again(config: Path) -> None:
-    middle = child(config, "experts: {sums: null}\n")
+    middle = child(config, "domains: {sums: null}\n")
     last = config.with_name("last.yaml")
     domain = "{prompts: {dataset: chain_sum}, optimizer: {learning_rate: 1e-2}, loop: {steps: 3}}"
-    last.write_text(f"extends: {middle.name}\nexperts:\n  sums: {domain}\n")
-    assert load(last).experts["sums"].loop.steps == 3
+    last.write_text(f"extends: {middle.name}\ndomains:\n  sums: {domain}\n")
+    assert load(last).domains["sums"].loop.steps == 3
 
 
 def test_an_inherited_reward_is_dropped(config: Path) -> None:
-    path = child(with_brief(config), "experts: {sums: {rewards: {brief: null}}}\n")
-    assert list(load(path).experts["sums"].rewards) == ["exact"]
-    assert list(load(config, ["experts.sums.rewards.exact="]).experts["sums"].rewards) == ["brief"]
+    path = child(with_brief(config), "domains: {sums: {rewards: {brief: null}}}\n")
+    assert list(load(path).domains["sums"].rewards) == ["exact"]
+    assert list(load(config, ["domains.sums.rewards.exact="]).domains["sums"].rewards) == ["brief"]
 
 
 def test_a_null_that_drops_nothing_is_a_fault(config: Path) -> None:
     path = child(
         with_brief(config),
-        "experts:\n  sumz: null\n  sums:\n    rewards: {breif: null}\n",
+        "domains:\n  sumz: null\n  sums:\n    rewards: {breif: null}\n",
     )
     drops = "null drops what an extended file defines, and none defines it; did you mean"
     assert faults(path) == [
-        f'child.yaml:3: experts.sumz: {drops} "sums"?',
-        f'child.yaml:5: experts.sums.rewards.breif: {drops} "brief"?',
+        f'child.yaml:3: domains.sumz: {drops} "sums"?',
+        f'child.yaml:5: domains.sums.rewards.breif: {drops} "brief"?',
     ]
 
 
 def test_what_is_dropped_is_missed_by_what_names_it(config: Path) -> None:
-    assert faults(config, "experts.words.from=experts.sums", "experts.sums=null") == [
-        "command line: experts.words.from: no such stage: experts.sums; did you mean "
+    assert faults(config, "domains.words.from=experts.sums", "domains.sums=null") == [
+        "command line: domains.words.from: no such stage: experts.sums; did you mean "
         '"experts.words"?'
     ]
 
 
 def test_something_is_left(config: Path) -> None:
-    assert faults(child(config, "experts: {sums: null, words: null}\n")) == [
-        "child.yaml:2: experts: should have at least 1 item, not 0"
+    assert faults(child(config, "domains: {sums: null, words: null}\n")) == [
+        "child.yaml:2: domains: should have at least 1 item, not 0"
     ]

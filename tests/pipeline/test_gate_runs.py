@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 Braid = Callable[..., tuple[int, str, str]]
-GATES = ("experts.sums.gate={problems: 20, max_mismatch: 1e-4}", "merge.gate={problems: 30}")
+GATES = ("domains.sums.gate={problems: 20, max_mismatch: 1e-4}", "merge.gate={problems: 30}")
 FALLS_SHORT = {"gates.sums": {"0": "fall_short"}}
 SAID = "gate: experts.sums gains -20.0 points (95 %: -27.1 to -12.9) over cold_start on sums, and "
 
@@ -66,7 +66,7 @@ def test_a_gate_that_stops_lets_nothing_start_that_waits_for_it(
     [_, (state, cause)] = events(stopped, "gates.sums")
     assert (state, cause) == (
         "failed",
-        f"{SAID}experts.sums.gate.min_gain wants the whole interval at +0.0 or above",
+        f"{SAID}domains.sums.gate.min_gain wants the whole interval at +0.0 or above",
     )
     code, _, err = braid("resume", "small")
     assert (code, err.splitlines()[0]) == (1, f"braid: {cause}")
@@ -77,7 +77,7 @@ def test_a_gate_that_stops_lets_nothing_start_that_waits_for_it(
 
 
 def test_a_gate_is_made_anew_with_other_settings(braid: Braid, config: Path, stopped: Path) -> None:
-    edit = "experts.sums.gate.min_gain=-0.5"
+    edit = "domains.sums.gate.min_gain=-0.5"
     code, _, err = braid("run", config, *GATES, edit)
     assert code == 1
     assert "that are done or begun: gates.sums\n" in err
@@ -87,7 +87,7 @@ def test_a_gate_is_made_anew_with_other_settings(braid: Braid, config: Path, sto
 
 
 def test_a_warning_is_told_and_the_run_goes_on(braid: Braid, config: Path, runs: Path) -> None:
-    warns = "experts.sums.gate.on_failure=warn"
+    warns = "domains.sums.gate.on_failure=warn"
     actions = {**FALLS_SHORT, "gates.merge": {"0": "draw_level"}}
     code, out, err = braid("run", config, *GATES, warns, actions=actions)
     assert (code, err) == (0, "")
@@ -278,7 +278,7 @@ def test_a_fork_takes_nothing_past_a_gate_that_is_not_open(
 
 def test_a_fork_asks_a_stricter_gate_anew(braid: Braid, config: Path, runs: Path) -> None:
     assert braid("run", config, *GATES, "--name", "other")[0] == 0
-    stricter = "experts.sums.gate.min_gain=0.5"
+    stricter = "domains.sums.gate.min_gain=0.5"
     code, out, err = braid("run", config, *GATES, stricter, "--fork", "other")
     assert code == 1
     assert "min_gain wants the whole interval at +50.0 or above" in err

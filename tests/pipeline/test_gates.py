@@ -18,7 +18,7 @@ from stages.guards.settings import ExpertGateSettings, MergeGateSettings
 from stages.settings import RunSettings
 from stages.statistics import difference, wilson
 
-GATES = ["experts.sums.gate={}", "experts.words.gate={}", "merge.gate={}"]
+GATES = ["domains.sums.gate={}", "domains.words.gate={}", "merge.gate={}"]
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_a_gain_that_could_be_chance_stops(gain: Callable[..., GateVerdict]) -> 
     assert verdict.outcome == "stopped"
     assert verdict.text == (
         "gate: experts.sums gains +1.2 points (95 %: -4.6 to +7.0) over cold_start on sums, and "
-        "experts.sums.gate.min_gain wants the whole interval at +0.0 or above"
+        "domains.sums.gate.min_gain wants the whole interval at +0.0 or above"
     )
     assert gain(166, 160, on_failure="warn").outcome == "warned"
     assert gain(160, 160).outcome == "stopped"
@@ -81,9 +81,9 @@ def test_only_the_last_steps_are_bounded(gain: Callable[..., GateVerdict]) -> No
     assert verdict.outcome == "stopped"
     assert verdict.reasons == (
         "mismatch_max reaches 1 in the last 4 steps of experts.sums, above "
-        "experts.sums.gate.max_mismatch = 2e-05",
+        "domains.sums.gate.max_mismatch = 2e-05",
         "kl is on average 2.26 in the last 4 steps of experts.sums, above "
-        "experts.sums.gate.max_kl = 0.02",
+        "domains.sums.gate.max_kl = 0.02",
     )
 
 
@@ -108,7 +108,7 @@ def test_every_bound_holds_its_metric(
     assert outcome(*within, math.nan) == "stopped"
     assert gain(240, 160, [{"loss": 0.0}], **{bound: 0.5}).text == (
         f"gate: {metric} is not logged in the last 1 steps of experts.sums, and "
-        f"experts.sums.gate.{bound} bounds it"
+        f"domains.sums.gate.{bound} bounds it"
     )
 
 
@@ -196,7 +196,7 @@ def test_gates_stand_between_the_stages(stages: dict[str, Stage]) -> None:
 
 
 def test_the_gate_of_an_expert_comes_before_what_grows_from_it(config: Path) -> None:
-    settings = load(config, [*GATES, "experts.words.from=experts.sums", "rounds=2"])
+    settings = load(config, [*GATES, "domains.words.from=experts.sums", "rounds=2"])
     stages = {stage.name: stage for stage in compile_graph(settings)}
     assert list(stages)[:6] == [
         "cold_start",
@@ -227,13 +227,13 @@ def test_without_gates_nothing_is_another_stage(config: Path, settings: RunSetti
 @pytest.mark.parametrize(
     ("override", "changed"),
     [
-        ("experts.sums.gate.min_gain=0.1", {"gates.sums"}),
-        ("experts.sums.gate.problems=50", {"gates.sums"}),
+        ("domains.sums.gate.min_gain=0.1", {"gates.sums"}),
+        ("domains.sums.gate.problems=50", {"gates.sums"}),
         ("merge.gate.min_kept=0.5", {"gates.merge"}),
         ("evaluation.problems=50", {"evaluate"}),
         ("evaluation.temperature=0", {"evaluate", "gates.sums", "gates.words", "gates.merge"}),
         (
-            "experts.sums.sampling.max_response_tokens=20",
+            "domains.sums.sampling.max_response_tokens=20",
             {"experts.sums", "gates.sums", "gates.merge", "evaluate"},
         ),
     ],
@@ -249,27 +249,27 @@ def test_a_change_of_a_gate_touches_it_alone(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["experts.sums.gate.min_gian=0"], 'unknown key; did you mean "min_gain"?'),
-        (["experts.sums.gate.problems=1"], "gate.problems: 1 is less than the 2 data-parallel"),
+        (["domains.sums.gate.min_gian=0"], 'unknown key; did you mean "min_gain"?'),
+        (["domains.sums.gate.problems=1"], "gate.problems: 1 is less than the 2 data-parallel"),
         (["merge.gate.problems=1"], "merge.gate.problems: 1 is less than the 2 data-parallel"),
-        (["experts.sums.gate.max_kl=1"], "gate.max_kl: 1 bounds a metric that is not logged"),
-        (["experts.sums.gate.max_drift=1"], "gate.max_drift: 1 bounds a metric that is not"),
+        (["domains.sums.gate.max_kl=1"], "gate.max_kl: 1 bounds a metric that is not logged"),
+        (["domains.sums.gate.max_drift=1"], "gate.max_drift: 1 bounds a metric that is not"),
         (
-            ["experts.sums.gate.max_router_movement=1"],
-            "is logged with experts.sums.objective.ratio",
+            ["domains.sums.gate.max_router_movement=1"],
+            "is logged with domains.sums.objective.ratio",
         ),
         (
-            ["experts.sums.gate.min_router_agreement=1", "experts.sums.routing.replay=none"],
-            "is not logged with experts.sums.routing.replay = none",
+            ["domains.sums.gate.min_router_agreement=1", "domains.sums.routing.replay=none"],
+            "is not logged with domains.sums.routing.replay = none",
         ),
         (["merge.gate.min_kept=95"], "merge.gate.min_kept: should be less than or equal to 1"),
         (
             [
                 "merge.gate={}",
-                "experts={merge: {gate: {}, prompts: {dataset: chain_sum}, "
+                "domains={merge: {gate: {}, prompts: {dataset: chain_sum}, "
                 "optimizer: {learning_rate: 1}, loop: {steps: 1}}}",
             ],
-            "experts.merge: its gate and that of the merge are both gates.merge",
+            "domains.merge: its gate and that of the merge are both gates.merge",
         ),
     ],
 )
@@ -283,18 +283,18 @@ def test_a_gate_that_cannot_work_is_refused(
 
 def test_bounds_of_what_is_logged_are_taken(config: Path) -> None:
     overrides = [
-        "experts.sums.gate={max_kl: 1, max_drift: 1, max_router_movement: 1, "
+        "domains.sums.gate={max_kl: 1, max_drift: 1, max_router_movement: 1, "
         "min_router_agreement: 1}",
-        "experts.sums.objective={kl: {coefficient: 0.1}, ratio: {name: rspo}}",
-        "experts.sums.rollout.mode=overlap",
+        "domains.sums.objective={kl: {coefficient: 0.1}, ratio: {name: rspo}}",
+        "domains.sums.rollout.mode=overlap",
     ]
-    gate = load(config, overrides).experts["sums"].gate
+    gate = load(config, overrides).domains["sums"].gate
     assert gate == ExpertGateSettings(
         max_kl=1, max_drift=1, max_router_movement=1, min_router_agreement=1
     )
 
 
 def test_the_cold_start_looks_for_as_many_problems_as_a_gate_wants(config: Path) -> None:
-    settings = load(config, ["experts.sums.gate.problems=3000", "merge.gate.problems=2500"])
-    assert [settings.gate_problems(domain) for domain in settings.experts] == [3000, 2500]
+    settings = load(config, ["domains.sums.gate.problems=3000", "merge.gate.problems=2500"])
+    assert [settings.gate_problems(domain) for domain in settings.domains] == [3000, 2500]
     assert load(config).gate_problems("sums") == 0

@@ -34,24 +34,24 @@ def test_stages_come_after_their_inputs(settings: RunSettings) -> None:
 @pytest.mark.parametrize(
     ("override", "changed"),
     [
-        ("experts.sums.objective.kl.coefficient=0.1", {"experts.sums"}),
-        ("experts.sums.objective.kl={coefficient: 0.1, estimator: k2}", {"experts.sums"}),
-        ("experts.words.routing.replay=none", {"experts.words"}),
+        ("domains.sums.objective.kl.coefficient=0.1", {"experts.sums"}),
+        ("domains.sums.objective.kl={coefficient: 0.1, estimator: k2}", {"experts.sums"}),
+        ("domains.words.routing.replay=none", {"experts.words"}),
         ("cold_start.optimizer.betas=[0.5, 0.5]", {"cold_start"}),
-        ("experts.sums.demonstrations.count=7", {"cold_start"}),
+        ("domains.sums.demonstrations.count=7", {"cold_start"}),
         ("merge.loop.steps=3", {"merge"}),
         ("evaluation.problems=5", {"evaluate"}),
         (
-            "experts.sums.rewards={exact: {kind: reasoning_gym, weight: 2}}",
+            "domains.sums.rewards={exact: {kind: reasoning_gym, weight: 2}}",
             {"experts.sums", "evaluate"},
         ),
         ("rewards.timeout_seconds=9", set()),
         (
-            "experts.sums.prompts.config.max_terms=5",
+            "domains.sums.prompts.config.max_terms=5",
             {"cold_start", "experts.sums", "merge", "evaluate"},
         ),
         ("seed=1", {"cold_start", "experts.sums", "experts.words", "merge", "evaluate"}),
-        ("experts.sums.loop.checkpoint_every=3", set()),
+        ("domains.sums.loop.checkpoint_every=3", set()),
         ("logging.wandb=disabled", set()),
         ("name=other", set()),
     ],
@@ -68,21 +68,21 @@ def test_domains_differ_in_their_kl_and_a_change_of_one_leaves_the_others_lineag
     config: Path, run: RunDirectory
 ) -> None:
     domains = [
-        "experts.sums.objective.kl={coefficient: 0.1, estimator: k2}",
-        "experts.words.objective.kl={coefficient: 0.001, estimator: unbiased_k3}",
+        "domains.sums.objective.kl={coefficient: 0.1, estimator: k2}",
+        "domains.words.objective.kl={coefficient: 0.001, estimator: unbiased_k3}",
     ]
     before = load(config, domains)
-    assert [each.objective.kl.estimator for each in before.experts.values()] == [
+    assert [each.objective.kl.estimator for each in before.domains.values()] == [
         "k2",
         "unbiased_k3",
     ]
-    after = load(config, [*domains, "experts.words.objective.kl.coefficient=0.002"])
+    after = load(config, [*domains, "domains.words.objective.kl.coefficient=0.002"])
     stages = zip(compile_graph(before), compile_graph(after), strict=True)
     found = {
         old.name: list(changes(lineage_now(old, before, run), lineage_now(new, after, run)))
         for old, new in stages
     }
-    key = "experts.words.objective.kl.coefficient"
+    key = "domains.words.objective.kl.coefficient"
     assert {name: said for name, said in found.items() if said} == {
         "experts.words": [f"{key} was 0.001 and is now 0.002"]
     }
@@ -93,12 +93,12 @@ def test_the_data_digest_changes_with_the_problems_alone(config: Path) -> None:
         return [stage.data_digest for stage in compile_graph(load(config, [override]))]
 
     assert data("seed=1") == data("seed=2")
-    one, other = (data(f"experts.sums.prompts.dataset={name}") for name in DATASETS)
+    one, other = (data(f"domains.sums.prompts.dataset={name}") for name in DATASETS)
     assert one != other
 
 
 def test_an_expert_may_grow_from_another(config: Path) -> None:
-    stages = compile_graph(load(config, ["experts.sums.from=experts.words"]))
+    stages = compile_graph(load(config, ["domains.sums.from=experts.words"]))
     names = [stage.name for stage in stages]
     assert names[:3] == ["cold_start", "experts.words", "experts.sums"]
     assert stages[2].parent == "experts.words"
@@ -120,7 +120,7 @@ def test_rounds_grow_from_the_merge_before(config: Path) -> None:
 
 
 def test_a_later_round_may_start_over(config: Path) -> None:
-    overrides = ["rounds=2", "experts.sums.from=cold_start", "experts.words.from=experts.sums"]
+    overrides = ["rounds=2", "domains.sums.from=cold_start", "domains.words.from=experts.sums"]
     stages = {stage.name: stage for stage in compile_graph(load(config, overrides))}
     assert stages["round_2.experts.sums"].parent == "cold_start"
     assert stages["round_2.experts.words"].parent == "round_2.experts.sums"
@@ -134,11 +134,11 @@ def test_experts_may_stay_unmerged(config: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["experts.sums.from=experts.sum"], 'no such stage: experts.sum; did you mean "experts.s'),
-        (["experts.sums.from=merge"], "experts.sums.from: no such stage: merge"),
-        (["experts.sums.from=experts.sums"], "itself: experts.sums from experts.sums"),
+        (["domains.sums.from=experts.sum"], 'no such stage: experts.sum; did you mean "experts.s'),
+        (["domains.sums.from=merge"], "domains.sums.from: no such stage: merge"),
+        (["domains.sums.from=experts.sums"], "itself: experts.sums from experts.sums"),
         (
-            ["experts.sums.from=experts.words", "experts.words.from=experts.sums"],
+            ["domains.sums.from=experts.words", "domains.words.from=experts.sums"],
             "experts.sums from experts.words from experts.sums",
         ),
         (["rounds=2", "merge=null"], "rounds: 2 rounds need a merge"),
@@ -155,7 +155,7 @@ def test_what_no_graph_can_be_made_of_is_refused(
 @pytest.fixture
 def with_baseline(config: Path) -> RunSettings:
     """A run that trains one policy on all domains beside the experts, and has every gate."""
-    gates = [f"{key}.gate={{}}" for key in ("experts.sums", "experts.words", "merge")]
+    gates = [f"{key}.gate={{}}" for key in ("domains.sums", "domains.words", "merge")]
     return load(config, [MIXED, *gates])
 
 
@@ -165,7 +165,7 @@ def test_the_baseline_is_trained_on_all_domains_and_evaluated(with_baseline: Run
     assert (mixed.parent, mixed.steps, mixed.domain) == ("cold_start", 2, None)
     assert mixed.trains
     assert mixed.needs_engine
-    assert {f"experts.{name}.prompts.dataset" for name in ("sums", "words")} <= mixed.reads.keys()
+    assert {f"domains.{name}.prompts.dataset" for name in ("sums", "words")} <= mixed.reads.keys()
     assert "mixed" in stages["evaluate"].models
     assert "mixed" not in stages["merge"].inputs
 
@@ -203,9 +203,9 @@ def test_without_a_cold_start_experts_grow_from_the_initial_weights(
     asked = [
         *without,
         "rounds=2",
-        "experts.sums.from=cold_start",
-        "experts.words.from=experts.sums",
-        f"experts.sums.objective.kl={reference}",
+        "domains.sums.from=cold_start",
+        "domains.words.from=experts.sums",
+        f"domains.sums.objective.kl={reference}",
         MIXED,
     ]
     stages = {stage.name: stage for stage in compile_graph(load(config, asked))}
@@ -228,14 +228,14 @@ def test_without_a_cold_start_no_demonstrations_are_asked_for(
     prompts.write_text("{}\n")
     files = f"{{source: jsonl, path: {prompts}, answer: answer}}"
     config.write_text(config.read_text().replace("{dataset: chain_sum}", files))
-    rewards = "experts.sums.rewards={right: {kind: math}}"
-    missing = "experts.words.demonstrations={source: jsonl, path: nowhere.jsonl, response: answer}"
+    rewards = "domains.sums.rewards={right: {kind: math}}"
+    missing = "domains.words.demonstrations={source: jsonl, path: nowhere.jsonl, response: answer}"
     load(config, [*without, rewards, missing])
     with pytest.raises(ConfigError) as caught:
         load(config, [rewards, missing])
     assert {violation.key for violation in caught.value.violations} == {
-        "experts.sums.demonstrations.source",
-        "experts.words.demonstrations.path",
+        "domains.sums.demonstrations.source",
+        "domains.words.demonstrations.path",
     }
 
 

@@ -16,8 +16,8 @@ from pipeline.run.lineage import lineage_now, write_manifest
 from pipeline.run.states import derive, lacks
 from stages.guards.settings import FrontierSettings, NoCurriculumSettings, StopSettings
 
-EXPERT = "experts.sums"
-STOP = f"{EXPERT}.stop={{at_least: 0.9, window: 1}}"
+EXPERT, KEY = "experts.sums", "domains.sums"
+STOP = f"{KEY}.stop={{at_least: 0.9, window: 1}}"
 
 
 def fault(config: Path, override: str) -> str:
@@ -31,19 +31,19 @@ def test_they_are_read_as_they_are_written(config: Path) -> None:
     settings = load(
         config,
         [
-            f"{EXPERT}.guards.flat_groups={{action: off}}",
-            f"{EXPERT}.guards.reward_collapse.window=3",
-            f"{EXPERT}.stop.at_least=0.9",
-            f"{EXPERT}.stop.window=2",
-            f"{EXPERT}.curriculum={{name: frontier, field: level}}",
+            f"{KEY}.guards.flat_groups={{action: off}}",
+            f"{KEY}.guards.reward_collapse.window=3",
+            f"{KEY}.stop.at_least=0.9",
+            f"{KEY}.stop.window=2",
+            f"{KEY}.curriculum={{name: frontier, field: level}}",
         ],
     )
-    expert = settings.experts["sums"]
+    expert = settings.domains["sums"]
     assert expert.guards.flat_groups.action == "off"
     assert expert.guards.reward_collapse.window == 3
     assert expert.stop == StopSettings(at_least=0.9, window=2)
     assert expert.curriculum == FrontierSettings(field="level")
-    words = settings.experts["words"]
+    words = settings.domains["words"]
     assert (words.stop, words.curriculum) == (None, NoCurriculumSettings())
     config.write_text(dump_resolved(settings))
     assert load(config) == settings
@@ -72,7 +72,7 @@ def test_they_are_read_as_they_are_written(config: Path) -> None:
     ],
 )
 def test_a_wrong_one_is_reported(config: Path, override: str, message: str) -> None:
-    assert f"{EXPERT}.{message}" in fault(config, f"{EXPERT}.{override}")
+    assert f"{KEY}.{message}" in fault(config, f"{KEY}.{override}")
 
 
 @pytest.mark.parametrize(
@@ -97,9 +97,9 @@ def test_the_baseline_obeys_the_rules_of_an_expert(
 @pytest.mark.parametrize(
     ("override", "changed"),
     [
-        (f"{EXPERT}.guards.drift.threshold=0.5", set()),
+        (f"{KEY}.guards.drift.threshold=0.5", set()),
         (STOP, {EXPERT}),
-        (f"{EXPERT}.curriculum.name=frontier", {EXPERT}),
+        (f"{KEY}.curriculum.name=frontier", {EXPERT}),
     ],
 )
 def test_what_decides_a_result_and_what_does_not(
@@ -133,4 +133,4 @@ def test_a_stage_that_ended_early_is_done_as_long_as_its_rule_stands(
     without = load(config)
     found = derive(run, without, compile_graph(without))
     assert found[EXPERT].state == "stale"
-    assert f"{EXPERT}.stop.at_least was 0.9 and is now null" in found[EXPERT].cause
+    assert f"{KEY}.stop.at_least was 0.9 and is now null" in found[EXPERT].cause

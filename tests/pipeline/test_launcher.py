@@ -318,12 +318,12 @@ def test_a_changed_setting_makes_finished_stages_stale(
     run: RunDirectory, settings: RunSettings
 ) -> None:
     go(run, settings)
-    sums = settings.experts["sums"].model_copy(update={"updates_per_rollout": 2})
-    changed = settings.model_copy(update={"experts": {**settings.experts, "sums": sums}})
+    sums = settings.domains["sums"].model_copy(update={"updates_per_rollout": 2})
+    changed = settings.model_copy(update={"domains": {**settings.domains, "sums": sums}})
     assert states(run, changed) == ["done", "stale", "done", *["stale"] * 3]
     with pytest.raises(StaleStages) as caught:
         go(run, changed)
-    assert "experts.sums.updates_per_rollout was 1 and is now 2" in str(caught.value)
+    assert "domains.sums.updates_per_rollout was 1 and is now 2" in str(caught.value)
     assert states(run, settings) == ["done"] * 6
 
 

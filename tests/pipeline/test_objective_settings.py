@@ -17,7 +17,7 @@ from stages.objectives.kl import KLSettings
 from stages.objectives.registry import AGGREGATIONS, KL_ESTIMATORS
 from stages.objectives.settings import REGISTRIES, ObjectiveSettings
 
-EXPERT = "experts.sums.objective"
+EXPERT = "domains.sums.objective"
 
 
 NAMED = [
@@ -29,7 +29,7 @@ NAMED = [
 
 RATIO = f"{EXPERT}.ratio.name=token"
 STEPS = (
-    "experts.sums.rewards={steps: {kind: python, function: stages.data.prompts:is_held_out,"
+    "domains.sums.rewards={steps: {kind: python, function: stages.data.prompts:is_held_out,"
     " unfinished: score, timed_out: null}}"
 )
 
@@ -45,7 +45,7 @@ def fault(config: Path, *overrides: str) -> str:
 def test_every_name_has_settings_of_its_own(config: Path, key: str, kind: type) -> None:
     name = kind.model_fields["name"].default  # type: ignore[attr-defined]
     settings = load(config, [RATIO, STEPS, f"{EXPERT}.{key}.name={name}"])
-    assert getattr(settings.experts["sums"].objective, key) == kind()
+    assert getattr(settings.domains["sums"].objective, key) == kind()
     config.write_text(dump_resolved(settings))
     assert load(config) == settings
 
@@ -97,12 +97,12 @@ def test_every_choice_has_a_function() -> None:
         ),
         (
             "advantage={name: gae, critic: {warmup_steps: 2}}",
-            "advantage.critic.warmup_steps: 2 should be less than experts.sums.loop.steps = 2",
+            "advantage.critic.warmup_steps: 2 should be less than domains.sums.loop.steps = 2",
         ),
         (
             "advantage={name: gae, critic: {optimizer: {learning_rate: 1, warmup_steps: 2}}}",
             "advantage.critic.optimizer.warmup_steps: 2 should be less than the 2 updates of "
-            "experts.sums.loop.steps = 2",
+            "domains.sums.loop.steps = 2",
         ),
         ("kl.target=0.01", "kl.target: 0.01 is never reached from kl.coefficient = 0"),
         (
@@ -127,14 +127,14 @@ def test_a_ratio_of_responses_undoes_an_advantage_of_tokens(
 ) -> None:
     objective = f"objective={{advantage: {{name: {advantage}}}, ratio: {{name: {ratio}}}}}"
     message = f"objective.ratio.name: {ratio} gives all tokens of a response one gradient, which"
-    assert fault(config, STEPS, f"experts.sums.{objective}").startswith(
-        f"command line: experts.sums.{message} undoes the advantage {advantage} of each; use token"
+    assert fault(config, STEPS, f"domains.sums.{objective}").startswith(
+        f"command line: domains.sums.{message} undoes the advantage {advantage} of each; use token"
     )
 
 
 def test_steps_are_asked_of_the_rewards(config: Path) -> None:
     process = f"{EXPERT}.advantage.name=process"
-    start = f"experts.sums.rewards: {EXPERT}.advantage process compares steps, "
+    start = f"domains.sums.rewards: {EXPERT}.advantage process compares steps, "
     assert f"{start}which only kind: python judges" in fault(config, RATIO, process)
     cut_off = fault(config, RATIO, process, STEPS.replace("score", "zero"))
     assert cut_off.startswith(f"command line: {start}and a response that was cut off or took too")
@@ -151,9 +151,9 @@ def test_steps_are_asked_of_the_rewards(config: Path) -> None:
 def test_a_critic_needs_no_group(config: Path) -> None:
     critic = f"{EXPERT}.advantage={{name: gae, gamma: 0.9, lambda: 0.8}}"
     config.write_text(dump_resolved(load(config, [RATIO])))
-    alone = "experts.sums.sampling.group_size=1"
+    alone = "domains.sums.sampling.group_size=1"
     settings = load(config, [critic, alone])
-    advantage = settings.experts["sums"].objective.advantage
+    advantage = settings.domains["sums"].objective.advantage
     assert isinstance(advantage, GaeSettings)
     assert (advantage.gamma, advantage.lambda_) == (0.9, 0.8)
     assert load(config, [critic, alone, f"{EXPERT}.advantage.lambda=0.7"])
@@ -161,7 +161,7 @@ def test_a_critic_needs_no_group(config: Path) -> None:
     assert "lambda: 0.8" in config.read_text()
     assert load(config) == settings
     with pytest.raises(ConfigError, match="dynamic_sampling: 2 replaces every prompt"):
-        load(config, ["experts.sums.rollout.dynamic_sampling=2"])
+        load(config, ["domains.sums.rollout.dynamic_sampling=2"])
 
 
 @pytest.mark.parametrize(
@@ -184,10 +184,10 @@ def test_a_reference_is_an_input_of_its_stage(
 @pytest.mark.parametrize(
     ("override", "why"),
     [
-        ("experts.sums.routing.replay=none", "routing.replay is none"),
+        ("domains.sums.routing.replay=none", "routing.replay is none"),
         ("model.precision=bf16", "model.precision is bf16"),
-        ("experts.sums.objective.correction={samples: stale}", None),
-        ("experts.sums.objective.correction={name: none}", None),
+        ("domains.sums.objective.correction={samples: stale}", None),
+        ("domains.sums.objective.correction={name: none}", None),
     ],
 )
 def test_it_is_told_where_all_samples_are_corrected(
@@ -196,5 +196,5 @@ def test_it_is_told_where_all_samples_are_corrected(
     assert cli.main(["validate", str(config), override]) == 0
     told = [line for line in capsys.readouterr().out.splitlines() if "pi_old / mu" in line]
     assert bool(told) == (why is not None)
-    assert not told or told[0].startswith("experts.sums.objective.correction: all samples are")
+    assert not told or told[0].startswith("domains.sums.objective.correction: all samples are")
     assert all(why is not None and f"since {why};" in line for line in told)

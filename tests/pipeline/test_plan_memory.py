@@ -36,9 +36,9 @@ def test_bytes_are_read_at_a_glance(count: int, shown: str) -> None:
 def test_a_stage_holds_the_models_it_compares_with(config: Path) -> None:
     overrides = [
         "layout.distributed_optimizer=false",
-        "experts.words.objective.kl.coefficient=0",
-        "experts.sums.objective.kl.coefficient=0.1",
-        "experts.sums.optimizer.algorithm=sgd",
+        "domains.words.objective.kl.coefficient=0",
+        "domains.sums.objective.kl.coefficient=0.1",
+        "domains.sums.optimizer.algorithm=sgd",
         "merge.loop.micro_batch_tokens=1024",
     ]
     settings: RunSettings = load(config, overrides)
@@ -62,7 +62,7 @@ def test_a_stage_holds_the_models_it_compares_with(config: Path) -> None:
 def test_a_critic_is_held_beside_its_policy(config: Path) -> None:
     overrides = [
         "layout.distributed_optimizer=false",
-        "experts.sums.objective={advantage: {name: gae}, ratio: {name: token}}",
+        "domains.sums.objective={advantage: {name: gae}, ratio: {name: token}}",
         "mixed={optimizer: {learning_rate: 1e-3}, loop: {steps: 2}}",
         "mixed.objective={advantage: {name: gae}, ratio: {name: token}}",
     ]
@@ -79,8 +79,8 @@ def test_a_baseline_s_critic_and_an_average_in_fp32_are_counted(config: Path) ->
     overrides = [
         "layout.distributed_optimizer=false",
         "model.precision=bf16",
-        "experts.sums.objective.kl={coefficient: 0.1, reference: ema}",
-        "experts.words.objective.kl={coefficient: 0.1}",
+        "domains.sums.objective.kl={coefficient: 0.1, reference: ema}",
+        "domains.words.objective.kl={coefficient: 0.1}",
         "mixed={optimizer: {learning_rate: 1e-3}, loop: {steps: 2},"
         " objective: {advantage: {name: gae}, ratio: {name: token}}}",
     ]

@@ -14,7 +14,7 @@ from stages.data.formats import FORMATS
 from stages.data.reasoning_gym_options import options
 from tests.pipeline.test_config import faults
 
-KEY = "experts.sums.prompts.config"
+KEY = "domains.sums.prompts.config"
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_wrong_option_is_reported_by_validate(
 def test_right_options_are_valid_and_a_run_that_began_is_read_with_wrong_ones(config: Path) -> None:
     load(config, [f"{KEY}={{min_terms: 3, allow_negation: true}}"])
     sorting = "{dataset: number_sorting, config: {max_value: 100000, min_value: -0.5}}"
-    load(config, [f"experts.sums.prompts={sorting}"])
+    load(config, [f"domains.sums.prompts={sorting}"])
     load(config, [f"{KEY}={{max_term: 3}}"], to_start=False)
 
 

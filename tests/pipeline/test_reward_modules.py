@@ -13,7 +13,7 @@ from pipeline.config.violations import ConfigError
 
 def own(function: str) -> str:
     """An override that gives a domain a reward of one's own."""
-    return f"experts.sums.rewards={{own: {{kind: python, function: {function}}}}}"
+    return f"domains.sums.rewards={{own: {{kind: python, function: {function}}}}}"
 
 
 def test_a_reward_of_one_s_own_is_found_in_the_working_directory(
@@ -24,7 +24,7 @@ def test_a_reward_of_one_s_own_is_found_in_the_working_directory(
     rewards.write_text("def half(problem, response):\n    return 0.5\n")
     load(config, [own("my_rewards:half")])
     rewards.write_text("def half(problem, response)\n")
-    key = "experts.sums.rewards.own.function"
+    key = "domains.sums.rewards.own.function"
     with pytest.raises(ConfigError) as caught:
         load(config, [own("my_rewards:half")])
     assert f"command line: {key}: my_rewards.py:1 is not valid Python: expected ':'" in str(

@@ -93,7 +93,7 @@ def test_an_edited_domain_makes_its_expert_anew_and_what_follows(
 ) -> None:
     assert braid("run", config)[0] == 0
     before = digests(runs / "small")
-    edit = "experts.sums.objective.kl.coefficient=0.5"
+    edit = "domains.sums.objective.kl.coefficient=0.5"
     code, _, err = braid("run", config, edit)
     assert code == 1
     assert "that are done or begun: experts.sums, merge, evaluate, export\n" in err
@@ -114,7 +114,7 @@ def test_an_edited_domain_makes_its_expert_anew_and_what_follows(
 
 def test_work_that_is_not_made_anew_is_still_refused(braid: Braid, config: Path) -> None:
     assert braid("run", config)[0] == 0
-    edit = "experts.sums.objective.kl.coefficient=0.5"
+    edit = "domains.sums.objective.kl.coefficient=0.5"
     code, _, err = braid("run", config, edit, "--from", "merge")
     assert code == 1
     assert "--from experts.sums" in err
@@ -129,7 +129,7 @@ def test_settings_that_nothing_was_made_with_may_change(braid: Braid, config: Pa
 
 def test_a_fork_takes_over_what_it_would_make_alike(braid: Braid, config: Path, runs: Path) -> None:
     assert braid("run", config, "--name", "one")[0] == 0
-    edit = "experts.sums.objective.kl.coefficient=0.5"
+    edit = "domains.sums.objective.kl.coefficient=0.5"
     code, out, err = braid("run", config, "--name", "two", "--fork", "one", edit)
     assert (code, err) == (0, "")
     assert f"took over from {runs}/one: cold_start, experts.words\n" in out
@@ -200,7 +200,7 @@ def test_a_dry_run_shows_what_the_options_do(braid: Braid, config: Path, runs: P
     assert " pending  is put aside, and left out by --only" in rows["evaluate"]
     assert started == ["merge/attempt_1/job.json"]
 
-    edit = "experts.sums.objective.kl.coefficient=0.5"
+    edit = "domains.sums.objective.kl.coefficient=0.5"
     forked = ("--name", "two", "--fork", "small", edit)
     rows, started = shown(*forked)
     assert " done     is taken over from " in rows["experts.words"]

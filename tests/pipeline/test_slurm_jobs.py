@@ -451,7 +451,7 @@ def test_kinds_of_stages_ask_for_nodes_of_their_own(
         ),
         (
             'walltimes: {export: "0:30:00"}',
-            "walltimes: is now written kinds: {KIND: {walltime: ...}}",
+            "walltimes: renamed to kinds: {KIND: {walltime: ...}}",
         ),
         (
             "kinds: {evaluat: {walltime: '1:00:00'}}",

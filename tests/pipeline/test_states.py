@@ -140,7 +140,7 @@ def test_other_data_under_the_same_name_makes_its_readers_stale(
     folder.mkdir()
     (folder / "tokenizer.json").write_text("{}")
     (folder / "tokenizer_config.json").write_text('{"chat_template": "a"}')
-    shown = f"experts.words.demonstrations={{source: jsonl, path: {data}}}"
+    shown = f"domains.words.demonstrations={{source: jsonl, path: {data}}}"
     settings = load(config, [shown, f"model.tokenizer={folder}"])
     for stage in compile_graph(settings):
         if stage.trains:
@@ -154,7 +154,7 @@ def test_other_data_under_the_same_name_makes_its_readers_stale(
     (folder / "model.safetensors").write_text("weights beside it")
     assert causes() == {}
     data.write_text("two")
-    changed = "the files of experts.words.demonstrations.path have changed"
+    changed = "the files of domains.words.demonstrations.path have changed"
     assert causes()["cold_start"] == changed
     data.write_text("one")
     (folder / "tokenizer_config.json").write_text('{"chat_template": "b"}')

@@ -295,7 +295,7 @@ def test_a_profile_may_change_for_what_has_left_the_queue(
 def test_nothing_is_submitted_behind_a_gate_that_is_stale(
     braid: Braid, config: Path, profile: Path, runs: Path, slurm: Path
 ) -> None:
-    gates = ("experts.sums.gate.min_gain=-1", "experts.words.gate.min_gain=-1")
+    gates = ("domains.sums.gate.min_gain=-1", "domains.words.gate.min_gain=-1")
     only = [
         word
         for name in ("cold_start", "experts.sums", "experts.words", "gates.sums")
@@ -315,7 +315,7 @@ def test_a_stage_is_submitted_anew_with_what_follows_it(
     braid: Braid, config: Path, profile: Path, runs: Path, slurm: Path
 ) -> None:
     assert braid("run", config)[0] == 0
-    edited = ("submit", config, "experts.sums.objective.kl.coefficient=0.5", "--cluster", profile)
+    edited = ("submit", config, "domains.sums.objective.kl.coefficient=0.5", "--cluster", profile)
     code, _, err = braid(*edited)
     assert code == 1
     assert "--from experts.sums" in err

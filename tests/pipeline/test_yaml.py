@@ -134,7 +134,7 @@ def test_depth_is_bounded_across_files_and_overrides(config: Path) -> None:
     old = "prompts: {dataset: chain_sum"
     edited(config, old, f"{old}, config: {nested}")
     assert any(": nested too deeply" in each for each in faults(config))
-    long = ".".join(["experts.sums.prompts.config", *"a" * 3000])
+    long = ".".join(["domains.sums.prompts.config", *"a" * 3000])
     assert any(": nested too deeply" in each for each in faults(config, f"{long}=1"))
 
 
@@ -208,7 +208,7 @@ def test_rules_do_not_read_thousands_of_wrong_domains_once_more(
 ) -> None:
     """Else 75,000 empty ones take twice the five seconds that a file may take."""
     monkeypatch.setattr(checks, "domains_of", mock.Mock(side_effect=AssertionError))
-    config.write_text("experts:\n" + "".join(f"  k{number}: {{}}\n" for number in range(500)))
+    config.write_text("domains:\n" + "".join(f"  k{number}: {{}}\n" for number in range(500)))
     with pytest.raises(ConfigError, match=r"k9\.loop: required key is missing(.|\n)* more$"):
         load(config)
 

@@ -27,7 +27,7 @@ layout: {ranks: 2, expert: 2}
 cold_start:
   optimizer: {learning_rate: 1e-3}
   loop: {steps: 20, checkpoint_every: 5}
-experts:
+domains:
   sums:
     prompts: {dataset: chain_sum}
     optimizer: {learning_rate: 1e-3}

@@ -28,7 +28,7 @@ def main() -> None:
         Path(job["output"]).mkdir(parents=True)
     elif job["kind"] == "evaluate":
         score = {"accuracy": 0.5, "low": 0.45, "high": 0.55, "n": 400}
-        scores = dict.fromkeys(job["settings"]["experts"], score)
+        scores = dict.fromkeys(job["settings"]["domains"], score)
         results = {"models": dict.fromkeys(job["models"], scores)}
         (directory / "results.json").write_text(json.dumps(results))
     else:
@@ -69,7 +69,7 @@ def held_behind(job: dict, directory: Path) -> float:
 def settings_of(job: dict) -> dict:
     settings = job["settings"]
     if job["kind"] == "grpo":
-        return settings["experts"][job["domain"]]
+        return settings["domains"][job["domain"]]
     return settings[{"sft": "cold_start", "distill": "merge"}[job["kind"]]]
 
 

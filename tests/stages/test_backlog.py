@@ -258,7 +258,7 @@ def test_too_many_samples_without_a_reward_end_the_stage() -> None:
     rollouts.end_all()
     message = (
         r"4 of 6 samples have no reward, and rewards.max_failed_fraction = 0.5 bears no more; the"
-        r" first: experts.sums.rewards.odd: raised ZeroDivisionError\('x'\) at small_rewards"
+        r" first: domains.sums.rewards.odd: raised ZeroDivisionError\('x'\) at small_rewards"
     )
     with pytest.raises(RewardError, match=message):
         rollouts.batch(Collection(source, RolloutSettings(), 1))
@@ -270,7 +270,7 @@ def test_a_reward_that_cannot_be_loaded_ends_the_stage() -> None:
     source.begin({"sums": 3})
     rollouts.end_all()
     with pytest.raises(
-        RewardError, match=r"experts.sums.rewards.odd: tests.stages.small_rewards has no functi"
+        RewardError, match=r"domains.sums.rewards.odd: tests.stages.small_rewards has no functi"
     ):
         rollouts.batch(Collection(source, RolloutSettings(), 1))
 

@@ -134,5 +134,5 @@ def test_a_stage_asks_for_the_sandbox_only_where_a_reward_needs_it(
 
     monkeypatch.setattr(sandbox, "check", refuse)
     check_machine({"sums": {"right": MathReward()}})
-    with pytest.raises(DomainError, match=r"experts\.code\.rewards\.passes: sandbox: needs user n"):
+    with pytest.raises(DomainError, match=r"domains\.code\.rewards\.passes: sandbox: needs user n"):
         check_machine({"sums": {"right": MathReward()}, "code": {"passes": CodeReward()}})

@@ -70,7 +70,7 @@ def test_difficulty_is_a_length_or_a_field() -> None:
 
 def test_a_field_that_is_not_there_is_named() -> None:
     message = (
-        r"^experts.sums.curriculum.field: the row of 'p' has no field level.x; at x it has none"
+        r"^domains.sums.curriculum.field: the row of 'p' has no field level.x; at x it has none"
     )
     with pytest.raises(DomainError, match=message):
         frontier(field="level.x").difficulty(of_level("easy"))

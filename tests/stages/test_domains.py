@@ -156,27 +156,27 @@ def test_two_thousand_held_out_problems_are_found(dataset: str) -> None:
     [
         (
             ReasoningGymPromptSettings(dataset="chain_some"),
-            r"experts\.math\.prompts\.dataset: unknown dataset 'chain_some'; known are chain_sum,",
+            r"domains\.math\.prompts\.dataset: unknown dataset 'chain_some'; known are chain_sum,",
         ),
         (
             settings("chain_sum", min_trms=3),
-            r"experts\.math\.prompts\.config\.min_trms: chain_sum has no such option; it has ",
+            r"domains\.math\.prompts\.config\.min_trms: chain_sum has no such option; it has ",
         ),
         (
             settings("chain_sum", seed=3),
-            r"experts\.math\.prompts\.config\.seed: chain_sum has no such option",
+            r"domains\.math\.prompts\.config\.seed: chain_sum has no such option",
         ),
         (
             settings("chain_sum", min_terms=9),
-            r"experts\.math\.prompts\.config: refused by chain_sum: max_terms must be >= min_terms",
+            r"domains\.math\.prompts\.config: refused by chain_sum: max_terms must be >= min_terms",
         ),
         (
             settings("chain_sum", min_terms="three"),
-            r"experts\.math\.prompts\.config\.min_terms: should be int, not \"three\"",
+            r"domains\.math\.prompts\.config\.min_terms: should be int, not \"three\"",
         ),
         (
             settings("chain_sum", max_terms=10**9),
-            r"experts\.math\.prompts\.config\.max_terms: should be between -1000 and 1000, not 10",
+            r"domains\.math\.prompts\.config\.max_terms: should be between -1000 and 1000, not 10",
         ),
     ],
 )
@@ -187,13 +187,13 @@ def test_wrong_settings_name_their_key(prompts: ReasoningGymPromptSettings, mess
 
 def test_a_domain_with_no_prompts() -> None:
     wordless = settings("spell_backward", min_word_len=40, max_word_len=50)
-    with pytest.raises(DomainError, match=r"experts\.words\.prompts\.config: no prompts"):
+    with pytest.raises(DomainError, match=r"domains\.words\.prompts\.config: no prompts"):
         PromptStream(wordless, TOKENIZER, "words", 0, "rl").take(1)
 
 
 def test_a_domain_with_too_few_held_out_prompts() -> None:
     narrow = settings("chain_sum", min_terms=1, max_terms=1)  # ten prompts in all
-    message = r"experts\.math\.prompts\.config: only \d distinct held_out prompts found, 10 needed"
+    message = r"domains\.math\.prompts\.config: only \d distinct held_out prompts found, 10 needed"
     with pytest.raises(DomainError, match=message):
         PromptStream(narrow, TOKENIZER, "math", 0, "evaluate", "held_out").take_distinct(10)
 

@@ -341,7 +341,7 @@ def test_a_response_without_steps_is_told_with_the_mend(finished: bool) -> None:
     samples = drawn([4, 2, 3])
     samples[0].step_rewards, samples[1].finished = [(1, 1.0)], finished
     message = (
-        r"^experts\.sums\.rewards: objective\.advantage process compares steps, but 1 of 2"
+        r"^domains\.sums\.rewards: objective\.advantage process compares steps, but 1 of 2"
         rf" responses have none, {int(not finished)} of which were truncated; .* unfinished: score"
     )
     with pytest.raises(RewardError, match=message):

@@ -142,7 +142,7 @@ def test_what_repeats_is_dropped_and_counted(
     counts = prompt_index(settings, "math").counts
     assert (counts.rows, counts.bad, counts.duplicates) == (33, 0, 13)
     assert len({problem.answer for problem in stream(settings).take(20)}) == 20
-    assert "experts.math.prompts: skipped of 33 rows: 13 repeat another" in capfd.readouterr().err
+    assert "domains.math.prompts: skipped of 33 rows: 13 repeat another" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("stated", "room"), [(0, None), (None, 0), (0, 9), (9, 0)])
@@ -162,7 +162,7 @@ def test_prompts_over_the_limit_are_skipped_and_counted(
     assert max(len(TOKENIZER.encode(each.prompt)) for each in drawn) == limit
     drawing.take(1)  # the next epoch
     assert drawing.too_long >= 40 - short
-    with pytest.raises(DomainError, match=r"experts\.math\.prompts\.path: only 0 .*too long ones"):
+    with pytest.raises(DomainError, match=r"domains\.math\.prompts\.path: only 0 .*too long ones"):
         stream(jsonl(path, max_prompt_tokens=3)).take(1)
 
 
@@ -228,7 +228,7 @@ def test_a_bad_row_stops_with_file_and_line_or_is_counted(
     with pytest.raises(DomainError) as caught:
         stream(jsonl(path))
     mend = "mend it, or skip such rows with prompts.on_bad_row: skip"
-    assert str(caught.value) == f"experts.math.prompts: {path}:3: {message}; {mend}"
+    assert str(caught.value) == f"domains.math.prompts: {path}:3: {message}; {mend}"
     skipping = jsonl(path, on_bad_row="skip", held_out_fraction=1e-9)
     assert sorted(problem.answer for problem in stream(skipping).take(2)) == ["1", "4"]
     assert prompt_index(skipping, "math").counts.bad == 1
@@ -280,7 +280,7 @@ def test_a_parquet_file_whose_pages_are_damaged_is_named(tmp_path: Path) -> None
     parquet.write_table(pyarrow.Table.from_pylist(made), path, row_group_size=100)
     whole = path.read_bytes()
     path.write_bytes(whole[:1000] + bytes(1 << 16) + whole[1000 + (1 << 16) :])
-    with pytest.raises(DomainError, match=r"experts\.math\.prompts: .*a\.parquet: "):
+    with pytest.raises(DomainError, match=r"domains\.math\.prompts: .*a\.parquet: "):
         stream(ParquetPromptSettings(path=path, answer="answer"))
 
 
@@ -302,7 +302,7 @@ def test_a_prompt_that_the_tokenizer_cannot_read_is_named(tmp_path: Path) -> Non
 
 
 def test_no_file_and_an_empty_split_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(DomainError, match=r"experts\.math\.prompts\.path: no jsonl file at"):
+    with pytest.raises(DomainError, match=r"domains\.math\.prompts\.path: no jsonl file at"):
         stream(jsonl(tmp_path / "*.jsonl"))
     path = write_jsonl(tmp_path / "a.jsonl", rows(4))
     with pytest.raises(DomainError, match="none of the 4 usable rows is in the held-out split"):

@@ -175,7 +175,7 @@ def test_a_warning_is_said_once_an_episode(said: list[str]) -> None:
     ]
     assert said[0].startswith(
         "step 5 of experts.sums: guard entropy_collapse: entropy is 0.3, below"
-        " experts.sums.guards.entropy_collapse.threshold = 0.5, for 2 steps in a row; raise "
+        " domains.sums.guards.entropy_collapse.threshold = 0.5, for 2 steps in a row; raise "
     )
 
 
@@ -185,9 +185,9 @@ def test_a_guard_that_stops_says_what_to_change(said: list[str]) -> None:
     assert [verdict.stop for verdict in verdicts[:3]] == [None] * 3
     assert verdicts[3].stop == (
         "step 4 of experts.sums: guard truncation: unfinished is 0.5, above"
-        " experts.sums.guards.truncation.threshold = 0.25, for 2 steps in a row; raise"
+        " domains.sums.guards.truncation.threshold = 0.25, for 2 steps in a row; raise"
         " sampling.max_response_tokens. The stage saved a checkpoint and stopped; to continue"
-        " from there regardless, set experts.sums.guards.truncation.action=warn, or another"
+        " from there regardless, set domains.sums.guards.truncation.action=warn, or another"
         " threshold, and run it again"
     )
     assert said == []
@@ -210,7 +210,7 @@ def test_a_stage_ends_when_a_full_window_is_good_enough(said: list[str]) -> None
     assert ends[:4] == [None] * 4
     assert ends[4] == (
         "done at step 5 of 9: all_right is 0.5 over 2 steps, at least"
-        " experts.sums.stop.at_least = 0.5"
+        " domains.sums.stop.at_least = 0.5"
     )
     assert said == [ends[4]]
     last = observe(watch(steps=2, stop=rule), "all_right", 1.0, 1.0)

@@ -292,10 +292,10 @@ def test_a_key_that_goes_unencrypted_is_told(
     for url, told in [("http://node7:8000/v1", 1), ("https://node7/v1", 0), ("http://[::1]/v1", 0)]:
         settings = JudgeReward(base_url=url, model="large", rubric=RUBRIC, api_key_variable="A_KEY")
         RewardPool({"essays": {"style": settings}}, RewardPoolSettings(), tmp_path).close()
-        line = "experts.essays.rewards.style.base_url: the key goes to node7 unencrypted; use https"
+        line = "domains.essays.rewards.style.base_url: the key goes to node7 unencrypted; use https"
         assert capfd.readouterr().err.count(line) == told
 
 
 def test_a_key_that_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(DomainError, match=r"experts\.essays\.rewards\.style: NO_KEY is not set"):
+    with pytest.raises(DomainError, match=r"domains\.essays\.rewards\.style: NO_KEY is not set"):
         judged("http://127.0.0.1:9/v1", tmp_path, api_key_variable="NO_KEY")

@@ -41,7 +41,7 @@ def leave(error: BaseException, output: Path) -> int:
 @pytest.mark.parametrize(
     ("error", "status", "line"),
     [
-        ("domain", 1, "braid-error: experts.sums.prompts.config: no prompts at all"),
+        ("domain", 1, "braid-error: domains.sums.prompts.config: no prompts at all"),
         ("disk", 1, "braid-error: [Errno 28] No space left on device: 'x.json'"),
         ("stopped", 143, "sums saved step 3 and stopped"),
         ("ours", 1, "IndexError: list index out of range"),

@@ -105,7 +105,7 @@ def test_a_reward_that_fails_drops_its_own_sample_alone(
     assert (before.reward, after.reward) == (3.0, 5.0)
     assert failed.reward is None
     assert failed.failure is not None
-    assert failed.failure.startswith(f"experts.sums.rewards.odd: {reason}")
+    assert failed.failure.startswith(f"domains.sums.rewards.odd: {reason}")
     assert failed.failure.endswith(
         f"for problem 'c1+1=' ({problem().key[:12]}) and response {text!r}"
     )
@@ -144,7 +144,7 @@ def test_a_response_that_takes_too_long_to_grade_earns_what_the_reward_says(
     [grade] = graded(pool(seconds=1, size=own("length"), odd=odd, late=own("does")), "hang")
     assert grade == Grade(3.0, {"size": 4.0, "odd": -0.5, "late": 0.0})
     said = capfd.readouterr().err
-    assert "experts.sums.rewards.odd: took more than 1 seconds and was killed for problem" in said
+    assert "domains.sums.rewards.odd: took more than 1 seconds and was killed for problem" in said
     assert "it earns -0.5 (timed_out)" in said
 
 
@@ -166,7 +166,7 @@ def test_a_reward_that_cannot_be_loaded_is_told_to_all_who_wait(pool: Made) -> N
     for _ in range(2):
         [future] = broken.submit(problem(), [response("x")])
         with pytest.raises(
-            RewardError, match=r"experts\.sums\.rewards\.odd: tests\.stages\.small_rewards has no"
+            RewardError, match=r"domains\.sums\.rewards\.odd: tests\.stages\.small_rewards has no"
         ):
             future.result(SECONDS)
     assert broken.owed == 0
@@ -350,7 +350,7 @@ def test_a_reward_that_only_watches_takes_no_sample_along(
         assert grade == Grade(size, {"odd": size, "size": size, "late": size})
     assert (failed.reward, failed.parts, failed.failure) == (len(text), {"size": len(text)}, None)
     for name, line in zip(("odd", "late"), failed.watch_failures, strict=True):
-        assert line.startswith(f"experts.sums.rewards.{name}: {reason}")
+        assert line.startswith(f"domains.sums.rewards.{name}: {reason}")
     said = capfd.readouterr().err
     assert said.count("it only watches, so no sample is dropped for it") == 2
     assert "the sample is dropped" not in said

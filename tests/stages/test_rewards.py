@@ -160,7 +160,7 @@ def test_a_schema_that_is_none() -> None:
         score(reward("json_schema"), "{}", problem(schema={"type": "objekt"}))
     with pytest.raises(RewardError, match="the schema cannot be used"):  # nothing is fetched
         score(reward("json_schema"), "{}", problem(schema={"$ref": "http://127.0.0.1:9/x"}))
-    with pytest.raises(DomainError, match=r"experts\.math\.rewards\.it: not a JSON schema"):
+    with pytest.raises(DomainError, match=r"domains\.math\.rewards\.it: not a JSON schema"):
         reward("json_schema", default_schema={"type": "objekt"})
 
 
@@ -354,7 +354,7 @@ def test_language_is_the_share_of_words_in_the_expected_scripts(
     ],
 )
 def test_a_function_that_cannot_be_loaded(function: str, message: str) -> None:
-    with pytest.raises(DomainError, match=rf"experts\.math\.rewards\.it: {message}"):
+    with pytest.raises(DomainError, match=rf"domains\.math\.rewards\.it: {message}"):
         reward("python", function=function)
 
 

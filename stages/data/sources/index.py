@@ -60,7 +60,7 @@ class RowIndex:
                 self.domain,
                 f"{self.block}.path",
                 f"none of the {len(self.keys)} usable rows is in the {split} split; add rows or"
-                f" change experts.{self.domain}.prompts.held_out_fraction",
+                f" change domains.{self.domain}.prompts.held_out_fraction",
             )
         return rows
 
@@ -169,7 +169,7 @@ class _Reading:
         if counts.duplicates:
             skipped.append(f"{counts.duplicates} repeat another")
         if skipped:
-            block = f"experts.{self._domain}.{self._block}"
+            block = f"domains.{self._domain}.{self._block}"
             report_notice(f"{block}: skipped of {counts.rows} rows: {' and '.join(skipped)}")
 
 

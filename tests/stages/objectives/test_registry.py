@@ -99,7 +99,7 @@ from stages.objectives.surrogate import Tokens
 
 config, wrong, *overrides = sys.argv[1:]
 settings = load(Path(config), overrides)
-domain = settings.experts["chain_sum"]
+domain = settings.domains["chain_sum"]
 rewards = torch.tensor([[1.0, 2.0, 4.0]])
 graded = Graded(rewards, torch.ones(1, 3, dtype=torch.bool), torch.ones(1, 3, dtype=torch.int64))
 zeros, mask = torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool)
