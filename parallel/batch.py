@@ -1,4 +1,4 @@
-"""Samples become packed micro-batches, the same number on every data-parallel rank."""
+"""Micro-batches of packed samples, the same number on every data-parallel rank."""
 
 from __future__ import annotations
 
@@ -20,24 +20,30 @@ from parallel.sample import Sample
 
 @dataclass
 class MicroBatch:
-    """B samples: packed into one row for the model, one row a response for the objectives.
+    """B samples: packed into one row for the model, one row per response for the objectives.
 
-    What the model reads, this context-parallel rank's share of T tokens: tokens int64 [1, T / C],
-    positions int64 [1, T / C] counting from 0 in every sequence, and the row's description.
+    For the model, this context-parallel rank's share of T tokens:
+        tokens, positions: int64 [1, T / C]; positions count from 0 in every sequence.
+        row: the packed row that they are from.
 
-    What joins the two: of the n learned response tokens that this rank predicts, `predicts` int64
-    [n] says which of its tokens does it, and `place` int64 [n] where the prediction belongs in
-    [B * R].
-    `kept` int64 [n, S], padded with -1, are the sets that top-p or top-k left of the vocabulary, if
-    they left any of it out; a row of nothing but -1 keeps all.
+    Between the two, for the n trained response tokens that this rank predicts:
+        predicts: int64 [n], which of the rank's tokens predicts each.
+        place: int64 [n], the index of each in [B * R].
+        kept: int64 [n, S], padded with -1, the ids that top-p or top-k sampling left of the
+            vocabulary; None, and a row of -1 only, keep all.
 
-    What the objectives read, whole on every rank, one row a response of at most R tokens: targets
-    int64 [B, R]; mask bool [B, R], the tokens that are learned; engine_logprobs, mu, and advantages
-    fp32 [B, R], 0 outside the mask. Added on the last pipeline stage before or while the batch is
-    trained on, as far as its objective asks for them, fp32 [B, R]: old_logprobs, old_entropies and
-    reference_logprobs, the weights of what pi_old did not draw, and the router_movement in nats;
-    the values of a critic and the returns that it learns them from, both 0 outside the mask; and
-    the logits [n, vocabulary / TP] of the reference, or of the teacher of `domain`.
+    For the objectives, whole on every rank, at most R tokens per response:
+        targets: int64 [B, R].
+        mask: bool [B, R], the tokens to train on.
+        engine_logprobs: mu, fp32 [B, R], in nats, 0 outside the mask.
+        advantages: fp32 [B, R], 0 outside the mask.
+
+    Added on the last pipeline stage where the objective asks for them, fp32 [B, R]:
+        old_logprobs, old_entropies, reference_logprobs: in nats.
+        weights: of tokens that pi_old did not sample.
+        router_movement: in nats.
+        values, returns: of a critic and its targets, 0 outside the mask.
+        reference, teacher: logits [n, vocabulary / TP] of the reference, or the domain's teacher.
     """
 
     samples: list[Sample]
@@ -64,14 +70,14 @@ class MicroBatch:
 
     @property
     def own_targets(self) -> torch.Tensor:
-        """The targets int64 [n] that this rank predicts."""
+        """The targets, int64 [n], that this rank predicts."""
         return self.targets.flatten()[self.place]
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """What every context-parallel rank has of its own n tokens, as [B, R] on all of them.
+        """Return the values [n] of every context-parallel rank's tokens as [B, R] on all ranks.
 
-        Differentiable. Each rank computes the same loss from the whole; its gradient reaches only
-        the rank's own tokens, so that summed over ranks every token counts once.
+        Differentiable. Each rank computes the same loss from the whole tensor; its gradient reaches
+        only the rank's own tokens, so that summed over ranks every token counts once.
         """
         whole = values.new_zeros(self.mask.numel()).index_put((self.place,), values)
         if parallel_state.get_context_parallel_world_size() > 1:
@@ -80,33 +86,32 @@ class MicroBatch:
         return whole.view(self.mask.shape)
 
     def without_routes(self) -> MicroBatch:
-        """The same batch for another model, which routes by itself."""
+        """Return the batch for another model, which routes by itself."""
         return replace(self, row=replace(self.row, routes=None))
 
 
 @dataclass
 class Responses:
-    """Logits [n, vocabulary / TP] of the n response tokens that this rank predicts.
+    """A model's logits [n, vocabulary / TP] at the n response tokens that this rank predicts.
 
-    Every method returns fp32 [B, R], whole and alike on all tensor- and context-parallel ranks,
-    meaningful under the batch's mask, and differentiable where the logits are.
+    Every method returns fp32 [B, R], identical on all tensor- and context-parallel ranks, defined
+    under the batch's mask, and differentiable where the logits are.
     """
 
     logits: torch.Tensor | HeadLogits
     batch: MicroBatch
 
     def log_probs(self, temperature: float = 1.0) -> torch.Tensor:
-        """log pi of every target, in nats, of the distribution that it was sampled from: where
-        top-p or top-k left tokens out, pi is renormalised on what they kept."""
+        """Return log pi of every target in nats, renormalised on the batch's kept sets."""
         targets, kept = self.batch.own_targets, self.batch.kept
         return self.batch.spread(vocabulary.log_probs(self.logits, targets, temperature, kept))
 
     def entropy(self, temperature: float = 1.0) -> torch.Tensor:
-        """Entropy over the whole vocabulary at every response token, in nats."""
+        """Return the entropy over the whole vocabulary at every response token, in nats."""
         return self.batch.spread(vocabulary.entropy(self.logits, temperature))
 
     def kl(self, other: torch.Tensor | HeadLogits, temperature: float = 1.0) -> torch.Tensor:
-        """KL(this || other) over the whole vocabulary at every response token, in nats."""
+        """Return KL(this || other) over the whole vocabulary at every response token, in nats."""
         return self.batch.spread(vocabulary.kl(self.logits, other, temperature))
 
 
@@ -117,13 +122,13 @@ def split(
     replay: bool,
     padded: bool = False,
 ) -> list[MicroBatch]:
-    """This data-parallel rank's micro-batches of about `token_budget` tokens a device at most.
+    """Return this data-parallel rank's micro-batches of about `token_budget` tokens per device.
 
-    Samples are dealt out by length, so that ranks and micro-batches get alike many tokens. Expert
-    parallelism needs every rank to run the same number of forward passes, so the fullest rank
-    decides how many there are; none is smaller than one sample, unless there are too few to go
-    round. An interleaved pipeline takes whole rounds of micro-batches. `padded` gives every sample
-    of a micro-batch the room of its longest, which is what packing is measured against.
+    Samples are dealt by length, so that ranks and micro-batches get similar numbers of tokens.
+    Expert parallelism needs the same number of forward passes on every rank, so the fullest rank
+    decides it; a micro-batch is empty only where there are fewer samples than micro-batches. An
+    interleaved pipeline takes whole rounds of micro-batches. `padded` pads every sample of a
+    micro-batch to its longest, the baseline that packing is compared with.
     """
     shares = _deal(samples, here.data)
     fullest = max(sum(sample.length for sample in share) for share in shares)
@@ -136,11 +141,11 @@ def split(
 def collate(
     samples: list[Sample], here: RankPlace, replay: bool, padded: bool = False
 ) -> MicroBatch:
-    """Pack samples into a row, take this rank's share, and move it to its device."""
+    """Pack samples into a row and return this rank's share of it, on its device."""
     lengths = [sample.length for sample in samples]
     row = lay_out(lengths, here, max(lengths, default=1) if padded else None)
     tokens, positions = (np.zeros(row.tokens, np.int64) for _ in range(2))
-    place = np.full(row.tokens, -1)  # of the response token that a token predicts, or none
+    place = np.full(row.tokens, -1)  # of the response token that a token predicts; -1: none
     responses = (len(samples), max((len(sample.response) for sample in samples), default=1))
     targets = np.zeros(responses, np.int64)
     mask = np.zeros(responses, bool)
@@ -177,7 +182,7 @@ def collate(
 
 
 def token_counts(batches: Sequence[MicroBatch]) -> dict[str, float]:
-    """Tokens of samples, and tokens that are computed for them, of this data-parallel rank."""
+    """Return this rank's numbers of tokens, `real` ones and `computed` ones with padding."""
     return {
         "real": float(sum(sample.length for batch in batches for sample in batch.samples)),
         "computed": float(sum(batch.row.tokens for batch in batches)),
@@ -200,7 +205,7 @@ def _deal(samples: Sequence[Sample], hands: int) -> list[list[Sample]]:
 
 
 def _kept(samples: list[Sample], place: np.ndarray, longest: int) -> torch.Tensor | None:
-    """The kept sets of the tokens at `place` in [B * longest], padded to the largest."""
+    """Return the kept sets of the tokens at `place` in [B * longest], padded with -1."""
     if all(sample.kept is None for sample in samples):
         return None
     everything = np.empty(0, np.int32)
@@ -215,7 +220,7 @@ def _kept(samples: list[Sample], place: np.ndarray, longest: int) -> torch.Tenso
 
 
 def _routes(samples: list[Sample], row: PackedRow) -> np.ndarray:
-    """[routed layers, T / C, experts_per_token]; padding is sent to the first experts."""
+    """Return routes [routed layers, T / C, experts_per_token]; padding takes the first experts."""
     if samples[0].routes is None:
         raise ValueError("routing replay needs samples with routes")
     layers, experts = samples[0].routes.shape[1:]

@@ -1,4 +1,4 @@
-"""A stretch of a flattened tensor as boxes of the tensor; never imports torch."""
+"""Boxes of tensors, and ranges of flattened tensors as boxes; never imports torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes along each di
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """The stretch from `start` to `stop` of a flattened tensor as boxes, in its order."""
+    """Yield the boxes, in order, that make up [start, stop) of a flattened tensor."""
     if start >= stop:
         return
     if len(shape) == 1:
@@ -33,12 +33,12 @@ def _within(line: int, inner: Iterator[Box]) -> Iterator[Box]:
 
 
 def within(box: Box) -> tuple[slice, ...]:
-    """A box as an index of its tensor."""
+    """Return the index of a box in its tensor."""
     return tuple(slice(start, start + size) for start, size in zip(*box, strict=True))
 
 
 def intersect(one: Box, other: Box) -> Box | None:
-    """What two boxes of a tensor have in common; None where that is nothing."""
+    """Return the intersection of two boxes of a tensor, or None where it is empty."""
     offsets, sizes = [], []
     for first, size, second, length in zip(*one, *other, strict=True):
         start, stop = max(first, second), min(first + size, second + length)

@@ -1,4 +1,4 @@
-"""Process groups of one stage: the ranks meet, Megatron's groups are made, seeds are set."""
+"""The process groups of one stage, and collectives over all of its ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from parallel.cpu import megatron
 from parallel.device import backend, device
 from parallel.settings import LayoutSettings
 
-# What torch.distributed reads, and under which name srun says it to a task.
+# The variables that torch.distributed reads, and srun's names of them.
 SRUN = {
     "RANK": "SLURM_PROCID",
     "LOCAL_RANK": "SLURM_LOCALID",
@@ -28,11 +28,11 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 @contextmanager
 def process_groups(layout: LayoutSettings, seed: int) -> Iterator[None]:
-    """Join this rank to the job and build Megatron's groups for `layout`; leave them at the end.
+    """Join this rank to the job, build Megatron's groups for `layout`, and destroy them at the end.
 
-    Our launcher or torchrun says who this rank is through RANK, LOCAL_RANK and WORLD_SIZE, srun
-    through variables of its own; where to meet stands in MASTER_ADDR and MASTER_PORT. Rank 0
-    listens on that address alone, unless torchrun does in its place.
+    The launcher or torchrun sets RANK, LOCAL_RANK and WORLD_SIZE, srun the variables of `SRUN`;
+    MASTER_ADDR and MASTER_PORT are where the ranks meet. Rank 0 listens on that address only,
+    unless torchrun hosts the store.
 
     Raises:
         ValueError: the number of ranks started is not `layout.ranks`.
@@ -51,7 +51,7 @@ def process_groups(layout: LayoutSettings, seed: int) -> Iterator[None]:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     else:
-        torch.set_num_threads(1)  # the ranks share the cores with each other and the engine
+        torch.set_num_threads(1)  # ranks share the cores with each other and the engines
         torch.set_flush_denormal(True)
     dist.init_process_group(backend(), timeout=COLLECTIVE_TIMEOUT, **_meeting())
     try:
@@ -75,10 +75,10 @@ def process_groups(layout: LayoutSettings, seed: int) -> Iterator[None]:
 
 
 def _meeting() -> dict[str, Any]:
-    """Return the arguments of `init_process_group` that say who this rank is and where all meet.
+    """Return the arguments of `init_process_group` that name this rank and the store.
 
-    They are none under torchrun, whose agent hosts the store, and where a variable is missing:
-    torch then reads the same variables and names the missing one.
+    Empty under torchrun, whose agent hosts the store, and where a variable is missing: torch then
+    reads the same variables and names the missing one.
     """
     missing = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
     if missing or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -93,12 +93,13 @@ def _meeting() -> dict[str, Any]:
 
 
 def host_store(host: str, port: int, timeout: timedelta, ranks: int | None = None) -> dist.TCPStore:
-    """Host a store that listens on `host` alone, on any free port where `port` is 0.
+    """Host a store that listens on `host` only, on any free port where `port` is 0.
 
-    A store has no password: whoever reaches it may read and change it. torch's own listens on every
-    interface, whatever its host is called. With `ranks` given, wait until all of them are there.
+    A store has no password: whoever reaches it may read and change it. torch's TCPStore listens on
+    every interface, whatever its `host_name`. With `ranks`, wait until all of them are connected.
 
-    Raises OSError when this machine has no such address, or the port is in use.
+    Raises:
+        OSError: this machine has no such address, or the port is in use.
     """
     [(family, *_, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     listening = socket.create_server(address[:2], family=family)
@@ -115,7 +116,7 @@ def host_store(host: str, port: int, timeout: timedelta, ranks: int | None = Non
 
 
 def broadcast(value: Any, source: int = 0) -> Any:
-    """`value` of rank `source`, on every rank."""
+    """Return `value` of rank `source`, on every rank."""
     box = [value]
     dist.broadcast_object_list(box, src=source)
     return box[0]
@@ -127,16 +128,16 @@ def barrier() -> None:
 
 
 def gather(value: Any) -> list[Any]:
-    """Every rank's `value`, by rank, on every rank."""
+    """Return every rank's `value`, by rank, on every rank."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def on_main(function: Callable[[], Any]) -> Any:
-    """What the function returns on the main rank, on every rank. Where it fails, all fail.
+    """Call the function on the main rank and return its result, or raise its error, on every rank.
 
-    Raises whatever the function does, of what can be pickled.
+    Result and error must be picklable.
     """
     answer, error = None, None
     if is_main():
@@ -151,7 +152,7 @@ def on_main(function: Callable[[], Any]) -> Any:
 
 
 def layout_sizes() -> dict[str, int]:
-    """What of the present layout decides which rank holds what."""
+    """Return the sizes of the current layout that decide which rank holds which weights."""
     from megatron.core import parallel_state as groups
 
     return {
@@ -166,9 +167,10 @@ def layout_sizes() -> dict[str, int]:
 
 
 def sum_over_data(values: dict[str, float]) -> dict[str, float]:
-    """Each value summed over the data-parallel ranks of the last pipeline stage, on every rank.
+    """Return each value summed over the data-parallel ranks of the last pipeline stage.
 
-    Only there do losses exist; its ranks all pass the same names, and what others pass is not read.
+    Losses exist only there: its ranks all pass the same names, and the values that others pass are
+    ignored. The sums are returned on every rank.
     """
     from megatron.core import parallel_state
 
@@ -189,19 +191,19 @@ def sum_over_data(values: dict[str, float]) -> dict[str, float]:
 
 
 def max_over_ranks(value: float) -> float:
-    """The largest of all ranks' values."""
+    """Return the largest of all ranks' values."""
     largest = torch.tensor(value, dtype=torch.float64, device=device())
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return largest.item()
 
 
 def any_rank(*flags: bool) -> list[bool]:
-    """For each flag, whether it is set on any rank; one small reduction for all of them."""
+    """Return for each flag whether it is set on any rank; one reduction for all of them."""
     raised = torch.tensor(flags, dtype=torch.int32, device=device())
     dist.all_reduce(raised, op=dist.ReduceOp.MAX)
     return [bool(flag) for flag in raised.tolist()]
 
 
 def is_main() -> bool:
-    """Whether this rank talks to the engine, writes files and logs."""
+    """Return whether this is the rank that talks to the engines and writes files and logs."""
     return dist.get_rank() == 0

@@ -1,4 +1,4 @@
-"""What each model family's config.json calls our settings. Never imports torch."""
+"""The model families: keys of each config.json, as fields of ModelSettings; never imports torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 
 
 class RopeScaling(Settings):
-    """YaRN (arXiv 2309.00071), in DeepSeek-V3's terms."""
+    """The parameters of YaRN (arXiv 2309.00071), named as in DeepSeek-V3's config.json."""
 
     type: Literal["yarn"] = "yarn"
     factor: PositiveFloat
@@ -34,12 +34,14 @@ class RopeScaling(Settings):
 
 
 class NothingFurther(Settings):
-    """A family that ModelSettings describe whole."""
+    """The architecture of a family that ModelSettings describe completely: no further keys."""
 
 
 class Glm4MoeArchitecture(Settings):
-    """Dense layers before the first with experts, experts that every token uses, and routing to
-    the best groups of experts only. Defaults are those of transformers."""
+    """GLM-4-MoE: leading dense layers, shared experts, and routing limited to groups of experts.
+
+    Defaults are those of transformers.
+    """
 
     first_k_dense_replace: Natural = 1
     intermediate_size: Count = 10944
@@ -53,7 +55,7 @@ class Glm4MoeArchitecture(Settings):
 
 
 class DeepseekV3Architecture(Settings):
-    """As GLM-4-MoE's, with multi-latent attention. Defaults are those of transformers."""
+    """DeepSeek-V3: as GLM-4-MoE, with multi-latent attention. Defaults are transformers'."""
 
     first_k_dense_replace: Natural = 3
     intermediate_size: Count = 18432
@@ -121,46 +123,48 @@ FAMILIES = {
 
 
 def architecture(settings: ModelSettings) -> Any:
-    """`model.architecture` as the family's own settings.
+    """Return `model.architecture` as the settings class of the family.
 
-    Raises pydantic's ValidationError where a key is unknown or a value is wrong.
+    Raises:
+        ValidationError: pydantic's; a key is unknown or a value is wrong.
     """
     return FAMILIES[settings.family].further.model_validate(settings.architecture, strict=True)
 
 
 def configuration(settings: ModelSettings) -> dict[str, Any]:
-    """The keys of the family's config.json that decide what the model computes."""
+    """Return the keys of the family's config.json that decide what the model computes."""
     family = FAMILIES[settings.family]
     named = {key: getattr(settings, name) for key, name in family.names.items()}
     return {**family.fixed, **architecture(settings).model_dump(), **named}
 
 
 def routed_layers(settings: ModelSettings) -> range:
-    """The layers that have experts, counted from 0; dense ones come before."""
+    """Return the layers that have experts, counted from 0; dense layers come first."""
     return range(getattr(architecture(settings), "first_k_dense_replace", 0), settings.layers)
 
 
 def family_violations(settings: ModelSettings, layout: LayoutSettings) -> Iterator[tuple[str, str]]:
-    """What the family forbids, as (dotted key, message with the mend); model.architecture parses.
+    """Yield the rules of the family that are violated, as (dotted key, message with the fix).
 
-    megatron-core and transformers route alike only within these rules.
+    megatron-core and transformers route alike only within these rules. `model.architecture` must
+    have been validated.
     """
     chosen = settings.experts_per_token
     if chosen == 1:
-        yield "model.experts_per_token", "1 leaves the router nothing to weigh; use 2 or more"
+        yield "model.experts_per_token", "1 gives the router no gradient; use 2 or more"
     if settings.family == "deepseek_v3" and settings.key_value_heads != settings.attention_heads:
         yield (
             "model.key_value_heads",
-            f"{settings.key_value_heads} should be model.attention_heads = "
-            f"{settings.attention_heads}, since multi-latent attention has no groups",
+            f"{settings.key_value_heads} must be model.attention_heads = "
+            f"{settings.attention_heads}: multi-latent attention has no groups",
         )
     if settings.family == "deepseek_v3" and settings.norm_epsilon != 1e-6:
         # transformers builds the norms of compressed queries, keys and values without rms_norm_eps,
         # vLLM and megatron-core with it.
         yield (
             "model.norm_epsilon",
-            f"{settings.norm_epsilon:g} should be 1e-06, which is all that transformers has for"
-            " some norms of this family",
+            f"{settings.norm_epsilon:g} must be 1e-06, which transformers hard-codes in some norms"
+            " of this family",
         )
     further = architecture(settings)
     if isinstance(further, NothingFurther):
@@ -169,13 +173,13 @@ def family_violations(settings: ModelSettings, layout: LayoutSettings) -> Iterat
     if further.first_k_dense_replace >= settings.layers:
         yield (
             f"{key}.first_k_dense_replace",
-            f"{further.first_k_dense_replace} leaves none of model.layers = {settings.layers} "
-            "with experts",
+            f"{further.first_k_dense_replace} dense layers leave none of model.layers = "
+            f"{settings.layers} with experts",
         )
     if further.n_group > 1 and chosen != 2 * further.topk_group:
         yield (
             f"{key}.topk_group",
-            f"{further.topk_group} should be half of model.experts_per_token = {chosen}",
+            f"{further.topk_group} must be half of model.experts_per_token = {chosen}",
         )
     if further.topk_group > further.n_group:
         yield f"{key}.topk_group", f"{further.topk_group} is more than n_group = {further.n_group}"

@@ -1,4 +1,4 @@
-"""Files that are replaced whole, and which checkpoints are whole; never imports torch."""
+"""Atomic file writes, safe reads, and whole checkpoints; never imports torch."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from typing import BinaryIO
 from parallel.errors import UserError
 
 CHECKSUMS = "checksums.json"  # written last of all into a checkpoint
-STATE = "state.json"  # the loop's own state in a checkpoint
-ENDED = "ended"  # in it: why the stage is done before the last of its steps
-# Beside an engine's address file: a rank that has given the engine up writes one line here that
-# says why, and the launcher starts the engine anew.
+STATE = "state.json"  # the loop's state in a checkpoint
+ENDED = "ended"  # its key for the reason why a stage ended before its last step
+# Beside an engine's address file: a rank that gives up on the engine writes the reason here as one
+# line, and the launcher restarts the engine.
 RESTART_REQUEST = "restart"
-# In place of the folder of a tokenizer, that of single characters: `model.tokenizer: characters`;
-# `stages.data.tokenizer` holds it.
+# `model.tokenizer: characters` names no directory but the built-in tokenizer of single characters
+# (`stages.data.tokenizer`).
 CHARACTERS = "characters"
-# Which file has which tensor of a Hugging Face checkpoint that has several.
+# Maps each tensor of a Hugging Face checkpoint to its file, where there are several.
 WEIGHTS_INDEX = "model.safetensors.index.json"
 
 
 class UnreadableCheckpoint(UserError, OSError):
-    """A checkpoint is there and cannot be read; the message names the path and what to do."""
+    """A checkpoint that exists and cannot be read; the message names the path and the fix."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint: `files` holds the SHA-256 of each, `digest` that of them all."""
+    """A whole checkpoint: `files` has the SHA-256 of each file, `digest` is of them all."""
 
     path: Path
     step: int
@@ -43,10 +43,10 @@ class Checkpoint:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace the file in one step: whenever we are killed, a reader sees the old text or the new.
+    """Replace the file atomically: a reader sees the old text or the new, even after a kill.
 
     Raises:
-        OSError: such as a full disk; the old file then still stands.
+        OSError: such as a full disk; the old file is then unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -62,8 +62,10 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def unreachable(path: Path) -> str | None:
-    """Return why the system cannot say whether a path exists, such as a name that is too long or a
-    directory that may not be searched; None where it can."""
+    """Return why stat fails on a path that may exist, or None.
+
+    Such as a name that is too long, or a directory without search permission.
+    """
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL character
@@ -77,9 +79,9 @@ def open_file(path: Path) -> BinaryIO:
     """Open a regular file for reading.
 
     Raises:
-        OSError: also for a FIFO or a device, which a reader could wait for without end.
+        OSError: also for a FIFO or a device, which could block a reader for ever.
     """
-    # O_NONBLOCK, since opening a FIFO waits for its writer; it changes nothing of regular files.
+    # O_NONBLOCK: opening a FIFO waits for its writer. It has no effect on regular files.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
@@ -91,7 +93,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the content of a regular file. Raises OSError as `open_file` does."""
+    """Return the content of a regular file; raise OSError as `open_file` does."""
     with open_file(path) as file:
         return file.read()
 
@@ -108,7 +110,7 @@ def read_text(path: Path, errors: str = "strict") -> str:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the path to an OSError that lacks it, as that of a write to a full disk does."""
+    """Add the path to an OSError that lacks it, such as of a write to a full disk."""
     try:
         yield
     except OSError as error:
@@ -116,7 +118,7 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def checkpoint_folders(directory: Path) -> list[Path]:
+def checkpoint_directories(directory: Path) -> list[Path]:
     """Return every `step_N` in `directory`, whole or not, oldest first.
 
     Raises:
@@ -129,9 +131,10 @@ def checkpoint_folders(directory: Path) -> list[Path]:
 
 
 def numbered(directory: Path, prefix: str) -> list[tuple[int, str]]:
-    """Every name in `directory` of the prefix and a number, by number; nothing where it is none.
+    """Return the names in `directory` of the prefix and a number, sorted by number.
 
-    Not what a person has put aside, such as `step_20.bak`.
+    Empty where there is no such directory. Names that a person gave, such as `step_20.bak`, do not
+    match.
     """
     try:
         with os.scandir(directory) as entries:
@@ -148,7 +151,7 @@ def whole_checkpoints(directory: Path) -> list[Checkpoint]:
     Raises:
         UnreadableCheckpoint: one of them cannot be read.
     """
-    return [whole for path in checkpoint_folders(directory) if (whole := read_checkpoint(path))]
+    return [whole for path in checkpoint_directories(directory) if (whole := read_checkpoint(path))]
 
 
 def newest_whole(directory: Path) -> Checkpoint | None:
@@ -157,16 +160,16 @@ def newest_whole(directory: Path) -> Checkpoint | None:
     Raises:
         UnreadableCheckpoint: the newest one cannot be read.
     """
-    found = map(read_checkpoint, reversed(checkpoint_folders(directory)))
+    found = map(read_checkpoint, reversed(checkpoint_directories(directory)))
     return next(filter(None, found), None)
 
 
 def read_checkpoint(path: Path) -> Checkpoint | None:
-    """Return the checkpoint at `path`, or None where there is none, or not a whole one.
+    """Return the checkpoint at `path`, or None where there is none or it is not whole.
 
     Raises:
-        UnreadableCheckpoint: it is there and cannot be read. Taken for absent, its stage would
-            run again, or continue from an older one, over a wrong permission or a busy disk.
+        UnreadableCheckpoint: it exists and cannot be read. Treated as absent, its stage would
+            rerun, or continue from an older one, because of a permission or a busy disk.
     """
     step = _number(path.name, "step_")
     if step is None:
@@ -183,7 +186,7 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
 
 
 def unreadable(file: Path, error: OSError) -> UnreadableCheckpoint:
-    """Return the error of a file in a checkpoint that is there and cannot be read."""
+    """Return the error for a file in a checkpoint that exists and cannot be read."""
     checkpoint = file.parent
     return UnreadableCheckpoint(
         f"{_cannot_read(file, error)}, or continue without this checkpoint: "
@@ -196,7 +199,7 @@ def _cannot_read(path: Path, error: OSError) -> str:
 
 
 def digest_of(files: dict[str, str]) -> str:
-    """The digest of a checkpoint whose files have these checksums."""
+    """Return the digest of a checkpoint whose files have these checksums."""
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 

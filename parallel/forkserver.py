@@ -2,13 +2,13 @@
 
     python -m parallel.forkserver DESCRIPTOR MODULE
 
-DESCRIPTOR is a socket to the launcher, MODULE what imports everything that the program needs. A
-rank pays 8 to 10 s for these imports and an engine 15 to 20 s; a fork takes 20 ms.
+DESCRIPTOR is a socket to the launcher, MODULE imports everything that the program needs. These
+imports take a rank 8 to 10 s and an engine 15 to 20 s; a fork takes 20 ms.
 
-Not the standard library's `multiprocessing.forkserver`: that one blocks the launcher without a
-bound while it imports, prints on the launcher's terminal, and stays the parent of what it forks, so
-that with it their exit statuses are lost. Here a forked process is handed to the launcher (a
-subreaper, see prctl(2)), and whoever kills this server ends nothing but later forks.
+The standard library's `multiprocessing.forkserver` does not do: it blocks the launcher without a
+bound while it imports, prints on the launcher's terminal, and stays the parent of its forks, whose
+exit statuses are lost when it dies. Here the launcher (a subreaper, see prctl(2)) adopts the forked
+processes, and killing this server prevents later forks only.
 """
 
 from __future__ import annotations
@@ -35,22 +35,25 @@ _libc = ctypes.CDLL(None)
 
 
 def main() -> None:
-    """Import argv[2], then fork whenever the launcher asks, until it is gone.
+    """Import argv[2], then fork whenever the launcher asks, until the launcher is gone.
 
-    In a forked process this runs the program that was asked for and returns when it ends.
+    In a forked process, run the requested program and return when it ends.
     """
     control = socket.socket(fileno=int(sys.argv[1]))
     import_module(sys.argv[2])
     check_forkable()
     gc.collect()
-    gc.freeze()  # else collecting garbage would give every fork pages of its own
+    gc.freeze()  # a garbage collection would copy the shared pages in every fork
     request = _serve(control)
     import_module(request["module"]).main()
 
 
 def check_forkable() -> None:
-    """Raise RuntimeError where a fork would not work: a thread is gone in it, which may hold a
-    lock, and CUDA refuses to be used in it."""
+    """Raise RuntimeError where a fork would not work.
+
+    Threads do not survive a fork, while locks that they hold do; and CUDA cannot be used in a fork
+    after it was initialized.
+    """
     threads = list(Path("/proc/self/task").iterdir())
     if len(threads) > 1:
         names = sorted((each / "comm").read_text().strip() for each in threads)
@@ -61,15 +64,15 @@ def check_forkable() -> None:
 
 
 def _serve(control: socket.socket) -> dict[str, Any]:
-    """Return in a forked process, which is the launcher's child by then, with its request."""
+    """Fork on request; return in each forked process, by then the launcher's child, its request."""
     while True:
-        # One message: what to run, the link to the launcher, where to print, and its status pipe.
+        # One message: the request, the link to the launcher, the log, and the status pipe.
         message, (*descriptors,), _, _ = socket.recv_fds(control, LARGEST_REQUEST, 3)
         if not message:
             sys.exit(0)  # the launcher is gone
         if (intermediate := os.fork()) == 0:
             if os.fork() > 0:
-                os._exit(0)  # so that the launcher, a subreaper, becomes the other one's parent
+                os._exit(0)  # the launcher, a subreaper, then adopts the grandchild
             control.close()
             request: dict[str, Any] = json.loads(message)
             _become(request, *descriptors)
@@ -80,7 +83,7 @@ def _serve(control: socket.socket) -> dict[str, Any]:
 
 
 def _become(request: dict[str, Any], link_descriptor: int, output: int, status: int) -> None:
-    """Make this process what the launcher would have started with exec; exit where it is gone."""
+    """Set this process up as exec by the launcher would have; exit where the launcher is gone."""
     os.setsid()
     deadline = time.monotonic() + ADOPTION_SECONDS
     while os.getppid() != request["launcher"] and time.monotonic() < deadline:
@@ -91,13 +94,14 @@ def _become(request: dict[str, Any], link_descriptor: int, output: int, status: 
     with socket.socket(fileno=link_descriptor) as link:
         try:
             link.send(b"%d" % os.getpid())
-            if not link.recv(1):  # the launcher has stopped waiting: nothing must run that it
-                os._exit(1)  # does not know of
+            if not link.recv(1):  # the launcher has stopped waiting, and does not know of us
+                os._exit(1)
         except OSError:
             os._exit(1)
     sys.argv = [request["module"], *request["arguments"]]
     print(os.getpid(), "runs", *sys.argv, flush=True)  # in the server's log still
-    # What `ps` shows. Before the environment changes, by which setproctitle finds its memory.
+    # The title that `ps` shows. Set before the environment changes: setproctitle locates its
+    # memory by the environment.
     setproctitle(" ".join([sys.executable, "-m", *sys.argv]))
     for standard in (sys.stdout.fileno(), sys.stderr.fileno()):
         os.dup2(output, standard)

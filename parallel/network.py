@@ -1,7 +1,7 @@
-"""Which of a machine's addresses its processes listen on.
+"""The addresses of this machine's network interfaces; never imports torch.
 
-An interface is named as the system does (`ib0`); "" is the one that the host's name resolves to,
-and `LOOPBACK` this machine alone. Never imports torch.
+An interface has its system name (`ib0`); "" is the one that the host name resolves to, and
+`LOOPBACK` accepts connections from this machine only.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import struct
 
 LOOPBACK = "lo"
 
-# What gloo and NCCL read; each chooses an interface by itself where its variable is not set.
+# Read by gloo and NCCL; each chooses an interface itself where its variable is not set.
 _LISTENERS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SIOCGIFADDR = 0x8915  # of Linux: the IPv4 address of an interface
 
 
 def environment_of(interface: str) -> dict[str, str]:
-    """Return the variables that keep the process groups of torch.distributed to an interface."""
+    """Return the variables that bind the process groups of torch.distributed to an interface."""
     return dict.fromkeys(_LISTENERS, interface) if interface else {}
 
 
 def address_of(interface: str) -> str:
-    """The IPv4 address of this machine on an interface.
+    """Return the IPv4 address of this machine on an interface.
 
-    Raises OSError, with the interface's name, where there is no such interface or it has no
-    address.
+    Raises:
+        OSError: there is no such interface, or it has no address; `filename` is its name.
     """
     if not interface:
         return socket.gethostbyname(socket.gethostname())
@@ -38,6 +38,6 @@ def address_of(interface: str) -> str:
             answer = fcntl.ioctl(asking, _SIOCGIFADDR, request)
         except OSError as error:
             known = ", ".join(name for _, name in socket.if_nameindex())
-            message = f"{error.strerror}; the network interfaces here are {known}"
+            message = f"{error.strerror}; network interfaces of this machine: {known}"
             raise OSError(error.errno, message, interface) from error
     return socket.inet_ntoa(answer[20:24])

@@ -1,9 +1,9 @@
-"""Sequences in one packed row (Megatron's thd layout), and a context-parallel rank's share of it.
+"""Sequence packing: rows of slots (Megatron's thd layout), and each context-parallel rank's share.
 
 Every sequence gets a slot. Under context parallelism of C a slot is a multiple of 2C tokens, cut
-into 2C pieces of which rank r holds pieces r and 2C - 1 - r: so all ranks look back equally far
-(TransformerEngine expects the same order). Padding stands at the end of a slot, where a causal
-model never looks at it, and where no objective does.
+into 2C pieces of which rank r holds pieces r and 2C - 1 - r: this balances causal attention over
+the ranks, and is the order TransformerEngine expects. Padding is at the end of a slot, where no
+token of a causal model attends to it and no objective reads it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from parallel.device import device
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a rank stands among the others, as far as its batches depend on it."""
+    """The position of a rank in the layout, as far as its batches depend on it."""
 
     data: int = 1  # data-parallel ranks
     data_rank: int = 0
     context: int = 1  # context-parallel ranks
     context_rank: int = 0
     tensor: int = 1  # tensor-parallel ranks
-    round: int = 1  # an interleaved pipeline takes micro-batches by so many
+    round: int = 1  # micro-batches come in multiples of this (interleaved pipeline schedule)
 
     @classmethod
     def here(cls) -> RankPlace:
-        """That of the process groups that stand."""
+        """Return this rank's position in the current process groups."""
         interleaved = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
         return cls(
             data=parallel_state.get_data_parallel_world_size(),
@@ -47,24 +47,25 @@ class RankPlace:
 
     @property
     def slot(self) -> int:
-        """The tokens of every slot are a multiple of this."""
+        """The number of tokens that every slot is a multiple of."""
         return 2 * self.context if self.context > 1 else 1
 
     @property
     def row(self) -> int:
-        """Those of a whole row are a multiple of this: sequence parallelism splits it once more."""
+        """The number of tokens that a row is a multiple of; sequence parallelism splits it too."""
         return lcm(self.slot, self.context * self.tensor)
 
 
 @dataclass(kw_only=True)
 class PackedRow(PackedSeqParams):
-    """One row of T tokens, as Megatron's layers are told of it.
+    """One row of T tokens, in the form that Megatron's layers take.
 
-    `starts` int64 are the places in the row where the slots start, and T; `own` int64 [T / C] the
-    places of the tokens that this context-parallel rank holds, in its order. `real` bool [T / C] is
-    false on padding. `routes` int64 [routed layers, T / C, experts_per_token] are the experts to
-    use, or None. `views` is what the attention makes of the row for itself; `remembered` and
-    `moved` are what the routers do (`parallel.model.routing`).
+    starts: int64, the position of every slot in the row, and T.
+    own: int64 [T / C], the positions of this context-parallel rank's tokens, in its order.
+    real: bool [T / C], false on padding.
+    routes: int64 [routed layers, T / C, experts_per_token], the experts to replay, or None.
+    views: a cache of the attention.
+    remembered, moved: caches of the routers (`parallel.model.routing.RouterMemory`).
     """
 
     starts: np.ndarray
@@ -82,9 +83,10 @@ class PackedRow(PackedSeqParams):
 
 
 def lay_out(lengths: list[int], place: RankPlace, slot: int | None = None) -> PackedRow:
-    """A row for sequences of these lengths; `slot` makes all slots that long at least (padding).
+    """Return a row for sequences of these lengths, with slots of at least `slot` tokens.
 
-    No sequence at all gives a row of padding, so that a rank without samples can keep step.
+    Without sequences the row is padding only, so that a rank without samples still takes part in
+    the collectives of a forward pass.
     """
     slots = [_round_up(max(length, slot or 1), place.slot) for length in lengths]
     filler = -sum(slots) % place.row or (0 if slots else place.row)
@@ -109,7 +111,7 @@ def lay_out(lengths: list[int], place: RankPlace, slot: int | None = None) -> Pa
 
 
 def own_places(starts: np.ndarray, place: RankPlace) -> np.ndarray:
-    """The places int64 [T / C] of a row that one context-parallel rank holds, in its order."""
+    """Return the positions, int64 [T / C], that a context-parallel rank holds, in its order."""
     if place.context == 1:
         return np.arange(starts[-1])
     pieces, rank = 2 * place.context, place.context_rank

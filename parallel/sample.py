@@ -1,4 +1,4 @@
-"""The one type that flows: born in the rollout engine, and only ever added to."""
+"""The one type of the data flow, created from an engine's response and only ever added to."""
 
 from __future__ import annotations
 
@@ -9,21 +9,26 @@ import numpy as np
 
 @dataclass
 class Sample:
-    """One prompt and one response to it.
+    """A prompt and a response to it.
 
-    A demonstration has neither log-probabilities nor routes. Tokens are int32; `logprobs` is mu,
-    fp32 in nats, [response]; `routes` holds the experts of every token but the last, which no
-    forward pass reads: uint16 [prompt + response - 1, routed layers, experts_per_token].
-    `versions`, int32 [response], says which weights each token was drawn with, and `kept`, int32
-    each, from which set, where top-p or top-k left some of the vocabulary out. `loss_mask`, bool
-    [response], says which tokens are learned, where some of them are only read, such as another's
-    turn in a conversation.
+    From the engine:
+        prompt, response: int32 token ids.
+        logprobs: mu, of the sampled tokens, fp32 [response], in nats.
+        routes: experts of every token but the last, which no forward pass reads; uint16
+            [prompt + response - 1, routed layers, experts_per_token].
+        versions: weight version that each token was sampled with, int32 [response].
+        kept: int32 ids that top-p or top-k sampling left of the vocabulary, one array per token.
+        loss_mask: tokens to train on, bool [response]; None trains on all of them.
+        finished: the response ends with the end token.
+    A demonstration has neither log-probabilities nor routes.
 
-    The stage adds the `reward`, None where it failed; where there are such, its parts by name,
-    before they are weighed, and the rewards of its steps, each with the place in the response of
-    the step's last token; then the `group`, the number of its prompt among those of the step, and
-    the `advantage`. `advantages`, fp32 [response], are there where tokens have their own, of which
-    `advantage` is then the mean.
+    From the stage:
+        reward: None where the reward failed.
+        reward_parts: its parts by name, before they are weighted.
+        step_rewards: rewards of steps, each with the position of the step's last token.
+        group: number of the prompt within the training step.
+        advantage, advantages: per sample, and fp32 [response] where tokens have their own; then
+            `advantage` is their mean.
     """
 
     domain: str
@@ -44,17 +49,17 @@ class Sample:
 
     @property
     def length(self) -> int:
-        """Tokens the model reads: all but the last."""
+        """The number of tokens that the model reads: all but the last."""
         return len(self.prompt) + len(self.response) - 1
 
     @property
     def learned(self) -> np.ndarray:
-        """The places int64 of the response's tokens that are learned."""
+        """The positions in the response, int64, of the tokens to train on."""
         if self.loss_mask is None:
             return np.arange(len(self.response))
         return np.flatnonzero(self.loss_mask)
 
     @property
     def weight_version(self) -> int:
-        """Of the oldest weights that drew any of it; 0 for a demonstration."""
+        """The oldest weight version that any token was sampled with; 0 for a demonstration."""
         return 0 if self.versions is None or not len(self.versions) else int(self.versions.min())

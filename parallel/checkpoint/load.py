@@ -1,9 +1,8 @@
-"""Checkpoints: found, held to their checksums, and loaded under any layout.
+"""Checkpoints, verified by their checksums and loaded under any layout.
 
-`step_N/` holds megatron-core's sharded weights and optimizer, `state.json` with the loop's own
-state, and `checksums.json` with the SHA-256 of every file and the digest of the whole. What has the
-name was whole when it got it (`parallel.checkpoint.save`); what a disk has done to it since is
-found here.
+`step_N/` holds megatron-core's sharded weights and optimizer, `state.json` with the loop's state,
+and `checksums.json` with the SHA-256 of every file and the digest of the whole. A checkpoint is
+whole when it gets its name (`parallel.checkpoint.save`); later damage by a disk is found here.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from parallel.files import (
     CHECKSUMS,
     STATE,
     UnreadableCheckpoint,
-    checkpoint_folders,
+    checkpoint_directories,
     digest_of,
     read_checkpoint,
     unreadable,
@@ -41,32 +40,33 @@ from parallel.model.policy import Policy, TrainedPolicy
 
 
 class CheckpointError(UserError):
-    """A checkpoint cannot be written, or is damaged; the message names it and the reason."""
+    """A checkpoint that cannot be written, or is damaged; the message has path and cause."""
 
 
 def newest_verified(directory: Path) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint in `directory`, and what is wrong with each newer one.
+    """Return the newest whole checkpoint in `directory`, and a message for each damaged newer one.
 
-    A damaged one is put aside as `damaged_step_N` for a person to look at. Collective.
+    A damaged one is renamed to `damaged_step_N` for a person to look at. Collective.
 
     Raises:
-        UnreadableCheckpoint: the newest one is there and cannot be read.
+        UnreadableCheckpoint: the newest one exists and cannot be read.
     """
-    faults = []
+    damaged = []
     while (path := on_main(lambda: _newest(directory))) is not None:
-        if (fault := _fault(path)) is None:
+        if (damage := _damage(path)) is None:
             break
         aside = on_main(partial(_put_aside, path))
-        faults.append(f"damaged checkpoint: {fault}; it is put aside as {aside.name}")
-    return path, faults
+        damaged.append(f"damaged checkpoint: {damage}; it is put aside as {aside.name}")
+    return path, damaged
 
 
 def training(policy: TrainedPolicy, checkpoint: Path) -> dict[str, Any]:
-    """Continue from what `newest_verified` found: weights, optimizer, schedule, random numbers.
+    """Load weights, optimizer, schedule and random numbers; return the loop's state. Collective.
 
-    Returns the loop's own state. The layout may be another than the one that saved; only the random
-    numbers then go on afresh. Raises CheckpointError when the checkpoint is of another model or
-    another kind of optimizer. Collective.
+    The layout may differ from the one that saved; then the random numbers are not restored.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model or another kind of optimizer.
     """
     with _as_checkpoint_error(checkpoint):
         common = dist_checkpointing.load_common_state_dict(str(checkpoint))
@@ -84,23 +84,25 @@ def training(policy: TrainedPolicy, checkpoint: Path) -> dict[str, Any]:
 
 
 def weights(policy: Policy, checkpoint: Path, head: bool = True) -> None:
-    """Take only the weights of `checkpoint`, as a child stage, a reference or a teacher does;
-    without the `head`, that of the policy stays, as a critic's does.
+    """Load only the weights of `checkpoint`, as a child stage, a reference or a teacher does.
 
-    Raises CheckpointError when it is damaged: another stage's result has no substitute; and
-    UnreadableCheckpoint when it cannot be read. Collective.
+    Without `head` the policy keeps its own, as a critic does. Collective.
+
+    Raises:
+        CheckpointError: it is damaged; the result of another stage has no substitute.
+        UnreadableCheckpoint: it cannot be read.
     """
-    if fault := _fault(checkpoint):
+    if damage := _damage(checkpoint):
         raise CheckpointError(
-            f"damaged checkpoint: {fault}; remove {checkpoint} and resume the run: its stage goes "
-            "on from the checkpoint before"
+            f"damaged checkpoint: {damage}; remove {checkpoint} and resume the run: its stage "
+            "continues from the checkpoint before"
         )
     loaded = _read({"weights": checkpoint_state.weights(policy, head)}, checkpoint)
     checkpoint_state.restore_weights(policy, loaded["weights"])
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong, without torch's wrapping."""
+    """Return the message of an error, or those that torch wrapped into it."""
     if not isinstance(error, CheckpointException):
         return str(error)
     reasons = sorted({str(reason) for reason, _ in error.failures.values()})
@@ -108,16 +110,16 @@ def reason(error: BaseException) -> str:
 
 
 def sha256(path: Path) -> str:
-    """The checksum of a file, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _restore(policy: TrainedPolicy, checkpoint: Path, updates: int, prefix: str = "") -> None:
-    """Weights and optimizer of a model whose names in the checkpoint begin with `prefix`."""
+    """Load weights and optimizer of a model whose names in the checkpoint begin with `prefix`."""
     weights = checkpoint_state.under(prefix, {"weights": checkpoint_state.weights(policy)})
     checkpoint_state.restore_weights(policy, _read(weights, checkpoint)["weights"])
-    # Apart from the weights, since an fp32 weight is read once more, as its own master.
+    # Not in one call with the weights: an fp32 weight is read a second time, as its own master.
     optimizer = {"optimizer": checkpoint_state.optimizer_to_load(policy)}
     loaded = _read(checkpoint_state.under(prefix, optimizer), checkpoint)
     checkpoint_state.restore_optimizer(policy, loaded["optimizer"], updates)
@@ -138,7 +140,8 @@ def _as_checkpoint_error(checkpoint: Path) -> Iterator[None]:
         yield
     except CheckpointRefused as refused:
         raise CheckpointError(str(refused)) from refused
-    # torch wraps what a reader raised into a BaseException of its own.
+    # torch wraps a reader's error into CheckpointException, a BaseException
+    # (torch 2.13, distributed/checkpoint/api.py).
     except CheckpointException as error:
         refusals = [each for each, _ in error.failures.values()]
         if found := [str(each) for each in refusals if isinstance(each, CheckpointRefused)]:
@@ -147,12 +150,12 @@ def _as_checkpoint_error(checkpoint: Path) -> Iterator[None]:
 
 
 def _newest(directory: Path) -> Path | None:
-    folders = checkpoint_folders(directory)
-    return folders[-1] if folders else None
+    paths = checkpoint_directories(directory)
+    return paths[-1] if paths else None
 
 
 def _put_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint; never onto one that was put aside before."""
+    """Rename a damaged checkpoint, never onto one that was renamed before."""
     aside, number = path.with_name(f"damaged_{path.name}"), 1
     while aside.exists():
         number += 1
@@ -160,34 +163,34 @@ def _put_aside(path: Path) -> Path:
     return path.rename(aside)
 
 
-def _fault(path: Path) -> str | None:
-    """Return what is wrong with a checkpoint, the same on every rank; each reads its share.
+def _damage(path: Path) -> str | None:
+    """Return the damage of a checkpoint, the same on every rank; each rank reads its share.
 
     Raises:
-        UnreadableCheckpoint: on every rank, where one cannot read what is there. That is no
-            damage: the next try, or a chmod, may find the checkpoint whole.
+        UnreadableCheckpoint: on every rank, where one cannot read a file that exists. That is not
+            damage: after another try, or a chmod, the checkpoint may be whole.
     """
-    faults, unread = [], ""
+    damaged, unread = [], ""
     try:
-        faults = _own_faults(path)
+        damaged = _own_damage(path)
     except UnreadableCheckpoint as error:
         unread = str(error)
-    found = gather((faults, unread))
+    found = gather((damaged, unread))
     if messages := sorted({message for _, message in found if message}):
         raise UnreadableCheckpoint(messages[0])
-    return "; ".join(sorted({fault for faults, _ in found for fault in faults})) or None
+    return "; ".join(sorted({damage for damaged, _ in found for damage in damaged})) or None
 
 
-def _own_faults(path: Path) -> list[str]:
+def _own_damage(path: Path) -> list[str]:
     checkpoint = read_checkpoint(path)
     if checkpoint is None or checkpoint.digest != digest_of(checkpoint.files):
         return [f"{path / CHECKSUMS} is missing or damaged"]
     mine = sorted(checkpoint.files)[dist.get_rank() :: dist.get_world_size()]
-    found = [_file_fault(path / name, checkpoint.files[name]) for name in mine]
-    return [fault for fault in found if fault]
+    found = [_damage_of(path / name, checkpoint.files[name]) for name in mine]
+    return [damage for damage in found if damage]
 
 
-def _file_fault(path: Path, expected: str) -> str | None:
+def _damage_of(path: Path, expected: str) -> str | None:
     try:
         return None if sha256(path) == expected else f"{path} does not match its checksum"
     except FileNotFoundError:

@@ -1,9 +1,9 @@
-"""A distributed optimizer's state as boxes of the model's tensors: each rank saves what it holds.
+"""The state of a distributed optimizer as boxes of the model's tensors; each rank saves its own.
 
-A data-parallel rank owns stretches of the flattened weights, which begin and end within a row.
-megatron-core's own form of that state that every layout can load gathers all of it on every
-data-parallel rank before it saves. A stretch is but a few boxes (the end of a row, whole rows, the
-beginning of a row), and a checkpoint may hold a tensor in any boxes: so nothing needs to move.
+A data-parallel rank owns ranges of the flattened weights, which begin and end within a row.
+megatron-core's own layout-independent form (fully_reshardable) gathers all of that state on every
+data-parallel rank before it saves. But a range is a few boxes (the end of a row, whole rows, the
+beginning of a row), and a checkpoint may hold a tensor in any boxes: so no data needs to move.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from parallel.boxes import boxes
 
 
 def shards(part: DistributedOptimizer, weights: dict[int, Any]) -> list[ShardedTensor]:
-    """What this rank holds of the optimizer's tensors; `weights` by the id of the parameter.
+    """Return this rank's shards of the optimizer's tensors; `weights` by the id of the parameter.
 
-    A master weight in fp32 is the weight itself, and is left out.
+    Without the master weights of fp32 parameters, which are the weights themselves.
     """
     found: list[ShardedTensor] = []
     for parameter, start, stop in _owned(part):
@@ -42,7 +42,7 @@ def shards(part: DistributedOptimizer, weights: dict[int, Any]) -> list[ShardedT
 
 
 def _owned(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
-    """Each parameter this rank updates something of, with the stretch that it updates."""
+    """Yield each parameter that this rank updates, and the range [start, stop) that it updates."""
     for buffer in part.gbuf_ranges:
         for buckets in buffer.values():
             for bucket in buckets:
@@ -51,9 +51,9 @@ def _owned(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int
 
 
 def _pieces(weight: Any) -> list[ShardedTensor]:
-    """The tensors of a checkpoint that a weight is, owned by whoever holds a part of it.
+    """Return the checkpoint tensors of a weight, each owned by the rank that holds it.
 
-    A gated layer's weight is two of them, one behind the other.
+    The weight of a gated layer is two of them, one after the other.
     """
     owned = replace(weight, replica_id=(*weight.replica_id[:2], 0))  # the last is data-parallel
     if isinstance(owned, ShardedTensorFactory):
@@ -62,9 +62,10 @@ def _pieces(weight: Any) -> list[ShardedTensor]:
 
 
 def _position(piece: ShardedTensor, parameter: torch.nn.Parameter) -> int:
-    """Where a piece begins in the flattened parameter.
+    """Return the offset of a piece in the flattened parameter.
 
-    Raises NotImplementedError when megatron-core rearranges the weight for its checkpoint.
+    Raises:
+        NotImplementedError: megatron-core rearranges the weight for its checkpoint.
     """
     memory = parameter.untyped_storage().data_ptr()
     if piece.data.untyped_storage().data_ptr() != memory or not piece.data.is_contiguous():
@@ -73,7 +74,7 @@ def _position(piece: ShardedTensor, parameter: torch.nn.Parameter) -> int:
 
 
 def _cut(piece: ShardedTensor, flat: torch.Tensor, start: int) -> Iterator[ShardedTensor]:
-    """A stretch of a piece, from `start`, as shards of their own."""
+    """Yield a range of a piece, from `start`, as separate shards."""
     extra = piece.prepend_axis_num
     for offsets, sizes in boxes(piece.local_shape, start, start + flat.numel()):
         count = math.prod(sizes)

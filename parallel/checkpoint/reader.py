@@ -1,9 +1,9 @@
-"""Reads checkpoints of megatron-core as data: nothing in their files is called.
+"""A reader of megatron-core's checkpoints as data: nothing in their files is called.
 
 megatron-core unpickles three things: `.metadata`, the objects among the tensors (`*.distcp`), and
-`common.pt`. A pickle may call any function there is, and checksums.json does not help: whoever
-changed a file can take the checksum again. So each of the three is read here by an unpickler that
-knows only what such a file needs, and refuses everything else.
+`common.pt`. A pickle may call any function, and checksums.json does not help: whoever changed a
+file can update its checksum. So each of the three is read here by an unpickler that accepts only
+what such a file needs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from parallel.errors import UserError
 
 METADATA_FILE = ".metadata"
 COMMON_FILE = "common.pt"
-# What `.metadata` is made of: torch's own dataclasses and enums, which hold data and call nothing.
+# The classes in `.metadata`: torch's dataclasses and enums, which hold data and call nothing.
 NEEDED = {
     "torch": ("Size",),
     # Finds one of torch's few layouts by its name.
@@ -51,11 +51,11 @@ NEEDED = {
 
 
 class CheckpointRefused(UserError):
-    """A file of a checkpoint is not what megatron-core writes; the message says what to do."""
+    """A file of a checkpoint that megatron-core does not write; the message says what to do."""
 
 
 class CheckpointReader(FileSystemReader):
-    """Torch's reader of a checkpoint's directory, whose metadata are read once and as data.
+    """A torch reader of a checkpoint directory that reads the metadata once and as data.
 
     Raises:
         CheckpointRefused: `.metadata` holds something else.
@@ -126,7 +126,7 @@ def _read_metadata(checkpoint: Path) -> Any:
             found.storage_meta.load_id = None
         except (CheckpointRefused, OSError):
             raise
-        except Exception as error:  # what is damaged raises whatever it likes
+        except Exception as error:  # a damaged pickle may raise anything
             raise _damage(path, error) from error
     # The checksums and the owner of the run answer for the files of the checkpoint alone.
     if elsewhere := [name for name in names if Path(name).name != name]:
@@ -137,7 +137,7 @@ def _read_metadata(checkpoint: Path) -> Any:
 
 
 def load_object(self: Any, item: ReadItem, value: BytesIO) -> None:
-    """Take an object, such as the random generators' states; torch's own would unpickle all."""
+    """Load an object, such as the states of random generators; torch's own unpickles anything."""
     try:
         loaded = torch.load(value, weights_only=True)
     except pickle.UnpicklingError as error:
@@ -149,18 +149,18 @@ def load_object(self: Any, item: ReadItem, value: BytesIO) -> None:
 def load_common(checkpoint: str | Path) -> Any:
     path = Path(checkpoint) / COMMON_FILE
     try:
-        # Said here: by default, an environment variable decides.
+        # weights_only is explicit: its default depends on an environment variable.
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise _refusal(path, _global_in(error)) from error
     except OSError:
         raise
-    except Exception as error:  # what is damaged raises whatever it likes
+    except Exception as error:  # a damaged pickle may raise anything
         raise _damage(path, error) from error
 
 
 def _global_in(error: pickle.UnpicklingError) -> str:
-    """What torch's unpickler refused, by its message; it names no more than torch.save writes."""
+    """Return the name that torch's unpickler refused, from its message."""
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
     return found[1].rstrip(".") if found else "a pickle that torch.save does not write"
 

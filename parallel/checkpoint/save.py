@@ -1,9 +1,8 @@
-"""Checkpoints are written beside the training, made whole, and only then given their name.
+"""Asynchronous checkpoints: written while training continues, and named once they are whole.
 
-While a stage trains on, a thread of every rank writes that rank's files to `tmp_step_N` and takes
-their checksums. When the threads of all ranks are done, the ranks together add the metadata and the
-checksums and rename the folder to `step_N`. A thread and not megatron-core's forked process, since
-a fork that is killed hangs its rank.
+A thread of every rank writes that rank's files to `tmp_step_N` and computes their checksums. When
+the threads of all ranks have finished, the ranks together add metadata and checksums and rename the
+directory to `step_N`. A thread, not megatron-core's forked process: a killed fork hangs its rank.
 """
 
 from __future__ import annotations
@@ -39,67 +38,69 @@ from parallel.status_pipe import LOST_PEER
 
 
 class Saver:
-    """The checkpoints of one stage, written one at a time. All but `writing` is collective."""
+    """The writer of one stage's checkpoints, one at a time. All but `writing` is collective."""
 
     def __init__(
         self, directory: Path, keep_last: int = 1, keep_best: int = 0, asynchronous: bool = True
     ) -> None:
-        """Not `asynchronous`, `begin` returns when the checkpoint has its name."""
+        """Remove unfinished checkpoints; unless `asynchronous`, `begin` waits for the whole one."""
         self._directory = directory
         self._keep_last = keep_last
         self._keep_best = keep_best
         self._asynchronous = asynchronous
-        self._begun: _Writing | None = None
+        self._in_flight: _Writing | None = None
         self._removal = threading.Thread()
         on_main(self._remove_leftovers)
 
     @property
     def writing(self) -> bool:
-        """Whether this rank still writes or removes; when none does, it is time to `finish`."""
-        return self._removal.is_alive() or (self._begun is not None and self._begun.alive)
+        """True while this rank writes or removes; call `finish` once no rank does."""
+        return self._removal.is_alive() or (self._in_flight is not None and self._in_flight.alive)
 
     def begin(
         self, policy: Policy, step: int, state: dict[str, Any], score: float | None = None
     ) -> None:
-        """Start to write `step_N`, as the policy and the loop's own `state`, JSON, are now. Of a
-        policy that does not train these are its weights.
+        """Start to write `step_N` from the current policy and the loop's `state`, which is JSON.
 
-        The highest scores are the best. Raises CheckpointError or OSError (a full disk, a read-only
-        directory) with nothing of an earlier checkpoint touched; so does `finish`.
+        Of a policy that does not train only the weights are written. A higher `score` is better.
+
+        Raises:
+            CheckpointError, OSError: such as a full disk; earlier checkpoints are unchanged. Also
+                raised by `finish`.
         """
         self.finish()
-        folder = self._directory / f"tmp_step_{step}"
+        path = self._directory / f"tmp_step_{step}"
         document = json.dumps({**state, "step": step, "score": score})
-        on_main(lambda: folder.mkdir(parents=True))
-        self._begun = _Writing(policy, folder, document, copy=self._asynchronous)
+        on_main(lambda: path.mkdir(parents=True))
+        self._in_flight = _Writing(policy, path, document, copy=self._asynchronous)
         if self._asynchronous:
-            self._begun.start()
+            self._in_flight.start()
         else:
-            self._begun.run()
+            self._in_flight.run()
             self.finish()
 
     def finish(self) -> None:
-        """Wait for what was begun, if anything was, and give it its name.
+        """Wait for the checkpoint in flight, if there is one, and give it its name.
 
-        What is no longer kept is removed meanwhile; the process does not end before that is done.
+        Checkpoints that are no longer kept are removed in a thread that outlives this call.
         """
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            files = begun.finish()
-            on_main(lambda: self._name(begun, files))
+        writing, self._in_flight = self._in_flight, None
+        if writing is not None:
+            files = writing.finish()
+            on_main(lambda: self._name(writing, files))
 
-    def _name(self, begun: _Writing, files: dict[str, str]) -> None:
-        write_atomically(begun.folder / STATE, begun.document)
-        for path in begun.folder.rglob("*"):
-            name = str(path.relative_to(begun.folder))
+    def _name(self, writing: _Writing, files: dict[str, str]) -> None:
+        write_atomically(writing.path / STATE, writing.document)
+        for path in writing.path.rglob("*"):
+            name = str(path.relative_to(writing.path))
             if path.is_file() and name not in files:
                 files[name] = sha256(path)
         content = {"digest": digest_of(files), "files": dict(sorted(files.items()))}
-        write_atomically(begun.folder / CHECKSUMS, json.dumps(content, indent=1))
-        _sync(begun.folder)
-        final = self._directory / begun.folder.name.removeprefix("tmp_")
+        write_atomically(writing.path / CHECKSUMS, json.dumps(content, indent=1))
+        _sync(writing.path)
+        final = self._directory / writing.path.name.removeprefix("tmp_")
         shutil.rmtree(final, ignore_errors=True)
-        begun.folder.rename(final)
+        writing.path.rename(final)
         _sync(self._directory)
         self._retain()
 
@@ -107,7 +108,7 @@ class Saver:
         paths = {whole.step: whole.path for whole in whole_checkpoints(self._directory)}
         scores = {step: _score(path) for step, path in paths.items()}
         dropped = scores.keys() - kept(scores, self._keep_last, self._keep_best)
-        # Renamed first: a kill must leave nothing half removed under the name of a whole one.
+        # Renamed first: a kill must not leave a half-removed directory with a checkpoint's name.
         useless = [paths[s].rename(self._directory / f"tmp_dropped_{s}") for s in dropped]
         self._removal = threading.Thread(target=_remove, args=(useless,))
         self._removal.start()
@@ -115,26 +116,26 @@ class Saver:
             self._removal.join()
 
     def _remove_leftovers(self) -> None:
-        """A killed stage's unfinished checkpoints."""
+        """Remove the unfinished checkpoints of a killed stage."""
         _remove(list(self._directory.glob("tmp_*")))
 
 
 class _Writing:
-    """One checkpoint on its way to the disk."""
+    """A checkpoint in flight."""
 
-    def __init__(self, policy: Policy, folder: Path, document: str, copy: bool) -> None:
-        """Plan who writes what; with `copy`, training may change the policy from now on."""
-        self.folder = folder
+    def __init__(self, policy: Policy, path: Path, document: str, copy: bool) -> None:
+        """Plan which rank writes what; with `copy`, training may then change the policy."""
+        self.path = path
         self.document = document
         self._error: str | None = None
         self._files: dict[str, str] = {}
         self._thread = threading.Thread(target=self.run, daemon=True)
         state = _state(policy)
         in_use = {_memory(tensor) for tensor in _tensors(state)}
-        with _as_checkpoint_error(folder):
+        with _as_checkpoint_error(path):
             self._request = dist_checkpointing.save(
                 state,
-                str(folder),
+                str(path),
                 _strategy(),
                 async_sharded_save=True,
                 content_metadata=dict(METADATA),
@@ -145,42 +146,42 @@ class _Writing:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread still writes."""
+        """True while the thread writes."""
         return self._thread.is_alive()
 
     def start(self) -> None:
-        """Write in a thread of its own."""
+        """Write in a separate thread."""
         self._thread.start()
 
     def run(self) -> None:
-        """Write this rank's files and take their checksums."""
+        """Write this rank's files and compute their checksums."""
         try:
             if self._request.async_fn is not None:
                 rank, _, answers = self._request.async_fn_args
                 self._request.async_fn(rank, self._buckets, answers)
-            self._files = {name: sha256(self.folder / name) for _, name, _ in self._buckets}
-        except Exception as error:  # told by `finish`, on every rank
+            self._files = {name: sha256(self.path / name) for _, name, _ in self._buckets}
+        except Exception as error:  # raised by `finish`, on every rank
             self._error = reason(error)
         self._buckets = []
 
     def finish(self) -> dict[str, str]:
-        """Wait for every rank's files and add the metadata; returns the checksums of the files."""
+        """Wait for every rank's files, add the metadata, and return the files' checksums."""
         if self._thread.ident is not None:
             self._thread.join()
         outcomes = gather((self._error, self._files))
         if errors := sorted({error for error, _ in outcomes if error}):
-            raise on_main(lambda: _failure(self.folder, "; ".join(errors)))
-        with _as_checkpoint_error(self.folder):
+            raise on_main(lambda: _failure(self.path, "; ".join(errors)))
+        with _as_checkpoint_error(self.path):
             for finalize in self._request.finalize_fns:
                 finalize()
         return {name: checksum for _, files in outcomes for name, checksum in files.items()}
 
 
 def kept(scores: Mapping[int, float | None], last: int, best: int) -> set[int]:
-    """The steps to keep of `scores`: the `last` newest, and the `best` with the highest scores.
+    """Return the steps to keep: the `last` newest, and the `best` with the highest scores.
 
-    A step without a score, or with NaN for one, is never among the best; of two equal ones the
-    newer is. `last` is at least 1.
+    A step without a score, or with NaN, is never among the best; of equal ones the newer wins.
+    `last` is at least 1.
     """
     newest = sorted(scores)[-last:]
     comparable = {
@@ -203,7 +204,7 @@ def _state(policy: Policy) -> dict[str, Any]:
 
 
 def _strategy() -> FullyParallelSaveStrategyWrapper:
-    """What several ranks hold alike, they share out among them."""
+    """Return the strategy in which replicas share the writing."""
     return FullyParallelSaveStrategyWrapper(
         get_default_save_sharded_strategy("torch_dist"),
         parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -220,9 +221,9 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _without(in_use: set[int], buckets: list[Any]) -> list[Any]:
-    """The buckets with a copy of every tensor whose memory the policy still uses.
+    """Return the buckets with a copy of every tensor whose memory the policy still uses.
 
-    megatron-core has copied what was on a GPU, and on a CPU only what was a part of another tensor.
+    megatron-core has copied tensors of a GPU, but of a CPU only those that are views.
     """
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
@@ -235,32 +236,32 @@ def _without(in_use: set[int], buckets: list[Any]) -> list[Any]:
 
 
 @contextmanager
-def _as_checkpoint_error(folder: Path) -> Iterator[None]:
-    # torch wraps what a shard's writer raised into a BaseException of its own, which tells only the
-    # first rank why, and turns a failed write of the common part into a RuntimeError.
+def _as_checkpoint_error(path: Path) -> Iterator[None]:
+    # torch wraps a shard writer's error into CheckpointException, a BaseException with the cause on
+    # the first rank only, and turns a failed write of the common part into a RuntimeError.
     try:
         yield
     except (CheckpointException, OSError, RuntimeError) as error:
         if isinstance(error, dist.DistError) or LOST_PEER in str(error):
-            raise  # it is for the launcher to tell which rank died
-        raise _failure(folder, reason(error)) from error
+            raise  # the launcher reports which rank died
+        raise _failure(path, reason(error)) from error
 
 
-def _failure(folder: Path, why: str) -> CheckpointError:
-    free = shutil.disk_usage(folder.parent).free >> 20
-    shutil.rmtree(folder, ignore_errors=True)  # or what was written would keep the disk full
-    return CheckpointError(f"cannot write {folder} ({free} MiB are free there): {why}")
+def _failure(path: Path, why: str) -> CheckpointError:
+    free = shutil.disk_usage(path.parent).free >> 20
+    shutil.rmtree(path, ignore_errors=True)  # partial files would keep the disk full
+    return CheckpointError(f"cannot write {path} ({free} MiB are free there): {why}")
 
 
-def _remove(folders: list[Path]) -> None:
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
+def _remove(paths: list[Path]) -> None:
+    for path in paths:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _score(checkpoint: Path) -> float | None:
     try:
         return json.loads((checkpoint / STATE).read_text()).get("score")
-    except (OSError, ValueError):  # it is found when somebody loads it
+    except (OSError, ValueError):  # damage is reported when the checkpoint is loaded
         return None
 
 

@@ -1,8 +1,8 @@
-"""What a checkpoint holds of a policy, under names and shapes that no layout knows.
+"""The state of a policy in a checkpoint, under names and shapes that do not depend on the layout.
 
-Weights stand under the model's own names and the optimizer's tensors under
-`optimizer.state.NAME.WEIGHT`, whole, whether the optimizer is plain or distributed. Everything else
-that an optimizer holds (rates, decays, betas) is the configuration's and is not read back.
+Weights have the model's names and the optimizer's tensors `optimizer.state.NAME.WEIGHT`, whole,
+whether the optimizer is plain or distributed. An optimizer's rates, decays and betas come from the
+configuration and are not read back.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch import distributed as dist
 from parallel.checkpoint import optimizer_shards as optimizer_boxes
 from parallel.model.policy import Policy, TrainedPolicy
 
-# Asks megatron-core for the form of its state that any other layout can load. It is given copies,
-# since it writes its process groups into them.
+# Makes megatron-core write a state that any layout can load. Always pass a copy: megatron-core
+# writes its process groups into it.
 METADATA = MappingProxyType(
     {
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -41,22 +41,22 @@ State = dict[Any, Any]
 
 
 def weights(policy: Policy, head: bool = True) -> State:
-    """This rank's shards of the model; without the `head`, that stays as it is here."""
+    """Return this rank's shards of the model; without `head`, loading leaves the head unchanged."""
     state = {
         number: chunk.sharded_state_dict(metadata=dict(METADATA))
         for number, chunk in enumerate(policy.chunks)
     }
     for shards in state.values():
         for name, shard in shards.items():
-            # A layer's objects are TransformerEngine's scales of 8-bit formats, which no policy
-            # has, and TransformerEngine unpickles what it is given of them.
+            # The objects of a layer are TransformerEngine's FP8 scales, which no policy uses, and
+            # which TransformerEngine would unpickle.
             if isinstance(shard, ShardedObject) or (not head and _of_head(name)):
                 shards[name] = LocalNonpersistentObject(shard.data)
     return state
 
 
 def trained(policy: TrainedPolicy) -> State:
-    """What there is to save of a model that trains: this rank's shards, and the updates so far."""
+    """Return this rank's shards of a model that trains, and its number of updates."""
     return {
         "weights": weights(policy),
         "optimizer": optimizer_to_save(policy),
@@ -65,30 +65,30 @@ def trained(policy: TrainedPolicy) -> State:
 
 
 def companions(policy: TrainedPolicy) -> State:
-    """The same of the models that train with the policy."""
+    """Return this rank's shards of the models that train with the policy."""
     return {name: under(f"{name}.", trained(other)) for name, other in policy.companions.items()}
 
 
 def averages(policy: TrainedPolicy) -> State:
-    """This rank's shards of the models that are saved with the policy."""
+    """Return this rank's shards of the averages of the policy."""
     return {name: under(f"{name}.", weights(average)) for name, average in policy.averages.items()}
 
 
 def under(prefix: str, state: State) -> State:
-    """The same shards, whose names in the checkpoint begin with `prefix`."""
+    """Prepend `prefix` to the shards' names in the checkpoint; return the state."""
     add_prefix_for_sharding(state, prefix)
     return state
 
 
 def restore_weights(policy: Policy, loaded: State) -> None:
-    """Take loaded weights, also into the optimizer's own copies of them."""
+    """Restore loaded weights, also in the optimizer's copies of them."""
     for number, chunk in enumerate(policy.chunks):
         chunk.load_state_dict(loaded[number], strict=True)
     policy.weights_changed()
 
 
 def optimizer_to_save(policy: TrainedPolicy) -> State:
-    """This rank's shards of the optimizer's tensors, and nothing else of it."""
+    """Return this rank's shards of the optimizer's tensors."""
     if not _distributed(policy):  # whole tensors either way
         return optimizer_to_load(policy)
     model = filter(_is_weight, nested_values(weights(policy)))
@@ -97,10 +97,11 @@ def optimizer_to_save(policy: TrainedPolicy) -> State:
 
 
 def optimizer_to_load(policy: TrainedPolicy) -> State:
-    """What this rank needs of the optimizer's tensors; the rest of it stays as it is here."""
+    """Return what this rank loads of the optimizer; all but its tensors stays unchanged."""
     _materialised(policy)
     model = weights(policy)
-    # A plain optimizer is not told that it loads: megatron-core's own materialisation knows no SGD.
+    # No is_loading for a plain optimizer: megatron-core 0.16.1 (optimizer.py) would then allocate
+    # the state of Adam only.
     state = policy.optimizer.sharded_state_dict(
         model, is_loading=_distributed(policy), metadata=dict(METADATA)
     )
@@ -109,7 +110,7 @@ def optimizer_to_load(policy: TrainedPolicy) -> State:
 
 
 def restore_optimizer(policy: TrainedPolicy, loaded: State, updates: int) -> None:
-    """Take loaded tensors and go on after so many updates, at the rates of our own schedule."""
+    """Restore loaded tensors and the schedule after `updates` updates."""
     policy.optimizer.load_state_dict(loaded)
     for group in policy.optimizer.param_groups:
         if "betas" in group:  # Adam counts its updates
@@ -119,7 +120,7 @@ def restore_optimizer(policy: TrainedPolicy, loaded: State, updates: int) -> Non
 
 
 def random_numbers() -> ShardedObject:
-    """The states of this rank's random generators, which only the same layout can take back."""
+    """Return the states of this rank's random generators; only the same layout can restore them."""
     states = {"torch": torch.get_rng_state(), "megatron": get_cuda_rng_tracker().get_states()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -127,7 +128,7 @@ def random_numbers() -> ShardedObject:
 
 
 def restore_random_numbers(states: State) -> None:
-    """Take back what `random_numbers` gave to a rank of the same number."""
+    """Restore the result of `random_numbers` of a rank with the same number."""
     torch.set_rng_state(states["torch"])
     get_cuda_rng_tracker().set_states(states["megatron"])
     if torch.cuda.is_available():
@@ -139,7 +140,7 @@ def _distributed(policy: TrainedPolicy) -> bool:
 
 
 def _materialised(policy: TrainedPolicy) -> list[Any]:
-    """The optimizer's parts, dense and experts, with every parameter's state as a step leaves it.
+    """Return the optimizer's parts, dense and experts, with the state of every parameter allocated.
 
     megatron-core reads and fills that state by its structure, and cannot create momentum buffers.
     """
@@ -156,8 +157,8 @@ def _materialised(policy: TrainedPolicy) -> list[Any]:
 def _name_masters(state: State, model: State) -> None:
     """Give the distributed optimizer's master weights the names of the plain optimizer's.
 
-    The plain one keeps an fp32 copy of 16-bit weights only; an fp32 weight is its own master, and
-    is read once more as such.
+    The plain one keeps fp32 copies of 16-bit weights only; an fp32 weight is its own master, and is
+    read a second time as such.
     """
     kinds = {shard.key: shard.data.dtype for shard in filter(_is_weight, nested_values(model))}
     for entry, name, shard in list(nested_items_iter(state)):
@@ -176,7 +177,7 @@ def _is_weight(shard: Any) -> bool:
 
 
 def _only_shards(value: Any) -> Any:
-    """Leave out of a checkpoint, and take from here when loading, all that is not a shard."""
+    """Keep a value that is not a shard out of checkpoints, and unchanged when loading."""
     if isinstance(value, ShardedBase | LocalNonpersistentObject):
         return value
     return LocalNonpersistentObject(value)

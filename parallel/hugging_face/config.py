@@ -1,4 +1,4 @@
-"""A model as transformers knows it: its configuration, and the tensors that it is made of."""
+"""The Hugging Face configuration of a model, and the tensors of its checkpoint."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from parallel.settings import END_TOKEN, PAD_TOKEN, ModelSettings
 
 
 class TensorSpec(NamedTuple):
-    """What a checkpoint's file says of a tensor."""
+    """The dtype and shape of a tensor in a checkpoint."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
 def hugging_face_config(settings: ModelSettings) -> PretrainedConfig:
-    """The model's Hugging Face configuration."""
+    """Return the model's Hugging Face configuration."""
     decisive = configuration(settings)
     config = AutoConfig.for_model(
         settings.family,
-        # Of dense layers; a family without any wants a number all the same.
+        # Of dense layers; transformers requires it also in families without any.
         **{"intermediate_size": settings.expert_hidden_size, **decisive},
         max_position_embeddings=settings.max_positions,
         router_aux_loss_coef=0.0,
@@ -35,11 +35,11 @@ def hugging_face_config(settings: ModelSettings) -> PretrainedConfig:
         dtype=DTYPES[settings.precision],
     )
     if hasattr(config, "num_mtp_layers"):
-        config.num_mtp_layers = 0  # layers of multi-token prediction are neither read nor written
+        config.num_mtp_layers = 0  # multi-token prediction layers are neither read nor written
     if settings.family == "deepseek_v3":
-        config.topk_method = "noaux_tc"  # without it vLLM has no place for the correction bias
+        config.topk_method = "noaux_tc"  # without it vLLM creates no correction bias
     config.architectures = [_model_class(config).__name__]
-    # transformers 5 keeps these inside rope_parameters, where mbridge does not look.
+    # transformers 5 keeps these in rope_parameters; mbridge 0.15.1 reads them from the config.
     for key in ("rope_theta", "partial_rotary_factor"):
         if key in decisive:
             setattr(config, key, decisive[key])
@@ -47,7 +47,7 @@ def hugging_face_config(settings: ModelSettings) -> PretrainedConfig:
 
 
 def settings_of(config: PretrainedConfig) -> ModelSettings:
-    """What of the settings decides a model's tensors, from its `hugging_face_config`."""
+    """Return the settings that decide a model's tensors, from its `hugging_face_config`."""
     family = FAMILIES[config.model_type]
     decisive = [key for key in family.further.model_fields if key != "rope_scaling"]
     return ModelSettings(
@@ -58,7 +58,7 @@ def settings_of(config: PretrainedConfig) -> ModelSettings:
 
 
 def contradictions(settings: ModelSettings, given: dict[str, Any]) -> list[str]:
-    """Where a config.json says something else than the settings."""
+    """Return the differences between a config.json and the settings."""
     if (kind := given.get("model_type")) != settings.family:
         return [f"config.json: model_type is {kind}, but model.family is {settings.family}"]
     config = hugging_face_config(settings)
@@ -67,19 +67,19 @@ def contradictions(settings: ModelSettings, given: dict[str, Any]) -> list[str]:
     )
     names = FAMILIES[settings.family].names
     decisive = [key for key in configuration(settings) if key != "rope_scaling"]
-    faults = []
+    errors = []
     for key in dict.fromkeys([*decisive, *config.rope_parameters]):
         key_here = config.attribute_map.get(key, key)
         if (found := theirs.get(key_here)) != ours[key_here]:
             setting = f"model.{names[key]} is" if key in names else "the run's model has"
-            faults.append(f"config.json: {key} is {found}, but {setting} {ours[key_here]}")
-    return faults
+            errors.append(f"config.json: {key} is {found}, but {setting} {ours[key_here]}")
+    return errors
 
 
 def expected_tensors(config: PretrainedConfig) -> dict[str, TensorSpec]:
-    """Every tensor of a checkpoint that transformers writes for this configuration, in its order.
+    """Return every tensor, in order, of a checkpoint that transformers writes for this model.
 
-    In memory transformers fuses a layer's experts; a checkpoint has them one by one.
+    In memory transformers fuses the experts of a layer; in a checkpoint they are separate.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -91,8 +91,10 @@ def expected_tensors(config: PretrainedConfig) -> dict[str, TensorSpec]:
 
 
 def ignored_tensors(config: PretrainedConfig) -> list[str]:
-    """Patterns of names that a checkpoint may have and that are not loaded: what transformers
-    lists, and the layers of multi-token prediction, which are numbered on."""
+    """Return patterns of tensor names that a checkpoint may have and that are not loaded.
+
+    transformers' own list, and the multi-token prediction layers, numbered after the others.
+    """
     beyond = rf"^model\.layers\.{config.num_hidden_layers}\."
     return [beyond, *(_model_class(config)._keys_to_ignore_on_load_unexpected or ())]
 

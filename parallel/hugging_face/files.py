@@ -1,4 +1,4 @@
-"""The files of a Hugging Face checkpoint: found, read, written and verified, tensor by tensor."""
+"""The files of a Hugging Face checkpoint, read, written and verified tensor by tensor."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 class WeightsError(UserError):
-    """A Hugging Face checkpoint that cannot be taken, or was not written right; says all faults."""
+    """A Hugging Face checkpoint that cannot be read or was not written right, with all errors."""
 
-    def __init__(self, title: str, faults: list[str]) -> None:
-        shown = faults[:20] + [f"and {len(faults) - 20} more"] * (len(faults) > 20)
+    def __init__(self, title: str, errors: list[str]) -> None:
+        shown = errors[:20] + [f"and {len(errors) - 20} more"] * (len(errors) > 20)
         super().__init__(f"{title}: {'; '.join(shown)}")
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor is and what its file says of it; `dtype` in safetensors' own spelling."""
+    """The file, dtype (as safetensors spells it) and shape of a tensor."""
 
     file: Path
     dtype: str
@@ -44,50 +44,49 @@ class WeightFiles:
     """The tensors of a checkpoint's safetensors files, read one at a time."""
 
     def __init__(self, directory: Path) -> None:
-        """Read the index and every file's header. `faults` tells what is wrong with them."""
+        """Read the index and every file's header; `errors` lists what is wrong with them."""
         self.stored: dict[str, Stored] = {}
-        self.faults: list[str] = []
+        self.errors: list[str] = []
         index = self._index(directory / WEIGHTS_INDEX)
         files = {directory / name for name in index.values()} or directory.glob("*.safetensors")
         for file in sorted(files):
             self._scan(file)
-        if not self.stored and not self.faults:
-            self.faults.append("no *.safetensors file")
+        if not self.stored and not self.errors:
+            self.errors.append("no *.safetensors file")
         for name, file_name in index.items():
             if name in self.stored and self.stored[name].file.name != file_name:
-                self.faults.append(
-                    f"{WEIGHTS_INDEX}: {name} is said to be in {file_name}, but is in "
+                self.errors.append(
+                    f"{WEIGHTS_INDEX}: {name} should be in {file_name}, but is in "
                     f"{self.stored[name].file.name}"
                 )
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """One tensor or a box of it, on the CPU. Nothing stays mapped into memory once it is
-        dropped."""
+        """Return a tensor or a box of it, on the CPU; its file is unmapped with the tensor."""
         with safe_open(self.stored[name].file, framework="pt") as file:
             return file.get_tensor(name) if box is None else file.get_slice(name)[within(box)]
 
     def missing(self, expected: Mapping[str, TensorSpec]) -> list[str]:
-        """Faults of the tensors that should be there: absent, or of another shape."""
-        faults = []
+        """Return an error for each expected tensor that is missing or has another shape."""
+        errors = []
         for name, spec in expected.items():
             if name not in self.stored:
-                faults.append(f"{name} is missing")
+                errors.append(f"{name} is missing")
             elif (stored := self.stored[name]).shape != spec.shape:
-                faults.append(
+                errors.append(
                     f"{stored.file.name}: {name} is {list(stored.shape)}, but should be "
                     f"{list(spec.shape)}"
                 )
             elif stored.dtype not in DTYPES:
-                faults.append(
+                errors.append(
                     f"{stored.file.name}: {name} is {stored.dtype}, but should be one of "
                     f"{', '.join(DTYPES)}"
                 )
-        return faults
+        return errors
 
     def unexpected(
         self, expected: Mapping[str, TensorSpec], ignored: Iterable[str] = ()
     ) -> list[str]:
-        """Faults of the tensors that should not be there; `ignored` are patterns of names."""
+        """Return an error for each tensor that is not expected; `ignored` are patterns of names."""
         return [
             f"{stored.file.name}: {name} is no tensor of this model"
             for name, stored in self.stored.items()
@@ -98,9 +97,9 @@ class WeightFiles:
         try:
             return dict(json.loads(path.read_text())["weight_map"])
         except FileNotFoundError:
-            return {}  # a checkpoint of one file needs none
+            return {}  # a checkpoint of one file has no index
         except (OSError, ValueError, KeyError, TypeError) as error:
-            self.faults.append(f"{WEIGHTS_INDEX}: {error!r}")
+            self.errors.append(f"{WEIGHTS_INDEX}: {error!r}")
             return {}
 
     def _scan(self, path: Path) -> None:
@@ -109,16 +108,16 @@ class WeightFiles:
                 for name in file.keys():  # noqa: SIM118
                     if name in self.stored:
                         first = self.stored[name].file.name
-                        self.faults.append(f"{path.name}: {name} is also in {first}")
+                        self.errors.append(f"{path.name}: {name} is also in {first}")
                     part = file.get_slice(name)
                     self.stored[name] = Stored(path, part.get_dtype(), tuple(part.get_shape()))
         except (OSError, SafetensorError) as error:
-            self.faults.append(f"{path.name}: {error}")
+            self.errors.append(f"{path.name}: {error}")
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a tensor's bytes belong."""
+    """The file and offset of a tensor's bytes."""
 
     file: Path
     begin: int
@@ -130,32 +129,32 @@ def write(
     stream: Iterable[tuple[str, torch.Tensor]],
     shard_bytes: int = SHARD_BYTES,
 ) -> dict[str, str]:
-    """Write the expected tensors as they come, in any order, and give the SHA-256 of each.
+    """Write the expected tensors as they arrive, in any order; return the SHA-256 of each.
 
-    What goes where is decided beforehand, so that no more than one tensor is ever held.
+    Positions are fixed beforehand, so that only one tensor is held at a time.
 
     Raises:
-        WeightsError: a tensor came twice, or not at all, or not as expected.
+        WeightsError: a tensor arrives twice, or not at all, or has another dtype or shape.
         OSError: such as a full disk.
     """
     places = _lay_out(directory, expected, shard_bytes)
     digests: dict[str, str] = {}
     for name, tensor in stream:
-        fault = None
+        problem = None
         if name not in places:
-            fault = "is no tensor of this model"
+            problem = "is no tensor of this model"
         elif name in digests:
-            fault = f"came twice, for {places[name].file.name}"
+            problem = f"arrived twice, for {places[name].file.name}"
         elif (given := TensorSpec(tensor.dtype, tuple(tensor.shape))) != (spec := expected[name]):
-            fault = f"is {given}, but should be {spec}, in {places[name].file.name}"
-        if fault:
-            raise WeightsError(f"cannot write {directory}", [f"{name} {fault}"])
+            problem = f"is {given}, but should be {spec}, in {places[name].file.name}"
+        if problem:
+            raise WeightsError(f"cannot write {directory}", [f"{name} {problem}"])
         place, data = places[name], _bytes(tensor)
         digests[name] = hashlib.sha256(data).hexdigest()
         with naming(place.file), place.file.open("r+b") as file:
             file.seek(place.begin)
             file.write(data)
-    absent = [f"{name} never came" for name in expected if name not in digests]
+    absent = [f"{name} is missing" for name in expected if name not in digests]
     if absent:
         raise WeightsError(f"cannot write {directory}", absent)
     for path in {place.file for place in places.values()}:
@@ -164,32 +163,32 @@ def write(
 
 
 def verify(directory: Path, expected: Mapping[str, TensorSpec], digests: Mapping[str, str]) -> None:
-    """Read every tensor back and hold it against what was to be written.
+    """Read every tensor back and compare it with what `write` was given.
 
     Raises:
-        WeightsError: a tensor is missing, there twice, unknown, of another shape or type, not
-            finite, or not the bytes that `write` was given.
+        WeightsError: a tensor is missing, duplicate, unknown, of another shape or dtype, not
+            finite, or has other bytes.
     """
     files = WeightFiles(directory)
-    faults = [*files.faults, *files.missing(expected), *files.unexpected(expected)]
-    if not faults:
+    errors = [*files.errors, *files.missing(expected), *files.unexpected(expected)]
+    if not errors:
         for name, spec in expected.items():
             stored = files.stored[name]
             tensor = files.read(name)
             if DTYPES[stored.dtype] != spec.dtype:
-                faults.append(f"{stored.file.name}: {name} is {stored.dtype}, not {spec.dtype}")
+                errors.append(f"{stored.file.name}: {name} is {stored.dtype}, not {spec.dtype}")
             elif hashlib.sha256(_bytes(tensor)).hexdigest() != digests[name]:
-                faults.append(f"{stored.file.name}: {name} is not what was written")
-            elif not torch.stack(tensor.aminmax()).isfinite().all():  # without a copy of it all
-                faults.append(f"{stored.file.name}: {name} has NaN or infinite elements")
-    if faults:
-        raise WeightsError(f"{directory} was not written right", faults)
+                errors.append(f"{stored.file.name}: {name} is not what was written")
+            elif not torch.stack(tensor.aminmax()).isfinite().all():  # without a mask of its size
+                errors.append(f"{stored.file.name}: {name} has NaN or infinite elements")
+    if errors:
+        raise WeightsError(f"{directory} was not written right", errors)
 
 
 def _lay_out(
     directory: Path, expected: Mapping[str, TensorSpec], shard_bytes: int
 ) -> dict[str, Position]:
-    """Create the files, with headers and without contents, and the index if they are several."""
+    """Create the files, with headers and empty contents, and the index if there are several."""
     shards: list[dict[str, TensorSpec]] = [{}]
     filled = 0
     for name, spec in expected.items():
@@ -212,9 +211,11 @@ def _lay_out(
 
 
 def _create(path: Path, tensors: Mapping[str, TensorSpec]) -> dict[str, Position]:
-    """A safetensors file of the right size: the header's length in 8 bytes, the header as JSON
-    filled up to a multiple of 8, and room for one tensor after another, the widest types first so
-    that all are aligned."""
+    """Create a safetensors file of the right size; return the position of each tensor.
+
+    It has the header's length in 8 bytes, the header as JSON padded to a multiple of 8, and room
+    for one tensor after another, the widest dtypes first so that all are aligned.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begins, end = {}, 0
     for name, spec in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
@@ -234,7 +235,7 @@ def _create(path: Path, tensors: Mapping[str, TensorSpec]) -> dict[str, Position
 
 
 def _flush(path: Path) -> None:
-    """To the disk, and out of the page cache, so that reading back reads what the disk has."""
+    """Flush to the disk and drop from the page cache, so that `verify` reads from the disk."""
     with naming(path), path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

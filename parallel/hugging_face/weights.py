@@ -1,7 +1,6 @@
-"""A model's weights under their Hugging Face names: streamed out of the ranks, and filled in.
+"""Export and import of a model's weights under their Hugging Face names, across ranks.
 
-What a tensor is called and who holds which part of it is the arithmetic of `parallel.weights`; here
-the parts are moved.
+`parallel.weights` computes the names and which rank holds which part; here the parts are moved.
 """
 
 from __future__ import annotations
@@ -33,10 +32,9 @@ from parallel.weights.names import is_precise, plain_name, tensors
 
 @torch.no_grad()
 def stream_weights(bridge: Any, chunks: Sequence[GPTModel]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every Hugging Face tensor of the model, whole, on every rank; a collective over all ranks.
+    """Yield every Hugging Face tensor of the model, whole, on every rank, in the model's order.
 
-    They come in the model's order, a layer's one after another. One tensor is held, and a rank's
-    part of it.
+    Only one whole tensor is in memory at a time. Collective over all ranks.
     """
     settings = settings_of(bridge.hf_config)
     owners = Owners(settings, LayoutSettings(**layout_sizes()))
@@ -60,22 +58,22 @@ def stream_weights(bridge: Any, chunks: Sequence[GPTModel]) -> Iterator[tuple[st
 def load_weights(
     settings: ModelSettings, bridge: Any, chunks: Sequence[GPTModel], directory: Path
 ) -> None:
-    """`fill_weights` from a folder that a person has named; a collective over all ranks.
+    """Check `model.initial_weights` and fill the weights from it. Collective over all ranks.
 
     Raises:
-        WeightsError: the folder holds no such model; nothing is changed.
+        WeightsError: the directory holds no such model; no weight is changed.
     """
-    faults = broadcast(_faults(settings, directory) if is_main() else None)
-    if faults:
-        raise WeightsError(f"model.initial_weights: cannot start from {directory}", faults)
+    errors = broadcast(_errors(settings, directory) if is_main() else None)
+    if errors:
+        raise WeightsError(f"model.initial_weights: cannot start from {directory}", errors)
     fill_weights(bridge, chunks, WeightFiles(directory))
 
 
 @torch.no_grad()
 def fill_weights(bridge: Any, chunks: Sequence[GPTModel], files: WeightFiles) -> None:
-    """Fill this rank's shard from a checkpoint, which must hold all that it needs.
+    """Fill this rank's shards from a checkpoint that has all of them.
 
-    Only that is read, one slice of a tensor at a time.
+    Only the shards are read, one slice of a tensor at a time.
     """
     for name, box, part in _parts(bridge, chunks):
         part.copy_(files.read(name, box))
@@ -83,39 +81,39 @@ def fill_weights(bridge: Any, chunks: Sequence[GPTModel], files: WeightFiles) ->
 
 @torch.no_grad()
 def forget_weights(chunks: Sequence[GPTModel]) -> None:
-    """Make every weight NaN, so that one which is not filled again cannot go unseen."""
+    """Set every weight to NaN, so that a weight that is not filled afterwards is noticed."""
     for chunk in chunks:
         for _, tensor in _tensors(chunk):
             tensor.fill_(torch.nan)
 
 
-def _faults(settings: ModelSettings, directory: Path) -> list[str]:
-    """Why a folder cannot fill a model of these settings."""
+def _errors(settings: ModelSettings, directory: Path) -> list[str]:
+    """Return why a directory cannot fill a model of these settings."""
     if not directory.is_dir():
-        return ["no such folder"]
+        return ["no such directory"]
     files = WeightFiles(directory)
     try:
         given = dict(json.loads((directory / "config.json").read_text()))
-        faults = contradictions(settings, given)
+        errors = contradictions(settings, given)
     except (OSError, ValueError, TypeError) as error:
-        faults = [f"config.json: {error}"]
-    if not faults and not files.faults:  # of which the tensors' own faults would only follow
+        errors = [f"config.json: {error}"]
+    if not errors and not files.errors:  # else errors of tensors would only be consequences
         config = hugging_face_config(settings)
         expected = expected_tensors(config)
-        faults = files.missing(expected) + files.unexpected(expected, ignored_tensors(config))
-    return files.faults + faults
+        errors = files.missing(expected) + files.unexpected(expected, ignored_tensors(config))
+    return files.errors + errors
 
 
 def _tensors(chunk: GPTModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """A chunk's tensors in order, named as without TransformerEngine."""
+    """Yield a chunk's tensors in order, named as without TransformerEngine."""
     latent = chunk.config.multi_latent_attention
-    for name, tensor in chunk.state_dict().items():  # the bias of a router is no parameter
+    for name, tensor in chunk.state_dict().items():  # a router's bias is a buffer
         if not name.endswith("_extra_state"):  # TransformerEngine's, of fp8
             yield plain_name(name, latent), tensor
 
 
 def _parts(bridge: Any, chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Box, torch.Tensor]]:
-    """All that this rank holds: Hugging Face tensors, boxes of them, and where they are here."""
+    """Yield this rank's parts: the Hugging Face tensor, the box of it, and the local view."""
     named = [dict(_tensors(chunk)) for chunk in chunks]
     layout = LayoutSettings(**layout_sizes())
     for piece in held(settings_of(bridge.hf_config), layout, dist.get_rank()):
@@ -124,7 +122,7 @@ def _parts(bridge: Any, chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Box, 
 
 
 def _broadcast(targets: list[torch.Tensor], source: int) -> None:
-    """Parts of a tensor, that rank `source` has, to all ranks, in one message."""
+    """Broadcast parts of a tensor from rank `source`, in one message."""
     [first, *others] = targets
     if not others and first.is_contiguous():
         dist.broadcast(first, source)

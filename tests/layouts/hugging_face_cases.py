@@ -170,7 +170,7 @@ def stored(directory: str) -> dict[str, str]:
     from parallel.hugging_face.files import WeightFiles
 
     files = WeightFiles(Path(directory))
-    assert not files.faults
+    assert not files.errors
     return tensors((name, files.read(name)) for name in files.stored)
 
 

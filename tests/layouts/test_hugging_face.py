@@ -168,7 +168,7 @@ def damages(directory: Path) -> Iterator[str]:
     yield "config.json: "
     config.write_text(text)
     shutil.rmtree(directory)
-    yield "no such folder"
+    yield "no such directory"
     directory.mkdir()
     yield "no *.safetensors file; config.json: "
 

@@ -53,8 +53,8 @@ def test_one_file_needs_no_index(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        (lambda stream: stream[1:], "norm never came"),
-        (lambda stream: [*stream, stream[1]], "bias came twice, for model-00001-of-00003"),
+        (lambda stream: stream[1:], "norm is missing"),
+        (lambda stream: [*stream, stream[1]], "bias arrived twice, for model-00001-of-00003"),
         (lambda stream: [*stream, ("more", stream[0][1])], "more is no tensor of this model"),
         (
             lambda stream: [("large", torch.zeros(64)), *stream],
@@ -115,9 +115,9 @@ def test_an_index_that_does_not_fit_is_a_fault(tmp_path: Path) -> None:
     index = tmp_path / WEIGHTS_INDEX
     text = index.read_text()
     index.write_text(text.replace('"norm": "model-00001', '"norm": "model-00003'))
-    assert "norm is said to be in model-00003" in WeightFiles(tmp_path).faults[0]
+    assert "norm should be in model-00003" in WeightFiles(tmp_path).errors[0]
     index.write_text(text[:-9])
-    assert WEIGHTS_INDEX in WeightFiles(tmp_path).faults[0]
+    assert WEIGHTS_INDEX in WeightFiles(tmp_path).errors[0]
 
 
 def test_a_long_list_of_faults_is_cut_short() -> None:

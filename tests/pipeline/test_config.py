@@ -147,7 +147,7 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
         ("merge.sampling.temperature=2.1", "merge.sampling.temperature: should be less than or eq"),
         ("merge.sampling.top_k=81", "merge.sampling.top_k: 81 is more than model.vocabulary_size"),
         ("domains.sums.loop.steps=" + "[" * 2000, "domains.sums.loop.steps: nested too deeply"),
-        ("model.experts_per_token=1", "model.experts_per_token: 1 leaves the router nothing"),
+        ("model.experts_per_token=1", "model.experts_per_token: 1 gives the router no gradient"),
         ("model.architecture={n_group: 2}", "model.architecture.n_group: unknown key of qwen3_moe"),
         (
             "model={family: glm4_moe, architecture: {n_grup: 2}}",
