@@ -1,4 +1,4 @@
-"""What an engine answered becomes a Sample, or is called what it is: garbage."""
+"""The validation of an engine's responses, which turns them into Samples."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ LOWEST = float(np.finfo(np.float32).min)  # of the finite ones
 
 
 class InvalidResponse(ValueError):
-    """An answer that no engine in its right mind gives; the message says what is wrong with it."""
+    """A response that violates the protocol; the message says how."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """One response to be drawn: to which prompt of which domain, and from what."""
+    """A request for one response: its prompt, domain, seed and sampling parameters."""
 
     domain: str
     prompt: list[int]
@@ -30,9 +30,10 @@ class Question:
 
 
 def sample_of(question: Question, answer: Generation, model: ModelSettings) -> Sample:
-    """The answer to a question as a Sample.
+    """Return the engine's answer to a question as a Sample.
 
-    Raises InvalidResponse where lengths do not fit together, or a value is out of its range.
+    Raises:
+        InvalidResponse: lengths do not match, or a value is out of range.
     """
     tokens, versions, kept, kept_sizes = (
         _array(getattr(answer, name), np.dtype("<i4"), name)
@@ -45,16 +46,16 @@ def sample_of(question: Question, answer: Generation, model: ModelSettings) -> S
         len(routed_layers(model)),
         model.experts_per_token,
     )
-    _hold(len(tokens) == len(logprobs) == len(versions), "arrays of several lengths")
-    _hold(tuple(answer.routes_shape) == shape, f"routes {answer.routes_shape} and not {shape}")
-    _hold(len(routes) == np.prod(shape), f"{len(routes)} routes for {shape}")
-    _hold(_within(routes, 0, model.experts - 1), "an expert that the model does not have")
-    _hold(_within(tokens, 0, model.vocabulary_size - 1), "a token outside the vocabulary")
-    _hold(
+    _check(len(tokens) == len(logprobs) == len(versions), "arrays of different lengths")
+    _check(tuple(answer.routes_shape) == shape, f"routes {answer.routes_shape} instead of {shape}")
+    _check(len(routes) == np.prod(shape), f"{len(routes)} routes for {shape}")
+    _check(_within(routes, 0, model.experts - 1), "an expert that the model does not have")
+    _check(_within(tokens, 0, model.vocabulary_size - 1), "a token outside the vocabulary")
+    _check(
         _within(logprobs, LOWEST, ROUNDING),
-        "a log-probability that is above 0, infinite, or no number",
+        "a log-probability that is above 0, infinite or NaN",
     )
-    _hold(bool((versions[1:] >= versions[:-1]).all()), "weights that grew older token by token")
+    _check(bool((versions[1:] >= versions[:-1]).all()), "weight versions that decrease")
     _check_end(tokens, answer.finished, question.sampling)
     return Sample(
         domain=question.domain,
@@ -69,33 +70,33 @@ def sample_of(question: Question, answer: Generation, model: ModelSettings) -> S
 
 
 def _check_end(tokens: np.ndarray, finished: bool, sampling: Sampling) -> None:
-    """A response has one end token, its last, unless it was cut off at its full length."""
+    """Check that the only end token is the last, or that the response is truncated."""
     ends = tokens == sampling.end_token
-    _hold(0 < len(tokens) <= sampling.max_tokens, f"{len(tokens)} tokens")
-    _hold(not ends[:-1].any(), "tokens after the end token")
-    _hold(bool(ends[-1]) == finished, "an end token and `finished` that contradict each other")
-    _hold(finished or len(tokens) == sampling.max_tokens, "a response cut off before its time")
+    _check(0 < len(tokens) <= sampling.max_tokens, f"{len(tokens)} tokens")
+    _check(not ends[:-1].any(), "tokens after the end token")
+    _check(bool(ends[-1]) == finished, "an end token that contradicts `finished`")
+    _check(finished or len(tokens) == sampling.max_tokens, "a response truncated before the limit")
 
 
 def _kept_sets(
     tokens: np.ndarray, kept: np.ndarray, sizes: np.ndarray, model: ModelSettings
 ) -> list[np.ndarray]:
-    _hold(len(sizes) == len(tokens) and bool((sizes > 0).all()), "a token from no set")
-    _hold(int(sizes.sum()) == len(kept), "kept sets of other sizes than they say")
-    _hold(_within(kept, 0, model.vocabulary_size - 1), "a kept token outside the vocabulary")
+    _check(len(sizes) == len(tokens) and bool((sizes > 0).all()), "a token without a kept set")
+    _check(int(sizes.sum()) == len(kept), "kept sets that contradict their sizes")
+    _check(_within(kept, 0, model.vocabulary_size - 1), "a kept token outside the vocabulary")
     return np.split(kept, np.cumsum(sizes)[:-1])
 
 
 def _within(values: np.ndarray, lowest: float, highest: float) -> bool:
-    """Whether every value is a number from `lowest` to `highest`; a NaN is in no range."""
+    """Return whether every value is in [lowest, highest]; NaN is in no range."""
     return not len(values) or bool(lowest <= values.min() and values.max() <= highest)
 
 
 def _array(data: bytes, dtype: np.dtype, name: str) -> np.ndarray:
-    _hold(len(data) % dtype.itemsize == 0, f"{name} that are cut in the middle of a number")
+    _check(len(data) % dtype.itemsize == 0, f"{name} that end within a number")
     return np.frombuffer(data, dtype)
 
 
-def _hold(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise InvalidResponse(otherwise)
+def _check(valid: bool, message: str) -> None:
+    if not valid:
+        raise InvalidResponse(message)

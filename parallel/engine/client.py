@@ -1,4 +1,4 @@
-"""One engine, as the trainer's main rank sees it."""
+"""The client of one engine, on the trainer's main rank."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from parallel.settings import EngineSettings
 Answer = TypeVar("Answer")
 
 POLL_SECONDS = 0.05
-LAUNCHER_SECONDS = 60.0  # what the launcher may take to see that an engine is gone
-HEALTH_SECONDS = 5.0  # what an engine may take to say that it lives
-LARGEST_ANSWER = 1 << 20  # bytes, of one that is no stream; the largest real one is an error's text
+LAUNCHER_SECONDS = 60.0  # in which the launcher notices that an engine is gone
+HEALTH_SECONDS = 5.0  # in which a healthy engine answers
+LARGEST_ANSWER = 1 << 20  # bytes of an answer that is not streamed; the largest are error messages
 
 
 class EngineError(UserError):
-    """An engine did not start, died, hung, talked garbage, or refused a call."""
+    """An engine that did not start, died, hung, violated the protocol, or rejected a request."""
 
 
 class EngineRefused(EngineError):
-    """The engine is well and will not do what was asked."""
+    """A healthy engine rejected the request."""
 
 
 class EngineClient:
-    """Talks to one engine, whose process the launcher owns. Safe to use from many threads.
+    """A client of one engine, whose process the launcher owns. Thread-safe.
 
-    Every call waits for at most a stated time and raises EngineError on anything unexpected.
+    Every call has a timeout and raises EngineError on anything unexpected.
     """
 
     def __init__(self, address_file: Path, settings: EngineSettings) -> None:
@@ -56,24 +56,24 @@ class EngineClient:
 
     @property
     def name(self) -> str:
-        """Its number among the run's engines, as its folder has it."""
+        """The engine's name, with its number among the run's engines (its directory's name)."""
         return f"engine {self.address_file.parent.name}"
 
     def connect(self) -> EngineDescription:
-        """Wait for an engine other than the last one this client gave up; return what it is.
+        """Wait for an engine process other than the last known one; return its description.
 
-        An engine that publishes its address but does not answer is asked again until
-        engine.hang_timeout_seconds have passed, then the launcher is asked for a replacement.
+        A process that publishes its address but does not answer is retried for
+        engine.hang_timeout_seconds, then the launcher is asked to restart it.
 
         Raises:
-            EngineRefused: it speaks another version of the protocol.
-            EngineError: none published an address in time, or a silent one was not replaced. The
-                launcher, which allows engine.start_timeout_seconds for a start, ends the stage
+            EngineRefused: it has another protocol version.
+            EngineError: no process published an address in time, or a silent one was not restarted.
+                The launcher, which allows engine.start_timeout_seconds for a start, ends the stage
                 before that.
         """
         wait = self.settings.start_timeout_seconds + LAUNCHER_SECONDS
         late = f"was not ready after {wait:g} s (engine.start_timeout_seconds)"
-        missing = f"{late}; it would have written {self.address_file}"
+        missing = f"{late}: {self.address_file} is missing"
         deadline = time.monotonic() + wait
         while time.monotonic() < deadline:
             if (found := self._newcomer()) is None:
@@ -91,10 +91,11 @@ class EngineClient:
         raise EngineError(f"{self.name} {missing}")
 
     def _describe_patiently(self) -> EngineDescription:
-        """Ask what the engine is until it answers.
+        """Call `describe` until it answers.
 
-        Raises EngineRefused as `describe` does, and EngineError when it stays silent for
-        engine.hang_timeout_seconds or another process has taken its place.
+        Raises:
+            EngineRefused: as `describe`.
+            EngineError: no answer for engine.hang_timeout_seconds, or another process took over.
         """
         allowed = self.settings.hang_timeout_seconds
         deadline = time.monotonic() + allowed
@@ -103,7 +104,7 @@ class EngineClient:
                 return self.describe()
             except EngineRefused:
                 raise
-            except EngineError as error:  # it is stopped or swapped out, or has just died
+            except EngineError as error:  # it is stopped, swapped out, or has just died
                 if time.monotonic() > deadline:
                     silence = f"it did not answer for {allowed:g} s (engine.hang_timeout_seconds)"
                     raise EngineError(f"{silence}; {error}") from error
@@ -111,18 +112,18 @@ class EngineClient:
         raise EngineError("another process took its place")
 
     def replaced(self) -> bool:
-        """Return True when an engine has an address and is not the last one this client knew."""
+        """Return whether another process than the last known one has published its address."""
         return self._newcomer() is not None
 
     def give_up(self, reason: str) -> None:
-        """Ask the launcher to replace this engine; the next `connect` waits for the new one."""
+        """Ask the launcher to restart this engine; the next `connect` waits for the new process."""
         assert self.address is not None, "connect first"
         found = self._read_address()
         if found is not None and found.instance == self.address.instance:  # not yet replaced
             write_atomically(self.address_file.with_name(RESTART_REQUEST), f"{reason}\n")
 
     def healthy(self) -> bool:
-        """Whether the engine answers, and believes that all of its processes live."""
+        """Return whether the engine answers and all of its processes live."""
         try:
             self._call("health", None, bool, HEALTH_SECONDS)
         except EngineError:
@@ -130,11 +131,11 @@ class EngineClient:
         return True
 
     def join(self, join: Join) -> None:
-        """Plan the refits of a trainer and meet its ranks, which join meanwhile."""
+        """Have the engine plan a trainer's refits and connect to its ranks, which join too."""
         self._call("join", join, None, join.timeout_seconds + HEALTH_SECONDS)
 
     def refit(self, refit: Refit) -> Refitted:
-        """Take new weights, which the trainer's ranks give meanwhile."""
+        """Have the engine take new weights, which the trainer's ranks send at the same time."""
         most = self.settings.request_timeout_seconds
         deadline = time.monotonic() + most
         for message in self._stream("refit", refit):
@@ -143,11 +144,11 @@ class EngineClient:
             if isinstance(message, CallFailure):
                 raise EngineRefused(f"{self.name} refused refit: {message.error}")
             if time.monotonic() > deadline:
-                raise EngineError(f"{self.name} was not done with refit after {most:g} s")
+                raise EngineError(f"{self.name} did not finish a refit within {most:g} s")
         raise EngineError(f"{self.name} did not answer refit")
 
     def generate(self, request: Generate) -> Iterator[Generation]:
-        """Responses as they end. Ends early only by raising EngineError."""
+        """Yield responses as they end; end early only by raising EngineError."""
         for message in self._stream("generate", request):
             if isinstance(message, CallFailure):
                 raise EngineError(f"{self.name} failed while it generated: {message.error}")
@@ -155,19 +156,20 @@ class EngineClient:
                 yield message
 
     def stop(self) -> None:
-        """End the engine's process."""
+        """Stop the engine's process."""
         self._call("stop", None, None, HEALTH_SECONDS)
 
     def describe(self) -> EngineDescription:
-        """Ask what the engine is, now.
+        """Return the engine's current description.
 
-        Raises EngineRefused when it speaks another version of the protocol.
+        Raises:
+            EngineRefused: it has another protocol version.
         """
         described = self._call("describe", None, EngineDescription, HEALTH_SECONDS)
         if described.protocol != PROTOCOL:
             raise EngineRefused(
-                f"{self.name} speaks version {described.protocol} of the protocol and the trainer"
-                f" version {PROTOCOL}; start both from the same installation"
+                f"{self.name} has protocol version {described.protocol}, the trainer"
+                f" {PROTOCOL}; start both from the same installation"
             )
         return described
 
@@ -188,13 +190,13 @@ class EngineClient:
             return msgspec.msgpack.decode(_whole(stream), type=answer or Any)
 
     def _stream(self, name: str, body: Any) -> Iterator[Generation | Refitted | CallFailure | None]:
-        """The messages that answer a call, and None for each sign of life."""
+        """Yield the messages of a streamed answer, and None for each heartbeat."""
         with self._answer(name, body, self.settings.hang_timeout_seconds) as stream:
             yield from frames(stream)
 
     @contextmanager
     def _answer(self, name: str, body: Any, seconds: float) -> Iterator[http.client.HTTPResponse]:
-        """The answer to a call, to be read here: whatever is wrong with it is an EngineError."""
+        """Yield the answer to a call; errors while it is read become EngineErrors."""
         with self._open(name, msgspec.msgpack.encode(body), seconds) as stream:
             try:
                 yield stream
@@ -204,7 +206,7 @@ class EngineClient:
                 ) from error
 
     def _open(self, name: str, body: bytes, seconds: float) -> http.client.HTTPResponse:
-        """The answer to a call, unread; nothing may take longer than `seconds` to arrive."""
+        """Return the unread answer to a call; each read times out after `seconds`."""
         assert self.address is not None, "connect first"
         connection = http.client.HTTPConnection(
             self.address.host, self.address.port, timeout=seconds
@@ -224,9 +226,10 @@ class EngineClient:
 
 
 def _whole(response: http.client.HTTPResponse) -> bytes:
-    """Read a short answer to its end.
+    """Return a short answer, read to its end.
 
-    Raises HTTPException where it has more than LARGEST_ANSWER bytes, of which no more are read.
+    Raises:
+        HTTPException: it has more than LARGEST_ANSWER bytes; no more are read.
     """
     data = response.read(LARGEST_ANSWER + 1)
     if len(data) > LARGEST_ANSWER:

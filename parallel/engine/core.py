@@ -1,4 +1,4 @@
-"""vLLM itself: what it is started with, its steps, and its weights. One thread may call it."""
+"""vLLM's LLMEngine: its arguments, its steps and its weights; for one thread."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from parallel.memory import CACHE_BLOCK, cache_bytes
 from parallel.settings import EngineJob
 
 ENGINE_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-BATCHED_TOKENS = 8192  # that are read together, of prompts
+BATCHED_TOKENS = 8192  # prompt tokens per step
 
 
 class NoWeights(RuntimeError):
-    """The engine was asked to generate before its first refit, or after one that failed."""
+    """A request to generate before the first refit, or after one that failed."""
 
 
 class Core:
-    """vLLM's LLMEngine, whose weights come from a trainer and may change between two steps."""
+    """An LLMEngine whose weights come from a trainer and may change between two steps."""
 
     def __init__(self, job: EngineJob) -> None:
-        os.environ.update(PROCESS_ENVIRONMENT)  # of an engine that no launcher started
+        os.environ.update(PROCESS_ENVIRONMENT)  # for an engine that no launcher started
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -58,27 +58,26 @@ class Core:
             self._vllm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
 
     def prepare(self) -> None:
-        """Raises RuntimeError when a refit would not fit this vLLM or this model, or when vLLM
-        cannot draw from it here."""
+        """Raise RuntimeError when refits do not fit this vLLM or model, or vLLM cannot sample."""
         self._on_every_rank("prepare", self.model.model_dump_json())
         try:
             self._draw_once()
         except Exception as error:
-            raise RuntimeError(f"vLLM cannot draw from this model here: {error}") from error
+            raise RuntimeError(f"vLLM cannot sample from this model here: {error}") from error
 
     def lost_a_rank(self) -> bool:
-        """Whether a process of tensor parallelism has ended; any thread may ask."""
+        """Return whether a tensor-parallel process has ended. Thread-safe."""
         return getattr(self._vllm.model_executor, "is_failed", False)
 
     def join(self, join: Join) -> None:
-        """Take a place in a trainer's refits; its ranks join meanwhile."""
+        """Join a trainer's refits; its ranks join at the same time."""
         self._on_every_rank("join", msgspec.msgpack.encode(join))
 
     def refit(self, refit: Refit) -> Refitted:
-        """Take the weights and forget what was cached under the old ones.
+        """Take the new weights and reset the prefix cache.
 
-        Responses under way are kept: what they have is read again under the new weights, and goes
-        on under them. After a failure the engine has no weights until it is refitted.
+        Requests in flight are kept: vLLM re-prefills their tokens under the new weights and
+        continues. After a failure the engine has no weights until the next refit.
         """
         if self._requests:
             [progress, *_] = self._on_every_rank("progress")
@@ -91,10 +90,13 @@ class Core:
         return Refitted([msgspec.msgpack.decode(report, type=RankReport) for report in reports])
 
     def admit(self, asked: Generate) -> list[str]:
-        """Begin a response to every prompt; returns their names.
+        """Add a request for every prompt; return the requests' names.
 
         All of them reach the scheduler between two steps, so that the same call makes the same
-        batches. Raises NoWeights.
+        batches.
+
+        Raises:
+            NoWeights: there was no refit yet.
         """
         if self.weight_version is None:
             raise NoWeights("the engine has no weights yet; refit it first")
@@ -108,9 +110,9 @@ class Core:
         return names
 
     def step(self) -> list[tuple[str, Generation]]:
-        """Draw one more token of what is under way; the responses that ended, by name.
+        """Sample one token of each request in flight; return the responses that ended, by name.
 
-        Without weights, since a refit has failed, nothing is drawn.
+        Without weights, after a failed refit, nothing is sampled.
         """
         if self.weight_version is None:
             return []
@@ -124,17 +126,19 @@ class Core:
         return ended
 
     def abort(self, names: Iterable[str]) -> None:
-        """Give up what of these is still under way."""
+        """Abort those of the requests that are in flight."""
         running = [name for name in names if self._requests.pop(name, None)]
         self._vllm.abort_request(running)
 
     def shutdown(self) -> None:
-        """End the processes of tensor parallelism."""
+        """Stop the tensor-parallel processes."""
         self._vllm.engine_core.shutdown()
 
     def _draw_once(self) -> None:
-        """Draw a token under the weights that vLLM began with: what it has no kernel for fails
-        now, and not when a trainer waits for it."""
+        """Sample a token under the initial dummy weights, so that a missing kernel fails early.
+
+        Otherwise it would fail at the first step, while a trainer waits.
+        """
         self.weight_version = 0
         self.admit(Generate([Prompt(0, [0], 0)], Sampling(1.0, max_tokens=1, end_token=0)))
         while self._requests:
@@ -143,7 +147,7 @@ class Core:
         self._vllm.reset_prefix_cache()
 
     def _on_every_rank(self, method: str, *arguments: Any) -> list[Any]:
-        """What a method of `RefitExtension` answers on each rank of tensor parallelism."""
+        """Return the results of a method of `RefitExtension` on every tensor-parallel rank."""
         return self._vllm.engine_core.collective_rpc(method, args=arguments)
 
     def _admit(self, prompt: Prompt, sampling: Sampling) -> str:
@@ -162,7 +166,7 @@ class Core:
         tokens = np.asarray(completion.token_ids, np.int32)
         drawn = list(zip(tokens.tolist(), completion.logprobs, strict=True))
         logprobs = np.asarray([entry[token].logprob for token, entry in drawn], np.float32)
-        # vLLM counts all layers, and has nothing to say of the dense ones before.
+        # vLLM has entries for all layers; those of the leading dense layers are empty.
         routes = completion.routed_experts[:, self._first_routed_layer :].astype(np.uint16)
         kept: list[np.ndarray] = []
         if keeps_part(sampling.top_k, sampling.top_p):
@@ -184,9 +188,9 @@ class Core:
 
 
 class _Request:
-    """One response under way, and the weights that its tokens were drawn with.
+    """A request in flight, and the weight versions that its tokens were sampled with.
 
-    `inside` is what vLLM's workers call it.
+    `inside` is the name that vLLM's workers give it.
     """
 
     def __init__(self, number: int, sampling: Sampling, inside: str) -> None:
@@ -196,16 +200,16 @@ class _Request:
         self._versions: list[int | None] = []
 
     def note(self, tokens: int, version: int | None) -> None:
-        """So many tokens are drawn, those that are new with these weights."""
+        """Record that `tokens` tokens were sampled, the new ones with weights `version`."""
         self._versions += [version] * (tokens - len(self._versions))
 
     def versions(self, tokens: int) -> np.ndarray:
-        """Of every token, int32 [tokens]; vLLM may have drawn one more than the response has."""
+        """Return every token's version, int32 [tokens]; vLLM may have sampled one token more."""
         return np.asarray(self._versions[:tokens], np.int32)
 
 
 def _arguments(job: EngineJob, directory: str) -> dict[str, Any]:
-    """vLLM's settings; the first refit brings the weights."""
+    """Return vLLM's arguments; the weights are dummies until the first refit."""
     engine = job.engine
     return {
         "model": directory,
@@ -214,11 +218,12 @@ def _arguments(job: EngineJob, directory: str) -> dict[str, Any]:
         "dtype": ENGINE_DTYPES[job.model.precision],
         "enforce_eager": True,
         "tensor_parallel_size": engine.tensor,
-        "async_scheduling": False,  # a refit falls between two steps: none may be half done
+        "async_scheduling": False,  # refits happen between steps: none may be half done
         "distributed_executor_backend": "uni" if engine.tensor == 1 else "mp",
         "max_model_len": engine.max_model_tokens,
         "max_num_seqs": engine.max_sequences,
-        # vLLM cannot take a seeded request's draw back on a CPU, as it does in half-read prompts.
+        # With chunked prefill vLLM 0.30 rewinds a seeded request's generator after a partial
+        # prefill, which its CPU backend cannot.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(engine.max_model_tokens, BATCHED_TOKENS),
         "scheduling_policy": "priority",
@@ -234,8 +239,10 @@ def _arguments(job: EngineJob, directory: str) -> dict[str, Any]:
 
 
 def _prepare_cpu(config: Any, job: EngineJob) -> None:
-    """On a CPU, fork vLLM's processes, which have then imported everything, and give each rank its
-    cores; vLLM would start each anew, in a quarter of a minute. Use the norms that are fused."""
+    """On a CPU, use the fused norms, fork vLLM's processes, and bind each rank to its cores.
+
+    vLLM would spawn each process, which then takes 15 s for its imports.
+    """
     if config.device_config.device_type != "cpu":
         return
     from parallel.cpu import vllm_kernels as cpu_kernels
@@ -262,7 +269,7 @@ def _parameters(sampling: Sampling, seed: int, vocabulary: int) -> Any:
         top_k=top_k,
         max_tokens=sampling.max_tokens,
         stop_token_ids=[sampling.end_token],
-        ignore_eos=True,  # that of the configuration, which knows no tokenizer
+        ignore_eos=True,  # the configuration's end token need not be the tokenizer's
         logprobs=logprobs,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,

@@ -1,4 +1,4 @@
-"""One rollout engine: draws responses, and takes new weights, in between or in flight."""
+"""The rollout engine: samples responses, and takes new weights between steps."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from parallel.engine.wire import (
 from parallel.settings import EngineJob
 from parallel.weights.transport import host_identity
 
-BEAT_SECONDS = 1.0  # between signs of life
-LIFE_SECONDS = 0.5  # how often the engine looks whether its processes live
+BEAT_SECONDS = 1.0  # between heartbeats
+LIFE_SECONDS = 0.5  # between checks that the processes live
 
 Answer = TypeVar("Answer")
 
 
 class StepFailed(RuntimeError):
-    """vLLM raised an error while it drew a token; the engine is of no more use."""
+    """An error of vLLM in a step, after which the engine must be restarted."""
 
 
-# What a stream is handed: the responses that ended with a step, by name, or why none will.
+# An item of a stream: the responses that ended in a step, by name, or why no more will.
 Handed = dict[str, Generation] | StepFailed
 
 
 class Engine:
-    """vLLM in a thread of its own, which steps while there is anything to draw.
+    """vLLM in a separate thread, which steps while requests are in flight.
 
-    Whatever concerns vLLM is done by that thread, in the order it was asked for: a refit, a new
-    request and the next step wait for the step that is being made.
+    That thread makes all calls to vLLM, in the order they were requested: a refit, a new request
+    and the next step wait for the current step.
     """
 
     def __init__(self, job: EngineJob) -> None:
@@ -57,12 +57,11 @@ class Engine:
         self._stopping = False
 
     async def prepare(self) -> None:
-        """Raises RuntimeError when a refit would not fit this vLLM or this model, or when vLLM
-        cannot draw from it here."""
+        """Raise RuntimeError when refits do not fit this vLLM or model, or vLLM cannot sample."""
         await self._ask(self._core.prepare)
 
     async def describe(self) -> EngineDescription:
-        """What this engine is."""
+        """Return this engine's description."""
         return EngineDescription(
             protocol=PROTOCOL,
             instance=self.instance,
@@ -75,7 +74,7 @@ class Engine:
         )
 
     async def health(self) -> bool:
-        """Raises RuntimeError when a step has failed, or a process of the engine has ended."""
+        """Raise RuntimeError when a step has failed, or a process of the engine has ended."""
         if self._failure is not None:
             raise self._failure
         if self._core.lost_a_rank():
@@ -83,32 +82,33 @@ class Engine:
         return True
 
     async def ended(self) -> StepFailed | None:
-        """Return when vLLM is of no more use, or when the engine was told to stop: the step that
-        failed, if one did."""
+        """Wait until vLLM fails or `stop` is called; return the failed step's error, if any."""
         while not (self._failure or self._core.lost_a_rank() or self._stopping):
             await asyncio.sleep(LIFE_SECONDS)
         return self._failure
 
     async def stop(self) -> None:
-        """End soon, once the call is answered."""
+        """Stop soon, once this call is answered."""
         self._stopping = True
 
     def shutdown(self) -> None:
-        """End what vLLM has started."""
+        """Stop the processes that vLLM has started."""
         self._core.shutdown()
 
     async def join(self, join: Join) -> None:
-        """Take a place in a trainer's refits; its ranks join meanwhile."""
+        """Join a trainer's refits; its ranks join at the same time."""
         await self._ask(self._core.join, join)
 
     async def refit(self, refit: Refit) -> Refitted:
-        """Take the weights between two steps; what is under way goes on under them."""
+        """Take new weights between two steps; requests in flight continue with them."""
         return await self._ask(self._core.refit, refit)
 
     async def generate(self, asked: Generate) -> AsyncIterator[list[Generation]]:
-        """Responses to all prompts, as they end; none of them now and then, as a sign of life.
+        """Return a stream of the responses to all prompts; an empty list is a heartbeat.
 
-        Raises NoWeights before the first refit, and ValueError for a prompt that cannot be read.
+        Raises:
+            NoWeights: there was no refit yet.
+            ValueError: a prompt is empty, too long, or has an unknown token.
         """
         for prompt in asked.prompts:  # before any is admitted
             self._check(prompt, asked.sampling)
@@ -125,22 +125,22 @@ class Engine:
             raise ValueError(f"prompt {prompt.number} has no tokens")
         if length + sampling.max_tokens > most:
             raise ValueError(
-                f"prompt {prompt.number} of {length} tokens leaves no room for"
-                f" {sampling.max_tokens} within engine.max_model_tokens = {most}"
+                f"prompt {prompt.number} has {length} tokens, and with {sampling.max_tokens} more"
+                f" exceeds engine.max_model_tokens = {most}"
             )
-        # vLLM would read past the table of embeddings.
+        # vLLM does not check: it would read past the embedding table.
         if min(prompt.tokens) < 0 or max(prompt.tokens) >= self.model.vocabulary_size:
             raise ValueError(
-                f"prompt {prompt.number} has tokens that model.vocabulary_size ="
-                f" {self.model.vocabulary_size} does not hold"
+                f"prompt {prompt.number} has a token outside model.vocabulary_size ="
+                f" {self.model.vocabulary_size}"
             )
 
     async def _ask(self, call: Callable[..., Answer], *arguments: Any) -> Answer:
-        """What the thread answers, once it has done all it was asked before."""
+        """Call in vLLM's thread, after all earlier calls, and return the result."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
 
     async def _draw(self) -> None:
-        """One step after the other, until nothing is under way."""
+        """Step until no request is in flight."""
         try:
             while self._streams:
                 if self._core.weight_version is None:  # a refit failed; another may follow
@@ -169,7 +169,7 @@ class Engine:
                     await self._ask(self._core.lost_a_rank)  # answered between two steps
                     handed = {}
                 if isinstance(handed, StepFailed):
-                    owed = set()  # there is nothing left that could be given up
+                    owed = set()  # there is nothing left to abort
                     raise handed
                 owed -= handed.keys()
                 yield list(handed.values())

@@ -1,4 +1,4 @@
-"""All engines of a run as the trainer's ranks see them: which live, and with whose weights."""
+"""The fleet of a run's engines, from the trainer's side: which live, and with which weights."""
 
 from __future__ import annotations
 
@@ -25,27 +25,25 @@ from parallel.weights.executor import Outbox, outbox
 from parallel.weights.names import EMBEDDING, HEAD
 from parallel.weights.transport import Meeting, host_identity, share, shared_memory_room
 
-ATTEMPTS = 3  # at a refit that fails though no engine was lost
-JOIN_SECONDS = 120.0  # that ranks wait for one another, or for the bytes of a message
+ATTEMPTS = 3  # of a refit that fails although no engine was lost
+JOIN_SECONDS = 120.0  # in which ranks meet, or receive a message
 
 
 class RefitError(EngineError):
-    """The engines did not get the trainer's weights, or got other ones."""
+    """A refit after which the engines do not have the trainer's weights."""
 
 
 class _Gathering(NamedTuple):
-    """What every rank must know to join: where to meet, unless memory is shared, and the engines'
-    sizes."""
+    """The data every rank needs to join: the meeting, unless memory is shared, and the sizes."""
 
     meeting: Meeting | None
     sizes: tuple[int, ...]
 
 
 class Fleet:
-    """The trainer's link to its engines, on every rank; the main rank talks to them.
+    """The trainer's link to its engines, on every rank; the main rank calls them.
 
-    Engines come and go: one that dies is `lost`, and joins again at the first refit at which its
-    new process is there.
+    An engine that dies is `lost`, and joins again at the first refit after its restart.
     """
 
     def __init__(
@@ -60,14 +58,14 @@ class Fleet:
         self.model, self.layout, self.settings = model, layout, settings
         self.interface = interface
         self.notify = notify
-        self.descriptions: dict[EngineClient, EngineDescription] = {}  # of the engines that live
+        self.descriptions: dict[EngineClient, EngineDescription] = {}  # of live engines
         self.losses = 0
         self._clients: list[EngineClient] = []
-        self._joined: list[tuple[EngineClient, str]] = []  # members of the plan, and which process
+        self._joined: list[tuple[EngineClient, str]] = []  # members of the plan, with `instance`
         self._store: dist.TCPStore | None = None
         self._policy: Policy | None = None
-        self._ranks: list[tuple[str, int]] = []  # of each, its host and its weights' bytes
-        self._way_now = ""
+        self._ranks: list[tuple[str, int]] = []  # host and bytes of weights, by rank
+        self._transport = ""
         self._outbox: Outbox | None = None
         self._plan: plans.Plan | None = None
         self.reports: list[Refitted] = []  # of the last refit, by engine; main rank only
@@ -75,24 +73,24 @@ class Fleet:
             self._clients = [EngineClient(address, settings) for address in addresses]
 
     def live(self) -> list[EngineClient]:
-        """The engines that have the weights and are believed to be well. Main rank only."""
+        """Return the engines that have the weights and are not lost. Main rank only."""
         return [client for client, _ in self._joined if client in self.descriptions]
 
     def lost(self, client: EngineClient, reason: str) -> None:
-        """Ask for another process in this engine's place. Main rank only."""
+        """Have the launcher restart this engine. Main rank only."""
         if self.descriptions.pop(client, None) is not None:
             self.losses += 1
             client.give_up(reason)
 
     def refit(self, policy: Policy, version: int) -> dict[str, float]:
-        """Bring the policy's weights to every engine that lives or can be had. Collective.
+        """Send the policy's weights to every live engine; return metrics. Collective.
 
-        Where engines are lost meanwhile the others are refitted again, until all that live have the
-        same weights. Returns what there is to log.
+        When an engine is lost during a refit, the refit is repeated with the others, until all live
+        engines have the same weights.
 
         Raises:
-            RefitError: an engine has other weights than the trainer, or none will take them.
-            EngineError: no engine came in time, or one is for another model.
+            RefitError: an engine has other weights than the trainer, or all attempts failed.
+            EngineError: no engine started in time, or one is for another model.
         """
         if policy is not self._policy:
             self._policy, self._outbox = policy, None
@@ -111,26 +109,28 @@ class Fleet:
                 break
             failures += 1
             if failures == ATTEMPTS + broadcast(self.losses - losses):
-                raise RefitError("the engines live and cannot be refitted; their logs say why")
+                raise RefitError("the engines live but refits fail; see their logs")
         self.reports = answers
         if self.settings.check_refit:
             self._compare(answers)
         return broadcast(_measured(answers) if is_main() else None)
 
     def _gather(self) -> _Gathering | None:
-        """Connect to the engines that are there, and wait where there would be none. Main rank
-        only; returns None where everything is as it was."""
+        """Connect to engines that have (re)started, and wait for one where none is live.
+
+        Returns None where the members are unchanged. Main rank only.
+        """
         for client in self._clients:
             if client in self.descriptions:
                 continue
-            # An engine that is being replaced is not waited for, while another does its work.
+            # Do not wait for a restart while another engine is live.
             if self._joined and self.descriptions and not client.replaced():
                 continue
             described = client.connect()
             if described.model != model_digest(self.model):
                 raise EngineError(
-                    f"{client.name} was started for another model than this stage's; end the"
-                    " launcher that owns it, and resume"
+                    f"{client.name} was started for another model than this stage's; stop the"
+                    " launcher that owns it, then resume"
                 )
             self.descriptions[client] = described
         members = [client for client in self._clients if client in self.descriptions]
@@ -141,11 +141,11 @@ class Fleet:
         sizes = tuple(self.descriptions[client].tensor for client in members)
         hosts = {self.descriptions[client].host for client in members}
         local = len(hosts.union(host for host, _ in self._ranks)) == 1
-        shared = self._way(local) == "shared_memory"
+        shared = self._choose_transport(local) == "shared_memory"
         return _Gathering(None if shared else self._meet(sizes, local), sizes)
 
     def _meet(self, sizes: tuple[int, ...], local: bool) -> Meeting:
-        """A new place in the store, which is this rank's."""
+        """Return a new meeting in the store that this rank hosts."""
         host = address_of(LOOPBACK if local else self.interface)
         if self._store is None or self._store.host != host:
             self._store = host_store(host, 0, timedelta(seconds=JOIN_SECONDS))
@@ -154,26 +154,26 @@ class Fleet:
             host, self._store.port, secrets.token_hex(16), ranks, ranks + sum(sizes), JOIN_SECONDS
         )
 
-    def _way(self, local: bool) -> str:
-        """Shared memory where all are on one host that has room, and nothing else is asked for."""
+    def _choose_transport(self, local: bool) -> str:
+        """Return the transport; "auto" is shared memory where one host runs all and has room."""
         wanted, needed = self.settings.transport, sum(weights for _, weights in self._ranks)
-        room = shared_memory_room() + (needed if self._way_now == "shared_memory" else 0)
+        room = shared_memory_room() + (needed if self._transport == "shared_memory" else 0)
         if wanted == "auto":
             wanted = "shared_memory" if local and needed <= room else "messages"
         if wanted == "shared_memory" and not (local and needed <= room):
             why = (
-                f"the host has {room >> 20} MiB of it left and the weights take {needed >> 20}"
+                f"the weights need {needed >> 20} MiB of /dev/shm, {room >> 20} MiB available"
                 if local
                 else "engines and ranks are on several hosts"
             )
             raise EngineError(
                 f"engine.transport is shared_memory, but {why}; set it to messages or auto"
             )
-        self._way_now = wanted
+        self._transport = wanted
         return wanted
 
     def _join(self, gathering: _Gathering) -> list[Any] | None:
-        """Every rank and every engine makes its part of the plan, and they meet."""
+        """Have every rank and every engine make its part of the plan, and meet."""
         assert self._policy is not None
         meeting, sizes = gathering
         parameters = self._policy.named_weights()
@@ -198,9 +198,9 @@ class Fleet:
     def _exchange(
         self, ask: Callable[[EngineClient], Any], take_part: Callable[[], None]
     ) -> list[Any] | None:
-        """Ask every member for something that all ranks take part in meanwhile. Collective.
+        """Call every member while all ranks take part. Collective.
 
-        Returns the members' answers on the main rank, and a list on the others; or None on all
+        Returns the members' answers on the main rank, an empty list on the others; or None on all
         ranks where anything failed. Members that did not answer are lost.
         """
         failed = False
@@ -208,9 +208,9 @@ class Fleet:
             asked = {client: pool.submit(ask, client) for client, _ in self._joined}
             try:
                 take_part()
-            except RuntimeError as error:  # of the process group: a member is gone
+            except RuntimeError as error:  # from the process group: a member is gone
                 failed = True
-                self._outbox = None  # which lets go of the group, so that all others hear of it
+                self._outbox = None  # destroys the group, so that all other members fail too
                 print(f"rank {dist.get_rank()}: {error}", flush=True)
             for client, future in asked.items():
                 reason = future.exception()
@@ -220,7 +220,7 @@ class Fleet:
                     raise reason
                 failed = True
                 if isinstance(reason, EngineRefused):
-                    self.notify(f"{reason}; the refit is repeated")
+                    self.notify(f"{reason}; retrying the refit")
                 else:
                     self.lost(client, str(reason))
         if any_rank(failed)[0]:
@@ -229,12 +229,12 @@ class Fleet:
         return [future.result() for future in asked.values()]
 
     def _compare(self, answers: list[Refitted]) -> None:
-        """Hold every engine tensor's fingerprint to the trainer's. Collective."""
+        """Compare every engine rank's fingerprints with the trainer's. Collective."""
         assert self._outbox is not None
         given = gather(self._outbox.fingerprints())
-        on_main(lambda: self._hold(answers, given))
+        on_main(lambda: self._check_fingerprints(answers, given))
 
-    def _hold(self, answers: list[Refitted], given: list[dict[str, int]]) -> None:
+    def _check_fingerprints(self, answers: list[Refitted], given: list[dict[str, int]]) -> None:
         assert self._plan is not None
         expected: dict[str, int] = {}
         for found in given:

@@ -1,8 +1,8 @@
-"""vLLM's own weight loaders, run on tensors that have no contents.
+"""Tensors without contents, for vLLM's own weight loaders.
 
-A loader narrows, reshapes and transposes a Hugging Face tensor until what is left is this rank's
-part, and copies that. Given tensors without storage, it says which box of each it would copy; given
-the boxes' contents, it puts them where they belong. All fusion, padding and packing stay vLLM's.
+A loader narrows, reshapes and transposes a Hugging Face tensor down to this rank's part, and copies
+that. Given tensors without storage, it shows which box of each it would copy; given the contents of
+the boxes, it loads them. All fusion, padding and packing remain vLLM's.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Copy = Callable[[Tensor, "Unread"], None]
 
 
 class Unread(Tensor):
-    """A view of a tensor whose contents are elsewhere; copying from it asks for them.
+    """A view of a tensor whose contents are elsewhere; copying from it calls `fill`.
 
-    `tensor_name` is the Hugging Face tensor's; `seen` is the view, on the meta device, whose shape,
-    strides and offset say which elements of the whole it shows, whatever chain of views made it.
+    `tensor_name` is the Hugging Face tensor's; `seen` is the view on the meta device, whose shape,
+    strides and offset say which elements of `whole` it shows, after any chain of views.
     """
 
     tensor_name: str
@@ -57,14 +57,15 @@ class Unread(Tensor):
 
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...], dtype: torch.dtype, fill: Copy) -> Unread:
-        """The whole tensor."""
+        """Return a view of the whole tensor."""
         whole = torch.empty(shape, dtype=dtype, device="meta")
         return cls(name, whole, whole, fill)
 
     def box(self) -> Box:
-        """Which box of the whole tensor is shown.
+        """Return the box of the whole tensor that this view shows.
 
-        Raises ValueError when it is none.
+        Raises:
+            ValueError: it is not a box.
         """
         first = self.seen.storage_offset()
         last = first + sum(
@@ -78,14 +79,14 @@ class Unread(Tensor):
             first, last = first % stride, last % stride
         sizes = tuple(end - start + 1 for start, end in zip(low, high, strict=True))
         if prod(sizes) != self.seen.numel():
-            raise ValueError(f"a loader reads no box of {self.tensor_name}: {self.seen.shape}")
+            raise ValueError(f"{self.tensor_name}: a loader's view is not a box: {self.seen.shape}")
         return tuple(low), sizes
 
     def as_seen(self, contents: Tensor) -> Tensor:
-        """The contents of the box, in the whole tensor's orientation, seen as this view shows them;
-        a view of them.
+        """Return the contents of the box, in the whole tensor's orientation, viewed as this view.
 
-        Raises ValueError when the view has other dimensions than the tensor.
+        Raises:
+            ValueError: the view merges or splits dimensions of the tensor.
         """
         strides = []
         for size, stride in zip(self.seen.shape, self.seen.stride(), strict=True):
@@ -100,9 +101,9 @@ class Unread(Tensor):
                 ),
                 None,
             )
-            if dimension is None:  # merged or cut, which contents with gaps could not be
+            if dimension is None:  # contents with gaps have no such view
                 raise ValueError(
-                    f"a loader reads other dimensions of {self.tensor_name} than it has:"
+                    f"{self.tensor_name}: a loader merges or splits dimensions:"
                     f" {tuple(self.seen.shape)}"
                 )
             strides.append(contents.stride(dimension))
@@ -134,11 +135,11 @@ class Unread(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub leaves the function out
         cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
-        raise NotImplementedError(f"a loader wants the contents of a tensor, for {function}")
+        raise NotImplementedError(f"a loader reads the contents of a tensor, in {function}")
 
 
 def copy_nothing(target: Tensor, source: Unread) -> None:
-    """Let a loader's bookkeeping on the meta device see a copy of the right size."""
+    """Copy to a target on the meta device, where loaders count the elements, and nowhere else."""
     if target.is_meta:
         with torch._C.DisableTorchFunctionSubclass():
             target.copy_(torch.empty(source.shape, dtype=source.dtype, device="meta"))

@@ -1,14 +1,14 @@
-"""The rollouts' write-ahead log: what the engines have answered since the newest whole checkpoint.
+"""The write-ahead log of rollouts: the engines' responses since the newest whole checkpoint.
 
-Every response is appended as soon as it counts, before anything is made of it. A stage that was
-killed does steps again; what it asks for and finds here, by the same weights, is not drawn a second
-time. What was not whole is drawn with its own seed: a long response is never given up for another,
-which would make responses shorter than the policy's.
+Every response is appended when it is accepted, before it is used. A killed stage repeats steps;
+requests that it finds here, for the same weight version, are not sampled again. An incomplete
+response is sampled again with its own seed: replacing long responses by others would bias them to
+be shorter than the policy's.
 
-One file for every version of the weights, `version_N.log`, so that what a checkpoint covers goes
-by file. A frame is three uint32, big-endian: the length of its data, their CRC-32, and the CRC-32
-of those 8 bytes; then the data, typed MessagePack. The first holds an `Origin`. Frames reach the
-operating system before they are used: a killed process loses none but the one it was writing.
+There is one file per weight version, `version_N.log`, which is removed once a checkpoint covers it.
+A frame is three big-endian uint32, the length of its data, their CRC-32, and the CRC-32 of those 8
+bytes, and then the data, typed MessagePack. The first frame holds an `Origin`. Frames reach the
+operating system before they are used: a killed process loses only the one it was writing.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from parallel.sample import Sample
 from parallel.settings import ModelSettings
 from parallel.status_pipe import report_notice
 
-FORMAT = 1  # of this file
+FORMAT = 1  # version of the file format
 HEADER = struct.Struct(">III")
 
-Entry = tuple[Question, Generation] | None  # None: nothing more was asked of these weights
+Entry = tuple[Question, Generation] | None  # None: this version is complete
 ENTRIES: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry)
 
 
 class Damaged(ValueError):
-    """Bytes that are not as they were written."""
+    """A file with other bytes than were written."""
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """What decides, beside question and version, what is drawn: as a digest."""
+    """A digest of everything besides question and version that decides a response."""
 
     format: int
     digest: str
@@ -51,8 +51,7 @@ class Origin(msgspec.Struct, frozen=True):
 
 @dataclass
 class _Version:
-    """One file: the answers that were in it when it was opened, by seed, and whether all were that
-    its step had asked for."""
+    """An open file: its answers when it was opened, by seed, and whether they are complete."""
 
     file: BinaryIO
     answers: dict[int, tuple[Question, Generation]]
@@ -60,10 +59,7 @@ class _Version:
 
 
 class RolloutLog:
-    """The log of one stage, on its main rank.
-
-    Raises OSError, with the file's path, where it cannot be written.
-    """
+    """The log of one stage, on its main rank; raises OSError where it cannot be written."""
 
     def __init__(
         self,
@@ -73,40 +69,40 @@ class RolloutLog:
         deterministic: bool,
         notify: Callable[[str], None] = report_notice,
     ) -> None:
-        """`deterministic`: the answers of a version are of use when they are whole, since bits
-        depend on what else an engine draws, or has cached since its refit."""
+        """With `deterministic` only complete versions are replayed.
+
+        Bits depend on what else an engine samples, or has cached since its refit.
+        """
         self._directory = directory
         self._origin = Origin(FORMAT, origin)
         self._model = model
         self._deterministic = deterministic
         self._notify = notify
-        self._lock = threading.Lock()  # guards all of the log; answers come in engines' threads
+        self._lock = threading.Lock()  # guards all of the log; answers arrive in other threads
         self._open: dict[int, _Version] = {}
         self._covered = 0
-        self._used: set[int] = set()  # versions of which something was taken
+        self._used: set[int] = set()  # versions with replayed answers
 
     def begin(self, version: int, later: bool) -> None:
-        """A stage goes on with the weights `version`; answers of `later` ones are kept where they
-        may come again."""
+        """Start at a weight version; keep the answers of later versions where `later` is set."""
         self.cover(version - 1)
         if not later:
             self._remove(lambda each: each > version)
 
     def cover(self, version: int) -> None:
-        """Forget this version and those before it: a whole checkpoint has what they led to."""
+        """Remove this version and earlier ones: a whole checkpoint covers them."""
         self._covered = max(self._covered, version)
         self._remove(lambda each: each <= version)
 
     def forget(self, version: int) -> bool:
-        """Forget this version, and those after it, whose weights came of it; whether anything of it
-        was taken."""
+        """Remove this version and later ones; return whether any of its answers was replayed."""
         self._remove(lambda each: each >= version)
         used = version in self._used
         self._used.discard(version)
         return used
 
     def take(self, version: int, questions: Sequence[Question]) -> list[Sample | None]:
-        """What is known of the answers to these questions by the weights `version`, each once."""
+        """Return the logged answers to these questions for a weight version, each answer once."""
         with self._lock:
             if not (version in self._open or self._path(version).exists()):
                 return [None] * len(questions)
@@ -125,9 +121,9 @@ class RolloutLog:
             ]
 
     def add(self, question: Question, answer: Generation) -> None:
-        """Append a response. Any thread may do so.
+        """Append a response. Thread-safe.
 
-        One that several weights have drawn is left out: a stage that resumes has only the last.
+        One sampled with several weight versions is not logged: a resumed stage has only the last.
         """
         versions = np.frombuffer(answer.versions, "<i4")
         version = int(versions[0])
@@ -135,7 +131,7 @@ class RolloutLog:
             self._append(version, (question, answer))
 
     def end(self, version: int) -> None:
-        """Note that all that a step asks of these weights has been answered."""
+        """Mark a version as complete: all of its step's responses have been accepted."""
         self._append(version, None)
 
     def close(self) -> None:
@@ -158,7 +154,7 @@ class RolloutLog:
         return self._directory / f"version_{version}.log"
 
     def _of(self, version: int) -> _Version:
-        """The version's file, read, and open at the end of what is whole in it."""
+        """Return the version's file, read, and open at the end of its whole frames."""
         if version not in self._open:
             self._directory.mkdir(parents=True, exist_ok=True)
             path = self._path(version)
@@ -173,7 +169,7 @@ class RolloutLog:
         try:
             for number, data in enumerate(frames(file)):
                 if number == 0:
-                    self._hold_to_origin(data)
+                    self._check_origin(data)
                 elif (entry := self._entry(data, version)) is None:
                     read.whole = True
                 else:
@@ -182,7 +178,7 @@ class RolloutLog:
         except Damaged as error:
             self._notify(
                 f"{path}: {error}; the {len(read.answers)} responses before byte {good} are used,"
-                " and what follows is drawn again"
+                " later ones are sampled again"
             )
         file.seek(good)
         file.truncate()
@@ -190,33 +186,34 @@ class RolloutLog:
             self._write(file, self._origin)
         return read
 
-    def _hold_to_origin(self, data: bytes) -> None:
-        """Raise Damaged where a file's first frame does not say that it is of this very log."""
+    def _check_origin(self, data: bytes) -> None:
+        """Raise Damaged unless a file's first frame has the origin of this log."""
         try:
             origin = msgspec.msgpack.decode(data, type=Origin)
         except (ValueError, RecursionError) as error:  # msgspec's are ValueErrors
-            raise Damaged(f"its first frame tells no origin: {error}") from error
+            raise Damaged(f"its first frame is not an origin: {error}") from error
         if origin.format != FORMAT:
-            raise Damaged(f"it is of format {origin.format}, and not of {FORMAT}")
+            raise Damaged(f"it has format {origin.format}, expected {FORMAT}")
         if origin != self._origin:
             raise Damaged("it is of another model, parent or sampling")
 
     def _entry(self, data: bytes, version: int) -> Entry:
-        """A frame whose checksum is right may still hold what nobody who writes here would write.
+        """Return the entry of a frame.
 
-        Raises Damaged.
+        Raises:
+            Damaged: the checksum matches, but the data are not what this class writes.
         """
         try:
             entry = ENTRIES.decode(data)
-            if msgspec.msgpack.encode(entry) != data:  # such as a key that is none
-                raise InvalidResponse("it says more than one")
+            if msgspec.msgpack.encode(entry) != data:  # such as unknown keys
+                raise InvalidResponse("unknown keys or values")
             if entry is not None:
                 sample = sample_of(*entry, self._model)
                 if np.any(sample.versions != version):
-                    raise InvalidResponse("it is of other weights than its file")
-        # OverflowError: a token of a prompt that is no int32.
+                    raise InvalidResponse("another weight version than the file's")
+        # OverflowError: a token of a prompt is not an int32.
         except (ValueError, OverflowError, RecursionError) as error:
-            raise Damaged(f"a frame that is no response: {error}") from error
+            raise Damaged(f"a frame is not a valid response: {error}") from error
         return entry
 
     def _remove(self, dropped: Callable[[int], bool]) -> None:
@@ -230,16 +227,17 @@ class RolloutLog:
 
 
 def frame(message: object) -> bytes:
-    """One message as it stands in a file."""
+    """Return the frame of a message."""
     data = msgspec.msgpack.encode(message)
     start = HEADER.pack(len(data), crc32(data), 0)[:8]
     return start + crc32(start).to_bytes(4, "big") + data
 
 
 def frames(file: BinaryIO) -> Iterator[bytes]:
-    """The data of every frame; one that the file ends within is left out.
+    """Yield the data of every frame; a frame that the file ends within is dropped.
 
-    Raises Damaged.
+    Raises:
+        Damaged: a checksum does not match.
     """
     while len(header := file.read(HEADER.size)) == HEADER.size:
         length, checksum, own = HEADER.unpack(header)

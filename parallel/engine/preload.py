@@ -1,5 +1,4 @@
-"""What an engine imports, for the fork server that engines are forked from. Import it nowhere
-else."""
+"""The imports of an engine, for the fork server that engines are forked from; import only there."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Inside vLLM's worker: take the trainer's weights in place, through vLLM's own loaders.
+"""The extension of vLLM's worker that takes the trainer's weights in place, by vLLM's loaders.
 
-`model.load_weights` fails on a loaded engine, whose weights are already repacked, and vLLM's
-`reload_weights` silently gives wrong experts on a CPU. This brackets the whole refit once instead,
-and takes the layers' steps itself where vLLM would wait for weights that never come.
+In vLLM 0.30 `model.load_weights` fails on a loaded engine, whose weights are already repacked, and
+`reload_weights` silently gives wrong experts on a CPU. Here one layerwise reload brackets the whole
+refit, and layers are processed explicitly where vLLM would wait for weights that never come.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ _PR_SET_PDEATHSIG = 1
 
 
 class RefitExtension:
-    """Methods vLLM adds to its worker; called on every tensor-parallel rank by `collective_rpc`."""
+    """Methods added to vLLM's worker, called on every tensor-parallel rank by `collective_rpc`."""
 
     model_runner: Any
     model_config: Any
 
     def prepare(self, model: str) -> None:
-        """Hold the plan's arithmetic to what vLLM's loaders copy, for the model's settings.
+        """Compare the slices that a refit plans with those that vLLM's loaders copy.
 
-        Raises RuntimeError when they differ: this vLLM, or this model, is not what was planned for.
+        Raises:
+            RuntimeError: they differ; the plan does not fit this vLLM or this model.
         """
-        if _place()[1] > 1:  # else it is the engine's own process
+        if _place()[1] > 1:  # a single rank is the engine's own process
             _die_with_parent()
         self._settings = ModelSettings.model_validate_json(model)
         self._shapes = tensors(self._settings)
@@ -61,7 +62,7 @@ class RefitExtension:
             )
 
     def join(self, message: bytes) -> None:
-        """Plan this rank's part of a trainer's refits, and meet the trainer's ranks."""
+        """Plan this rank's part of a trainer's refits, and connect to the trainer's ranks."""
         join = msgspec.msgpack.decode(message, type=Join)
         self.leave()
         layout = LayoutSettings.model_validate(join.layout)
@@ -73,13 +74,13 @@ class RefitExtension:
         )
 
     def leave(self) -> None:
-        """Let go of the trainer, if there is one."""
+        """Disconnect from the trainer, if there is one."""
         if self._inbox is not None:
             self._inbox.close()
             self._inbox = None
 
     def refit(self, message: bytes) -> bytes:
-        """Take all weights, bucket by bucket; answers a `RankReport`."""
+        """Take all weights, bucket by bucket; return an encoded `RankReport`."""
         asked = msgspec.msgpack.decode(message, type=Refit)
         source = self._inbox
         if source is None:
@@ -92,7 +93,7 @@ class RefitExtension:
                 for each in source.buckets:
                     self._load(each, source.take(each), landed)
         except Exception:
-            self.leave()  # so that whoever waits for this rank hears of it
+            self.leave()  # so that ranks that wait for this one fail too
             raise
         return msgspec.msgpack.encode(
             RankReport(
@@ -105,7 +106,7 @@ class RefitExtension:
         )
 
     def progress(self) -> dict[str, int]:
-        """How many tokens each request has drawn that has begun."""
+        """Return the number of tokens sampled of each request in flight."""
         return {
             name: len(state.output_token_ids) for name, state in self.model_runner.requests.items()
         }
@@ -118,7 +119,7 @@ class RefitExtension:
         def copy(target: torch.Tensor, source: Unread) -> None:
             if target.is_meta:
                 copy_nothing(target, source)
-            elif source.numel():  # else all that this rank holds is padding of the vocabulary
+            elif source.numel():  # empty where this rank has only padding of the vocabulary
                 view = source.as_seen(contents[source.tensor_name])
                 with torch._C.DisableTorchFunctionSubclass():
                     target.copy_(view)
@@ -128,7 +129,7 @@ class RefitExtension:
         unread = ((name, self._unread(name, copy)) for name in each.tensors)
         self.model_runner.model.load_weights(unread)
         for module in self.model_runner.model.modules():
-            # vLLM waits for the padding of a vocabulary, and would load the rest at the very end.
+            # vLLM counts a vocabulary's padding as missing, and would process the layer at the end.
             info = layerwise.get_layerwise_info(module)
             attention = layerwise.is_deferred_attention_layer(module)
             if info.can_load() and info.load_numel > 0 and not attention:
@@ -139,7 +140,7 @@ class RefitExtension:
 
     @contextmanager
     def _bracket(self) -> Iterator[None]:
-        """All layers back in the form their loaders expect, and at the end repacked for use."""
+        """Restore all layers to the form that loaders expect; at the end repack them."""
         model = self.model_runner.model
         kernels: list[tuple[Any, Any]] = []
         for module in model.modules():
@@ -153,19 +154,18 @@ class RefitExtension:
             layerwise.initialize_layerwise_reload(model)
             try:
                 yield
-            finally:  # also after a failure: the next refit then finds the layers as always
+            finally:  # also after an error, so that the next refit finds the usual state
                 layerwise.finalize_layerwise_reload(model, self.model_config)
         for method, kernel in kernels:
             if method.moe_kernel is None:
                 method.moe_kernel = kernel
 
     def _default_device(self) -> AbstractContextManager[Any]:
-        """Have new tensors made where the engine's are. On a CPU they are anyway, and the mode
-        would slow down every call."""
+        """Make the engine's device the default; on a CPU it is, and the mode would cost time."""
         return nullcontext() if self._device.type == "cpu" else torch.device(self._device)
 
     def _copied(self) -> list[tuple[str, Box]]:
-        """The boxes that vLLM's loaders copy on this rank; the weights stay as they are."""
+        """Return the boxes that vLLM's loaders copy on this rank; the weights are unchanged."""
         model, found = self.model_runner.model, []
 
         def note(target: torch.Tensor, source: Unread) -> None:
@@ -193,14 +193,14 @@ class RefitExtension:
 
 
 class _Landed:
-    """Fingerprints of what the loaders have put into the engine's tensors."""
+    """Fingerprints of what the loaders have written to the engine's tensors."""
 
     def __init__(self, settings: ModelSettings) -> None:
         self._settings = settings
         self._found: dict[tuple[str, Box], int] = {}
 
     def note(self, source: Unread, target: torch.Tensor) -> None:
-        """Read back what a loader has just written; of a tensor written twice, the last counts."""
+        """Read back what a loader has just written; of a tensor written twice the last counts."""
         name, box = source.tensor_name, source.box()
         dtype = wire_dtype(name, self._settings)
         contents = torch.empty(box[1], dtype=dtype, device=target.device)
@@ -208,7 +208,7 @@ class _Landed:
         self._found[name, box] = checksums.fingerprint(name, box, contents)
 
     def by_bucket(self) -> dict[str, str]:
-        """One fingerprint a bucket."""
+        """Return one fingerprint per bucket."""
         summed: dict[int, int] = {}
         for (name, _), value in self._found.items():
             summed[bucket(name)] = checksums.add(summed.get(bucket(name), 0), value)
@@ -216,13 +216,16 @@ class _Landed:
 
 
 def _die_with_parent() -> None:
-    """vLLM's workers look whether the engine lives, and go on with what they are at until then: a
-    meeting of ranks, say, of whom none is left."""
+    """Have the kernel kill this worker with the engine.
+
+    vLLM's workers check that the engine lives only between calls: one that waits in a collective,
+    for ranks that are gone, would stay.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _place() -> tuple[int, int]:
-    """This rank's place in the engine's tensor parallelism, and the number of its ranks."""
+    """Return this rank's index in the engine's tensor parallelism, and the number of ranks."""
     from vllm.distributed.parallel_state import get_tp_group
 
     return get_tp_group().rank_in_group, get_tp_group().world_size

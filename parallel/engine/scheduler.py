@@ -1,9 +1,10 @@
-"""Who draws what, and when: every response that is asked for is drawn exactly once.
+"""The scheduler of rollouts over engines: every requested response is accepted exactly once.
 
-A task goes to one engine and comes back as a Sample. The longest expected go first and to the
-engine with the least to do, so that all end at about the same time. An engine that dies, hangs or
-talks garbage is lost, and what it owes goes elsewhere with the same seeds: a response is never
-dropped for taking long and drawn anew, which would make responses shorter than the policy's.
+A task goes to one engine and comes back as a Sample. Tasks with the longest expected responses go
+first, and to the engine with the fewest tokens to sample, so that all engines end at about the same
+time. An engine that dies, hangs or violates the protocol is lost, and its tasks are requeued with
+the same seeds: a response is never dropped for its length, which would bias responses to be shorter
+than the policy's.
 """
 
 from __future__ import annotations
@@ -23,44 +24,44 @@ from parallel.engine.wire import EngineDescription, Generate, Generation, Prompt
 from parallel.sample import Sample
 from parallel.settings import ModelSettings
 
-AHEAD = 4  # an engine is owed up to 1 / 4 more than it draws at once, so that it never idles
-MEMORY = 64  # responses that a mean looks back on, since the policy changes
+AHEAD = 4  # an engine gets up to 1 / 4 more tasks than it runs at once, so that it never idles
+MEMORY = 64  # responses that a running mean covers; few, since the policy changes
 
 
 class NoEngine(Exception):
-    """Responses are still owed and no engine lives. Nothing is lost: refit one, and collect again.
+    """Responses are missing and no engine is live; after a refit, `collect` can be called again.
 
-    Not an EngineError, since it is not the stage's end.
+    Not an EngineError, which would end the stage.
     """
 
 
 class Client(Protocol):
-    """What the scheduler asks of `parallel.engine.client.EngineClient`."""
+    """The part of `parallel.engine.client.EngineClient` that the scheduler uses."""
 
     def generate(self, request: Generate) -> Iterator[Generation]:
-        """Responses as they end. Ends early only by raising EngineError."""
+        """Yield responses as they end; end early only by raising EngineError."""
 
     def healthy(self) -> bool:
-        """Whether the engine answers, and believes that all of its processes live."""
+        """Return whether the engine answers and all of its processes live."""
 
 
 class EnginePool(Protocol):
-    """What the scheduler asks of `parallel.engine.fleet.Fleet`."""
+    """The part of `parallel.engine.fleet.Fleet` that the scheduler uses."""
 
     @property
     def descriptions(self) -> Mapping[Any, EngineDescription]:
-        """What the engines that live are."""
+        """The descriptions of the live engines."""
 
     def live(self) -> list[Any]:
-        """The engines that have the weights, always in the same order."""
+        """Return the engines that have the weights, always in the same order."""
 
     def lost(self, client: Any, reason: str) -> None:
-        """Have an engine replaced; it is not live until it was refitted."""
+        """Have an engine restarted; it is not live until its next refit."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One response to be drawn; `key` is the caller's own name for it."""
+    """A response to sample; `key` is the caller's name for it."""
 
     key: Hashable
     question: Question
@@ -68,7 +69,7 @@ class Task:
 
 @dataclass(order=True, frozen=True)
 class _Entry:
-    """A task that waits or is under way; sorted, the longest expected come first."""
+    """A task that is queued or in flight; sorted, the longest expected come first."""
 
     minus_expected: float  # tokens
     number: int  # in the order of submission; the engines' name for it
@@ -78,7 +79,7 @@ class _Entry:
 
 @dataclass(eq=False)
 class _EngineCall:
-    """One call to an engine: what was asked, and what of it is still owed."""
+    """A call to an engine: its tasks, and those that are still owed."""
 
     client: Client
     instance: str | None
@@ -90,14 +91,14 @@ class _EngineCall:
 
 
 class Scheduler:
-    """The rollouts of one stage. All methods but `wake` are for one thread, the main one.
+    """The rollouts of one stage. All methods but `wake` are for the main thread.
 
-    `deterministic`: task i of a call to `submit` goes to engine i modulo their number, all at once,
-    and what an engine answers counts when it is complete, so that the same calls give the same
-    bits. With several engines that holds as long as none is lost.
+    `deterministic`: task i of a call to `submit` goes to engine i modulo their number, all in one
+    call, and the answers are accepted when the call is complete, so that the same calls give the
+    same bits. With several engines this requires that none is lost.
 
-    `on_end` hears of every answer once, as soon as it counts, in a thread of its engine's; what it
-    raises, `collect` raises.
+    `on_end` is called once with every accepted answer, in the thread of its call; its errors are
+    raised by `collect`.
     """
 
     def __init__(
@@ -128,14 +129,11 @@ class Scheduler:
 
     @property
     def owed(self) -> int:
-        """How many responses were asked for and have not come."""
+        """The number of responses that were requested and not yet accepted."""
         return len(self._owed)
 
     def submit(self, tasks: Iterable[Task], at_once: bool = False) -> None:
-        """Ask for a response to each task.
-
-        `at_once`: ahead of all others, and dealt out so that every engine gets some.
-        """
+        """Request a response to each task; `at_once` before all others, dealt to every engine."""
         with self._changed:
             for task in tasks:
                 expected = 0.0 if self._deterministic else self._lengths.expected(task.question)
@@ -146,17 +144,19 @@ class Scheduler:
             self._deal()
 
     def supply(self, task: Task, sample: Sample) -> None:
-        """Have `collect` return a response that was drawn before, and is not asked for."""
+        """Have `collect` return a response that was sampled earlier, such as a logged one."""
         with self._changed:
             self._finish(task, sample)
             self._changed.notify()
 
     def collect(self, seconds: float, more: bool = False) -> list[tuple[Task, Sample]]:
-        """What ended since the last call, in that order; waits for something, so long at most.
+        """Return the responses accepted since the last call, in order; wait for at most `seconds`.
 
-        `more`: something else than responses is to come, and `wake` will say that it has.
-        Raises NoEngine when something is owed and no engine lives, and EngineRefused when a well
-        engine will not do what it was asked.
+        `more`: also wait, with no response owed, for a call of `wake`.
+
+        Raises:
+            NoEngine: responses are owed and no engine is live.
+            EngineRefused: a healthy engine rejected a request.
         """
         deadline = time.monotonic() + seconds
         with self._changed:
@@ -175,16 +175,16 @@ class Scheduler:
         return finished
 
     def wake(self) -> None:
-        """Have `collect` return at once, now or when it is next called. Any thread may do so."""
+        """Make `collect` return at once, now or at its next call. Thread-safe."""
         with self._changed:
             self._woken = True
             self._changed.notify()
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """While engines take new weights: start nothing. What is under way goes on.
+        """Start no calls within, while engines take new weights; calls in flight continue.
 
-        What failed meanwhile is looked at when all engines are what they will be.
+        Failures of calls are handled at the end, when it is known which engines are live.
         """
         with self._changed:
             self._held = True
@@ -203,8 +203,7 @@ class Scheduler:
                 self._deal()
 
     def close(self) -> None:
-        """Give up all that is owed. A stream's thread ends with the engine's next word, or when
-        the engine has been silent for too long."""
+        """Drop all tasks. A call's thread ends with the engine's next message, or its timeout."""
         with self._changed:
             self._held = True
             for stream in self._streams:
@@ -221,7 +220,7 @@ class Scheduler:
             heapq.heappush(self._queue, entry)
 
     def _deal(self) -> None:
-        """Give the engines what waits, as far as there is room."""
+        """Assign queued tasks to the live engines, as far as they have room."""
         live = [] if self._held else self._engines.live()
         if not live or not (self._queue or self._immediate):
             return
@@ -238,10 +237,10 @@ class Scheduler:
                 self._open(client, sampling, alike)
 
     def _deal_by_length(self, live: list[Any], dealt: dict[Any, list[_Entry]]) -> None:
-        """The longest to the engine with the fewest tokens to draw.
+        """Assign the longest tasks to the engine with the fewest expected tokens.
 
-        An engine is given more only when it owes no more than it draws at once, and then a good
-        deal, so that streams are few.
+        An engine gets more only when it owes no more than it runs at once, and then several, so
+        that calls are few.
         """
         owed = {client: list(dealt[client]) for client in live}
         for stream in self._streams:
@@ -278,14 +277,14 @@ class Scheduler:
         threading.Thread(target=self._read, args=(stream, request), daemon=True).start()
 
     def _read(self, stream: _EngineCall, request: Generate) -> None:
-        """What the thread of one stream does."""
+        """Read the answers of one call, in its thread."""
         try:
             for generation in stream.client.generate(request):
                 if not self._take(stream, generation):
                     return
             missing = "broke off its answer" if stream.owed else None
         except InvalidResponse as error:
-            missing = f"returned garbage: {error}"
+            missing = f"sent an invalid response: {error}"
         except EngineRefused as error:
             if stream.client.healthy():
                 self._fail(stream, error)
@@ -293,7 +292,7 @@ class Scheduler:
             missing = str(error)
         except EngineError as error:
             missing = str(error)
-        except Exception as error:  # ours; the main thread must not wait for ever
+        except Exception as error:  # a bug of ours: `collect` raises it, instead of waiting
             self._fail(stream, error)
             return
         with self._changed:
@@ -305,10 +304,10 @@ class Scheduler:
             self._changed.notify()
 
     def _take(self, stream: _EngineCall, generation: Generation) -> bool:
-        """Accept one answer, once; false when nobody listens to this stream any more."""
+        """Accept an answer once; return False when the call was given up."""
         entry = stream.asked.get(generation.number)
         if entry is None:
-            raise InvalidResponse(f"an answer to number {generation.number}, which was not asked")
+            raise InvalidResponse(f"an answer to unknown request {generation.number}")
         sample = sample_of(entry.task.question, generation, self._model)
         with self._changed:
             if not stream.open or entry.number not in stream.owed:
@@ -340,7 +339,7 @@ class Scheduler:
                 self._changed.notify()
 
     def _lose(self, stream: _EngineCall, reason: str) -> None:
-        """The stream's engine is of no use; none of its streams is listened to any more."""
+        """Report the call's engine as lost and give up all calls to that process."""
         if self._held:
             self._failed_meanwhile.append((stream, reason))
             return
@@ -369,14 +368,14 @@ class Lengths:
         self._means: dict[tuple[str, int | None], tuple[float, int]] = {}
 
     def expected(self, question: Question) -> float:
-        """The mean of alike prompts, else of the domain, else the longest there can be."""
+        """Return the mean for the domain and prompt length, else the domain, else `max_tokens`."""
         for key in _keys(question):
             if key in self._means:
                 return self._means[key][0]
         return float(question.sampling.max_tokens)
 
     def learn(self, question: Question, tokens: int) -> None:
-        """Take note of a response's length."""
+        """Update the means with a response's length."""
         for key in _keys(question):
             mean, count = self._means.get(key, (0.0, 0))
             count = min(count + 1, MEMORY)

@@ -1,9 +1,9 @@
-"""The rollout engine: vLLM in processes of its own, kept up from stage to stage.
+"""The HTTP server of a rollout engine, a process that serves one stage after another.
 
     python -m parallel.engine.server ENGINE.json
 
-ENGINE.json holds an `EngineJob`. When the engine is ready it
-writes its `Address` to the file named by "address"; until its first refit it refuses to generate.
+ENGINE.json holds an `EngineJob`. When the engine is ready it writes its `Address` to the file named
+by "address"; until its first refit it rejects requests to generate.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from parallel.status_pipe import report_error
 
 
 class EngineServer:
-    """Answers the calls of `client.EngineClient`."""
+    """The HTTP side of an engine, which answers `client.EngineClient`."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.token = secrets.token_urlsafe(32)
 
     def application(self) -> web.Application:
-        """One route a call; strangers get no further than the token."""
+        """Return an application with one route per call, each behind the token."""
         application = web.Application(middlewares=[self._guard], client_max_size=LARGEST_MESSAGE)
         engine = self.engine
         application.add_routes(
@@ -70,11 +70,11 @@ class EngineServer:
             return await handler(request)
         except web.HTTPException as error:
             return _failure(error.status, f"{request.path}: {error.reason}")
-        except Exception as error:  # answered to the client, which decides what it means
+        except Exception as error:  # the client decides what it means
             return _failure(500, f"{type(error).__name__}: {error}")
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        """A stream of responses; a client that goes away takes its requests with it."""
+        """Stream responses; the requests of a client that disconnects are aborted."""
         asked = msgspec.msgpack.decode(await request.read(), type=Generate)
         responses = await self.engine.generate(asked)
         stream = web.StreamResponse()
@@ -88,12 +88,12 @@ class EngineServer:
         return stream
 
     async def _refit(self, request: web.Request) -> web.StreamResponse:
-        """The answer, and until then signs of life: the ranks of the trainer may take long."""
+        """Send the answer, and heartbeats until then: the trainer's ranks may take long."""
         asked = msgspec.msgpack.decode(await request.read(), type=Refit)
         stream = web.StreamResponse()
         await stream.prepare(request)
         refit = asyncio.ensure_future(self.engine.refit(asked))
-        refit.add_done_callback(_log)  # also when the client has gone away
+        refit.add_done_callback(_log)  # also when the client has disconnected
         while not (await asyncio.wait({refit}, timeout=BEAT_SECONDS))[0]:
             await stream.write(BEAT)
         if (error := refit.exception()) is None:
@@ -139,8 +139,8 @@ async def _serve(engine: Engine, address: Path, interface: str) -> None:
     except Exception as error:
         report_error(f"the engine cannot serve this run: {error}")
         raise
-    # `EngineServer._guard` answers the handlers' own errors. aiohttp would log requests that are
-    # not HTTP, each with a traceback: anybody who reaches the port could fill the disk.
+    # `EngineServer._guard` answers the handlers' errors. aiohttp would log requests that are not
+    # HTTP, each with a traceback: whoever reaches the port could fill the disk.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     server = EngineServer(engine)
     runner = web.AppRunner(server.application(), access_log=None)
@@ -150,7 +150,7 @@ async def _serve(engine: Engine, address: Path, interface: str) -> None:
     assert runner.addresses
     host, port = runner.addresses[0][:2]
     _publish(address, Address(host, port, server.token, os.getpid(), engine.instance))
-    failure = await engine.ended()  # a process of vLLM that ended cannot be mended in here
+    failure = await engine.ended()  # vLLM cannot restart a process that ended
     engine.shutdown()
     if failure is not None:
         report_error(str(failure))
@@ -158,7 +158,7 @@ async def _serve(engine: Engine, address: Path, interface: str) -> None:
 
 
 def _publish(path: Path, address: Address) -> None:
-    """Write the address where only this user can read it, and whole or not at all."""
+    """Write the address atomically, readable by this user only: it holds the token."""
     unfinished = path.with_suffix(".tmp")
     unfinished.unlink(missing_ok=True)
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -1,4 +1,4 @@
-"""What an engine and its clients say to each other: typed MessagePack over HTTP, never pickles."""
+"""The protocol of an engine and its clients: typed MessagePack over HTTP, never pickles."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import msgspec
 from parallel.settings import ModelSettings
 from parallel.weights.transport import Meeting, SharedMemory
 
-PROTOCOL = 5  # of this file; both ends must speak the same
+PROTOCOL = 5  # version of this file, the same at both ends
 
-LARGEST_MESSAGE = 1 << 30  # bytes, of a request or of one message of a streamed answer
-LENGTH_BYTES = 4  # of a streamed answer's frames, each led by its length, big-endian
-BEAT = bytes(LENGTH_BYTES)  # an empty frame: no answer yet, but the engine is at work
-MOST_KEPT = 4096  # tokens that top_p keeps without a top_k: each is an object in vLLM's answer
-TIES = 64  # tokens as likely as the last that top_k keeps
+LARGEST_MESSAGE = 1 << 30  # bytes of a request, or of one message of a streamed answer
+LENGTH_BYTES = 4  # a frame of a streamed answer begins with its length, big-endian
+BEAT = bytes(LENGTH_BYTES)  # an empty frame: a heartbeat
+MOST_KEPT = 4096  # ids that top_p keeps without a top_k: each is an object in vLLM's answer
+TIES = 64  # ids as likely as the last that top_k keeps
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where an engine listens, the secret its clients must show, and which process it is.
+    """An engine's address, the token that its clients must send, and its process.
 
-    `instance` is new at every start: an engine that was restarted has forgotten its weights.
+    `instance` is new at every start: a restarted engine has no weights.
     """
 
     host: str
@@ -34,10 +34,10 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class EngineDescription(msgspec.Struct, frozen=True):
-    """What an engine is: the answer to `describe`.
+    """The answer to `describe`.
 
-    `model` is the digest of the model's settings. `host` tells machines apart. `weight_version` is
-    None until the first refit, and while one is under way.
+    `model` is the digest of the model's settings, `host` identifies the machine. `weight_version`
+    is None until the first refit, and during a refit.
     """
 
     protocol: int
@@ -51,15 +51,15 @@ class EngineDescription(msgspec.Struct, frozen=True):
 
 
 def keeps_part(top_k: int, top_p: float) -> bool:
-    """Return whether sampling leaves some of the vocabulary out."""
+    """Return whether sampling excludes some of the vocabulary."""
     return top_p < 1.0 or top_k > 0
 
 
 def kept_limits(top_k: int, top_p: float, vocabulary: int) -> tuple[int, int]:
-    """Return the top_k to draw with, and how many log-probabilities to ask for of every token, so
-    that all which were kept are among them; those that were not are not finite. 0 is all and none.
+    """Return the top_k to sample with, and the number of log-probabilities to request per token.
 
-    vLLM keeps whatever is as likely as the k-th, of which bf16 logits have several.
+    The kept ids are those with finite log-probabilities. (0, 0) keeps all ids and requests none.
+    vLLM keeps every id as likely as the k-th, of which bf16 logits have several.
     """
     if not keeps_part(top_k, top_p):
         return 0, 0
@@ -68,9 +68,9 @@ def kept_limits(top_k: int, top_p: float, vocabulary: int) -> tuple[int, int]:
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """The distribution that responses are drawn from, and where they end.
+    """The distribution that responses are sampled from, and where they end.
 
-    With `top_p` below 1 or `top_k` above 0 every token comes with the set it was drawn from.
+    With `top_p` below 1 or `top_k` above 0 every token comes with the set it was sampled from.
     """
 
     temperature: float
@@ -81,9 +81,9 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """One response that is asked for: its prompt's tokens, and the seed to draw it with.
+    """A request for one response: the prompt's tokens, and the seed to sample it with.
 
-    `number` names it in the answer. Lower `priority` is scheduled first.
+    `number` identifies it in the answer. Lower `priority` is scheduled first.
     """
 
     number: int
@@ -93,9 +93,9 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class Generate(msgspec.Struct, frozen=True):
-    """Draw one response to each prompt; answered by a stream of one `Generation` each, as they end.
+    """A request for one response to each prompt; the answer streams a `Generation` each as it ends.
 
-    All prompts reach vLLM's scheduler at once, so that the same call makes the same batches, and so
+    All prompts reach vLLM's scheduler at once, so that the same call makes the same batches and
     the same bits.
     """
 
@@ -104,13 +104,14 @@ class Generate(msgspec.Struct, frozen=True):
 
 
 class Generation(msgspec.Struct, frozen=True, tag=True):
-    """One response. Arrays are little-endian bytes, so that nothing is boxed number by number.
+    """One response. Arrays are little-endian bytes, so that no number becomes an object.
 
-    tokens: int32 [response]. logprobs: fp32 [response], of the sampled tokens under the sampling
-    distribution. routes: uint16 [prompt + response - 1, layers, experts_per_token]. versions: int32
-    [response], of the weights that each token was drawn with. kept: int32, the sets the tokens were
-    drawn from one after another, kept_sizes: int32 [response] of them; empty where everything is
-    kept.
+    tokens: int32 [response].
+    logprobs: fp32 [response], of the sampled tokens under the sampling distribution.
+    routes: uint16 [prompt + response - 1, layers, experts_per_token].
+    versions: int32 [response], the weight version that each token was sampled with.
+    kept, kept_sizes: int32, the concatenated sets that the tokens were sampled from, and int32
+        [response] their sizes; empty where all ids are kept.
     """
 
     number: int
@@ -125,10 +126,10 @@ class Generation(msgspec.Struct, frozen=True, tag=True):
 
 
 class Join(msgspec.Struct, frozen=True):
-    """Take a place in the refits of one trainer: `parallel.weights` plans from this alone.
+    """A request to join the refits of one trainer, with all that `parallel.weights` plans from.
 
-    `engine` is this engine's place in `fleet`, the engines' tensor-parallel sizes. All ranks
-    meet to send messages; where `meeting` is None the engine maps what each trainer rank shared.
+    `engine` is this engine's index in `fleet`, the engines' tensor-parallel sizes. All ranks meet
+    to send messages; without a `meeting` the engine maps the memory `shared` by each trainer rank.
     """
 
     layout: dict[str, Any]
@@ -140,18 +141,20 @@ class Join(msgspec.Struct, frozen=True):
 
 
 class Refit(msgspec.Struct, frozen=True):
-    """Take the trainer's weights as they are now and call them `version`; bytes are counted, and,
-    when `check` is set, every tensor is fingerprinted as it lands."""
+    """A request to take the trainer's current weights as `version`.
+
+    With `check` every tensor is fingerprinted as it is loaded.
+    """
 
     version: int
     check: bool
 
 
 class RankReport(msgspec.Struct, frozen=True):
-    """What one tensor-parallel rank did in a refit.
+    """The report of one tensor-parallel rank about a refit.
 
-    fingerprints: by bucket, of what landed in it (parallel.weights.checksums), as decimal text,
-    since they take 64 bits and a sign.
+    fingerprints: by bucket, of what was loaded (parallel.weights.checksums), as decimal text, since
+        they have 64 bits and a sign.
     """
 
     received_bytes: int
@@ -162,39 +165,42 @@ class RankReport(msgspec.Struct, frozen=True):
 
 
 class Refitted(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `Refit`: one report a tensor-parallel rank."""
+    """The answer to `Refit`: one report per tensor-parallel rank."""
 
     ranks: list[RankReport]
 
 
 class CallFailure(msgspec.Struct, frozen=True, tag=True):
-    """The answer to a call that failed, or the end of a streamed one; unless it was a step that
-    failed, the engine itself is still there."""
+    """The answer to a call that failed, or the end of a streamed one.
+
+    Unless a step failed, the engine itself still works.
+    """
 
     error: str
 
 
 def model_digest(model: ModelSettings) -> str:
-    """What two descriptions of the same computation share; where it starts from is left out."""
+    """Return a digest of the settings that decide the computation, without its initial weights."""
     described = model.model_dump_json(exclude={"initial_weights", "initialization"})
     return hashlib.sha256(described.encode()).hexdigest()
 
 
 def frame(message: Any) -> bytes:
-    """One message of a streamed answer."""
+    """Return the frame of one message of a streamed answer."""
     data = msgspec.msgpack.encode(message)
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 
 class Readable(Protocol):
     def read(self, size: int) -> bytes:
-        """So many bytes, or fewer at the end."""
+        """Return `size` bytes, or fewer at the end."""
 
 
 def frames(source: Readable) -> Iterator[Generation | Refitted | CallFailure | None]:
-    """The messages of a streamed answer; None for a beat.
+    """Yield the messages of a streamed answer, and None for a heartbeat.
 
-    Raises EOFError when the stream ends within one, or one is longer than LARGEST_MESSAGE.
+    Raises:
+        EOFError: the stream ends within a message, or one is longer than LARGEST_MESSAGE.
     """
     while header := source.read(LENGTH_BYTES):
         if header == BEAT:
@@ -210,7 +216,7 @@ def frames(source: Readable) -> Iterator[Generation | Refitted | CallFailure | N
 
 
 def prompts_of(tokens: Iterable[list[int]], samples: int, seed: int) -> list[Prompt]:
-    """`samples` responses to every prompt, numbered through, no two of which share a seed."""
+    """Return `samples` requests per prompt, numbered consecutively, each with another seed."""
     return [
         Prompt(index * samples + sample, ids, seed + index * samples + sample)
         for index, ids in enumerate(tokens)

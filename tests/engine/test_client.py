@@ -91,7 +91,7 @@ def described(**changes: Any) -> bytes:
 
 def test_an_engine_of_another_version_is_refused(impostor: Impostor) -> None:
     client = impostor({"describe": described(protocol=1)})
-    with pytest.raises(EngineRefused, match=f"engine 0 speaks version 1 .* version {PROTOCOL}"):
+    with pytest.raises(EngineRefused, match=f"engine 0 has protocol version 1, .* {PROTOCOL}"):
         client.connect()
 
 
@@ -169,7 +169,7 @@ def test_a_silent_engine_that_nobody_replaces_is_said_to_be_silent(impostor: Imp
         frame({"number": "one"}),
     ],
 )
-def test_garbage_ends_a_stream_by_an_error_that_names_the_engine(
+def test_an_invalid_stream_raises_an_error_that_names_the_engine(
     impostor: Impostor, garbage: bytes
 ) -> None:
     client = impostor({"describe": described(), "generate": frame(GENERATION) + garbage})
@@ -218,11 +218,11 @@ def test_a_refit_that_goes_on_and_on_ends(impostor: Impostor) -> None:
     with pytest.raises(EngineError, match=r"^engine 0 did not answer refit$"):
         client.refit(Refit(1, check=False))
     client.settings = ENGINE.model_copy(update={"request_timeout_seconds": 1e-9})
-    with pytest.raises(EngineError, match="engine 0 was not done with refit after 1e-09 s"):
+    with pytest.raises(EngineError, match="engine 0 did not finish a refit within 1e-09 s"):
         client.refit(Refit(1, check=False))
 
 
-def test_garbage_for_an_answer_is_an_error(impostor: Impostor) -> None:
+def test_an_invalid_answer_is_an_error(impostor: Impostor) -> None:
     client = impostor({"describe": described(), "stop": b"\xc1", "health": b"\xc1"})
     client.connect()
     with pytest.raises(EngineError, match="engine 0 broke off its answer to stop"):

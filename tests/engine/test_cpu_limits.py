@@ -44,4 +44,4 @@ def test_an_engine_that_cannot_draw_is_never_ready(
         assert engine.process.status() == 1
         assert not engine.address.exists()
         cause = engine.process.failure().cause
-        assert cause.startswith("the engine cannot serve this run: vLLM cannot draw from this")
+        assert cause.startswith("the engine cannot serve this run: vLLM cannot sample from this")

@@ -144,7 +144,7 @@ def test_without_bounds_everything_is_kept(client: EngineClient, refit: Refit) -
 @pytest.mark.parametrize(
     ("tokens", "complaint"),
     [
-        (LONG * 10, r"380 tokens leaves no room for 12 within engine\.max_model_tokens = 256"),
+        (LONG * 10, r"380 tokens, and with 12 more exceeds engine\.max_model_tokens = 256"),
         ([], "prompt 1 has no tokens"),
         ([5, MODEL.vocabulary_size], "prompt 1 has tokens that model.vocabulary_size = 80"),
     ],

@@ -177,7 +177,7 @@ def test_what_a_lost_engine_owes_is_drawn_again_from_the_same_seeds(
     assert scheduler.requeued > 0
     assert len(fleet.reasons) >= 1
     if trouble == "garbage":
-        assert fleet.reasons[0].startswith("returned garbage: logprobs that are cut in the middle")
+        assert fleet.reasons[0].startswith("sent an invalid response: logprobs that end within")
 
 
 def test_an_answer_that_comes_twice_counts_once() -> None:
@@ -188,7 +188,7 @@ def test_an_answer_that_comes_twice_counts_once() -> None:
     assert (scheduler.duplicates, scheduler.requeued, fleet.reasons) == (2, 0, [])
 
 
-def test_an_answer_to_nothing_is_garbage() -> None:
+def test_an_answer_to_no_request_is_invalid() -> None:
     class Confused(FakeEngine):
         def generate(self, request: object) -> Iterator[Generation]:
             for generation in super().generate(request):
@@ -200,8 +200,8 @@ def test_an_answer_to_nothing_is_garbage() -> None:
     with pytest.raises(NoEngine, match="no engine is left for 2 responses"):
         scheduler.collect(5)
     assert fleet.reasons == [
-        "returned garbage: an answer to number 1000, which was not asked"
-    ] or fleet.reasons == ["returned garbage: an answer to number 1001, which was not asked"]
+        "sent an invalid response: an answer to unknown request 1000"
+    ] or fleet.reasons == ["sent an invalid response: an answer to unknown request 1001"]
 
 
 def test_a_late_answer_of_a_lost_engine_is_dropped_and_counted() -> None:
@@ -347,32 +347,24 @@ def test_a_good_answer_becomes_a_sample() -> None:
 @pytest.mark.parametrize(
     ("field", "change", "message"),
     [
-        ("tokens", lambda g: g.tokens[:-4], "arrays of several lengths"),
-        ("tokens", lambda g: g.tokens[:-1], "in the middle of a number"),
+        ("tokens", lambda g: g.tokens[:-4], "arrays of different lengths"),
+        ("tokens", lambda g: g.tokens[:-1], "end within a number"),
         ("tokens", lambda g: changed(g.tokens, "i4", 0, 80), "outside the vocabulary"),
         ("tokens", lambda g: changed(g.tokens, "i4", 0, -1), "outside the vocabulary"),
         ("tokens", lambda g: changed(g.tokens, "i4", 0, END_TOKEN), "after the end token"),
-        ("tokens", lambda g: changed(g.tokens, "i4", -1, 5), "contradict each other"),
-        ("finished", lambda g: False, "contradict each other"),
-        (
-            "logprobs",
-            lambda g: changed(g.logprobs, "f4", 0, 0.1),
-            "or no number",
-        ),
-        (
-            "logprobs",
-            lambda g: changed(g.logprobs, "f4", 0, np.nan),
-            "or no number",
-        ),
+        ("tokens", lambda g: changed(g.tokens, "i4", -1, 5), "contradicts `finished`"),
+        ("finished", lambda g: False, "contradicts `finished`"),
+        ("logprobs", lambda g: changed(g.logprobs, "f4", 0, 0.1), "or NaN"),
+        ("logprobs", lambda g: changed(g.logprobs, "f4", 0, np.nan), "or NaN"),
         ("logprobs", lambda g: changed(g.logprobs, "f4", 0, -np.inf), "infinite"),
-        ("versions", lambda g: changed(g.versions, "i4", 0, 8), "grew older"),
+        ("versions", lambda g: changed(g.versions, "i4", 0, 8), "versions that decrease"),
         ("routes", lambda g: changed(g.routes, "u2", 0, 4), "does not have"),
         ("routes", lambda g: g.routes[:-2], "routes for"),
-        ("routes_shape", lambda g: (1, 2, 2), "and not"),
-        ("kept_sizes", lambda g: np.ones(1, np.int32).tobytes(), "from no set"),
+        ("routes_shape", lambda g: (1, 2, 2), "instead of"),
+        ("kept_sizes", lambda g: np.ones(1, np.int32).tobytes(), "without a kept set"),
     ],
 )
-def test_garbage_is_called_garbage(
+def test_an_invalid_response_is_refused_with_the_reason(
     field: str, change: Callable[[Generation], object], message: str
 ) -> None:
     question, generation = good()

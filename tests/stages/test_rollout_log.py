@@ -159,27 +159,30 @@ def nonsense() -> dict[str, Any]:
     entry = answered(1)
     plain: Any = msgspec.to_builtins(entry, builtin_types=(bytes,))
     return {
-        "is no response: .*routes": changed(entry, routes=b"abc"),
-        "is no response: a token outside": changed(
+        "is not a valid response: .*routes": changed(entry, routes=b"abc"),
+        "is not a valid response: a token outside": changed(
             entry, tokens=np.full(len(entry[1].tokens) // 4, -1, np.int32).tobytes()
         ),
-        "is no response: .*codec can't decode": [
+        "is not a valid response: .*codec can't decode": [
             {**plain[0], "domain": msgspec.Raw(NO_TEXT)},
             *plain[1:],
         ],
-        "above 0, infinite, or no number": changed(
+        "above 0, infinite or NaN": changed(
             entry, logprobs=np.full(len(entry[1].tokens) // 4, np.nan, np.float32).tobytes()
         ),
-        "is no response: it is of other weights": changed(
+        "is not a valid response: another weight version": changed(
             entry, versions=np.full(len(entry[1].tokens) // 4, 7, np.int32).tobytes()
         ),
         "missing required field `prompt`": [{"domain": "sums"}, plain[1]],
         "Expected `int`, got `str`": [{**plain[0], "seed": "five"}, plain[1]],
-        "is no response: it says more": [{**plain[0], "colour": "red"}, plain[1]],
-        "is no response: Expected `array": 17,
-        "is no response: .*length 2": [plain[0]],
-        "is no response: .*": [{**plain[0], "prompt": [2**60]}, plain[1]],
-        "is no response: .*[Rr]ecursion": [{**plain[0], "colour": msgspec.Raw(DEEP)}, plain[1]],
+        "is not a valid response: unknown keys": [{**plain[0], "colour": "red"}, plain[1]],
+        "is not a valid response: Expected `array": 17,
+        "is not a valid response: .*length 2": [plain[0]],
+        "is not a valid response: .*": [{**plain[0], "prompt": [2**60]}, plain[1]],
+        "not a valid response: .*[Rr]ecursion": [
+            {**plain[0], "colour": msgspec.Raw(DEEP)},
+            plain[1],
+        ],
     }
 
 
@@ -207,9 +210,9 @@ def test_a_whole_frame_of_nonsense_is_told_and_put_aside(told: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("first", "told"),
     [
-        ({"format": 2, "digest": "a"}, "it is of format 2, and not of 1"),
-        ({"format": "new"}, "its first frame tells no origin: Expected `int`, got `str`"),
-        (None, "its first frame tells no origin"),
+        ({"format": 2, "digest": "a"}, "it has format 2, expected 1"),
+        ({"format": "new"}, "its first frame is not an origin: Expected `int`, got `str`"),
+        (None, "its first frame is not an origin"),
     ],
 )
 def test_a_log_that_begins_with_nonsense_is_begun_anew(
