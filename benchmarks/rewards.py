@@ -26,14 +26,12 @@ from stages.data.prompts import PromptStream
 from stages.data.sources.settings import ReasoningGymPromptSettings
 from stages.data.tokenizer import CharacterTokenizer
 from stages.rewards.grading import Grader
+from stages.rewards.kinds.math import MathReward
+from stages.rewards.kinds.reasoning_gym import ReasoningGymReward
 from stages.rewards.pool import RewardPool
+from stages.rewards.registry import RewardSettings
 from stages.rewards.reward import Response
-from stages.rewards.settings import (
-    MathReward,
-    ReasoningGymReward,
-    RewardPoolSettings,
-    RewardSettings,
-)
+from stages.rewards.settings import RewardPoolSettings
 
 DOMAIN, GROUP = "sums", 8
 Batch = list[tuple[Problem, list[Response]]]

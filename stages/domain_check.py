@@ -25,9 +25,9 @@ from stages.data.prompts import PromptStream
 from stages.data.sources.length_report import LengthReport, length_report
 from stages.data.tokenizer import Tokenizer, TokenizerError, tokenizer_named
 from stages.rewards.grading import Grade
+from stages.rewards.kinds.math import MathReward
 from stages.rewards.pool import RewardPool
 from stages.rewards.reward import Response, RewardError
-from stages.rewards.settings import MathReward
 from stages.settings import DomainCheckJob, DomainSettings
 
 DRAWN = 2000  # problems of a source without end: some seconds

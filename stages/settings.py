@@ -36,11 +36,9 @@ from stages.guards.settings import (
     StopSettings,
 )
 from stages.objectives.settings import ObjectiveSettings
-from stages.rewards.settings import (
-    ReasoningGymReward,
-    RewardPoolSettings,
-    RewardSettings,
-)
+from stages.rewards.kinds.reasoning_gym import ReasoningGymReward
+from stages.rewards.registry import RewardSettings
+from stages.rewards.settings import RewardPoolSettings
 
 
 class SamplingSettings(Settings):

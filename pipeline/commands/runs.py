@@ -41,7 +41,7 @@ from pipeline.run.states import StageState, derive
 from pipeline.run.trust import OPTION, check_owner, warn_of_readers
 from pipeline.slurm.jobs import is_queued, queue_of, refuse_queued
 from pipeline.text import say, visible
-from stages.rewards.endpoint import cautions
+from stages.rewards.registry import cautions
 from stages.settings import RunSettings
 
 PROGRAMS = Programs()

@@ -7,20 +7,18 @@ cold start is done.
 from __future__ import annotations
 
 import ast
-import math
 import os
 import re
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from parallel.files import unreachable
 from pipeline.config.violations import shown
-from stages.rewards.endpoint import address_error
-from stages.rewards.sandbox import MARGIN_SECONDS
-from stages.rewards.settings import CodeReward, JudgeReward, RewardPoolSettings
+from stages.rewards.kinds.judge import JudgeReward
+from stages.rewards.kinds.python import PythonReward
+from stages.rewards.settings import RewardPoolSettings
 from stages.settings import DomainSettings
 
 Found = Iterator[tuple[str, str]]
@@ -37,35 +35,13 @@ def reward_rules(key: str, domain: DomainSettings, pool: RewardPoolSettings | No
                 own,
                 "a reward's name is made of letters, digits, _ and -, since it names a metric",
             )
-        if reward.kind == "reasoning_gym" and domain.prompts.source != "reasoning_gym":
-            yield f"{own}.kind", "only prompts.source: reasoning_gym has it; name other rewards"
-        if reward.kind == "overlong" and reward.buffer_tokens > reward.max_tokens:
-            yield (
-                f"{own}.buffer_tokens",
-                f"{reward.buffer_tokens} is more than max_tokens = {reward.max_tokens}",
-            )
         longest = domain.sampling.max_response_tokens
-        if reward.kind == "overlong" and reward.max_tokens > longest:
-            yield (
-                f"{own}.max_tokens",
-                f"{reward.max_tokens} is more than the domain's sampling.max_response_tokens = "
-                f"{longest}, where a response is cut off: it would never be reached",
-            )
-        if reward.kind == "length" and reward.at_least > (reward.at_most or math.inf):
-            yield f"{own}.at_least", f"{reward.at_least} is more than at_most = {reward.at_most}"
-        if reward.kind == "json_schema" and reward.default_schema is not None:
-            yield from _schema_rules(own, reward.default_schema)
-        if reward.kind == "judge":
-            yield from _judge_rules(own, reward)
-        if reward.kind == "code":
-            yield from _code_rules(own, reward, domain.prompts.source, pool)
-        if isinstance(reward, JudgeReward | CodeReward):
-            yield from _time_rules(own, reward, pool)
+        yield from reward.rules(own, domain.prompts.source, longest, pool)
 
 
 def step_rules(key: str, domain: DomainSettings, objective: str) -> Found:
     """What the advantage `process` of an objective asks of the rewards at `key`."""
-    own = [reward for reward in domain.rewards.values() if reward.kind == "python"]
+    own = [reward for reward in domain.rewards.values() if isinstance(reward, PythonReward)]
     if not own:
         yield key, f"{objective}.advantage process compares steps, which only kind: python judges"
     elif all(each.unfinished == "zero" or each.timed_out is not None for each in own):
@@ -80,9 +56,9 @@ def step_rules(key: str, domain: DomainSettings, objective: str) -> Found:
 def reward_needs(key: str, domain: DomainSettings) -> Found:
     """What a domain's rewards need around them and do not find, as (dotted key, message)."""
     for name, reward in domain.rewards.items():
-        if reward.kind == "python" and (fault := function_fault(reward.function)):
+        if isinstance(reward, PythonReward) and (fault := function_fault(reward.function)):
             yield f"{key}.{name}.function", fault
-        if reward.kind == "judge":
+        if isinstance(reward, JudgeReward):
             file, variable = reward.api_key_file, reward.api_key_variable
             if file is not None and (why := unreachable(file)) is not None:
                 yield f"{key}.{name}.api_key_file", f"{shown(file)} {why}"
@@ -131,60 +107,6 @@ def _not_found(module: str, function: str) -> str:
             f" not {module}"
         )
     return f"no module {module} in the working directory or among Python's packages"
-
-
-def _schema_rules(key: str, schema: dict[str, Any]) -> Found:
-    from stages.rewards.json_schema import check_schema  # whose library takes a while to import
-    from stages.rewards.reward import RewardError
-
-    try:
-        check_schema(schema)
-    except RewardError as error:
-        yield f"{key}.default_schema", str(error)
-
-
-def _judge_rules(key: str, judge: JudgeReward) -> Found:
-    if error := address_error(judge.base_url):
-        yield f"{key}.base_url", error
-    if judge.lowest >= judge.highest:
-        yield f"{key}.lowest", f"{judge.lowest:g} should be less than highest = {judge.highest:g}"
-    if judge.api_key_file is not None and judge.api_key_variable is not None:
-        yield f"{key}.api_key_variable", "api_key_file is given too, and there is one key"
-
-
-def _code_rules(key: str, code: CodeReward, source: str, pool: RewardPoolSettings | None) -> Found:
-    if source == "reasoning_gym":
-        yield f"{key}.kind", "problems of reasoning_gym have no tests; use jsonl or parquet"
-    for name in ("wall_seconds", "cpu_seconds"):
-        if (seconds := getattr(code, name)) > code.tests_seconds:
-            yield (
-                f"{key}.{name}",
-                f"{seconds:g} for one run is more than tests_seconds = {code.tests_seconds:g} for "
-                "all of them",
-            )
-    if pool and code.memory_mebibytes > pool.memory_mebibytes:
-        yield (
-            f"{key}.memory_mebibytes",
-            f"{code.memory_mebibytes} is more than rewards.memory_mebibytes = "
-            f"{pool.memory_mebibytes}, which holds for all that a worker starts",
-        )
-
-
-def _time_rules(
-    key: str, reward: JudgeReward | CodeReward, pool: RewardPoolSettings | None
-) -> Found:
-    """A reward that may take longer than its limit would lose samples for being slow."""
-    if reward.kind == "judge":
-        longest = reward.longest_seconds
-        what = f"{reward.attempts} attempts and the pauses between them may take"
-    else:
-        longest = reward.tests_seconds + MARGIN_SECONDS
-        what = f"tests_seconds = {reward.tests_seconds:g} and the sandbox's own work may take"
-    limit, name = reward.timeout_seconds, f"{key}.timeout_seconds"
-    if limit is None and pool:
-        limit, name = pool.timeout_seconds, "rewards.timeout_seconds"
-    if limit is not None and longest >= limit:
-        yield name, f"{limit:g} should be more than the {longest:g} seconds that {what}"
 
 
 def _find(module: str) -> ModuleSpec | None:

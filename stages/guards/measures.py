@@ -9,7 +9,7 @@ from parallel.sample import Sample
 from stages.guards.similarity import repeats
 from stages.objectives.groups import Group
 from stages.rewards.grading import solved
-from stages.rewards.settings import RewardSettings
+from stages.rewards.registry import RewardSettings
 
 SIMILAR = 0.8  # shingles that two responses share which say nearly the same
 

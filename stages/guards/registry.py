@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from pydantic import Field, create_model
 
 from parallel.settings import Count, Settings
-from stages.rewards.settings import RewardSettings
+from stages.rewards.registry import RewardSettings
 
 Action = Literal["warn", "stop", "off"]
 Side = Literal["above", "below"]

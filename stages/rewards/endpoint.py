@@ -1,14 +1,11 @@
-"""The endpoint of a judge: what its address may be, who can read the key on its way, and how the
-key is kept out of what the endpoint says."""
+"""A judge's endpoint: checks of its address, and removal of the key from all that it says."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from urllib.parse import urlsplit
-
-from stages.rewards.settings import JudgeReward, RewardSettings
 
 HIDDEN = "[key]"
 LONGEST_NAME = 253
@@ -40,26 +37,16 @@ def address_error(url: str) -> str | None:
     return None if valid else "must have a port from 1 to 65535"
 
 
-def cautions(rewards: Mapping[str, Mapping[str, RewardSettings]]) -> Iterator[str]:
-    """Yield a line for each judge of these domains whose key others on the network can read."""
-    for domain, own in rewards.items():
-        for name, settings in own.items():
-            if settings.kind == "judge" and (host := _unencrypted(settings)):
-                key = f"domains.{domain}.rewards.{name}.base_url"
-                yield f"{key}: the key goes to {host} unencrypted; use https"
-
-
-def _unencrypted(judge: JudgeReward) -> str | None:
-    """The host, other than this machine, to which a key goes by http."""
-    parts = urlsplit(judge.base_url)
+def unencrypted_host(url: str) -> str | None:
+    """Return the host, other than this machine, that an address of http leads to, or None."""
+    parts = urlsplit(url)
     host = parts.hostname or ""
-    has_key = judge.api_key_file is not None or judge.api_key_variable is not None
-    return host if has_key and parts.scheme == "http" and not _is_loopback(host) else None
+    return host if parts.scheme == "http" and not _is_loopback(host) else None
 
 
 def hiding(key: str | None) -> Callable[[str], str]:
-    """Return a function that replaces `key` in a text, in upper and lower case, as it is or as JSON
-    and URLs escape it."""
+    """Return a function that replaces `key` in a text, case-insensitive, plain or escaped as in
+    JSON and URLs."""
     if key is None:
         return lambda text: text
     pattern = re.compile("".join(map(_written, key)), re.IGNORECASE)
@@ -67,13 +54,13 @@ def hiding(key: str | None) -> Callable[[str], str]:
 
 
 def _written(character: str) -> str:
-    """A pattern of one character, escaped or not."""
+    """Return a pattern of one character, escaped or not."""
     itself, code = re.escape(character), ord(character)
     return rf"(?:{itself}|\\{itself}|\\u{code:04x}|%{code:02x})"
 
 
 def _is_host(host: str) -> bool:
-    """Whether this is a name or an address. Raises ValueError for an address that is none."""
+    """Return whether `host` is a valid name. Raises ValueError where it is an invalid address."""
     if ":" in host:
         IPv6Address(host)
     elif re.fullmatch(r"(.*\.)?\d+\.?", host):  # a name does not end with a number

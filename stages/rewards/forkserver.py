@@ -22,7 +22,7 @@ from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from typing import NoReturn
 
-from stages.rewards.registry import modules
+from stages.rewards.registry import imports
 from stages.rewards.worker import Clock, Setup, serve
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -42,7 +42,7 @@ def main() -> None:
     control = Connection(int(sys.argv[1]))
     setup: Setup = control.recv()
     settings = [each for rewards in setup.rewards.values() for each in rewards.values()]
-    for module in modules(settings):
+    for module in imports(settings):
         with contextlib.suppress(Exception):  # a worker says what is wrong with it
             import_module(module)
     gc.freeze()  # else collecting garbage would give every worker pages of its own

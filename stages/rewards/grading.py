@@ -12,9 +12,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from stages.data.problem import Problem
-from stages.rewards.registry import make
+from stages.rewards.registry import RewardSettings, make
 from stages.rewards.reward import Response, RewardError, Score, Steps
-from stages.rewards.settings import RewardBase, RewardSettings
+from stages.rewards.settings import RewardBase
 
 SOLVED = 1.0
 LONGEST = 1000  # characters of what went wrong

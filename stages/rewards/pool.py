@@ -27,12 +27,11 @@ from pathlib import Path
 
 from parallel.status_pipe import STATUS_DESCRIPTOR, report_notice
 from stages.data.problem import Problem
-from stages.rewards.endpoint import cautions
 from stages.rewards.grading import Grade, failure
 from stages.rewards.output import pass_on
-from stages.rewards.registry import check_machine
+from stages.rewards.registry import RewardSettings, cautions, check_machine
 from stages.rewards.reward import Response, RewardError
-from stages.rewards.settings import RewardPoolSettings, RewardSettings
+from stages.rewards.settings import RewardPoolSettings
 from stages.rewards.worker import CLOCK_BYTES, Chunk, Clock, Setup, WorkerReady
 
 MOST_CORES, WAITING_WORKERS = 8, 16
@@ -393,9 +392,9 @@ def _start_nursery(theirs: Connection) -> tuple[subprocess.Popen[bytes], int]:
 
 
 def _sensible_size(rewards: Mapping[str, Mapping[str, RewardSettings]]) -> int:
-    """One that waits needs no core of its own."""
-    kinds = {each.kind for own in rewards.values() for each in own.values()}
-    return WAITING_WORKERS if "judge" in kinds else min(len(os.sched_getaffinity(0)), MOST_CORES)
+    if any(each.waits for own in rewards.values() for each in own.values()):
+        return WAITING_WORKERS
+    return min(len(os.sched_getaffinity(0)), MOST_CORES)
 
 
 def _failed(task: _Task, reward: str, what: str) -> Grade:

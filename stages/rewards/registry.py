@@ -1,56 +1,68 @@
-"""From settings to the functions that score. Each kind's file, and the library behind it, is
-imported only where the kind is used."""
+"""The kinds of rewards: each module of `stages.rewards.kinds` registers its own. Imports no torch.
+
+A file there is all that a new kind needs: its settings join `RewardSettings`, the schema, `--help`
+and the generated reference.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import reduce
 from importlib import import_module
+from operator import or_
 from pathlib import Path
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
 
 from stages.data.problem import DomainError
-from stages.rewards import sandbox
-from stages.rewards.reward import Reward
-from stages.rewards.settings import RewardSettings
+from stages.rewards import kinds
+from stages.rewards.reward import REGISTERED, Reward, RewardError
+from stages.rewards.settings import RewardBase
 
-# Of each kind, the function (settings, directory) -> reward; what it keeps lies in the directory.
-MAKERS = {
-    "reasoning_gym": "stages.rewards.reasoning_gym:make",
-    "math": "stages.rewards.math:make",
-    "instruction": "stages.rewards.instruction:make",
-    "json_schema": "stages.rewards.json_schema:make",
-    "judge": "stages.rewards.judge:make",
-    "code": "stages.rewards.code:make",
-    "python": "stages.rewards.python:make",
-    "overlong": "stages.rewards.length:make_overlong",
-    "length": "stages.rewards.length:make_length",
-    "format": "stages.rewards.format:make_format",
-    "language": "stages.rewards.format:make_language",
-}
+for _module in iter_modules(kinds.__path__):
+    import_module(f"{kinds.__name__}.{_module.name}")
+
+if TYPE_CHECKING:
+    RewardSettings = RewardBase
+else:
+    RewardSettings = Annotated[
+        reduce(or_, (each.settings for each in REGISTERED.values())), Field(discriminator="kind")
+    ]
+
+
+def reward_kinds() -> dict[str, type[RewardBase]]:
+    """Return the settings class of each kind, by the kind's name; its docstring says what it is."""
+    return {kind: each.settings for kind, each in REGISTERED.items()}
 
 
 def make(domain: str, name: str, settings: RewardSettings, directory: Path) -> Reward:
-    """The reward called `name` of a domain. Raises DomainError where it cannot be had."""
-    module, _, function = MAKERS[settings.kind].partition(":")
+    """Return the reward called `name` of a domain. Raises DomainError where it cannot be made."""
     try:
-        reward: Reward = getattr(import_module(module), function)(settings, directory)
-    except Exception as error:  # whatever a library or a module of one's own raises
+        return REGISTERED[settings.kind].make(settings, directory)
+    except Exception as error:  # a library or a user's module may raise anything
         raise DomainError(domain, f"rewards.{name}", str(error) or repr(error)) from error
-    return reward
 
 
 def check_machine(rewards: Mapping[str, Mapping[str, RewardSettings]]) -> None:
-    """Raise DomainError where a reward of these domains can never be had on this machine, before
-    anything is drawn for it."""
+    """Raise DomainError where this machine can never run a reward, before anything is sampled."""
     for domain, own in rewards.items():
         for name, settings in own.items():
-            if settings.kind == "code":
-                try:
-                    sandbox.check()
-                except sandbox.SandboxError as error:
-                    message = f"{error}; docs/explanation/sandbox.md says what the host must allow"
-                    raise DomainError(domain, f"rewards.{name}", message) from error
+            try:
+                settings.check_machine()
+            except RewardError as error:
+                raise DomainError(domain, f"rewards.{name}", str(error)) from error
 
 
-def modules(rewards: Iterable[RewardSettings]) -> list[str]:
-    """The modules that make these rewards; none of them imports a module of one's own."""
-    return sorted({MAKERS[each.kind].partition(":")[0] for each in rewards})
+def cautions(rewards: Mapping[str, Mapping[str, RewardSettings]]) -> Iterator[str]:
+    """Yield the warnings about these domains' rewards, each a line that starts with its key."""
+    for domain, own in rewards.items():
+        for name, settings in own.items():
+            if caution := settings.caution():
+                yield f"domains.{domain}.rewards.{name}.{caution}"
+
+
+def imports(rewards: Iterable[RewardSettings]) -> list[str]:
+    """Return the heavy modules that these rewards import; no user's module is among them."""
+    return sorted({module for each in rewards for module in REGISTERED[each.kind].imports})

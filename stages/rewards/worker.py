@@ -12,8 +12,9 @@ from pathlib import Path
 
 from stages.data.problem import DomainError, Problem
 from stages.rewards.grading import Grade, Grader
+from stages.rewards.registry import RewardSettings
 from stages.rewards.reward import Response
-from stages.rewards.settings import RewardPoolSettings, RewardSettings
+from stages.rewards.settings import RewardPoolSettings
 
 FLUSH_SECONDS = 0.05  # what is graded waits no longer for the rest of its chunk
 REST_SECONDS = 60.0  # that a worker which owes something may be at none of it

@@ -27,11 +27,10 @@ WITHOUT_TORCH = {
     "stages.data.formats",
     "stages.objectives.advantages.gae",
     "stages.objectives.correction",
-    "stages.rewards.endpoint",
     "stages.data.reasoning_gym_options",
-    "stages.rewards.reward",
-    "stages.rewards.json_schema",
-    "stages.rewards.sandbox",
+    "stages.rewards.registry",
+    "stages.rewards.kinds.judge",
+    "stages.rewards.kinds.python",
     "stages.statistics",
 }
 HEAVY = {

@@ -10,13 +10,13 @@ import pytest
 from pydantic import ValidationError
 
 from stages.data.problem import DomainError, Problem
-from stages.rewards import code, sandbox
-from stages.rewards.code import extract_program
+from stages.rewards import sandbox
+from stages.rewards.kinds.code import CodeReward, extract_program
+from stages.rewards.kinds.math import MathReward
 from stages.rewards.registry import check_machine, make
 from stages.rewards.reward import Response, RewardError
 from stages.rewards.reward import Score as RewardScore
 from stages.rewards.sandbox import Limits, Outcome, SandboxError, Score
-from stages.rewards.settings import CodeReward, MathReward
 
 PAIRS = [{"input": "1 2", "output": "3"}, {"input": "2 2", "output": "4\n"}]
 ASSERTS = ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]
@@ -75,7 +75,7 @@ def test_every_setting_reaches_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> N
         seen.append((limits, seconds, stop_early))
         return Score(("passed",), "")
 
-    monkeypatch.setattr(code, "score", score)
+    monkeypatch.setattr(sandbox, "score", score)
     settings = {
         "wall_seconds": 1,
         "cpu_seconds": 2,
@@ -121,7 +121,7 @@ def test_a_fault_that_is_not_the_programs_is_no_reward(monkeypatch: pytest.Monke
     def fault(*_: Any, **__: Any) -> Score:
         raise SandboxError("sandbox: no room")
 
-    monkeypatch.setattr(code, "score", fault)
+    monkeypatch.setattr(sandbox, "score", fault)
     with pytest.raises(SandboxError):
         earned(PAIRS, ADDS)
 

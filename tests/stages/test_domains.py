@@ -18,7 +18,7 @@ from stages.data.sources.settings import (
     ReasoningGymPromptSettings,
 )
 from stages.data.tokenizer import CharacterTokenizer
-from stages.rewards.reasoning_gym import exact
+from stages.rewards.kinds.reasoning_gym import exact
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "chain_sum": {"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 1},

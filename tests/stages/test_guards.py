@@ -17,12 +17,10 @@ from stages.guards.similarity import SKETCH, jaccard, repeats, sketch
 from stages.guards.watch import GuardMonitor, StepVerdict, Trends
 from stages.metric_definitions import METRICS
 from stages.objectives.groups import Group
-from stages.rewards.settings import (
-    FormatReward,
-    LengthReward,
-    MathReward,
-    RewardSettings,
-)
+from stages.rewards.kinds.format import FormatReward
+from stages.rewards.kinds.length import LengthReward
+from stages.rewards.kinds.math import MathReward
+from stages.rewards.registry import RewardSettings
 from stages.settings import DomainSettings
 
 REWARDS: dict[str, RewardSettings] = {"right": MathReward(), "brief": LengthReward(at_most=3)}

@@ -15,10 +15,11 @@ from urllib.parse import quote, unquote
 import pytest
 
 from stages.data.problem import DomainError, Problem
+from stages.rewards.kinds.judge import JudgeReward
 from stages.rewards.pool import RewardPool
 from stages.rewards.registry import make
 from stages.rewards.reward import Response, RewardError
-from stages.rewards.settings import JudgeReward, RewardPoolSettings
+from stages.rewards.settings import RewardPoolSettings
 
 RUBRIC = "Asked {prompt}, where {answer} is right, it said {response}. {Good}?"
 ASKED = Problem("essays", 0, "2+{answer}?", "4")
@@ -85,7 +86,7 @@ def service() -> Iterator[Service]:
 
 @pytest.fixture(autouse=True)
 def without_pauses() -> Iterator[mock.Mock]:
-    with mock.patch("stages.rewards.judge.time.sleep") as paused:
+    with mock.patch("stages.rewards.kinds.judge.time.sleep") as paused:
         yield paused
 
 
@@ -172,7 +173,7 @@ def test_nobody_is_sent_elsewhere_with_the_key(
 def test_an_answer_without_end_is_not_read_to_it(
     service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stages.rewards.judge.LONGEST_ANSWER", 1 << 20)
+    monkeypatch.setattr("stages.rewards.kinds.judge.LONGEST_ANSWER", 1 << 20)
     service.script = [(200, b" " * (2 << 20))]
     with pytest.raises(RewardError, match="the last: its answer is longer than 1 MiB"):
         judged(service, tmp_path, attempts=1)

@@ -18,8 +18,9 @@ from stages.data.problem import Problem
 from stages.rewards import output as reward_output
 from stages.rewards.grading import Grade, Grader
 from stages.rewards.pool import RewardPool
+from stages.rewards.registry import RewardSettings
 from stages.rewards.reward import Response, RewardError
-from stages.rewards.settings import RewardPoolSettings, RewardSettings
+from stages.rewards.settings import RewardPoolSettings
 
 Made = Callable[..., RewardPool]
 SECONDS = 60.0

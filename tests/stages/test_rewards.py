@@ -14,12 +14,12 @@ from stages.data.prompts import PromptStream
 from stages.data.sources.settings import ReasoningGymPromptSettings
 from stages.data.tokenizer import CharacterTokenizer
 from stages.rewards.grading import solved
-from stages.rewards.instruction import CHECKS
-from stages.rewards.json_schema import valid
-from stages.rewards.length import soft_overlong
-from stages.rewards.registry import MAKERS, make
+from stages.rewards.kinds.instruction import CHECKS
+from stages.rewards.kinds.json_schema import valid
+from stages.rewards.kinds.length import soft_overlong
+from stages.rewards.registry import RewardSettings, make, reward_kinds
 from stages.rewards.reward import Response, Reward, RewardError, Score
-from stages.rewards.settings import RewardBase, RewardSettings
+from stages.rewards.settings import RewardBase
 
 GARBAGE = [
     "",
@@ -61,10 +61,12 @@ def test_every_kind_can_be_made_and_says_what_a_cut_off_response_earns() -> None
         "language": {"scripts": ["latin"]},
     }
     scored = {
-        kind for kind in MAKERS if settings(kind, **given.get(kind, {})).unfinished == "score"
+        kind
+        for kind in reward_kinds()
+        if settings(kind, **given.get(kind, {})).unfinished == "score"
     }
     assert scored == {"overlong", "length", "language"}
-    for kind in MAKERS:
+    for kind in reward_kinds():
         assert callable(reward(kind, **given.get(kind, {})))
 
 

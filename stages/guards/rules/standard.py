@@ -20,7 +20,7 @@ from stages.guards.registry import (
     WindowGuardSettings,
     guard,
 )
-from stages.rewards.settings import RewardSettings
+from stages.rewards.registry import RewardSettings
 
 AtLeastZero = Annotated[float, Field(ge=0)]
 

@@ -1,4 +1,4 @@
-"""A rubric scored by another model, behind any endpoint that speaks OpenAI's chat completions."""
+"""A rubric scored by another model, behind any endpoint of OpenAI's chat completions API."""
 
 from __future__ import annotations
 
@@ -9,24 +9,90 @@ import re
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from http.client import HTTPException, HTTPResponse
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
 from parallel.files import write_atomically
+from parallel.settings import Tokens
 from stages.data.problem import Problem
-from stages.rewards.endpoint import hiding
-from stages.rewards.reward import Response, Reward, RewardError
-from stages.rewards.settings import JudgeReward
+from stages.rewards.endpoint import address_error, hiding, unencrypted_host
+from stages.rewards.reward import Response, Reward, RewardError, register
+from stages.rewards.settings import Pattern, RewardBase, RewardPoolSettings, Seconds, time_rule
 
-TRANSIENT = {408, 409, 425, 429}  # and all of 500 and above
-SHOWN = 300  # characters of what the judge said, in an error
+TRANSIENT = {408, 409, 425, 429}  # HTTP statuses that are retried, as all of 500 and above are
+SHOWN = 300  # characters of the judge's answer in an error
 LONGEST_ANSWER, LONGEST_REFUSAL = 16 << 20, 1 << 16  # bytes
 
 
+def _with_a_group(text: str) -> str:
+    if not re.compile(text).groups:
+        raise PydanticCustomError("pattern", "should have a group, (...), which is the score")
+    return text
+
+
+class JudgeReward(RewardBase):
+    """A rubric scored by a model behind any OpenAI-compatible endpoint, as a number in [0, 1]."""
+
+    waits: ClassVar[bool] = True
+    kind: Literal["judge"] = "judge"
+    timed_out: float | None = None  # the service is slow then, not the response
+    base_url: Annotated[str, Field(pattern=r"^https?://[^\s/]+\S*$")] = Field(
+        description="address up to and including /v1"
+    )
+    model: str
+    rubric: Annotated[str, Field(pattern=r"\{response\}")] = Field(
+        description="the judge's prompt; {prompt}, {answer} and {response} are filled in"
+    )
+    verdict: Annotated[Pattern, AfterValidator(_with_a_group)] = Field(
+        default=r"(?i)score:\s*(-?\d+(?:\.\d+)?)",
+        description="regular expression; group 1 of its last match in the judge's answer is the"
+        " score",
+    )
+    lowest: float = Field(default=0.0, description="the rubric's worst score, which maps to 0")
+    highest: float = Field(default=10.0, description="the rubric's best score, which maps to 1")
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    max_tokens: Tokens = 1024
+    api_key_file: Path | None = Field(default=None, description="file that holds only the API key")
+    api_key_variable: str | None = Field(
+        default=None, description="environment variable that holds the API key"
+    )
+    attempts: Annotated[int, Field(gt=0, le=16)] = Field(
+        default=4, description="tries of one request; the pause between two is 1 s, then doubles"
+    )
+    request_timeout_seconds: Seconds = 60.0
+    timeout_seconds: Seconds | None = 300.0
+
+    def rules(
+        self, key: str, source: str, max_response_tokens: int, pool: RewardPoolSettings | None
+    ) -> Iterator[tuple[str, str]]:
+        """Yield the broken rules of the address, the rubric's range, the key and the time."""
+        if error := address_error(self.base_url):
+            yield f"{key}.base_url", error
+        if self.lowest >= self.highest:
+            yield f"{key}.lowest", f"{self.lowest:g} must be less than highest = {self.highest:g}"
+        if self.api_key_file is not None and self.api_key_variable is not None:
+            yield f"{key}.api_key_variable", "api_key_file is set too; keep one of the two"
+        what = f"{self.attempts} attempts and the pauses between them may take"
+        longest = self.attempts * self.request_timeout_seconds + 2 ** (self.attempts - 1) - 1
+        yield from time_rule(key, self, pool, longest, what)
+
+    def caution(self) -> str | None:
+        """Return a warning where others on the network can read the key."""
+        if self.api_key_file is None and self.api_key_variable is None:
+            return None
+        host = unencrypted_host(self.base_url)
+        return host and f"base_url: the key goes to {host} unencrypted; use https"
+
+
+@register(JudgeReward)
 def make(settings: JudgeReward, directory: Path) -> Reward:
-    """The score as a share of the way from the worst to the best, within [0, 1]."""
+    """Return the reward, which keeps the judge's answers in `directory`."""
     judge = Judge(settings, directory / "judge")
 
     def reward(problem: Problem, response: Response) -> float:
@@ -40,20 +106,20 @@ def make(settings: JudgeReward, directory: Path) -> Reward:
 
 
 class _Staying(urllib.request.HTTPRedirectHandler):
-    """Follows nobody: the key would go along, and the request would not."""
+    """A handler that follows no redirect: it would send the key on, without the request's body."""
 
     def redirect_request(self, *_: Any) -> None:
-        """Leave the answer as it is, an error of its own status."""
+        """Return None: the redirect stays an error."""
 
 
 _opener = urllib.request.build_opener(_Staying)
 
 
 class Judge:
-    """Asks for a verdict once: what it said is kept under a hash of the request.
+    """A client of the endpoint that asks once: an answer with a score is cached by its request.
 
-    Only an answer that held a score is kept. Whatever the endpoint says is taken in without the
-    key, which it may repeat: in an error's message, the reason of a status, or its answer.
+    The key is removed from all that the endpoint says, since it may repeat the key in an error's
+    message, the reason of a status, or its answer.
     """
 
     def __init__(self, settings: JudgeReward, cache: Path) -> None:
@@ -67,7 +133,7 @@ class Judge:
             self._headers["Authorization"] = f"Bearer {key}"
 
     def score(self, rubric: str) -> float:
-        """The verdict on a filled rubric. Raises RewardError where there is none to be had."""
+        """Return the score of a filled rubric, in [0, 1]. Raises RewardError without one."""
         body = {
             "model": self._settings.model,
             "messages": [{"role": "user", "content": rubric}],

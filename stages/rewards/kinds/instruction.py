@@ -1,8 +1,8 @@
-"""Instructions whose keeping a program can check, under the names of IFEval (arXiv 2311.07911).
+"""Verifiable instructions under the names of IFEval (arXiv 2311.07911).
 
-A problem names them as IFEval's data do: `instruction_id_list`, and beside it `kwargs`, a mapping
-for each. Where IFEval counts words and sentences with a trained tokenizer, these count runs of
-letters and digits, and what `.`, `!` and `?` divide.
+A problem names them as IFEval's data do: `instruction_id_list`, and `kwargs`, a mapping for each.
+Where IFEval counts words and sentences with a trained tokenizer, these count runs of letters and
+digits, and the pieces between `.`, `!` and `?`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from stages.data.problem import Problem
-from stages.rewards.format import unfenced
-from stages.rewards.reward import Response, Reward, RewardError
-from stages.rewards.settings import InstructionReward
+from stages.rewards.kinds.format import unfenced
+from stages.rewards.reward import Response, Reward, RewardError, register
+from stages.rewards.settings import RewardBase
 
 Check = Callable[..., bool]
 CHECKS: dict[str, Check] = {}
@@ -30,8 +30,17 @@ WORD = re.compile(r"\w+(?:['\u2019-]\w+)*")
 CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 
+class InstructionReward(RewardBase):
+    """The constraints in the problem's fields `instruction_id_list` and `kwargs` (IFEval, arXiv
+    2311.07911): 1 where the response meets all, or the share of them that it meets."""
+
+    kind: Literal["instruction"] = "instruction"
+    credit: Literal["all", "fraction"] = "all"
+
+
+@register(InstructionReward)
 def make(settings: InstructionReward, _directory: Path) -> Reward:
-    """All instructions or nothing, or the share of them that is kept."""
+    """Return the reward."""
 
     def reward(problem: Problem, response: Response) -> float:
         kept = [check() for check in _checks(problem, response.text)]
@@ -45,7 +54,7 @@ def _checks(problem: Problem, text: str) -> list[Callable[[], bool]]:
     given = problem.fields.get("kwargs") or [{} for _ in names or []]
     if not names or len(names) != len(given):
         raise RewardError(
-            "the problem's fields instruction_id_list and kwargs should be equally long lists, not"
+            "the problem's fields instruction_id_list and kwargs must be lists of one length, not"
             f" {names!r} and {given!r}"
         )
     return [
@@ -57,7 +66,7 @@ def _check(name: str, arguments: dict[str, Any], text: str) -> Callable[[], bool
     check = CHECKS.get(name)
     if check is None:
         raise RewardError(f"unknown instruction {name!r}; known are {', '.join(CHECKS)}")
-    # Tables of many instructions give each the arguments of all, empty where they are others'.
+    # Tables of many instructions give each the arguments of all, null where they are another's.
     stated = {key: value for key, value in arguments.items() if value is not None}
 
     def checked() -> bool:
@@ -78,7 +87,7 @@ def _named(name: str) -> Callable[[Check], Check]:
 
 
 def _count_of(phrase: str, text: str) -> int:
-    """How often the phrase stands in the text as whole words, in whatever case."""
+    """Return the count of a phrase as whole words, case-insensitive."""
     return len(re.findall(rf"(?<!\w){re.escape(phrase)}(?!\w)", text, re.IGNORECASE))
 
 
@@ -115,14 +124,14 @@ def _sentences(text: str, num_sentences: int, relation: str = "at least") -> boo
 
 @_named("length_constraints:number_paragraphs")
 def _paragraphs(text: str, num_paragraphs: int) -> bool:
-    """Paragraphs are divided by `***`, as IFEval's prompts ask."""
+    # IFEval's prompts ask for `***` between paragraphs.
     parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", text)]
     return all(parts[1:-1]) and sum(map(bool, parts)) == num_paragraphs
 
 
 @_named("length_constraints:nth_paragraph_first_word")
 def _first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Paragraphs are divided by empty lines."""
+    # Empty lines divide these paragraphs.
     parts = [part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()]
     if len(parts) != num_paragraphs or nth_paragraph > len(parts):
         return False
@@ -187,7 +196,7 @@ def _two(text: str) -> bool:
 
 @_named("startend:start_checker")
 def _start(text: str, start_phrase: str) -> bool:
-    """Not one of IFEval's."""
+    # An addition to IFEval's list.
     return text.lstrip().lower().startswith(start_phrase.strip().lower())
 
 

@@ -1,4 +1,4 @@
-"""Rewards of how a response is written: its form, and the script of its words."""
+"""Rewards for a response's form: a regular expression, and the script of its words."""
 
 from __future__ import annotations
 
@@ -7,45 +7,84 @@ import unicodedata
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Annotated, ClassVar, Literal
 
-from stages.rewards.reward import Reward
-from stages.rewards.settings import FormatReward, LanguageReward
+from pydantic import Field
+
+from stages.rewards.reward import Reward, register
+from stages.rewards.settings import Pattern, RewardBase, Unfinished
 
 LETTERS = re.compile(r"[^\W\d_]+")
-# How Unicode names a script's letters, and the scripts that put no spaces between words, of which
-# every letter counts as one.
+# Unicode's names of scripts that differ from ours, and the scripts without spaces between words, in
+# which every letter counts as a word.
 UNICODE_NAMES = {"CJK": "han", "IDEOGRAPHIC": "han"}
 WITHOUT_SPACES = frozenset({"han", "hiragana", "katakana", "thai"})
 
 
+Script = Literal[
+    "arabic",
+    "bengali",
+    "cyrillic",
+    "devanagari",
+    "greek",
+    "han",
+    "hangul",
+    "hebrew",
+    "hiragana",
+    "katakana",
+    "latin",
+    "tamil",
+    "thai",
+]
+
+
+class FormatReward(RewardBase):
+    """1 where the whole response matches a regular expression (`.` matches newlines too)."""
+
+    judges_answer: ClassVar[bool] = False
+    kind: Literal["format"] = "format"
+    pattern: Pattern
+
+
+class LanguageReward(RewardBase):
+    """The share of the response's words that are written in the expected scripts alone."""
+
+    judges_answer: ClassVar[bool] = False
+    kind: Literal["language"] = "language"
+    scripts: Annotated[list[Script], Field(min_length=1)]
+    unfinished: Unfinished = "score"
+
+
 def unfenced(text: str) -> str:
-    """What stands in the one code fence that the text is, or the text."""
+    """Return the content of the code fence that the text consists of, or the text."""
     lines = text.strip().splitlines()
     fenced = len(lines) > 1 and lines[0].strip().lower() in ("```", "```json")
     return "\n".join(lines[1:-1]) if fenced and lines[-1].strip() == "```" else text
 
 
+@register(FormatReward)
 def make_format(settings: FormatReward, _directory: Path) -> Reward:
-    """1 where the whole response matches."""
+    """Return the reward."""
     pattern = re.compile(settings.pattern, re.DOTALL)
     return lambda _, response: float(pattern.fullmatch(response.text) is not None)
 
 
+@register(LanguageReward)
 def make_language(settings: LanguageReward, _directory: Path) -> Reward:
-    """The share of words in the expected scripts."""
+    """Return the reward."""
     expected = frozenset(settings.scripts)
     return lambda _, response: consistency(response.text, expected)
 
 
 def consistency(text: str, expected: frozenset[str]) -> float:
-    """The share of the words of `text` with letters of `expected` scripts alone; 1 without words,
-    since nothing is then in another script."""
+    """Return the share of the words of `text` with letters of `expected` scripts alone; 1 without
+    words, since nothing is then in another script."""
     words = list(_words(text))
     return sum(scripts <= expected for scripts in words) / len(words) if words else 1.0
 
 
 def _words(text: str) -> Iterator[frozenset[str]]:
-    """The scripts of every word. Marks on letters are left out: they would cut words in two."""
+    """Yield the scripts of every word. Marks on letters are dropped: they would split words."""
     plain = unicodedata.normalize("NFKC", text)
     letters = "".join(each for each in plain if not unicodedata.category(each).startswith("M"))
     for match in LETTERS.finditer(letters):

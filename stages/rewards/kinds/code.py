@@ -1,0 +1,127 @@
+"""The reward of a program: the share of its problem's tests that it passes in the sandbox."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from parallel.settings import Count
+from stages.data.problem import Problem
+from stages.rewards import sandbox
+from stages.rewards.reward import Response, Reward, RewardError, register
+from stages.rewards.settings import RewardBase, RewardPoolSettings, Seconds, time_rule
+
+RunSeconds = Annotated[float, Field(gt=0, le=600)]
+
+# The last fence, since the first ones are often drafts; a truncated one extends to the end.
+FENCE = re.compile(r"^```python[ \t]*\n(?P<program>.*?)(?:^```|\Z)", re.DOTALL | re.MULTILINE)
+
+
+class CodeReward(RewardBase):
+    """The share of a problem's tests that the response's program passes, run in the sandbox.
+
+    Each pair of input and output is a separate run; asserts share one (docs/explanation/sandbox.md).
+    """
+
+    kind: Literal["code"] = "code"
+    tests_field: str = Field(
+        default="tests",
+        description="field of the problem with its tests: pairs of input and output, or asserts",
+    )
+    credit: Literal["fraction", "all"] = Field(
+        default="fraction", description="fraction: of the tests passed; all: 1 for all, else 0"
+    )
+    wall_seconds: RunSeconds = Field(default=10.0, description="time limit of one run")
+    cpu_seconds: RunSeconds = Field(
+        default=10.0, description="CPU time limit of all processes of one run together"
+    )
+    tests_seconds: Seconds = Field(
+        default=60.0, description="time limit of all runs of one response; tests left then fail"
+    )
+    memory_mebibytes: Annotated[int, Field(ge=64, le=1 << 20)] = Field(
+        default=512,
+        description="limit of a process's address space and of a run's memory in use",
+    )
+    processes: Count = Field(default=16, description="limit of processes and threads of one run")
+    output_bytes: Annotated[int, Field(gt=0, le=1 << 30)] = Field(
+        default=1 << 20, description="limit of one run's output, and of its error output"
+    )
+    timeout_seconds: Seconds | None = 120.0
+
+    def rules(
+        self, key: str, source: str, max_response_tokens: int, pool: RewardPoolSettings | None
+    ) -> Iterator[tuple[str, str]]:
+        """Yield the broken rules of the tests' source, the limits of time and the memory."""
+        if source == "reasoning_gym":
+            yield f"{key}.kind", "problems of reasoning_gym have no tests; use jsonl or parquet"
+        total = self.tests_seconds
+        for name in ("wall_seconds", "cpu_seconds"):
+            if (seconds := getattr(self, name)) > total:
+                what = f"{seconds:g} for one run is more than tests_seconds = {total:g} for all"
+                yield f"{key}.{name}", f"{what} of them"
+        if pool and self.memory_mebibytes > pool.memory_mebibytes:
+            yield (
+                f"{key}.memory_mebibytes",
+                f"{self.memory_mebibytes} is more than rewards.memory_mebibytes = "
+                f"{pool.memory_mebibytes}, the limit of a worker and of all that it starts",
+            )
+        what = f"tests_seconds = {total:g} and the sandbox's own work may take"
+        yield from time_rule(key, self, pool, total + sandbox.MARGIN_SECONDS, what)
+
+    def check_machine(self) -> None:
+        """Raise RewardError where programs cannot be contained on this machine."""
+        try:
+            sandbox.check()
+        except sandbox.SandboxError as error:
+            raise RewardError(
+                f"{error}; docs/explanation/sandbox.md says what the host must allow"
+            ) from error
+
+
+@register(CodeReward)
+def make(settings: CodeReward, _directory: Path) -> Reward:
+    """Return the reward. Whatever the program does counts as its own failure.
+
+    The reward raises SandboxError where the program cannot be run, RewardError or ValueError where
+    the problem has no tests: such a sample has no reward.
+    """
+    limits = sandbox.Limits(
+        wall_seconds=settings.wall_seconds,
+        cpu_seconds=settings.cpu_seconds,
+        memory_mebibytes=settings.memory_mebibytes,
+        processes=settings.processes,
+        output_bytes=settings.output_bytes,
+    )
+    everything = settings.credit == "all"
+
+    def reward(problem: Problem, response: Response) -> float:
+        passed = sandbox.score(
+            extract_program(response.text),
+            _tests(problem, settings.tests_field),
+            limits,
+            seconds=settings.tests_seconds,
+            stop_early=everything,
+        ).passed
+        return float(passed == 1) if everything else passed
+
+    return reward
+
+
+def extract_program(response: str) -> str:
+    """Return the content of the response's last ```python fence; all of it without a fence."""
+    fences = FENCE.findall(response)
+    return fences[-1] if fences else response
+
+
+def _tests(problem: Problem, field: str) -> sandbox.Tests:
+    """Return the problem's tests; a file may hold them as JSON text."""
+    if field not in problem.fields:
+        raise RewardError(f"the problem has no field {field!r} with its tests")
+    tests: sandbox.Tests | str = problem.fields[field]
+    found: sandbox.Tests = json.loads(tests) if isinstance(tests, str) else tests
+    return found

@@ -1,0 +1,112 @@
+"""The reward of a response that must be JSON valid against a schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from pydantic import Field
+
+from stages.data.problem import Problem
+from stages.rewards.kinds.format import unfenced
+from stages.rewards.reward import Response, Reward, RewardError, register
+from stages.rewards.settings import RewardBase, RewardPoolSettings
+
+DEEPEST = 50  # nested lists and objects of an answer that can be valid
+
+
+class JSONSchemaReward(RewardBase):
+    """1 where the response is JSON that is valid against a schema, else 0."""
+
+    kind: Literal["json_schema"] = "json_schema"
+    schema_field: str = Field(default="schema", description="field of the problem with its schema")
+    default_schema: dict[str, Any] | None = Field(
+        default=None, description="schema of a problem without that field"
+    )
+
+    def rules(
+        self, key: str, source: str, max_response_tokens: int, pool: RewardPoolSettings | None
+    ) -> Iterator[tuple[str, str]]:
+        """Yield what is wrong with the default schema."""
+        try:
+            if self.default_schema is not None:
+                check_schema(self.default_schema)
+        except RewardError as error:
+            yield f"{key}.default_schema", str(error)
+
+
+@register(JSONSchemaReward, imports=("jsonschema",))
+def make(settings: JSONSchemaReward, _directory: Path) -> Reward:
+    """Return the reward, which also reads JSON in the response's one code fence."""
+    if settings.default_schema is not None:
+        check_schema(settings.default_schema)
+
+    def reward(problem: Problem, response: Response) -> float:
+        schema = problem.fields.get(settings.schema_field, settings.default_schema)
+        if schema is None:
+            raise RewardError(
+                f"the problem has no field {settings.schema_field!r}, and default_schema is null"
+            )
+        return float(
+            valid(response.text, json.loads(schema) if isinstance(schema, str) else schema)
+        )
+
+    return reward
+
+
+def valid(text: str, schema: Any) -> bool:
+    """Return whether `text` is JSON that is valid against `schema`.
+
+    Raises RewardError where the schema is invalid, or refers outside itself: nothing is fetched.
+    """
+    from jsonschema import Draft202012Validator
+    from referencing import Registry
+    from referencing.exceptions import Unresolvable
+
+    check_schema(schema)
+    try:
+        value = json.loads(unfenced(text), parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    try:
+        return bool(Draft202012Validator(schema, registry=Registry()).is_valid(value))
+    except Unresolvable as error:
+        raise RewardError(f"the schema cannot be used: {error}") from error
+    except OverflowError:  # an infinite number, such as 1e999
+        return False
+    except RecursionError as error:
+        if _is_deep(value):
+            return False
+        raise RewardError("the schema refers to itself without end") from error
+
+
+def check_schema(schema: Any) -> None:
+    """Raise RewardError where `schema` is no JSON schema."""
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import SchemaError
+
+    try:
+        Draft202012Validator.check_schema(schema)
+    except SchemaError as error:
+        raise RewardError(f"not a JSON schema: {error.message} at {error.json_path}") from error
+
+
+def _is_deep(value: Any) -> bool:
+    """Return whether a value is nested more deeply than DEEPEST."""
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [item for each in level for item in _items(each)]
+    return bool(level)
+
+
+def _items(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def _refuse(constant: str) -> NoReturn:
+    """Raise ValueError: NaN and Infinity are Python's, not JSON's."""
+    raise ValueError(f"{constant} is not JSON")

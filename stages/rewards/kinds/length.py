@@ -1,0 +1,96 @@
+"""Rewards for a response's length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from parallel.settings import Tokens
+from stages.rewards.reward import Response, Reward, register
+from stages.rewards.settings import RewardBase, RewardPoolSettings, Unfinished
+
+Length = Annotated[int, Field(ge=0, le=1_000_000_000)]
+
+COUNTS: dict[str, Callable[[Response], int]] = {
+    "tokens": lambda response: response.tokens,
+    "words": lambda response: len(response.text.split()),
+    "characters": lambda response: len(response.text),
+}
+
+
+class OverlongReward(RewardBase):
+    """Soft overlong punishment (DAPO): 0, falling to -1 over the last tokens before the limit."""
+
+    judges_answer: ClassVar[bool] = False
+    kind: Literal["overlong"] = "overlong"
+    max_tokens: Tokens = Field(description="L, the limit, end token included")
+    buffer_tokens: Tokens = Field(description="c, the last tokens, over which the reward falls")
+    unfinished: Unfinished = "score"
+
+    def rules(
+        self, key: str, source: str, max_response_tokens: int, pool: RewardPoolSettings | None
+    ) -> Iterator[tuple[str, str]]:
+        """Yield the broken rules of the two limits."""
+        limit = self.max_tokens
+        if self.buffer_tokens > limit:
+            yield f"{key}.buffer_tokens", f"{self.buffer_tokens} is more than max_tokens = {limit}"
+        if limit > max_response_tokens:
+            yield (
+                f"{key}.max_tokens",
+                f"{limit} is more than the domain's sampling.max_response_tokens = "
+                f"{max_response_tokens}, where responses are truncated: it is never reached",
+            )
+
+
+class LengthReward(RewardBase):
+    """1 where the response is as long as asked, else less: it falls to 0 over `slack`."""
+
+    judges_answer: ClassVar[bool] = False
+    kind: Literal["length"] = "length"
+    unit: Literal["tokens", "words", "characters"] = "tokens"
+    at_least: Length = 0
+    at_most: Annotated[Length, Field(gt=0)] | None = None
+    slack: Length = 0
+    unfinished: Unfinished = "score"
+
+    def rules(
+        self, key: str, source: str, max_response_tokens: int, pool: RewardPoolSettings | None
+    ) -> Iterator[tuple[str, str]]:
+        """Yield the broken rule of the two bounds."""
+        if self.at_least > (self.at_most or math.inf):
+            yield f"{key}.at_least", f"{self.at_least} is more than at_most = {self.at_most}"
+
+
+@register(OverlongReward)
+def make_overlong(settings: OverlongReward, _directory: Path) -> Reward:
+    """Return the reward."""
+    return lambda _, response: soft_overlong(
+        response.tokens, settings.max_tokens, settings.buffer_tokens
+    )
+
+
+@register(LengthReward)
+def make_length(settings: LengthReward, _directory: Path) -> Reward:
+    """Return the reward."""
+    count = COUNTS[settings.unit]
+
+    def reward(_: object, response: Response) -> float:
+        length = count(response)
+        above = length - settings.at_most if settings.at_most is not None else 0
+        off = max(settings.at_least - length, above, 0)
+        return max(0.0, 1.0 - off / (settings.slack + 1))
+
+    return reward
+
+
+def soft_overlong(length: int, longest: int, buffer: int) -> float:
+    """Return the soft overlong punishment (DAPO, arXiv 2503.14476), within [-1, 0]."""
+    if length <= longest - buffer:
+        return 0.0
+    if length <= longest:
+        return ((longest - buffer) - length) / buffer
+    return -1.0

@@ -1,0 +1,60 @@
+"""Mathematical equality by math-verify: sympy's, of what can be read as LaTeX or an expression.
+
+math-verify's time limits are signals, which need a process's main thread and miss code that does
+not return to Python. They are off: the pool kills a worker whose time is up.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from stages.data.problem import Problem
+from stages.rewards.reward import Response, Reward, RewardError, register
+from stages.rewards.settings import RewardBase, Seconds
+
+MARKED = re.compile(r"\$|\\boxed|\\\(|\\\[")  # LaTeX that marks its mathematics
+
+
+class MathReward(RewardBase):
+    """1 where math-verify finds the response's answer equal to the problem's, else 0."""
+
+    kind: Literal["math"] = "math"
+    boxed: bool = Field(default=False, description="count only answers in \\boxed{}")
+    timeout_seconds: Seconds | None = 10.0
+
+
+@register(MathReward, imports=("math_verify",))
+def make(settings: MathReward, _directory: Path) -> Reward:
+    """Return the reward, which compares the last answer of the response."""
+    from math_verify import verify
+
+    for module in ("grader", "parser"):  # each warns that its time limit is off
+        logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
+
+    def reward(problem: Problem, response: Response) -> float:
+        if settings.boxed and "\\boxed" not in response.text:
+            return 0.0
+        return float(verify(_reference(problem), _read(response.text), timeout_seconds=None))
+
+    return reward
+
+
+def _reference(problem: Problem) -> list[Any]:
+    answer = problem.answer
+    found = _read(answer if MARKED.search(answer) else f"\\boxed{{{answer}}}")
+    if not answer.strip() or not found:
+        raise RewardError(f"cannot read the problem's answer {answer!r} as mathematics")
+    return found
+
+
+def _read(text: str) -> list[Any]:
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+
+    any_form = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
+    found: list[Any] = parse(text, extraction_config=any_form, parsing_timeout=None)
+    return found

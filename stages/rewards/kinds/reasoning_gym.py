@@ -1,0 +1,51 @@
+"""reasoning-gym's scorers on responses of the compact form `<working>answer`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from stages.data.problem import Problem
+from stages.data.reasoning_gym_source import score
+from stages.rewards.reward import Reward, register
+from stages.rewards.settings import RewardBase, RewardPoolSettings
+
+CORRECT = 0.999  # the scorers give partial credit, even for merely containing the answer
+RESPONSE = re.compile(r"<[^>]*>(?P<answer>.*)", re.DOTALL)
+
+
+class ReasoningGymReward(RewardBase):
+    """reasoning-gym's own scorer on `<working>answer`: the whole answer, or partial credit."""
+
+    kind: Literal["reasoning_gym"] = "reasoning_gym"
+    credit: Literal["whole", "partial"] = "whole"
+
+    def rules(
+        self, key: str, source: str, max_response_tokens: int, pool: RewardPoolSettings | None
+    ) -> Iterator[tuple[str, str]]:
+        """Yield the broken rule of the problems' source."""
+        if source != "reasoning_gym":
+            yield (
+                f"{key}.kind",
+                "only prompts.source: reasoning_gym has this scorer; use other rewards",
+            )
+
+
+@register(ReasoningGymReward)
+def make(settings: ReasoningGymReward, _directory: Path) -> Reward:
+    """Return the reward."""
+    scored = exact if settings.credit == "whole" else partial
+    return lambda problem, response: scored(problem, response.text)
+
+
+def exact(problem: Problem, response: str) -> float:
+    """Return 1 where `response` is `<working>answer` and the dataset scores it as right, else 0."""
+    return float(partial(problem, response) >= CORRECT)
+
+
+def partial(problem: Problem, response: str) -> float:
+    """Return the dataset's score of the answer, within [0, 1]; 0 for a response of another form."""
+    match = RESPONSE.fullmatch(response)
+    return score(problem, match["answer"]) if match else 0.0
