@@ -205,7 +205,7 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
         (rewards("{weight: 1}"), "domains.sums.rewards.a.kind: required key is missing"),
         (
             rewards("{kind: mth}"),
-            "domains.sums.rewards.a.kind: should be 'reasoning_gym', 'math', ",
+            "domains.sums.rewards.a.kind: should be 'code', 'format', 'instruction', ",
         ),
         (rewards("{kind: math, wight: 1}"), 'a.wight: unknown key; did you mean "weight"?'),
         (rewards("1"), "domains.sums.rewards.a: should be a mapping of keys to values, not 1"),
@@ -215,7 +215,7 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
         ),
         ("domains.sums.rewards={}", "domains.sums.rewards: should have at least 1 item"),
         ("domains.sums.rewards={a b: {kind: math}}", "a reward's name is made of letters, digits,"),
-        (judge(lowest=10), "domains.sums.rewards.a.lowest: 10 should be less than highest = 10"),
+        (judge(lowest=10), "domains.sums.rewards.a.lowest: 10 must be less than highest = 10"),
         (judge(verdict="good"), "a.verdict: should have a group, (...), which is the score"),
         (judge(base_url="http://"), "a.base_url: string should match pattern"),
         (judge(base_url="http://u:pw@x/v1"), "a.base_url: must have no user and no password (@)"),
@@ -246,15 +246,15 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
             "domains.sums.optimizer.betas=[0.9, 1]",
             "optimizer.betas.1: should be less than 1, not 1",
         ),
-        (judge(attempts=5), "a.timeout_seconds: 300 should be more than the 315 seconds that 5"),
+        (judge(attempts=5), "a.timeout_seconds: 300 must be more than the 315 seconds that 5"),
         (rewards("{kind: code}"), "rewards.a.kind: problems of reasoning_gym have no tests; use j"),
         (
             rewards("{kind: code, timeout_seconds: 90}"),
-            "a.timeout_seconds: 90 should be more than the 90 seconds that tests_seconds = 60 and",
+            "a.timeout_seconds: 90 must be more than the 90 seconds that tests_seconds = 60 and",
         ),
         (
             rewards("{kind: code, timeout_seconds: null}"),
-            "rewards.timeout_seconds: 60 should be more than the 90 seconds that tests_seconds =",
+            "rewards.timeout_seconds: 60 must be more than the 90 seconds that tests_seconds =",
         ),
         (
             rewards("{kind: code, wall_seconds: 61}"),
@@ -262,7 +262,7 @@ def test_every_fault_is_listed_at_once(config: Path) -> None:
         ),
         (
             rewards("{kind: code, memory_mebibytes: 4097}"),
-            "a.memory_mebibytes: 4097 is more than rewards.memory_mebibytes = 4096, which holds",
+            "a.memory_mebibytes: 4097 is more than rewards.memory_mebibytes = 4096, the limit",
         ),
         (judge(rubric="good?"), "domains.sums.rewards.a.rubric: string should match pattern"),
         (

@@ -56,7 +56,7 @@ def test_what_prompts_of_files_ask_of_other_blocks(config: Path) -> None:
     edited(config, "{dataset: chain_sum}", prompts)
     assert faults(config) == [
         "small.yaml:17: domains.sums.rewards.exact.kind: only prompts.source: reasoning_gym has "
-        "it; name other rewards",
+        "this scorer; use other rewards",
         "small.yaml:17: domains.sums.demonstrations.source: generated demonstrations need prompts "
         "of reasoning_gym, not of parquet; use jsonl or parquet, or cold_start: null in a run with "
         "model.initial_weights",

@@ -31,6 +31,7 @@ WITHOUT_TORCH = {
     "stages.rewards.registry",
     "stages.rewards.kinds.judge",
     "stages.rewards.kinds.python",
+    "stages.rewards.sandbox",
     "stages.statistics",
 }
 HEAVY = {

@@ -265,9 +265,9 @@ def test_all_instructions_or_the_share_that_is_kept() -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({}, "should be equally long lists"),
+        ({}, "must be lists of one length"),
         ({"instruction_id_list": ["a"], "kwargs": []}, "unknown instruction 'a'; known are keyw"),
-        ({"instruction_id_list": ["a"], "kwargs": [{}, {}]}, "should be equally long lists"),
+        ({"instruction_id_list": ["a"], "kwargs": [{}, {}]}, "must be lists of one length"),
         (
             {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{"commas": 1}]},
             r"punctuation:no_comma does not take \{'commas': 1\}",
