@@ -25,7 +25,7 @@ FENCE = re.compile(r"^```python[ \t]*\n(?P<program>.*?)(?:^```|\Z)", re.DOTALL |
 class CodeReward(RewardBase):
     """The share of a problem's tests that the response's program passes, run in the sandbox.
 
-    Each pair of input and output is a separate run; asserts share one (docs/explanation/sandbox.md).
+    Each pair of input and output is one run; asserts share one (docs/explanation/sandbox.md).
     """
 
     kind: Literal["code"] = "code"
