@@ -9,6 +9,7 @@ from typing import Any
 from parallel.status_pipe import report_notice
 from stages.guards.registry import GUARDS, GuardSettings, Trend, Window
 from stages.guards.settings import GuardsSettings
+from stages.kinds import settings_key
 from stages.rewards.registry import RewardSettings
 from stages.settings import PolicySettings
 

@@ -343,7 +343,7 @@ def test_the_old_key_of_the_domains_names_the_new_one(config: Path) -> None:
     config = edited(config, "\ndomains:\n", "\nexperts:\n")
     assert faults(config) == ["small.yaml:16: experts: renamed to domains"]
     config = edited(config, "\nexperts:\n", "\ndomains:\n")
-    old = ("domains.sums.loop.steps=3", "domains.words.loop.steps=3", "domains={}")
+    old = ("experts.sums.loop.steps=3", "experts.words.loop.steps=3", "experts={}")
     for override in old:
         assert faults(config, override) == ["command line: experts: renamed to domains"]
     assert faults(config, *old) == ["command line: experts: renamed to domains"]
