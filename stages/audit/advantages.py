@@ -1,4 +1,4 @@
-"""Advantages from the rewards in the files, in plain Python, by group (spec, section 1)."""
+"""Advantages from the recorded rewards, in plain Python, by group (spec, section 1)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ def advantages(
     settings: dict[str, Any],
     weights: dict[str, dict[str, float]],
 ) -> list[list[float]]:
-    """The advantage of every response token of every sample, before any scaling by entropies.
+    """Return the advantage of every response token of every sample, before scaling by entropies.
 
-    `settings` is the objective's block `advantage`, `weights` what the parts of a reward weigh, by
-    domain. Groups are of one prompt, and what is compared with the batch is compared within its
-    domain.
+    `settings` is the objective's block `advantage`, `weights` the weights of a reward's parts, by
+    domain. Groups are of one prompt, and a batch baseline is taken within the domain.
     """
     found: list[list[float]] = [[] for _ in samples]
     domains: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -81,7 +80,7 @@ def _domain(
 
 
 def _alone(values: list[float]) -> list[Value]:
-    """A response without another to compare it with has no advantage."""
+    """Return advantages of 0: a response without others has nothing to compare with."""
     return [0.0] if len(values) < 2 else list(values)
 
 

@@ -1,4 +1,4 @@
-"""What the engine drew: its log-probabilities, and the sets that top-k and top-p left it."""
+"""The engine's sampling: its log-probabilities, and the sets that top-k and top-p kept."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ OF_TIES = 0.02
 def mismatch(
     samples: Sequence[RecordedSample], old: Sequence[torch.Tensor], logged: Mapping[str, float]
 ) -> list[Comparison]:
-    """Compare how far the engine is from pi_old, relative to one nat, since it is rounding itself;
-    of samples that older weights drew, it is how far the policy has moved."""
+    """Compare the distance of the engine from pi_old, relative to one nat: it is rounding itself.
+
+    Of samples from older weights it is the distance that the policy has moved.
+    """
     pairs = zip(samples, old, strict=True)
     apart = torch.cat([mine - sample.logprobs[sample.learned] for sample, mine in pairs]).abs()
-    if not len(apart):  # nothing is learned
+    if not len(apart):  # no learned tokens
         apart = torch.zeros(1, dtype=torch.float64)
     moved = "drift_max" in logged
     prefix = "drift" if moved else "mismatch"
@@ -38,8 +40,10 @@ def mismatch(
 def kept_sets(
     samples: Sequence[RecordedSample], model: Model, sampling: dict[str, Any], replay: bool
 ) -> list[Comparison]:
-    """Compare the sets of samples that the model itself drew: the share that are alike, whose run's
-    value is 1. Nothing where sampling keeps the whole vocabulary."""
+    """Compare the kept sets of freshly sampled tokens: the share that is equal, 1 in the run.
+
+    No rows where sampling keeps the whole vocabulary.
+    """
     if not samples or (sampling["top_k"] == 0 and sampling["top_p"] == 1.0):
         return []
     alike, tokens = 0, 0
@@ -56,7 +60,7 @@ def kept_sets(
 
 
 def _kept(row: torch.Tensor, top_k: int, top_p: float) -> set[int]:
-    """The `top_k` likeliest tokens, and of those the fewest whose share is `top_p` or more."""
+    """Return the `top_k` likeliest tokens, and of those the fewest that sum to `top_p` or more."""
     order = row.argsort(descending=True)[: top_k or len(row)]
     before = row[order].softmax(0).cumsum(0) - row[order].softmax(0)
     return set(order[before < top_p].tolist())

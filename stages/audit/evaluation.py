@@ -1,4 +1,4 @@
-"""What an evaluation, or a gate, measured: each model's answers by that model's own weights."""
+"""The audit of an evaluation or a gate: each model's answers by that model's own weights."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ from stages.audit.recorded import (
 from stages.audit.rows import Comparison, number
 from stages.audit.stage_audit import kind_of
 
-COMPARED = 32  # answers of a model in a domain whose log-probabilities are computed again
+COMPARED = 32  # answers of a model in a domain whose log-probabilities are recomputed
 # Rewards that say nothing about whether the answer is right.
 WATCHING = ("overlong", "length", "format", "language")
 
 
 def evaluation_rows(run: RecordedRun, stage: str) -> list[Comparison]:
-    """Compare every model's answers with what its checkpoint makes of them, and its accuracies with
-    what the answers earned. Raises NotAuditable where no answers were written."""
+    """Compare every model's answers with its checkpoint, and its accuracies with the answers.
+
+    Raises:
+        NotAuditable: no answers were written.
+    """
     directory = run.stage(stage)
     models = sorted((directory / "models").glob("*.json"))
     if not models:
@@ -47,7 +50,7 @@ def evaluation_rows(run: RecordedRun, stage: str) -> list[Comparison]:
             solved = sum(_solved(run, answer) for answer in answers)
             quantity = f"{name} on {domain}: accuracy"
             rows.append(number(quantity, accuracy, solved / len(answers), scale=1.0))
-            gate = kind_of(stage) == "gates"  # which takes one answer to each
+            gate = kind_of(stage) == "gates"  # which takes one answer to each problem
             of_each = 1 if gate else run.settings["evaluation"]["samples_per_problem"]
             rows.append(number(f"{name} on {domain}: n", count, len(answers) / of_each))
     return rows
@@ -67,8 +70,10 @@ def _answers(folder: Path, domain: str) -> list[RecordedSample]:
 def _logprobs(
     quantity: str, model: Model, run: RecordedRun, answers: list[RecordedSample]
 ) -> Comparison:
-    """The mean of the answers' log-probabilities a token; what differs is the largest difference,
-    in nats. A greedy answer is compared with the most likely tokens instead."""
+    """Compare the mean log-probability of the answers' tokens, by the largest difference in nats.
+
+    A greedy answer is compared with the most likely tokens instead.
+    """
     temperature = run.settings["evaluation"]["temperature"]
     engine, own, apart = 0.0, 0.0, 0.0
     tokens = 0

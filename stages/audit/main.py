@@ -1,8 +1,8 @@
 """The audit's process: `python -m stages.audit.main JOB`.
 
-JOB is JSON: `run`, the run's directory; `stages`, which to audit; `step`, or null for the newest
-that can be; `result`, the file to write. What it writes there is a list, a step or an evaluation
-each: `stage`, `step`, `rows`, `notes`, and where it cannot be audited, `refused`, which says why.
+JOB is JSON: `run`, the run's directory; `stages`, the stages to audit; `step`, or null for the
+newest that can be audited; `result`, the file to write. The result is a list with one object a step
+or evaluation: `stage`, `step`, `rows`, `notes`, and `refused`, the reason why it cannot be audited.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     run = read_run(Path(job["run"]))
     if run.settings["model"]["hidden_size"] < WIDE:
-        torch.set_num_threads(1)  # handing such small products to threads takes longer than they do
+        torch.set_num_threads(1)  # threads cost more than products this small
     found = []
     for stage in job["stages"]:
         report_notice(f"auditing {stage}")
@@ -46,7 +46,7 @@ def main() -> None:
             report_error(str(error))
             sys.exit(1)
         except Exception as error:
-            # Whatever damaged files make of the arithmetic, which raises nothing on a whole run's.
+            # Damaged files may raise anything in the arithmetic; intact ones raise nothing.
             why = f"its files cannot be computed with: {repr(error)[:LONGEST]}"
             found.append(_refused(stage, why))
     write_atomically(Path(job["result"]), json.dumps(found) + "\n")

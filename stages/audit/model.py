@@ -1,4 +1,4 @@
-"""transformers' own Qwen3-MoE in float64, one sample at a time, its routers given their routes."""
+"""transformers' Qwen3-MoE in float64, one sample at a time, with given routes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ Weights = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Read:
-    """What a model says of one sample's response tokens: `logits` [response, vocabulary] before
-    temperature, and of all tokens that were read, the routers' logits [layers, tokens, experts] and
-    the experts that were used [layers, tokens, experts_per_token]."""
+    """A forward pass over one sample: logits of its response tokens, router logits and experts.
+
+    `logits` [response, vocabulary] before temperature; of all tokens that were read, the routers'
+    logits [layers, tokens, experts] and the experts used [layers, tokens, experts_per_token].
+    """
 
     sample: RecordedSample
     logits: torch.Tensor
@@ -26,7 +28,7 @@ class Read:
     chosen: torch.Tensor
 
     def logprobs(self, temperature: float) -> torch.Tensor:
-        """log pi [learned] of the tokens, of the distribution that they were drawn from."""
+        """Return log pi [learned] of the tokens under the distribution they were sampled from."""
         scaled = self.logits / temperature
         if self.sample.kept is not None:
             rows = [_only(row, kept) for row, kept in zip(scaled, self.sample.kept, strict=True)]
@@ -35,13 +37,12 @@ class Read:
         return every[self.sample.learned]
 
     def distribution(self, temperature: float) -> torch.Tensor:
-        """log p [learned, vocabulary] over the whole vocabulary."""
+        """Return log p [learned, vocabulary] over the whole vocabulary."""
         return (self.logits / temperature).log_softmax(-1)[self.sample.learned]
 
 
 class PlainRouter(nn.Module):
-    """A layer's router: its own choice, or that of `routes`; the gates are the softmax over the
-    chosen experts of its logits."""
+    """A layer's router: its own choice or `routes`; gates are the softmax over those experts."""
 
     def __init__(self, weight: nn.Parameter, chosen: int) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class PlainRouter(nn.Module):
 
 
 class Model:
-    """A model of the run's shape with some weights, in float64."""
+    """A model of the run's shape with given weights, in float64."""
 
     def __init__(self, settings: dict[str, Any], weights: Weights) -> None:
         if settings["family"] != "qwen3_moe":
@@ -76,7 +77,7 @@ class Model:
         self.parameters = dict(self.module.named_parameters())
 
     def read(self, sample: RecordedSample, replay: bool) -> Read:
-        """Read a sample; with `replay`, by the experts that the engine used."""
+        """Run a forward pass over a sample; with `replay`, by the experts that the engine used."""
         if replay and sample.routes is None:
             raise NotAuditable(
                 "routing.replay is r3 and the routes were not written: set logging.auditable=true"
@@ -93,12 +94,12 @@ class Model:
         )
 
     def weights(self) -> Weights:
-        """Copies of its weights."""
+        """Return copies of the weights."""
         return {name: each.detach().clone() for name, each in self.parameters.items()}
 
 
 def from_megatron(tensors: Weights, settings: dict[str, Any]) -> Weights:
-    """Give megatron-core's tensors, stacked over layers, transformers' names and shapes."""
+    """Return megatron-core's tensors, stacked over layers, under transformers' names and shapes."""
     found = {
         "model.embed_tokens.weight": tensors["embedding.word_embeddings.weight"],
         "model.norm.weight": tensors["decoder.final_layernorm.weight"],
@@ -109,7 +110,7 @@ def from_megatron(tensors: Weights, settings: dict[str, Any]) -> Weights:
     for layer in range(settings["layers"]):
         for own, theirs in _LAYER.items():
             found[f"model.layers.{layer}.{own}"] = tensors[f"decoder.layers.{theirs}"][layer]
-        # Every group's queries, then its key and its value.
+        # Megatron fuses, for every query group, its queries, its key and its value.
         packed = tensors["decoder.layers.self_attention.linear_qkv.weight"][layer]
         rows = packed.unflatten(0, (groups, queries + 2, width))
         parts = rows.split([queries, 1, 1], dim=1)
@@ -147,12 +148,12 @@ def _config(settings: dict[str, Any]) -> Qwen3MoeConfig:
         norm_topk_prob=True,
         tie_word_embeddings=False,
         attn_implementation="eager",
-        experts_implementation="eager",  # the others know no float64
+        experts_implementation="eager",  # the other implementations lack float64
     )
 
 
 def _only(row: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """Logits [vocabulary] with all but the kept tokens left out; an empty set keeps all."""
+    """Return logits [vocabulary] with -inf for all but the kept tokens; an empty set keeps all."""
     if not len(kept):
         return row
     outside = torch.ones_like(row, dtype=torch.bool)

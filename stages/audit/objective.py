@@ -12,9 +12,11 @@ LIMIT = 20.0  # of a log-ratio, in nats
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of the n learned tokens of one sample, each [n], in nats where it says nothing
-    else: of the policy, with gradient; of pi_old; of the engine; of the reference, and the exact KL
-    to it where that is the penalty. `stale` says whether older weights drew any of it."""
+    """The inputs of the loss of one sample's n learned tokens, each [n], log-probabilities in nats.
+
+    Of the policy, with gradient; of pi_old; of the engine; of the reference, and the exact KL to it
+    where that is the penalty. `stale` is true where older weights sampled any of it.
+    """
 
     logprobs: torch.Tensor
     old: torch.Tensor
@@ -29,8 +31,10 @@ class Facts:
 
 @dataclass(frozen=True)
 class Terms:
-    """The loss of one sample's tokens [n] without its KL, the KL, and what is logged; `masked` is
-    the share of tokens that the sequence mask left out."""
+    """The loss of one sample's tokens [n] without its KL, the KL, and the metrics.
+
+    `masked` is the share of tokens that the sequence mask dropped.
+    """
 
     surrogate: torch.Tensor
     kl: torch.Tensor | None
@@ -41,7 +45,7 @@ class Terms:
 
 
 def terms(facts: Facts, objective: dict[str, Any], correct_all: bool) -> Terms:
-    """Compute them by the resolved settings of an objective."""
+    """Return the terms by the resolved settings of an objective."""
     loss, ratio, clipped = _surrogate(facts, objective["ratio"])
     correction = _correction(facts, objective["correction"], correct_all)
     if correction is not None:

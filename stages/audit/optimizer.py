@@ -15,10 +15,10 @@ NORM_EPSILON = 1e-6  # beside the norm that gradients are clipped by
 
 
 def learning_rate(settings: dict[str, Any], updates: int, total: int) -> float:
-    """The rate of the update after `updates` others, of `total` in the stage.
+    """Return the learning rate of the update after `updates` others, of `total` in the stage.
 
-    It rises linearly from 1 / warmup_steps of itself in the first update to itself in the update
-    after the warm-up, and falls from there to final_ratio of itself after the last.
+    It rises linearly from 1 / warmup_steps of the peak in the first update to the peak in the
+    update after the warmup, and falls from there to final_ratio of the peak after the last.
     """
     top = float(settings["learning_rate"])
     warmup = min(settings["warmup_steps"], total - 1)
@@ -34,7 +34,7 @@ def learning_rate(settings: dict[str, Any], updates: int, total: int) -> float:
 
 
 def norm(gradients: Weights) -> float:
-    """The 2-norm of all gradients together."""
+    """Return the 2-norm of all gradients together."""
     return math.sqrt(sum(float(each.square().sum()) for each in gradients.values()))
 
 
@@ -48,7 +48,7 @@ class Optimizer:
     total: int
 
     def step(self, weights: Weights, gradients: Weights) -> Weights:
-        """Return the weights after one update by unclipped gradients; the buffers follow."""
+        """Return the weights after one update by unclipped gradients, and update the buffers."""
         rate = learning_rate(self.settings, self.updates, self.total)
         scale = min(1.0, self.settings["clip_norm"] / (norm(gradients) + NORM_EPSILON))
         self.updates += 1
@@ -59,7 +59,7 @@ class Optimizer:
         }
 
     def _decay(self, weight: torch.Tensor) -> float:
-        """Weight decay spares what has one dimension: norms and biases."""
+        """Return the weight decay of a parameter: 0 for one dimension, such as norms and biases."""
         return float(self.settings["weight_decay"]) if weight.dim() > 1 else 0.0
 
     def _adam(

@@ -1,4 +1,4 @@
-"""A step of an expert, or of the mixed policy, computed again (spec, sections 1 to 6)."""
+"""A recomputed step of a domain expert, or of the mixed policy (spec, sections 1 to 6)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LENGTH_SPREAD = 9.0  # of lambda-GRPO
 
 @dataclass
 class PlainReference:
-    """The model of the KL penalty, which routes by itself; an average follows the policy."""
+    """The reference model of the KL penalty, with its own routes; `ema` averages the policy."""
 
     model: Model
     decay: float | None = None
@@ -39,7 +39,7 @@ class PlainReference:
 
 @dataclass
 class Known:
-    """What the audit finds about the samples of a step, by sample, before its first update."""
+    """The audit's values of a step's samples, by sample, before its first update."""
 
     old: list[torch.Tensor] = field(default_factory=list)
     advantages: list[torch.Tensor] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Known:
 
 @dataclass
 class Sums:
-    """What one update logs, before it is divided."""
+    """The metrics of one update, before they are divided."""
 
     loss: float = 0.0
     by_sequence: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -67,8 +67,10 @@ class PolicyStep:
         number_of_step: int,
         state: dict[str, Any],
     ) -> None:
-        """`settings` are the stage's resolved ones, `weights` those of rewards by domain, and
-        `state` what the checkpoint before says that the objective has learned about itself."""
+        """`settings` are the stage's resolved ones, `weights` those of rewards by domain.
+
+        `state` holds the objective's learned coefficients in the checkpoint before.
+        """
         self.settings = settings
         self.objective = settings["objective"]
         self.weights = weights
@@ -92,7 +94,7 @@ class PolicyStep:
         optimizer: Optimizer,
         logged: dict[str, float],
     ) -> list[Comparison]:
-        """Compute the step; the policy, the optimizer and the reference then are as after it."""
+        """Recompute the step; the policy, the optimizer and the reference are then as after it."""
         if without := sum(sample.fields["reward"] is None for sample in samples):
             raise NotAuditable(f"{without} samples have no reward, and none is trained on without")
         recorded, samples = samples, [self._masked(sample) for sample in samples]
@@ -130,14 +132,14 @@ class PolicyStep:
         return rows
 
     def _masked(self, sample: RecordedSample) -> RecordedSample:
-        """With the learned tokens that it should have."""
+        """Return a sample with the learned tokens that it should have."""
         learned = torch.arange(len(sample.response))
         if self.objective["mask_truncated"] and not sample.fields["finished"]:
             learned = learned[:0]
         return replace(sample, learned=learned)
 
     def _rewards(self, samples: Sequence[RecordedSample]) -> Comparison:
-        """The rewards beside the weighted sums of their parts."""
+        """Compare the rewards with the weighted sums of their parts."""
         sums = [
             sum(
                 weight * (sample.fields["reward_parts"] or {}).get(name, 0.0)
@@ -150,7 +152,7 @@ class PolicyStep:
     def _before(
         self, samples: Sequence[RecordedSample], policy: Model, unscaled: Sequence[Sequence[float]]
     ) -> Known:
-        """pi_old and what else the weights at the beginning of the step decide."""
+        """Return pi_old and what else the weights before the step decide."""
         known = Known()
         with torch.no_grad():
             for sample in samples:
@@ -230,7 +232,7 @@ class PolicyStep:
         reference: PlainReference | None,
         policy: Model,
     ) -> dict[str, float]:
-        """What the objective changes about itself after an update."""
+        """Update the objective's coefficients after an update."""
         found = {}
         if reference is not None:
             reference.update_ema(policy)
@@ -278,7 +280,7 @@ class PolicyStep:
         return terms(facts, self.objective, self.correct_all), entropy
 
     def _moved(self, read: Read, known: Known, place: int) -> torch.Tensor | None:
-        """Mean |log p - log p_old| [n] of the experts chosen then, of the tokens that predict."""
+        """Return mean |log p - log p_old| [n] over the experts chosen then, by predicting token."""
         if self.objective["ratio"]["name"] != "rspo":
             return None
         before, chosen = known.router_scores[place]
@@ -295,7 +297,7 @@ class PolicyStep:
         return _length_weights(chosen, exponent)[id(sample)]
 
     def _mean(self, values: torch.Tensor, sequences: int, tokens: int) -> torch.Tensor:
-        """One sample's part of the mean over the update."""
+        """Return one sample's part of the mean over the update."""
         how = self.objective["aggregation"]
         if how == "sequence_mean":
             return values.mean() / sequences
@@ -328,7 +330,7 @@ def _given(sample: RecordedSample) -> list[float]:
 def _length_weights(
     samples: list[RecordedSample], exponent: torch.Tensor
 ) -> dict[int, torch.Tensor]:
-    """G softmax(h^lambda) over every group of an update, by sample (arXiv 2510.06870)."""
+    """Return G softmax(h^lambda) over every group of an update (arXiv 2510.06870)."""
     groups = defaultdict(list)
     for sample in samples:
         groups[sample.group].append(sample)
@@ -342,7 +344,11 @@ def _length_weights(
     return found
 
 
-def refuse_critic(settings: dict[str, Any]) -> None:
-    """Raise NotAuditable where a critic gives the advantages."""
+def check_no_critic(settings: dict[str, Any]) -> None:
+    """Check that no critic gives the advantages.
+
+    Raises:
+        NotAuditable: one does.
+    """
     if settings["objective"]["advantage"]["name"] == "gae":
         raise NotAuditable("objective.advantage gae: a critic's values are not audited")

@@ -1,4 +1,4 @@
-"""What a run's files say of a step: settings, samples, metrics and checkpoints."""
+"""The files of a run that an audit reads: settings, samples, metrics and checkpoints."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from parallel.files import (
 )
 
 ROUND = "round_"
-LONGEST = 300  # characters of another's message
+LONGEST = 300  # characters of a library's message
 
 
 class NotAuditable(Exception):
-    """The files do not hold what the audit needs; the message says what, and what to set."""
+    """The files lack what the audit needs; the message says what, and which key to set."""
 
 
 @dataclass(frozen=True)
 class RecordedSample:
     """A sample as its step trained on it; tokens int64, log-probabilities in nats, float64.
 
-    `learned` are the places in the response of the tokens that are learned. `routes` [prompt +
-    response - 1, layers, experts_per_token] and the `kept` sets of the response's tokens are there
-    where `logging.auditable` had them written and the engine gave them.
+    `learned` are the indices in the response of the learned tokens. `routes` [prompt + response -
+    1, layers, experts_per_token] and the `kept` sets of the response's tokens are there where
+    `logging.auditable` is true and the engine returned them.
     """
 
     domain: str
@@ -56,12 +56,12 @@ class RecordedSample:
 
     @property
     def tokens(self) -> torch.Tensor:
-        """All that the model reads: everything but the last token."""
+        """The tokens that the model reads: all but the last."""
         return torch.cat([self.prompt, self.response[:-1]])
 
     @property
     def first(self) -> int:
-        """The place in `tokens` of the one that predicts the first token of the response."""
+        """The index in `tokens` of the one that predicts the first token of the response."""
         return len(self.prompt) - 1
 
 
@@ -76,30 +76,36 @@ class RecordedRun:
         return self.path / "stages" / name
 
     def manifest(self, name: str) -> dict[str, Any]:
-        """The lineage of a stage. Raises NotAuditable where it has none."""
+        """Return the lineage of a stage.
+
+        Raises:
+            NotAuditable: it has none.
+        """
         path = self.stage(name) / "manifest.json"
         if not path.exists():
-            raise NotAuditable(f"no {path}: {name} has not begun")
+            raise NotAuditable(f"no {path}: {name} has not started")
         found = document(path)
         with naming(path):
             return {**found, "parents": dict(found["parents"])}
 
     def parent(self, stage: str, of: str) -> Path:
-        """The checkpoint of the stage `of` that `stage` was made from, found by its digest.
+        """Return the checkpoint of the stage `of` that `stage` was initialised from, by its digest.
 
         Raises:
-            NotAuditable: it was made from none of that stage, or the checkpoint is gone.
+            NotAuditable: its parent is none of that stage, or the checkpoint is gone.
         """
         digest = self.manifest(stage)["parents"].get(of)
         if digest is None:
-            raise NotAuditable(f"{stage} was made from no checkpoint of {of}, as run.yaml has it")
+            raise NotAuditable(
+                f"the parent of {stage} is no checkpoint of {of}, which run.yaml names"
+            )
         for found in whole_checkpoints(self.stage(of) / "checkpoints"):
             if found.digest == digest:
                 return found.path
-        raise NotAuditable(f"the checkpoint of {of} that {stage} was made from is gone")
+        raise NotAuditable(f"the checkpoint of {of} that {stage} started from is gone")
 
     def checkpoint(self, stage: str, step: int) -> Path | None:
-        """The whole checkpoint of a step, if it was kept."""
+        """Return the complete checkpoint of a step, or None if it was not kept."""
         found: Checkpoint | None = read_checkpoint(
             self.stage(stage) / "checkpoints" / f"step_{step}"
         )
@@ -107,7 +113,7 @@ class RecordedRun:
 
 
 class _Line(msgspec.Struct):
-    """A sample as `stages.sampling.recording` writes it; what else stands there is left."""
+    """A sample as `stages.sampling.recording` writes it; other keys are ignored."""
 
     domain: str
     reward: float | None
@@ -127,21 +133,25 @@ class _Line(msgspec.Struct):
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name the file whose content cannot be read."""
+    """Name the file in errors about unreadable content."""
     try:
         yield
     except (NotAuditable, CheckpointRefused, OSError):
         raise
-    except UnicodeDecodeError as error:  # which quotes the whole file
-        raise NotAuditable(f"{path} is damaged: it is no text in UTF-8") from error
-    except CheckpointException as error:  # which is no Exception, and quotes whole tracebacks
+    except UnicodeDecodeError as error:  # whose message quotes the whole file
+        raise NotAuditable(f"{path} is damaged: it is not UTF-8 text") from error
+    except CheckpointException as error:  # a BaseException whose message quotes whole tracebacks
         raise NotAuditable(f"{path} is damaged: torch cannot read its tensors") from error
     except Exception as error:  # zip, pickle and JSON each raise their own
         raise NotAuditable(f"{path} is damaged: {repr(error)[:LONGEST]}") from error
 
 
 def document(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises NotAuditable where it holds anything else."""
+    """Return the JSON object in a file.
+
+    Raises:
+        NotAuditable: it holds anything else.
+    """
     with naming(path):
         found = json.loads(read_text(path))
         if not isinstance(found, dict):
@@ -159,7 +169,7 @@ def read_run(path: Path) -> RecordedRun:
 
 
 def metrics(stage: Path, step: int) -> dict[str, float]:
-    """What the stage logged of a step; the last time, where it did the step more than once."""
+    """Return the metrics of a step; the last ones, where it was repeated."""
     found: dict[str, float] = {}
     with naming(stage / "metrics.jsonl"):
         for line in read_text(stage / "metrics.jsonl").splitlines():
@@ -172,9 +182,9 @@ def metrics(stage: Path, step: int) -> dict[str, float]:
 
 
 def samples(path: Path) -> list[RecordedSample]:
-    """Read JSON lines of samples, and the arrays beside them where there are any."""
+    """Read JSON lines of samples, and the arrays beside them if there are any."""
     if not path.exists():
-        raise NotAuditable(f"no samples at {path}; run the step again with logging.auditable=true")
+        raise NotAuditable(f"no samples at {path}; rerun the step with logging.auditable=true")
     decoder = msgspec.json.Decoder(_Line)
     with naming(path):
         lines = [decoder.decode(line) for line in read_text(path).splitlines()]
@@ -193,7 +203,7 @@ def samples(path: Path) -> list[RecordedSample]:
 
 
 def _hold_together(line: _Line, place: str) -> None:
-    """Raise NotAuditable where the tokens of a sample and what belongs to them differ in number."""
+    """Raise NotAuditable where the arrays of a sample differ from its tokens in length."""
     count = len(line.response_tokens)
     of_tokens = {"logprobs": line.logprobs or None, "advantages": line.advantages}
     lengths = {name: len(each) for name, each in of_tokens.items() if each is not None}
@@ -208,7 +218,7 @@ def _length(line: _Line) -> int:
 
 
 def _cut(array: np.ndarray, counts: list[int]) -> list[np.ndarray]:
-    """The parts of an array, of so many rows each; none where it has no rows."""
+    """Return the parts of an array, of the given numbers of rows; empty where it has no rows."""
     return np.split(array, np.cumsum(counts)[:-1]) if len(array) else []
 
 
@@ -234,8 +244,7 @@ def _drawn(
 
 
 def tensors(checkpoint: Path, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint whose name begins with `prefix`, which is cut off, whole and in
-    float64."""
+    """Return every tensor of a checkpoint under `prefix`, without it, unsharded and in float64."""
     reader = CheckpointReader(checkpoint)
     known = reader.read_metadata().state_dict_metadata
     wanted = {

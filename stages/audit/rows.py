@@ -1,4 +1,4 @@
-"""What a run says of a quantity beside what the audit finds, and how far they may differ."""
+"""Comparisons of a run's quantities with the audit's, and the differences they may have."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ CLOSE = 1e-5  # relative: fp32 against float64
 
 @dataclass(frozen=True)
 class Comparison:
-    """One quantity: the run's value and the audit's, and their relative difference, which `bound`
-    allows. Of many numbers at once the values are their 2-norms."""
+    """One quantity: the run's value, the audit's, their relative difference and its `bound`.
+
+    Of many numbers at once the values are their 2-norms.
+    """
 
     quantity: str
     run: float
@@ -30,14 +32,16 @@ class Comparison:
 
 
 def number(quantity: str, run: float, audit: float, scale: float = 1e-2) -> Comparison:
-    """Compare two numbers, relative to the larger or to `scale`, below which rounding says what a
-    number is: one that is a sum of terms of both signs."""
+    """Compare two numbers, relative to the larger or to `scale`.
+
+    A sum of terms of both signs needs a scale: below it, rounding decides the number.
+    """
     largest = max(abs(run), abs(audit), scale)
     return Comparison(quantity, run, audit, abs(run - audit) / largest)
 
 
 def numbers(quantity: str, run: Sequence[float], audit: Sequence[float]) -> Comparison:
-    """Compare as many numbers, by the largest difference relative to the largest of them or 1."""
+    """Compare lists of numbers, by the largest difference relative to the largest of them or 1."""
     if len(run) != len(audit):
         return Comparison(quantity, len(run), len(audit), math.inf)
     pairs = list(zip(run, audit, strict=True))
@@ -50,8 +54,10 @@ def numbers(quantity: str, run: Sequence[float], audit: Sequence[float]) -> Comp
 def change(
     quantity: str, before: Weights, run: Weights, audit: Weights, bound: float
 ) -> Comparison:
-    """Compare how far weights moved: the 2-norm of the difference, as far as it is more than the
-    rounding of fp32 weights may be, over that of the movement."""
+    """Compare weights' movements: the 2-norm of their difference over that of the movement.
+
+    The rounding of fp32 weights is subtracted.
+    """
 
     def distance(one: Weights, other: Weights) -> float:
         return math.sqrt(sum(float((one[n] - other[n]).square().sum()) for n in before))
@@ -63,7 +69,7 @@ def change(
 
 
 def _rounding(weights: Weights) -> float:
-    """The 2-norm of what is lost when each of them is rounded to fp32 twice: 2^-24 of it a time."""
+    """Return the 2-norm of the error of rounding each weight to fp32 twice, 2^-24 of it a time."""
     return 2**-23 * math.sqrt(sum(float(each.square().sum()) for each in weights.values()))
 
 

@@ -1,4 +1,4 @@
-"""The audit of one step of a stage: what it begins with, the step by its kind, what it leaves."""
+"""The audit of one step of a stage: its initial state, the step by its kind, its results."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from parallel.files import STATE
 from stages.audit import recorded
 from stages.audit.model import Model, Weights, from_megatron
 from stages.audit.optimizer import Optimizer, learning_rate
-from stages.audit.policy_step import PlainReference, PolicyStep, refuse_critic
+from stages.audit.policy_step import PlainReference, PolicyStep, check_no_critic
 from stages.audit.recorded import NotAuditable, RecordedRun, document, tensors
 from stages.audit.rows import Comparison, buffers, change, number
 from stages.audit.token_steps import cold_start_step, merge_step
 
 BUFFERS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-# Adam divides by the root of a mean of squares: of a weight whose gradients are next to nothing,
-# rounding decides which way it moves.
+# Adam divides by the root of a mean of squares: for a weight with tiny gradients,
+# rounding decides its direction.
 OF_ADAM, OF_SGD = 1e-3, 1e-5
 COLD_START, INITIAL = "cold_start", "initial"
 
 
 @dataclass(frozen=True)
 class Audited:
-    """The rows of one step, or of an evaluation, and what of it could not be compared."""
+    """The rows of one step, or of an evaluation, and notes on what could not be compared."""
 
     stage: str
     step: int | None
@@ -35,7 +35,7 @@ class Audited:
 
 @dataclass
 class Beginning:
-    """Everything that a step begins with."""
+    """The state that a step starts from."""
 
     policy: Model
     optimizer: Optimizer
@@ -54,7 +54,7 @@ def kind_of(stage: str) -> str:
 
 
 def auditable_steps(run: RecordedRun, stage: str) -> list[int]:
-    """The steps whose samples are there and whose weights before them are kept, ascending."""
+    """Return the steps, ascending, with recorded samples and kept weights before them."""
     folder = run.stage(stage) / ("samples" if kind_of(stage) == "sft" else "rollouts")
     steps = sorted(int(path.stem.removeprefix("step_")) for path in folder.glob("step_*.jsonl"))
     grown = kind_of(stage) != "sft"
@@ -62,7 +62,11 @@ def auditable_steps(run: RecordedRun, stage: str) -> list[int]:
 
 
 def audit_step(run: RecordedRun, stage: str, step: int) -> Audited:
-    """Compute a step again. Raises NotAuditable where files or settings do not allow it."""
+    """Recompute a step and compare it.
+
+    Raises:
+        NotAuditable: files or settings do not allow it.
+    """
     kind = kind_of(stage)
     settings = _settings(run, stage)
     begun = _beginning(run, stage, step, settings)
@@ -82,7 +86,7 @@ def audit_step(run: RecordedRun, stage: str, step: int) -> Audited:
             settings, domains, samples, begun.policy, teachers, begun.optimizer, step, logged
         )
     else:
-        refuse_critic(settings)
+        check_no_critic(settings)
         reference = _reference(run, stage, settings, begun)
         policy_step = PolicyStep(
             settings,
@@ -118,7 +122,7 @@ def _beginning(run: RecordedRun, stage: str, step: int, settings: dict[str, Any]
     if checkpoint is None:
         if step > 1:
             raise NotAuditable(
-                f"{stage} has no checkpoint of step {step - 1}, which step {step} begins with; set "
+                f"{stage} has no checkpoint of step {step - 1}, which step {step} starts from; set "
                 "loop.checkpoint_every=1 and loop.keep_last"
             )
         checkpoint = run.parent(stage, _parent(run, stage))
@@ -135,7 +139,7 @@ def _beginning(run: RecordedRun, stage: str, step: int, settings: dict[str, Any]
 
 
 def _parent(run: RecordedRun, stage: str) -> str:
-    """The stage that one grows from, as run.yaml says it."""
+    """Return the stage that one starts from, by run.yaml."""
     origin = COLD_START if run.settings["cold_start"] is not None else INITIAL
     prefix = match[0] if (match := re.match(r"round_(\d+)\.", stage)) else ""
     if match and int(match[1]) > 1:
@@ -150,7 +154,7 @@ def _parent(run: RecordedRun, stage: str) -> str:
 
 
 def _buffers(held: Weights, model: dict[str, Any]) -> dict[str, Weights]:
-    """The optimizer's buffers in a checkpoint, by the names of transformers' weights."""
+    """Return the optimizer's buffers in a checkpoint, under transformers' names."""
     found = {}
     for kind in BUFFERS:
         prefix = f"optimizer.state.{kind}."
@@ -206,7 +210,7 @@ def _left(
     after: Path,
     reference: PlainReference | None,
 ) -> list[Comparison]:
-    """Compare what the step left: weights, the optimizer's buffers, the reference's average."""
+    """Compare the results of a step: weights, the optimizer's buffers, the reference's average."""
     model = run.settings["model"]
     held = tensors(after)
     weights = from_megatron(held, model)

@@ -1,4 +1,4 @@
-"""Steps whose loss is a mean over tokens: the cold start's, and the merge's (spec, section 7)."""
+"""Steps whose loss is a mean over tokens: the cold start's and the merge's (spec, section 7)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cold_start_step(
     optimizer: Optimizer,
     logged: Mapping[str, float],
 ) -> list[Comparison]:
-    """Cross-entropy over all learned tokens of the step; the policy is then as after it."""
+    """Recompute the cross-entropy over the step's learned tokens, and update the policy."""
     tokens = sum(len(sample.learned) for sample in samples)
     total = 0.0
 
@@ -49,8 +49,10 @@ def merge_step(
     step: int,
     logged: Mapping[str, float],
 ) -> list[Comparison]:
-    """KL(student || teacher of the domain) over the whole vocabulary at temperature 1, the mean
-    over tokens by domain, and these by their weights; the policy is then as after it."""
+    """Recompute KL(student || teacher of the domain) at temperature 1, and update the policy.
+
+    It is over the whole vocabulary, the mean over tokens by domain, weighted by domain.
+    """
     counts = {
         name: sum(len(sample.learned) for sample in samples if sample.domain == name)
         for name in domains
@@ -91,7 +93,7 @@ def merge_step(
 
 
 def _shares(settings: dict[str, Any], counts: Mapping[str, int]) -> dict[str, float]:
-    """What each domain's mean weighs; they sum to 1, and a domain without tokens weighs nothing."""
+    """Return each domain's weight; they sum to 1, and a domain without tokens weighs 0."""
     by_tokens = settings["averaged_over"] == "tokens"
     raw = {
         name: settings["domain_weights"].get(name, 1.0) * (n if by_tokens else min(n, 1))

@@ -1,4 +1,4 @@
-"""Gradients of one update, sample by sample, with the routers' losses in them."""
+"""Gradients of one update, sample by sample, including the routers' losses."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from stages.audit.recorded import RecordedSample
 class RouterLosses:
     """Load balance and z-loss over all tokens of an update (spec, section 6).
 
-    E sum_e f_e P_e needs the experts' shares f of the whole update, so that these are counted
-    first.
+    E sum_e f_e P_e needs the experts' shares f of the whole update, so they are counted first.
     """
 
     def __init__(self, settings: dict[str, Any], samples: Sequence[RecordedSample]) -> None:
@@ -41,7 +40,7 @@ class RouterLosses:
         self.shares = counts / slots
 
     def of(self, read: Read) -> torch.Tensor:
-        """One sample's part of both."""
+        """Return one sample's part of both losses."""
         logits = read.router_logits
         total = logits.new_zeros(())
         if self.shares is not None:
@@ -56,7 +55,7 @@ class RouterLosses:
         return total
 
     def logged(self) -> dict[str, float]:
-        """Means over the layers, of the losses that were asked for."""
+        """Return the means over layers of the losses that are in use."""
         return {name: value for name, value in self.sums.items() if self.settings[name]}
 
 
@@ -67,7 +66,7 @@ def gradients(
     losses: RouterLosses,
     loss: Callable[[Read], torch.Tensor],
 ) -> Weights:
-    """Sum the gradients of every sample's own part of the loss, and of the routers' losses."""
+    """Return the summed gradients of every sample's part of the loss and the routers' losses."""
     losses.count(model, samples, replay)
     model.module.zero_grad(set_to_none=True)
     for sample in samples:

@@ -1,4 +1,4 @@
-"""What the guards read in the samples of one step; pure functions of graded groups."""
+"""Metrics that the guards read from one step's samples; pure functions of graded groups."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from stages.objectives.groups import Group
 from stages.rewards.grading import solved
 from stages.rewards.registry import RewardSettings
 
-SIMILAR = 0.8  # shingles that two responses share which say nearly the same
+SIMILAR = 0.8  # share of common shingles of nearly equal responses
 
 Rewards = Mapping[str, RewardSettings]
 Domains = Mapping[str, Rewards]
 
 
 def group_metrics(groups: Sequence[Group], rewards: Domains) -> dict[str, float]:
-    """The measures of all groups of a step that were drawn; a sample without a reward is in none
-    that asks what it earned. `rewards` are those of each domain."""
+    """Return the metrics of all groups sampled for a step.
+
+    A sample without a reward is in no metric of rewards. `rewards` are those of each domain.
+    """
     return {
         **rightness(groups, rewards),
         **spread(groups),
@@ -29,7 +31,7 @@ def group_metrics(groups: Sequence[Group], rewards: Domains) -> dict[str, float]
 
 
 def rightness(groups: Sequence[Group], rewards: Domains) -> dict[str, float]:
-    """The shares of groups whose samples all solve their problem, and of those where none does."""
+    """Return the shares of groups whose samples all solve their problem, and where none does."""
     verdicts = [
         [is_right(sample, rewards[sample.domain]) for sample in graded(group)] for group in groups
     ]
@@ -41,15 +43,14 @@ def rightness(groups: Sequence[Group], rewards: Domains) -> dict[str, float]:
 
 
 def spread(groups: Sequence[Group]) -> dict[str, float]:
-    """The mean, over groups with two graded samples, of the population standard deviation of what
-    their samples earned."""
+    """Return the mean population std of rewards, over groups with two graded samples."""
     earned = [[sample.reward or 0.0 for sample in graded(group)] for group in groups]
     deviations = [pstdev(rewards) for rewards in earned if len(rewards) >= 2]
     return {"reward_spread": fmean(deviations)} if deviations else {}
 
 
 def length_ratio(groups: Sequence[Group], rewards: Domains) -> dict[str, float]:
-    """The mean length of wrong responses over that of right ones, where there are both."""
+    """Return the mean length of wrong responses over that of right ones, if there are both."""
     lengths: dict[bool, list[int]] = {True: [], False: []}
     for sample in (sample for group in groups for sample in graded(group)):
         lengths[is_right(sample, rewards[sample.domain])].append(len(sample.response))
@@ -59,8 +60,10 @@ def length_ratio(groups: Sequence[Group], rewards: Domains) -> dict[str, float]:
 
 
 def repetition(groups: Sequence[Group]) -> dict[str, float]:
-    """The shares of samples that repeat, or nearly repeat, an earlier one of their group, among
-    those that have an earlier one."""
+    """Return the shares of samples equal, or nearly equal, to an earlier one of their group.
+
+    They are shares of the samples that have an earlier one.
+    """
     found = [repeats([sample.response for sample in each.samples], SIMILAR) for each in groups]
     later = max(sum(len(group.samples) - 1 for group in groups), 1)
     return {
@@ -70,10 +73,10 @@ def repetition(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def graded(group: Group) -> list[Sample]:
-    """The samples of a group that have a reward."""
+    """Return the samples of a group that have a reward."""
     return [sample for sample in group.samples if sample.reward is not None]
 
 
 def is_right(sample: Sample, rewards: Rewards) -> bool:
-    """Whether a graded sample solves its problem, as evaluation counts it."""
+    """Return true where a graded sample solves its problem, as evaluation counts it."""
     return sample.reward_parts is not None and solved(rewards, sample.reward_parts)

@@ -1,7 +1,7 @@
-"""How much two responses share: the Jaccard similarity of their shingles, runs of a few tokens.
+"""The Jaccard similarity of two responses' shingles, runs of a few tokens.
 
 A long response is represented by the smallest hashes of its shingles (bottom-k sketches, Broder
-1997), so that a pair costs the same however long they are; a short one by all of them, exactly.
+1997), so that a pair costs the same at any length; a short one by all of them, exactly.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 SHINGLE = 3  # tokens
-SKETCH = 256  # hashes; with so many the estimate's standard error is at most 0.03
+SKETCH = 256  # hashes; the estimate's standard error is then at most 0.03
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)  # splitmix64's
 
 
@@ -24,7 +24,7 @@ class Sketch:
 
 
 def sketch(tokens: np.ndarray) -> Sketch:
-    """Of the tokens, int [length]. What is shorter than a shingle is one by itself."""
+    """Return the sketch of tokens, int [length]; fewer than `SHINGLE` tokens are one shingle."""
     size = min(SHINGLE, len(tokens))
     count = len(tokens) - size + 1
     hashes = np.zeros(count if size else 0, np.uint64)
@@ -35,7 +35,7 @@ def sketch(tokens: np.ndarray) -> Sketch:
 
 
 def jaccard(one: Sketch, other: Sketch) -> float:
-    """The share of the shingles of either that both have, in [0, 1]; of two empty ones 1."""
+    """Return the share of the shingles of either that both have, in [0, 1]; 1 if both are empty."""
     either = one.hashes | other.hashes
     if not either:
         return 1.0
@@ -47,8 +47,10 @@ def jaccard(one: Sketch, other: Sketch) -> float:
 
 
 def repeats(responses: list[np.ndarray], similar: float) -> tuple[int, int]:
-    """How many of a group's responses are the same as one before them, and how many share at least
-    `similar` of their shingles with one before them, the same ones included."""
+    """Count responses equal to an earlier one of the group, and those similar to an earlier one.
+
+    Similar ones share at least `similar` of their shingles; equal ones are among them.
+    """
     seen: set[bytes] = set()
     sketches: list[Sketch] = []
     identical = alike = 0
@@ -65,13 +67,13 @@ def repeats(responses: list[np.ndarray], similar: float) -> tuple[int, int]:
 
 
 def _alike(one: Sketch, other: Sketch, similar: float) -> bool:
-    """Whether two that are not the same share so much; most are told apart without a union."""
+    """Return true where two unequal sketches are similar; most need no union."""
     most = max(len(one.hashes), len(other.hashes))
     return len(one.hashes & other.hashes) >= similar * most and jaccard(one, other) >= similar
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    """Spread over all 64 bits; arithmetic is modulo 2^64."""
+    """Spread the bits over all 64; arithmetic is modulo 2^64."""
     values = (values ^ (values >> np.uint64(30))) * _MIX_1
     values = (values ^ (values >> np.uint64(27))) * _MIX_2
     return values ^ (values >> np.uint64(31))

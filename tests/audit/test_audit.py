@@ -184,7 +184,7 @@ def test_what_cannot_be_audited_says_what_it_needs(odd: Path, tmp_path: Path) ->
     with pytest.raises(NotAuditable, match=r"step_000003\.jsonl is damaged: DecodeError"):
         audit_step(run, "experts.chain_sum", 3)
     (rollouts / "step_000003.jsonl").unlink()
-    with pytest.raises(NotAuditable, match=r"no samples at .*; run the step again"):
+    with pytest.raises(NotAuditable, match=r"no samples at .*; rerun the step"):
         audit_step(run, "experts.chain_sum", 3)
 
 
