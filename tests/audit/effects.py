@@ -1,4 +1,4 @@
-"""Which settings the audited steps of odd.yaml depend on, and which tests check the others."""
+"""The settings that the audited steps of odd.yaml depend on, and the tests of the others."""
 
 from __future__ import annotations
 
@@ -14,89 +14,88 @@ from stages.audit.recorded import NotAuditable, RecordedRun
 from stages.audit.stage_audit import audit_step
 from stages.kinds import settings_key
 
-# The tests of what the audited steps do not depend on, or the cases of these tests, by the class of
-# the setting or one that it inherits the setting from.
+# The tests of settings that no audited step depends on, by the setting's class or a base of it.
 CHECKED_BY = {
-    "CispoRatioSettings": "unit/objectives/test_ratios.py",
+    "CispoRatioSettings": "stages/objectives/test_ratios.py",
     "ClusterSettings": "pipeline/test_slurm_jobs.py",
     "ClusterSettings.restarts": "slurm/test_slurm.py",
-    "CodeReward": "unit/test_code_reward.py",
+    "CodeReward": "stages/test_code_reward.py",
     "ContainerSettings": "pipeline/test_slurm_jobs.py",
-    "Correction": "unit/test_expert.py",
-    "CriticSettings": "unit/test_critic.py",
+    "CriticSettings": "stages/test_critic.py",
     "DeepseekV3Architecture": "layouts/hugging_face_cases.py",
     "DomainSettings": "pipeline/test_graph.py",
     "DrawSettings": "layouts/sft_cases.py",
     "EngineSettings": "engine/test_client.py",
     "EngineSettings.check_refit": "engine/test_refit.py",
     "EngineSettings.count": "pipeline/test_engines.py",
-    "EngineSettings.kv_cache_mebibytes": "unit/test_memory_counts.py",
-    "EngineSettings.max_logprob_difference": "unit/fake_engines.py",
+    "EngineSettings.kv_cache_mebibytes": "parallel/test_memory_counts.py",
+    "EngineSettings.max_logprob_difference": "fake_engines.py",
     "EngineSettings.max_restarts": "pipeline/test_engines.py",
-    "EngineSettings.max_sequences": "unit/test_memory_counts.py",
+    "EngineSettings.max_sequences": "parallel/test_memory_counts.py",
     "EngineSettings.placement": "pipeline/test_engines.py",
     "EngineSettings.request_timeout_seconds": "engine/test_client.py",
-    "EngineSettings.tensor": "unit/test_memory_counts.py",
+    "EngineSettings.tensor": "parallel/test_memory_counts.py",
     "EngineSettings.transport": "engine/test_refit.py",
-    "EvaluationSettings": "unit/test_evaluate.py",
+    "EvaluationSettings": "stages/test_evaluate.py",
     "ExpertGateSettings": "pipeline/test_gates.py",
-    "FileDemonstrationSettings": "unit/test_conversations.py",
-    "FilePromptSettings": "unit/test_file_prompts.py",
-    "FileSettings": "unit/test_file_prompts.py",
-    "FormatReward": "unit/test_rewards.py",
-    "FrontierSettings": "unit/test_curriculum.py",
-    "GaeSettings": "unit/test_critic.py",
+    "FileDemonstrationSettings": "stages/test_conversations.py",
+    "FilePromptSettings": "stages/test_file_prompts.py",
+    "FileSettings": "stages/test_file_prompts.py",
+    "FormatReward": "stages/test_rewards.py",
+    "FrontierSettings": "stages/test_curriculum.py",
+    "GaeSettings": "stages/test_critic.py",
     "GateSettings": "pipeline/test_gates.py",
-    "GeneratedDemonstrationSettings": "unit/test_domains.py",
-    "GeometricRatioSettings": "unit/objectives/test_ratios.py",
-    "GfpoSettings": "unit/objectives/test_advantages.py",
+    "GeneratedDemonstrationSettings": "stages/test_domains.py",
+    "GeometricRatioSettings": "stages/objectives/test_ratios.py",
+    "GfpoSettings": "stages/objectives/test_advantages.py",
     "Glm4MoeArchitecture": "layouts/hugging_face_cases.py",
-    "GuardSettings": "unit/test_guards.py",
-    "InitializationSettings": "unit/test_model_families.py",
-    "InstructionReward": "unit/test_rewards.py",
-    "JSONSchemaReward": "unit/test_rewards.py",
-    "JudgeReward": "unit/test_judge.py",
+    "GuardSettings": "stages/test_guards.py",
+    "ImportanceSettings": "stages/test_expert.py",
+    "InitializationSettings": "parallel/test_model_families.py",
+    "InstructionReward": "stages/test_rewards.py",
+    "JSONSchemaReward": "stages/test_rewards.py",
+    "JudgeReward": "stages/test_judge.py",
     "KindSettings": "pipeline/test_slurm_jobs.py",
-    "LanguageReward": "unit/test_rewards.py",
+    "LanguageReward": "stages/test_rewards.py",
     "LaunchSettings": "pipeline/test_attempts.py",
     "LayoutSettings": "layouts/cases.py",
-    "LengthReward": "unit/test_rewards.py",
-    "LoggingSettings": "unit/test_metrics.py",
-    "LoggingSettings.auditable": "unit/test_evaluate.py",
+    "LengthReward": "stages/test_rewards.py",
+    "LoggingSettings": "stages/test_metrics.py",
+    "LoggingSettings.auditable": "stages/test_evaluate.py",
     "LoopSettings": "layouts/cases.py",
     "LoopSettings.keep_best": "layouts/checkpoint_cases.py",
     "LoopSettings.keep_last": "layouts/checkpoint_cases.py",
-    "LoopSettings.micro_batch_tokens": "unit/test_expert.py",
-    "MathReward": "unit/test_rewards.py",
+    "LoopSettings.micro_batch_tokens": "stages/toys.py",
+    "MathReward": "stages/test_rewards.py",
     "MergeGateSettings": "pipeline/test_gates.py",
-    "MergeRolloutSettings": "unit/test_rollout_modes.py",
-    "MixedSettings": "unit/test_expert.py",
+    "MergeRolloutSettings": "stages/test_rollout_modes.py",
+    "MixedSettings": "stages/toys.py",
     "ModelSettings": "layouts/hugging_face_cases.py",
     "ModelSettings.max_positions": "pipeline/test_config.py",
     "ModelSettings.tokenizer": "layouts/test_sft.py",
-    "OptimizerSettings": "unit/test_critic.py",
-    "OverlongReward": "unit/test_rewards.py",
-    "PythonReward": "unit/test_rewards.py",
-    "ReasoningGymPromptSettings": "unit/test_domains.py",
-    "ReasoningGymReward": "unit/test_rewards.py",
-    "ReinforcePPSettings": "unit/objectives/test_advantages.py",
-    "RewardBase": "unit/test_reward_pool.py",
-    "RewardPoolSettings": "unit/test_reward_pool.py",
-    "RolloutSettings": "unit/test_backlog.py",
-    "RolloutSettings.dynamic_sampling_by": "unit/test_expert.py",
+    "OptimizerSettings": "stages/test_critic.py",
+    "OverlongReward": "stages/test_rewards.py",
+    "PythonReward": "stages/test_rewards.py",
+    "ReasoningGymPromptSettings": "stages/test_domains.py",
+    "ReasoningGymReward": "stages/test_rewards.py",
+    "ReinforcePPSettings": "stages/objectives/test_advantages.py",
+    "RewardBase": "stages/test_reward_pool.py",
+    "RewardPoolSettings": "stages/test_reward_pool.py",
+    "RolloutSettings": "stages/test_backlog.py",
+    "RolloutSettings.dynamic_sampling_by": "stages/test_expert.py",
     "RopeScaling": "layouts/hugging_face_cases.py",
-    "RspoRatioSettings": "unit/objectives/test_ratios.py",
+    "RspoRatioSettings": "stages/objectives/test_ratios.py",
     "RunSettings": "pipeline/test_graph.py",
-    "RunSettings.deterministic": "unit/test_replay.py",
+    "RunSettings.deterministic": "stages/test_replay.py",
     "RunSettings.seed": "pipeline/test_attempts.py",
-    "SamplingSettings": "unit/test_kept_limits.py",
-    "SamplingSettings.max_response_tokens": "unit/fake_engines.py",
-    "SequenceMaskSettings": "unit/objectives/test_policy_loss.py",
-    "SequenceRatioSettings": "unit/objectives/test_ratios.py",
-    "SequenceTokenRatioSettings": "unit/objectives/test_ratios.py",
-    "Standardised": "unit/objectives/test_advantages.py",
-    "StopSettings": "unit/test_guards.py",
-    "WindowGuardSettings": "unit/test_guards.py",
+    "SamplingSettings": "stages/test_kept_limits.py",
+    "SamplingSettings.max_response_tokens": "fake_engines.py",
+    "SequenceMaskSettings": "stages/objectives/test_policy_loss.py",
+    "SequenceRatioSettings": "stages/objectives/test_ratios.py",
+    "SequenceTokenRatioSettings": "stages/objectives/test_ratios.py",
+    "Standardised": "stages/objectives/test_advantages.py",
+    "StopSettings": "stages/test_guards.py",
+    "WindowGuardSettings": "stages/test_guards.py",
 }
 STEPS = {
     "cold_start": 4,
@@ -128,26 +127,26 @@ OTHER: dict[str, dict[Any, Any]] = {  # beside numbers, which are made larger
     "precision": {"fp32": "bf16"},
     "norm_epsilon": {1e-6: 1e-3},
 }
-NAMES = {  # what another algorithm of a block is, whole
+NAMES = {  # another algorithm of a block, with all its keys
     "objective.advantage": {"name": "dr_grpo"},
     "objective.ratio": {"name": "cispo", "cap": 0.9, "floor": 0.0},
     "objective.correction": {"name": "none"},
 }
 # Leaves that the audited step of a stage does not depend on, and why.
 WITHOUT_EFFECT = {
-    "loop.micro_batch_tokens": "how much is computed at once",
-    "loop.checkpoint_every": "what is saved",
-    "loop.keep_last": "what is saved",
-    "loop.keep_best": "what is saved",
-    "loop.async_checkpoints": "what is saved",
-    "rollout": "which samples are drawn, by which weights: the audit takes those that were",
+    "loop.micro_batch_tokens": "tokens that are computed at once",
+    "loop.checkpoint_every": "checkpoints only",
+    "loop.keep_last": "checkpoints only",
+    "loop.keep_best": "checkpoints only",
+    "loop.async_checkpoints": "checkpoints only",
+    "rollout": "which samples are used: the audit reads those that were",
     "sampling.top_p": "the sets of stale samples are taken as they are",
     "sampling.top_k": "the sets of stale samples are taken as they are",
     "sampling.max_response_tokens": "ends responses; only the aggregation `constant` reads it",
     "optimizer.momentum": "of SGD alone",
     "optimizer.betas": "of Adam alone",
     "objective.lambda_learning_rate": "of the aggregation `lambda` alone",
-    "objective.kl.coefficient": "steered, by kl.target, from where it begins",
+    "objective.kl.coefficient": "the initial value; kl.target changes it",
     "objective.kl.ema_decay": "of the reference `ema` alone",
     "objective.sequence_mask.delta": "only where the mask is enabled",
     "objective.ratio.dual_clip": "null but in one domain",
@@ -158,21 +157,21 @@ WITHOUT_EFFECT = {
     "guards": "when to warn or stop, of metrics that are logged",
     "stop": "when to stop",
     "gate": "measured after the stage",
-    "prompts": "which problems are drawn: the audit takes those that were",
-    "demonstrations": "what a cold start learns from: the audit takes what it read",
-    "curriculum": "which problems are drawn",
-    "rewards.exact": "nothing is solved in so few steps: all its parts are 0",
-    "rewards": "what a response earns; but for the weights, which are changed",
-    "method": "there is one",
-    "from": "tried by itself, since it needs another stage",
+    "prompts": "which problems are used: the audit reads those that were",
+    "demonstrations": "the data of a cold start: the audit reads the recorded samples",
+    "curriculum": "which problems are used",
+    "rewards.exact": "nothing is solved after three steps: all its parts are 0",
+    "rewards": "the recorded rewards; their weights are changed",
+    "method": "there is only one",
+    "from": "tried separately, since it needs another stage",
     "tokenizer": "the audit reads tokens",
     "max_positions": "how long a sample may be",
     "architecture": "of other families",
-    "initialization": "where a cold start begins: the audit takes the weights before the step",
-    "problems": "how many are drawn: the audit takes those that were",
-    "sampling_seed": "which answers are drawn: the audit takes those that were",
+    "initialization": "initial weights: the audit reads those before the step",
+    "problems": "how many are used: the audit reads those that were",
+    "sampling_seed": "which answers are sampled: the audit reads those that were",
 }
-# What other samples than those of this run would show.
+# Leaves that the samples of this run happen not to show.
 BY_CHANCE = {
     ("domains.spell_backward", "objective.ratio.clip_low"): "what it clips is masked",
     ("domains.spell_backward", "objective.ratio.clip_high"): "what it clips is masked",
@@ -207,7 +206,7 @@ EFFECTIVE = {  # where a leaf that has no effect elsewhere does have one
 
 
 def differs(run: RecordedRun, block: str, key: str, value: Any) -> bool:
-    """Return whether an audit differs, or is refused, under another value of a setting."""
+    """Return true where an audit differs, or is refused, under another value of a setting."""
     settings = copy.deepcopy(run.settings)
     *path, last = key.split(".")
     part = block_of(settings, block)
@@ -227,7 +226,7 @@ def differs(run: RecordedRun, block: str, key: str, value: Any) -> bool:
 
 
 def changed(block: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf of a block with another value."""
+    """Yield every leaf of a block with another value."""
     for name, value in block.items():
         key = f"{prefix}{name}"
         if key in NAMES:
@@ -249,19 +248,19 @@ def changed(block: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def is_effective(block: str, key: str) -> bool:
-    """Return whether another value of a block's leaf has to show in the audit."""
+    """Return true where another value of a block's leaf has to show in the audit."""
     without = named(key) and (block, key) not in EFFECTIVE
     return not without and (block, key) not in BY_CHANCE
 
 
 def named(key: str) -> bool:
-    """Return whether a leaf is one of those without effect."""
+    """Return true for a leaf that is listed as without effect."""
     weight = key == "rewards.brief.weight"
     return not weight and any(key == each or key.startswith(f"{each}.") for each in WITHOUT_EFFECT)
 
 
 def block_of(settings: dict[str, Any], name: str) -> dict[str, Any]:
-    """A block of a run's settings, by its dotted key."""
+    """Return a block of a run's settings, by its dotted key."""
     block: dict[str, Any] = settings
     for part in name.split("."):
         block = block[part]

@@ -1,4 +1,4 @@
-"""`braid audit` on a real run of every kind of stage, none of whose settings has its default."""
+"""`braid audit` on a real run of every kind of stage, without default settings."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from stages.kinds import settings_key
 from tests.audit.effects import STEPS, block_of
 from tests.runs import BRAID, REPOSITORY, braid
 
-# What has to take part in some expert's step, and between which bounds it then is.
-TAKES_PART = {
+# Metrics that some expert's step must log, and the bounds of their values.
+METRIC_BOUNDS = {
     "clip_fraction": (0.01, 0.99),
     "masked_sequences": (0.01, 0.99),
     "correction": (0.01, 0.95),
@@ -39,13 +39,13 @@ TAKES_PART = {
 
 @pytest.fixture(scope="module")
 def audited(odd: Path) -> dict[str, dict[str, Any]]:
-    """What `braid audit` finds of every stage."""
+    """Return the result of `braid audit` of every stage."""
     command = [*BRAID, "audit", "odd", "--json", "--runs-dir", str(odd.parent)]
     printed = subprocess.check_output(command, cwd=REPOSITORY, text=True, timeout=600)
-    return {each["stage"]: each for each in json.loads(printed)}  # its progress stands elsewhere
+    return {each["stage"]: each for each in json.loads(printed)}  # progress goes to stderr
 
 
-def test_every_stage_is_what_its_files_say(audited: dict[str, dict[str, Any]]) -> None:
+def test_every_stage_agrees_with_its_files(audited: dict[str, dict[str, Any]]) -> None:
     assert list(audited) == [*STEPS, "evaluate"]
     for stage, found in audited.items():
         assert found["refused"] is None, found
@@ -59,13 +59,13 @@ def test_every_stage_is_what_its_files_say(audited: dict[str, dict[str, Any]]) -
     assert {f"{stage} on chain_sum: log p" for stage in STEPS} <= answers
 
 
-def test_what_is_audited_takes_part(odd: Path, audited: dict[str, dict[str, Any]]) -> None:
+def test_audited_quantities_are_not_zero(odd: Path, audited: dict[str, dict[str, Any]]) -> None:
     rows = {
         (row["quantity"], stage): row["run"]
         for stage, found in audited.items()
         for row in found["rows"]
     }
-    for quantity, (low, high) in TAKES_PART.items():
+    for quantity, (low, high) in METRIC_BOUNDS.items():
         values = [value for (name, _), value in rows.items() if name == quantity]
         assert any(low < value < high for value in values), (quantity, values)
     settings = read_run(odd).settings
@@ -89,10 +89,10 @@ def test_a_tampered_file_differs(odd: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("updates", [{0}, {1}, {0, 1}])
-def test_a_step_of_which_nothing_is_learned_is_audited_too(
+def test_a_step_without_learned_tokens_is_audited(
     odd: Path, tmp_path: Path, updates: set[int]
 ) -> None:
-    """Files in which whole updates were cut off are compared, and differ from what was logged."""
+    """Files whose whole updates are truncated are compared, and differ from the metrics."""
     copied = tmp_path / "odd"
     shutil.copytree(odd, copied, symlinks=True)
     samples = copied / "stages" / "experts.chain_sum" / "rollouts" / "step_000003.jsonl"
@@ -148,7 +148,7 @@ def test_a_sample_with_a_field_of_another_type_is_named(
             recorded.samples(path)
 
 
-def test_a_pipe_in_place_of_a_file_is_not_waited_for(odd: Path, tmp_path: Path) -> None:
+def test_a_pipe_in_place_of_a_file_does_not_block(odd: Path, tmp_path: Path) -> None:
     path = tmp_path / "step_000003.jsonl"
     shutil.copy(odd / "stages" / "experts.chain_sum" / "rollouts" / path.name, path)
     os.mkfifo(path.with_suffix(".npz"))
@@ -156,7 +156,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(odd: Path, tmp_path: Path) 
         recorded.samples(path)
 
 
-def test_a_step_that_hardly_moves_is_held_to_the_rounding_of_fp32() -> None:
+def test_a_tiny_step_is_compared_beyond_the_rounding_of_fp32() -> None:
     before = {"weight": torch.full((1000,), 0.5, dtype=torch.float64)}
     moved = {"weight": before["weight"] + 1e-6}
     rounded = {"weight": moved["weight"].float().double()}
@@ -165,7 +165,7 @@ def test_a_step_that_hardly_moves_is_held_to_the_rounding_of_fp32() -> None:
     assert not change("weights", before, before, moved, 1e-5).agrees
 
 
-def test_what_cannot_be_audited_says_what_it_needs(odd: Path, tmp_path: Path) -> None:
+def test_a_refusal_names_the_missing_setting(odd: Path, tmp_path: Path) -> None:
     copied = tmp_path / "odd"
     shutil.copytree(odd, copied, symlinks=True)
     run = read_run(copied)
@@ -189,7 +189,7 @@ def test_what_cannot_be_audited_says_what_it_needs(odd: Path, tmp_path: Path) ->
 
 
 def test_audit_and_product_share_no_arithmetic() -> None:
-    """Of Braid's own the audit imports itself and the formats of files."""
+    """The audit imports only itself and the formats of files."""
     allowed = {"parallel.files", "parallel.checkpoint.reader", "parallel.status_pipe"}
     for path in (REPOSITORY / "stages" / "audit").glob("*.py"):
         for name in _imported(path):

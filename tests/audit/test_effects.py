@@ -1,4 +1,4 @@
-"""Every setting that may change a result does: in an audited step, or in a test that is named."""
+"""Every setting that may change a result does, in an audited step or in a listed test."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Leaf = tuple[type[Settings], str]
 
 @pytest.mark.usefixtures("read_once")
 def test_another_value_of_a_setting_gives_another_step(odd: Path) -> None:
-    """A few of what the test below tries: a coefficient, a schedule, a reference."""
+    """Three of the settings below: a coefficient, a schedule, a reference."""
     run = read_run(odd)
     for block, key, value in (
         ("domains.spell_backward", "objective.kl.coefficient", 0.1),
@@ -83,8 +83,10 @@ def checked_by(block: type[Settings], name: str) -> list[str]:
 
 @cache
 def settings_in(test: Path) -> list[str]:
-    """Return what a test gives values to: arguments by keyword, keys of dicts, and KEY= or KEY: in
-    text, which may be YAML or an override."""
+    """Return the names that a test sets: keyword arguments, keys of dicts, KEY= or KEY: in text.
+
+    The text may be YAML or an override.
+    """
     found = []
     for node in ast.walk(ast.parse(test.read_text())):
         if isinstance(node, ast.keyword) and node.arg is not None:

@@ -1,4 +1,4 @@
-"""The formulas of the audit and of the objectives, written apart, agree on random numbers.
+"""The formulas of the audit and of the objectives, written independently, agree on random numbers.
 
 odd.yaml audits some of them in real steps. Here is every advantage but a critic's, and every ratio,
 sampled KL estimator and correction.
@@ -27,7 +27,7 @@ TOKENS = 12
 OF_REWARDS = [name for name in ADVANTAGES if name != "gae"]
 SIZES = [[3, 1, 4, 2], [5, 5, 1, 2], [2, 6, 3, 1]]  # tokens of the responses to three prompts
 WEIGHTS = {"brief": 0.25, "exact": 2.0}
-OTHERS: dict[str, list[dict[str, Any]]] = {  # beside an algorithm's defaults
+OTHERS: dict[str, list[dict[str, Any]]] = {  # besides an algorithm's defaults
     "token": [{"dual_clip": 1.1}],
     "sequence": [{"clip_low": 0.05, "clip_high": 0.05}, {"dual_clip": 1.02}],
     "cispo": [{"cap": 1.28, "floor": 0.8}],
@@ -123,7 +123,7 @@ def test_estimators_of_the_kl(estimator: str, stale: bool) -> None:
     ids=label,
 )
 def test_corrections(given: dict[str, Any], level: str) -> None:
-    ratio = {"name": "token", "clip_low": 1.0, "clip_high": 9.0}  # of which no clip binds
+    ratio = {"name": "token", "clip_low": 1.0, "clip_high": 9.0}  # no clip binds
     objective = {"correction": {**given, "level": level}, "ratio": ratio}
     found = both(objective, 1.0, stale=True)
     assert_alike(found)
@@ -141,7 +141,7 @@ def test_the_sequence_mask(delta: float) -> None:
 def test_advantages(given: dict[str, Any]) -> None:
     settings = ObjectiveSettings.model_validate({"advantage": given}).advantage
     parts = random(5, 3, 4, 2)
-    parts[1] = parts[1, :1]  # a group of no variance
+    parts[1] = parts[1, :1]  # a zero-variance group
     weights = torch.tensor(list(WEIGHTS.values()), dtype=torch.float64)
     rewards = (parts * weights).sum(-1)
     steps = torch.stack([rewards + 0.5, rewards - 0.5], dim=-1)  # whose mean is the reward
@@ -171,7 +171,7 @@ def recorded(
     ends: torch.Tensor,
     place: int,
 ) -> RecordedSample:
-    """A sample of `size` tokens as a step's file has it."""
+    """Return a sample of `size` tokens as a step's file has it."""
     fields = {
         "reward": reward.item(),
         "reward_parts": dict(zip(WEIGHTS, parts.tolist(), strict=True)),

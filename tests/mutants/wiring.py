@@ -176,7 +176,7 @@ MUTANTS = [
         "tests/audit",
     ),
     Mutant(
-        "the KL coefficient is not steered",
+        "the KL coefficient ignores its target",
         "stages/grpo.py",
         'self.kl_coefficient = kl_controller(self.kl_coefficient, measured["kl"], target)',
         'kl_controller(self.kl_coefficient, measured["kl"], target)',

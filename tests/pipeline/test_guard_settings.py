@@ -1,4 +1,4 @@
-"""Guards may change in a begun run, the stop rule may not; a stage that ended early is done."""
+"""Guards may change in a started run, the stop rule may not; a stage that ended early is done."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ EXPERT, KEY = "experts.sums", "domains.sums"
 STOP = f"{KEY}.stop={{at_least: 0.9, window: 1}}"
 
 
-def fault(config: Path, override: str) -> str:
+def violation(config: Path, override: str) -> str:
     with pytest.raises(ConfigError) as raised:
         load(config, [override])
-    [violation] = raised.value.violations
-    return str(violation)
+    [found] = raised.value.violations
+    return str(found)
 
 
-def test_they_are_read_as_they_are_written(config: Path) -> None:
+def test_settings_survive_a_round_trip(config: Path) -> None:
     settings = load(
         config,
         [
@@ -102,17 +102,13 @@ def test_the_baseline_obeys_the_rules_of_an_expert(
         (f"{KEY}.curriculum.name=frontier", {EXPERT}),
     ],
 )
-def test_what_decides_a_result_and_what_does_not(
-    config: Path, override: str, changed: set[str]
-) -> None:
+def test_guards_change_no_digest(config: Path, override: str, changed: set[str]) -> None:
     before, after = compile_graph(load(config)), compile_graph(load(config, [override]))
     pairs = zip(before, after, strict=True)
     assert {old.name for old, new in pairs if old.config_digest != new.config_digest} == changed
 
 
-def test_a_stage_that_ended_early_is_done_as_long_as_its_rule_stands(
-    config: Path, run: RunDirectory
-) -> None:
+def test_an_early_end_is_done_until_its_rule_changes(config: Path, run: RunDirectory) -> None:
     settings = load(config, [STOP])
     stages = {stage.name: stage for stage in compile_graph(settings)}
     for name in ("cold_start", EXPERT):

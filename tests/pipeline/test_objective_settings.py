@@ -1,4 +1,4 @@
-"""Every objective can be named in a configuration, and what contradicts itself is refused."""
+"""Every objective validates by its name, and contradictions are errors."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ STEPS = (
 )
 
 
-def fault(config: Path, *overrides: str) -> str:
+def violation(config: Path, *overrides: str) -> str:
     with pytest.raises(ConfigError) as raised:
         load(config, overrides)
-    [violation] = raised.value.violations
-    return str(violation)
+    [found] = raised.value.violations
+    return str(found)
 
 
 @pytest.mark.parametrize(("key", "kind"), NAMED, ids=lambda value: getattr(value, "__name__", ""))
-def test_every_name_has_settings_of_its_own(config: Path, key: str, kind: type) -> None:
+def test_every_name_selects_its_settings(config: Path, key: str, kind: type) -> None:
     name = kind.model_fields["name"].default  # type: ignore[attr-defined]
     settings = load(config, [RATIO, STEPS, f"{EXPERT}.{key}.name={name}"])
     assert getattr(settings.domains["sums"].objective, key) == kind()
@@ -116,13 +116,13 @@ def test_every_choice_has_a_function() -> None:
     ],
 )
 def test_a_wrong_objective_is_reported(config: Path, override: str, message: str) -> None:
-    found = fault(config, RATIO, f"{EXPERT}.{override}")
+    found = violation(config, RATIO, f"{EXPERT}.{override}")
     assert found.startswith(f"command line: {EXPERT}.{message}")
 
 
 @pytest.mark.parametrize("ratio", ["sequence", "geometric", "rspo"])
 @pytest.mark.parametrize("advantage", ["process", "gae"])
-def test_a_ratio_of_responses_undoes_an_advantage_of_tokens(
+def test_a_ratio_per_response_contradicts_an_advantage_per_token(
     config: Path, advantage: str, ratio: str
 ) -> None:
     objective = f"objective={{advantage: {{name: {advantage}}}, ratio: {{name: {ratio}}}}}"
@@ -132,20 +132,20 @@ def test_a_ratio_of_responses_undoes_an_advantage_of_tokens(
     )
 
 
-def test_steps_are_asked_of_the_rewards(config: Path) -> None:
+def test_process_needs_rewards_of_steps(config: Path) -> None:
     process = f"{EXPERT}.advantage.name=process"
     start = f"domains.sums.rewards: {EXPERT}.advantage process compares steps, "
     assert f"{start}which only kind: python judges" in fault(config, RATIO, process)
     cut_off = fault(config, RATIO, process, STEPS.replace("score", "zero"))
     assert cut_off.startswith(f"command line: {start}and a response that was cut off or took too")
-    late = fault(config, RATIO, process, STEPS.replace("timed_out: null", "timed_out: 0"))
+    late = violation(config, RATIO, process, STEPS.replace("timed_out: null", "timed_out: 0"))
     assert late == cut_off
     load(config, [RATIO, process, STEPS])
     mixed = (
         "mixed={optimizer: {learning_rate: 1e-3}, loop: {steps: 2},"
         " objective: {advantage: {name: process}, ratio: {name: token}}}"
     )
-    assert "words.rewards: mixed.objective.advantage process" in fault(config, mixed, STEPS)
+    assert "words.rewards: mixed.objective.advantage process" in violation(config, mixed, STEPS)
 
 
 def test_a_critic_needs_no_group(config: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_reference_is_an_input_of_its_stage(
         ("domains.sums.objective.correction={name: none}", None),
     ],
 )
-def test_it_is_told_where_all_samples_are_corrected(
+def test_a_correction_of_all_samples_is_reported(
     config: Path, override: str, why: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["validate", str(config), override]) == 0

@@ -1,4 +1,4 @@
-"""What the guards read, by hand; when they speak and stop; and that nothing of it is forgotten."""
+"""The guards' metrics, by hand; when they warn and stop; and their memory over a restart."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def similarity(one: list[int], other: list[int]) -> float:
     return jaccard(sketch(tokens(*one)), sketch(tokens(*other)))
 
 
-def test_similarity_is_the_share_of_common_runs_of_three() -> None:
+def test_similarity_is_the_share_of_common_shingles() -> None:
     assert similarity([1, 2, 3, 4], [1, 2, 3, 5]) == pytest.approx(1 / 3)
     assert similarity([1, 2, 3, 4], [1, 2, 3, 4, 9]) == pytest.approx(2 / 3)
     assert similarity([1, 2, 3], [3, 2, 1]) == 0
-    assert similarity([1, 2], [1, 2, 3]) == 0  # what is shorter is one run by itself
+    assert similarity([1, 2], [1, 2, 3]) == 0  # two tokens are one shingle
     assert similarity([7], [7]) == similarity([], []) == 1
     assert similarity([], [1]) == 0
 
@@ -49,7 +49,7 @@ def test_long_responses_are_estimated_by_sketches(shared: int) -> None:
     draw = np.random.default_rng(shared)
     one, other = (draw.integers(0, 50_000, 4000, dtype=np.int32) for _ in range(2))
     other[:shared] = one[:shared]
-    exact = max(0, shared - 2) / (2 * 3998 - max(0, shared - 2))  # no run comes twice by chance
+    exact = max(0, shared - 2) / (2 * 3998 - max(0, shared - 2))  # no shingle repeats by chance
     assert len(sketch(one).hashes) == SKETCH
     assert jaccard(sketch(one), sketch(other)) == pytest.approx(exact, abs=0.1)
 
@@ -64,7 +64,7 @@ def test_repeats_of_a_group_are_counted_once_each() -> None:
 
 
 def group(*samples: tuple[int, float | None, float]) -> Group:
-    """Of (length, right, brief) each; no reward where right is None."""
+    """Return a group of (length, right, brief) each; no reward where right is None."""
     found = []
     for place, (length, right, brief) in enumerate(samples):
         sample = Sample("sums", tokens(1), np.full(length, 10 * place, np.int32))
@@ -75,7 +75,7 @@ def group(*samples: tuple[int, float | None, float]) -> Group:
     return Group(mock.Mock(), 0, list(found), ended=0)
 
 
-def test_what_a_step_s_groups_say() -> None:
+def test_group_metrics() -> None:
     groups = [
         group((2, 1.0, 1.0), (4, 1.0, 0.0)),
         group((6, 0.0, 0.0), (6, 0.0, 0.0)),
@@ -92,7 +92,7 @@ def test_what_a_step_s_groups_say() -> None:
     }
 
 
-def test_what_has_no_reward_says_only_how_alike_it_is() -> None:
+def test_groups_without_rewards_count_only_as_similar() -> None:
     nothing = group((3, None, 0.0), (3, None, 0.0))
     nothing.drawn[1] = nothing.drawn[0]
     assert group_metrics([nothing], DOMAINS) == {
@@ -108,14 +108,14 @@ def trends(rewards: dict[str, RewardSettings], **windows: int) -> Trends:
     return Trends(GuardsSettings.model_validate(given), rewards)
 
 
-def test_a_reward_s_drop_is_from_its_best_window() -> None:
+def test_the_reward_drop_is_measured_from_the_best_window() -> None:
     watched = trends(REWARDS, reward_collapse=2)
     found = [watched.add({"reward": reward}) for reward in (0.0, 1.0, 1.0, 0.0, 0.0)]
     assert found[0] == {}
     assert [each["reward_drop"] for each in found[1:]] == [0, 0, 0.5, 1]
 
 
-def test_length_inflation_is_against_the_first_window() -> None:
+def test_length_inflation_is_relative_to_the_first_window() -> None:
     watched = trends(REWARDS, length_inflation=2)
     steps = [{"wrong_over_right": ratio} for ratio in (1.0, 1.0, 2.0, 2.0)]
     steps.insert(2, {})  # no right answer, or no wrong one
@@ -123,7 +123,7 @@ def test_length_inflation_is_against_the_first_window() -> None:
     assert found == [None, 1, 1, 1.5, 2]
 
 
-def test_a_gain_of_form_is_what_the_answers_do_not_gain_too() -> None:
+def test_a_format_gain_is_reduced_by_a_gain_of_the_answers() -> None:
     rewards = {"right": MathReward(), "form": FormatReward(pattern="x", weight=0.5)}
     steps = [(0.2, 0.4), (0.2, 0.8), (0.5, 0.9), (0.3, 1.0)]
     watched = trends(rewards, format_gain=1)
@@ -163,7 +163,7 @@ def observe(watched: GuardMonitor, metric: str, *values: float | None) -> list[S
     return [watched.observe(step, metrics) for step, metrics in enumerate(given, start=1)]
 
 
-def test_a_warning_is_said_once_an_episode(said: list[str]) -> None:
+def test_a_warning_is_reported_once_an_episode(said: list[str]) -> None:
     watched = watch(guards={"entropy_collapse": {"threshold": 0.5, "patience": 2}})
     values = (0.4, 0.5, 0.4, None, 0.3, 0.2, 0.6, 0.4, 0.4)  # at the threshold is not beyond it
     assert observe(watched, "entropy", *values) == [StepVerdict()] * 9
@@ -177,7 +177,7 @@ def test_a_warning_is_said_once_an_episode(said: list[str]) -> None:
     )
 
 
-def test_a_guard_that_stops_says_what_to_change(said: list[str]) -> None:
+def test_a_guard_that_stops_reports_its_remedy(said: list[str]) -> None:
     given = {"threshold": 0.25, "patience": 2, "action": "stop"}
     verdicts = observe(watch(guards={"truncation": given}), "unfinished", 0.3, 0.2, 0.3, 0.5)
     assert [verdict.stop for verdict in verdicts[:3]] == [None] * 3
@@ -202,7 +202,7 @@ def test_the_mismatch_of_section_4_stops_after_three_steps_by_default() -> None:
     assert [verdict.stop is None for verdict in verdicts] == [True, True, False]
 
 
-def test_a_stage_ends_when_a_full_window_is_good_enough(said: list[str]) -> None:
+def test_a_stage_ends_when_a_full_window_reaches_the_rule(said: list[str]) -> None:
     rule = {"metric": "all_right", "at_least": 0.5, "window": 2}
     ends = [each.end for each in observe(watch(stop=rule), "all_right", 0.9, None, 0.0, 0.4, 0.6)]
     assert ends[:4] == [None] * 4
@@ -215,7 +215,7 @@ def test_a_stage_ends_when_a_full_window_is_good_enough(said: list[str]) -> None
     assert last[1].end is None  # that was the last step anyway
 
 
-def test_a_guard_s_stop_comes_before_the_rule_s(said: list[str]) -> None:
+def test_a_guard_s_stop_precedes_the_rule_s(said: list[str]) -> None:
     watched = watch(
         stop={"at_least": 0.5, "window": 1},
         guards={"truncation": {"action": "stop", "patience": 1}},
@@ -227,7 +227,7 @@ def test_a_guard_s_stop_comes_before_the_rule_s(said: list[str]) -> None:
 
 
 @pytest.mark.parametrize("cut", range(1, 12, 3))
-def test_what_was_seen_before_a_restart_counts(cut: int, said: list[str]) -> None:
+def test_the_memory_survives_a_restart(cut: int, said: list[str]) -> None:
     names = ("entropy", "reward", "wrong_over_right", "reward/exact", "reward/form", "unfinished")
     draw = np.random.default_rng(cut)
     steps = [dict(zip(names, draw.random(len(names)).tolist(), strict=True)) for _ in range(12)]

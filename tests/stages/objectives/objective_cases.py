@@ -1,4 +1,4 @@
-"""What the tests of the objectives share: float64 tensors, and a batch of uneven responses."""
+"""Helpers of the objectives' tests: float64 tensors, and a batch of uneven responses."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def assert_close(actual: Tensor, expected: object, tolerance: float = 1e-6) -> N
 
 
 def draws(count: int, seed: int = 0) -> list[Tensor]:
-    """So many [4, 5] of log-probabilities, in [-1, 0]."""
+    """Return `count` tensors [4, 5] of log-probabilities, in [-1, 0]."""
     generator = torch.Generator().manual_seed(seed)
     return [-torch.rand(4, 5, generator=generator, dtype=torch.float64) for _ in range(count)]
 
 
 def slope(function: Callable[[Tensor], Tensor], at: Tensor, step: float = 1e-6) -> Tensor:
-    """The gradient of a scalar function by central differences."""
+    """Return the gradient of a scalar function by central differences."""
     found = torch.zeros_like(at)
     for place in range(at.numel()):
         moved = torch.zeros_like(at)

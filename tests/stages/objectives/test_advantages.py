@@ -1,4 +1,4 @@
-"""Advantages against the vectors of the algorithms (section 8), and what must not reach them."""
+"""Advantages against the vectors of the algorithms (section 8), and inputs they ignore."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ def settings(name: str, **more: Any) -> AdvantageSettings:
 
 
 def graded(rewards: list[list[float]], **more: Any) -> Graded:
-    """All graded, of lengths 1, 2, ... in every group, with the rewards as their only part, and
-    every response a step of its own."""
+    """Return graded responses of lengths 1, 2, ... in every group.
+
+    The rewards are their only part, and every response is one step.
+    """
     values = real(rewards)
     lengths = torch.arange(1, values.shape[1] + 1).expand(values.shape)
     given: dict[str, Any] = {
@@ -44,7 +46,7 @@ def graded(rewards: list[list[float]], **more: Any) -> Graded:
 
 
 def of_responses(found: Tensor) -> Tensor:
-    """[groups, G] of what is one for all tokens of a response, or has it at its first."""
+    """Return [groups, G]: the advantage of a response, or of its first token."""
     return found[..., 0]
 
 
@@ -59,7 +61,7 @@ def of_responses(found: Tensor) -> Tensor:
 )
 def test_vector_1(name: str, std: str | None, expected: list[float]) -> None:
     found = advantages(graded([VECTOR_1]), settings(name, **({"std": std} if std else {})))
-    # 1e-6 beside the standard deviation moves the fifth digit of the vector's values.
+    # Adding 1e-6 to the standard deviation moves the fifth digit of the vector's values.
     assert_close(of_responses(found), [expected], tolerance=5e-6)
 
 
@@ -69,20 +71,20 @@ def test_vector_12() -> None:
     expected = [-0.3416, -1.4472, 1.4472, 0.3416]
     found = advantages(batch, settings("mo_grpo", std="population"))
     assert_close(of_responses(found), [expected], tolerance=5e-5)
-    # GDPO divides by their own deviation: the mean of the squares is (.3416^2 + 1.4472^2) / 2.
+    # GDPO divides by their deviation: the mean of the squares is (.3416^2 + 1.4472^2) / 2.
     divisor = ((0.3416**2 + 1.4472**2) / 2) ** 0.5
     found = advantages(batch, settings("gdpo", std="population"))
     assert_close(of_responses(found), [[value / divisor for value in expected]], tolerance=5e-5)
 
 
-def test_parts_are_weighed_after_they_were_standardised() -> None:
+def test_parts_are_weighted_after_they_are_standardised() -> None:
     parts = real([[1.0, 100.0], [0.0, 300.0]]).unsqueeze(0)
     batch = graded([[0.0, 1.0]], parts=parts, weights=real([2.0, 0.5]))
     found = advantages(batch, settings("mo_grpo", std="population"))
     assert_close(of_responses(found), [[1.5, -1.5]], tolerance=5e-6)
 
 
-def test_the_whole_batch_is_what_reinforce_pp_compares_with() -> None:
+def test_the_baseline_of_reinforce_pp_is_the_whole_batch() -> None:
     rewards = [[1.0, 0.0, 1.0], [4.0, 4.0, 4.0]]
     flat = [value for group in rewards for value in group]
     mean, deviation = statistics.mean(flat), statistics.stdev(flat)
@@ -110,14 +112,14 @@ def test_reinforce_pp_over_tokens_counts_a_response_by_its_length(std: str) -> N
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "dr_grpo", "reinforce_pp_baseline", "gdpo"])
-def test_group_advantages_add_up_to_nothing(name: str) -> None:
+def test_group_advantages_sum_to_zero(name: str) -> None:
     rewards = torch.rand(5, 8, generator=torch.Generator().manual_seed(0)).tolist()
     found = of_responses(advantages(graded(rewards), settings(name)))
     assert_close(found.sum(-1), [0.0] * 5, tolerance=1e-12)
 
 
 @pytest.mark.parametrize("name", OF_GROUPS)
-def test_a_flat_group_gets_exactly_zero(name: str) -> None:
+def test_a_zero_variance_group_gets_exactly_zero(name: str) -> None:
     batch = graded([[0.1] * 7, [0.3] * 7, [1.0] * 6 + [0.0]])
     assert batch.zero_variance.tolist() == [True, True, False]
     found = advantages(batch, settings(name, **({"keep": 7} if name == "gfpo" else {})))
@@ -126,7 +128,7 @@ def test_a_flat_group_gets_exactly_zero(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITHOUT_A_CRITIC)
-def test_what_is_not_graded_touches_nothing(name: str) -> None:
+def test_ungraded_responses_change_nothing(name: str) -> None:
     whole = graded([[1.0, 0.0, 0.5], [0.0, 1.0, 0.0]])
     mask = torch.tensor([[True, True, True, False], [False, True, True, True]])
     nan = float("nan")
@@ -147,7 +149,7 @@ def test_reinforce_pp_needs_no_second_response_to_a_prompt() -> None:
 
 
 @pytest.mark.parametrize("name", OF_GROUPS)
-def test_one_graded_response_has_nobody_to_be_better_than(name: str) -> None:
+def test_a_single_graded_response_has_no_advantage(name: str) -> None:
     mask = torch.tensor([[True, False], [True, True], [False, False]])
     batch = graded([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]], graded=mask)
     found = advantages(batch, settings(name))
@@ -159,10 +161,10 @@ def test_one_graded_response_has_nobody_to_be_better_than(name: str) -> None:
     assert advantages(nobody, settings(name)).tolist() == [[[0.0], [0.0]]]
 
 
-def test_gfpo_learns_from_the_kept_alone() -> None:
+def test_gfpo_learns_only_from_kept_responses() -> None:
     batch = graded([[1.0, 0.0, 1.0, 0.0]], lengths=torch.tensor([[9, 5, 5, 4]]))
     shortest = advantages(batch, settings("gfpo", keep=3, std="population"))
-    # Kept are 0, 1, 0: of mean 1/3 and deviation sqrt(2)/3.
+    # Kept are rewards 0, 1, 0, of mean 1/3 and deviation sqrt(2)/3.
     expected = [0.0, -(0.5**0.5), 2**0.5, -(0.5**0.5)]
     assert_close(of_responses(shortest), [expected], tolerance=5e-6)
     densest = advantages(batch, settings("gfpo", keep=2, by="reward_per_token"))
@@ -171,7 +173,7 @@ def test_gfpo_learns_from_the_kept_alone() -> None:
     assert_close(of_responses(everything), of_responses(advantages(batch, settings("grpo"))))
 
 
-def test_a_token_earns_what_the_steps_from_it_on_earn() -> None:
+def test_a_token_gets_the_rewards_of_its_step_and_later_ones() -> None:
     steps = real([[[1.0, 0.0], [1.0, 0.0]], [[0.0, 0.0], [7.0, 7.0]]])
     ends = torch.tensor([[[1, 3], [0, -1]], [[-1, -1], [0, 2]]])
     batch = graded(
@@ -188,8 +190,8 @@ def test_a_token_earns_what_the_steps_from_it_on_earn() -> None:
         [right, 0.0, 0.0, 0.0, 0.0],
     ]
     assert_close(found[0], expected, tolerance=5e-6)
-    assert not found[1].any()  # its steps all earned the same
-    # What else a response earned stands at its last token, as in `grpo`: here a punishment.
+    assert not found[1].any()  # all rewards of its steps are equal
+    # The rest of a reward is added to every token, as in `grpo`: here a punishment.
     punished = replace(batch, rewards=batch.rewards - real([[1.0, 0.0], [0.0, 0.0]]))
     change = advantages(punished, settings("process", std="population")) - found
     assert_close(change[0], [[-1.0] * 5, [1.0] * 5], tolerance=5e-6)
@@ -200,7 +202,7 @@ def test_a_token_earns_what_the_steps_from_it_on_earn() -> None:
     ("name", "message"),
     [("mo_grpo", "without parts"), ("gdpo", "without parts"), ("process", "a response's steps")],
 )
-def test_what_a_reward_does_not_give_is_asked_for(name: str, message: str) -> None:
+def test_missing_parts_and_steps_are_reported(name: str, message: str) -> None:
     plain = graded([VECTOR_1], parts=None, weights=None, step_rewards=None, step_ends=None)
     with pytest.raises(ValueError, match=message):
         advantages(plain, settings(name))

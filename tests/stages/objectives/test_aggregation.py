@@ -1,4 +1,4 @@
-"""Aggregations, and the weights that lengths learn."""
+"""Aggregations, and the learned weights by length."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_weights_of_tokens(name: str, expected: float) -> None:
     assert AGGREGATIONS[name](values, MASK, TOTALS).item() == pytest.approx(expected)
 
 
-def test_an_exponent_of_0_weighs_every_response_alike() -> None:
+def test_an_exponent_of_0_weights_every_response_equally() -> None:
     weights = length_weights(real(LENGTHS), torch.zeros(4, dtype=torch.int64), real(0.0))
     assert_close(weights, [1.0] * 4, tolerance=1e-12)
 
@@ -38,7 +38,7 @@ def test_an_exponent_of_0_weighs_every_response_alike() -> None:
 @pytest.mark.parametrize("exponent", [-2.0, 0.7, 3.0])
 def test_length_weights_are_their_formula_group_by_group(exponent: float) -> None:
     groups = [[3.0, 8.0, 1.0], [5.0, 5.0], [2.0, 40.0, 7.0, 9.0]]
-    order = [0, 3, 5, 1, 4, 2, 6, 7, 8]  # members of a group need not stand together
+    order = [0, 3, 5, 1, 4, 2, 6, 7, 8]  # members of a group need not be adjacent
     lengths = [length for group in groups for length in group]
     numbers = [number for number, group in enumerate(groups) for _ in group]
     expected = []
@@ -66,7 +66,7 @@ def test_the_exponent_has_the_gradient_of_its_definition() -> None:
     assert_close(exponent.grad, numeric, tolerance=1e-8)
 
 
-def test_groups_of_another_size_do_not_drown_each_other() -> None:
+def test_groups_of_different_sizes_do_not_affect_each_other() -> None:
     lengths = real([1.0] + [1000.0] * 70 + [5.0, 6.0])  # h is .07 for the first
     groups = torch.tensor([0] * 71 + [1, 1])
     weights = length_weights(lengths, groups, real(-4.0))

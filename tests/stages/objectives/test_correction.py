@@ -1,4 +1,4 @@
-"""What pi_old did not draw (section 4): vectors 5 and 7 of the algorithms."""
+"""Weights of tokens that pi_old did not sample (section 4): vectors 5 and 7."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_vector_7(kind: Any, level: str, expected: list[float]) -> None:
     assert_close(weights[:, 0], expected, tolerance=1e-12)
 
 
-def test_the_ends_of_icepops_range_are_kept() -> None:
+def test_icepop_keeps_the_bounds_of_its_range() -> None:
     old = real([[0.25, 0.5, 4.0, 8.0]]).log()
     mask = torch.ones(1, 4, dtype=torch.bool)
     settings = IcePopSettings(level="token", low=0.25, high=8)
@@ -43,8 +43,8 @@ def test_the_ends_of_icepops_range_are_kept() -> None:
     assert_close(weights, [[0.25, 0.5, 4.0, 8.0]], tolerance=1e-12)
 
 
-def test_a_sequence_is_weighed_by_its_geometric_mean() -> None:
-    """Six hundred tokens of .9999 weigh .9999; a product would make .94 of them."""
+def test_a_sequence_is_weighted_by_its_geometric_mean() -> None:
+    """Six hundred ratios of .9999 give a weight of .9999; their product would be .94."""
     old = real([0.9999] * 600).log().unsqueeze(0).requires_grad_()
     mask = torch.ones(1, 600, dtype=torch.bool)
     mask[0, 500:] = False
@@ -54,7 +54,7 @@ def test_a_sequence_is_weighed_by_its_geometric_mean() -> None:
     assert not weights.requires_grad
 
 
-def test_tokens_are_weighed_one_by_one() -> None:
+def test_each_token_has_its_own_weight() -> None:
     old, engine = real([[-1.0, -1.0, torch.nan]]), real([[-0.5, -3.0, 0.0]])
     mask = torch.tensor([[True, True, False]])
     weights = correction_weights(old, engine, mask, TisSettings(level="token"))
@@ -62,8 +62,8 @@ def test_tokens_are_weighed_one_by_one() -> None:
     assert torch.isfinite(weights).all()
 
 
-def test_one_token_far_off_is_weighed_by_itself_unless_told_otherwise() -> None:
-    """A factor of 1,000 on one token of 20 is .708 of a geometric mean, which IcePop would keep."""
+def test_an_outlier_token_is_weighted_alone_by_default() -> None:
+    """A factor of 1,000 on one token of 20 is a geometric mean of .708, which IcePop would keep."""
     old = real([[1000.0] + [1.0] * 19]).log()
     mask = torch.ones(1, 20, dtype=torch.bool)
     for settings, expected in ((IcePopSettings(), 0.0), (TisSettings(), 2.0)):
@@ -71,7 +71,7 @@ def test_one_token_far_off_is_weighed_by_itself_unless_told_otherwise() -> None:
         assert_close(found, [[expected] + [1.0] * 19], tolerance=1e-12)
 
 
-def test_a_response_without_tokens_weighs_as_any_other() -> None:
+def test_a_response_without_tokens_has_a_finite_weight() -> None:
     nothing = real([[torch.nan, torch.nan]])
     mask = torch.zeros(1, 2, dtype=torch.bool)
     for kind in (TisSettings, IcePopSettings):
@@ -87,7 +87,7 @@ def test_a_response_without_tokens_weighs_as_any_other() -> None:
     [(-1, 0.1, False), (1, 0.1, True), (-1, 0.21, True), (-1, 0.19, False), (0, 0.1, True)],
 )
 def test_vector_5(advantage: float, delta: float, kept: bool) -> None:
-    """mean(log mu - log pi_theta) is .2."""
+    """The mean of log mu - log pi_theta is .2."""
     engine, log_probs = real([[-1.0, -0.5, -2.0, 9.0]]), real([[-1.4, -0.6, -2.1, torch.nan]])
     mask = torch.tensor([[True, True, True, False]])
     settings = SequenceMaskSettings(enabled=True, delta=delta)

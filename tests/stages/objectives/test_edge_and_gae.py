@@ -1,4 +1,4 @@
-"""What stands beside the policy's loss: EDGE (vector 13) and a critic."""
+"""EDGE (vector 13), generalised advantages and the value loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_vector_13() -> None:
     assert_close(edge(real([[3.0], [3.0]]), entropies, means), [[6.0], [2.0]], tolerance=1e-12)
 
 
-def test_certainty_is_not_divided_by_nothing() -> None:
+def test_an_entropy_of_0_is_not_divided_by() -> None:
     found = edge(real([[1.0, -1.0], [2.0, 2.0]]), real([0.0, 0.0]), real([1.0, 0.0]))
     assert_close(found, [[10.0, -10.0], [20.0, 20.0]])
 
@@ -26,7 +26,7 @@ def settings(discount: float, decay: float) -> GaeSettings:
 
 
 def test_gae_by_hand() -> None:
-    """delta = [.5, -.1, 1 - .4] with discount .5; A_2 = .6, A_1 = -.1 + .45 A_2, and so on."""
+    """delta = [.5, -.1, 1 - .4] with gamma .5; A_2 = .6, A_1 = -.1 + .45 A_2, and so on."""
     nan = float("nan")
     rewards, values = real([[0.8, 0.0, 1.0, nan]]), real([[0.4, 0.2, 0.4, nan]])
     mask = torch.tensor([[True, True, True, False]])
@@ -38,8 +38,8 @@ def test_gae_by_hand() -> None:
     assert_close(found, [[first, middle, last, 0.0]], tolerance=1e-12)
 
 
-def test_gae_between_its_ends() -> None:
-    """decay 1 leaves the return less the value; decay 0 the error of one step."""
+def test_gae_at_the_bounds_of_lambda() -> None:
+    """A lambda of 1 leaves the return less the value; 0 the error of one step."""
     rewards, values = (draw + 0.5 for draw in draws(2))
     returns = rewards.masked_fill(~MASK, 0.0).flip(-1).cumsum(-1).flip(-1)
     whole = gae(rewards, values, MASK, settings(1.0, 1.0))
@@ -52,12 +52,12 @@ def test_gae_between_its_ends() -> None:
     assert_close(alone, expected, tolerance=1e-12)
 
 
-def test_a_value_gains_nothing_by_leaving_its_clip() -> None:
+def test_the_value_loss_is_clipped() -> None:
     values = real([0.0, 0.15, 0.5, -0.5]).requires_grad_()
     old, targets = torch.zeros_like(values), real([1.0, 1.0, 1.0, 1.0])
     loss = clipped_value_loss(values, old, targets, clip=0.2)
     loss.sum().backward()
-    # 0.5 is held to 0.2, further from the target; -0.5 is worse than -0.2 and learns.
+    # 0.5 is clipped to 0.2, further from the target; -0.5 is worse than -0.2 and learns.
     assert_close(loss, [0.5, 0.85**2 / 2, 0.8**2 / 2, 1.5**2 / 2], tolerance=1e-12)
     assert values.grad is not None
     assert_close(values.grad, [-1.0, -0.85, 0.0, -1.5], tolerance=1e-12)

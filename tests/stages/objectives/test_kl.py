@@ -1,4 +1,4 @@
-"""Estimators of KL against vector 2 of the algorithms, and the coefficient that is steered."""
+"""Estimators of KL against vector 2 of the algorithms, and the coefficient's controller."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def test_gradients() -> None:
 
 
 @pytest.mark.parametrize("name", ["k1", "k3"])
-def test_the_unbiased_ones_are_right_on_average(name: str) -> None:
+def test_unbiased_estimators_have_the_kl_as_their_mean(name: str) -> None:
     """Under the policy itself the expectation is the KL, 0.0851228 in vector 6."""
     p, q = real([0.7, 0.2, 0.1]), real([0.5, 0.3, 0.2])
     mean = (p * KL_ESTIMATORS[name](p.log(), q.log(), p.log())).sum()
     assert_close(mean, 0.0851228, tolerance=1e-7)
 
 
-def test_the_unbiased_k3_has_the_gradient_of_the_kl_whoever_sampled() -> None:
-    """d(reverse KL)/d logits of vector 6, from what another policy draws."""
+def test_unbiased_k3_has_the_gradient_of_the_kl_off_policy() -> None:
+    """d(reverse KL)/d logits of vector 6, from samples of another policy."""
     old, q = real([0.2, 0.5, 0.3]), real([0.5, 0.3, 0.2])
     logits = real([0.7, 0.2, 0.1]).log().requires_grad_()
     log_probs = logits.log_softmax(0)
@@ -63,20 +63,20 @@ def test_the_unbiased_k3_has_the_gradient_of_the_kl_whoever_sampled() -> None:
     ("kl", "expected"),
     [(1.0, 0.2), (1.1, 0.202), (1.2, 0.204), (50.0, 0.204), (0.9, 0.198), (0.0, 0.196)],
 )
-def test_the_coefficient_follows_the_error_and_no_faster_than_a_fiftieth(
+def test_an_update_changes_the_coefficient_by_at_most_a_fiftieth(
     kl: float, expected: float
 ) -> None:
     assert kl_controller(0.2, kl, target=1.0) == pytest.approx(expected)
 
 
-def test_the_coefficient_settles_where_the_target_is() -> None:
-    """Where the KL is 1 / coefficient, a target of 4 asks for 0.25."""
+def test_the_coefficient_converges_at_the_target() -> None:
+    """Where the KL is 1 / coefficient, a target of 4 leads to 0.25."""
     coefficient = 1.0
     for _ in range(400):
         coefficient = kl_controller(coefficient, 1 / coefficient, target=4.0)
     assert coefficient == pytest.approx(0.25, rel=1e-3)
 
 
-def test_far_away_nothing_overflows() -> None:
+def test_distant_policies_do_not_overflow() -> None:
     values = KL_ESTIMATORS["k3"](real([-1000.0]), real([0.0]), real([0.0]))
     assert torch.isfinite(values).all()

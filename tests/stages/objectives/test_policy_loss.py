@@ -1,4 +1,4 @@
-"""The whole loss of a micro-batch: any cut of it, what is masked, and what the settings ask for."""
+"""The loss of a micro-batch: every split of it, masked positions, and missing inputs."""
 
 from __future__ import annotations
 
@@ -61,8 +61,10 @@ def gradient(result: PolicyLoss, tokens: Tokens) -> Tensor:
 
 
 def test_the_kl_of_stale_samples_has_the_gradient_of_the_kl() -> None:
-    """Every token of a vocabulary once, as often as older weights (mu) draw it: their share of the
-    response. pi_old is the policy itself, as in the first update of a step."""
+    """The batch has every token of a vocabulary once, weighted as older weights (mu) sample it.
+
+    pi_old is the policy itself, as in the first update of a step.
+    """
     drew, reference = real([0.2, 0.5, 0.3]), real([0.5, 0.3, 0.2])
     logits = real([0.7, 0.2, 0.1]).log().requires_grad_()
     log_probs = logits.log_softmax(0)
@@ -87,7 +89,7 @@ def test_the_kl_of_stale_samples_has_the_gradient_of_the_kl() -> None:
 
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "constant", "lambda"])
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_any_cut_of_the_batch_gives_the_same_loss_and_gradient(
+def test_every_split_of_the_batch_gives_the_same_loss_and_gradient(
     ratio: str, aggregation: str
 ) -> None:
     objective = {**EVERYTHING, "ratio": {"name": ratio}, "aggregation": aggregation}
@@ -113,7 +115,7 @@ def test_any_cut_of_the_batch_gives_the_same_loss_and_gradient(
 
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "unbiased_k3", "full"])
-def test_masked_positions_touch_nothing(ratio: str, estimator: str) -> None:
+def test_masked_positions_change_nothing(ratio: str, estimator: str) -> None:
     kl = {"coefficient": 0.1, "estimator": estimator}
     objective = {**EVERYTHING, "ratio": {"name": ratio}, "kl": kl}
     results = []
@@ -146,7 +148,7 @@ def test_an_empty_mask_gives_zero_and_no_nan(ratio: str, aggregation: str) -> No
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_groups_that_earned_the_same_move_nothing(ratio: str) -> None:
+def test_zero_variance_groups_have_no_gradient(ratio: str) -> None:
     """Their advantages are 0, however far the policy has moved."""
     nothing = torch.zeros(4, 5, dtype=torch.float64)
     still = replace(batch(), advantages=nothing, old_log_probs=nothing - 9)
@@ -241,7 +243,7 @@ def test_the_penalty_adds_the_coefficient_times_the_kl() -> None:
     assert (with_kl.loss - without.loss).item() == pytest.approx(penalty)
 
 
-def test_the_coefficient_of_the_moment_is_what_counts() -> None:
+def test_the_coefficient_of_the_update_is_used() -> None:
     tokens, settings = batch(), ObjectiveSettings.model_validate({"kl": {"coefficient": 0.1}})
     none, once, twice = (policy_loss(tokens, TOTALS, settings, c).loss for c in (0.0, 0.1, 0.2))
     assert (twice - none).item() == pytest.approx(2 * (once - none).item())
@@ -256,7 +258,7 @@ def test_the_coefficient_of_the_moment_is_what_counts() -> None:
         ({"ratio": {"name": "rspo"}}, r"objective\.ratio is rspo, but no router movements were"),
     ],
 )
-def test_what_was_not_given_is_asked_for(objective: dict[str, Any], message: str) -> None:
+def test_missing_inputs_are_reported(objective: dict[str, Any], message: str) -> None:
     plain = replace(
         batch(),
         reference_log_probs=None,
@@ -275,8 +277,8 @@ def test_what_was_not_given_is_asked_for(objective: dict[str, Any], message: str
         {"sequence_mask": {"enabled": True, "delta": 1e-9}},
     ],
 )
-def test_corrections_touch_the_policy_gradient_and_not_the_kl(corrected: dict[str, Any]) -> None:
-    """All weights 0, or all sequences masked, leave the penalty alone."""
+def test_corrections_change_the_policy_gradient_and_not_the_kl(corrected: dict[str, Any]) -> None:
+    """Weights of 0, or masks of all sequences, leave only the penalty."""
     tokens = replace(
         batch(),
         engine_log_probs=torch.ones(4, 5, dtype=torch.float64),
@@ -291,7 +293,7 @@ def test_corrections_touch_the_policy_gradient_and_not_the_kl(corrected: dict[st
     torch.testing.assert_close(gradient(found, tokens), gradient(penalty, still))
 
 
-def test_objectives_are_read_without_torch() -> None:
+def test_objectives_are_imported_without_torch() -> None:
     check = (
         "import sys; import stages.objectives.loss, stages.objectives.advantages;"
         " sys.exit('torch' in sys.modules)"

@@ -30,7 +30,7 @@ ALL = [GSPO, GSPO_TOKEN, DAPO, GMPO, CISPO]
 
 
 def surrogate(log_ratios: Tensor, advantages: Tensor, settings: RatioBase) -> Surrogate:
-    """Of one response, whose old log-probabilities are 0."""
+    """Return the surrogate of one response, whose old log-probabilities are 0."""
     mask = torch.ones(1, len(log_ratios), dtype=torch.bool)
     tokens = given_tokens(log_ratios[None], torch.zeros(1, len(log_ratios)), advantages[None], mask)
     found: Surrogate = RATIOS[settings.name](tokens, settings)
@@ -42,14 +42,14 @@ def given_tokens(log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tenso
 
 
 def loss_of(log_ratios: Tensor, advantage: float, settings: RatioBase) -> Tensor:
-    """The `sequence_mean` loss of one response."""
+    """Return the `sequence_mean` loss of one response."""
     advantages = torch.full_like(log_ratios, advantage)
     found = surrogate(log_ratios, advantages, settings).loss
     return sequence_mean(found, torch.ones_like(found, dtype=torch.bool), Totals(1, 1))
 
 
 @pytest.mark.parametrize("settings", [GSPO, GSPO_TOKEN, DAPO], ids=lambda each: each.name)
-def test_a_dual_clip_bounds_what_a_bad_token_costs(settings: TokenRatioSettings) -> None:
+def test_a_dual_clip_bounds_the_loss_of_a_bad_token(settings: TokenRatioSettings) -> None:
     """max(min(r A, clip(r) A), c A) for A < 0: with c = 3 the loss of r = e^2 is 3, not 7.39."""
     dual = settings.model_copy(update={"dual_clip": 3.0})
     apart, near = (torch.full((4,), value, requires_grad=True) for value in (2.0, 1.0))
@@ -58,7 +58,7 @@ def test_a_dual_clip_bounds_what_a_bad_token_costs(settings: TokenRatioSettings)
     loss_of(apart, -1.0, dual).backward()
     assert apart.grad is not None and not apart.grad.any()
     assert surrogate(apart, torch.full((4,), -1.0), dual).clipped.all()
-    # Neither a ratio within it nor a good token is touched.
+    # A ratio within it and a good token are unchanged.
     assert loss_of(near, -1.0, dual).item() == pytest.approx(math.e)
     assert not surrogate(near, torch.full((4,), -1.0), dual).clipped.any()
     assert loss_of(apart, 1.0, dual).item() == loss_of(apart, 1.0, settings).item()
@@ -129,7 +129,7 @@ def test_token_clip_binds_token_by_token(advantage: float) -> None:
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_gmpo_clips_tokens_before_it_takes_their_mean(advantage: float) -> None:
+def test_gmpo_clips_tokens_before_their_mean(advantage: float) -> None:
     log_ratios = real([-0.9, -0.1, 0.2, 0.9]).requires_grad_()
     loss = loss_of(log_ratios, advantage, GMPO)
     loss.backward()
@@ -155,8 +155,8 @@ def test_cispo_bounds_the_weight_and_keeps_the_gradient(advantage: float) -> Non
     assert_close(log_ratios.grad, -weights * advantage, tolerance=1e-12)
 
 
-def test_cispo_with_a_floor_is_verls() -> None:
-    """verl's `cispo` weighs by clamp(r_t, 1 - clip_ratio_low, 1 + clip_ratio_high)."""
+def test_cispo_with_a_floor_equals_verl() -> None:
+    """verl's `cispo` has the weight clamp(r_t, 1 - clip_ratio_low, 1 + clip_ratio_high)."""
     log_ratios = real([0.1, 0.85, 1.0, 7.0]).log()
     found = surrogate(log_ratios, real([1.0] * 4), CispoRatioSettings(cap=1.28, floor=0.8))
     assert_close(found.loss[0], -real([0.8, 0.85, 1.0, 1.28]) * log_ratios, tolerance=1e-12)
@@ -174,10 +174,10 @@ def test_cispo_with_a_floor_is_verls() -> None:
     ],
     ids=lambda given: getattr(given, "name", None),
 )
-def test_the_gradient_ends_where_the_clip_begins(
+def test_there_is_no_gradient_beyond_the_clip(
     settings: RatioBase, lowest: float, highest: float, advantage: float
 ) -> None:
-    """Of a response of one token: on the side that the advantage pushes to, and on no other."""
+    """One token is clipped on the side that its advantage pushes to, and on no other."""
     end, behind = (highest, lowest - 1) if advantage > 0 else (lowest, highest + 1)
     within, beyond = end - 1e-9 * advantage, end + 1e-9 * advantage
     for log_ratio, learns in [(within, True), (beyond, False), (behind, True)]:
@@ -200,14 +200,14 @@ def test_on_policy_gradient_is_that_of_reinforce(settings: RatioBase) -> None:
 
 
 @pytest.mark.parametrize("settings", [GSPO, GSPO_TOKEN, DAPO, GMPO], ids=lambda s: s.name)
-def test_log_ratios_are_held_to_20(settings: RatioBase) -> None:
+def test_log_ratios_are_clamped_to_20(settings: RatioBase) -> None:
     loss = loss_of(real([1000.0, 1000.0]), -1.0, settings)
     assert loss.item() == pytest.approx(math.exp(20))
 
 
 @pytest.mark.parametrize("settings", [GSPO, DAPO, GMPO], ids=lambda s: s.name)
 def test_gradients_are_the_derivatives(settings: RatioBase) -> None:
-    """By central differences, for those whose surrogate stops no gradient."""
+    """By central differences, for ratios whose surrogate stops no gradient."""
     log_probs, old, advantages = draws(3)
     advantages = advantages + 0.5
     close = settings.model_copy(update={"clip_low": 0.1, "clip_high": 0.1})
