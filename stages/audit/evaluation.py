@@ -50,7 +50,7 @@ def evaluation_rows(run: RecordedRun, stage: str) -> list[Comparison]:
             solved = sum(_solved(run, answer) for answer in answers)
             quantity = f"{name} on {domain}: accuracy"
             rows.append(number(quantity, accuracy, solved / len(answers), scale=1.0))
-            gate = kind_of(stage) == "gates"  # which takes one answer to each problem
+            gate = kind_of(stage) == "gates"  # which takes one answer to each problem problem
             of_each = 1 if gate else run.settings["evaluation"]["samples_per_problem"]
             rows.append(number(f"{name} on {domain}: n", count, len(answers) / of_each))
     return rows
@@ -90,8 +90,10 @@ def _logprobs(
 
 
 def _solved(run: RecordedRun, answer: RecordedSample) -> bool:
-    """Whether every reward that judges answers gave all that it can; all of them where none
-    judges. An answer without a reward is not solved."""
+    """Return true where every reward that judges answers is full; all rewards if none judges.
+
+    An answer without a reward is not solved.
+    """
     rewards: dict[str, Any] = run.settings["domains"][answer.domain]["rewards"]
     parts = answer.fields["reward_parts"] or {}
     if answer.fields["reward"] is None:

@@ -44,8 +44,8 @@ class Beginning:
 
 
 def kind_of(stage: str) -> str:
-    """The kind of a stage, by its name without the round."""
-    name = re.sub(r"^experts\.", "domains.", re.sub(r"^round_\d+\.", "", stage))
+    """Return the kind of a stage, by its name without the round."""
+    name = re.sub(r"^round_\d+\.", "", stage)
     if name == COLD_START:
         return "sft"
     return {"mixed": "mixed", "merge": "distill"}.get(
@@ -105,7 +105,7 @@ def audit_step(run: RecordedRun, stage: str, step: int) -> Audited:
 
 
 def _settings(run: RecordedRun, stage: str) -> dict[str, Any]:
-    """The stage's block of run.yaml."""
+    """Return the stage's block of run.yaml."""
     name = re.sub(r"^experts\.", "domains.", re.sub(r"^round_\d+\.", "", stage))
     block = run.settings
     for part in [name] if name in block else name.split(".", 1):
@@ -194,7 +194,7 @@ def _model(run: RecordedRun, checkpoint: Path) -> Model:
 
 
 def _reward_weights(run: RecordedRun, stage: str) -> dict[str, dict[str, float]]:
-    """What the parts of a reward weigh, of every domain that the stage trains on."""
+    """Return the weights of a reward's parts, of every domain that the stage trains on."""
     domains = run.settings["domains"]
     own = domains if kind_of(stage) == "mixed" else [stage.rpartition("experts.")[2]]
     return {

@@ -110,7 +110,7 @@ BLOCKS = {
     "model": "cold_start",
     "evaluation": "evaluate",
 }
-OTHER: dict[str, dict[Any, Any]] = {  # beside numbers, which are made larger
+OTHER: dict[str, dict[Any, Any]] = {  # numbers are increased instead
     "algorithm": {"adam": "sgd", "sgd": "adam"},
     "decay": {"cosine": "linear", "linear": "cosine"},
     "replay": {"r3": "none", "none": "r3"},
@@ -180,9 +180,9 @@ BY_CHANCE = {
     ("domains.number_sorting", "objective.advantage.by"): "both keep the same responses",
     ("domains.number_sorting", "objective.ratio.clip_low"): "no ratio is so near to it",
     ("domains.number_sorting", "objective.correction"): "no ratio is near its cap",
-    ("domains.number_sorting", "objective.mask_truncated"): "no response is cut off",
+    ("domains.number_sorting", "objective.mask_truncated"): "no response is truncated",
 }
-EFFECTIVE = {  # where a leaf that has no effect elsewhere does have one
+EFFECTIVE = {  # leaves that have an effect here and nowhere else
     ("domains.spell_backward", "optimizer.momentum"),
     ("domains.spell_backward", "routing.replay"),
     ("domains.spell_backward", "objective.kl.coefficient"),

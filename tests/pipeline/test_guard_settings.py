@@ -71,8 +71,8 @@ def test_settings_survive_a_round_trip(config: Path) -> None:
         ("curriculum={candidates: 3}", "curriculum.candidates: unknown key; known: name"),
     ],
 )
-def test_a_wrong_one_is_reported(config: Path, override: str, message: str) -> None:
-    assert f"{KEY}.{message}" in fault(config, f"{KEY}.{override}")
+def test_a_wrong_setting_is_reported(config: Path, override: str, message: str) -> None:
+    assert f"{KEY}.{message}" in violation(config, f"{KEY}.{override}")
 
 
 @pytest.mark.parametrize(

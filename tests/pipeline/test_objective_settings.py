@@ -127,7 +127,7 @@ def test_a_ratio_per_response_contradicts_an_advantage_per_token(
 ) -> None:
     objective = f"objective={{advantage: {{name: {advantage}}}, ratio: {{name: {ratio}}}}}"
     message = f"objective.ratio.name: {ratio} gives all tokens of a response one gradient, which"
-    assert fault(config, STEPS, f"domains.sums.{objective}").startswith(
+    assert violation(config, STEPS, f"domains.sums.{objective}").startswith(
         f"command line: domains.sums.{message} undoes the advantage {advantage} of each; use token"
     )
 
@@ -135,8 +135,8 @@ def test_a_ratio_per_response_contradicts_an_advantage_per_token(
 def test_process_needs_rewards_of_steps(config: Path) -> None:
     process = f"{EXPERT}.advantage.name=process"
     start = f"domains.sums.rewards: {EXPERT}.advantage process compares steps, "
-    assert f"{start}which only kind: python judges" in fault(config, RATIO, process)
-    cut_off = fault(config, RATIO, process, STEPS.replace("score", "zero"))
+    assert f"{start}which only kind: python judges" in violation(config, RATIO, process)
+    cut_off = violation(config, RATIO, process, STEPS.replace("score", "zero"))
     assert cut_off.startswith(f"command line: {start}and a response that was cut off or took too")
     late = violation(config, RATIO, process, STEPS.replace("timed_out: null", "timed_out: 0"))
     assert late == cut_off

@@ -77,7 +77,7 @@ class RouterCollapseSettings(GuardSettings):
     patience: int = 1
 ''',
 }
-DOMAIN = "experts.chain_sum"
+DOMAIN = "domains.chain_sum"
 OVERRIDES = [
     f"{DOMAIN}.objective.advantage={{name: median, factor: 2}}",
     f"{DOMAIN}.objective.ratio.name=unclipped",
