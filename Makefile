@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 TRL_VENV := .venv-trl
 TRL_INSTALLED := $(TRL_VENV)/.installed
 
-.PHONY: help install quickstart quick test test-all style lint bench bench-trl chaos fuzz gpu-check golden lock clean
+.PHONY: help install quickstart quick test test-all style lint bench bench-trl chaos fuzz mutants gpu-check golden docs lock clean
 
 help:  ## list these targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -76,6 +76,10 @@ gpu-check: $(INSTALLED)  ## on a CUDA device: the tests that need one rank, on t
 
 golden: $(INSTALLED)  ## write the messages of tests/pipeline/golden anew; then read their diff
 	$(BIN)/python tests/pipeline/test_golden_messages.py
+
+docs: $(INSTALLED)  ## write docs/reference from the declarations, and build the site into site/
+	$(BIN)/python -m tools.docs
+	$(BIN)/mkdocs build --strict --quiet
 
 style: $(INSTALLED)
 	$(BIN)/ruff check .

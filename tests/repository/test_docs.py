@@ -1,0 +1,77 @@
+"""The documentation is current, has no dead link, and names nothing that is not there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.runs import REPOSITORY
+from tools import docs
+
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
+PAGES += sorted((REPOSITORY / "docs").rglob("*.md"))
+ROOTS = "configs|docs|benchmarks|pipeline|stages|parallel|tests|tools|slurm|requirements"
+
+
+def test_the_reference_is_what_the_declarations_say() -> None:
+    pages = docs.pages()
+    stale = [path.name for path, text in pages.items() if path.read_text() != text]
+    assert stale == [], "run `make docs`"
+    assert sorted(docs.REFERENCE.iterdir()) == sorted(pages)
+
+
+def test_every_key_has_a_meaning() -> None:
+    unexplained = [
+        f"{model.__name__}.{name}"
+        for _, models in docs._blocks()
+        for model in models
+        for name, field in model.model_fields.items()
+        if name not in docs.CHOSEN_BY
+        and not docs.meaning(name, model)
+        and not docs._models(field.annotation)
+    ]
+    assert unexplained == []
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    built = subprocess.run(
+        [*command, "--site-dir", str(tmp_path / "site")],
+        cwd=REPOSITORY,
+        env={**os.environ, "DISABLE_MKDOCS_2_WARNING": "true"},
+        capture_output=True,
+        text=True,
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    for page in (tmp_path / "site").rglob("*.html"):
+        # Links may lead elsewhere; nothing is fetched to show a page.
+        assert not re.search(
+            r"(<script[^>]*src|<link[^>]*stylesheet[^>]*href)=.?https?:", page.read_text()
+        )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(REPOSITORY).as_posix())
+def test_every_path_that_is_named_exists(page: Path) -> None:
+    text = page.read_text()
+    named = re.findall(rf"(?<![\w./-])((?:{ROOTS})/[\w./-]*\w)", text)
+    made = ("configs/clusters/mine.yaml", "configs/domains/geometry.yaml", "slurm/submit.sh")
+    made += ("stages/STAGE", "stages/KIND.py", "stages/gates.NAME", "slurm/KIND.sbatch")
+    made += ("stages/objectives/advantages/half.py", "stages/evaluate/solved", "stages/export/")
+    missing = [
+        path
+        for path in dict.fromkeys(named)
+        if not path.startswith(made) and not list(REPOSITORY.glob(f"{path}*"))
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES[:2], ids=lambda page: page.name)
+def test_every_link_of_the_front_pages_leads_to_a_file(page: Path) -> None:
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
+    assert links
+    assert [link for link in links if not (REPOSITORY / link).exists()] == []
