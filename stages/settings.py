@@ -146,7 +146,9 @@ class PolicySettings(Settings):
     objective: ObjectiveSettings = ObjectiveSettings()
     routing: RoutingSettings = RoutingSettings()
     optimizer: OptimizerSettings
-    updates_per_rollout: Count = 1
+    updates_per_rollout: Count = Field(
+        default=1, description="policy updates of a step; divides prompts_per_step"
+    )
     loop: LoopSettings
     guards: GuardsSettings = GuardsSettings()
     stop: StopSettings | None = Field(

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from pipeline.commands.arguments import parser
-from pipeline.config.cluster import ClusterSettings
+from pipeline.config.cluster import ClusterSettings, KindSettings
 from stages.guards.registry import GUARDS, WindowGuardSettings
 from stages.guards.settings import GuardsSettings
 from stages.metric_definitions import METRICS
@@ -202,6 +202,8 @@ def _rows(model: type[BaseModel], places: Places) -> list[str]:
 def meaning(name: str, model: type[BaseModel]) -> str:
     """Return a field's description, or the one of the class that it overrides; "" without any."""
     bases = [base for base in model.__mro__ if issubclass(base, BaseModel)]
+    if model is KindSettings:  # overrides of the profile's keys
+        bases.append(ClusterSettings)
     said = (base.model_fields[name].description for base in bases if name in base.model_fields)
     return next(filter(None, said), "")
 

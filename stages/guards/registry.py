@@ -83,7 +83,7 @@ class GuardSettings(Settings):
     side: ClassVar[Side]
     remedy: ClassVar[str]
 
-    threshold: float
+    threshold: float = Field(description="bound of the metric")
     action: Action = Field(
         default="warn",
         description="warn: one message until the metric is back within the threshold. stop: save a"

@@ -66,7 +66,7 @@ class TisSettings(ImportanceSettings):
     """Weights of pi_old / mu, no larger than `cap`."""
 
     name: Literal["tis"] = "tis"
-    cap: AboveZero = 2.0
+    cap: AboveZero = Field(default=2.0, description="largest weight")
 
 
 class IcePopSettings(ImportanceSettings):
@@ -76,8 +76,8 @@ class IcePopSettings(ImportanceSettings):
     samples: Literal["auto", "stale", "all"] = Field(
         default="all", description="as for tis, whose default is auto"
     )
-    low: AboveZero = 0.5
-    high: AboveZero = 5.0
+    low: AboveZero = Field(default=0.5, description="smallest kept weight")
+    high: AboveZero = Field(default=5.0, description="largest kept weight")
 
     def violations(self, group_size: int) -> Iterator[tuple[str, str]]:
         if self.low >= self.high:
@@ -87,7 +87,7 @@ class IcePopSettings(ImportanceSettings):
 class SequenceMaskSettings(Settings):
     """Mask of bad responses that the policy has moved away from (DeepSeek-V3.2)."""
 
-    enabled: bool = False
+    enabled: bool = Field(default=False, description="drop such responses from the policy gradient")
     delta: AboveZero = Field(
         default=0.5, description="nats a token by which mu may exceed the policy"
     )

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from pydantic import Field
+
 from parallel.settings import Settings
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ class AdvantageBase(Settings):
 class Standardised(AdvantageBase):
     """An advantage that is divided by a standard deviation; `std` names which."""
 
-    std: Std = "sample"
+    std: Std = Field(default="sample", description="which standard deviation divides")
 
 
 @dataclass(frozen=True)

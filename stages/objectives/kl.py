@@ -31,9 +31,15 @@ LARGEST_ERROR = 0.2  # so an update changes the coefficient by at most 2 %
 class KLSettings(Settings):
     """The penalty for leaving another model; a coefficient of 0 computes no reference at all."""
 
-    coefficient: Annotated[float, Field(ge=0)] = 0.0
-    estimator: Literal["k1", "k2", "k3", "unbiased_k3", "full"] = "k3"
-    reference: Literal["parent", "cold_start", "ema"] = "parent"
+    coefficient: Annotated[float, Field(ge=0)] = Field(
+        default=0.0, description="coefficient of the KL; 0 computes no reference"
+    )
+    estimator: Literal["k1", "k2", "k3", "unbiased_k3", "full"] = Field(
+        default="k3", description="estimator of the KL, per token"
+    )
+    reference: Literal["parent", "cold_start", "ema"] = Field(
+        default="parent", description="model that the KL is measured to"
+    )
     ema_decay: Fraction = Field(
         default=0.99, description="weight of the old average at every update of the reference ema"
     )

@@ -48,12 +48,16 @@ class ObjectiveSettings(Settings):
         default="none", description="edge: divide advantages by the response's relative entropy"
     )
     ratio: RatioSettings = SequenceRatioSettings()
-    aggregation: Literal["sequence_mean", "token_mean", "constant", "lambda"] = "sequence_mean"
+    aggregation: Literal["sequence_mean", "token_mean", "constant", "lambda"] = Field(
+        default="sequence_mean", description="mean of the tokens' losses"
+    )
     lambda_learning_rate: AboveZero = Field(
         default=0.1, description="of the exponent that the aggregation `lambda` learns"
     )
     kl: KLSettings = KLSettings()
-    entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
+    entropy_bonus: Annotated[float, Field(ge=0)] = Field(
+        default=0.0, description="coefficient of the entropy, over the whole vocabulary"
+    )
     mask_truncated: bool = Field(
         default=False,
         description="train on no token of truncated responses, which still count in the baseline of"

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tools import docs
 
 from tests.runs import REPOSITORY
-from tools import docs
 
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
 PAGES += sorted((REPOSITORY / "docs").rglob("*.md"))
@@ -61,11 +61,17 @@ def test_every_path_that_is_named_exists(page: Path) -> None:
     named = re.findall(rf"(?<![\w./-])((?:{ROOTS})/[\w./-]*\w)", text)
     made = ("configs/clusters/mine.yaml", "configs/domains/geometry.yaml", "slurm/submit.sh")
     made += ("stages/STAGE", "stages/KIND.py", "stages/gates.NAME", "slurm/KIND.sbatch")
-    made += ("stages/objectives/advantages/half.py", "stages/evaluate/solved", "stages/export/")
+    made += (
+        "configs/domains/NAME.yaml",
+        "stages/objectives/advantages/half.py",
+        "stages/evaluate/solved",
+        "stages/export/",
+    )
     missing = [
         path
         for path in dict.fromkeys(named)
-        if not path.startswith(made) and not list(REPOSITORY.glob(f"{path}*"))
+        if not path.startswith(made)
+        and not [*REPOSITORY.glob(f"{path}*"), *REPOSITORY.glob(f"tests/{path}*")]
     ]
     assert missing == []
 

@@ -34,8 +34,10 @@ class GaeSettings(Standardised):
     per_token: ClassVar[bool] = True
 
     name: Literal["gae"] = "gae"
-    gamma: Fraction = 1.0
-    lambda_: Fraction = Field(default=0.95, alias="lambda")
+    gamma: Fraction = Field(default=1.0, description="discount of later rewards")
+    lambda_: Fraction = Field(
+        default=0.95, alias="lambda", description="decay of the temporal-difference errors"
+    )
     critic: CriticSettings = CriticSettings()
 
 

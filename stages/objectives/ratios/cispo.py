@@ -16,7 +16,7 @@ class CispoRatioSettings(RatioBase):
     """The token ratio as a weight, no larger than `cap` and no smaller than `floor`."""
 
     name: Literal["cispo"] = "cispo"
-    cap: AboveZero = 6.0
+    cap: AboveZero = Field(default=6.0, description="largest weight")
     floor: Fraction = Field(
         default=0.0, description="the paper has none; verl's is 1 - clip_ratio_low, such as 0.8"
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from pydantic import Field
+
 from stages.objectives.aggregation import sequence_means
 from stages.objectives.registry import AboveZero, ratio
 from stages.objectives.surrogate import RatioBase, Surrogate, Tokens, bounded_exp
@@ -15,8 +17,8 @@ class GeometricRatioSettings(RatioBase):
     per_response: ClassVar[bool] = True
 
     name: Literal["geometric"] = "geometric"
-    clip_low: AboveZero = 0.4
-    clip_high: AboveZero = 0.4
+    clip_low: AboveZero = Field(default=0.4, description="ratios are clipped to exp(-clip_low)")
+    clip_high: AboveZero = Field(default=0.4, description="ratios are clipped to exp(clip_high)")
 
 
 @ratio(GeometricRatioSettings, source="arXiv 2507.20673")

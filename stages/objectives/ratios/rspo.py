@@ -22,9 +22,11 @@ class RspoRatioSettings(RatioBase):
     needs_router_shift: ClassVar[bool] = True
 
     name: Literal["rspo"] = "rspo"
-    clip_low: AboveZero = 0.4
-    clip_high: AboveZero = 0.4
-    floor: Annotated[float, Field(gt=0, le=1)] = 0.8
+    clip_low: AboveZero = Field(default=0.4, description="ratios are clipped to exp(-clip_low)")
+    clip_high: AboveZero = Field(default=0.4, description="ratios are clipped to exp(clip_high)")
+    floor: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.8, description="smallest factor of a token's ratio"
+    )
 
 
 @ratio(RspoRatioSettings, source="arXiv 2510.23027 v2")

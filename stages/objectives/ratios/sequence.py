@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from pydantic import Field
+
 from stages.objectives.aggregation import sequence_means
 from stages.objectives.registry import AboveZero, ratio
 from stages.objectives.surrogate import (
@@ -29,8 +31,8 @@ class SequenceRatioSettings(Clipped):
     per_response: ClassVar[bool] = True
 
     name: Literal["sequence"] = "sequence"
-    clip_low: BelowOne = 3e-4
-    clip_high: AboveZero = 4e-4
+    clip_low: BelowOne = Field(default=3e-4, description="ratios are clipped to 1 - clip_low")
+    clip_high: AboveZero = Field(default=4e-4, description="ratios are clipped to 1 + clip_high")
 
 
 @ratio(SequenceRatioSettings, source="arXiv 2507.18071")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from stages.objectives.ratios.sequence import response_ratio
 from stages.objectives.registry import AboveZero, ratio
 from stages.objectives.surrogate import (
@@ -20,8 +22,8 @@ class SequenceTokenRatioSettings(Clipped):
     """The ratio of the response at every token, with each token's own gradient (GSPO-token's)."""
 
     name: Literal["sequence_token"] = "sequence_token"
-    clip_low: BelowOne = 3e-4
-    clip_high: AboveZero = 4e-4
+    clip_low: BelowOne = Field(default=3e-4, description="ratios are clipped to 1 - clip_low")
+    clip_high: AboveZero = Field(default=4e-4, description="ratios are clipped to 1 + clip_high")
 
 
 @ratio(SequenceTokenRatioSettings, source="arXiv 2507.18071")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from stages.objectives.registry import AboveZero, ratio
 from stages.objectives.surrogate import (
     BelowOne,
@@ -19,8 +21,8 @@ class TokenRatioSettings(Clipped):
     """One ratio a token and its clip (DAPO's)."""
 
     name: Literal["token"] = "token"
-    clip_low: BelowOne = 0.2
-    clip_high: AboveZero = 0.28
+    clip_low: BelowOne = Field(default=0.2, description="ratios are clipped to 1 - clip_low")
+    clip_high: AboveZero = Field(default=0.28, description="ratios are clipped to 1 + clip_high")
 
 
 @ratio(TokenRatioSettings, source="arXiv 2402.03300, 2503.14476")

@@ -43,7 +43,7 @@ class FormatReward(RewardBase):
 
     judges_answer: ClassVar[bool] = False
     kind: Literal["format"] = "format"
-    pattern: Pattern
+    pattern: Pattern = Field(description="regular expression that the whole response must match")
 
 
 class LanguageReward(RewardBase):
@@ -51,7 +51,9 @@ class LanguageReward(RewardBase):
 
     judges_answer: ClassVar[bool] = False
     kind: Literal["language"] = "language"
-    scripts: Annotated[list[Script], Field(min_length=1)]
+    scripts: Annotated[list[Script], Field(min_length=1)] = Field(
+        description="scripts that words may be written in"
+    )
     unfinished: Unfinished = "score"
 
 

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import Field
+
 from stages.data.problem import Problem
 from stages.rewards.kinds.format import unfenced
 from stages.rewards.reward import Response, Reward, RewardError, register
@@ -35,7 +37,9 @@ class InstructionReward(RewardBase):
     2311.07911): 1 where the response meets all, or the share of them that it meets."""
 
     kind: Literal["instruction"] = "instruction"
-    credit: Literal["all", "fraction"] = "all"
+    credit: Literal["all", "fraction"] = Field(
+        default="all", description="all: 1 where all constraints are met; fraction: their share"
+    )
 
 
 @register(InstructionReward)

@@ -45,7 +45,7 @@ class JudgeReward(RewardBase):
     base_url: Annotated[str, Field(pattern=r"^https?://[^\s/]+\S*$")] = Field(
         description="address up to and including /v1"
     )
-    model: str
+    model: str = Field(description="name of the judging model at the endpoint")
     rubric: Annotated[str, Field(pattern=r"\{response\}")] = Field(
         description="the judge's prompt; {prompt}, {answer} and {response} are filled in"
     )
@@ -56,8 +56,10 @@ class JudgeReward(RewardBase):
     )
     lowest: float = Field(default=0.0, description="the rubric's worst score, which maps to 0")
     highest: float = Field(default=10.0, description="the rubric's best score, which maps to 1")
-    temperature: Annotated[float, Field(ge=0)] = 0.0
-    max_tokens: Tokens = 1024
+    temperature: Annotated[float, Field(ge=0)] = Field(
+        default=0.0, description="temperature of the judge"
+    )
+    max_tokens: Tokens = Field(default=1024, description="longest answer of the judge")
     api_key_file: Path | None = Field(default=None, description="file that holds only the API key")
     api_key_variable: str | None = Field(
         default=None, description="environment variable that holds the API key"
@@ -65,7 +67,7 @@ class JudgeReward(RewardBase):
     attempts: Annotated[int, Field(gt=0, le=16)] = Field(
         default=4, description="tries of one request; the pause between two is 1 s, then doubles"
     )
-    request_timeout_seconds: Seconds = 60.0
+    request_timeout_seconds: Seconds = Field(default=60.0, description="time limit of one request")
     timeout_seconds: Seconds | None = 300.0
 
     def rules(

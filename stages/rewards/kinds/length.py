@@ -51,10 +51,16 @@ class LengthReward(RewardBase):
 
     judges_answer: ClassVar[bool] = False
     kind: Literal["length"] = "length"
-    unit: Literal["tokens", "words", "characters"] = "tokens"
-    at_least: Length = 0
-    at_most: Annotated[Length, Field(gt=0)] | None = None
-    slack: Length = 0
+    unit: Literal["tokens", "words", "characters"] = Field(
+        default="tokens", description="unit of the lengths"
+    )
+    at_least: Length = Field(default=0, description="shortest length that earns 1")
+    at_most: Annotated[Length, Field(gt=0)] | None = Field(
+        default=None, description="longest length that earns 1; null: no bound"
+    )
+    slack: Length = Field(
+        default=0, description="distance from the bounds at which the reward reaches 0"
+    )
     unfinished: Unfinished = "score"
 
     def rules(

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+from pydantic import Field
+
 from stages.data.problem import Problem
 from stages.data.reasoning_gym_source import score
 from stages.rewards.reward import Reward, register
@@ -20,7 +22,10 @@ class ReasoningGymReward(RewardBase):
     """reasoning-gym's own scorer on `<working>answer`: the whole answer, or partial credit."""
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
-    credit: Literal["whole", "partial"] = "whole"
+    credit: Literal["whole", "partial"] = Field(
+        default="whole",
+        description="whole: 1 for a right answer, else 0; partial: the scorer's number",
+    )
 
     def rules(
         self, key: str, source: str, max_response_tokens: int, pool: RewardPoolSettings | None
