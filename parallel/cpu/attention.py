@@ -70,7 +70,7 @@ class PackedAttention(MegatronModule):
 
 @dataclass
 class _Grid:
-    """Sequences of like length side by side, their ends filled up with the row's first token.
+    """A batch of sequences of similar length, padded with the row's first token.
 
     keys int64 [S, L] into the gathered row; queries int64 [S, L / C] into this rank's; sees bool
     [S, 1, L / C, L], or None where that is simply causal.
@@ -84,7 +84,7 @@ class _Grid:
 def _grids(
     row: PackedRow, here: RankPlace, device: torch.device
 ) -> tuple[list[_Grid], torch.Tensor]:
-    """The grids of a row, and where in their flattened outputs each of this rank's tokens is."""
+    """Return the grids of a row, and the index of each local token in their flattened outputs."""
     starts, slots = row.starts[:-1], np.diff(row.starts)
     # Where a place of the row is after the gathering, which puts one rank's tokens after another's.
     gathered = np.argsort(

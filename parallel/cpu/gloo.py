@@ -1,4 +1,4 @@
-"""gloo's devices: one for all process groups that live as long as their process, without CUDA.
+"""The shared device of gloo's process groups, without CUDA.
 
 torch gives every gloo group a device: a listening socket and a thread that wakes 100 times a
 second, however idle the group is. Megatron makes some twenty groups, so that every rank spent 3 %

@@ -1,9 +1,9 @@
-"""The device layer: megatron-core on whatever accelerator is here, or on none.
+"""The patches of megatron-core 0.16.1 and mbridge for machines without CUDA.
 
-With CUDA, `activate()` changes nothing. Without it, Megatron's own modules see a `torch` whose
-CUDA calls answer for the CPU. The substitution is scoped: every Megatron (and mbridge) module gets
-a proxy in place of its global name `torch`, and the real `torch` keeps its factories, so that
-Hugging Face, vLLM and everything else in the process are untouched. (Patching the factories of the
+With CUDA `activate()` patches only the optimizer, and that only without TransformerEngine and apex.
+Without CUDA, Megatron's modules see a `torch` whose CUDA calls answer for the CPU. The substitution
+is scoped: every Megatron (and mbridge) module gets a proxy in place of its global name `torch`, and
+the real `torch` keeps its factories, so that Hugging Face, vLLM and everything else are untouched. (Patching the factories of the
 real module silently zeroes rotary frequencies loaded by transformers: `torch.device` contexts
 cache the factories they first saw.)
 
@@ -70,7 +70,7 @@ FACTORIES = [
 
 @functools.cache
 def activate() -> None:
-    """Make megatron-core and mbridge importable and runnable here. Inert where CUDA is there."""
+    """Make megatron-core and mbridge importable and runnable on this machine."""
     if torch.cuda.is_available():
         for name in ENTRY_POINTS:
             importlib.import_module(name)

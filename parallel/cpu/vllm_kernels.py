@@ -2,7 +2,7 @@
 
 vLLM 0.30 offers them as `vllm_c` to GPUs alone and composes a CPU's norms of five operations each,
 about a fifth of a step of a small model (docs/explanation/rollouts.md). This names them to vLLM
-again, by its own way for that: `vllm.ir`. What they do not fit goes on to vLLM's composition.
+again, by its own way for that: `vllm.ir`. Shapes that they do not fit use vLLM's composition.
 """
 
 from typing import Any  # annotations must be evaluated: vLLM makes operators' schemas of them
@@ -14,11 +14,11 @@ from parallel.settings import ModelSettings
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.30's attention
 NAME = "vllm_cpu"
-VECTOR = 8  # the kernels read rows in so many numbers at once, and refuse others
+VECTOR = 8  # the kernels take only rows of a multiple of this many numbers
 
 
 def unsupported(model: ModelSettings) -> str | None:
-    """Why the model's engines will not start on a CPU, for what is known before they try."""
+    """Return why vLLM cannot run the model on a CPU, as far as is known beforehand, or None."""
     if model.family == "deepseek_v3":
         if model.precision == "fp32":
             return "model.family: vLLM's latent attention has no kernel for fp32"

@@ -66,10 +66,10 @@ class _DeepseekV3(DeepseekV3Bridge):
 
 
 def build_bridge(settings: ModelSettings, layout: LayoutSettings) -> Any:
-    """mbridge's description of the family under the current process groups.
+    """Return mbridge's description of the family under the current process groups.
 
-    Its fusions assume TransformerEngine or CUDA; they are turned off, which leaves the plain
-    operations that both devices share.
+    Its fusions assume TransformerEngine or CUDA; they are turned off, so that both devices run the
+    same plain operations.
     """
     config = hugging_face_config(settings)
     kind = _DeepseekV3 if settings.family == "deepseek_v3" else AutoBridge.from_config
@@ -106,7 +106,7 @@ def build_bridge(settings: ModelSettings, layout: LayoutSettings) -> Any:
 
 
 def _further_arguments(settings: ModelSettings) -> dict[str, Any]:
-    """What mbridge leaves out of a family, or has otherwise than transformers."""
+    """Return arguments that mbridge lacks for a family, or sets otherwise than transformers."""
     further = architecture(settings)
     if isinstance(further, NothingFurther):
         return {}
@@ -135,7 +135,7 @@ def _further_arguments(settings: ModelSettings) -> dict[str, Any]:
 
 
 def build_chunks(bridge: Any) -> list[GPTModel]:
-    """This rank's parts of the model, on its device: one, or with a virtual pipeline several.
+    """Return this rank's parts of the model on its device; several with a virtual pipeline.
 
     The weights are not initialised.
     """
@@ -169,7 +169,7 @@ def _build_chunk(bridge: Any, virtual_stage: int | None) -> GPTModel:
 
 
 def _block_spec(config: Any, virtual_stage: int | None) -> Any:
-    """The layers of one part of the model."""
+    """Return the layer specs of one part of the model."""
     local = layer_specs() == "local"
     block = get_gpt_decoder_block_spec(
         config,
@@ -200,10 +200,10 @@ def _block_spec(config: Any, virtual_stage: int | None) -> Any:
 
 @torch.no_grad()
 def initialize(model: GPTModel, settings: ModelSettings, seed: int) -> None:
-    """Draw a random start that is the same under every layout.
+    """Initialise the weights at random, identically under every layout.
 
-    Every whole tensor has a generator of its own, seeded by the run's seed and the tensor's global
-    name, of which this rank keeps its shard. Linear layers have standard deviation
+    Every whole tensor is drawn from a separate generator, seeded by the run's seed and the tensor's
+    global name; this rank keeps its shard. Linear layers have standard deviation
     hidden_size ** -0.5, and the two that write to the residual stream are scaled by
     (2 * layers) ** -0.5 more; norms start at one and biases at zero.
     """
@@ -231,14 +231,14 @@ def initialize(model: GPTModel, settings: ModelSettings, seed: int) -> None:
 
 
 def split_dimension(name: str) -> int | None:
-    """Which dimension of a weight the (expert-)tensor-parallel ranks split, None for replicas."""
+    """Return the dimension of a weight that tensor parallelism splits, None for replicas."""
     if "linear_proj" in name or "linear_fc2" in name:
         return 1
     return 0 if re.search(FIRST_DIMENSION_SPLIT, name) else None
 
 
 def tensor_split(name: str) -> tuple[int, int]:
-    """Over how many ranks a weight's tensor-parallel dimension is split, and this rank's place."""
+    """Return the number of tensor-parallel ranks of a weight, and this rank's index."""
     if ".experts." in name:
         return (
             parallel_state.get_expert_tensor_parallel_world_size(),
@@ -251,7 +251,7 @@ def tensor_split(name: str) -> tuple[int, int]:
 
 
 def shard(name: str, whole: torch.Tensor, size: int, rank: int) -> torch.Tensor:
-    """One rank's part of a whole weight; gate and up projection are split each by itself."""
+    """Return one rank's part of a whole weight; gate and up projection are split separately."""
     dimension = split_dimension(name)
     if dimension is None or size == 1:
         return whole
@@ -260,7 +260,7 @@ def shard(name: str, whole: torch.Tensor, size: int, rank: int) -> torch.Tensor:
 
 
 def global_name(model: GPTModel, name: str) -> str:
-    """A parameter's name with its layer and its expert numbered over all ranks."""
+    """Return a parameter's name with its layer and its expert numbered over all ranks."""
     experts = model.config.num_moe_experts // model.config.expert_model_parallel_size
     first_expert = parallel_state.get_expert_model_parallel_rank() * experts
     first_layer = model.decoder.layers[0].layer_number - 1

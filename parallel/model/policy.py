@@ -39,7 +39,7 @@ LossFunction = Callable[[Responses], tuple[torch.Tensor, Any]]
 
 
 class Policy:
-    """A model that is only read: a reference, a teacher, or the base of a trained policy."""
+    """A model without an optimizer: a reference, a teacher, or the base of a trained policy."""
 
     def __init__(self, settings: ModelSettings, layout: LayoutSettings) -> None:
         self.bridge = build_bridge(settings, layout)
@@ -64,7 +64,7 @@ class Policy:
             head.register_forward_pre_hook(self._select_responses)
 
     def start_fresh(self, seed: int) -> None:
-        """Take the weights a run starts from: a Hugging Face checkpoint's, or random ones."""
+        """Load the weights that a run starts from: a Hugging Face checkpoint's, or random ones."""
         if self.settings.initial_weights is not None:
             source = self.settings.initial_weights
             hugging_face_weights.load_weights(self.settings, self.bridge, self.chunks, source)
@@ -74,14 +74,16 @@ class Policy:
         self.weights_changed()
 
     def weights_changed(self) -> None:
-        """To be called when the weights were written by other means than a step."""
+        """Handle weights that were written by other means than a step; call after such writes."""
 
     @torch.no_grad()
     def evaluate(
         self, batches: list[MicroBatch], function: Callable[[Responses], Any]
     ) -> list[Any]:
-        """`function` of every micro-batch's responses, without gradients, their logits computed
-        only as they are asked for. Collective; the list is empty except on the last pipeline stage.
+        """Return `function` of every micro-batch's responses, without gradients.
+
+        Logits are computed chunk by chunk, on demand. Collective; the list is empty except on the
+        last pipeline stage.
         """
         for chunk in self.chunks:
             chunk.eval()
@@ -89,17 +91,15 @@ class Policy:
         return self._run(batches, lambda responses: (torch.zeros(()), function(responses)))
 
     def target_logprobs(self, batches: list[MicroBatch], temperature: float) -> list[torch.Tensor]:
-        """log pi of every target, fp32 [B, R] a micro-batch; as `evaluate`."""
+        """Return log pi of every target in nats, fp32 [B, R] per micro-batch; as `evaluate`."""
         return self.evaluate(batches, lambda responses: responses.log_probs(temperature))
 
     def response_logits(self, batches: list[MicroBatch]) -> list[HeadLogits]:
-        """Every micro-batch's last hidden states with the head that makes logits of them; as
-        `evaluate`."""
+        """Return every micro-batch's last hidden states with the output head; as `evaluate`."""
         return self.evaluate(batches, lambda responses: responses.logits)
 
     def named_weights(self) -> dict[str, torch.Tensor]:
-        """This rank's own tensors, not copies, by "chunk/parameter" as parallel.weights names
-        them."""
+        """Return this rank's tensors, not copies, by "chunk/parameter" as in parallel.weights."""
         latent = self.bridge.config.multi_latent_attention
         return {
             f"{number}/{names.plain_name(name, latent)}": tensor
@@ -109,17 +109,17 @@ class Policy:
         }
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor under its Hugging Face name, whole; a collective over all ranks."""
+        """Yield every whole tensor under its Hugging Face name. Collective over all ranks."""
         return hugging_face_weights.stream_weights(self.bridge, self.chunks)
 
     def _build_chunks(self) -> list[GPTModel]:
-        """This rank's parts of the model; a subclass may give the last of them another head."""
+        """Build this rank's parts of the model; a subclass may replace the head."""
         return build_chunks(self.bridge)
 
     def _run(
         self, batches: list[MicroBatch], loss: LossFunction, forward_only: bool = True
     ) -> list[Any]:
-        """Megatron's schedule over all micro-batches and pipeline stages."""
+        """Run Megatron's schedule over all micro-batches and pipeline stages."""
 
         def forward(iterator: Iterator[MicroBatch], module: torch.nn.Module) -> tuple:
             self._batch = batch = next(iterator)
@@ -146,8 +146,11 @@ class Policy:
         )
 
     def _select_responses(self, _head: torch.nn.Module, arguments: tuple) -> tuple:
-        """Give the head only what predicts a response token, and nothing where none trains: then
-        the logits are made chunk by chunk, from what is kept here."""
+        """Pass only the hidden states that predict response tokens to the head.
+
+        Without training pass none: the logits are then computed chunk by chunk from the hidden
+        states kept here.
+        """
         assert self._batch is not None
         (hidden,) = arguments
         if self.bridge.config.sequence_parallel:
@@ -185,7 +188,7 @@ class TrainedPolicy(Policy):
             use_distributed_optimizer=_distributed(optimizer, layout),
         )
         self.modules = [DistributedDataParallel(config, buckets, module) for module in self.modules]
-        # Models that its checkpoints hold too, by name: averages of it, and what trains beside it.
+        # Models that its checkpoints include, by name: averages of it, and models trained with it.
         self.averages: dict[str, Policy] = {}
         self.companions: dict[str, TrainedPolicy] = {}
         self.optimizer = get_megatron_optimizer(
@@ -196,14 +199,14 @@ class TrainedPolicy(Policy):
         config.grad_scale_func = self.optimizer.scale_loss
 
     def weights_changed(self) -> None:
-        """Take them over into the fp32 copies that the optimizer keeps of low-precision weights."""
+        """Copy the weights to the fp32 copies that the optimizer keeps of low-precision weights."""
         self.optimizer.reload_model_params()
 
     def accumulate(self, batches: list[MicroBatch], loss: LossFunction, tokens: float) -> list[Any]:
-        """Forward and backward through all micro-batches, of `tokens` real tokens on all ranks.
+        """Run forward and backward on all micro-batches, of `tokens` real tokens on all ranks.
 
-        The gradients left in the buffers are the sum over micro-batches and ranks. Returns what
-        `loss` gave beside values, on the last pipeline stage; elsewhere the list is empty.
+        The gradients in the buffers are then the sum over micro-batches and ranks. Returns the
+        second results of `loss` on the last pipeline stage, elsewhere an empty list.
         """
         for module, chunk in zip(self.modules, self.chunks, strict=True):
             module.zero_grad_buffer()
@@ -216,20 +219,22 @@ class TrainedPolicy(Policy):
         return self._run(batches, loss, forward_only=False)
 
     def remember_routing(self) -> None:
-        """From now on remember with every row what the routers said of it when it was evaluated."""
+        """Record the routers' log-probabilities with every row that is evaluated from now on."""
         self._memory = RouterMemory(self.routers, len(self.routed_layers))
 
     def evaluate(
         self, batches: list[MicroBatch], function: Callable[[Responses], Any]
     ) -> list[Any]:
-        """The same; routing is remembered if it was asked for."""
+        """Evaluate as `Policy.evaluate`; record the routing after `remember_routing`."""
         with self._memory.during("remember") if self._memory else nullcontext():
             return super().evaluate(batches, function)
 
     def router_movement(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
-        """How far the routers are from what they said when the batches were evaluated: the mean
-        over layers and over the experts chosen then of |log p - log p then|, in nats, of the token
-        that predicts each response token; fp32 [B, R] a micro-batch. As `evaluate`."""
+        """Return the change of the routers since the batches were evaluated; as `evaluate`.
+
+        It is the mean over layers and over the experts chosen then of |log p - log p then|, in
+        nats, at the token that predicts each response token; fp32 [B, R] per micro-batch.
+        """
         assert self._memory is not None, "remember_routing was not called"
         with self._memory.during("compare"):
             last = super().evaluate(batches, lambda _: True)
@@ -240,13 +245,13 @@ class TrainedPolicy(Policy):
         ]
 
     def step(self) -> float:
-        """Clip, update, advance the schedule. Returns the gradient's norm before clipping."""
+        """Clip, update and advance the schedule; return the gradient norm before clipping."""
         _, norm, _ = self.optimizer.step()
         self.schedule.step(1)
         return float(norm)
 
     def routing_metrics(self) -> dict[str, float]:
-        """What the routing losses of the last step were; a collective over all ranks."""
+        """Return the routing losses of the last step. Collective over all ranks."""
         return self.losses.metrics(len(self.routed_layers))
 
     @property
@@ -263,12 +268,12 @@ class TrainedPolicy(Policy):
 
 
 def _sum_gradients(model: list[Any], _tokens: torch.Tensor | None, **keywords: Any) -> None:
-    """Megatron's reduction of gradients, without its own division by a token count."""
+    """Reduce gradients as Megatron does, without its division by a token count."""
     finalize_model_grads(model, None, **keywords)
 
 
 def _distributed(settings: OptimizerSettings, layout: LayoutSettings) -> bool:
-    """Whether the state is split; megatron-core's distributed optimizer has only Adam."""
+    """Return whether to split the optimizer's state; megatron-core can only split Adam's."""
     return layout.distributed_optimizer and settings.algorithm == "adam"
 
 

@@ -1,4 +1,4 @@
-"""The router of every layer: which experts are used, and what keeps them stable.
+"""The routers: replay of the engine's experts, stability losses, agreement and movement.
 
 Replay (R3, arXiv 2510.11370): a forward pass takes the experts that the engine chose. The gates are
 still the softmax of the training logits over the replayed experts, so the router keeps its gradient
@@ -59,7 +59,7 @@ class WatchedReplay(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: TopK | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The values and indices, [tokens, K] each, that the pass uses."""
+        """Return the values and indices, [tokens, K] each, that the pass uses."""
         replays = self.router_replay_action == RouterReplayAction.REPLAY_FORWARD
         if self.watched and replays and default_compute_topk is not None:
             _, self.own = default_compute_topk(
@@ -69,7 +69,7 @@ class WatchedReplay(RouterReplay):
 
 
 class Router(TopKRouter):
-    """Megatron's router, told of every forward pass which row of tokens it reads."""
+    """Megatron's router, which knows the row of tokens of every forward pass."""
 
     def __init__(self, config: Any, pg_collection: Any = None) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
@@ -85,7 +85,7 @@ class Router(TopKRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gates and choice, both [tokens, experts], from this rank's share of the row's logits."""
+        """Return gates and choice, both [tokens, experts], of this rank's share of the row."""
         row, replay = self.row, self.router_replay
         assert row is not None and replay is not None
         replay.clear_indices()
@@ -105,18 +105,18 @@ class Router(TopKRouter):
         return gates, chosen
 
     def _own(self, values: torch.Tensor) -> torch.Tensor:
-        """Of a context-parallel rank's tokens those that sequence parallelism leaves here."""
+        """Return this rank's sequence-parallel share of a context-parallel rank's tokens."""
         if not self.config.sequence_parallel:
             return values
         return values.chunk(self.tp_group.size())[self.tp_group.rank()]
 
 
 def connect(chunks: Iterable[GPTModel], routed_layers: range) -> list[Router]:
-    """Let every routed layer tell its router which row it is given; returns this rank's routers.
+    """Have every routed layer pass its row on to its router; return this rank's routers.
 
     `routed_layers` are the numbers, counted from 0, of the layers that have experts: recorded
-    routes name only those. A layer is told anew when its forward pass is recomputed, with the row
-    of that micro-batch, since Megatron's checkpointing hands it the same arguments again.
+    routes cover only those. A recomputed forward pass sets the row of its micro-batch again, since
+    Megatron's activation checkpointing calls the layer with the same arguments.
     """
     routers = []
     for chunk in chunks:
@@ -159,8 +159,7 @@ class RoutingLosses:
         return self.settings.load_balance > 0 and not self._one_batch
 
     def start(self, tokens: float, micro_batches: int) -> None:
-        """Begin a step of `micro_batches` forward passes on every rank, which read `tokens` tokens
-        on all ranks together, padding left out."""
+        """Start a step of `micro_batches` forward passes per rank and `tokens` real tokens."""
         self.tokens = tokens
         self.sums = dict.fromkeys(("load_balance", "z_loss"), 0.0)
         self._one_batch = micro_batches == 1
@@ -188,7 +187,7 @@ class RoutingLosses:
         logits: torch.Tensor,
         real: torch.Tensor,
     ) -> torch.Tensor:
-        """`gates` with this layer's losses hung to them, so that a backward pass visits them."""
+        """Return `gates` with this layer's losses attached, so that a backward pass adds them."""
         if self._counting:
             self._load[router] += chosen[real].sum(0)
         elif self._one_batch and self.settings.load_balance > 0 and router not in self._load:
@@ -210,9 +209,9 @@ class RoutingLosses:
         return MoEAuxLossAutoScaler.apply(gates, loss) if loss.requires_grad else gates
 
     def metrics(self, layers: int) -> dict[str, float]:
-        """Means over the model's routed `layers` of what was attached; a collective over all ranks.
+        """Return the means over the routed `layers` of the attached losses. Collective.
 
-        load_balance is 1 where all experts are used alike; absent is what was not asked for.
+        load_balance is 1 where all experts are used equally. Losses with coefficient 0 are absent.
         """
         names = [name for name in self.sums if getattr(self.settings, name) > 0]
         sums = torch.tensor([self.sums[name] for name in names], dtype=torch.float64)
@@ -223,8 +222,11 @@ class RoutingLosses:
 
 
 class RouterAgreement:
-    """Counts, in the forward passes between `start` and `shares`, the slots of the top-k that are
-    the same. Passes that replay nothing count for nothing."""
+    """A count of the top-k slots in which the replayed experts are the router's own choice.
+
+    Counts the forward passes between `start` and `shares` that replay routes (section 5 of the
+    algorithms).
+    """
 
     def __init__(self, routers: list[Router], layers: int) -> None:
         """`layers` is the number of all layers that route, wherever they are."""
@@ -240,8 +242,7 @@ class RouterAgreement:
         self._watch(True)
 
     def see(self, router: Router, replayed: torch.Tensor, real: torch.Tensor) -> None:
-        """Of one layer's pass over a row: the experts used, int64 [tokens, K], and which tokens of
-        this rank are no padding."""
+        """Count one layer's pass: the experts used, int64 [tokens, K], and the real tokens."""
         replay = router.router_replay
         if not replay.watched or replay.own is None:
             return
@@ -251,8 +252,10 @@ class RouterAgreement:
         self._counts[router.place, 1] += agree.numel()
 
     def shares(self) -> dict[str, float]:
-        """`router_agreement`, the mean over all layers, and `router_agreement_N` of every routed
-        layer, counted from 0; nothing where nothing was replayed. A collective over all ranks."""
+        """Return `router_agreement`, the mean over layers, and `router_agreement_N` of each layer.
+
+        Routed layers count from 0; empty where no routes were replayed. Collective over all ranks.
+        """
         self._watch(False)
         counts = self._counts
         dist.all_reduce(counts)
@@ -268,11 +271,11 @@ class RouterAgreement:
 
 
 class RouterMemory:
-    """Watches the routers of one policy in passes without gradients.
+    """The movement of a policy's routers on the same tokens (RSPO, arXiv 2510.23027 v2).
 
-    A pass that remembers leaves with its row, of every layer that this rank holds, the experts that
-    were chosen and their log-probabilities, [tokens, K] each; one that compares sums up how far
-    those are from today's.
+    A pass that remembers stores with its row, for every layer of this rank, the chosen experts and
+    their log-probabilities, [tokens, K] each; one that compares sums the differences to the current
+    ones. Passes have no gradients. See section 6 of the algorithms.
     """
 
     def __init__(self, routers: list[Router], layers: int) -> None:
@@ -284,7 +287,7 @@ class RouterMemory:
 
     @contextmanager
     def during(self, task: Literal["remember", "compare"]) -> Iterator[None]:
-        """Do so in the passes within."""
+        """Remember or compare in the passes within."""
         self._task = task
         try:
             yield
@@ -292,8 +295,7 @@ class RouterMemory:
             self._task = None
 
     def see(self, router: Router, scores: torch.Tensor, chosen: torch.Tensor) -> None:
-        """Of one layer's pass over a row: what it gave every expert, and bool which it chose,
-        [tokens, experts] of this rank's tokens."""
+        """Record one layer's pass: normalised scores and bool choice, both [tokens, experts]."""
         row = router.row
         if self._task is None or row is None:
             return
@@ -307,9 +309,11 @@ class RouterMemory:
             row.moved = moved if row.moved is None else row.moved + moved
 
     def movement(self, batch: MicroBatch) -> torch.Tensor:
-        """The mean over layers and chosen experts of |log p - log p before|, in nats, of every
-        token that this context-parallel rank holds: [T / C]. Of the last pass that compared.
-        Collective."""
+        """Return the mean over layers and chosen experts of |log p - log p before|, in nats.
+
+        [T / C], of every token of this context-parallel rank, in the last pass that compared.
+        Collective.
+        """
         row = batch.row
         tensor = parallel_state.get_tensor_model_parallel_group()
         moved, row.moved = row.moved, None
@@ -325,7 +329,7 @@ class RouterMemory:
 
 
 def _scores(router: Router, logits: torch.Tensor) -> torch.Tensor:
-    """[tokens, experts], each token's adding up to 1."""
+    """Return scores [tokens, experts] that add up to 1 per token."""
     if router.score_function == "sigmoid":
         scores = logits.sigmoid()
         return scores / scores.sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""A model of the policy's family and layout that says one value a token: what a critic learns."""
+"""The value model of a critic: the policy's family and layout, with one value per token."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ValueModel(TrainedPolicy):
     """Learns as a policy does, from losses that read `values`."""
 
     def values(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
-        """Those of every micro-batch; as `evaluate`."""
+        """Return the values of every micro-batch; as `evaluate`."""
         return self.evaluate(batches, values)
 
     def _build_chunks(self) -> list[GPTModel]:
@@ -51,8 +51,10 @@ class ValueModel(TrainedPolicy):
 
 
 def values(responses: Responses) -> torch.Tensor:
-    """What a value model says of the text before every response token, fp32 [B, R]; whole and alike
-    on all tensor- and context-parallel ranks, and differentiable where the model trains."""
+    """Return the value of the text before every response token, fp32 [B, R].
+
+    Identical on all tensor- and context-parallel ranks; differentiable where the model trains.
+    """
     found = responses.logits
     if isinstance(found, HeadLogits):
         found = _linear(found.hidden, found.weight)

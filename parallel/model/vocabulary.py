@@ -105,10 +105,12 @@ def kl(
 def top_k(
     logits: Logits, k: int, temperature: float = 1.0, *, chunk_bytes: int = CHUNK_BYTES
 ) -> tuple[Tensor, Tensor]:
-    """The k likeliest of the whole vocabulary: log-probabilities and ids (int64), both [n, k].
+    """Return log-probabilities and ids (int64) of the k most likely ids, both [n, k].
 
-    Best first, and of equals the lower id first. Takes no gradient. Raises ValueError when the
-    vocabulary has fewer than k ids.
+    Best first, and of equals the lower id first. Takes no gradient.
+
+    Raises:
+        ValueError: the vocabulary has fewer than k ids.
     """
     tensor, head = _parts(logits)
     size = _size(tensor, head)
@@ -134,7 +136,7 @@ def top_k(
 
 
 class _How(NamedTuple):
-    """How the rows are gone through."""
+    """The parameters of a pass over the rows."""
 
     temperature: float
     kept: Tensor | None
@@ -262,19 +264,19 @@ class _KL(torch.autograd.Function):
 
 
 def _parts(logits: Logits) -> tuple[Tensor, Tensor | None]:
-    """Logits and no head, or hidden states and the head that turns them into logits."""
+    """Return the logits and None, or the hidden states and the head that makes logits of them."""
     if isinstance(logits, HeadLogits):
         return logits.hidden.detach(), logits.weight.detach()
     return logits, None
 
 
 def _size(logits: Tensor, head: Tensor | None) -> int:
-    """How many ids of the vocabulary this rank holds."""
+    """Return the number of ids of the vocabulary that this rank holds."""
     return logits.shape[1] if head is None else head.shape[0]
 
 
 def _chunks(logits: Tensor, head: Tensor | None, how: _How) -> Iterator[tuple[slice, Tensor]]:
-    """Some rows and their x, LOWEST outside the kept sets, until all rows were given.
+    """Yield chunks of rows with their x, LOWEST outside the kept sets.
 
     The caller may overwrite x, as the next chunk does.
     """
@@ -293,7 +295,7 @@ def _chunks(logits: Tensor, head: Tensor | None, how: _How) -> Iterator[tuple[sl
 
 
 def _drop_others(x: Tensor, kept: Tensor) -> None:
-    """Write LOWEST to what is not in its row's kept set, if the row has one."""
+    """Set ids outside of their row's kept set to LOWEST, where the row has one."""
     size = x.shape[1]
     columns, mine = _own(kept, size)
     # The column too many takes the kept ids of other ranks and the padding.
@@ -304,31 +306,31 @@ def _drop_others(x: Tensor, kept: Tensor) -> None:
 
 
 def _own(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Columns of the ids in this rank's part, some column for the others; and which are here."""
+    """Return the ids' columns in this rank's part, clamped, and a mask of the ids in it."""
     columns = ids - parallel_state.get_tensor_model_parallel_rank() * size
     return columns.clamp(0, size - 1), (columns >= 0) & (columns < size)
 
 
 def _shift(x: Tensor) -> Tensor:
-    """Take each row's maximum, which is returned, [rows], from the row in place."""
+    """Subtract each row's maximum in place and return the maxima, [rows]."""
     largest = x.amax(1).clamp_(min=LOWEST)
     _relative(x, largest)
     return largest
 
 
 def _relative(x: Tensor, top: Tensor) -> Tensor:
-    """x - top in place; logits of -inf become LOWEST."""
+    """Subtract `top` from the rows in place; logits of -inf become LOWEST."""
     return x.sub_(top.unsqueeze(1)).clamp_(min=LOWEST)
 
 
 def _compare(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """exp x, x - y and exp y of shifted rows; the last two take the place of x and y."""
+    """Return exp x, x - y and exp y of shifted rows; the last two overwrite x and y."""
     e = x.exp()
     return e, x.sub_(y), y.exp_()
 
 
 def _largest_columns(x: Tensor, k: int) -> Tensor:
-    """Columns of each row's k largest, best first and of equals the lower first, int64 [rows, k].
+    """Return the columns of each row's k largest, int64 [rows, k], of equals the lower first.
 
     torch.topk takes any of several equals, and logits in bf16 are full of those.
     """
@@ -343,20 +345,20 @@ def _largest_columns(x: Tensor, k: int) -> Tensor:
 
 
 def _wide(logits: Tensor) -> torch.dtype:
-    """What is computed in, and the dtype of results: fp64 for fp64, which tests use, else fp32."""
+    """Return the dtype of computations and results: fp64 for fp64 (tests use it), else fp32."""
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
 def _per_row(logits: Tensor, count: int) -> Tensor:
-    """Room for `count` numbers a row, [count, n]."""
+    """Return an empty tensor for `count` numbers per row, [count, n]."""
     return logits.new_empty((count, len(logits)), dtype=_wide(logits))
 
 
 def _across_ranks(part: Tensor) -> Tensor:
-    """What each of the tensor-parallel ranks has, [TP, ...].
+    """Gather a tensor from the tensor-parallel ranks, [TP, ...].
 
-    Sums over ranks are then taken here, in their order. An all-reduce adds the ranks in another
-    order for other elements, by which KL of equal logits would miss 0.
+    Sums over ranks are then computed locally, in rank order. An all-reduce adds the ranks in
+    different orders for different elements, so that the KL of equal logits would not be 0.
     """
     group = parallel_state.get_tensor_model_parallel_group()
     if group.size() == 1:
@@ -367,9 +369,9 @@ def _across_ranks(part: Tensor) -> Tensor:
 
 
 def _normaliser(largest: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of maxima and sums of e on each rank, [TP, n]: those of the whole vocabulary, [n] each.
+    """Combine the maxima and the sums of e of each rank, [TP, n].
 
-    Between them stands how far each rank's maximum lies below, [TP, n].
+    Returns the maximum [n], each rank's maximum minus it [TP, n], and the sum [n].
     """
     top = largest.amax(0)
     moved = largest - top

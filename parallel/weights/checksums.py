@@ -1,4 +1,4 @@
-"""Fingerprints of tensors that can be summed over their parts, wherever those lie."""
+"""Fingerprints of tensors that can be summed over their parts, on any ranks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from parallel.boxes import Box
 
 ROWS, COLUMNS = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F  # odd, with their bits well mixed
-CHUNK = 1 << 20  # elements looked at together
+CHUNK = 1 << 20  # elements per pass
 BITS = {2: torch.int16, 4: torch.int32}
 
 
 def fingerprint(tensor: str, box: Box, values: torch.Tensor) -> int:
-    """Of values that stand in a box of the tensor so called: int64, and as good as never the same
-    for two bits changed, moved or exchanged.
+    """Return the int64 fingerprint of the values in a box of the tensor with this name.
 
-    The sum over the elements of their bits, each times a number that its place in the whole tensor
-    gives, modulo 2^64. So fingerprints of parts add up, in any order, to that of the whole.
+    It is the sum over the elements of their bits, each times a number derived from the position in
+    the whole tensor, modulo 2^64. So the fingerprints of parts add up, in any order, to that of the
+    whole, and changed, moved or swapped values practically always change it.
     """
     (first, *across), sizes = box
     width = values.numel() // sizes[0]
@@ -39,7 +39,7 @@ def fingerprint(tensor: str, box: Box, values: torch.Tensor) -> int:
 
 
 def add(first: int, second: int) -> int:
-    """Two fingerprints of disjoint parts as one."""
+    """Return the fingerprint of two disjoint parts together."""
     return _signed((first + second) % (1 << 64))
 
 

@@ -1,6 +1,6 @@
-"""Carries out the plan of a refit, a bucket at a time, on the trainer's ranks and on the engines'.
+"""The execution of a refit plan, bucket by bucket, on the trainer's and the engines' ranks.
 
-Which bytes go where is the planner's; how they travel is the transport's.
+The planner decides which bytes go where, the transport moves them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ IN_FLIGHT = 4  # messages that a trainer rank has packed and not yet sent
 
 
 def wire_dtype(tensor: str, model: ModelSettings) -> torch.dtype:
-    """What a Hugging Face tensor's elements are on their way, as in the trainer."""
+    """Return the dtype in which a Hugging Face tensor is sent: the trainer's."""
     return torch.float32 if is_precise(tensor) else DTYPES[model.precision]
 
 
 class Outbox(ABC):
-    """A trainer rank's end: gives the engines what they need of `parameters`, which are named
-    "chunk/parameter" and must be the same tensors as long as it lives."""
+    """The trainer rank's end, which sends `parameters` to the engines.
+
+    They are named "chunk/parameter" and must stay the same tensors.
+    """
 
     def __init__(self, plan: Plan, rank: int, parameters: dict[str, torch.Tensor]) -> None:
         self.parameters = parameters
@@ -46,7 +48,7 @@ class Outbox(ABC):
         """
 
     def fingerprints(self) -> dict[str, int]:
-        """Of what each engine rank fed by this one must have received: "engine rank/bucket"."""
+        """Return the expected fingerprints of what this rank sends, by "engine rank/bucket"."""
         found: dict[str, int] = {}
         for sending in self.sendings:
             key = f"{sending.peer}/{sending.bucket}"
@@ -61,7 +63,7 @@ class Outbox(ABC):
 
 
 class MessageOutbox(Outbox):
-    """Packs each message and sends it; a few are under way at once."""
+    """An outbox that packs and sends messages, IN_FLIGHT at a time."""
 
     def __init__(
         self, plan: Plan, rank: int, parameters: dict[str, torch.Tensor], messages: Messages
@@ -84,14 +86,14 @@ class MessageOutbox(Outbox):
 
 
 class SharedOutbox(Outbox):
-    """A rank whose parameters the engines read where they are, as `transport.share` says."""
+    """An outbox of shared memory, which the engines map (`transport.share`)."""
 
     def send(self) -> None:
-        """Nothing to do: the trainer waits until the engines have read."""
+        """Do nothing: the trainer waits until the engines have read."""
 
 
 class Inbox(ABC):
-    """An engine rank's end. Counts the bytes that came from elsewhere, and the largest staging."""
+    """The engine rank's end, which counts received bytes and the largest staging buffers."""
 
     def __init__(self, model: ModelSettings, plan: Plan, rank: int) -> None:
         self.model = model
@@ -100,24 +102,23 @@ class Inbox(ABC):
         self.start()
 
     def start(self) -> None:
-        """Count anew."""
+        """Reset the counts."""
         self.received_bytes = self.messages_received = self.staging_bytes = 0
 
     @abstractmethod
     def take(self, bucket: Bucket) -> dict[str, torch.Tensor]:
-        """The contents of the box of every tensor that is needed of a bucket; valid until the next
-        call."""
+        """Return the contents of a bucket's needed boxes by tensor, valid until the next call."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the trainer's memory and connections."""
+        """Release the trainer's memory and connections."""
 
     def _dtype(self, tensor: str) -> torch.dtype:
         return wire_dtype(tensor, self.model)
 
 
 class MessageInbox(Inbox):
-    """Receives the messages of a bucket, and forwards it to the engine that is fed by this one."""
+    """An inbox that receives the messages of a bucket and forwards them to later engines."""
 
     def __init__(
         self, model: ModelSettings, plan: Plan, rank: int, messages: Messages, device: torch.device
@@ -129,7 +130,7 @@ class MessageInbox(Inbox):
         self._forwarding: list[tuple[dist.Work, torch.Tensor]] = []
 
     def take(self, bucket: Bucket) -> dict[str, torch.Tensor]:
-        """The contents, in buffers of this bucket's size."""
+        """Receive the contents, in buffers of this bucket's size."""
         self._finish_forwarding()
         needs = dict(bucket.needs)
         if bucket.forwarded_from is not None:
@@ -178,7 +179,7 @@ class MessageInbox(Inbox):
     def _unpacked(
         self, boxes: list[tuple[str, Box]], buffers: list[torch.Tensor]
     ) -> Iterator[torch.Tensor]:
-        """What each box is of the buffers, one for every dtype; views of them."""
+        """Yield the view of each box in the buffers, of which there is one per dtype."""
         read = {buffer.dtype: (buffer, 0) for buffer in buffers}
         for tensor, (_, sizes) in boxes:
             buffer, start = read[self._dtype(tensor)]
@@ -203,7 +204,7 @@ class MessageInbox(Inbox):
 
 
 class SharedInbox(Inbox):
-    """Reads the trainer's parameters where they are; only what no rank holds whole is staged."""
+    """An inbox of mapped trainer memory; stages only boxes that no single rank holds."""
 
     def __init__(
         self,
@@ -225,7 +226,7 @@ class SharedInbox(Inbox):
                 pieces.setdefault(piece.tensor, []).append(where)
 
     def take(self, bucket: Bucket) -> dict[str, torch.Tensor]:
-        """The contents: the trainer's memory itself, or put together from several of its ranks."""
+        """Return views of the trainer's memory, or copies assembled from several ranks."""
         needs = dict(bucket.needs)
         found: dict[str, torch.Tensor] = {}
         staging = 0
@@ -292,12 +293,12 @@ def inbox(
 
 
 def _inside(box: Box, outer: Box) -> Box:
-    """A box as one of the contents of another, which holds it."""
+    """Return a box relative to an outer one that contains it."""
     return tuple(a - b for a, b in zip(box[0], outer[0], strict=True)), box[1]
 
 
 def _packed(parts: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The parts one after another, one buffer for every dtype, in the order they first come."""
+    """Concatenate the parts, one buffer per dtype, in the order of first appearance."""
     flat: dict[torch.dtype, list[torch.Tensor]] = {}
     for part in parts:
         flat.setdefault(part.dtype, []).append(part.reshape(-1))
@@ -305,7 +306,7 @@ def _packed(parts: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _by_dtype(parts: Iterable[tuple[torch.dtype, Box]]) -> Iterable[tuple[torch.dtype, int]]:
-    """How many elements `_packed` makes of each dtype."""
+    """Return the number of elements that `_packed` makes of each dtype."""
     counts: dict[torch.dtype, int] = {}
     for dtype, (_, sizes) in parts:
         counts[dtype] = counts.get(dtype, 0) + prod(sizes)

@@ -1,4 +1,4 @@
-"""Which slices of the Hugging Face tensors each of the trainer's ranks holds, by arithmetic alone.
+"""The slices of the Hugging Face tensors that each of the trainer's ranks holds, by arithmetic.
 
 Ranks are numbered as megatron-core numbers them, tp-cp-ep-dp-pp: the pipeline's stages follow one
 another, and within a stage tensor-parallel ranks are neighbours. Never imports torch.
@@ -39,8 +39,11 @@ class Piece:
 
 
 class Shard(NamedTuple):
-    """What all ranks of a stage with the same weights hold: every weight that is not split, one
-    tensor-parallel rank's part of the dense ones, or one rank's part of its experts."""
+    """Weights that some ranks of a stage hold in common.
+
+    Every weight that is not split, one tensor-parallel rank's part of the dense ones, or one rank's
+    part of its experts.
+    """
 
     kind: Literal["whole", "split", "experts"]
     tensor: int = 0
@@ -48,7 +51,7 @@ class Shard(NamedTuple):
 
 
 class BucketPlace(NamedTuple):
-    """Where a bucket is in the pipeline, and what its parameters are named within."""
+    """A bucket's pipeline stage and virtual chunk, and the prefix of its parameters."""
 
     stage: int
     chunk: int
@@ -66,7 +69,7 @@ class Layout:
         self.stage_ranks = layout.ranks // layout.pipeline
 
     def place(self, key: int) -> BucketPlace:
-        """Where a bucket is."""
+        """Return the place of a bucket."""
         pipeline, parts = self.sizes.pipeline, self.sizes.pipeline * self.sizes.virtual_pipeline
         if key == EMBEDDING:
             return BucketPlace(0, 0, "")
@@ -77,11 +80,11 @@ class Layout:
         return BucketPlace(part % pipeline, part // pipeline, f"decoder.layers.{key - first}.")
 
     def stage(self, rank: int) -> int:
-        """The pipeline stage of a rank."""
+        """Return the pipeline stage of a rank."""
         return rank // self.stage_ranks
 
     def shards(self) -> list[Shard]:
-        """All shards of a stage."""
+        """Return all shards of a stage."""
         sizes = self.sizes
         return [
             Shard("whole"),
@@ -94,7 +97,7 @@ class Layout:
         ]
 
     def shards_of(self, rank: int) -> tuple[Shard, Shard, Shard]:
-        """The shards that a rank holds, in the order of `shards`."""
+        """Return the shards that a rank holds, in the order of `shards`."""
         sizes = self.sizes
         expert = rank % self.stage_ranks // sizes.expert_tensor % sizes.expert
         return (
@@ -104,7 +107,7 @@ class Layout:
         )
 
     def holders(self, shard: Shard, stage: int) -> range:
-        """The ranks of a stage that hold a shard."""
+        """Return the ranks of a stage that hold a shard."""
         sizes, first = self.sizes, stage * self.stage_ranks
         step, offset = {
             "whole": (1, 0),
@@ -117,7 +120,7 @@ class Layout:
         return range(first + offset, first + self.stage_ranks, step)
 
     def pieces(self, weights: Sequence[Weight], shard: Shard) -> Iterator[Piece]:
-        """A shard's part of the weights of one bucket, named within it, as if in chunk 0."""
+        """Yield a shard's part of a bucket's weights, named within the bucket, as if in chunk 0."""
         ways = {"whole": 1, "split": self.sizes.tensor, "experts": self.sizes.expert_tensor}
         for weight in weights:
             if shard.kind != ("experts" if weight.experts else _kind(weight)):
@@ -131,7 +134,7 @@ class Layout:
 
 
 def held(model: ModelSettings, layout: LayoutSettings, rank: int) -> list[Piece]:
-    """All that a rank holds, bucket by bucket. Every element of its state_dict is in one piece."""
+    """Return all pieces of a rank, bucket by bucket; they cover its state_dict exactly once."""
     description, arithmetic = ModelWeights(model), Layout(model, layout)
     found = []
     for key in description.buckets:
@@ -147,16 +150,17 @@ def held(model: ModelSettings, layout: LayoutSettings, rank: int) -> list[Piece]
 
 
 class Owners:
-    """Who holds what of a tensor, without a list of all ranks."""
+    """The holders of each part of a tensor, without a list of all ranks."""
 
     def __init__(self, model: ModelSettings, layout: LayoutSettings) -> None:
         self.description, self.layout = ModelWeights(model), Layout(model, layout)
         self._boxes: dict[str, dict[str, list[tuple[Shard, Box]]]] = {}
 
     def of(self, tensor: str) -> list[tuple[Box, range]]:
-        """Disjoint boxes that cover a Hugging Face tensor, each with all ranks that hold it.
+        """Return disjoint boxes that cover a Hugging Face tensor, each with the ranks that hold it.
 
-        Raises KeyError for a tensor that the model does not have.
+        Raises:
+            KeyError: the model has no such tensor.
         """
         key = bucket(tensor)
         stage = self.layout.place(key).stage
@@ -174,8 +178,7 @@ class Owners:
 
 
 def share(position: int, total: int, parts: int) -> int:
-    """In which of `parts` nearly equal parts of range(total) a position is: part n starts at
-    total * n // parts."""
+    """Return the part of range(total) with a position; part n starts at total * n // parts."""
     return ((position + 1) * parts - 1) // total
 
 
@@ -184,7 +187,7 @@ def _kind(weight: Weight) -> str:
 
 
 def _cuts(weight: Weight, ranks: int, rank: int) -> Iterator[tuple[Part, Box, tuple[int, ...]]]:
-    """One of `ranks` parts of a weight, as boxes of its tensors, each with its offset in the part.
+    """Yield one of `ranks` parts of a weight as boxes of its tensors, with offsets in the part.
 
     The queries of a KV group are followed by its key and value; gate and up projection are split
     each by itself, as if every rank were a group.

@@ -1,7 +1,7 @@
-"""What every family's weights are called, how they are fused, and along what they are split.
+"""The weights of every family: their names, how they are fused, and how they are split.
 
-This one description, of megatron-core's parameters and the Hugging Face tensors in them, is what
-import, export, refit and its checks are derived from. Never imports torch.
+Import, export, refits and their checks are derived from this one description of megatron-core's
+parameters and the Hugging Face tensors in them. Never imports torch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """What a dimension is made of and no split may cut, under the name of its setting.
+    """The indivisible units of a dimension, with the name of the setting that counts them.
 
-    An engine rounds their count up to a `multiple`, and where its ranks are more than the units
-    some are `repeated`.
+    An engine rounds their count up to a `multiple`; with `repeated`, an engine with more ranks than
+    units replicates them.
     """
 
     name: str
@@ -79,17 +79,17 @@ class ModelWeights:
         }
 
     def kind(self, key: int) -> str:
-        """Buckets of one kind differ in nothing but their number."""
+        """Return the kind of a bucket; buckets of one kind differ in their number only."""
         if key in (EMBEDDING, HEAD):
             return "embedding" if key == EMBEDDING else "head"
         return "routed" if key in self._routed else "dense"
 
     def weights(self, kind: str) -> tuple[Weight, ...]:
-        """What a bucket of the kind is made of, named within it."""
+        """Return the weights of a bucket of the kind, named within it."""
         return self._weights[kind]
 
     def tensors(self, key: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """A bucket's Hugging Face tensors, under their whole names, with their shapes."""
+        """Yield the full names and shapes of a bucket's Hugging Face tensors."""
         prefix = tensor_prefix(key)
         for weight in self.weights(self.kind(key)):
             for expert in range(max(1, weight.experts)):
@@ -98,31 +98,34 @@ class ModelWeights:
 
 
 def tensors(model: ModelSettings) -> dict[str, tuple[int, ...]]:
-    """The shape of every Hugging Face tensor, bucket by bucket."""
+    """Return the shape of every Hugging Face tensor, bucket by bucket."""
     description = ModelWeights(model)
     return dict(item for key in description.buckets for item in description.tensors(key))
 
 
 def bucket(tensor: str) -> int:
-    """What a Hugging Face tensor is loaded together with; the keys are in the model's order."""
+    """Return the bucket of a Hugging Face tensor; keys are in the model's order."""
     if layer := LAYER.match(tensor):
         return int(layer[1])
     return EMBEDDING if "embed_tokens" in tensor else HEAD
 
 
 def is_precise(tensor: str) -> bool:
-    """Whether a tensor stays in fp32 whatever the model's precision, as in transformers."""
+    """Return whether a tensor stays in fp32 at any precision, as in transformers."""
     return tensor.endswith("e_score_correction_bias")
 
 
 def tensor_prefix(key: int) -> str:
-    """What a bucket's Hugging Face tensors are named within."""
+    """Return the prefix of a bucket's Hugging Face tensors."""
     return "" if key in (EMBEDDING, HEAD) else f"model.layers.{key}."
 
 
 def plain_name(parameter: str, latent: bool) -> str:
-    """A parameter's name in a model without TransformerEngine, which fuses norms into the linear
-    layers that read them, other ones in `latent` attention, and experts into one module."""
+    """Return a parameter's name in a model without TransformerEngine.
+
+    TransformerEngine fuses norms into the linear layers that follow, different ones in `latent`
+    attention, and experts into one module.
+    """
     parameter = re.sub(
         r"experts\.(linear_fc[12])\.weight(\d+)", r"experts.local_experts.\2.\1.weight", parameter
     )
@@ -203,7 +206,7 @@ def _projection(model: ModelSettings, heads: Units, head_dim: int) -> Weight:
 
 
 def _dense(model: ModelSettings) -> Iterator[Weight]:
-    """A layer without experts, which some families start with."""
+    """Yield the MLP of a layer without experts, with which some families start."""
     if model.family in ("glm4_moe", "deepseek_v3"):
         width = architecture(model).intermediate_size
         yield from _perceptron(
@@ -240,7 +243,7 @@ def _perceptron(
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     experts: int = 0,
 ) -> Iterator[Weight]:
-    """Gate and up projection, fused, and the down projection."""
+    """Yield the fused gate and up projection, and the down projection."""
     wide, narrow = (units.count, model.hidden_size), (model.hidden_size, units.count)
     *fused, down = (f"{theirs}{name}.weight" for name in names)
     parts = tuple(Part(tensor, wide, units) for tensor in fused)

@@ -1,8 +1,8 @@
-"""Who sends which slice to whom when the engines take over the trainer's weights.
+"""The plan of a refit: which trainer rank sends which slice to which engine rank.
 
 Every rank computes only its own part, by the same arithmetic as its peers, so that no metadata is
-exchanged: what one sends the other expects, in the same order. An engine rank receives what it
-needs and nothing twice, in buckets of one layer each. Never imports torch.
+exchanged: the receiver expects what the sender sends, in the same order. An engine rank receives
+each needed element exactly once, in buckets of one layer each. Never imports torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class EngineSizes:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one trainer rank sends to one engine rank of a bucket, one box after another."""
+    """The boxes of a bucket that one trainer rank sends to one engine rank, in order."""
 
     peer: int
     boxes: list[tuple[str, Box]]
@@ -45,7 +45,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What an engine rank loads together: a layer, the embedding, or the last norm and the head.
+    """A unit of loading on an engine rank: a layer, the embedding, or the last norm and the head.
 
     `tensors` are all of the bucket, and `needs` what this rank copies of them. The messages' boxes
     cover them exactly once; or the engine rank `forwarded_from` sends all the needs, one after
@@ -86,7 +86,7 @@ class _EngineRank(NamedTuple):
 
 
 class _Item(NamedTuple):
-    """What an engine rank takes of one piece of a shard, named within its bucket."""
+    """The part of a piece of a shard that an engine rank needs, named within its bucket."""
 
     tensor: str
     box: Box
@@ -131,7 +131,7 @@ class Plan:
         self._lines: dict[tuple[str, Shard, int], list[int]] = {}
 
     def receive(self, rank: int) -> list[Bucket]:
-        """What an engine rank receives, in the order in which it loads it."""
+        """Return the buckets of an engine rank, in the order of loading."""
         engine, ranks, place = self._ranks[rank]
         source = self._sources[engine]
         from_rank = None if source is None else self._first[source] + place
@@ -152,14 +152,14 @@ class Plan:
         return found
 
     def source(self, rank: int) -> int:
-        """Whose bytes an engine rank gets: the rank fed by the trainers, itself or another."""
+        """Return the engine rank, itself or another, that gets this rank's bytes from trainers."""
         engine, _, place = self._ranks[rank]
         while (earlier := self._sources[engine]) is not None:
             engine = earlier
         return self._first[engine] + place
 
     def send(self, rank: int) -> list[Sending]:
-        """What a trainer rank sends, in an order in which no two ranks wait for each other."""
+        """Return the messages of a trainer rank, in an order in which no ranks deadlock."""
         found = []
         for key in self.description.buckets:
             stage, chunk, ours = self.layout.place(key)
@@ -205,7 +205,7 @@ class Plan:
         return [Message(peer, boxes[peer]) for peer in sorted(boxes)]
 
     def _sent(self, key: int, rank: int) -> dict[int, list[_Item]]:
-        """What a trainer rank sends of a bucket to each engine rank."""
+        """Return the items of a bucket that a trainer rank sends to each engine rank."""
         kind, stage = self.description.kind(key), self.layout.stage(rank)
         sent: dict[int, list[_Item]] = {}
         for shard in self.layout.shards_of(rank):
@@ -225,11 +225,11 @@ class Plan:
         return sent
 
     def _turn(self, key: int, engine: int) -> int:
-        """Whose turn it is where fewer ranks send than hold a shard."""
+        """Return the rotation of senders, where fewer ranks send than hold a shard."""
         return self._position[key] + engine
 
     def _line(self, kind: str, shard: Shard, ranks: int) -> list[int]:
-        """Where the items of each of an engine's ranks start, laid end to end."""
+        """Return the start of each engine rank's items, concatenated over the ranks."""
         where = kind, shard, ranks
         if where not in self._lines:
             counts = (self._shared(*where, rank).elements for rank in range(ranks))
@@ -237,7 +237,7 @@ class Plan:
         return self._lines[where]
 
     def _shared(self, kind: str, shard: Shard, ranks: int, rank: int) -> _Items:
-        """What a tensor-parallel rank of an engine takes of a shard."""
+        """Return the items that a tensor-parallel rank of an engine needs of a shard."""
         where = kind, shard, ranks, rank
         if where not in self._items:
             needs, items = self._needed(kind, ranks, rank), []
@@ -257,7 +257,7 @@ class Plan:
         return self._needs[where]
 
     def _turns_of_stages(self) -> dict[int, tuple[int, int]]:
-        """Each bucket's stage, and the how manieth bucket of its stage it is."""
+        """Return each bucket's stage, and its index among the buckets of that stage."""
         seen = [0] * self.layout.sizes.pipeline
         found = {}
         for key in self.description.buckets:
@@ -267,8 +267,7 @@ class Plan:
         return found
 
     def _spread_over_stages(self) -> list[int]:
-        """The stage that each engine starts with; those not fed follow the engine that they are
-        forwarded from."""
+        """Return the stage that each engine starts with; forwarded engines follow their source."""
         found: list[int] = []
         for engine, source in enumerate(self._sources):
             if source is None:
@@ -279,7 +278,7 @@ class Plan:
 
 
 def _sources(fleet: EngineSizes, trainers: int) -> list[int | None]:
-    """Which engine forwards to each; None is fed by the trainers."""
+    """Return the engine that forwards to each engine; None where the trainers feed it."""
     found: list[int | None] = []
     same: dict[int, list[int]] = {}  # engines so far, by size
     direct: dict[int, int] = {}  # and how many of them are fed, once that is settled
@@ -298,12 +297,12 @@ def _sources(fleet: EngineSizes, trainers: int) -> list[int | None]:
 
 
 def _parts(line: list[int], holders: range) -> int:
-    """How many of the ranks that hold a shard send it."""
+    """Return the number of ranks that share the sending of a shard."""
     return min(len(holders), max(1, line[-1] // GRAIN))
 
 
 def _within(found: _Items, low: int, high: int) -> list[_Item]:
-    """What starts at the elements from `low` to `high` of an engine rank's items, whole rows."""
+    """Return the whole rows that start in elements [low, high) of an engine rank's items."""
     if low <= 0 and high >= found.elements:
         return found.items
     return list(_cut(found, low, high))

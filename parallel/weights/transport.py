@@ -1,5 +1,4 @@
-"""How the bytes of a refit travel: as messages between ranks, or not at all, where an engine maps
-the trainer's memory.
+"""The transport of a refit's bytes: messages between ranks, or mapped memory of the trainer.
 
 Messages go over gloo on a CPU and NCCL on GPUs; memory is mapped as a file on a CPU and by CUDA IPC
 on GPUs. What is on GPUs has not been run.
@@ -30,10 +29,10 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Meeting(msgspec.Struct, frozen=True):
-    """Where the trainer's ranks and the engines' meet; each is numbered in one row of both.
+    """A rendezvous of the trainer's and the engines' ranks, numbered consecutively.
 
-    Keys of the store begin with `prefix`, which no other meeting has. No wait for another rank is
-    longer than `timeout_seconds`.
+    Keys of the store begin with `prefix`, which is unique. No wait for another rank is longer than
+    `timeout_seconds`.
     """
 
     host: str
@@ -44,7 +43,7 @@ class Meeting(msgspec.Struct, frozen=True):
     timeout_seconds: float
 
     def store(self) -> dist.Store:
-        """The store, which the trainer's main rank hosts."""
+        """Connect to the store, which the trainer's main rank hosts."""
         timeout = timedelta(seconds=self.timeout_seconds)
         store = dist.TCPStore(
             self.host, self.port, is_master=False, wait_for_workers=False, timeout=timeout
@@ -53,18 +52,18 @@ class Meeting(msgspec.Struct, frozen=True):
 
 
 def host_identity() -> str:
-    """What is the same for processes that can map each other's memory."""
+    """Return an identity that processes share if they can map each other's memory."""
     return f"{socket.gethostname()}/{BOOT.read_text().strip() if BOOT.exists() else ''}"
 
 
 def shared_memory_room() -> int:
-    """Bytes that this host's shared memory can still take; writing more kills the writer."""
+    """Return the free bytes of this host's shared memory; writing more kills the writer."""
     found = os.statvfs("/dev/shm")
     return found.f_bavail * found.f_frsize
 
 
 class Messages:
-    """A process group of its own over trainers and engines; the engines' own groups stay alone."""
+    """A separate process group over trainers and engines; the engines' groups are unaffected."""
 
     def __init__(self, meeting: Meeting, rank: int, device: torch.device) -> None:
         self.device = device
@@ -73,16 +72,16 @@ class Messages:
         self._group = make(meeting.store(), rank, meeting.ranks, timeout)
 
     def send(self, tensor: torch.Tensor, rank: int) -> dist.Work:
-        """Start sending; the tensor must stay as it is until the work is done."""
+        """Start sending; the tensor must not change until the work is done."""
         return self._group.send([tensor], rank, 0)
 
     def receive(self, tensor: torch.Tensor, rank: int) -> dist.Work:
-        """Start receiving what that rank sends next."""
+        """Start receiving the next tensor from a rank."""
         return self._group.recv([tensor], rank, 0)
 
 
 class Region(msgspec.Struct, frozen=True):
-    """Where a parameter lies in one of its rank's shared storages."""
+    """The place of a parameter in one of its rank's shared storages."""
 
     storage: int
     offset: int
@@ -106,7 +105,7 @@ class DeviceMemory(msgspec.Struct, frozen=True, array_like=True, tag="cuda"):
 
 
 class SharedMemory(msgspec.Struct, frozen=True):
-    """What a rank lets others map: handles of its storages, and its parameters in them."""
+    """The memory that a rank shares: handles of its storages, and its parameters in them."""
 
     storages: list[OpenFile | DeviceMemory]
     regions: dict[str, Region]
@@ -116,7 +115,7 @@ def share(parameters: dict[str, torch.Tensor]) -> SharedMemory:
     """Let other processes of this user on this host read the parameters where they are.
 
     On a CPU their storages are moved into shared memory, in place: every view of them, an
-    optimizer's too, goes on showing them.
+    optimizer's too, stays valid.
     """
     storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
     regions = {}
