@@ -17,8 +17,8 @@ from stages.guards.settings import NoCurriculumSettings
 from stages.loop import train
 from stages.objectives.aggregation import Totals, token_mean
 from stages.objectives.correction import NoCorrectionSettings
-from stages.sampling.prompt_buffer import Batch
-from stages.sampling.step import OnPolicyStage, Rollout
+from stages.sampling.collection import Batch
+from stages.sampling.step import OnPolicyStage, StepSamples
 from stages.settings import MergeSettings, RolloutSettings, StageJob
 
 # KL(student || teacher), each over the whole vocabulary.
@@ -70,15 +70,15 @@ class Merge(OnPolicyStage):
             self.teachers[domain] = Policy(job.settings.model, job.settings.layout)
             load.weights(self.teachers[domain], checkpoint)
 
-    def share_out(self, batch: Batch) -> Rollout:
+    def split_updates(self, batch: Batch) -> StepSamples:
         """All samples at once; their reward is only watched, the teachers are learned from."""
-        return Rollout([[sample for group in batch.groups for sample in group.samples]], {})
+        return StepSamples([[sample for group in batch.groups for sample in group.samples]], {})
 
-    def split(self, samples: list[Sample]) -> list[MicroBatch]:
+    def pack(self, samples: list[Sample]) -> list[MicroBatch]:
         """A micro-batch holds one domain, and so has one teacher."""
         parts: list[MicroBatch] = []
         for domain in self.domains:
-            own = super().split([sample for sample in samples if sample.domain == domain])
+            own = super().pack([sample for sample in samples if sample.domain == domain])
             parts += [replace(part, domain=domain) for part in own]
         return parts
 

@@ -22,10 +22,9 @@ from stages.data.prompts import held_out_problems
 from stages.metrics import MetricsLog
 from stages.objectives.groups import Group, groups_of, seed_of
 from stages.rewards.grading import solved
-from stages.sampling.engines import Rollouts
+from stages.sampling.engines import StageEngines
 from stages.sampling.logprob_check import MismatchError, measure_mismatch
 from stages.sampling.recording import record
-from stages.sampling.reward_dispatch import Scoring
 from stages.settings import SamplingSettings, StageJob
 from stages.statistics import of_problems
 
@@ -55,7 +54,7 @@ class Evaluation:
             if any(domain in self.domains_of(name) for name in job.models)
         }
         self.policy = Policy(job.settings.model, job.settings.layout)
-        self.rollouts = Rollouts(job, self.policy)
+        self.engines = StageEngines(job, self.policy, self.domains)
         self.version = 0  # which of the checkpoints the engines have
         if is_main():
             asked = {name: self._problems_of(name) for name in job.models}
@@ -64,7 +63,7 @@ class Evaluation:
             self.problems = {
                 domain: held_out_problems(
                     settings.prompts,
-                    self.rollouts.tokenizer,
+                    self.engines.tokenizer,
                     domain,
                     self.settings.problems,
                     job.settings.longest_prompt(settings.sampling),
@@ -72,7 +71,6 @@ class Evaluation:
                 )
                 for domain, settings in self.domains.items()
             }
-            self.scoring = Scoring(job, self.domains, self.rollouts)
 
     def domains_of(self, name: str) -> list[str]:
         """The domains that a model is measured on."""
@@ -86,7 +84,7 @@ class Evaluation:
         """Measure one checkpoint on its domains. Collective."""
         load.weights(self.policy, checkpoint)
         self.version = version
-        self.rollouts.refit(version)
+        self.engines.sync_weights(version)
         self._check_engine()
         solved = {domain: self._solved(name, domain) for domain in self.domains_of(name)}
         if is_main():
@@ -103,9 +101,7 @@ class Evaluation:
                 self.job.directory / "results.json", json.dumps({"models": models}, indent=2)
             )
             self.log.close()
-        self.rollouts.close()
-        if is_main():
-            self.scoring.close()
+        self.engines.close()
 
     def _problems_of(self, name: str) -> int:
         return self.settings.problems * len(self.domains_of(name))
@@ -117,7 +113,7 @@ class Evaluation:
             domain, problems = next(iter(self.problems.items()))
             groups = self._groups(domain, problems[:CHECKED], "check")
             self._ask(domain, groups, 1.0)
-        samples = self.rollouts.whole(groups, self.version)
+        samples = self.engines.wait_for(groups, self.version)
         batches = batch.split(samples, RankPlace.here(), CHECKED_TOKENS, replay=True)
         largest = measure_mismatch(self.policy, batches, temperature=1.0)["mismatch_max"]
         bound = self.job.settings.engine.max_logprob_difference
@@ -153,23 +149,23 @@ class Evaluation:
             problems = self.problems[domain][start : start + PROBLEMS_A_CALL]
             purpose = f"{self.settings.sampling_seed}/{start}"
             groups = self._groups(domain, problems, purpose, self.settings.samples_per_problem)
-            self.scoring.expect(groups)
+            self.engines.rewards.expect(groups)
             self._ask(domain, groups, self.settings.temperature)
 
         def counted() -> tuple[list[int], int, int] | None:
-            if not all(self.scoring.done(group) for group in groups):
+            if not all(self.engines.rewards.graded(group) for group in groups):
                 return None
             failures = [failure for group in groups for failure in group.failures]
-            self.scoring.hold_to_limit(failures, sum(len(group.drawn) for group in groups))
+            self.engines.rewards.check_failures(failures, sum(len(group.drawn) for group in groups))
             watch_failures = sum(len(group.watch_failures) for group in groups)
             if self.job.settings.logging.auditable:
                 path = self.job.directory / "samples" / name / f"{domain}_{start:06d}.jsonl"
                 answers = [sample for group in groups for sample in group.samples]
-                record(path, [answers], self.rollouts.tokenizer.decode, auditable=True)
+                record(path, [answers], self.engines.tokenizer.decode, auditable=True)
             solved = [sum(map(self._is_solved, group.samples)) for group in groups]
             return solved, len(failures), watch_failures
 
-        return self.rollouts.wait(counted, self.version)
+        return self.engines.wait(counted, self.version)
 
     def _groups(
         self, domain: str, problems: list[Problem], purpose: str, size: int = 1
@@ -183,7 +179,7 @@ class Evaluation:
         sampling = SamplingSettings.model_construct(
             temperature=temperature, max_response_tokens=limit
         )
-        self.rollouts.request(groups, sampling)
+        self.engines.request(groups, sampling)
 
     def _score(self, solved: list[int]) -> dict[str, Any]:
         """A domain's line of results.json, of how many answers to each problem are right."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -31,8 +31,8 @@ from stages.objectives.kl import kl_controller
 from stages.objectives.loss import MetricSum, policy_loss
 from stages.objectives.reference import Reference
 from stages.objectives.surrogate import Tokens
-from stages.sampling.prompt_buffer import Batch
-from stages.sampling.step import OnPolicyStage, Prepared, Rollout
+from stages.sampling.collection import Batch
+from stages.sampling.step import OnPolicyStage, StepSamples, Update
 from stages.settings import DomainSettings, PolicySettings, StageJob
 
 
@@ -83,20 +83,20 @@ class Expert(OnPolicyStage):
         if isinstance(advantage, GaeSettings):
             self.critic = Critic(job, policy, advantage, settings)
 
-    def share_out(self, batch: Batch) -> Rollout:
+    def split_updates(self, batch: Batch) -> StepSamples:
         """`updates_per_rollout` shares of the prompts, each with all graded samples of its
         groups. A critic gives them advantages later, and compares no groups."""
         samples = self._with_advantages(batch.groups)
         updates = self.expert.updates_per_rollout
         rewards = {name: domain.rewards for name, domain in self.domains.items()}
         metrics = {
-            **group_metrics(batch.drawn, rewards),
-            **self.backlog.passed_over(),
+            **group_metrics(batch.sampled, rewards),
+            **self.buffer.passed_over(),
             "resampled_groups": float(len(batch.replaced)),
         }
         if self.critic is None:
-            metrics["zero_variance"] = fmean(map(self._has_zero_advantages, batch.drawn))
-        return Rollout(
+            metrics["zero_variance"] = fmean(map(self._has_zero_advantages, batch.sampled))
+        return StepSamples(
             updates=[
                 [sample for group in samples[update::updates] for sample in group]
                 for update in range(updates)
@@ -104,28 +104,21 @@ class Expert(OnPolicyStage):
             metrics=metrics,
         )
 
-    def is_flat(self, group: Group) -> bool:
+    def is_useless(self, group: Group) -> bool:
         """As `rollout.dynamic_sampling_by` says."""
         if self.settings.dynamic_sampling_by == "advantages":
             return self._has_zero_advantages(group)
         rewards = self.domains[group.problem.domain].rewards
         return len({is_right(sample, rewards) for sample in graded(group)}) <= 1
 
-    def divide(self, rollout: Rollout) -> list[list[MicroBatch]]:
-        """The same, with the advantages that a critic, if there is one, finds. Collective."""
-        updates = super().divide(rollout)
+    def finish_advantages(self, updates: Sequence[Update]) -> None:
+        """Compute a critic's advantages, or scale advantages by entropy. Collective."""
+        samples = [sample for each in updates for sample in each.samples]
+        parts = [part for each in updates for part in each.batches]
         if self.critic is not None:
-            samples = [sample for samples in rollout.updates for sample in samples]
-            self.critic.compute_values(samples, [part for batches in updates for part in batches])
-        return updates
-
-    def prepare(self, rollout: Rollout, step: int) -> Prepared:
-        """The same, with advantages scaled as the objective says. Collective."""
-        prepared = super().prepare(rollout, step)
+            self.critic.compute_values(samples, parts)
         if self.objective.needs_entropies:
-            samples = [sample for samples in rollout.updates for sample in samples]
-            scale_by_entropy(samples, [part for batches in prepared.updates for part in batches])
-        return prepared
+            scale_by_entropy(samples, parts)
 
     def gradients(self, samples: list[Sample], batches: list[MicroBatch]) -> dict[str, float]:
         """Those of the domain's objective."""
@@ -158,26 +151,17 @@ class Expert(OnPolicyStage):
         shares["loss"] = sum(value for value, _ in parts)
         return sum_over_data(shares)
 
-    def policy_learns(self, step: int) -> bool:
-        """Not while a critic learns alone."""
-        return self.critic is None or not self.critic.learns_alone(step)
+    def trains_policy(self) -> bool:
+        """Return False while a critic warms up alone."""
+        return self.critic is None or not self.critic.learns_alone(self._version)
 
-    def update(
-        self,
-        samples: list[Sample],
-        batches: list[MicroBatch],
-        measured: dict[str, float] | None = None,
-    ) -> dict[str, float]:
-        """One step of the critic, if there is one, and unless that is to learn alone, one of the
-        policy. Collective."""
-        if self.critic is None:
-            return super().update(samples, batches, measured)
-        learned = self.critic.learn(samples, batches)
-        if not self.policy_learns(self._version):
-            return learned
-        return {**super().update(samples, batches, measured), **learned}
+    def update(self, update: Update) -> dict[str, float]:
+        """Update the policy, unless a critic warms up alone, and the critic, if any. Collective."""
+        trained = super().update(update) if self.trains_policy() else {}
+        learned = self.critic.learn(update.samples, update.batches) if self.critic else {}
+        return {**trained, **learned}
 
-    def learn(self, measured: dict[str, float]) -> dict[str, float]:
+    def after_update(self, measured: dict[str, float]) -> dict[str, float]:
         """What the objective of the next update is; logs what this one's was."""
         logged = {}
         if self.reference is not None:

@@ -14,9 +14,8 @@ from parallel.sample import Sample
 from stages.data.prompts import PromptStream
 from stages.objectives.groups import Group, groups_of, seed_of
 from stages.rewards.grading import solved
-from stages.sampling.engines import Rollouts
+from stages.sampling.engines import StageEngines
 from stages.sampling.logprob_check import MismatchError, measure_mismatch
-from stages.sampling.reward_dispatch import Scoring
 from stages.settings import DomainSettings, StageJob
 
 
@@ -26,36 +25,31 @@ def run(job: StageJob) -> None:
     assert job.domain is not None and job.parent is not None
     domain = job.settings.domains[job.domain]
     policy = Policy(job.settings.model, job.settings.layout)
-    rollouts = Rollouts(job, policy)
-    scoring = Scoring(job, {job.domain: domain}, rollouts) if is_main() else None
+    engines = StageEngines(job, policy, {job.domain: domain})
     load.weights(policy, job.parent)
-    rollouts.refit(version=1)
+    engines.sync_weights(version=1)
     groups: list[Group] = []
-    if scoring is not None:
-        groups = _groups(job, job.domain, domain, rollouts)
-        scoring.expect(groups)
-        rollouts.request(groups, domain.sampling)
+    if is_main():
+        groups = _groups(job, job.domain, domain, engines)
+        engines.rewards.expect(groups)
+        engines.request(groups, domain.sampling)
 
     def graded() -> list[Sample] | None:
-        assert scoring is not None
-        if not all(scoring.done(group) for group in groups):
+        if not all(engines.rewards.graded(group) for group in groups):
             return None
         return [sample for group in groups for sample in group.samples]
 
-    samples = rollouts.wait(graded, version=1)
+    samples = engines.wait(graded, version=1)
     _hold_engine(job, domain, policy, samples)
-    rollouts.close()
-    if scoring is not None:
-        scoring.close()
-        _write(job, domain, groups, rollouts)
+    engines.close()
+    if is_main():
+        _write(job, domain, groups, engines)
 
 
-def _groups(job: StageJob, name: str, domain: DomainSettings, rollouts: Rollouts) -> list[Group]:
+def _groups(job: StageJob, name: str, domain: DomainSettings, engines: StageEngines) -> list[Group]:
     seed = job.settings.seed
     longest = job.settings.longest_prompt(domain.sampling)
-    stream = PromptStream(
-        domain.prompts, rollouts.tokenizer, name, seed, job.stage, longest=longest
-    )
+    stream = PromptStream(domain.prompts, engines.tokenizer, name, seed, job.stage, longest=longest)
     problems = stream.take(domain.sampling.prompts_per_step)
     return groups_of(problems, domain.sampling.group_size, seed_of(seed, job.stage, name))
 
@@ -72,13 +66,15 @@ def _hold_engine(
         raise MismatchError(largest, bound)
 
 
-def _write(job: StageJob, domain: DomainSettings, groups: list[Group], rollouts: Rollouts) -> None:
+def _write(
+    job: StageJob, domain: DomainSettings, groups: list[Group], engines: StageEngines
+) -> None:
     """Of every group, its samples; a sample whose reward failed has a reward of null."""
     samples = [
         [
             {
                 "prompt": group.problem.prompt,
-                "response": rollouts.text(sample),
+                "response": engines.tokenizer.decode(sample.response),
                 "reward": sample.reward,
                 "parts": sample.reward_parts,
                 "solved": sample.reward is not None

@@ -83,6 +83,16 @@ class MergeRolloutSettings(Settings):
         " samples that would grow older, and older ones are dropped and counted",
     )
 
+    @property
+    def prefetch(self) -> int:
+        """The steps of prompts kept in flight beyond the present step's."""
+        return {"sync": 0, "overlap": 1, "async": self.max_staleness}[self.mode]
+
+    @property
+    def drains(self) -> bool:
+        """Whether a step is collected before the weights change, from one version of them."""
+        return self.mode == "overlap"
+
 
 class RolloutSettings(MergeRolloutSettings):
     """The same, and which prompts of those that were begun a step trains on."""

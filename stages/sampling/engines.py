@@ -1,11 +1,12 @@
-"""A stage's link to its engines: bring them the weights, sample, and keep what was drawn."""
+"""A stage's link to its engines: weight syncs to them, samples and grades from them."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
@@ -14,37 +15,46 @@ from parallel.engine.answers import Question
 from parallel.engine.fleet import Fleet
 from parallel.engine.log import RolloutLog
 from parallel.engine.scheduler import NoEngine, Scheduler, Task
-from parallel.engine.wire import Generation, Sampling
+from parallel.engine.wire import Generation, Sampling, model_digest
+from parallel.files import read_checkpoint, whole_checkpoints
 from parallel.model.policy import Policy
 from parallel.sample import Sample
 from stages.data.problem import DomainError, Problem
 from stages.data.tokenizer import load_tokenizer
 from stages.objectives.groups import Group
 from stages.sampling.recording import record, samples_file
-from stages.settings import SamplingSettings, StageJob
+from stages.sampling.reward_dispatch import RewardDispatcher
+from stages.settings import DomainSettings, RolloutSettings, SamplingSettings, StageJob
 
-PAUSE_SECONDS = 0.005  # between two looks at what has come: others are to use the cores meanwhile
-TURN_SECONDS = 60.0  # the ranks that wait hear from the main one so often
+PAUSE_SECONDS = 0.005  # between two looks at what arrived: engines share the cores
+TURN_SECONDS = 60.0  # the longest that the other ranks wait for word from the main rank
 
 Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
 class _SampleRequest:
-    """A sample's place, and whether it may come from the log and goes into it."""
+    """A sample's place in its group, and whether it may come from the log and goes into it."""
 
     group: Group
     index: int
     logged: bool
 
 
-class Rollouts:
-    """The engines of one stage and its policy; every rank has one, and the main rank samples.
+class StageEngines:
+    """The engines and reward workers of one stage; every rank has one, and the main rank samples.
 
-    Where there is a `log`, on the main rank, what it knows is not asked of the engines.
+    Every sample of `domains` is sent to its rewards as soon as the engine returns it. Responses
+    that the main rank's `log` holds are not requested from the engines.
     """
 
-    def __init__(self, job: StageJob, policy: Policy) -> None:
+    def __init__(
+        self,
+        job: StageJob,
+        policy: Policy,
+        domains: Mapping[str, DomainSettings],
+        log: RolloutLog | None = None,
+    ) -> None:
         self.job = job
         self.policy = policy
         self.version: int | None = None  # of the weights that the engines have
@@ -54,27 +64,34 @@ class Rollouts:
             job.engine_addresses, settings.model, settings.layout, settings.engine, job.interface
         )
         self._scheduler: Scheduler | None = None
+        self._rewards: RewardDispatcher | None = None
         if is_main():
             self._scheduler = Scheduler(
-                self.fleet, settings.model, settings.deterministic, self._came
+                self.fleet, settings.model, settings.deterministic, self._take
             )
-        self.log: RolloutLog | None = None
+            if domains:
+                self._rewards = RewardDispatcher(job, domains, self.tokenizer, self.scheduler.wake)
+        self.log = log
         self._replayed = 0
         self._reported: dict[str, int] = {}
         self._ended = 0
-        self.on_sample: Callable[[Group, int, Sample], None] = lambda group, index, sample: None
-        self.awaited: Callable[[], bool] = lambda: False  # whether `wake` will be called
 
     @property
     def scheduler(self) -> Scheduler:
-        """The main rank's."""
+        """The main rank's scheduler."""
         assert self._scheduler is not None, "only the main rank samples"
         return self._scheduler
 
-    def refit(self, version: int) -> dict[str, float]:
-        """Bring every engine the policy's weights as they are now. Collective.
+    @property
+    def rewards(self) -> RewardDispatcher:
+        """The main rank's reward dispatcher."""
+        assert self._rewards is not None, "only the main rank grades, and only for domains"
+        return self._rewards
 
-        Responses that are under way go on under them. Returns what there is to log.
+    def sync_weights(self, version: int) -> dict[str, float]:
+        """Send the policy's present weights to every engine; return the metrics. Collective.
+
+        Responses in flight continue under the new weights.
         """
         with self._scheduler.held() if self._scheduler else nullcontext():
             measured = self.fleet.refit(self.policy, version)
@@ -84,9 +101,9 @@ class Rollouts:
     def request(
         self, groups: Iterable[Group], sampling: SamplingSettings, at_once: bool = False
     ) -> None:
-        """Ask for the groups' samples. Main rank only.
+        """Request the samples of groups. Main rank only.
 
-        `at_once`: ahead of all others, of every engine, and never of the log.
+        With `at_once`: ahead of all others, from every engine, and never from the log.
         Raises DomainError when a prompt leaves no room for a response.
         """
         limit = sampling.max_response_tokens
@@ -104,18 +121,20 @@ class Rollouts:
                 seed = group.seed + index
                 question = Question(group.problem.domain, tokens, seed, distribution)
                 tasks.append(Task(_SampleRequest(group, index, logged=not at_once), question))
-        known = [None] * len(tasks) if at_once else self._known(tasks)
-        asked = zip(tasks, known, strict=True)
-        self.scheduler.submit([task for task, sample in asked if sample is None], at_once)
-        for task, sample in zip(tasks, known, strict=True):
+        known = [None] * len(tasks) if at_once else self._logged(tasks)
+        pairs = list(zip(tasks, known, strict=True))
+        self.scheduler.submit([task for task, sample in pairs if sample is None], at_once)
+        for task, sample in pairs:
             if sample is not None:
-                self._replay(task, sample)
+                self._replayed += 1
+                self._dispatch(task, sample)
+                self.scheduler.supply(task, sample)
 
     def wait(self, ready: Callable[[], Answer | None], version: int) -> Answer:
-        """What `ready` returns on the main rank, once it is not None, on every rank. Collective.
+        """Return, on every rank, the first result of the main rank's `ready` that is not None.
 
-        It is asked again whenever samples came, or `wake` was called. When no engine is left, the
-        next to live gets the policy's weights, now of `version`, and is asked for what is owed.
+        Collective. `ready` is called again whenever samples or grades arrive. When no engine is
+        left, the next one to start gets the policy's weights, now of `version`, and the requests.
         """
         while True:
             answer, lost = None, False
@@ -126,12 +145,12 @@ class Rollouts:
                     lost = True
             answer, lost = broadcast((answer, lost))
             if lost:
-                self.refit(version)
+                self.sync_weights(version)
             elif answer is not None:
                 return answer
 
-    def whole(self, groups: list[Group], version: int) -> list[Sample]:
-        """The samples of groups that the main rank asked for, on every rank. Collective."""
+    def wait_for(self, groups: list[Group], version: int) -> list[Sample]:
+        """Return on every rank the samples of groups that the main rank requested. Collective."""
 
         def ready() -> list[Sample] | None:
             if any(group.ended is None for group in groups):
@@ -140,34 +159,31 @@ class Rollouts:
 
         return self.wait(ready, version)
 
-    def drawn(self, version: int) -> None:
-        """Note that nothing more is asked of these weights."""
+    def start_log(self, version: int, later: bool) -> None:
+        """Start to log the weights `version`; with `later`, keep the log of later weights too."""
+        if self.log is not None:
+            self.log.begin(version, later)
+
+    def drop_covered_log(self) -> None:
+        """Drop the log of steps that a checkpoint holds."""
+        if self.log is not None:
+            found = whole_checkpoints(self.job.directory / "checkpoints")
+            self.log.cover(found[-1].step if found else 0)
+
+    def end_log(self, version: int) -> None:
+        """Log that no further request follows to the weights `version`."""
         if self.log is not None:
             self.log.end(version)
 
-    def forget(self, version: int) -> bool:
-        """Draw anew what these weights and later ones are asked; whether the log had answered for
-        these. Collective."""
+    def forget_log(self, version: int) -> bool:
+        """Drop the log's responses of `version` and later; return whether any was used.
+
+        Collective.
+        """
         return on_main(lambda: self.log is not None and self.log.forget(version))
 
-    def wake(self) -> None:
-        """Have `wait` ask again, since what it waits for may be there. Any thread may do so."""
-        self.scheduler.wake()
-
-    def text(self, sample: Sample) -> str:
-        """The response as text."""
-        return self.tokenizer.decode(sample.response)
-
-    def token_at(self, sample: Sample, characters: int) -> int:
-        """The place in the response of the token that the first so many characters end with."""
-        places = range(len(sample.response))
-        decode = self.tokenizer.decode
-        return bisect_left(
-            places[:-1], characters, key=lambda place: len(decode(sample.response[: place + 1]))
-        )
-
     def events(self) -> dict[str, float]:
-        """What went wrong since the last call, and was mended; only the main rank knows."""
+        """Return what failed and was repaired since the last call; only the main rank knows."""
         if self._scheduler is None:
             return {}
         counts = {
@@ -187,51 +203,52 @@ class Rollouts:
         record(path, updates, self.tokenizer.decode, auditable)
 
     def close(self) -> None:
-        """Give up what is still under way."""
+        """Drop the requests in flight and stop the reward workers."""
         if self._scheduler is not None:
             self._scheduler.close()
         if self.log is not None:
             self.log.close()
+        if self._rewards is not None:
+            self._rewards.close()
 
     def _receive_until(self, ready: Callable[[], Answer | None]) -> Answer | None:
         deadline = time.monotonic() + TURN_SECONDS
         hopeful = True
         while (answer := ready()) is None and (left := deadline - time.monotonic()) > 0:
             time.sleep(PAUSE_SECONDS)
-            more = self.awaited()
-            expected = more or self.scheduler.owed > 0
-            received = self._receive(left, more)
-            # What `ready` awaits may have come while it looked: then it has to look once more.
+            grades = self._rewards is not None and self._rewards.pending
+            expected = grades or self.scheduler.owed > 0
+            received = self._receive(left, grades)
+            # The last sample or grade may arrive while `ready` looks: then it looks once more.
             if not (received or expected or hopeful):
-                raise RuntimeError("waiting for samples that nobody asked for")
+                raise RuntimeError("waiting for samples that were never requested")
             hopeful = received > 0 or expected
         return answer
 
-    def _known(self, tasks: list[Task]) -> list[Sample | None]:
+    def _logged(self, tasks: list[Task]) -> list[Sample | None]:
         if self.log is None or self.version is None:
             return [None] * len(tasks)
         return self.log.take(self.version, [task.question for task in tasks])
 
-    def _replay(self, task: Task, sample: Sample) -> None:
-        asked = cast(_SampleRequest, task.key)
-        self._replayed += 1
-        self.on_sample(asked.group, asked.index, sample)
-        self.scheduler.supply(task, sample)
-
-    def _came(self, task: Task, answer: Generation, sample: Sample) -> None:
-        asked = cast(_SampleRequest, task.key)
-        if asked.logged and self.log is not None:
+    def _take(self, task: Task, answer: Generation, sample: Sample) -> None:
+        """Log a response and dispatch it to its rewards; called in an engine's thread."""
+        if cast(_SampleRequest, task.key).logged and self.log is not None:
             self.log.add(task.question, answer)
-        self.on_sample(asked.group, asked.index, sample)
+        self._dispatch(task, sample)
+
+    def _dispatch(self, task: Task, sample: Sample) -> None:
+        request = cast(_SampleRequest, task.key)
+        if self._rewards is not None:
+            self._rewards.dispatch(request.group, request.index, sample)
 
     def _receive(self, seconds: float, more: bool) -> int:
-        """Put what ended into its groups; returns how many samples it was."""
+        """Put finished samples into their groups; return their number."""
         finished = self.scheduler.collect(seconds, more)
         for task, sample in finished:
-            asked = cast(_SampleRequest, task.key)
-            asked.group.drawn[asked.index] = sample
-            if None not in asked.group.drawn:
-                asked.group.ended = self._ended
+            request = cast(_SampleRequest, task.key)
+            request.group.drawn[request.index] = sample
+            if None not in request.group.drawn:
+                request.group.ended = self._ended
                 self._ended += 1
         return len(finished)
 
@@ -244,14 +261,22 @@ class Rollouts:
                 "prompts",
                 f"the {len(tokens)} tokens of {problem.prompt!r} leave no room for"
                 f" {response} tokens of response within engine.max_model_tokens = {limit};"
-                " raise it, or ask for shorter prompts",
+                " raise it, or shorten the prompts",
             )
         return tokens
 
 
-@contextmanager
-def stopwatch(seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Add the time a block took to `seconds`."""
-    start = time.perf_counter()
-    yield
-    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+def rollout_log(job: StageJob, sampling: SamplingSettings, settings: RolloutSettings) -> RolloutLog:
+    """Open a stage's rollout log, whose origin is all that decides a response but the request."""
+    parent = read_checkpoint(job.parent) if job.parent is not None else None
+    parts = [
+        job.stage,
+        job.settings.deterministic,
+        model_digest(job.settings.model),
+        parent.digest if parent is not None else None,
+        sampling.model_dump(),
+        settings.model_dump(),
+    ]
+    origin = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    directory = job.directory / "rollouts" / "log"
+    return RolloutLog(directory, origin, job.settings.model, job.settings.deterministic)

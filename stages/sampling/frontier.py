@@ -1,14 +1,14 @@
-"""Prompts near the frontier of what the policy can do come more often.
+"""A curriculum that prefers prompts at the frontier of what the policy can solve.
 
-A group whose samples are all right or all wrong teaches nothing, and p (1 - p) of a prompt that is
-solved with probability p is how much its samples differ. So p is estimated for every difficulty (a
-length, or the value of a field), from what the stage's own samples of it earned, and of the next
-few prompts of the stream the one with the largest p (1 - p) is taken. p is drawn from its posterior
-and not the mean of it (Thompson 1933), so that a difficulty that was seldom seen is tried.
+A group whose samples are all right or all wrong teaches nothing; the samples of a prompt that is
+solved with probability p differ with variance p (1 - p). So p is estimated for every difficulty (a
+length, or the value of a field) from the stage's own samples, and of the stream's next candidates
+the one with the largest p (1 - p) is taken. p is sampled from its posterior instead of set to its
+mean (Thompson 1933), so that rare difficulties are tried.
 
-The same holds for endless streams and for files: a row that was passed over has its next turn when
-all rows have had theirs. With c candidates a difficulty comes at most c times as often as in the
-stream, and none is shut out: one whose share of the stream is s is taken at least s^c of the time.
+Endless streams and files behave alike: a row that is passed over returns after all other rows.
+With c candidates a difficulty comes at most c times as often as in the stream, and none is shut
+out: one whose share of the stream is s is taken at least s^c of the time.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from stages.data.prompts import PromptStream
 from stages.guards.settings import FrontierSettings
 from stages.objectives.groups import seed_of
 
-DIFFICULTIES = 4096  # remembered at once; beyond it, those that were not seen for longest are not
+DIFFICULTIES = 4096  # remembered at once; the least recently seen are forgotten first
 
 
 class Frontier:
-    """Takes one domain's prompts from its stream; main rank only.
+    """One domain's solve rates by difficulty, and the choice of prompts by them; main rank only.
 
-    `length` counts a prompt's tokens. What is taken is a pure function of the seed, the stream's
-    cursor and what was learned.
+    `length` counts a prompt's tokens. The choice is a pure function of the seed, the stream's
+    cursor and the solve rates.
     """
 
     def __init__(
@@ -44,17 +44,17 @@ class Frontier:
         self._passed_over = 0
 
     def take(self, stream: PromptStream) -> Problem:
-        """The best of the stream's next candidates; the stream goes on after the last of them.
+        """Return the best of the stream's next candidates; the stream continues after the last.
 
-        Raises DomainError where a prompt has not the field that says how difficult it is.
+        Raises DomainError when a prompt lacks the field that states its difficulty.
         """
         draw = Random(seed_of(self._seed, stream.cursor))
         candidates = stream.take(self._settings.candidates)
         self._passed_over += len(candidates) - 1
         return max(candidates, key=lambda problem: self._promise(problem, draw))
 
-    def learn(self, problem: Problem, right: int, wrong: int) -> None:
-        """Take in how many samples of a prompt solved it, and how many did not."""
+    def update(self, problem: Problem, right: int, wrong: int) -> None:
+        """Count the samples of a prompt that solved it, and those that did not."""
         difficulty = self.difficulty(problem)
         before = self._tallies.pop(difficulty, (0.0, 0.0))
         tally = before[0] + right, before[1] + wrong
@@ -64,29 +64,29 @@ class Frontier:
             del self._tallies[next(iter(self._tallies))]
 
     def difficulty(self, problem: Problem) -> str:
-        """The name of a prompt's difficulty."""
+        """Return the name of a prompt's difficulty."""
         if self._settings.field is None:
             step = self._settings.length_step
             return str(self._length(problem.prompt) // step * step)
         return json.dumps(self._value(problem, self._settings.field), sort_keys=True, default=str)
 
     def passed_over(self) -> int:
-        """How many prompts were passed over since the last call."""
+        """Return the number of prompts passed over since the last call."""
         count, self._passed_over = self._passed_over, 0
         return count
 
     def state(self) -> dict[str, Any]:
-        """What was learned, and what is not reported yet, as JSON."""
+        """Return the solve rates and the unreported count as JSON."""
         tallies = [[name, *tally] for name, tally in self._tallies.items()]
         return {"tallies": tallies, "passed_over": self._passed_over}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue there."""
+        """Continue from a saved state."""
         self._tallies = {name: (right, wrong) for name, right, wrong in state["tallies"]}
         self._passed_over = state["passed_over"]
 
     def _promise(self, problem: Problem, draw: Random) -> float:
-        """p (1 - p), for p drawn from Beta(1 + right, 1 + wrong)."""
+        """Return p (1 - p), for p sampled from Beta(1 + right, 1 + wrong)."""
         right, wrong = self._tallies.get(self.difficulty(problem), (0.0, 0.0))
         chance = draw.betavariate(1 + right, 1 + wrong)
         return chance * (1 - chance)

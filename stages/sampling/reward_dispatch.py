@@ -1,38 +1,56 @@
-"""Rewards of samples as soon as they are drawn, while others still are; main rank only."""
+"""The dispatch of samples to the reward workers, each as soon as it is sampled."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
 
 from parallel.sample import Sample
+from stages.data.tokenizer import Tokenizer
 from stages.objectives.groups import Group
 from stages.rewards.pool import RewardPool
 from stages.rewards.reward import Response
-from stages.sampling.engines import Rollouts
 from stages.settings import DomainSettings, StageJob
 
 
-class Scoring:
-    """Has the rewards of a stage's domains grade what its engines draw."""
+class RewardDispatcher:
+    """The reward workers of a stage's domains; main rank only.
+
+    `wake` is called from another thread whenever a grade arrives.
+    """
 
     def __init__(
-        self, job: StageJob, domains: Mapping[str, DomainSettings], rollouts: Rollouts
+        self,
+        job: StageJob,
+        domains: Mapping[str, DomainSettings],
+        tokenizer: Tokenizer,
+        wake: Callable[[], None],
     ) -> None:
         rewards = {domain: each.rewards for domain, each in domains.items()}
-        self._rollouts = rollouts
-        self._pool = RewardPool(rewards, job.settings.rewards, job.directory, rollouts.wake)
-        rollouts.awaited = lambda: self._pool.owed > 0
-        rollouts.on_sample = self._begin
+        self._decode = tokenizer.decode
+        self._pool = RewardPool(rewards, job.settings.rewards, job.directory, wake)
+
+    @property
+    def pending(self) -> bool:
+        """Whether grades are still to come, and so another call of `wake`."""
+        return self._pool.owed > 0
 
     def expect(self, groups: Iterable[Group]) -> None:
-        """Have the samples of these groups graded, which are about to be asked for."""
+        """Mark groups that are about to be requested as to be graded."""
         for group in groups:
             group.grades = [None] * len(group.drawn)
 
-    def done(self, group: Group) -> bool:
-        """Whether every sample of a group is graded or has failed; they then say which.
+    def dispatch(self, group: Group, index: int, sample: Sample) -> None:
+        """Have one sample graded if its group is to be graded; do not wait for the grade."""
+        if group.grades is not None:
+            text = self._decode(sample.response)
+            response = Response(text, len(sample.response), sample.finished)
+            [group.grades[index]] = self._pool.submit(group.problem, [response])
 
-        Raises RewardError where nothing can be graded any more.
+    def graded(self, group: Group) -> bool:
+        """Return whether a group is whole and graded; write the grades to its samples once it is.
+
+        Raises RewardError when no reward worker is left.
         """
         if group.ended is None or group.grades is None or group.graded:
             return group.graded
@@ -43,41 +61,32 @@ class Scoring:
             grade = future.result()
             sample.reward, sample.reward_parts = grade.reward, grade.parts
             if grade.steps:
-                sample.step_rewards = self._by_token(sample, grade.steps)
+                sample.step_rewards = [
+                    (self._token_at(sample, end), reward) for end, reward in grade.steps
+                ]
             if grade.failure is not None:
                 group.failures.append(grade.failure)
             group.watch_failures += grade.watch_failures
         group.graded = True
         return True
 
-    def hold_to_limit(self, failures: list[str], samples: int) -> None:
-        """Raise RewardError where too many of so many samples have no reward."""
+    def check_failures(self, failures: list[str], samples: int) -> None:
+        """Raise RewardError when too many of `samples` samples have no reward."""
         self._pool.hold_to_limit(failures, samples)
 
     def close(self) -> None:
-        """Leave what is not graded."""
+        """Stop the workers; samples without a grade keep none."""
         self._pool.close()
 
-    def _begin(self, group: Group, index: int, sample: Sample) -> None:
-        if group.grades is not None:
-            text = self._rollouts.text(sample)
-            response = Response(text, len(sample.response), sample.finished)
-            [group.grades[index]] = self._pool.submit(group.problem, [response])
+    def _token_at(self, sample: Sample, characters: int) -> int:
+        """Return the index of the response token that the first `characters` characters end with.
 
-    def _by_token(
-        self, sample: Sample, steps: Iterable[tuple[int, float]]
-    ) -> list[tuple[int, float]]:
-        return [(self._rollouts.token_at(sample, end), reward) for end, reward in steps]
-
-
-def reward_metrics(samples: list[Sample]) -> dict[str, float]:
-    """The mean reward, and that of each of its parts, of those that were graded."""
-    graded = [sample for sample in samples if sample.reward is not None]
-    named: dict[str, list[float]] = {}
-    for sample in graded:
-        for name, value in (sample.reward_parts or {}).items():
-            named.setdefault(name, []).append(value)
-    return {
-        "reward": sum(sample.reward or 0.0 for sample in graded) / max(len(graded), 1),
-        **{f"reward/{name}": sum(values) / len(values) for name, values in sorted(named.items())},
-    }
+        Decoding a prefix is the only mapping that holds for every tokenizer: one character may
+        take several tokens.
+        """
+        places = range(len(sample.response))
+        return bisect_left(
+            places[:-1],
+            characters,
+            key=lambda place: len(self._decode(sample.response[: place + 1])),
+        )

@@ -1,12 +1,11 @@
-"""The step that GRPO and distillation share: refit, roll out, compare, train."""
+"""The step of every stage whose policy learns from its own samples, and what it consists of."""
 
 from __future__ import annotations
 
-import hashlib
-import json
+import time
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,20 +14,17 @@ import torch
 from parallel import batch
 from parallel.batch import MicroBatch
 from parallel.distributed import broadcast, is_main
-from parallel.engine.log import RolloutLog
-from parallel.engine.wire import keeps_part, kept_limits, model_digest
-from parallel.files import read_checkpoint, whole_checkpoints
 from parallel.model.policy import TrainedPolicy
 from parallel.packing import RankPlace
 from parallel.sample import Sample
 from stages.metrics import token_efficiency
 from stages.objectives.correction import CorrectionSettings, correction_weights
 from stages.objectives.groups import Group
-from stages.sampling.engines import Rollouts, stopwatch
-from stages.sampling.logprob_check import compare, measure_mismatch
-from stages.sampling.prompt_buffer import Backlog, Batch
-from stages.sampling.reward_dispatch import reward_metrics
-from stages.sampling.rollout_modes import mode_of
+from stages.sampling.collection import Batch, Prefetcher
+from stages.sampling.engines import StageEngines, rollout_log
+from stages.sampling.logprob_check import MismatchError, compare, measure_mismatch
+from stages.sampling.prompt_buffer import PromptBuffer
+from stages.sampling.sample_metrics import rollout_metrics, saturated, staleness_metrics
 from stages.settings import (
     DomainSettings,
     LoopSettings,
@@ -38,30 +34,35 @@ from stages.settings import (
     StageJob,
 )
 
+ATTEMPTS = 2
+PROBES_PER_ENGINE, PROBE_TOKENS = 4, 8  # responses that show whether a weight sync is right
+
 
 @dataclass
-class Rollout:
-    """What the main rank sampled and graded: the samples of each update, and what there is to
-    log."""
+class StepSamples:
+    """The samples of each update of a step, with advantages, and the metrics of its rollouts."""
 
     updates: list[list[Sample]]
     metrics: dict[str, float]
 
 
 @dataclass
-class Prepared:
-    """This rank's micro-batches of each update, with pi_old, and how far that is from mu.
+class Update:
+    """The samples of one update, and this rank's micro-batches of them.
 
-    `measured` is what `gradients` gave where those of the first update are in the policy already.
+    Its log-probabilities are `checked` where a pass before the update compared them.
     """
 
-    updates: list[list[MicroBatch]]
-    differences: dict[str, float]
-    measured: dict[str, float] | None
+    samples: list[Sample]
+    batches: list[MicroBatch]
+    checked: bool = False
 
 
 class OnPolicyStage(ABC):
-    """A stage whose policy learns from its own samples. A subclass says what and how."""
+    """A stage whose policy learns from its own samples; a subclass is one way to learn.
+
+    The policy's weights at the start of step v are version v.
+    """
 
     def __init__(
         self,
@@ -75,8 +76,11 @@ class OnPolicyStage(ABC):
         correction: CorrectionSettings,
         entropies: bool = False,
     ) -> None:
-        """`correction` says what a sample weighs that pi_old did not draw. With `entropies`, every
-        batch gets those of pi_old."""
+        """Start the stage's engines and rewards.
+
+        `correction` weighs samples that pi_old did not draw; with `entropies`, every micro-batch
+        gets the entropies of pi_old.
+        """
         self.job = job
         self.policy = policy
         self.sampling = sampling
@@ -87,167 +91,259 @@ class OnPolicyStage(ABC):
         precision = job.settings.model.precision
         self.correct_all = correction.applies_to_all(routing.replay, precision)
         self.entropies = entropies
-        # Whether pi_old, where it is the policy itself, may come of the pass with the gradients.
+        # Whether pi_old, where it is the policy itself, may come from the pass with the gradients.
         self.one_pass = not entropies
-        self.rollouts = Rollouts(job, policy)
-        self._backlog: Backlog | None = None
+        self.bound = job.settings.engine.max_logprob_difference
+        # Where a step's samples are of older weights, only probes can show a wrong weight sync.
+        self.probes = settings.prefetch > 0 or settings.oversampling > 1
+        log = rollout_log(job, sampling, settings) if is_main() else None
+        self.engines = StageEngines(job, policy, domains, log)
+        self._buffer: PromptBuffer | None = None
+        self._prefetcher: Prefetcher | None = None
         if is_main():
-            self._backlog = Backlog(job, domains, sampling, self.rollouts)
-            self.rollouts.log = RolloutLog(
-                job.directory / "rollouts" / "log",
-                _origin(job, sampling, settings),
-                job.settings.model,
-                job.settings.deterministic,
-            )
-        self.mode = mode_of(self)
-        self._resumed = False  # whether a step was begun
-        self._version = 0  # of the weights that the present step begins with
-
-    @property
-    def backlog(self) -> Backlog:
-        """The main rank's."""
-        assert self._backlog is not None, "only the main rank has prompts"
-        return self._backlog
-
-    @abstractmethod
-    def share_out(self, batch: Batch) -> Rollout:
-        """A step's graded groups as the samples of each update, with their advantages, and with
-        the metrics of this kind of stage. Main rank only."""
-
-    @abstractmethod
-    def gradients(self, samples: list[Sample], batches: list[MicroBatch]) -> dict[str, float]:
-        """Leave those of one update on `batches`, this rank's share of `samples`, in the policy;
-        `remember` what it says of them. Returns what there is to log. Collective."""
-
-    def is_flat(self, group: Group) -> bool:
-        """Whether there is nothing to learn from a group, and others may be drawn in its place."""
-        return group.zero_variance
-
-    def policy_learns(self, step: int) -> bool:
-        """Whether the policy is updated in this step."""
-        return True
-
-    def learn(self, measured: dict[str, float]) -> dict[str, float]:
-        """Whatever else learns from an update whose gradients were `measured`, once it is made;
-        returns what there is to log. Collective."""
-        return {}
-
-    @abstractmethod
-    def score(self, metrics: dict[str, float]) -> float:
-        """How good the policy of a step is, by the step's metrics; the higher, the better."""
+            self._buffer = PromptBuffer(job, domains, sampling, self.engines)
+            self._prefetcher = Prefetcher(self._buffer, settings, loop.steps, self.is_useless)
+        self._groups: list[Group] = []  # of the present step; main rank only
+        self._seconds: dict[str, float] = {}
+        self._started = False
+        self._version = 0  # of the weights that the present step starts with
 
     def step(self, step: int) -> dict[str, float]:
-        """Refit, roll out, hold engine and trainer to the same log-probabilities, and train; the
-        stage's mode says in which order."""
-        seconds: dict[str, float] = {}
-        self._tend_log(step)
-        drawn = self.mode.draw(step, seconds)
-        with stopwatch(seconds, "seconds_train"):
-            trained = self._train(drawn.rollout, drawn.prepared)
+        """Train on one step's samples; return the step's metrics. Collective.
+
+        Raises MismatchError when engine and trainer disagree twice. Once may be rounding: among a
+        million tokens a few are so ill-conditioned that fp32 cannot resolve them. A wrong weight
+        sync is wrong again.
+        """
+        self._start(step)
+        attempt, attempts = 0, ATTEMPTS
+        while True:
+            try:
+                return self._step(step, attempt)
+            except MismatchError:
+                if self.probes:  # they have tried twice
+                    raise
+                # Samples from the log do not test this weight sync: the attempt does not count.
+                attempts += self.engines.forget_log(step)
+                attempt += 1
+                if attempt == attempts:
+                    raise
+
+    def _step(self, step: int, attempt: int) -> dict[str, float]:
+        if self.settings.drains:  # no response has tokens of two versions
+            batch, synced = self.collect(step, attempt), self.sync_weights(step)
+        else:
+            synced, batch = self.sync_weights(step), self.collect(step, attempt)
+        samples = self.assign_advantages(batch, step)
+        self.prefetch(step)
+        with self._timed("seconds_train"):
+            updates = [Update(each, self.pack(each)) for each in samples.updates]
+            checked = self.check_logprobs(updates)
+            self.finish_advantages(updates)
+            rate = self.policy.learning_rate
+            trained = _mean([self.update(each) for each in updates])
         if is_main():
-            self.rollouts.record(drawn.rollout.updates, step)
-        parts = [part for batches in drawn.prepared.updates for part in batches]
-        logged = {**drawn.rollout.metrics, **drawn.metrics, **trained, **token_efficiency(parts)}
-        return {**logged, **broadcast({**seconds, **self.rollouts.events()})}
+            self.engines.record(samples.updates, step)
+        efficiency = token_efficiency([part for each in updates for part in each.batches])
+        measured = {**samples.metrics, **synced, **checked, **trained, "learning_rate": rate}
+        return {**measured, **efficiency, **broadcast({**self._seconds, **self.engines.events()})}
 
-    def compose(self, batch: Batch, step: int) -> Rollout:
-        """What step `step` trains on, with all that is known of its rollouts. Main rank only."""
-        rollout = self.share_out(batch)
-        # Replaced groups count: without them the reward would tend to one half.
-        drawn = [sample for group in batch.drawn for sample in group.samples]
-        trained = [sample for group in batch.groups for sample in group.samples]
-        rollout.metrics.update(
-            **rollout_metrics(drawn),
-            **saturated(trained, self.sampling, self.job.settings.model.vocabulary_size),
-            **staleness_metrics(trained, step, self.settings.max_staleness),
-            dropped_stale=float(batch.too_old),
-            reward_failures=float(batch.failures),
-            watch_failures=float(batch.watch_failures),
-            too_long=self.backlog.too_long(),
-        )
-        return rollout
+    def sync_weights(self, step: int) -> dict[str, float]:
+        """Send the policy's weights to the engines, and probe them if need be. Collective.
 
-    def split(self, samples: list[Sample]) -> list[MicroBatch]:
-        """This rank's micro-batches of one update."""
+        Probes are short responses whose log-probabilities are compared with the trainer's.
+        """
+        for attempt in range(ATTEMPTS):
+            with self._timed("seconds_refit"):
+                synced = self.engines.sync_weights(step)
+            if not self.probes:
+                return synced
+            with self._timed("seconds_rollout"):
+                groups = self._request_probes(f"probe {step}, attempt {attempt}")
+                samples = self.engines.wait_for(groups, step)
+            with self._timed("seconds_train"):
+                parts = OnPolicyStage.pack(self, samples)
+                mismatch = measure_mismatch(self.policy, parts, self.sampling.temperature)
+            if mismatch["mismatch_max"] <= self.bound:
+                return {**synced, **mismatch}
+        raise MismatchError(mismatch["mismatch_max"], self.bound)
+
+    def collect(self, step: int, attempt: int = 0) -> Batch | None:
+        """Return the step's graded groups on the main rank: prompts, rollouts, rewards. Collective.
+
+        A later `attempt` samples the prompts of the attempt before again.
+        """
+        if self.engines.version is None:
+            with self._timed("seconds_refit"):
+                self.engines.sync_weights(step)
+        found: list[Batch] = []
+
+        def ready() -> bool | None:
+            assert self._prefetcher is not None
+            found.extend(each for each in [self._prefetcher.collect()] if each is not None)
+            return True if found else None
+
+        with self._timed("seconds_rollout"):
+            if self._prefetcher is not None and attempt:
+                self._prefetcher.restart(step, self._groups, attempt)
+            elif self._prefetcher is not None:
+                self._prefetcher.start(step)
+            with self._timed("seconds_wait"):
+                self.engines.wait(ready, step)
+        self._groups = found[0].groups if found else []
+        return found[0] if found else None
+
+    def prefetch(self, step: int) -> None:
+        """Request prompts of later steps, to be sampled while this one trains."""
+        if self._prefetcher is not None:
+            self._prefetcher.prefetch(step)
+
+    def assign_advantages(self, batch: Batch | None, step: int) -> StepSamples:
+        """Return, on every rank, the step's samples with their advantages. Collective."""
+        samples: StepSamples | None = None
+        if batch is not None:
+            samples = self.split_updates(batch)
+            # Replaced groups count: without them the reward would tend to one half.
+            sampled = [sample for group in batch.sampled for sample in group.samples]
+            trained = [sample for group in batch.groups for sample in group.samples]
+            samples.metrics.update(
+                **rollout_metrics(sampled),
+                **saturated(trained, self.sampling, self.job.settings.model.vocabulary_size),
+                **staleness_metrics(trained, step, self.settings.max_staleness),
+                dropped_stale=float(batch.too_old),
+                reward_failures=float(batch.failures),
+                watch_failures=float(batch.watch_failures),
+                too_long=self.buffer.too_long(),
+            )
+        return broadcast(samples)
+
+    def pack(self, samples: list[Sample]) -> list[MicroBatch]:
+        """Return this rank's micro-batches of one update."""
         budget = self.loop.micro_batch_tokens
         return batch.split(samples, RankPlace.here(), budget, self.replay)
 
-    def divide(self, rollout: Rollout) -> list[list[MicroBatch]]:
-        """This rank's micro-batches of every update, as the updates find them. Collective."""
-        return [self.split(samples) for samples in rollout.updates]
+    def check_logprobs(self, updates: Sequence[Update]) -> dict[str, float]:
+        """Compare the policy's log-probabilities, pi_old, with the engine's, mu. Collective.
 
-    def prepare(self, rollout: Rollout, step: int) -> Prepared:
-        """Split the samples, and compare pi_old to mu. Collective.
-
-        Where there is one update of the policy, one pass gives pi_old and the gradients.
+        Raises MismatchError when samples of the present weights differ by more than the bound.
         """
-        self._version = step
-        updates = self.divide(rollout)
-        if self.one_pass and len(updates) == 1 and self.policy_learns(step):
-            self.policy.agreement.start()
-            measured = self.gradients(rollout.updates[0], updates[0])
-            return Prepared(updates, compare(self.policy, updates[0]), measured)
-        parts = [part for batches in updates for part in batches]
+        if self.one_pass and len(updates) == 1 and self.trains_policy():
+            return {}  # `update` compares
+        parts = [part for each in updates for part in each.batches]
         temperature = self.sampling.temperature
         differences = measure_mismatch(self.policy, parts, temperature, self.entropies)
         for part in parts:
             part.weights = self._weights(part)
-        return Prepared(updates, differences, measured=None)
+        for each in updates:
+            each.checked = True
+        return self._accept(differences)
+
+    def update(self, update: Update) -> dict[str, float]:
+        """Take one optimizer step of the policy; return its metrics. Collective."""
+        # The only update of a step starts from pi_old: the forward pass of its gradients gives
+        # pi_old's log-probabilities too, which saves `check_logprobs` a pass of its own. No weight
+        # has changed yet when they differ from the engine's by too much.
+        if not update.checked:
+            self.policy.agreement.start()
+        measured = self.gradients(update.samples, update.batches)
+        checked = {} if update.checked else self._accept(compare(self.policy, update.batches))
+        routing = self.policy.routing_metrics()
+        norm = self.policy.step()
+        learned = self.after_update(measured)
+        return {**checked, **measured, **routing, **learned, "gradient_norm": norm}
+
+    @property
+    def buffer(self) -> PromptBuffer:
+        """The main rank's prompt buffer."""
+        assert self._buffer is not None, "only the main rank has prompts"
+        return self._buffer
+
+    @abstractmethod
+    def split_updates(self, batch: Batch) -> StepSamples:
+        """Return the samples of each update with advantages, and this stage's metrics of them.
+
+        Main rank only.
+        """
+
+    @abstractmethod
+    def gradients(self, samples: list[Sample], batches: list[MicroBatch]) -> dict[str, float]:
+        """Accumulate one update's gradients over `batches`, this rank's share of `samples`.
+
+        Calls `remember` with the policy's log-probabilities. Returns the metrics. Collective.
+        """
+
+    @abstractmethod
+    def score(self, metrics: dict[str, float]) -> float:
+        """Return how good the policy of a step is, by the step's metrics; higher is better."""
+
+    def is_useless(self, group: Group) -> bool:
+        """Return whether dynamic sampling replaces a group, which has nothing to learn from."""
+        return group.zero_variance
+
+    def trains_policy(self) -> bool:
+        """Return whether the present step updates the policy."""
+        return True
+
+    def finish_advantages(self, updates: Sequence[Update]) -> None:  # noqa: B027
+        """Compute what advantages need a model for, in the micro-batches. Collective."""
+
+    def after_update(self, measured: dict[str, float]) -> dict[str, float]:
+        """Update what follows the policy after an update that `measured`; return its metrics.
+
+        Collective.
+        """
+        return {}
 
     def remember(self, part: MicroBatch, log_probs: torch.Tensor) -> None:
-        """Take what the policy says now for pi_old, where no update has come between."""
+        """Keep the policy's log-probabilities as pi_old unless a pass before the update did."""
         if part.old_logprobs is None:
             part.old_logprobs = log_probs.detach()
             part.weights = self._weights(part)
 
-    def update(
-        self,
-        samples: list[Sample],
-        batches: list[MicroBatch],
-        measured: dict[str, float] | None = None,
-    ) -> dict[str, float]:
-        """One optimizer step, by gradients that were `measured` already, or are now. Collective."""
-        if measured is None:
-            measured = self.gradients(samples, batches)
-        routing = self.policy.routing_metrics()
-        norm = self.policy.step()
-        return {**measured, **routing, **self.learn(measured), "gradient_norm": norm}
+    def stale(self, part: MicroBatch) -> torch.Tensor:
+        """Return which responses [B, 1] have tokens of older weights; bool."""
+        stale = [sample.weight_version < self._version for sample in part.samples]
+        return torch.tensor(stale, device=part.mask.device).unsqueeze(-1)
 
     def state(self) -> dict[str, Any]:
-        """Where every domain's prompts continue. What the main rank says is saved."""
-        return self._backlog.state() if self._backlog else {}
+        """Return the state of the prompts. That of the main rank is saved."""
+        return self._buffer.state() if self._buffer else {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue the prompts from there."""
-        if self._backlog:
-            self._backlog.restore(state)
+        """Continue the prompts from a saved state."""
+        if self._buffer:
+            self._buffer.restore(state)
 
     def close(self) -> None:
-        """Leave the engines and the rewards."""
-        self._drop_covered()
-        self.rollouts.close()
-        if self._backlog:
-            self._backlog.close()
+        """Leave the engines and stop the rewards."""
+        self.engines.drop_covered_log()
+        self.engines.close()
 
-    def _tend_log(self, step: int) -> None:
-        """Have it know the weights that the stage goes on with, and what a checkpoint covers."""
-        if not self._resumed and self.rollouts.log is not None:
-            self.rollouts.log.begin(step, later=self.mode.repeats)
-        self._resumed = True
-        self._drop_covered()
+    def _start(self, step: int) -> None:
+        self._seconds, self._version = {}, step
+        if not self._started:
+            # Steps that train only on samples of their own weights repeat when resumed.
+            self.engines.start_log(step, later=not self.probes)
+        self._started = True
+        self.engines.drop_covered_log()
 
-    def _drop_covered(self) -> None:
-        if self.rollouts.log is not None:
-            found = whole_checkpoints(self.job.directory / "checkpoints")
-            self.rollouts.log.cover(found[-1].step if found else 0)
+    def _request_probes(self, purpose: str) -> list[Group]:
+        if self._buffer is None:
+            return []
+        count = PROBES_PER_ENGINE * len(self.engines.fleet.live())
+        return self._buffer.probes(count, purpose, PROBE_TOKENS)
 
-    def stale(self, part: MicroBatch) -> torch.Tensor:
-        """Which responses [B, 1] older weights drew, in part or whole; bool."""
-        ages = [sample.weight_version < self._version for sample in part.samples]
-        return torch.tensor(ages, device=part.mask.device).unsqueeze(-1)
+    def _accept(self, differences: dict[str, float]) -> dict[str, float]:
+        if self.probes:  # older weights drew the samples: the policy's drift, and no mismatch
+            named = differences.items()
+            return {f"drift_{name.removeprefix('mismatch_')}": value for name, value in named}
+        if not differences["mismatch_max"] <= self.bound:
+            raise MismatchError(differences["mismatch_max"], self.bound)
+        self.engines.end_log(self._version)
+        return differences
 
     def _weights(self, part: MicroBatch) -> torch.Tensor | None:
-        """What multiplies the surrogate of every token, [B, R]; None where nothing is corrected."""
+        """Return the factors [B, R] of the tokens' surrogates; None where nothing is corrected."""
         if part.old_logprobs is None or self.correction.name == "none":
             return None
         found = correction_weights(
@@ -255,64 +351,18 @@ class OnPolicyStage(ABC):
         )
         return found if self.correct_all else found.where(self.stale(part), 1.0)
 
-    def _train(self, rollout: Rollout, prepared: Prepared) -> dict[str, float]:
-        rate = self.policy.learning_rate
-        known = [prepared.measured] + [None] * (len(prepared.updates) - 1)
-        measured = [
-            self.update(*each)
-            for each in zip(rollout.updates, prepared.updates, known, strict=True)
-        ]
-        values: dict[str, list[float]] = {}
-        for update in measured:
-            for name, value in update.items():
-                values.setdefault(name, []).append(value)
-        mean = {name: sum(of) / len(of) for name, of in values.items()}
-        return {**mean, "learning_rate": rate}
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """Add the time of a block to the metric `name`, in seconds."""
+        start = time.perf_counter()
+        yield
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
 
-def _origin(job: StageJob, sampling: SamplingSettings, settings: RolloutSettings) -> str:
-    """The digest of what decides, beside a question, what the engines answer in this stage."""
-    parent = read_checkpoint(job.parent) if job.parent is not None else None
-    parts = [
-        job.stage,
-        job.settings.deterministic,
-        model_digest(job.settings.model),
-        parent.digest if parent is not None else None,
-        sampling.model_dump(),
-        settings.model_dump(),
-    ]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-def rollout_metrics(samples: list[Sample]) -> dict[str, float]:
-    """What every stage logs of its rollouts."""
-    count = len(samples)
-    return {
-        **reward_metrics(samples),
-        "unfinished": sum(not sample.finished for sample in samples) / count,
-        "response_tokens": sum(len(sample.response) for sample in samples) / count,
-    }
-
-
-def saturated(
-    samples: list[Sample], sampling: SamplingSettings, vocabulary: int
-) -> dict[str, float]:
-    """The share of tokens whose kept set is as large as the engine was asked for, and may have been
-    larger; nothing where sampling keeps the whole vocabulary."""
-    if not keeps_part(sampling.top_k, sampling.top_p):
-        return {}
-    _, most = kept_limits(sampling.top_k, sampling.top_p, vocabulary)
-    sizes = [len(kept) for sample in samples for kept in sample.kept or []]
-    full = sum(size >= most for size in sizes) if most < vocabulary else 0
-    return {"kept_saturated": full / max(len(sizes), 1)}
-
-
-def staleness_metrics(samples: list[Sample], version: int, most: int) -> dict[str, float]:
-    """How many training steps the oldest weights of each sample lie behind `version`: the mean, the
-    largest, and the share of every age up to `most`."""
-    ages = Counter(version - sample.weight_version for sample in samples)
-    return {
-        "staleness_mean": sum(age * count for age, count in ages.items()) / len(samples),
-        "staleness_max": float(max(ages)),
-        **{f"staleness_{age}": ages[age] / len(samples) for age in range(most + 1)},
-    }
+def _mean(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return each metric's mean over the updates that have it."""
+    values: dict[str, list[float]] = {}
+    for update in updates:
+        for name, value in update.items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(of) / len(of) for name, of in values.items()}

@@ -96,7 +96,7 @@ def expert(layout: LayoutSettings, directory: str, objective: dict[str, Any]) ->
         seed=0,
         model=MODEL,
         layout=layout,
-        engine=EngineSettings(),
+        engine=EngineSettings(max_logprob_difference=1e9),
         domains={"sums": domain},
     )
     job = StageJob.model_construct(
@@ -108,8 +108,8 @@ def expert(layout: LayoutSettings, directory: str, objective: dict[str, Any]) ->
         settings=settings,
     )
     with (
-        mock.patch("stages.sampling.step.Rollouts"),
-        mock.patch("stages.sampling.step.Backlog"),
+        mock.patch("stages.sampling.step.StageEngines"),
+        mock.patch("stages.sampling.step.PromptBuffer"),
         mock.patch.object(load, "weights", start_elsewhere),
     ):
         stage = Expert(job)
@@ -121,17 +121,20 @@ def updated(
     layout: LayoutSettings, directory: str, name: str
 ) -> tuple[dict[str, float], dict[str, torch.Tensor], Any]:
     """One update: what it measured, its gradients, and the stage after it."""
-    from stages.sampling.step import Rollout
+    from stages.sampling.step import Update
 
     # A distributed optimizer scatters gradients.
     layout = layout.model_copy(update={"distributed_optimizer": False})
     stage = expert(layout, directory, OBJECTIVES[name])
     drawn = judged()
-    prepared = stage.prepare(Rollout([drawn], {}), step=1)
-    metrics = stage.update(drawn, prepared.updates[0], prepared.measured)
+    stage._start(1)
+    one = Update(drawn, stage.pack(drawn))
+    checked = stage.check_logprobs([one])
+    stage.finish_advantages([one])
+    metrics = stage.update(one)
     if "router_movement" in metrics:
         assert metrics["router_movement"] == 0
-        metrics = stage.update(drawn, prepared.updates[0])
+        metrics = stage.update(one)
         assert metrics["router_movement"] > 0
     learned = {"coefficient after": stage.kl_coefficient, "exponent after": stage.length_exponent}
     gradients = {
@@ -140,7 +143,7 @@ def updated(
         for number, chunk in enumerate(chunks)
         for name, parameter in chunk.named_parameters()
     }
-    return {**metrics, **prepared.differences, **learned}, gradients, stage
+    return {**metrics, **checked, **learned}, gradients, stage
 
 
 def models(stage: Any) -> dict[str, list[Any]]:

@@ -63,14 +63,14 @@ MUTANTS = [
     ),
     Mutant(
         "steps do not wait for groups that would grow too old",
-        "stages/sampling/prompt_buffer.py",
-        "            if due >= room + later * self._backlog.sampling.prompts_per_step:",
+        "stages/sampling/collection.py",
+        "            if due >= room + later * self._buffer.sampling.prompts_per_step:",
         "            if due >= 10**9:",
         "tests/stages/test_slow_prompts.py",
     ),
     Mutant(
         "groups are trained on however old they are",
-        "stages/sampling/prompt_buffer.py",
+        "stages/sampling/collection.py",
         "if self._version - group.weight_version > self._settings.max_staleness:",
         "if self._version - group.weight_version > 10**9:",
         "tests/stages/test_backlog.py",
@@ -105,9 +105,9 @@ MUTANTS = [
     ),
     Mutant(
         "a batch beyond max_logprob_difference is trained on",
-        "stages/sampling/rollout_modes.py",
-        'if mismatch["mismatch_max"] <= self.bound:\n                self.rollouts.drawn(step)',
-        'if mismatch["mismatch_max"] <= 1e9:\n                self.rollouts.drawn(step)',
+        "stages/sampling/step.py",
+        'if not differences["mismatch_max"] <= self.bound:',
+        'if not differences["mismatch_max"] <= 1e9:',
         "tests/stages/test_rollout_modes.py",
     ),
     Mutant(

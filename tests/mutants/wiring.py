@@ -157,8 +157,8 @@ MUTANTS = [
     Mutant(
         "the advantages are not divided by entropies",
         "stages/grpo.py",
-        "if self.objective.needs_entropies:\n            samples",
-        "if False:\n            samples",
+        "if self.objective.needs_entropies:\n            scale",
+        "if False:\n            scale",
         "tests/stages/test_expert.py tests/audit",
     ),
     Mutant(

@@ -21,8 +21,8 @@ from parallel.sample import Sample
 from parallel.settings import LayoutSettings, OptimizerSettings, RoutingLossSettings
 from stages.grpo import Expert
 from stages.objectives.critic import Critic, rewards
-from stages.sampling.prompt_buffer import Batch
-from stages.sampling.step import Rollout
+from stages.sampling.collection import Batch
+from stages.sampling.step import StepSamples
 from tests.fake_engines import MODEL
 from tests.stages.toys import drawn, expert, group
 
@@ -208,14 +208,14 @@ def test_the_critic_learns_alone_first(updates: int, tmp_path: Path) -> None:
 def test_an_update_without_a_graded_response_moves_nothing(tmp_path: Path) -> None:
     stage = ppo(tmp_path, updates=1)
     _, model = critic_of(stage)
-    share_out, critic = stage.share_out, copied(model)
+    split_updates, critic = stage.split_updates, copied(model)
 
-    def failing(batch: Batch) -> Rollout:
+    def failing(batch: Batch) -> StepSamples:
         for sample in (sample for each in batch.groups for sample in each.samples):
             sample.reward = None
-        return share_out(batch)
+        return split_updates(batch)
 
-    stage.share_out = failing  # type: ignore[method-assign]
+    stage.split_updates = failing  # type: ignore[method-assign]
     nothing = stage.step(1)
     assert nothing["value_loss"] == nothing["loss"] == nothing["gradient_norm"] == 0
     assert np.isfinite(list(nothing.values())).all()

@@ -13,11 +13,11 @@ from stages.data.problem import DomainError, Problem
 from stages.guards.settings import FrontierSettings
 from stages.rewards.settings import RewardPoolSettings
 from stages.sampling import frontier as module
+from stages.sampling.collection import Collection
 from stages.sampling.frontier import Frontier
-from stages.sampling.prompt_buffer import Backlog, Collection
+from stages.sampling.prompt_buffer import PromptBuffer
 from stages.settings import DomainSettings, RolloutSettings, RunSettings, SamplingSettings, StageJob
-from tests.stages.conftest import OPENED
-from tests.stages.toys import FakeRollouts, indices
+from tests.stages.toys import FakeEngines, indices
 
 LEVELS = ("easy", "middling", "hard")
 
@@ -49,7 +49,7 @@ def of_level(level: str) -> Problem:
 def experienced(**given: object) -> Frontier:
     found = frontier(**given)
     for level, right in zip(LEVELS, (60, 30, 0), strict=True):
-        found.learn(of_level(level), right, 60 - right)
+        found.update(of_level(level), right, 60 - right)
     return found
 
 
@@ -80,9 +80,9 @@ def test_a_field_that_is_not_there_is_named() -> None:
 
 def test_an_estimate_is_of_the_newest_samples() -> None:
     estimate = frontier(memory=4)
-    estimate.learn(of_level("easy"), 2, 2)
+    estimate.update(of_level("easy"), 2, 2)
     assert estimate.state()["tallies"] == [['"easy"', 2.0, 2.0]]
-    estimate.learn(of_level("easy"), 4, 0)  # 6 of 8, remembered as 3 of 4
+    estimate.update(of_level("easy"), 4, 0)  # 6 of 8, remembered as 3 of 4
     assert estimate.state()["tallies"] == [['"easy"', 3.0, 1.0]]
 
 
@@ -99,8 +99,8 @@ def test_the_middling_come_more_often_and_the_others_still_come() -> None:
 
 def test_what_was_never_seen_is_tried() -> None:
     chosen = frontier(candidates=4)
-    chosen.learn(of_level("easy"), 60, 0)
-    chosen.learn(of_level("hard"), 0, 60)
+    chosen.update(of_level("easy"), 60, 0)
+    chosen.update(of_level("hard"), 0, 60)
     stream = LevelStream()
     taken = Counter(chosen.take(stream).fields["level"] for _ in range(200))
     assert taken["middling"] > 140
@@ -122,11 +122,11 @@ def test_what_was_not_seen_for_longest_is_forgotten(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module, "DIFFICULTIES", 2)
     estimate = frontier()
     for level in ("easy", "hard", "easy", "middling"):
-        estimate.learn(of_level(level), 1, 0)
+        estimate.update(of_level(level), 1, 0)
     assert [name for name, *_ in estimate.state()["tallies"]] == ['"easy"', '"middling"']
 
 
-def backlog(rollouts: FakeRollouts) -> Backlog:
+def buffer(engines: FakeEngines) -> PromptBuffer:
     domain = DomainSettings.model_validate(
         {
             "prompts": {"dataset": "chain_sum", "config": {"max_terms": 6}},
@@ -143,31 +143,30 @@ def backlog(rollouts: FakeRollouts) -> Backlog:
         settings=RunSettings.model_construct(seed=0, rewards=pool),
     )
     sampling = SamplingSettings(prompts_per_step=3, group_size=2)
-    made = Backlog(job, {"sums": domain}, sampling, rollouts)  # type: ignore[arg-type]
-    OPENED.append(made)
-    return made
+    engines.grade(job, {"sums": domain})
+    return PromptBuffer(job, {"sums": domain}, sampling, engines)  # type: ignore[arg-type]
 
 
-def test_a_backlog_learns_from_a_step_whatever_its_order() -> None:
+def test_a_buffer_learns_from_a_step_whatever_its_order() -> None:
     states = []
     for direction in (1, -1):
-        rollouts = FakeRollouts()
-        source = backlog(rollouts)
-        source.begin({"sums": 3})
+        engines = FakeEngines()
+        source = buffer(engines)
+        source.request({"sums": 3})
         assert source.passed_over() == {"passed_over": 9.0}
-        for place, group in list(enumerate(rollouts.asked))[::direction]:
-            rollouts.end(group, lengths=(1, 1 if place else 2))  # an even length is wrong
-        batch = rollouts.batch(Collection(source, RolloutSettings(), 1))
+        for place, group in list(enumerate(engines.asked))[::direction]:
+            engines.end(group, lengths=(1, 1 if place else 2))  # an even length is wrong
+        batch = engines.batch(Collection(source, RolloutSettings(), 1))
         assert batch is not None
         states.append(source.state())
     assert states[0] == states[1]
     tallies = states[0]["curricula"]["sums"]["tallies"]
     assert sum(right for _, right, _ in tallies) == 5
     assert sum(wrong for _, _, wrong in tallies) == 1
-    again = FakeRollouts()
-    resumed = backlog(again)
+    again = FakeEngines()
+    resumed = buffer(again)
     resumed.restore(json.loads(json.dumps(states[0])))
-    resumed.begin({"sums": 3})
-    source.begin({"sums": 3})
-    assert indices(again.asked) == indices(rollouts.asked)
+    resumed.request({"sums": 3})
+    source.request({"sums": 3})
+    assert indices(again.asked) == indices(engines.asked)
     assert resumed.state() == source.state()

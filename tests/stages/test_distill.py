@@ -80,7 +80,7 @@ def expected(student: Policy, teacher: Policy, samples: list[Sample]) -> float:
 
 
 def gradients(stage: Merge, samples: list[Sample]) -> dict[str, float]:
-    return stage.gradients(samples, stage.split(samples))
+    return stage.gradients(samples, stage.pack(samples))
 
 
 def test_every_domain_has_its_own_teacher_and_the_divergence_its_direction(

@@ -34,9 +34,9 @@ from stages.objectives.correction import TisSettings
 from stages.objectives.kl import KLSettings
 from stages.objectives.reference import Reference
 from stages.rewards.reward import RewardError
+from stages.sampling.collection import Batch
 from stages.sampling.logprob_check import measure_mismatch
-from stages.sampling.prompt_buffer import Batch
-from stages.sampling.step import Rollout
+from stages.sampling.step import StepSamples
 from stages.settings import RunSettings, StageJob
 from tests.fake_engines import GROUP, MODEL, PROMPTS, toy_domain, toy_job, toy_run
 from tests.stages.toys import drawn, expert, group
@@ -219,19 +219,19 @@ def test_what_has_no_reward_is_not_trained_on(tmp_path: Path) -> None:
         assert all(sample.reward is not None for sample in samples)
         return gradients(samples, batches)
 
-    def failing(batch: Batch, longest: int) -> Rollout:
+    def failing(batch: Batch, longest: int) -> StepSamples:
         """Rewards fail on responses of so many tokens at most."""
         for sample in (sample for each in batch.groups for sample in each.samples):
             if len(sample.response) <= longest:
                 sample.reward = None
-        return share_out(batch)
+        return split_updates(batch)
 
     stage.gradients = watched  # type: ignore[method-assign]
-    share_out, stage.share_out = stage.share_out, partial(failing, longest=4)  # type: ignore[method-assign]
+    split_updates, stage.split_updates = stage.split_updates, partial(failing, longest=4)  # type: ignore[method-assign]
     stage.step(1)
     assert 0 < sum(seen) < PROMPTS * GROUP
     seen.clear()
-    stage.share_out = partial(failing, longest=99)  # type: ignore[method-assign]
+    stage.split_updates = partial(failing, longest=99)  # type: ignore[method-assign]
     nothing = stage.step(2)
     assert sum(seen) == nothing["loss"] == nothing["gradient_norm"] == 0
     assert np.isfinite(list(nothing.values())).all()
@@ -316,10 +316,10 @@ def test_dynamic_sampling_goes_by_advantages_or_by_what_is_solved(tmp_path: Path
     for by, expected in (("advantages", False), ("solved", True)):
         rollout = {"dynamic_sampling": 1, "dynamic_sampling_by": by}
         stage = expert(tmp_path / by, {}, rewards=rewards, rollout=rollout)
-        assert stage.is_flat(wrong) is expected
+        assert stage.is_useless(wrong) is expected
     assert samples[0].reward_parts is not None
     samples[0].reward_parts["right"] = 1.0
-    assert not stage.is_flat(wrong)
+    assert not stage.is_useless(wrong)
 
 
 def test_steps_give_every_token_its_own_advantage() -> None:

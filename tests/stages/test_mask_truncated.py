@@ -15,8 +15,8 @@ from parallel.sample import Sample
 from stages.objectives.advantages.grpo import GrpoSettings
 from stages.objectives.assign_advantages import has_zero_advantages
 from stages.objectives.batch_weights import scale_by_entropy
-from stages.sampling.prompt_buffer import Batch
-from stages.sampling.step import Rollout
+from stages.sampling.collection import Batch
+from stages.sampling.step import StepSamples
 from tests.stages.toys import drawn, expert, group
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -62,7 +62,7 @@ def test_a_masked_response_counts_where_responses_are_counted(how: str, tmp_path
         samples = drawn([3, 5])[: 1 + masked]
         for sample in samples[1:]:
             sample.loss_mask = np.zeros(5, bool)
-        metrics[masked] = stage.gradients(samples, stage.split(samples))
+        metrics[masked] = stage.gradients(samples, stage.pack(samples))
         norms[masked] = stage.policy.step()
     share = 1.0 if how == "token_mean" else 0.5
     assert norms[True] == pytest.approx(share * norms[False], rel=1e-4)
@@ -73,14 +73,14 @@ def test_a_masked_response_counts_where_responses_are_counted(how: str, tmp_path
 
 def test_a_step_of_nothing_but_cut_off_responses_changes_nothing(tmp_path: Path) -> None:
     stage = expert(tmp_path, {"mask_truncated": True, "scaling": "edge"})
-    share_out = stage.share_out
+    split_updates = stage.split_updates
 
-    def cut_off(batch: Batch) -> Rollout:
+    def cut_off(batch: Batch) -> StepSamples:
         for sample in (sample for each in batch.groups for sample in each.samples):
             sample.finished = False
-        return share_out(batch)
+        return split_updates(batch)
 
-    stage.share_out = cut_off  # type: ignore[method-assign]
+    stage.split_updates = cut_off  # type: ignore[method-assign]
     found = stage.step(1)
     assert found["loss"] == found["gradient_norm"] == 0
     assert np.isfinite(list(found.values())).all()

@@ -45,7 +45,7 @@ def expert(
     settings = settings.model_copy(update={"deterministic": deterministic})
     with mock.patch("stages.sampling.engines.Fleet", RefittedFleet):
         stage = Expert(toy_job(directory, settings, engine))
-    stage.rollouts.fleet.sequences = 1000  # type: ignore[attr-defined]  # one stream a call
+    stage.engines.fleet.sequences = 1000  # type: ignore[attr-defined]  # one stream a call
     OPENED.append(stage)
     newest, _ = load.newest_verified(directory / "checkpoints")
     if newest is None:
@@ -116,14 +116,12 @@ def test_a_killed_step_is_replayed_and_counted(deterministic: bool, tmp_path: Pa
 
 def disagreeing(stage: Expert, *found: float) -> None:
     """Have the engine seem to be so far from the policy, attempt for attempt."""
-    prepare, left = stage.prepare, iter(found)
+    accept, left = stage._accept, iter(found)
 
-    def prepared(*given: Any) -> Any:
-        made = prepare(*given)
-        made.differences["mismatch_max"] = next(left)
-        return made
+    def accepted(differences: dict[str, float]) -> dict[str, float]:
+        return accept({**differences, "mismatch_max": next(left)})
 
-    stage.prepare = prepared  # type: ignore[method-assign]
+    stage._accept = accepted  # type: ignore[method-assign]
 
 
 def test_what_the_policy_would_not_have_drawn_is_drawn_anew(tmp_path: Path) -> None:
@@ -135,7 +133,7 @@ def test_what_the_policy_would_not_have_drawn_is_drawn_anew(tmp_path: Path) -> N
     stage, _ = expert(tmp_path, engine, bound=5.0)
     disagreeing(stage, 9.0, 9.0, 1.0)
     assert stage.step(3)["replayed"] == 5
-    assert stage.rollouts.fleet.versions == [3, 3, 3]  # type: ignore[attr-defined]
+    assert stage.engines.fleet.versions == [3, 3, 3]  # type: ignore[attr-defined]
     assert asked(engine).total() == 3 * A_STEP - 5
     assert set(asked(engine).values()) == {1}  # every attempt has its own seeds
     stage.close()
@@ -154,7 +152,7 @@ def test_of_what_older_weights_drew_only_the_first_is_replayed(mode: str, tmp_pa
     stage, _ = expert(tmp_path, FakeEngine(), mode=mode)
     for step in range(1, 6):
         stage.step(step)
-        while stage.rollouts.scheduler.owed:  # so that no response is of several weights
+        while stage.engines.scheduler.owed:  # so that no response is of several weights
             time.sleep(0.01)
         if step == 2:
             save(stage, tmp_path, step)

@@ -21,7 +21,7 @@ from parallel.sample import Sample
 from parallel.settings import END_TOKEN
 from stages.data.problem import Problem
 from stages.objectives.groups import Group, groups_of
-from stages.sampling.engines import Rollouts
+from stages.sampling.engines import StageEngines
 from stages.settings import SamplingSettings
 from tests.fake_engines import (
     MODEL,
@@ -309,35 +309,38 @@ def prompts(count: int) -> list[Group]:
     return groups_of(problems, 4, seed=100)
 
 
-def rollouts(directory: Path, engine: FakeEngine, deterministic: bool = False) -> Rollouts:
+def opened_engines(
+    directory: Path, engine: FakeEngine, deterministic: bool = False
+) -> StageEngines:
     """Those of a stage, refitted to version 1."""
     settings = toy_run(sums=toy_domain()).model_copy(update={"deterministic": deterministic})
     with mock.patch("stages.sampling.engines.Fleet", RefittedFleet):
-        made = Rollouts(toy_job(directory, settings, engine), mock.Mock())
-    made.log = opened(directory / "log", deterministic=deterministic)
+        log = opened(directory / "log", deterministic=deterministic)
+        made = StageEngines(toy_job(directory, settings, engine), mock.Mock(), {}, log)
     made.fleet.sequences = 1000  # type: ignore[attr-defined]  # one stream a call
-    made.refit(1)
+    made.sync_weights(1)
     return made
 
 
-def drawn(made: Rollouts, groups: list[Group]) -> list[Sample]:
+def drawn(made: StageEngines, groups: list[Group]) -> list[Sample]:
     """What comes, unless the stage is killed, of a sampling of 24 tokens at most."""
     made.request(groups, SamplingSettings(max_response_tokens=24))
-    if made.log is not None and all(made.whole(groups, 1)):
+    if made.log is not None and all(made.wait_for(groups, 1)):
         made.log.end(1)
     made.close()
-    return made.whole(groups, 1)
+    return made.wait_for(groups, 1)
 
 
 def test_after_a_kill_the_missing_are_asked_for_with_their_own_seeds(tmp_path: Path) -> None:
     first = SlowestLast(trouble=after(11))
     with pytest.raises(Killed):
-        drawn(rollouts(tmp_path, first), prompts(8))
+        drawn(opened_engines(tmp_path, first), prompts(8))
     assert first.drawn.total() == 11
     second = SlowestLast()
-    made = rollouts(tmp_path, second)
+    made = opened_engines(tmp_path, second)
     heard: list[tuple[int, int]] = []
-    made.on_sample = lambda group, index, sample: heard.append((group.seed, index))
+    made._rewards = mock.Mock(pending=False)
+    made._rewards.dispatch = lambda group, index, sample: heard.append((group.seed, index))
     assert len(drawn(made, prompts(8))) == 32
     assert asked(second) == Counter(range(100, 132)) - first.drawn
     assert made.events()["replayed"] == 11
@@ -345,14 +348,14 @@ def test_after_a_kill_the_missing_are_asked_for_with_their_own_seeds(tmp_path: P
 
 
 def test_interruptions_leave_the_lengths_of_responses_as_they_are(tmp_path: Path) -> None:
-    peaceful = drawn(rollouts(tmp_path / "peaceful", SlowestLast()), prompts(30))
+    peaceful = drawn(opened_engines(tmp_path / "peaceful", SlowestLast()), prompts(30))
     expected = [sample.response.tolist() for sample in peaceful]
     draw, total, kills = random.Random(4), Counter[int](), 0
     early: list[int] = []
     while True:
         engine = SlowestLast(trouble=after(draw.randrange(25)))
         try:
-            found = drawn(rollouts(tmp_path / "killed", engine), prompts(30))
+            found = drawn(opened_engines(tmp_path / "killed", engine), prompts(30))
             break
         except Killed:
             kills += 1
@@ -372,7 +375,7 @@ def test_interruptions_leave_the_lengths_of_responses_as_they_are(tmp_path: Path
 def test_a_deterministic_call_is_never_mixed(tmp_path: Path) -> None:
     for answers in (7, 32):
         engine = SlowestLast(trouble=after(answers))
-        made = rollouts(tmp_path, engine, deterministic=True)
+        made = opened_engines(tmp_path, engine, deterministic=True)
         if answers == 7:
             with pytest.raises(Killed):
                 drawn(made, prompts(8))
@@ -380,24 +383,24 @@ def test_a_deterministic_call_is_never_mixed(tmp_path: Path) -> None:
             drawn(made, prompts(8))
         assert asked(engine) == Counter(range(100, 132))
     unused = SlowestLast()
-    assert len(drawn(rollouts(tmp_path, unused, deterministic=True), prompts(8))) == 32
+    assert len(drawn(opened_engines(tmp_path, unused, deterministic=True), prompts(8))) == 32
     assert not unused.requests
 
 
 def test_probes_are_never_answered_from_the_log(tmp_path: Path) -> None:
     for _ in range(2):
         engine = FakeEngine()
-        made = rollouts(tmp_path, engine)
+        made = opened_engines(tmp_path, engine)
         groups = prompts(2)
         made.request(groups, SamplingSettings(), at_once=True)
-        made.whole(groups, 1)
+        made.wait_for(groups, 1)
         made.close()
         assert asked(engine).total() == 8
     assert not (tmp_path / "log").exists()
 
 
 def test_a_disk_that_is_full_ends_the_stage(tmp_path: Path) -> None:
-    made = rollouts(tmp_path, FakeEngine())
+    made = opened_engines(tmp_path, FakeEngine())
     full = mock.patch.object(made.log, "_write", side_effect=OSError(28, "No space left on device"))
     with full, pytest.raises(OSError, match=r"No space left on device: .*version_1\.log"):
         drawn(made, prompts(1))

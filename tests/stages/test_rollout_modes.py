@@ -42,7 +42,7 @@ def expert(
         stage = Expert(job)
     OPENED.append(stage)
     stage.policy.start_fresh(0)
-    fleet = stage.rollouts.fleet
+    fleet = stage.engines.fleet
     assert isinstance(fleet, RefittedFleet)
     return stage, fleet
 
@@ -74,7 +74,7 @@ def test_one_ahead_draws_a_batch_wholly_by_the_weights_before(tmp_path: Path) ->
     refit = fleet.refit
 
     def watched(policy: Any, version: int) -> dict[str, float]:
-        assert stage.rollouts.scheduler.owed == 0  # never in the middle of a batch
+        assert stage.engines.scheduler.owed == 0  # never in the middle of a batch
         return refit(policy, version)
 
     fleet.refit = watched  # type: ignore[method-assign]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,48 +22,48 @@ from parallel.settings import EngineSettings
 from stages.data.tokenizer import CharacterTokenizer
 from stages.grpo import Expert
 from stages.objectives.groups import Group
-from stages.sampling.prompt_buffer import Batch, Collection
-from stages.settings import SamplingSettings
+from stages.sampling.collection import Batch, Collection
+from stages.sampling.reward_dispatch import RewardDispatcher
+from stages.settings import DomainSettings, SamplingSettings, StageJob
 from tests.fake_engines import FakeEngine, RefittedFleet, toy_domain, toy_job, toy_run
 from tests.stages.conftest import OPENED
 
 
-class FakeRollouts:
-    """Remembers what was asked for; a test ends it."""
+class FakeEngines:
+    """A link to engines that records the requested groups; a test ends them."""
 
     tokenizer = CharacterTokenizer()
 
-    def __init__(self) -> None:
+    def __init__(
+        self, decode: Callable[[np.ndarray], str] = lambda tokens: "x" * len(tokens)
+    ) -> None:
+        self._decode = decode
         self.asked: list[Group] = []
         self.version = 1
         self.ended = 0
-        self.graded = threading.Event()
-        self.awaited: Callable[[], bool] = lambda: False
-        self.on_sample: Callable[[Group, int, Sample], None]
+        self.wake = threading.Event()
+        self.rewards: Any = None
 
-    def wake(self) -> None:
-        self.graded.set()
-
-    def token_at(self, sample: Sample, characters: int) -> int:
-        return characters - 1
+    def grade(self, job: StageJob, domains: Mapping[str, DomainSettings]) -> None:
+        """Start the workers that grade what ends."""
+        tokenizer: Any = SimpleNamespace(decode=self._decode)
+        self.rewards = RewardDispatcher(job, domains, tokenizer, self.wake.set)
+        OPENED.append(self.rewards)
 
     def request(
         self, groups: list[Group], sampling: SamplingSettings, at_once: bool = False
     ) -> None:
         self.asked += groups
 
-    def text(self, sample: Sample) -> str:
-        return "x" * len(sample.response)
-
     def batch(self, collection: Collection) -> Batch | None:
-        """What the collection has when all that was asked for is graded."""
+        """Return what the collection has once all that was requested is graded."""
         while True:
-            self.graded.clear()
-            more = self.awaited()
+            self.wake.clear()
+            more = self.rewards.pending
             found = collection.batch()
-            if found is not None or not (more or self.awaited()):
+            if found is not None or not (more or self.rewards.pending):
                 return found
-            assert self.graded.wait(60)
+            assert self.wake.wait(60)
 
     def end(self, group: Group, lengths: tuple[int, int] = (1, 2), version: int = 1) -> None:
         for index, length in enumerate(lengths):
@@ -72,13 +73,13 @@ class FakeRollouts:
                 response=np.ones(length, np.int32),
                 versions=np.arange(version, version + length, dtype=np.int32),
             )
-            self.on_sample(group, index, sample)
+            self.rewards.dispatch(group, index, sample)
             group.drawn[index] = sample
         group.ended = self.ended
         self.ended += 1
         self.asked.remove(group)
 
-    def end_all(self, **how: int) -> None:
+    def end_all(self, **how: Any) -> None:
         for group in list(self.asked):
             self.end(group, **how)
 
