@@ -1,4 +1,4 @@
-# Everything a person types. `make help` lists it.
+# Every command of development. `make help` lists them.
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,10 +13,10 @@ help:  ## list these targets
 
 install: $(INSTALLED)  ## build .venv with every pinned dependency
 
-# $(call environment,FOLDER,FILE) builds a virtual environment of bootstrap.txt and of FILE. Both are
-# complete and hashed, so nothing is resolved here, and what has no wheel is built by the setuptools of
-# bootstrap.txt. That one comes through pip, whose own configuration may be where torch's CPU build
-# stands; uv is fast, and pip stands in for it where a registry is configured for pip alone.
+# $(call environment,DIRECTORY,FILE) builds a virtual environment of bootstrap.txt and of FILE. Both are
+# complete and hashed, so nothing is resolved here, and packages without a wheel are built by the
+# setuptools of bootstrap.txt. bootstrap.txt is installed by pip, whose configuration may name the index
+# of torch's CPU build; uv is fast, and pip is the fallback where a registry is configured for pip alone.
 HASHED := --quiet --require-hashes --no-deps
 BUILT_HERE := $(HASHED) --no-build-isolation
 define environment
@@ -53,7 +53,7 @@ test-all: $(INSTALLED) style  ## all of it: further layouts, families, seeds, ki
 bench: $(INSTALLED)  ## speed and memory of the parts, into benchmarks/results.json (some minutes)
 	$(BIN)/python benchmarks/all.py
 
-bench-trl: $(TRL_INSTALLED)  ## GRPO steps a minute of TRL's trainer, in an environment of its own
+bench-trl: $(TRL_INSTALLED)  ## GRPO steps a minute of TRL's trainer, in a separate environment
 	$(TRL_VENV)/bin/python -W ignore benchmarks/trl_steps.py --size a --steps 20
 	$(TRL_VENV)/bin/python -W ignore benchmarks/trl_steps.py --size b --steps 3
 
@@ -67,15 +67,15 @@ chaos: $(INSTALLED)  ## kill -9 at 50 random moments of a deterministic run: the
 fuzz: $(INSTALLED)  ## 10,000 damaged configurations, 2,000 damaged run directories (10 minutes); SEED=N for others
 	$(BIN)/python -m tests.fuzz --configs 10000 --runs 2000 --seed $(or $(SEED),0)
 
-mutants: $(INSTALLED)  ## mistakes made on purpose in a clone: do the tests notice? (an hour); ONLY=TEXT for some
+mutants: $(INSTALLED)  ## mistakes made on purpose in a clone: do the tests catch them? (an hour); ONLY=TEXT for some
 	$(BIN)/python -m tests.mutants --jobs 2 $(if $(ONLY),--only "$(ONLY)") $(if $(RESULT),--result $(RESULT))
 
 gpu-check: $(INSTALLED)  ## on a CUDA device: the tests that need one rank, on that device
 	@$(BIN)/python -c "import sys, torch; torch.cuda.is_available() or sys.exit('no CUDA device here: nothing was checked')"
 	$(BIN)/python -m pytest -m one_device
 
-golden: $(INSTALLED)  ## write the messages of tests/pipeline/golden anew; then read their diff
-	$(BIN)/python tests/pipeline/test_golden_messages.py
+golden: $(INSTALLED)  ## rewrite the messages of tests/pipeline/golden; then read their diff
+	$(BIN)/python -m tests.pipeline.test_golden_messages
 
 docs: $(INSTALLED)  ## write docs/reference from the declarations, and build the site into site/
 	$(BIN)/python -m tools.docs

@@ -129,7 +129,8 @@ class ClusterSettings(Settings):
     gpu_type: str | None = Field(default=None, description="such as h100; null is any")
     cpus_per_rank: Count = Field(default=1, description="CPU cores of each rank")
     walltime: Walltime = Field(
-        default="4:00:00", description="a longer stage saves, goes back into the queue, continues"
+        default="4:00:00",
+        description='"D-HH:MM:SS", "HH:MM:SS" or "MINUTES"; a longer stage saves and is requeued',
     )
     kinds: dict[Kind, KindSettings] = Field(
         default_factory=dict, description="of stages what they ask for otherwise"

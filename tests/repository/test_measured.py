@@ -14,7 +14,7 @@ import pytest
 from tests.runs import REPOSITORY
 
 BENCHMARKS = REPOSITORY / "benchmarks"
-# Pages of the reference are made from declarations and show no measurement.
+# Pages of the reference are generated and show no measurement.
 PAGES = [
     REPOSITORY / "README.md",
     *(
