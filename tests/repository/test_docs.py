@@ -81,3 +81,23 @@ def test_every_link_of_the_front_pages_leads_to_a_file(page: Path) -> None:
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
     assert links
     assert [link for link in links if not (REPOSITORY / link).exists()] == []
+
+
+def test_every_command_and_option_that_is_named_exists() -> None:
+    found = {words: command for words, command, _ in docs._all_commands(docs.parser(), "braid")}
+    options = {
+        words: {text for action in command._actions for text in action.option_strings}
+        for words, command in found.items()
+    }
+    named = 0
+    for page in PAGES:
+        for line in re.split(r"\n|`", page.read_text()):
+            if match := re.match(r"\s*braid ([a-z]+(?: (?:new|check|override))?)\b(.*)", line):
+                words, rest = f"braid {match[1]}", match[2].partition("#")[0]
+                if any(each.startswith(f"{words} ") for each in found):
+                    continue  # `braid domain` in a sentence
+                assert words in found, f"{page.name}: {line}"
+                given = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", rest))
+                assert given <= options[words], f"{page.name}: {line}"
+                named += 1
+    assert named > 50
