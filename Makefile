@@ -79,7 +79,7 @@ golden: $(INSTALLED)  ## rewrite the messages of tests/pipeline/golden; then rea
 
 docs: $(INSTALLED)  ## write docs/reference from the declarations, and build the site into site/
 	$(BIN)/python -m tools.docs
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 style: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -43,7 +43,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     built = subprocess.run(
         [*command, "--site-dir", str(tmp_path / "site")],
         cwd=REPOSITORY,
-        env={**os.environ, "DISABLE_MKDOCS_2_WARNING": "true"},
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
     )
