@@ -56,13 +56,13 @@ def evaluation_rows(run: RecordedRun, stage: str) -> list[Comparison]:
     return rows
 
 
-def _answers(folder: Path, domain: str) -> list[RecordedSample]:
+def _answers(directory: Path, domain: str) -> list[RecordedSample]:
     files = sorted(
-        path for path in folder.glob("*.jsonl") if path.stem.rpartition("_")[0] == domain
+        path for path in directory.glob("*.jsonl") if path.stem.rpartition("_")[0] == domain
     )
     if not files:
         raise NotAuditable(
-            f"no answers at {folder}; evaluate again with logging.auditable=true in the run"
+            f"no answers at {directory}; evaluate again with logging.auditable=true in the run"
         )
     return [sample for file in files for sample in recorded.samples(file)]
 

@@ -78,8 +78,8 @@ class PolicyStep:
         self.temperature = settings["sampling"]["temperature"]
         self.replay = settings["routing"]["replay"] == "r3"
         kl = self.objective["kl"]
-        steered = state if kl["target"] is not None else {}
-        self.coefficient = steered.get("kl_coefficient", kl["coefficient"])
+        learned_before = state if kl["target"] is not None else {}
+        self.coefficient = learned_before.get("kl_coefficient", kl["coefficient"])
         self.exponent = state.get("length_exponent", 0.0)
         correction = self.objective["correction"]
         whose = correction.get("samples", "auto")

@@ -34,7 +34,7 @@ class Audited:
 
 
 @dataclass
-class Beginning:
+class StepStart:
     """The state that a step starts from."""
 
     policy: Model
@@ -55,8 +55,8 @@ def kind_of(stage: str) -> str:
 
 def auditable_steps(run: RecordedRun, stage: str) -> list[int]:
     """Return the steps, ascending, with recorded samples and kept weights before them."""
-    folder = run.stage(stage) / ("samples" if kind_of(stage) == "sft" else "rollouts")
-    steps = sorted(int(path.stem.removeprefix("step_")) for path in folder.glob("step_*.jsonl"))
+    recordings = run.stage(stage) / ("samples" if kind_of(stage) == "sft" else "rollouts")
+    steps = sorted(int(path.stem.removeprefix("step_")) for path in recordings.glob("step_*.jsonl"))
     grown = kind_of(stage) != "sft"
     return [s for s in steps if run.checkpoint(stage, s - 1) or (s == 1 and grown)]
 
@@ -69,39 +69,39 @@ def audit_step(run: RecordedRun, stage: str, step: int) -> Audited:
     """
     kind = kind_of(stage)
     settings = _settings(run, stage)
-    begun = _beginning(run, stage, step, settings)
-    folder = run.stage(stage) / ("samples" if kind == "sft" else "rollouts")
-    samples = recorded.samples(folder / f"step_{step:06d}.jsonl")
+    start = _start(run, stage, step, settings)
+    recordings = run.stage(stage) / ("samples" if kind == "sft" else "rollouts")
+    samples = recorded.samples(recordings / f"step_{step:06d}.jsonl")
     logged = recorded.metrics(run.stage(stage), step)
-    rate = learning_rate(begun.optimizer.settings, begun.optimizer.updates, begun.optimizer.total)
-    before = begun.policy.weights()
+    rate = learning_rate(start.optimizer.settings, start.optimizer.updates, start.optimizer.total)
+    before = start.policy.weights()
     rows = [number("learning_rate", logged["learning_rate"], rate, scale=0.0)]
     reference = None
     if kind == "sft":
-        rows += cold_start_step(settings, samples, begun.policy, begun.optimizer, logged)
+        rows += cold_start_step(settings, samples, start.policy, start.optimizer, logged)
     elif kind == "distill":
         teachers = _teachers(run, stage)
         domains = list(run.settings["domains"])
         rows += merge_step(
-            settings, domains, samples, begun.policy, teachers, begun.optimizer, step, logged
+            settings, domains, samples, start.policy, teachers, start.optimizer, step, logged
         )
     else:
         check_no_critic(settings)
-        reference = _reference(run, stage, settings, begun)
+        reference = _reference(run, stage, settings, start)
         policy_step = PolicyStep(
             settings,
             _reward_weights(run, stage),
             run.settings["model"]["precision"],
             step,
-            begun.state,
+            start.state,
         )
-        rows += policy_step.run(samples, begun.policy, reference, begun.optimizer, logged)
+        rows += policy_step.run(samples, start.policy, reference, start.optimizer, logged)
     after = run.checkpoint(stage, step)
     if after is None:
         return Audited(
             stage, step, rows, [f"no checkpoint of step {step}: its weights are not compared"]
         )
-    return Audited(stage, step, rows + _left(run, begun, before, after, reference), [])
+    return Audited(stage, step, rows + _left(run, start, before, after, reference), [])
 
 
 def _settings(run: RecordedRun, stage: str) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def _settings(run: RecordedRun, stage: str) -> dict[str, Any]:
     return block
 
 
-def _beginning(run: RecordedRun, stage: str, step: int, settings: dict[str, Any]) -> Beginning:
+def _start(run: RecordedRun, stage: str, step: int, settings: dict[str, Any]) -> StepStart:
     model = run.settings["model"]
     checkpoint = run.checkpoint(stage, step - 1)
     resumed = checkpoint is not None
@@ -135,7 +135,7 @@ def _beginning(run: RecordedRun, stage: str, step: int, settings: dict[str, Any]
         settings["loop"]["steps"] * per_step,
     )
     state = document(checkpoint / STATE) if resumed else {}
-    return Beginning(Model(model, from_megatron(held, model)), optimizer, state, checkpoint)
+    return StepStart(Model(model, from_megatron(held, model)), optimizer, state, checkpoint)
 
 
 def _parent(run: RecordedRun, stage: str) -> str:
@@ -173,7 +173,7 @@ def _teachers(run: RecordedRun, stage: str) -> dict[str, Model]:
 
 
 def _reference(
-    run: RecordedRun, stage: str, settings: dict[str, Any], begun: Beginning
+    run: RecordedRun, stage: str, settings: dict[str, Any], start: StepStart
 ) -> PlainReference | None:
     kl = settings["objective"]["kl"]
     if not kl["coefficient"]:
@@ -183,7 +183,7 @@ def _reference(
         return PlainReference(_model(run, run.parent(stage, COLD_START)))
     if kl["reference"] == "parent":
         return PlainReference(_model(run, run.parent(stage, parent)))
-    held = tensors(begun.checkpoint, "ema.") or tensors(begun.checkpoint)
+    held = tensors(start.checkpoint, "ema.") or tensors(start.checkpoint)
     model = run.settings["model"]
     return PlainReference(Model(model, from_megatron(held, model)), kl["ema_decay"])
 
@@ -205,7 +205,7 @@ def _reward_weights(run: RecordedRun, stage: str) -> dict[str, dict[str, float]]
 
 def _left(
     run: RecordedRun,
-    begun: Beginning,
+    start: StepStart,
     before: Weights,
     after: Path,
     reference: PlainReference | None,
@@ -214,10 +214,10 @@ def _left(
     model = run.settings["model"]
     held = tensors(after)
     weights = from_megatron(held, model)
-    bound = OF_ADAM if begun.optimizer.settings["algorithm"] == "adam" else OF_SGD
-    rows = [change("weights", before, weights, begun.policy.weights(), bound)]
+    bound = OF_ADAM if start.optimizer.settings["algorithm"] == "adam" else OF_SGD
+    rows = [change("weights", before, weights, start.policy.weights(), bound)]
     rows += [
-        buffers(kind, saved, begun.optimizer.buffers[kind])
+        buffers(kind, saved, start.optimizer.buffers[kind])
         for kind, saved in _buffers(held, model).items()
     ]
     if reference is not None and reference.decay is not None:

@@ -72,16 +72,16 @@ def scale_by_entropy(samples: list[Sample], parts: list[MicroBatch]) -> None:
     counts = dict.fromkeys(sums, 0)
     for sample in samples:
         counts[str(sample.group)] += bool(len(sample.learned))
-    judged = []
+    measured = []
     for part in parts:
         if part.old_entropies is None:  # not on the last pipeline stage
             continue
         entropies = sequence_means(part.old_entropies, part.mask)
-        judged.append((part, entropies))
+        measured.append((part, entropies))
         for sample, entropy in zip(part.samples, entropies.tolist(), strict=True):
             sums[str(sample.group)] += entropy
     sums = sum_over_data(sums)
-    for part, entropies in judged:
+    for part, entropies in measured:
         names = [str(sample.group) for sample in part.samples]
         of_group = entropies.new_tensor([sums[name] / max(counts[name], 1) for name in names])
         part.advantages = edge(part.advantages, entropies, of_group)

@@ -50,14 +50,14 @@ class Critic:
         Advantages are standardised over all tokens of a domain's samples. Collective.
         """
         found = self._model.values([part.without_routes() for part in parts])
-        judged = parts[: len(found)]  # empty except on the last pipeline stage
-        for part, predicted in zip(judged, found, strict=True):
+        valued = parts[: len(found)]  # empty except on the last pipeline stage
+        for part, predicted in zip(valued, found, strict=True):
             part.values = predicted.masked_fill(~part.mask, 0.0)
             part.advantages = gae(rewards(part), part.values, part.mask, self._settings)
             part.returns = part.advantages + part.values
         for domain in sorted({sample.domain for sample in samples}):
-            self._standardise([(part, _learned(domain, part)) for part in judged])
-        _record_means(samples, judged)
+            self._standardise([(part, _learned(domain, part)) for part in valued])
+        _record_means(samples, valued)
 
     def _standardise(self, places: list[tuple[MicroBatch, torch.Tensor]]) -> None:
         """Standardise the advantages at these tokens [B, R] of micro-batches. Collective."""

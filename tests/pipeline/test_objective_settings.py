@@ -194,7 +194,7 @@ def test_a_correction_of_all_samples_is_reported(
     config: Path, override: str, why: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["validate", str(config), override]) == 0
-    told = [line for line in capsys.readouterr().out.splitlines() if "pi_old / mu" in line]
-    assert bool(told) == (why is not None)
-    assert not told or told[0].startswith("domains.sums.objective.correction: all samples are")
-    assert all(why is not None and f"since {why};" in line for line in told)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "pi_old / mu" in line]
+    assert bool(lines) == (why is not None)
+    assert not lines or lines[0].startswith("domains.sums.objective.correction: all samples are")
+    assert all(why is not None and f"since {why};" in line for line in lines)
