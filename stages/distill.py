@@ -51,7 +51,7 @@ class Merge(OnPolicyStage):
         super().__init__(
             job,
             policy,
-            # The teachers grade all prompts alike: they are taken as they come.
+            # Teachers grade every prompt alike, so prompts are taken in the order of their stream.
             {
                 domain: expert.model_copy(update={"curriculum": NoCurriculumSettings()})
                 for domain, expert in job.settings.domains.items()
@@ -71,11 +71,11 @@ class Merge(OnPolicyStage):
             load.weights(self.teachers[domain], checkpoint)
 
     def split_updates(self, batch: Batch) -> StepSamples:
-        """All samples at once; their reward is only watched, the teachers are learned from."""
+        """Return all samples as one update; rewards are only logged: the teachers are learned."""
         return StepSamples([[sample for group in batch.groups for sample in group.samples]], {})
 
     def pack(self, samples: list[Sample]) -> list[MicroBatch]:
-        """A micro-batch holds one domain, and so has one teacher."""
+        """Return micro-batches of one domain each, and so of one teacher."""
         parts: list[MicroBatch] = []
         for domain in self.domains:
             own = super().pack([sample for sample in samples if sample.domain == domain])
@@ -83,7 +83,7 @@ class Merge(OnPolicyStage):
         return parts
 
     def gradients(self, samples: list[Sample], batches: list[MicroBatch]) -> dict[str, float]:
-        """Those towards each domain's own teacher."""
+        """Accumulate the gradients towards each domain's own teacher; return the metrics."""
         self._add_teachers(batches)
         tokens = Counter(dict.fromkeys(self.domains, 0))
         for sample in samples:
@@ -113,12 +113,11 @@ class Merge(OnPolicyStage):
         }
 
     def score(self, metrics: dict[str, float]) -> float:
-        """Being close to the teachers is good."""
+        """Return minus the KL to the teachers."""
         return -metrics["teacher_kl"]
 
     def _add_teachers(self, batches: list[MicroBatch]) -> None:
-        """What each batch's own teacher says of it, as hidden states and a head; the teacher routes
-        by itself."""
+        """Add to each batch its teacher's hidden states and head; a teacher routes by itself."""
         for domain, teacher in self.teachers.items():
             parts = [part for part in batches if part.domain == domain]
             logits = teacher.response_logits([part.without_routes() for part in parts])

@@ -43,7 +43,7 @@ def run(job: StageJob) -> None:
 
 
 class Evaluation:
-    """One policy and one engine, given each checkpoint's weights in turn."""
+    """The evaluation of several checkpoints in turn, with one policy and its engines."""
 
     def __init__(self, job: StageJob) -> None:
         self.job = job
@@ -73,11 +73,11 @@ class Evaluation:
             }
 
     def domains_of(self, name: str) -> list[str]:
-        """The domains that a model is measured on."""
+        """Return the domains that a model is measured on."""
         return self.job.evaluated_on.get(name, list(self.job.settings.domains))
 
     def has(self, name: str) -> bool:
-        """Whether a model is measured on its domains."""
+        """Return whether a model already has its result."""
         return self._result_file(name).exists()
 
     def evaluate(self, name: str, checkpoint: Path, version: int) -> None:
@@ -107,7 +107,7 @@ class Evaluation:
         return self.settings.problems * len(self.domains_of(name))
 
     def _check_engine(self) -> None:
-        """Hold the engine to the checkpoint's own log-probabilities on a first batch."""
+        """Compare the engine's log-probabilities with the checkpoint's on a first batch."""
         groups: list[Group] = []
         if is_main():
             domain, problems = next(iter(self.problems.items()))
@@ -174,7 +174,7 @@ class Evaluation:
         return groups_of(problems, size, seed)
 
     def _ask(self, domain: str, groups: list[Group], temperature: float) -> None:
-        """Unlike training, evaluation may be greedy (temperature 0)."""
+        """Request answers; unlike training, evaluation may be greedy (temperature 0)."""
         limit = self.domains[domain].sampling.max_response_tokens
         sampling = SamplingSettings.model_construct(
             temperature=temperature, max_response_tokens=limit
@@ -182,7 +182,7 @@ class Evaluation:
         self.engines.request(groups, sampling)
 
     def _score(self, solved: list[int]) -> dict[str, Any]:
-        """A domain's line of results.json, of how many answers to each problem are right."""
+        """Return a domain's line of results.json, from the right answers to each problem."""
         samples = self.settings.samples_per_problem
         score = asdict(of_problems(solved, samples))
         if samples > 1:

@@ -1,4 +1,4 @@
-"""A policy that learns from verified rewards, of one domain or of all: GRPO's kin, or PPO."""
+"""The training of a policy on rewards, of one domain or of all: GRPO, its relatives, or PPO."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(job: StageJob) -> None:
 
 
 class Expert(OnPolicyStage):
-    """prompts -> rollout -> rewards -> advantages -> micro-batches -> policy step -> refit."""
+    """A policy that learns from rewards: a domain's expert, or the mixed policy of all domains."""
 
     def __init__(self, job: StageJob) -> None:
         assert job.parent is not None
@@ -84,8 +84,10 @@ class Expert(OnPolicyStage):
             self.critic = Critic(job, policy, advantage, settings)
 
     def split_updates(self, batch: Batch) -> StepSamples:
-        """`updates_per_rollout` shares of the prompts, each with all graded samples of its
-        groups. A critic gives them advantages later, and compares no groups."""
+        """Deal the groups to `updates_per_rollout` updates, with their graded samples' advantages.
+
+        A critic assigns advantages later, and compares no groups.
+        """
         samples = self._with_advantages(batch.groups)
         updates = self.expert.updates_per_rollout
         rewards = {name: domain.rewards for name, domain in self.domains.items()}
@@ -105,7 +107,7 @@ class Expert(OnPolicyStage):
         )
 
     def is_useless(self, group: Group) -> bool:
-        """As `rollout.dynamic_sampling_by` says."""
+        """Return whether a group has nothing to learn from by `rollout.dynamic_sampling_by`."""
         if self.settings.dynamic_sampling_by == "advantages":
             return self._has_zero_advantages(group)
         rewards = self.domains[group.problem.domain].rewards
@@ -121,7 +123,7 @@ class Expert(OnPolicyStage):
             scale_by_entropy(samples, parts)
 
     def gradients(self, samples: list[Sample], batches: list[MicroBatch]) -> dict[str, float]:
-        """Those of the domain's objective."""
+        """Accumulate the objective's gradients of one update; return its metrics. Collective."""
         if self.reference is not None:
             self.reference.compute_logprobs(batches, self.sampling.temperature)
         if self.objective.ratio.needs_router_shift:
@@ -146,7 +148,7 @@ class Expert(OnPolicyStage):
 
         read = sum(sample.length for sample in samples)
         parts = self.policy.accumulate(batches, loss, read)
-        # What nothing was learned from has no ratio, entropy or KL to tell of.
+        # Without a learned token there is no ratio, entropy or KL to report.
         shares = reduce_sums([metrics for _, metrics in parts], totals) if totals.tokens else {}
         shares["loss"] = sum(value for value, _ in parts)
         return sum_over_data(shares)
@@ -162,7 +164,7 @@ class Expert(OnPolicyStage):
         return {**trained, **learned}
 
     def after_update(self, measured: dict[str, float]) -> dict[str, float]:
-        """What the objective of the next update is; logs what this one's was."""
+        """Update the EMA, the KL coefficient and lambda; return the values of this update."""
         logged = {}
         if self.reference is not None:
             self.reference.update_ema()
@@ -178,11 +180,11 @@ class Expert(OnPolicyStage):
         return logged
 
     def score(self, metrics: dict[str, float]) -> float:
-        """A high reward is good."""
+        """Return the mean reward."""
         return metrics["reward"]
 
     def state(self) -> dict[str, Any]:
-        """The prompts, what the objective has learned about itself, and the guards' memory."""
+        """Return the state of the prompts, the objective's coefficients and the guards."""
         learned = {
             "kl_coefficient": self.kl_coefficient,
             "length_exponent": self.length_exponent,
@@ -191,14 +193,14 @@ class Expert(OnPolicyStage):
         return {**super().state(), **learned}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue there."""
+        """Continue from a saved state."""
         super().restore(state)
         self.kl_coefficient = state["kl_coefficient"]
         self.length_exponent = state["length_exponent"]
         self.watch.restore(state["watch"])
 
     def _with_advantages(self, groups: list[Group]) -> list[list[Sample]]:
-        """The graded samples of each group. Domains are not compared: their rewards differ."""
+        """Return each group's graded samples. Domains are not compared: their rewards differ."""
         samples: list[list[Sample]] = []
         for name, domain in self.domains.items():
             own = [group for group in groups if group.problem.domain == name]
@@ -213,8 +215,10 @@ class Expert(OnPolicyStage):
         return samples
 
     def _drew(self, part: MicroBatch) -> torch.Tensor | None:
-        """Log-probabilities [B, R] of what drew the tokens, where the KL asks for them: the
-        engine's of what older weights drew, in part or whole, else pi_old's."""
+        """Return log-probabilities [B, R] under what drew the tokens, if the KL needs them.
+
+        The engine's for responses with tokens of older weights, else pi_old's.
+        """
         if not self.objective.kl.needs_drawn_log_probs or part.old_logprobs is None:
             return None
         return part.engine_logprobs.where(self.stale(part), part.old_logprobs)
@@ -226,7 +230,7 @@ class Expert(OnPolicyStage):
         return has_zero_advantages(group, self.objective.advantage, weights, masked)
 
     def _tokens(self, responses: Responses, weigh: LengthWeights) -> Tokens:
-        """What the objective is computed from, and no more of it than it asks for."""
+        """Return the objective's inputs, computing only those that it needs."""
         part, temperature = responses.batch, self.sampling.temperature
         log_probs = responses.log_probs(temperature)
         self.remember(part, log_probs)
@@ -249,13 +253,13 @@ class Expert(OnPolicyStage):
 
 
 def _domains(job: StageJob) -> Mapping[str, DomainSettings]:
-    """Those that the stage trains on."""
+    """Return the domains that the stage trains on."""
     domains = job.settings.domains
     return domains if job.domain is None else {job.domain: domains[job.domain]}
 
 
 def _settings(job: StageJob) -> PolicySettings:
-    """How it trains."""
+    """Return the settings that it trains with."""
     if job.domain is not None:
         return job.settings.domains[job.domain]
     assert job.settings.mixed is not None

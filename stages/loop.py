@@ -19,7 +19,7 @@ from stages.settings import LoopSettings, StageJob
 
 
 class TrainingStage(Protocol):
-    """What differs between the stages that train."""
+    """The part of a training stage that differs between kinds."""
 
     policy: TrainedPolicy
 
@@ -27,13 +27,13 @@ class TrainingStage(Protocol):
         """Do optimizer step `step`, counted from 1; returns its metrics, alike on every rank."""
 
     def score(self, metrics: dict[str, float]) -> float:
-        """How good the policy of a step is, by the step's metrics; the higher, the better."""
+        """Return how good the policy of a step is, by the step's metrics; higher is better."""
 
     def state(self) -> dict[str, Any]:
-        """What a resumed stage needs beside the policy, as JSON."""
+        """Return what a resumed stage needs beside the policy, as JSON."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take back what `state` gave."""
+        """Continue from what `state` returned."""
 
 
 class NotFiniteError(RuntimeError):

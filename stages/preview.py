@@ -1,4 +1,4 @@
-"""What a checkpoint's responses earn in one domain, before anything is trained on them."""
+"""A preview of what a checkpoint's responses earn in one domain, before any training."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _hold_engine(
 def _write(
     job: StageJob, domain: DomainSettings, groups: list[Group], engines: StageEngines
 ) -> None:
-    """Of every group, its samples; a sample whose reward failed has a reward of null."""
+    """Write every group's samples; a sample whose reward failed has a reward of null."""
     samples = [
         [
             {

@@ -1,4 +1,4 @@
-"""Engine and trainer must agree: same weights, same tokens, log-probabilities equal to rounding."""
+"""The check that engine and trainer give equal log-probabilities, to rounding."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ class MismatchError(RuntimeError):
 def measure_mismatch(
     policy: Policy, batches: list[MicroBatch], temperature: float, entropies: bool = False
 ) -> dict[str, float]:
-    """Recompute log pi_old of every batch, and if asked its entropies, keep them there, and
-    `compare`. Collective."""
+    """Compute log pi_old of every batch, with its entropies if asked, and `compare`. Collective.
+
+    The batches keep both.
+    """
 
     def recomputed(responses: Responses) -> tuple[torch.Tensor, torch.Tensor | None]:
         entropy = responses.entropy(temperature) if entropies else None
@@ -42,11 +44,11 @@ def measure_mismatch(
 
 
 def compare(policy: Policy, batches: list[MicroBatch]) -> dict[str, float]:
-    """Hold the log pi_old of every batch against the engine's mu, and the experts that the policy
-    would have used since `agreement.start` against the engine's. Collective.
+    """Compare every batch's log pi_old with the engine's mu, and the routes chosen. Collective.
 
     Returns the mismatch metrics (section 4 of the algorithms; a NaN on either side is an infinite
-    mismatch), and where routes were replayed, the shares of experts that are the same (section 5).
+    mismatch), and where routes were replayed, the shares of experts that both chose since
+    `agreement.start` (section 5).
     """
     largest = 0.0
     sums = dict.fromkeys(("total", "high", "tokens", "k3", "sequences"), 0.0)
