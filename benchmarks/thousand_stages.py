@@ -23,11 +23,8 @@ from typing import Any
 from machine import measured
 
 from pipeline.config.validate import load
-from pipeline.run import resolved
-from pipeline.run.directory import RunDirectory
-from pipeline.run.graph import compile_graph
-from pipeline.run.ledger import Ledger
-from pipeline.run.lineage import lineage_now, write_manifest
+from pipeline.run.lineage import write_manifest
+from pipeline.run.run import Run
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 MORE_EXPERTS = 993
@@ -65,9 +62,10 @@ def make(config: Path, runs_dir: Path) -> int:
     experts = [f"  d{number}: {{extends: {domain}}}" for number in range(MORE_EXPERTS)]
     head = [f"extends: {CONFIGS}/quickstart.yaml", "name: big", "domains:"]
     config.write_text("\n".join([*head, *experts]) + "\n")
-    settings, run = load(config), RunDirectory(runs_dir / "big")
-    resolved.write(run, settings)
-    stages = compile_graph(settings)
+    run = Run(runs_dir / "big", load(config))
+    run.create()
+    run.write_settings()
+    stages = run.stages
     training = [stage for stage in stages if stage.trains]
     values = {f"metric_{number}": 0.123456789 for number in range(METRICS)}
     line = json.dumps({"step": 1, "steps": 1, "time": 1.0, **values}) + "\n"
@@ -80,8 +78,8 @@ def make(config: Path, runs_dir: Path) -> int:
         directory.job(1).parent.mkdir()
         more = number < METRIC_LINES % len(training)
         directory.metrics.write_text(line * (METRIC_LINES // len(training) + more))
-        write_manifest(directory, lineage_now(stage, settings, run))
-        Ledger(run.ledger).append(stage.name, "done", "finished", 1, seconds=60.0)
+        write_manifest(directory, run.lineage(stage))
+        run.ledger.append(stage.name, "done", "finished", 1, seconds=60.0)
     return len(stages)
 
 

@@ -1,56 +1,56 @@
-"""The `braid` command: which function runs, and its exit code."""
+"""The `braid` command: it parses the command line, runs one function and returns an exit code."""
 
 from __future__ import annotations
 
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
 from importlib import import_module
 
-from pipeline.commands.arguments import parser
+from parallel.errors import UserError
+from pipeline.commands.command import parser
 from pipeline.errors import BraidError, reason
 from pipeline.text import encode_anything, say
 
+MODULES = ("look", "run", "domain", "slurm")  # of pipeline.commands, in the order of the help
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; every failure ends as one message on standard error."""
+    """Run one command; every error ends as one message on standard error."""
     encode_anything()
-    arguments = _parse(sys.argv[1:] if argv is None else argv)
     try:
-        _command(arguments.command)(arguments)
+        import_commands()
+        arguments = _parse(sys.argv[1:] if argv is None else argv)
+        # With --json nothing but the JSON goes to standard output.
+        arguments.output = sys.stdout
+        json = getattr(arguments, "json", False)
+        with redirect_stdout(sys.stderr) if json else nullcontext():
+            arguments.function(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of our output left, as `head` does; nothing more can be said to it.
+        # The reader of our output left, as `head` does; Python would fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         return 130
-    except BraidError as error:
-        _report(error)
-        return error.exit_code
-    except OSError as error:
-        _report(error)
-        return 1
+    except (UserError, OSError) as error:
+        notes: list[str] = getattr(error, "__notes__", [])
+        say(f"braid: {reason(error)}", *notes, file=sys.stderr)
+        return error.exit_code if isinstance(error, BraidError) else 1
     return 0
 
 
-def _report(error: Exception) -> None:
-    notes: list[str] = getattr(error, "__notes__", [])
-    say(f"braid: {reason(error)}", *notes, file=sys.stderr)
+def import_commands() -> None:
+    """Import every command, which registers it.
 
-
-MODULES = {  # of the commands that are not in pipeline.commands.runs
-    "status": "pipeline.commands.overview",
-    **dict.fromkeys(("submit", "stage", "cancel"), "pipeline.commands.slurm"),
-    **dict.fromkeys(("domain_new", "domain_check"), "pipeline.commands.domain"),
-}
-
-
-def _command(name: str) -> Callable[[Namespace], None]:
-    # Imported here, so that `braid --help` and a mistyped command answer at once.
+    Raises:
+        BraidError: a package is missing, as outside the environment of `make install`.
+    """
     try:
-        module = import_module(MODULES.get(name, "pipeline.commands.runs"))
+        for module in MODULES:
+            import_module(f"pipeline.commands.{module}")
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package in ("", "pipeline", "stages", "parallel"):
@@ -59,15 +59,15 @@ def _command(name: str) -> Callable[[Namespace], None]:
             f"{sys.executable} has no package {package}: run braid in the environment that "
             "`make install` builds, with: source .venv/bin/activate"
         ) from error
-    found: Callable[[Namespace], None] = getattr(module, name)
-    return found
 
 
 def _parse(argv: Sequence[str]) -> Namespace:
     braid = parser()
     arguments, others = braid.parse_known_args(argv)
-    # argparse takes positional arguments in one piece: those after an option end up here.
+    # argparse takes positional arguments in one piece: those after an option end up in `others`.
     plain = not any(other.startswith("-") for other in others)
+    if "--side-by-side" in " ".join(others).replace("=", " ").split():
+        braid.error("--side-by-side is now --parallel")
     if plain and hasattr(arguments, "overrides"):
         arguments.overrides = [*arguments.overrides, *others]
     elif plain and len(others) == 1 and arguments.command == "audit" and arguments.stage is None:

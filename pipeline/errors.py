@@ -1,14 +1,16 @@
-"""The base of everything that a person can mend."""
+"""The errors that a user can fix."""
+
+from parallel.errors import UserError
 
 
-class BraidError(Exception):
-    """A failure whose message alone tells a person what is wrong and what to do."""
+class BraidError(UserError):
+    """A user's error in a command, which ends with `exit_code`."""
 
     exit_code = 1
 
 
 def reason(error: Exception) -> str:
-    """What went wrong, as a person is told: the message, and for an OSError the path."""
+    """Return the message of an error; for an OSError with the path."""
     if not isinstance(error, OSError):
         return str(error) or type(error).__name__
     where = f"{error.filename}: " if error.filename else ""

@@ -1,4 +1,4 @@
-"""What `braid submit`, `stage` and `cancel` do."""
+"""The commands of Slurm: `braid submit`, `stage` and `cancel`."""
 
 from __future__ import annotations
 
@@ -9,72 +9,91 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parallel.files import write_atomically
-from pipeline.commands import runs as commands
+from pipeline.commands import common
+from pipeline.commands.command import Argument, OneOf, command
+from pipeline.commands.common import CONFIG_HELP, JSON, RUN, STAGE, STARTING, TRUST, print_json
 from pipeline.config.cluster import READ_BY_JOBS, ClusterSettings
 from pipeline.config.validate import differing_keys, load_cluster
 from pipeline.config.violations import shown
 from pipeline.errors import BraidError
 from pipeline.report.terminal import terminal
-from pipeline.run import resolved
 from pipeline.run.directory import RunDirectory
-from pipeline.run.fork import find_fork
-from pipeline.run.gates import refuse_stopped
-from pipeline.run.graph import Stage, compile_graph
-from pipeline.run.ledger import Ledger, State, latest
-from pipeline.run.other_settings import refuse_other_configuration
-from pipeline.run.selection import as_done, as_found, chosen, following, refuse_missing_inputs
-from pipeline.run.stale import refuse_stale
-from pipeline.run.states import StageState, derive
+from pipeline.run.gates import check_stopped
+from pipeline.run.graph import Stage
+from pipeline.run.ledger import State, latest
+from pipeline.run.run import Run
+from pipeline.run.select import check_dependencies, check_settings, check_stale, planned_states
+from pipeline.run.states import QueuedJob, StageState, as_done
 from pipeline.run.trust import check_owner, warn_of_readers
 from pipeline.slurm import queue
 from pipeline.slurm import submit as submitting
 from pipeline.slurm.jobs import adopt, job_numbers, queue_of
-from pipeline.slurm.queue import QueuedJob
 from pipeline.slurm.stage import run_stage
 from pipeline.text import say
-from stages.settings import RunSettings
 
-UNDER_WAY: tuple[State, ...] = ("submitted", "running")
+IN_FLIGHT: tuple[State, ...] = ("submitted", "running")
 
 
 @dataclass(frozen=True)
 class _Submission:
-    """What `braid submit` was asked for: `wanted` stages, of them and of all others those made
-    `anew` by name, and what is `taken` over from the `other` run, by stage."""
+    """A request of `braid submit`: the `wanted` stages, the names of those to `rerun`, and the
+    stages to be `reused` from the `other` run."""
 
-    run: RunDirectory
-    settings: RunSettings
+    run: Run
     profile: Path
     cluster: ClusterSettings
-    stages: Sequence[Stage]
     wanted: list[Stage]
-    anew: list[str]
+    rerun: list[str]
     other: RunDirectory | None
-    taken: Mapping[str, str]
+    reused: Mapping[str, str]
 
-    def to_put_aside(self) -> list[Stage]:
-        """Those made anew, and all that follows them."""
-        return following(self.stages, self.anew)
-
-    def states(self, queued: Mapping[str, QueuedJob] | None = None) -> dict[str, StageState]:
-        """Where every stage stands; what is in the queue where `queued` says it."""
-        return derive(self.run, self.settings, self.stages, queued)
-
-    def states_to_be(self, now: Mapping[str, StageState]) -> dict[str, StageState]:
-        """Where every stage will stand once what was asked for is put aside and taken over."""
-        return as_found(self.stages, now, self.taken, self.anew)
+    def planned(self, now: Mapping[str, StageState]) -> dict[str, StageState]:
+        """Return every stage's state once stages are put aside and reused."""
+        return planned_states(self.run, now, self.reused, self.rerun)
 
 
+@command(
+    "submit",
+    "submit the unfinished stages of a configuration to Slurm",
+    CONFIG_HELP
+    + "  braid submit configs/quickstart.yaml --cluster configs/clusters/mine.yaml --dry-run\n"
+    "  braid submit configs/quickstart.yaml --cluster configs/clusters/mine.yaml\n"
+    "  braid submit runs/quickstart/run.yaml                 resume it, on the same cluster\n"
+    "  braid submit runs/quickstart/run.yaml --from merge    and rerun that stage\n\n"
+    "Each stage is a job of one of the scripts in slurm/ and waits for the jobs of its inputs.\n"
+    "--dry-run shows the sbatch commands and writes nothing; --prepare writes the run's directory\n"
+    "with the commands in runs/NAME/slurm/submit.sh, to be run by hand. See docs/slurm.md.",
+    Argument(
+        "--cluster",
+        type=Path,
+        metavar="FILE",
+        help="the cluster's profile (default: the one of the run's last submission)",
+    ),
+    OneOf(
+        (
+            Argument(
+                "--dry-run", action="store_true", help="show the commands; submit and write nothing"
+            ),
+            Argument(
+                "--prepare",
+                action="store_true",
+                help="write the run's directory with the commands in it; submit nothing",
+            ),
+        )
+    ),
+    JSON,
+    *STARTING,
+)
 def submit(arguments: Namespace) -> None:
-    """Hand every stage that is not done to Slurm."""
+    """Submit every unfinished stage to Slurm."""
     asked = _asked(arguments)
     run = asked.run
     if arguments.dry_run:
         _preview(asked)
         return
     warn_of_readers(run)
-    if not run.settings.exists():  # then nothing is made for what cannot start
-        _refuse_missing(asked.wanted, asked.states_to_be(asked.states()))
+    if not run.settings_file.exists():  # then no directory is made for what cannot start
+        _check_dependencies(asked.wanted, asked.planned(run.states))
     with run.lock(shared=True), run.lock_submission() as lock:
         states = _settled(asked)
         jobs = _submissions(asked, states)
@@ -82,130 +101,151 @@ def submit(arguments: Namespace) -> None:
             submitting.write_scripts(run, asked.cluster, jobs)
         if arguments.prepare:
             write_atomically(run.submitting, "")
-            say(f"nothing is submitted; the commands stand in {shown(run.submission)}")
+            say(f"nothing is submitted; the commands are in {shown(run.submission)}")
             return
+        numbers = {}
         for stage, number in submitting.submit(run, jobs, asked.cluster, asked.profile, lock):
-            with suppress(BrokenPipeError):  # nobody reads on, and the others are submitted too
+            numbers[stage.name] = number
+            with suppress(BrokenPipeError):  # nobody reads, and the other stages are submitted too
                 say(f"{stage.name}: job {number}", flush=True)
     for stage in asked.wanted:
         state = states[stage.name]
-        if state.state in ("done", *UNDER_WAY):
+        if state.state in ("done", *IN_FLIGHT):
             say(f"{stage.name}: {state.state} already{_in_words(state)}")
     here = shown(run.path)
-    say(f"see where it stands with: braid status {here}; and what a stage prints with:")
+    say(f"watch it with: braid status {here}; and the output of a stage with:")
     say(f"braid logs {here} STAGE -f")
+    if arguments.json:
+        print_json(arguments, {"run": str(run.path), "jobs": numbers})
 
 
+@command(
+    "stage",
+    "run one stage of a run, as the stage scripts in slurm/ do",
+    "  braid stage runs/quickstart experts.chain_sum\n\n"
+    "In a Slurm job, ranks and engines are steps of it; elsewhere they run here. `braid run` or\n"
+    "`braid submit --prepare` writes the run's directory first.",
+    RUN,
+    TRUST,
+    STAGE,
+)
 def stage(arguments: Namespace) -> None:
     """Run one stage here, as the stage scripts do."""
-    run, settings = commands.owned(arguments, to_start=True)
-    [wanted] = chosen(run, compile_graph(settings), [arguments.stage])
+    run = common.owned(arguments, check_environment=True)
+    [wanted] = run.chosen([arguments.stage])
     with run.lock(shared=True):
-        run_stage(run, settings, wanted, terminal(), commands.PROGRAMS)
+        run_stage(run, wanted, terminal(), common.PROGRAMS)
 
 
+@command(
+    "cancel",
+    "cancel a run's Slurm jobs; running stages checkpoint first",
+    "  braid cancel quickstart\n  braid cancel quickstart experts.chain_sum",
+    RUN,
+    Argument("stages", metavar="STAGE", nargs="*", help="only these stages (default: all)"),
+    Argument("--now", action="store_true", help="end running stages without a checkpoint"),
+)
 def cancel(arguments: Namespace) -> None:
-    """Take a run's jobs out of the queue; those that run save first."""
-    run, settings = commands.existing(arguments)
-    stages = compile_graph(settings)
-    names = {stage.name for stage in chosen(run, stages, arguments.stages)}
+    """Cancel a run's jobs; running stages checkpoint first."""
+    run = common.existing(arguments)
+    names = {stage.name for stage in run.chosen(arguments.stages)}
     with run.lock_submission():
         queued = _jobs(run)
-        newest = latest(Ledger(run.ledger).events())
+        newest = latest(run.events)
         done = {name for name, event in newest.items() if event.state == "done"}
         names &= {name for name, _ in queued}
-        for stage in stages:  # those before it come first
-            # Slurm lets what waits for a cancelled task of an array start all the same.
+        for stage in run.stages:  # dependencies come first
+            # Slurm starts jobs that wait for a cancelled task of an array nevertheless.
             if names & {*stage.waits_for}:
                 names.add(stage.name)
         jobs = [(name, job) for name, job in queued if name in names]
         if not jobs:
             say(f"{shown(run.path)} has no job in the queue")
-        # Those that wait first, so that none begins because another one ends.
+        # Waiting jobs first, so that none starts because another one ends.
         for name, job in sorted(jobs, key=lambda item: not item[1].waits):
             if job.waits or arguments.now:
                 queue.call(["scancel", job.number])
             else:
                 queue.call(["scancel", "--batch", "--signal=TERM", job.number])
             if job.waits and name not in done:
-                Ledger(run.ledger).append(name, "pending", "cancelled", run.stage(name).attempts())
-            running = "ends at once" if arguments.now else "saves and ends"
+                run.ledger.append(name, "pending", "cancelled", run.stage(name).attempts())
+            running = "ends now" if arguments.now else "checkpoints and ends"
             say(f"{name}: {'cancelled' if job.waits else running} (job {job.number})")
 
 
 def _asked(arguments: Namespace) -> _Submission:
-    """Raises BraidError where the arguments, the profile or the run's path cannot be."""
-    run, settings = commands.configured(arguments)
+    """Return the request; raise BraidError where the arguments, profile or path are invalid."""
+    run = common.configured(arguments)
     check_owner(run, arguments.trust_run)
     profile = _profile(arguments.cluster, run)
     cluster = load_cluster(profile)
     for letter, name in (("%", "%"), ("\n", "line break")):
         if letter in str(run.path.absolute()):
             raise BraidError(
-                f"{shown(run.path)}: Slurm reads a {name} in a path otherwise; choose another"
+                f"{shown(run.path)}: Slurm misreads a {name} in a path; choose another path"
             )
-    stages = compile_graph(settings)
-    wanted = chosen(run, stages, arguments.only)
-    chosen(run, stages, arguments.anew)
-    other = commands.forked(arguments)
-    taken = find_fork(run, settings, other).taken if other is not None else {}
-    submitting.refuse_too_large_engines(settings, cluster, stages)
-    return _Submission(
-        run, settings, profile, cluster, stages, wanted, arguments.anew, other, taken
-    )
+    wanted = run.chosen(arguments.only)
+    run.chosen(arguments.rerun)
+    other, fork = common.forked(arguments, run)
+    submitting.refuse_too_large_engines(run.settings, cluster, run.stages)
+    return _Submission(run, profile, cluster, wanted, arguments.rerun, other, fork.reused)
 
 
 def _preview(asked: _Submission) -> None:
-    """Show what would be submitted, or raise BraidError as the submission would; writes nothing."""
-    run, settings = asked.run, asked.settings
-    _refuse_other_settings(run, settings)
-    refuse_other_configuration(run, settings, asked.anew)
-    again = asked.to_put_aside()
-    refuse_stale(run, settings, [each for each in asked.wanted if each not in again], record=False)
-    queued, unasked = queue_of(run, Ledger(run.ledger).events())
-    jobs = _submissions(asked, asked.states_to_be(asked.states(queued)))
+    """Show the submission, or raise BraidError as it would; write nothing."""
+    run = asked.run
+    _check_queued_settings(run)
+    check_settings(run, asked.rerun)
+    again = run.downstream(asked.rerun)
+    check_stale(run, [each for each in asked.wanted if each not in again], record=False)
+    queued, unasked = queue_of(run)
+    jobs = _submissions(asked, asked.planned(run.states_with(queued)))
     _show(run, jobs, unasked)
 
 
 def _settled(asked: _Submission) -> dict[str, StageState]:
-    """Where every stage stands, once the run has these settings, and what was asked for is put
-    aside and taken over. Raises BraidError where that cannot be; unless it is for what is stale,
-    the run is then as it was."""
-    run, settings = asked.run, asked.settings
-    _refuse_other_settings(run, settings)
+    """Write the run's settings, put aside and reuse stages; return every stage's state then.
+
+    Raises:
+        BraidError: the request cannot be met; unless the reason is a stale stage, the run has not
+            changed.
+    """
+    run = asked.run
+    _check_queued_settings(run)
     queued = adopt(run)
-    before = asked.states(queued)
-    _refuse_under_way(run, before, asked.to_put_aside())
-    under_way = {name for name, state in before.items() if state.job and state.state in UNDER_WAY}
-    with_jobs = [each for each in asked.stages if each.name in under_way]
-    _refuse_other_profile(run, asked.cluster, with_jobs)
-    # What is stale is refused with a reason of its own.
-    _refuse_missing(asked.wanted, as_done(asked.states_to_be(before), "stale"))
-    commands.take_settings(run, settings, asked.anew)
+    before = run.states_with(queued)
+    _check_not_in_flight(run, before, run.downstream(asked.rerun))
+    in_flight = {name for name, state in before.items() if state.job and state.state in IN_FLIGHT}
+    with_jobs = [each for each in run.stages if each.name in in_flight]
+    _check_queued_profile(run, asked.cluster, with_jobs)
+    # Stale stages are refused with an error of their own.
+    _check_dependencies(asked.wanted, as_done(asked.planned(before), "stale"))
+    check_settings(run, asked.rerun)
+    run.write_settings()
     if asked.other is not None:
-        commands.take_over_from(run, settings, asked.other)
-    commands.make_anew(run, asked.to_put_aside())
-    refuse_stale(run, settings, asked.wanted)
-    return asked.states(queued)
+        common.reuse_from(run, asked.other)
+    common.rerun(run, asked.rerun)
+    check_stale(run, asked.wanted)
+    return run.states_with(queued)
 
 
-def _refuse_under_way(
-    run: RunDirectory, states: Mapping[str, StageState], anew: Sequence[Stage]
+def _check_not_in_flight(
+    run: RunDirectory, states: Mapping[str, StageState], rerun: Sequence[Stage]
 ) -> None:
-    """Raise BraidError where what is to be made anew waits in the queue or runs."""
-    busy = [each.name for each in anew if states[each.name].state in UNDER_WAY]
+    """Raise BraidError where a stage to rerun waits in the queue or runs."""
+    busy = [each.name for each in rerun if states[each.name].state in IN_FLIGHT]
     if busy:
         raise BraidError(
-            f"{', '.join(busy)} cannot be made anew, since a job of it waits or runs; take it out "
-            f"first with: braid cancel {shown(run.path)}"
+            f"{', '.join(busy)} cannot be rerun while a job of it waits or runs; cancel it first "
+            f"with: braid cancel {shown(run.path)}"
         )
 
 
 def _show(run: RunDirectory, jobs: Sequence[submitting.Submission], unasked: str) -> None:
-    """What would be submitted, as a script; writes nothing."""
+    """Show the submission as a script."""
     say(submitting.script_of(jobs))
-    say("# Nothing is written and nothing submitted. The stage scripts are these files. For their")
-    say(f"# commands to run by hand, --prepare makes {shown(run.path)} and this script in it.")
+    say("# Nothing is written and nothing submitted. To run these commands by hand, --prepare")
+    say(f"# writes {shown(run.path)} with this script in it.")
     if unasked:
         say(f"# {unasked}")
 
@@ -213,42 +253,40 @@ def _show(run: RunDirectory, jobs: Sequence[submitting.Submission], unasked: str
 def _submissions(
     asked: _Submission, states: Mapping[str, StageState]
 ) -> list[submitting.Submission]:
-    """Raises BraidError where something that is wanted cannot start."""
-    _refuse_missing(asked.wanted, states)
-    refuse_stopped(asked.run, asked.wanted, states)
-    return submitting.submissions(asked.run, asked.settings, asked.cluster, asked.wanted, states)
+    """Return the jobs; raise BraidError where a wanted stage cannot start."""
+    _check_dependencies(asked.wanted, states)
+    check_stopped(asked.run, asked.wanted, states)
+    return submitting.submissions(asked.run, asked.cluster, asked.wanted, states)
 
 
-def _jobs(run: RunDirectory) -> list[tuple[str, QueuedJob]]:
-    """The stage and the job of everything in the queue; two where a stage was submitted twice."""
+def _jobs(run: Run) -> list[tuple[str, QueuedJob]]:
+    """Return the stage and the job of each job in the queue; a stage may have several."""
     jobs = adopt(run)
-    stages = {number: name for name, number in job_numbers(Ledger(run.ledger).events()).items()}
+    stages = {number: name for name, number in job_numbers(run.events).items()}
     named = ((job.stage or stages.get(number), job) for number, job in jobs.items())
     return [(name, job) for name, job in named if name is not None]
 
 
-def _refuse_missing(wanted: list[Stage], states: Mapping[str, StageState]) -> None:
-    """What is in the queue may be waited for."""
-    refuse_missing_inputs(wanted, as_done(states, *UNDER_WAY))
+def _check_dependencies(wanted: list[Stage], states: Mapping[str, StageState]) -> None:
+    """Check dependencies, of which those in the queue count as done."""
+    check_dependencies(wanted, as_done(states, *IN_FLIGHT))
 
 
-def _refuse_other_settings(run: RunDirectory, settings: RunSettings) -> None:
-    """Raise BraidError where jobs wait that would run with other settings than they were submitted
-    with."""
-    if run.settings.exists() and differing_keys(resolved.read(run), settings):
-        jobs, _ = queue_of(run, Ledger(run.ledger).events())
-        if jobs:
-            raise BraidError(
-                f"{shown(run.path)} has jobs in the queue, which would run with these other "
-                f"settings; take them out first with: braid cancel {shown(run.path)}"
-            )
+def _check_queued_settings(run: Run) -> None:
+    """Raise BraidError where queued jobs would run with settings they were not submitted with."""
+    if not run.settings_file.exists():
+        return
+    if differing_keys(Run.read(run.path).settings, run.settings) and queue_of(run)[0]:
+        raise BraidError(
+            f"{shown(run.path)} has jobs in the queue, which would run with these different "
+            f"settings; cancel them first with: braid cancel {shown(run.path)}"
+        )
 
 
-def _refuse_other_profile(
+def _check_queued_profile(
     run: RunDirectory, cluster: ClusterSettings, queued: Sequence[Stage]
 ) -> None:
-    """Raise BraidError where jobs wait or run that would read another profile than they were
-    submitted with."""
+    """Raise BraidError where jobs would read a profile that they were not submitted with."""
     if not queued or not run.cluster.exists():
         return
     theirs = load_cluster(run.cluster)
@@ -260,19 +298,19 @@ def _refuse_other_profile(
     }
     if differing:
         raise BraidError(
-            f"{shown(run.path)} has jobs in the queue, which would read another "
-            f"{', '.join(sorted(differing))} than they were submitted with; take them out first "
-            f"with: braid cancel {shown(run.path)}"
+            f"{shown(run.path)} has jobs in the queue, which were submitted with a different "
+            f"{', '.join(sorted(differing))}; cancel them first with: braid cancel "
+            f"{shown(run.path)}"
         )
 
 
 def _profile(path: Path | None, run: RunDirectory) -> Path:
-    """The file of the cluster's profile: one that is given, or what the run has of its last."""
+    """Return the path of the given cluster profile, or else of the run's last one."""
     if path is not None:
         return path
     if run.cluster.exists():
         return run.cluster
-    raise BraidError("--cluster FILE is needed: configs/clusters has one to begin with")
+    raise BraidError("--cluster FILE is required; configs/clusters has examples")
 
 
 def _in_words(state: StageState) -> str:

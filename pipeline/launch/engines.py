@@ -1,4 +1,4 @@
-"""Engine processes: they stay up from stage to stage, and are restarted when they fail."""
+"""The engine processes: they stay up from stage to stage and are restarted when they fail."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.launch.jobs import write_engine_job
+from parallel.files import write_atomically
+from parallel.settings import EngineJob
 from pipeline.launch.placement import Placement
 from pipeline.launch.processes import Process, ProcessFailure, kill
 from pipeline.run.directory import EngineDirectory
 from stages.settings import RunSettings
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 class EngineSupervisor:
-    """The engines of a launcher, each in a folder of its own below `folder`. None runs before the
-    first `begin`."""
+    """The engines of a launcher, in numbered directories; none runs before the first `begin`."""
 
     def __init__(
         self,
-        folder: Path,
+        directory: Path,
         settings: RunSettings,
         program: Callable[[Path], list[str]],
         placement: Placement,
@@ -30,21 +30,21 @@ class EngineSupervisor:
         self._settings = settings
         self._placement = placement
         self._directories = [
-            EngineDirectory(folder / str(index)) for index in range(settings.engine.count)
+            EngineDirectory(directory / str(index)) for index in range(settings.engine.count)
         ]
         self._program = program
         self._engines: list[SupervisedEngine] = []
 
     @property
     def addresses(self) -> list[Path]:
-        """Where each engine says how to reach it."""
+        """The path of each engine's address."""
         return [directory.address.absolute() for directory in self._directories]
 
-    def begin(self, tell: Tell) -> None:
-        """Have every engine running for a new attempt at a stage, whose restarts count from 0.
+    def begin(self, report: Report) -> None:
+        """Start every engine that does not run, for a new attempt whose restarts count from 0.
 
         Raises:
-            BraidError: the machine has too few cores for engines on cores of their own.
+            BraidError: the machine has too few cores for the engines.
         """
         if not self._engines:
             for index in range(len(self._directories)):
@@ -53,11 +53,11 @@ class EngineSupervisor:
         for engine in self._engines:
             engine.restarts = 0
             if failure := engine.failure():
-                tell(f"{failure.cause}; starting it anew")
+                report(f"{failure.cause}; restarting it")
                 engine.start()
 
-    def mend(self, tell: Tell) -> ProcessFailure | None:
-        """Restart the engines that failed; the failure of one for which that is no remedy."""
+    def restart_failed(self, report: Report) -> ProcessFailure | None:
+        """Restart the engines that failed; return the failure of one that must not be."""
         for engine in self._engines:
             if (failure := engine.failure()) is None:
                 continue
@@ -67,16 +67,16 @@ class EngineSupervisor:
             if engine.restarts >= bound:
                 return replace(failure, cause=f"{failure.cause}; {_worn_out(bound)}")
             engine.restarts += 1
-            tell(f"{failure.cause}; restarting it ({engine.restarts} of at most {bound})")
+            report(f"{failure.cause}; restarting it ({engine.restarts} of at most {bound})")
             engine.start()
         return None
 
     def failed(self) -> ProcessFailure | None:
-        """The failure of the first engine that has one."""
+        """Return the failure of the first engine that has one."""
         return next(filter(None, (engine.failure() for engine in self._engines)), None)
 
     def stop(self) -> None:
-        """Leave nothing of any engine running."""
+        """End every engine and everything it started."""
         for engine in self._engines:
             engine.stop()
 
@@ -88,7 +88,7 @@ class EngineSupervisor:
 
 
 class SupervisedEngine:
-    """One engine through all of its restarts. `was_ready` tells that it can run at all."""
+    """One engine through all of its restarts; `was_ready` means that it can run at all."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class SupervisedEngine:
         self.start()
 
     def start(self) -> None:
-        """Start it, after ending what runs of it and removing what that has left."""
+        """Start the engine, after ending the one before and removing its address."""
         self.stop()
         self._directory.address.unlink(missing_ok=True)
         self._directory.restart.unlink(missing_ok=True)
@@ -127,10 +127,13 @@ class SupervisedEngine:
             self._process = None
 
     def failure(self) -> ProcessFailure | None:
-        """Why it cannot be used any more: it ended, it does not get ready, or a rank says so."""
+        """Return why the engine cannot be used any more; None while it can.
+
+        It ended, it did not get ready in time, or a rank gave up on it.
+        """
         assert self._process is not None
         ended = self._process.status() is not None
-        ready = self._directory.address.exists()  # looked for last: it may have ended just now
+        ready = self._directory.address.exists()  # checked last: it may have ended just now
         self.was_ready = self.was_ready or ready
         if ended:
             failure = self._process.failure()
@@ -138,7 +141,7 @@ class SupervisedEngine:
             return replace(failure, cause=f"{self._name}: {failure.cause}") if named else failure
         if ready:
             return self._complaint()
-        # One of an engine that is not ready was of the engine before it.
+        # While the engine starts, a request for a restart means the engine before it.
         self._directory.restart.unlink(missing_ok=True)
         if time.monotonic() < self._started + self._start_seconds:
             return None
@@ -157,4 +160,20 @@ def _worn_out(bound: int) -> str:
     if not bound:
         return "engine.max_restarts = 0 allows no restart"
     times = "once" if bound == 1 else f"{bound} times"
-    return f"it was restarted {times} already, and engine.max_restarts = {bound}"
+    return f"it was restarted {times}, the most that engine.max_restarts = {bound} allows"
+
+
+def write_engine_job(
+    directory: EngineDirectory, settings: RunSettings, index: int, interface: str
+) -> Path:
+    """Write one engine's job, with the run's seed; return its path."""
+    job = EngineJob(
+        model=settings.model,
+        engine=settings.engine,
+        index=index,
+        address=directory.address.absolute(),
+        interface=interface,
+        seed=settings.seed,
+    )
+    write_atomically(directory.job, job.model_dump_json(indent=2) + "\n")
+    return directory.job.absolute()

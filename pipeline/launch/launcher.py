@@ -1,4 +1,4 @@
-"""Runs one job at a time: the ranks of a stage, beside engines that stay up from job to job."""
+"""A launcher: it runs one job at a time, the ranks of a stage, beside engines that stay up."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from parallel.files import write_atomically
 from pipeline.config.violations import shown
 from pipeline.errors import BraidError
-from pipeline.launch.engines import EngineSupervisor, Tell
-from pipeline.launch.jobs import write_stage_job
+from pipeline.launch.engines import EngineSupervisor, Report
 from pipeline.launch.placement import Placement
 from pipeline.launch.processes import (
     POLL_SECONDS,
     Process,
     ProcessFailure,
+    Signals,
+    Stopped,
     ask_to_stop,
     kill,
     lost_another,
@@ -25,18 +27,25 @@ from pipeline.launch.processes import (
     wait_for_all,
 )
 from pipeline.launch.progress import StageView
-from pipeline.launch.signals import Signals, Stopped
+from pipeline.run.directory import RunDirectory, StageDirectory
+from pipeline.run.gates import gate_of
+from pipeline.run.graph import Stage
+from pipeline.run.run import Run
 from stages.settings import RunSettings, StageJob
 
-Work = Generator[None, None, None]  # what yields whenever there is nothing to do but wait
+Work = Generator[None, None, None]  # yields whenever it can only wait
 
-SAVE_SECONDS = 30.0  # what a stage that is asked to stop may take for its checkpoint
-SETTLE_SECONDS = 1.0  # what the other ranks of a failed one may take to say what they saw
-SIGN_SECONDS = 1.0  # how often the job's file is touched, to tell later how long a killed run ran
+SAVE_SECONDS = 30.0  # for the checkpoint of a stage that is asked to stop
+SETTLE_SECONDS = 1.0  # for the other ranks to report too, after one failed
+SIGN_SECONDS = 1.0  # between touches of the job's file, which date the end of a killed run
+
+
+class MissingCheckpoint(BraidError):
+    """A stage has no checkpoint that another stage needs."""
 
 
 class JobFailed(BraidError):
-    """A rank failed, or an engine for which a restart is no remedy."""
+    """A rank failed, or an engine that a restart does not help."""
 
     def __init__(self, stage: str, failure: ProcessFailure) -> None:
         tail = [f"    | {line}" for line in failure.tail]
@@ -46,20 +55,20 @@ class JobFailed(BraidError):
 
     @property
     def cause(self) -> str:
-        """In one line."""
+        """The cause in one line."""
         return self.failure.cause
 
 
 @dataclass(frozen=True)
 class Programs:
-    """The command lines of a stage's rank and of an engine, each from the path of its job."""
+    """The commands of a stage's rank and of an engine, each from the path of its job."""
 
     stage: Callable[[Path], list[str]] = lambda job: python_module("stages.main", job)
     engine: Callable[[Path], list[str]] = lambda job: python_module("parallel.engine.server", job)
 
 
 class Launcher:
-    """Context in which jobs run; on leaving it nothing it started is left running."""
+    """A context in which jobs run; leaving it ends everything it started."""
 
     def __init__(
         self,
@@ -70,7 +79,6 @@ class Launcher:
         signals: Signals,
         save_seconds: float = SAVE_SECONDS,
     ) -> None:
-        """`engines` is the folder for the engines' own folders."""
         self._settings = settings
         self._programs = programs
         self._placement = placement
@@ -97,18 +105,17 @@ class Launcher:
     def execute(
         self, job: StageJob, view: StageView, record: Callable[[str], None] = lambda _: None
     ) -> Work:
-        """Run a job to its end, yielding whenever there is nothing to do but wait; nothing of it
-        runs any more when this returns, raises or is closed.
+        """Run a job to its end, yielding whenever it can only wait.
 
-        What a rank wants known meanwhile, and every restart of an engine, is shown and handed to
-        `record`.
+        No rank runs any more when this returns, raises or is closed. Notices of the ranks and
+        restarts of engines are shown and passed to `record`.
 
         Raises:
-            JobFailed: a rank ended badly, or an engine more often than it may be restarted.
+            JobFailed: a rank failed, or an engine more often than it may be restarted.
             Stopped: a signal asked for it; the ranks had time to save.
         """
 
-        def tell(notice: str) -> None:
+        def report(notice: str) -> None:
             view.say(notice)
             record(notice)
 
@@ -118,15 +125,15 @@ class Launcher:
         path = write_stage_job(job.model_copy(update=reached))
         view.expect(engines)
         if job.samples:
-            self._engines.begin(tell)
+            self._engines.begin(report)
         ranks = self._placement.start_ranks(
             self._programs.stage(path), self._settings.layout.ranks, path.parent, job.samples
         )
         try:
-            while not self._finished(job, ranks, tell):
+            while not self._finished(job, ranks, report):
                 view.poll()
                 self._show_life(path)
-                _pass_on(ranks, tell)
+                _report_notices(ranks, report)
                 self._signals.check()
                 yield
         except Stopped as stopped:
@@ -137,16 +144,16 @@ class Launcher:
             raise
         finally:
             kill(ranks)
-            with contextlib.suppress(OSError):  # a full disk is told by what ended the job
-                _pass_on(ranks, tell)
+            with contextlib.suppress(OSError):  # a full disk is in the error that ended the job
+                _report_notices(ranks, report)
 
-    def _finished(self, job: StageJob, ranks: Sequence[Process], tell: Tell) -> bool:
-        """Whether every rank ended well; restarts the engines that need it.
+    def _finished(self, job: StageJob, ranks: Sequence[Process], report: Report) -> bool:
+        """Return whether every rank ended well; restart the engines that failed.
 
         Raises:
-            JobFailed: a rank ended otherwise, or a restart is no remedy.
+            JobFailed: a rank failed, or an engine that must not be restarted.
         """
-        if job.samples and (failure := self._engines.mend(tell)):
+        if job.samples and (failure := self._engines.restart_failed(report)):
             raise JobFailed(job.stage, failure)
         if first := _failed(ranks):
             wait_for_all(ranks, SETTLE_SECONDS)
@@ -169,17 +176,17 @@ class Launcher:
             self._next_sign = time.monotonic() + SIGN_SECONDS
 
 
-def to_the_end(work: Work) -> None:
-    """Go through what yields when it has to wait, with nothing else to do meanwhile."""
+def run_to_the_end(work: Work) -> None:
+    """Run one job's work to its end, sleeping whenever it yields."""
     for _ in work:
         time.sleep(POLL_SECONDS)
 
 
 def first_cause(failed: Sequence[Process], first: Sequence[Process]) -> ProcessFailure:
-    """The failure that explains the others; `first` holds the ranks that failed before the rest.
+    """Return the failure that explains the others; `first` are the ranks that failed first.
 
-    A rank that gives its reason knows best. One that only lost its connection to another is the
-    last to ask; a killed rank had no time to say anything, and pulled down others that had.
+    A rank that gives its reason comes first, and one that only lost its connection to another
+    comes last; a killed rank could report nothing, while those that it brought down could.
     """
 
     def doubt(rank: Process) -> tuple[bool, bool, bool, bool]:
@@ -190,11 +197,58 @@ def first_cause(failed: Sequence[Process], first: Sequence[Process]) -> ProcessF
     return min(failed, key=doubt).failure()
 
 
-def _pass_on(ranks: Sequence[Process], tell: Tell) -> None:
+def _report_notices(ranks: Sequence[Process], report: Report) -> None:
     for rank in ranks:
         for notice in rank.notices():
-            tell(notice)
+            report(notice)
 
 
 def _failed(ranks: Sequence[Process]) -> list[Process]:
     return [rank for rank in ranks if rank.status()]
+
+
+def stage_job(run: Run, stage: Stage, attempt: int) -> StageJob:
+    """Return the job of one attempt at a stage; a launcher adds the addresses of its engines."""
+    directory, settings = run.stage(stage.name), run.settings
+    if stage.kind == "gate":
+        asked = {"problems": gate_of(stage, settings).problems, "samples_per_problem": 1}
+        evaluation = settings.evaluation.model_copy(update=asked)
+        settings = settings.model_copy(update={"evaluation": evaluation})
+    return StageJob(
+        stage=stage.name,
+        kind=stage.kind,
+        domain=stage.domain,
+        directory=directory.path.absolute(),
+        attempt=attempt,
+        parent=checkpoint_path(run, stage.parent) if stage.parent else None,
+        teachers={key: checkpoint_path(run, name) for key, name in stage.teachers.items()},
+        models={key: checkpoint_path(run, name) for key, name in stage.models.items()},
+        evaluated_on=stage.evaluated_on,
+        output=directory.exported.absolute() if stage.kind == "export" else None,
+        samples=stage.needs_engine,
+        settings=settings,
+    )
+
+
+def checkpoint_path(run: RunDirectory, stage: str, step: int | None = None) -> Path:
+    """Return the path of a stage's newest whole checkpoint, or of its checkpoint of a step.
+
+    Raises:
+        MissingCheckpoint: the stage has none, or none of that step.
+    """
+    directory = run.stage(stage)
+    found = directory.newest_checkpoint() if step is None else directory.checkpoint(step)
+    if found is not None:
+        return found.path.absolute()
+    message = f"stage {stage} of {shown(run.path)} has no checkpoint"
+    if not (steps := directory.whole_steps()):
+        raise MissingCheckpoint(f"{message} yet")
+    kept = ", ".join(map(str, steps))
+    raise MissingCheckpoint(f"{message} of step {step}: it has step{'s' * (len(steps) > 1)} {kept}")
+
+
+def write_stage_job(job: StageJob) -> Path:
+    """Write the job into its attempt's directory; return its path."""
+    path = StageDirectory(job.directory).job(job.attempt)
+    write_atomically(path, job.model_dump_json(indent=2) + "\n")
+    return path

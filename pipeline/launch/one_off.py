@@ -1,4 +1,4 @@
-"""Jobs beside the graph, on the finished stages of a run: evaluations, exports, previews."""
+"""The jobs beside the graph, on finished stages of a run: evaluations, exports, previews."""
 
 from __future__ import annotations
 
@@ -16,18 +16,16 @@ from rich.console import Console
 from pipeline.config.rules import evaluation_rules
 from pipeline.config.violations import hint, shown
 from pipeline.errors import BraidError
-from pipeline.launch.jobs import checkpoint_path
-from pipeline.launch.launcher import Launcher, Programs, to_the_end
+from pipeline.launch.launcher import Launcher, Programs, checkpoint_path, run_to_the_end
 from pipeline.launch.placement import ThisMachine
+from pipeline.launch.processes import Signals
 from pipeline.launch.progress import watching
-from pipeline.launch.signals import Signals
 from pipeline.run.directory import RunDirectory, StageDirectory
-from pipeline.run.graph import compile_graph
 from pipeline.run.results import Models
-from pipeline.run.states import derive
+from pipeline.run.run import Run
 from stages.settings import EvaluationSettings, RunSettings, StageJob
 
-# The settings of an evaluation that a command line may change, and how.
+# The settings of an evaluation that options of `braid evaluate` override.
 FLAGS = {
     "problems": "--problems",
     "samples_per_problem": "--samples",
@@ -36,8 +34,7 @@ FLAGS = {
 
 
 def evaluate(
-    run: RunDirectory,
-    settings: RunSettings,
+    run: Run,
     console: Console,
     programs: Programs,
     stage: str | None = None,
@@ -45,24 +42,32 @@ def evaluate(
     domains: Sequence[str] = (),
     changes: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Models, Path]:
-    """Evaluate one finished stage, or all of them, with `changes` to the run's own evaluation; or
-    one stage's checkpoint of a step; on some domains, or on all. Returns what was found, and the
-    file that it stands in.
+    """Evaluate finished stages, or one stage's checkpoint of a step; return accuracies and file.
+
+    Args:
+        run: the run, whose own results stay as they are.
+        console: where progress is shown.
+        programs: the commands of its processes.
+        stage: the one stage to evaluate; all finished ones where it is None.
+        step: the step of that stage's checkpoint; the newest where it is None.
+        domains: the domains to evaluate on; all where there are none.
+        changes: settings that override those of the run's `evaluation`.
 
     Raises:
-        BraidError: the stage is not finished, there is no such checkpoint or domain, the problems
-            are too few, or the evaluation failed.
+        BraidError: the stage is not finished, there is no such checkpoint or domain, there are too
+            few problems, or the evaluation failed.
     """
+    settings = run.settings
     for name in domains:
         if name not in settings.domains:
             raise BraidError(f"--domain {name}: no such domain; {hint(name, settings.domains)}")
     if step is None:
-        done = finished_training(run, settings, stage)
+        done = finished_training(run, stage)
         models = {name: checkpoint_path(run, name) for name in done}
     elif stage is None:
-        raise BraidError(f"--step {step} is of one stage; name it with --stage")
+        raise BraidError(f"--step {step} needs --stage: a step belongs to one stage")
     else:
-        models = {stage: checkpoint_of(run, settings, stage, step)}
+        models = {stage: checkpoint_of(run, stage, step)}
     settings = settings.model_copy(update={"evaluation": _changed(settings, changes)})
     directory = _new_directory(run, "evaluations")
     job = StageJob(
@@ -81,16 +86,17 @@ def evaluate(
 
 
 def _changed(settings: RunSettings, changes: Mapping[str, Any]) -> EvaluationSettings:
-    """The run's evaluation with what the flags of FLAGS change.
+    """Return the run's evaluation settings with `changes` applied.
 
-    Raises BraidError where one of them is out of bounds, or goes with no other.
+    Raises:
+        BraidError: a value is out of bounds or conflicts with another.
     """
     try:
         evaluation = EvaluationSettings(**{**settings.evaluation.model_dump(), **changes})
     except ValidationError as error:
-        fault = error.errors()[0]
-        flag = FLAGS[str(fault["loc"][0])]
-        raise BraidError(f"{flag} {fault['input']}: {fault['msg'].lower()}") from None
+        first = error.errors()[0]
+        flag = FLAGS[str(first["loc"][0])]
+        raise BraidError(f"{flag} {first['input']}: {first['msg'].lower()}") from None
     for key, message in evaluation_rules(evaluation, settings.layout):
         raise BraidError(f"{FLAGS[key.removeprefix('evaluation.')]} {message}")
     return evaluation
@@ -104,8 +110,9 @@ def preview(
     checkpoint: Path,
     domain: str,
 ) -> dict[str, Any]:
-    """What the responses of a checkpoint earn in a domain of `settings`, which may be another than
-    the run's: one step's groups, as `stages.preview` writes them.
+    """Sample one step's groups from a checkpoint and return their rewards.
+
+    `settings` has the `domain` and may differ from the run's; `stages.preview` writes the groups.
 
     Raises:
         BraidError: the engines or the rewards failed.
@@ -127,23 +134,17 @@ def preview(
 
 
 def export(
-    run: RunDirectory,
-    settings: RunSettings,
-    console: Console,
-    programs: Programs,
-    stage: str,
-    to: Path,
-    step: int | None = None,
+    run: Run, console: Console, programs: Programs, stage: str, to: Path, step: int | None = None
 ) -> None:
-    """Write a finished stage's model, or a stage's of a step, as a Hugging Face checkpoint.
+    """Write the model of a finished stage, or of a stage's step, as a Hugging Face checkpoint.
 
     Raises:
-        BraidError: `to` holds something already, the stage is not finished, there is no such
-            checkpoint, or the export failed.
+        BraidError: `to` is not empty, the stage is not finished, there is no such checkpoint, or
+            the export failed.
     """
     if to.exists() and not (to.is_dir() and not any(to.iterdir())):
-        raise BraidError(f"{shown(to)} holds something already; choose another --to")
-    parent = checkpoint_of(run, settings, stage, step)
+        raise BraidError(f"{shown(to)} exists and is not empty; choose another --to")
+    parent = checkpoint_of(run, stage, step)
     job = StageJob(
         stage="export",
         kind="export",
@@ -151,54 +152,53 @@ def export(
         attempt=1,
         parent=parent,
         output=to.absolute(),
-        settings=settings,
+        settings=run.settings,
     )
     _execute(run, job, console, programs)
 
 
-def checkpoint_of(run: RunDirectory, settings: RunSettings, stage: str, step: int | None) -> Path:
-    """The last checkpoint of a finished stage, or that of a step, which the stage may have kept
-    while it was not finished.
+def checkpoint_of(run: Run, stage: str, step: int | None) -> Path:
+    """Return the last checkpoint of a finished stage, or a stage's checkpoint of a step.
+
+    With a step, the stage need not be finished.
 
     Raises:
-        BraidError: there is none, or it was made from other settings or inputs than the run's.
+        BraidError: there is no such checkpoint, or it is stale.
     """
-    stages = compile_graph(settings)
-    trained = {each.name for each in stages if each.trains}
-    state = derive(run, settings, stages)[stage] if stage in trained else None
+    state = run.states[stage] if stage in _trained(run) else None
     if step is None or state is None or state.state == "stale":
-        finished_training(run, settings, stage)
+        finished_training(run, stage)
     return checkpoint_path(run, stage, step)
 
 
-def finished_training(
-    run: RunDirectory, settings: RunSettings, stage: str | None = None
-) -> list[str]:
-    """The stages with a finished model, or just the one asked for.
+def finished_training(run: Run, stage: str | None = None) -> list[str]:
+    """Return the stages with a finished model, or only the given one.
 
     Raises:
         BraidError: there is no such finished stage.
     """
-    stages = compile_graph(settings)
-    states = derive(run, settings, stages)
-    known = [each.name for each in stages if each.trains]
-    done = [name for name in known if states[name].state == "done"]
+    known = _trained(run)
+    done = [name for name in known if run.states[name].state == "done"]
     if stage is None and done:
         return done
     if stage in done:
         return [stage]
     if stage is not None and stage not in known:
-        raise BraidError(f"no stage {stage} leaves a model; {hint(stage, known)}")
-    what = f"stage {stage} is {states[stage].state}" if stage else "no stage is done yet"
+        raise BraidError(f"no stage {stage} has a model; {hint(stage, known)}")
+    what = f"stage {stage} is {run.states[stage].state}" if stage else "no stage is done yet"
     raise BraidError(f"{shown(run.path)}: {what}; finish it with: braid resume {shown(run.path)}")
 
 
-def _new_directory(run: RunDirectory, folder: str) -> StageDirectory:
-    """One that is not there yet: an evaluation keeps the results that it finds."""
+def _trained(run: Run) -> list[str]:
+    return [stage.name for stage in run.stages if stage.trains]
+
+
+def _new_directory(run: RunDirectory, parent: str) -> StageDirectory:
+    """Return a directory named after the time that does not exist yet."""
     name = time.strftime("%Y%m%d-%H%M%S")
     names = chain([name], (f"{name}-{number}" for number in count(2)))
     return StageDirectory(
-        next(path for each in names if not (path := run.path / folder / each).exists())
+        next(path for each in names if not (path := run.path / parent / each).exists())
     )
 
 
@@ -210,4 +210,4 @@ def _execute(run: RunDirectory, job: StageJob, console: Console, programs: Progr
         Launcher(run.engines, job.settings, programs, placement, signals) as launcher,
         watching(console, job.stage, None, metrics) as view,
     ):
-        to_the_end(launcher.execute(job, view))
+        run_to_the_end(launcher.execute(job, view))

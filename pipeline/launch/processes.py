@@ -12,12 +12,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from types import FrameType, TracebackType
+from typing import Any, Protocol
 
 from parallel.status_pipe import ERROR_MARK, LOST_PEER, NOTICE_MARK, STATUS_DESCRIPTOR
+from pipeline.errors import BraidError
 
 POLL_SECONDS = 0.05
 TAIL_LINES = 8
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+TIME_IS_UP = signal.SIGUSR1  # from `--signal=B:USR1@...`, before the walltime ends
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
@@ -289,7 +293,7 @@ class Child:
         status = self.status() or 0
         if status >= 0:
             return f"ended with exit status {status}"
-        hint = " (was the memory used up?)" if -status == signal.SIGKILL else ""
+        hint = " (out of memory?)" if -status == signal.SIGKILL else ""
         return f"was killed by {signal.Signals(-status).name}{hint}"
 
 
@@ -354,3 +358,50 @@ def _prepared(parent: int, cores: Sequence[int] | None) -> Callable[[], None]:
             os.sched_setaffinity(0, cores)
 
     return prepare
+
+
+class Stopped(BraidError):
+    """A signal asked the launcher to stop."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.number = number
+        self.exit_code = 128 + number
+
+
+class Signals:
+    """A context in which stop signals are only noted.
+
+    An exception from a handler could fall between starting a process and storing it.
+    """
+
+    def __init__(self, numbers: Sequence[int] = STOP_SIGNALS) -> None:
+        self._numbers = numbers
+        self._handlers: dict[int, Any] = {}
+        self._received: list[int] = []
+
+    def __enter__(self) -> Signals:
+        for number in self._numbers:
+            self._handlers[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def count(self, number: int) -> int:
+        """Return how often a signal came."""
+        return self._received.count(number)
+
+    def check(self) -> None:
+        """Raise Stopped when a signal came; a request to stop comes before the time limit."""
+        for number in sorted(self._received, key=lambda number: number == TIME_IS_UP):
+            raise Stopped(number)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._received.append(number)

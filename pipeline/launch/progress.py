@@ -9,14 +9,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from pipeline.run.metrics import LABELS, Line, MetricsTail, newest_lines
 from pipeline.text import clock
-
-if TYPE_CHECKING:  # rich takes a while to import, and `braid status` draws nothing with it
-    from rich.console import Console
-    from rich.table import Table
 
 LIVE_SECONDS = 0.25
 PLAIN_SECONDS = 10.0
@@ -115,10 +116,6 @@ class StageView:
 
     def line(self) -> Table:
         """Its line of the screen."""
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
-
         line = Table.grid(padding=(0, 1))
         bar = ProgressBar(total=self._progress.steps or 1, completed=self._progress.step, width=24)
         line.add_row(Text(self._title), bar, Text(self._progress.describe(self._awaited())))
@@ -139,8 +136,6 @@ class Screen:
     """Context in which stages are shown: on a terminal, a line for each that it redraws."""
 
     def __init__(self, console: Console) -> None:
-        from rich.live import Live
-
         self.console = console
         self._views: list[StageView] = []
         # No refresh thread: children may be started only from a process with one thread.
@@ -184,8 +179,6 @@ class Screen:
         """Draw every stage's line anew; returns whether there is a terminal for it."""
         if self._live is None:
             return False
-        from rich.console import Group
-
         try:
             self._live.update(Group(*(view.line() for view in self._views)), refresh=True)
         except OSError:

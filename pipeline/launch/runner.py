@@ -1,102 +1,104 @@
-"""Takes a run from where it stands to its end, and keeps the ledger of it."""
+"""The runner: it takes a run's stages to their ends and records each attempt in the ledger."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from pipeline.errors import BraidError, reason
-from pipeline.launch.attempt import attempt, close_abandoned
 from pipeline.launch.forkserver import ForkServers
-from pipeline.launch.launcher import Launcher, Programs, Work
+from pipeline.launch.launcher import JobFailed, Launcher, Programs, Work, stage_job
 from pipeline.launch.placement import ThisMachine
-from pipeline.launch.processes import POLL_SECONDS
+from pipeline.launch.processes import POLL_SECONDS, Signals, Stopped
 from pipeline.launch.progress import Screen
-from pipeline.launch.signals import Signals, Stopped
-from pipeline.run.directory import RunDirectory
-from pipeline.run.gates import refuse_stopped
-from pipeline.run.graph import Stage, compile_graph
-from pipeline.run.ledger import Ledger
-from pipeline.run.selection import chosen, refuse_missing_inputs
-from pipeline.run.stale import refuse_stale
-from stages.settings import RunSettings
+from pipeline.run.directory import LOCK_PATIENCE_SECONDS, RunDirectory, StageDirectory
+from pipeline.run.gates import check_stopped, ending, report_verdict
+from pipeline.run.graph import Stage
+from pipeline.run.ledger import State, latest
+from pipeline.run.lineage import write_manifest
+from pipeline.run.run import Run
+from pipeline.run.select import check_dependencies, check_stale
+from pipeline.run.states import missing_output
+
+KILLED = "its launcher was killed"
 
 
 def run_stages(
-    run: RunDirectory,
-    settings: RunSettings,
+    run: Run,
     console: Console,
     programs: Programs,
     only: Iterable[str] = (),
-    side_by_side: int = 1,
+    parallel: int = 1,
 ) -> None:
-    """Run every stage that is not done, or `only` some of them, so many at once at most. The caller
-    holds the run's lock.
+    """Run every stage that is not done, or `only` some of them, at most `parallel` at a time.
 
-    A stage that fails takes those with it that are made from it, and no others.
+    The caller holds the run's lock. A failed stage blocks only its dependents.
 
     Raises:
         StaleStages: before anything is started.
-        BraidError: `only` names no stage, or one that lacks what it is made from; or there are too
-            few cores for so many stages at once.
-        JobFailed: a stage failed; the others that do not need it are done.
-        GateStopped: the same of a gate, which stopped now or before.
-        Stopped: a signal asked for it.
+        BraidError: `only` names no stage, or one with missing dependencies; or there are too few
+            CPU cores for `parallel` stages.
+        JobFailed: a stage failed; the stages that do not depend on it are done.
+        GateStopped: a gate stopped, now or before; likewise.
+        Stopped: a signal asked to stop.
     """
-    stages = compile_graph(settings)
-    close_abandoned(run, Ledger(run.ledger), stages)
-    wanted = chosen(run, stages, only)
-    states = refuse_stale(run, settings, wanted)
-    refuse_missing_inputs(wanted, states)
+    close_killed_attempts(run, run.stages)
+    wanted = run.chosen(only)
+    check_stale(run, wanted)
+    states = run.states
+    check_dependencies(wanted, states)
     unfinished = [stage for stage in wanted if states[stage.name].state != "done"]
     with Signals() as signals, Screen(console) as screen, ExitStack() as stack:
-        servers = stack.enter_context(ForkServers(run.fork_servers, settings.launch.fork_servers))
-        if unfinished:  # their imports begin now, beside the first stage
+        servers = stack.enter_context(
+            ForkServers(run.fork_servers, run.settings.launch.fork_servers)
+        )
+        if unfinished:  # the imports start now, beside the first stage
             servers.of(programs.stage(run.path))
         if any(stage.needs_engine for stage in unfinished):
             servers.of(programs.engine(run.path))
-        lanes = [
-            stack.enter_context(Launcher(folder, settings, programs, placement, signals))
-            for folder, placement in _lanes(run, settings, side_by_side, servers)
+        slots = [
+            stack.enter_context(Launcher(directory, run.settings, programs, placement, signals))
+            for directory, placement in _slots(run, parallel, servers)
         ]
         titles = {
-            stage.name: f"[{number}/{len(stages)}] {stage.name}"
-            for number, stage in enumerate(stages, start=1)
+            stage.name: f"[{number}/{len(run.stages)}] {stage.name}"
+            for number, stage in enumerate(run.stages, start=1)
         }
 
-        def begin(stage: Stage, lane: Launcher) -> Work:
-            refuse_stopped(run, [stage], states)
-            yield from attempt(run, settings, stage, lane, screen, titles[stage.name])
+        def start(stage: Stage, slot: Launcher) -> Work:
+            check_stopped(run, [stage], states)
+            yield from attempt(run, stage, slot, screen, titles[stage.name])
 
-        _Course(unfinished, begin).go(lanes)
+        StageScheduler(unfinished, start).run(slots)
 
 
-class _Course:
-    """Takes stages to their ends, each in a launcher that is free, after those it is made from."""
+class StageScheduler:
+    """A scheduler of stages: each starts in a free slot once its dependencies have ended."""
 
-    def __init__(self, stages: Sequence[Stage], begin: Callable[[Stage, Launcher], Work]) -> None:
+    def __init__(self, stages: Sequence[Stage], start: Callable[[Stage, Launcher], Work]) -> None:
         self._waiting = list(stages)
-        self._begin = begin
-        self._going: dict[Launcher, tuple[Stage, Work]] = {}
+        self._start = start
+        self._running: dict[Launcher, tuple[Stage, Work]] = {}
         self._stopped: Stopped | None = None
         self._failures: list[Exception] = []
 
-    def go(self, lanes: Sequence[Launcher]) -> None:
-        """Raises what the first stage did that failed, when the others have ended."""
+    def run(self, slots: Sequence[Launcher]) -> None:
+        """Run all stages; raise the first error once the other stages have ended."""
         try:
-            while self._going or (self._waiting and not self._stopped):
-                for lane in lanes:
-                    self._fill(lane)
-                for lane in list(self._going):
-                    self._advance(lane)
+            while self._running or (self._waiting and not self._stopped):
+                for slot in slots:
+                    self._fill(slot)
+                for slot in list(self._running):
+                    self._advance(slot)
                 time.sleep(POLL_SECONDS)
         finally:
-            for _, work in self._going.values():
+            for _, work in self._running.values():
                 work.close()
         if self._stopped:
             raise self._stopped
@@ -106,21 +108,19 @@ class _Course:
                 first.add_note(f"and {reason(other)}")
             raise first
 
-    def _fill(self, lane: Launcher) -> None:
-        unfinished = {stage.name for stage, _ in self._going.values()}
+    def _fill(self, slot: Launcher) -> None:
+        if slot in self._running or self._stopped:
+            return
+        unfinished = {stage.name for stage, _ in self._running.values()}
         unfinished |= {stage.name for stage in self._waiting}
         for stage in self._waiting:
-            if (
-                lane not in self._going
-                and not self._stopped
-                and not unfinished & {*stage.waits_for}
-            ):
+            if not unfinished & {*stage.waits_for}:
                 self._waiting.remove(stage)
-                self._going[lane] = stage, self._begin(stage, lane)
+                self._running[slot] = stage, self._start(stage, slot)
                 return
 
-    def _advance(self, lane: Launcher) -> None:
-        stage, work = self._going[lane]
+    def _advance(self, slot: Launcher) -> None:
+        stage, work = self._running[slot]
         try:
             next(work)
             return
@@ -128,43 +128,140 @@ class _Course:
             pass
         except Stopped as stopped:
             self._stopped = stopped
-        except Exception as failure:  # it is raised when the other lanes have ended
+        except Exception as failure:  # raised when the other slots have ended
             self._failures.append(failure)
-            self._leave_out_what_waits_for(stage)
-        del self._going[lane]
+            self._drop_dependents(stage)
+        del self._running[slot]
 
-    def _leave_out_what_waits_for(self, failed: Stage) -> None:
+    def _drop_dependents(self, failed: Stage) -> None:
         lost = {failed.name}
-        for stage in self._waiting:  # those before it come first
+        for stage in self._waiting:  # dependencies come first
             if lost & {*stage.waits_for}:
                 lost.add(stage.name)
         self._waiting = [stage for stage in self._waiting if stage.name not in lost]
 
 
-def _lanes(
-    run: RunDirectory, settings: RunSettings, count: int, servers: ForkServers
-) -> Iterator[tuple[Path, ThisMachine]]:
-    """The folder of its engines, and the cores, of each of so many launchers."""
-    folders = engine_folders(run, count)
+def _slots(run: Run, count: int, servers: ForkServers) -> Iterator[tuple[Path, ThisMachine]]:
+    """Yield the engines' directory and the placement of each of `count` slots."""
+    directories = engine_directories(run, count)
     if count == 1:
-        yield folders[0], ThisMachine(settings.engine, servers=servers)
+        yield directories[0], ThisMachine(run.settings.engine, servers=servers)
         return
-    for folder, own in zip(folders, cores_side_by_side(count), strict=True):
-        yield folder, ThisMachine(settings.engine, own, servers)
+    for directory, cores in zip(directories, cores_of_slots(count), strict=True):
+        yield directory, ThisMachine(run.settings.engine, cores, servers)
 
 
-def engine_folders(run: RunDirectory, count: int) -> list[Path]:
-    """The folder of the engines of each of so many launchers."""
+def engine_directories(run: RunDirectory, count: int) -> list[Path]:
+    """Return the engines' directory of each of `count` slots."""
     if count == 1:
         return [run.engines]
-    return [run.engines / f"lane_{lane}" for lane in range(count)]
+    return [run.engines / f"slot_{slot}" for slot in range(count)]
 
 
-def cores_side_by_side(count: int) -> list[list[int]]:
-    """The cores of each of so many stages at once. Raises BraidError where there are too few."""
+def cores_of_slots(count: int) -> list[list[int]]:
+    """Return the CPU cores of each of `count` slots.
+
+    Raises:
+        BraidError: there are fewer cores than slots.
+    """
     cores = sorted(os.sched_getaffinity(0))
     if (part := len(cores) // count) == 0:
-        raise BraidError(
-            f"--side-by-side {count} needs as many cores, and here are {len(cores)}; use fewer"
-        )
-    return [cores[lane * part : (lane + 1) * part] for lane in range(count)]
+        raise BraidError(f"--parallel {count} needs {count} CPU cores, {len(cores)} available")
+    return [cores[slot * part : (slot + 1) * part] for slot in range(count)]
+
+
+def attempt(
+    run: Run,
+    stage: Stage,
+    launcher: Launcher,
+    screen: Screen,
+    title: str,
+    slurm_job: str | None = None,
+    patience: float = LOCK_PATIENCE_SECONDS,
+) -> Work:
+    """Try a stage, yielding whenever it can only wait.
+
+    Another launcher that holds the stage may take `patience` seconds to end.
+
+    Raises:
+        StaleStages: the settings or inputs of its output, or of an input, changed.
+        JobFailed: it failed.
+        Stopped: a signal asked to stop.
+        RunLocked: another launcher holds it.
+    """
+    with run.lock_stage(stage.name, patience, launcher.check):
+        # The launcher that held the lock may have written to the stage since the states were read.
+        close_killed_attempts(run, [stage])
+        check_stale(run, [stage])
+        if run.states[stage.name].state == "done":
+            return
+        with (
+            screen.watching(title, stage.steps, run.stage(stage.name).metrics) as view,
+            _recorded(run, stage, slurm_job) as number,
+        ):
+            job = stage_job(run, stage, number)
+            note = partial(run.ledger.append, stage.name, "running", attempt=number, job=slurm_job)
+            try:
+                yield from launcher.execute(job, view, note)
+            except JobFailed as failed:
+                view.say(f"failed: {failed.cause}")
+                raise
+        report_verdict(run, stage, view.say)
+
+
+@contextmanager
+def _recorded(run: Run, stage: Stage, slurm_job: str | None) -> Iterator[int]:
+    """Write the lineage of a new attempt, and its start and its end into the ledger."""
+    directory, ledger = run.stage(stage.name), run.ledger
+    number = directory.attempts() + 1
+    directory.verdict.unlink(missing_ok=True)  # the last one does not belong to this attempt
+    write_manifest(directory, run.lineage(stage))
+    ledger.append(stage.name, "running", start_of(directory), number, job=slurm_job)
+    started = time.monotonic()
+    try:
+        yield number
+        if missing := missing_output(stage, directory):
+            raise BraidError(f"stage {stage.name} ended with exit status 0, but {missing}")
+        cause = ending(run, stage)
+    except BaseException as error:
+        state: State = "pending" if isinstance(error, Stopped) else "failed"
+        why = "its launcher was ended"
+        if isinstance(error, Exception):
+            why = error.cause if isinstance(error, JobFailed) else reason(error)
+        try:
+            ledger.append(stage.name, state, why, number, time.monotonic() - started, slurm_job)
+        except OSError as unwritten:
+            error.add_note(f"the ledger does not record this: {reason(unwritten)}")
+        raise
+    ledger.append(stage.name, "done", cause, number, time.monotonic() - started)
+
+
+def start_of(directory: StageDirectory) -> str:
+    """Return where an attempt that starts now starts from, in words."""
+    if checkpoint := directory.newest_checkpoint():
+        return f"from step {checkpoint.step}"
+    measured = len(list(directory.measured.glob("*.json")))
+    return f"from {measured} measured models" if measured else "from the start"
+
+
+def close_killed_attempts(run: Run, stages: Iterable[Stage]) -> None:
+    """Record as failed each attempt whose launcher was killed before it could record the end.
+
+    The attempt counts up to its last sign of life, which is the time of its job's file.
+    """
+    events = run.refresh().events
+    newest = latest(events)
+    for stage in stages:
+        event = newest.get(stage.name)
+        if event is not None and event.state == "running":
+            job = run.stage(event.stage).job(event.attempt)
+            # The newest event may be a notice, written long after the attempt's first event.
+            first = event
+            for earlier in reversed([each for each in events if each.stage == event.stage]):
+                if (earlier.state, earlier.attempt) != ("running", event.attempt):
+                    break
+                first = earlier
+            seen = job.stat().st_mtime if job.exists() else first.timestamp
+            seconds = max(0.0, seen - first.timestamp)
+            run.ledger.append(event.stage, "failed", KILLED, event.attempt, seconds)
+    run.refresh()

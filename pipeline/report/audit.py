@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,9 @@ from rich.console import Console
 from parallel.files import write_atomically
 from pipeline.config.violations import hint, shown
 from pipeline.errors import BraidError
-from pipeline.launch.processes import Child, kill, python_module, wait_for_all
-from pipeline.launch.signals import Signals
+from pipeline.launch.processes import Child, Signals, kill, python_module, wait_for_all
 from pipeline.report.columns import Cell, table
-from pipeline.run.directory import RunDirectory
-from pipeline.run.graph import Stage
+from pipeline.run.run import Run
 
 MODULE = "stages.audit.main"
 LOOK_SECONDS = 0.5  # between two looks for a signal
@@ -28,8 +25,7 @@ Found = list[dict[str, Any]]
 
 
 def audit(
-    run: RunDirectory,
-    stages: Sequence[Stage],
+    run: Run,
     name: str | None,
     step: int | None,
     console: Console,
@@ -41,7 +37,7 @@ def audit(
         BraidError: there is no such stage, nothing of it can be audited, or a file cannot be read.
         Stopped: a signal asked for it.
     """
-    names = _named(run, stages, name, step)
+    names = _named(run, name, step)
     with tempfile.TemporaryDirectory(prefix="braid-audit-") as temporary:
         folder = Path(temporary)
         job = {
@@ -67,11 +63,9 @@ def audit(
             kill([child])
 
 
-def _named(
-    run: RunDirectory, stages: Sequence[Stage], name: str | None, step: int | None
-) -> list[str]:
+def _named(run: Run, name: str | None, step: int | None) -> list[str]:
     """The stages to audit: the one asked for, or all that can be and have begun."""
-    known = [stage.name for stage in stages if stage.kind in AUDITED]
+    known = [stage.name for stage in run.stages if stage.kind in AUDITED]
     if name is not None and name not in known:
         raise BraidError(f"no stage {name} can be audited; {hint(name, known)}")
     if name is None and step is not None:

@@ -15,8 +15,7 @@ from parallel.files import write_atomically
 from pipeline.config.validate import dump_differing
 from pipeline.config.violations import shown
 from pipeline.errors import BraidError
-from pipeline.launch.processes import Child, kill, python_module, wait_for_all
-from pipeline.launch.signals import Signals
+from pipeline.launch.processes import Child, Signals, kill, python_module, wait_for_all
 from pipeline.report.domain_preview import short
 from pipeline.report.tables import plain_table
 from stages.data.sources.settings import FileDemonstrationSettings, ReasoningGymPromptSettings

@@ -11,8 +11,8 @@ from pipeline.report.outlook import held
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage
 from pipeline.run.metrics import newest_lines
+from pipeline.run.run import Run
 from pipeline.run.states import StageState
-from stages.settings import RunSettings
 
 TAIL_BYTES = 1 << 14  # of a stage's metrics: some tens of steps
 
@@ -40,9 +40,7 @@ class Estimate:
 
 
 def estimate(
-    run: RunDirectory,
-    settings: RunSettings,
-    stages: Sequence[Stage],
+    run: Run,
     states: Mapping[str, StageState],
     took: Mapping[str, float],
     wanted: Collection[str] | None = None,
@@ -51,6 +49,7 @@ def estimate(
     other stages of its kind in this run; a stage without steps takes as many seconds as it, or
     others of its kind, `took` before. What a gate that has stopped keeps from starting takes none,
     nor does what is not `wanted`."""
+    stages, settings = run.stages, run.settings
     idle = held(stages, states)
     names = {stage.name for stage in stages if states[stage.name].state != "done"} - idle.keys()
     if wanted is not None:

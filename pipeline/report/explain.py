@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from pipeline.config.validate import differing_keys
 from pipeline.run.directory import RunDirectory
-from pipeline.run.graph import Stage, compile_graph
-from pipeline.run.ledger import Ledger
+from pipeline.run.graph import Stage
 from pipeline.run.lineage import Manifest, read_manifest
-from pipeline.run.selection import chosen
-from pipeline.run.states import StageState, derive
+from pipeline.run.run import Run
+from pipeline.run.states import StageState
 from pipeline.slurm.jobs import queue_of
 from pipeline.text import clock
-from stages.settings import RunSettings
 
 DIGEST_LENGTH = 12  # characters of a digest that are shown
 COLOURS = {
@@ -28,14 +27,13 @@ COLOURS = {
 }
 
 
-def why(run: RunDirectory, settings: RunSettings, name: str) -> Iterator[str]:
+def why(run: Run, name: str) -> Iterator[str]:
     """The state of a stage and its cause, what it was made from, and all that happened to it.
 
     Raises BraidError for a stage that the run does not have.
     """
-    stages = compile_graph(settings)
-    [stage] = chosen(run, stages, [name])
-    states = derive(run, settings, stages, queue_of(run, Ledger(run.ledger).events())[0])
+    [stage] = run.chosen([name])
+    states = run.states_with(queue_of(run)[0])
     yield f"{name} is {_with_cause(states[name])}"
     directory = run.stage(name)
     if checkpoint := directory.newest_checkpoint():
@@ -52,38 +50,64 @@ def why(run: RunDirectory, settings: RunSettings, name: str) -> Iterator[str]:
     if manifest:
         yield f"  by the code of {manifest.code}"
         yield f"  with {', '.join(' '.join(each) for each in manifest.versions.items())}"
-    for event in Ledger(run.ledger).events():
+    for event in run.events:
         if event.stage == name:
             took = f" after {clock(event.seconds)}" if event.seconds is not None else ""
             yield f"  {event.time}  attempt {event.attempt}: {event.state}{took}: {event.cause}"
 
 
-def difference(
-    one: tuple[RunDirectory, RunSettings], other: tuple[RunDirectory, RunSettings]
-) -> Iterator[str]:
-    """What differs between two runs: their settings, and of every stage what it was made from."""
-    (run, settings), (other_run, other_settings) = one, other
-    differing = differing_keys(settings, other_settings)
-    differing.pop("name", None)
-    yield from _block("settings", ((key, *values) for key, values in differing.items()))
-    names = [stage.name for stage in (*compile_graph(settings), *compile_graph(other_settings))]
-    for name in dict.fromkeys(names):
-        yield from _block(name, _lineage_difference(run, other_run, name))
+def why_json(run: Run, stage: Stage, states: Mapping[str, StageState]) -> dict[str, Any]:
+    """Return what `why` says of a stage, as `braid why --json` prints it."""
+    manifest = read_manifest(run.stage(stage.name))
+    newest = run.stage(stage.name).newest_checkpoint()
+    used = manifest.parents if manifest else {}
+    return {
+        "stage": stage.name,
+        **asdict(states[stage.name]),
+        "checkpoint": {"step": newest.step, "digest": newest.digest} if newest else None,
+        "inputs": {
+            name: {"state": states[name].state, "digest": used.get(name)} for name in stage.inputs
+        },
+        "after": {name: states[name].state for name in stage.after},
+        "code": manifest.code if manifest else None,
+        "versions": manifest.versions if manifest else {},
+        "events": [asdict(event) for event in run.events if event.stage == stage.name],
+    }
 
 
-def dot(settings: RunSettings, states: dict[str, StageState]) -> Iterator[str]:
+Differences = dict[str, tuple[Any, Any]]  # by what differs: here, there
+
+
+def difference(run: Run, other: Run) -> dict[str, Any]:
+    """Return the differences of two runs: `settings`, and by stage the lineage and the output."""
+    settings = differing_keys(run.settings, other.settings)
+    settings.pop("name", None)
+    names = dict.fromkeys(stage.name for stage in (*run.stages, *other.stages))
+    stages = {name: _lineage_difference(run, other, name) for name in names}
+    return {"settings": settings, "stages": {name: each for name, each in stages.items() if each}}
+
+
+def difference_lines(found: dict[str, Any]) -> list[str]:
+    """Return the lines of `braid diff`; none where nothing differs."""
+    lines = []
+    for title, block in {"settings": found["settings"], **found["stages"]}.items():
+        if block:
+            lines += [title, *(f"  {k}: {_text(a)} | {_text(b)}" for k, (a, b) in block.items())]
+    return lines
+
+
+def dot(run: Run, states: dict[str, StageState]) -> Iterator[str]:
     """The graph in the language of Graphviz: an arrow for every checkpoint that a stage loads, and
     a bold one from every gate to what waits for it."""
-    yield f"digraph {json.dumps(settings.name)} {{"
+    yield f"digraph {json.dumps(run.settings.name)} {{"
     yield "  rankdir=LR; node [shape=box, style=filled];"
-    stages = compile_graph(settings)
-    for stage in stages:
+    for stage in run.stages:
         label = f"{stage.name}\n{stage.kind}, {states[stage.name].state}"
         look = f"fillcolor={COLOURS[states[stage.name].state]}"
         if stage.kind == "gate":
             look += ", shape=diamond"
         yield f"  {json.dumps(stage.name)} [label={json.dumps(label)}, {look}];"
-    for stage in stages:
+    for stage in run.stages:
         for name in stage.inputs:
             yield f"  {json.dumps(name)} -> {json.dumps(stage.name)}{_arrow(stage, name)};"
         for name in stage.after:
@@ -103,21 +127,14 @@ def _with_cause(state: StageState) -> str:
     return f"{state.state}: {state.cause}" if state.cause else state.state
 
 
-def _lineage_difference(
-    run: RunDirectory, other: RunDirectory, name: str
-) -> Iterator[tuple[str, Any, Any]]:
-    """What differs of a stage beside its settings, each as (what, here, there)."""
+def _lineage_difference(run: RunDirectory, other: RunDirectory, name: str) -> Differences:
+    """Return the differences of a stage other than its settings."""
     ours, theirs = (read_manifest(each.stage(name)) for each in (run, other))
     if ours is None or theirs is None:
-        if ours is not theirs:
-            yield "begun", ours is not None, theirs is not None
-        return
-    for what, here, there in _pairs(ours, theirs):
-        if here != there:
-            yield what, here, there
-    here, there = (_newest(each, name) for each in (run, other))
-    if here != there:
-        yield "newest checkpoint", here, there
+        return {"started": (ours is not None, theirs is not None)} if ours is not theirs else {}
+    newest = "newest checkpoint", _newest(run, name), _newest(other, name)
+    found = [*_pairs(ours, theirs), newest]
+    return {what: (here, there) for what, here, there in found if here != there}
 
 
 def _newest(run: RunDirectory, name: str) -> str | None:
@@ -139,12 +156,6 @@ def _pairs(ours: Manifest, theirs: Manifest) -> Iterator[tuple[str, Any, Any]]:
 
 def _short(digests: dict[str, str | None]) -> dict[str, str]:
     return {name: digest[:DIGEST_LENGTH] for name, digest in digests.items() if digest}
-
-
-def _block(title: str, differences: Iterable[tuple[str, Any, Any]]) -> Iterator[str]:
-    lines = [f"  {what}: {_text(here)} | {_text(there)}" for what, here, there in differences]
-    if lines:
-        yield from (title, *lines)
 
 
 def _text(value: Any) -> str:

@@ -6,15 +6,14 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 
 from pipeline.run.graph import Stage
-from pipeline.run.states import StageState
-from pipeline.run.verdicts import STOPPED_MARK
+from pipeline.run.states import STOPPED_MARK, StageState
 
 
-def what_follows(stages: Sequence[Stage], states: Mapping[str, StageState]) -> dict[str, str]:
+def next_action(stages: Sequence[Stage], states: Mapping[str, StageState]) -> dict[str, str]:
     """What would happen to each stage, in words."""
     gates = held(stages, states)
     return {
-        stage.name: _what_follows(stage, states[stage.name], gates.get(stage.name, ()))
+        stage.name: _next_action(stage, states[stage.name], gates.get(stage.name, ()))
         for stage in stages
     }
 
@@ -39,7 +38,7 @@ def has_stopped(state: StageState) -> bool:
     return state.state == "failed" and state.cause.startswith(STOPPED_MARK)
 
 
-def _what_follows(stage: Stage, state: StageState, gates: Sequence[str]) -> str:
+def _next_action(stage: Stage, state: StageState, gates: Sequence[str]) -> str:
     if state.state == "done":
         return "is kept"
     if state.state == "stale":

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from parallel.settings import EngineSettings, LayoutSettings
 from pipeline.config.violations import shown
 from pipeline.launch.progress import latest
 from pipeline.report import columns
 from pipeline.report.columns import Cell
-from pipeline.run.directory import RunDirectory
+from pipeline.report.estimate import Estimate
 from pipeline.run.graph import Stage
-from pipeline.run.ledger import Event, minutes
+from pipeline.run.ledger import minutes
 from pipeline.run.results import Models
-from pipeline.run.states import StageState
-from pipeline.run.verdicts import STOPPED_MARK
+from pipeline.run.run import Run
+from pipeline.run.states import STOPPED_MARK, StageState
 from pipeline.text import clock, visible
 from stages.kinds import EXPERT
-
-if TYPE_CHECKING:  # rich and the settings classes take longer than all of `braid status`
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    from parallel.settings import EngineSettings, LayoutSettings
-    from pipeline.report.estimate import Estimate
-    from stages.settings import RunSettings
 
 STYLES = {
     "done": "green",
@@ -48,8 +44,7 @@ OF_EXPERTS = ("expert", "expert_tensor")
 
 
 def plan_table(
-    settings: RunSettings,
-    stages: Sequence[Stage],
+    run: Run,
     states: Mapping[str, StageState],
     follows: Mapping[str, str],
     left: Estimate,
@@ -58,6 +53,7 @@ def plan_table(
     """The stages in order: what each does, from what, for how long, whether it is done, what
     `follows` for it and why, and how long that takes; what is too long for a column stands below.
     """
+    settings, stages = run.settings, run.stages
     names = indented(stages)
     rows = [
         (
@@ -105,18 +101,12 @@ def _left_text(seconds: float | None) -> str:
     return "< 1 s" if seconds < 1 else clock(seconds)
 
 
-def status_table(
-    run: RunDirectory,
-    stages: Sequence[Stage],
-    states: Mapping[str, StageState],
-    events: Sequence[Event],
-    coloured: bool,
-) -> str:
+def status_table(run: Run, states: Mapping[str, StageState], coloured: bool) -> str:
     """Where every stage stands, what it saved, how long its ended attempts took, and a note; what
     is too long for a column stands below the table, unless all is well."""
-    spent = minutes(events)
+    spent = minutes(run.events)
     rows, below = [], {}
-    for stage in stages:
+    for stage in run.stages:
         state = states[stage.name]
         steps = f"{state.step or 0}/{stage.steps}" if stage.steps else ""
         taken = clock(60 * spent[stage.name]) if stage.name in spent else ""
@@ -153,8 +143,6 @@ def summary(states: Mapping[str, StageState]) -> str:
 def results_table(models: Models, step: int | None = None) -> Group:
     """Models by domains: accuracy and the half-width of its 95 % interval, in percent; of their
     checkpoints of a step, where one was asked for."""
-    from rich.console import Group
-
     title = "accuracy in %, with 95 % intervals"
     if any(is_of(domain, model) for model, scores in models.items() for domain in scores):
         title += f"; {OWN_DOMAIN} marks an expert's own domain"
@@ -192,8 +180,6 @@ def engines_text(engine: EngineSettings) -> str:
 
 def plain_table(title: str) -> Table:
     """A table without lines, its title at the left: as every command prints them."""
-    from rich.table import Table
-
     return Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False)
 
 
@@ -221,8 +207,6 @@ def _state_cell(state: StageState, more: str = "") -> Cell:
 
 
 def _score_text(score: dict[str, Any], own: bool) -> Text:
-    from rich.text import Text
-
     half = (score["high"] - score["low"]) / 2
     text = f"{100 * score['accuracy']:.1f} ± {100 * half:.1f}"
     if "pass_at_k" in score:

@@ -1,4 +1,4 @@
-"""Where everything of a run lies on disk."""
+"""The files and directories of a run, and the locks on them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from parallel.files import (
     RESTART_REQUEST,
     STATE,
     Checkpoint,
+    naming,
     newest_whole,
     numbered,
     open_file,
@@ -27,18 +28,19 @@ from parallel.files import (
 )
 from pipeline.config.violations import shown
 from pipeline.errors import BraidError
+from pipeline.run.ledger import Ledger
 
 LOCK_PATIENCE_SECONDS = 0.5
 PRIVATE = 0o700  # the mode of a run's directory
 
 
 class RunLocked(BraidError):
-    """Another launcher works on the run."""
+    """Another launcher holds the run or the stage."""
 
 
 @dataclass(frozen=True)
 class StageDirectory:
-    """One stage's folder."""
+    """The directory of one stage."""
 
     path: Path
 
@@ -52,27 +54,27 @@ class StageDirectory:
 
     @property
     def lock(self) -> Path:
-        """Held by the launcher that works on the stage."""
+        """The lock that the launcher of the stage holds."""
         return self.path / "stage.lock"
 
     @property
     def engines(self) -> Path:
-        """The folder of engines that are this stage's alone."""
+        """The directory of the engines that serve only this stage."""
         return self.path / "engine"
 
     @property
     def results(self) -> Path:
-        """What an evaluation found."""
+        """The accuracies that an evaluation or a gate measured."""
         return self.path / "results.json"
 
     @property
     def verdict(self) -> Path:
-        """What a gate says of what it measured."""
+        """The verdict of a gate on what it measured."""
         return self.path / "verdict.json"
 
     @property
     def measured(self) -> Path:
-        """What an unfinished evaluation has found so far, a file a model."""
+        """The accuracies that an unfinished evaluation has so far, one file per model."""
         return self.path / "models"
 
     @property
@@ -81,38 +83,40 @@ class StageDirectory:
         return self.path / "huggingface"
 
     def is_running(self) -> bool:
-        """Whether a launcher works on the stage now, as far as locks of its machine reach."""
+        """Return whether a launcher holds the stage, as far as file locks reach."""
         return _is_locked(self.lock)
 
     def job(self, attempt: int) -> Path:
-        """What the processes of an attempt read; their logs lie beside it."""
+        """Return the path of an attempt's job; the logs of its processes are beside it."""
         return self.path / f"attempt_{attempt}" / "job.json"
 
     def attempts(self) -> int:
-        """How many times the stage was tried."""
+        """Return the number of attempts so far."""
         return max((number for number, _ in numbered(self.path, "attempt_")), default=0)
 
     def newest_checkpoint(self) -> Checkpoint | None:
-        """The whole checkpoint with the highest step."""
+        """Return the whole checkpoint with the highest step."""
         return newest_whole(self.path / "checkpoints")
 
     def checkpoint(self, step: int) -> Checkpoint | None:
-        """The whole checkpoint of a step."""
+        """Return the whole checkpoint of a step."""
         return read_checkpoint(self.path / "checkpoints" / f"step_{step}")
 
     def whole_steps(self) -> list[int]:
-        """The steps of all whole checkpoints, the oldest first."""
+        """Return the steps of all whole checkpoints, the oldest first."""
         return [found.step for found in whole_checkpoints(self.path / "checkpoints")]
 
     def ended_early(self) -> str | None:
-        """Why the stage is done before its last step, where its newest checkpoint says so."""
+        """Return why the stage stopped before its last step, from its newest checkpoint."""
         checkpoint = self.newest_checkpoint()
         return ended_early(checkpoint) if checkpoint else None
 
 
 def ended_early(checkpoint: Checkpoint) -> str | None:
-    """Why the stage was done at this checkpoint, before its last step; None where it was not, or
-    where state.json is damaged, which is reported when a stage loads it."""
+    """Return why the stage stopped at this checkpoint, before its last step; None where it did not.
+
+    A damaged state.json also gives None: the error is raised when a stage loads it.
+    """
     try:
         state = json.loads(read_text(checkpoint.path / STATE))
     except (OSError, ValueError, RecursionError):
@@ -123,13 +127,13 @@ def ended_early(checkpoint: Checkpoint) -> str | None:
 
 @dataclass(frozen=True)
 class EngineDirectory:
-    """One engine's folder."""
+    """The directory of one engine."""
 
     path: Path
 
     @property
     def job(self) -> Path:
-        """What the engine's process reads."""
+        """The job that the engine's process reads."""
         return self.path / "engine.json"
 
     @property
@@ -138,18 +142,18 @@ class EngineDirectory:
 
     @property
     def address(self) -> Path:
-        """Where the engine says how to reach it, when it is ready."""
+        """The address that the engine writes when it is ready."""
         return self.path / "address.json"
 
     @property
     def restart(self) -> Path:
-        """Where a rank that has given the engine up says why, to have it restarted."""
+        """The reason that a rank writes to have an engine restarted that it gave up on."""
         return self.path / RESTART_REQUEST
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """`runs/NAME`."""
+    """The directory of a run, `runs/NAME`."""
 
     path: Path
 
@@ -158,20 +162,12 @@ class RunDirectory:
         return self.path.name
 
     @property
-    def settings(self) -> Path:
+    def settings_file(self) -> Path:
         return self.path / "run.yaml"
 
     @property
-    def settings_for_programs(self) -> Path:
-        return self.path / ".run.json"
-
-    @property
-    def stages_for_programs(self) -> Path:
-        return self.path / ".stages.json"
-
-    @property
-    def ledger(self) -> Path:
-        return self.path / "ledger.jsonl"
+    def ledger(self) -> Ledger:
+        return Ledger(self.path / "ledger.jsonl")
 
     @property
     def results(self) -> Path:
@@ -179,7 +175,7 @@ class RunDirectory:
 
     @property
     def replaced(self) -> Path:
-        """What stages left that were then made anew."""
+        """The directory of the outputs of stages that were rerun."""
         return self.path / "replaced"
 
     @property
@@ -189,45 +185,45 @@ class RunDirectory:
 
     @property
     def engines(self) -> Path:
-        """The folder of the engines that stay up from stage to stage."""
+        """The directory of the engines that stay up from stage to stage."""
         return self.path / "engine"
 
     @property
     def cluster(self) -> Path:
-        """What is said of the cluster that stages were submitted to."""
+        """The profile of the cluster that stages were submitted to."""
         return self.path / "cluster.yaml"
 
     @property
     def setup_script(self) -> Path:
-        """What the stage scripts source before they run a stage."""
+        """The script that stage scripts source before they run a stage."""
         return self.path / "setup.sh"
 
     @property
     def slurm(self) -> Path:
-        """What Slurm's jobs printed, and the script that submits them."""
+        """The directory of the output of Slurm's jobs and of the script that submits them."""
         return self.path / "slurm"
 
     @property
     def submission(self) -> Path:
-        """The script of the commands that submit it."""
+        """The script of the sbatch commands."""
         return self.slurm / "submit.sh"
 
     @property
     def submitting(self) -> Path:
-        """There while Slurm may have jobs that the ledger does not name."""
+        """A file that exists while Slurm may have jobs that the ledger does not name."""
         return self.slurm / "submitting"
 
     def output_of(self, job: str) -> Path | None:
-        """What a job of Slurm's printed, if it began at all."""
+        """Return the path of the output of a Slurm job; None if it never started."""
         found = sorted(self.slurm.glob(f"*-{glob.escape(job)}.out"))
         return found[0] if found else None
 
-    def to_go_on(self) -> str:
-        """The command that continues it: on the cluster that it was submitted to, or here."""
+    def resume_command(self) -> str:
+        """Return the command that resumes the run, on its cluster or on this machine."""
         if self.cluster.exists():
-            folder = shown(self.path.parent)
-            elsewhere = f" --runs-dir {folder}" if folder != "runs" else ""
-            return f"braid submit {shown(self.settings)}{elsewhere}"
+            directory = shown(self.path.parent)
+            elsewhere = f" --runs-dir {directory}" if directory != "runs" else ""
+            return f"braid submit {shown(self.settings_file)}{elsewhere}"
         return f"braid resume {shown(self.path)}"
 
     def engine(self, index: int) -> EngineDirectory:
@@ -237,21 +233,22 @@ class RunDirectory:
         return StageDirectory(self.path / "stages" / name)
 
     def create(self) -> None:
-        """Create the directory where there is none, for this user alone: nobody else gets to what
-        is in it, whatever the modes of the files (mkdir's mode, so that no umask opens it)."""
+        """Create the directory with access for this user alone, unless it exists."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        # A mode given to mkdir is only narrowed by the umask: nobody else ever gets in.
         self.path.mkdir(mode=PRIVATE, exist_ok=True)
 
     @contextmanager
     def lock(self, shared: bool = False) -> Iterator[None]:
-        """Hold the run for this process alone, or `shared` with others that each hold a stage; the
-        kernel lets go when the process ends.
+        """Hold the run for this process alone, or `shared` with others that each hold a stage.
+
+        The kernel releases the lock when the process ends.
 
         Raises:
             RunLocked: another launcher holds it.
         """
         self.create()
-        with _locked(self._lock, f"{shown(self.path)} is", shared):
+        with _locked(self.lock_file, f"{shown(self.path)} is", shared):
             yield
 
     @contextmanager
@@ -261,11 +258,12 @@ class RunDirectory:
         patience: float = LOCK_PATIENCE_SECONDS,
         check: Callable[[], None] = lambda: None,
     ) -> Iterator[None]:
-        """Hold one stage for this process alone; the caller has the run's lock, shared or not.
-        `check`, called while this waits, may raise.
+        """Hold one stage for this process alone; the caller holds the run's lock, shared or not.
+
+        `check` is called while this waits and may raise.
 
         Raises:
-            RunLocked: another launcher works on the stage, and went on for `patience` seconds.
+            RunLocked: another launcher still holds the stage after `patience` seconds.
         """
         what = f"stage {name} of {shown(self.path)} is"
         with _locked(self.stage(name).lock, what, patience=patience, check=check):
@@ -273,21 +271,22 @@ class RunDirectory:
 
     @contextmanager
     def lock_submission(self) -> Iterator[int]:
-        """Submit stages of the run for this process alone; gives the lock's descriptor, for others
-        to hold that may live longer.
+        """Hold the run's submissions for this process alone; yields the lock's descriptor.
+
+        A process that inherits the descriptor keeps the lock when this one is killed.
 
         Raises:
-            RunLocked: another one does.
+            RunLocked: another process is submitting.
         """
         with _locked(self.path / "submit.lock", f"{shown(self.path)} is") as descriptor:
             yield descriptor
 
     def is_running(self) -> bool:
-        """Whether a launcher has the run for itself now."""
-        return _is_locked(self._lock)
+        """Return whether a launcher holds the run alone."""
+        return _is_locked(self.lock_file)
 
     @property
-    def _lock(self) -> Path:
+    def lock_file(self) -> Path:
         return self.path / "run.lock"
 
 
@@ -300,20 +299,23 @@ def _locked(
     check: Callable[[], None] = lambda: None,
 ) -> Iterator[int]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+") as file:
+    with path.open("a+b", buffering=0) as file:
         deadline = time.monotonic() + patience
         while not _try_lock(file.fileno(), fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
-            # `_is_locked` holds the lock for an instant when it looks.
+            # `_is_locked` of another process may hold the lock for an instant.
             if time.monotonic() > deadline:
                 file.seek(0)
-                holder = file.read().strip() or "braid stage or braid submit: see braid status"
+                holder = (
+                    file.read().decode(errors="replace").strip()
+                    or "braid stage or braid submit: see braid status"
+                )
                 raise RunLocked(f"{what} being run by {holder}")
             check()
             time.sleep(0.05)
         file.truncate(0)
-        if not shared:  # of several, none is to be named alone
-            file.write(f"process {os.getpid()} on {socket.gethostname()}")
-            file.flush()
+        if not shared:  # of several holders, naming one would mislead
+            with naming(path):
+                file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield file.fileno()
 
 

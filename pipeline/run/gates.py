@@ -1,13 +1,13 @@
-"""Gates between stages: what one measured, held against its bounds, decides what starts next.
+"""The gates between stages: measurements that decide whether the next stage starts.
 
-The stage itself only measures, as `stages.evaluate` does. The judgement is a pure function of what
-it found, of what the expert logged, and of the settings.
+The stage itself only measures, as `stages.evaluate` does. The verdict is a pure function of the
+measured accuracies, the expert's metrics and the settings.
 
-- An expert passes where the 95 % interval of its gain lies at `min_gain` or above as a whole: what
-  could be chance is no gain, and a domain whose training gained nothing has nothing to teach.
-- A merge is judged the other way round, since it has nothing to show but that it lost nothing, and
-  no number of problems proves two models alike: below `min_kept` of a teacher's accuracy it is
-  warned of, and it stops where the interval lies below that as a whole.
+- An expert passes where the lower bound of the 95 % interval of its gain is at least `min_gain`: a
+  gain that may be chance is none, and an expert without a gain has nothing to teach.
+- A merge only has to show that it lost nothing, and no number of problems proves two models equal:
+  it is warned of below `min_kept` of a teacher's accuracy, and stops where the upper bound of the
+  95 % interval is below that.
 """
 
 from __future__ import annotations
@@ -23,13 +23,18 @@ from parallel.files import write_atomically
 from pipeline.config.violations import shown
 from pipeline.errors import BraidError
 from pipeline.run.directory import RunDirectory
-from pipeline.run.graph import Stage, compile_graph
-from pipeline.run.ledger import Ledger
+from pipeline.run.graph import Stage
 from pipeline.run.metrics import all_lines
 from pipeline.run.results import Models
-from pipeline.run.selection import chosen
-from pipeline.run.states import StageState, derive
-from pipeline.run.verdicts import OVERRIDDEN, DamagedVerdict, GateVerdict, Outcome, read_verdict
+from pipeline.run.run import Run
+from pipeline.run.states import (
+    OVERRIDDEN,
+    DamagedVerdict,
+    GateVerdict,
+    Outcome,
+    StageState,
+    read_verdict,
+)
 from stages.guards.settings import ExpertGateSettings, GateSettings, MergeGateSettings
 from stages.settings import RunSettings
 from stages.statistics import Accuracy, Difference, difference
@@ -38,55 +43,58 @@ Steps = Sequence[Mapping[str, Any]]
 
 
 class GateStopped(BraidError):
-    """A gate lets nothing start that waits for it; the message is its verdict."""
+    """A gate stopped, and nothing that waits for it starts; the message is its verdict."""
 
     def __init__(self, run: RunDirectory, stage: Stage, verdict: GateVerdict) -> None:
         super().__init__(verdict.text)
         where = shown(run.path)
         self.add_note(
-            f"nothing starts that waits for {stage.name}. Make {stage.gated} anew with --from "
+            f"nothing starts that waits for {stage.name}. Rerun {stage.gated} with --from "
             f"{stage.gated}, after an edit\nof its settings, or the gate with --from {stage.name}, "
-            "after an edit of the gate; or go on all the same:\n"
+            "after an edit of the gate; or override it:\n"
             f'  braid gate override {where} {stage.name} --reason "..."\n'
-            f"  {run.to_go_on()}"
+            f"  {run.resume_command()}"
         )
 
 
 def judge_expert(
     stage: Stage, gate: ExpertGateSettings, models: Models, steps: Steps = ()
 ) -> GateVerdict:
-    """Whether an expert beats its parent on its own domain and has trained within bounds; `steps`
-    are the metrics of its steps, the newest last."""
+    """Judge whether an expert beats its parent on its domain and has trained within bounds.
+
+    `steps` are the metrics of its steps, the newest last.
+    """
     key = f"domains.{stage.domain}.gate"
     findings = [_gain(stage, gate, models, key), *_bounds(stage, gate, steps[-gate.window :], key)]
     return _verdict(findings, gate)
 
 
 def judge_merge(stage: Stage, gate: MergeGateSettings, models: Models) -> GateVerdict:
-    """Whether a merge keeps what every teacher can do on the teacher's own domain."""
+    """Judge whether a merge keeps each teacher's accuracy on the teacher's domain."""
     return _verdict([_kept(stage, gate, models, domain) for domain in stage.against], gate)
 
 
 def gate_of(stage: Stage, settings: RunSettings) -> ExpertGateSettings | MergeGateSettings:
-    """The settings of a gate's stage."""
+    """Return the settings of a gate's stage."""
     gate: ExpertGateSettings | MergeGateSettings | None = None
     if stage.domain is not None:
         gate = settings.domains[stage.domain].gate
     elif settings.merge is not None:
         gate = settings.merge.gate
-    assert gate is not None, "the graph has no gate where there are no settings of one"
+    assert gate is not None, "the graph has no gate without settings of one"
     return gate
 
 
-def ending(run: RunDirectory, settings: RunSettings, stage: Stage) -> str:
-    """Why a stage whose attempt ended well is done. A gate is judged here, and nowhere else.
+def ending(run: Run, stage: Stage) -> str:
+    """Return why a stage whose attempt ended well is done; a gate is judged here and nowhere else.
 
-    Raises GateStopped where it is a gate, and what it measured falls short.
+    Raises:
+        GateStopped: the stage is a gate and its verdict is to stop.
     """
     directory = run.stage(stage.name)
     if stage.kind != "gate":
         return directory.ended_early() or "finished"
-    gate = gate_of(stage, settings)
+    gate = gate_of(stage, run.settings)
     models: Models = json.loads(directory.results.read_text())["models"]
     if isinstance(gate, MergeGateSettings):
         verdict = judge_merge(stage, gate, models)
@@ -99,63 +107,65 @@ def ending(run: RunDirectory, settings: RunSettings, stage: Stage) -> str:
     return verdict.text
 
 
-def tell_verdict(run: RunDirectory, stage: Stage, say: Callable[[str], None]) -> None:
-    """Say what a gate that is done has said."""
+def report_verdict(run: RunDirectory, stage: Stage, say: Callable[[str], None]) -> None:
+    """Say the verdict of a gate that is done."""
     if verdict := read_verdict(run.stage(stage.name)):
         say(verdict.text)
 
 
-def refuse_stopped(
+def check_stopped(
     run: RunDirectory, wanted: Sequence[Stage], states: Mapping[str, StageState]
 ) -> None:
-    """Raise GateStopped where a stage that is to run is a gate that has stopped: the same models on
-    the same problems would stop it again."""
+    """Raise GateStopped where a wanted stage is a gate that has stopped.
+
+    The same models on the same problems would stop it again.
+    """
     for stage in wanted:
         if verdict := _stopped(run, stage, states[stage.name]):
             raise GateStopped(run, stage, verdict)
 
 
-def override(run: RunDirectory, settings: RunSettings, name: str, reason: str) -> None:
-    """Let what waits for a gate start although it stopped, and record why.
+def override(run: Run, name: str, reason: str) -> None:
+    """Let the stages that wait for a stopped gate start, and record the reason.
 
-    Raises BraidError where no reason is given, or where the stage is no gate that has stopped.
+    Raises:
+        BraidError: the reason is empty, or the stage is not a gate that has stopped.
     """
-    # What is no UTF-8 on a command line comes as surrogates, which nothing could print later.
+    # Bytes of a command line that are not UTF-8 arrive as surrogates, which no output can encode.
     reason = " ".join(reason.encode(errors="replace").decode().split())
     if not reason:
-        raise BraidError("--reason is empty, and the ledger is to say why the gate was overridden")
-    stages = compile_graph(settings)
-    [stage] = chosen(run, stages, [name])
+        raise BraidError("--reason must not be empty; it is recorded in the ledger")
+    [stage] = run.chosen([name])
     if stage.kind != "gate":
-        gates = ", ".join(each.name for each in stages if each.kind == "gate")
+        gates = ", ".join(each.name for each in run.stages if each.kind == "gate")
         known = f"its gates are {gates}" if gates else "it has no gates"
-        raise BraidError(f"{name} is no gate of {shown(run.path)}; {known}")
-    state = derive(run, settings, stages)[name]
+        raise BraidError(f"{name} is not a gate of {shown(run.path)}; {known}")
+    state = run.states[name]
     verdict = _stopped(run, stage, state)
     if verdict is None:
         cause = f": {state.cause}" if state.cause else ""
         raise BraidError(
             f"{name} of {shown(run.path)} is {state.state}{cause}\n"
-            "only a gate that has stopped is overridden"
+            "only a gate that has stopped can be overridden"
         )
-    cause = f"{OVERRIDDEN}{reason}; it said: {verdict.text}"
-    Ledger(run.ledger).append(name, "done", cause, state.attempts)
+    cause = f"{OVERRIDDEN}{reason}; its verdict was: {verdict.text}"
+    run.ledger.append(name, "done", cause, state.attempts)
 
 
 @dataclass(frozen=True)
 class _Finding:
-    """One thing that a gate looks at."""
+    """One measurement of a gate, judged."""
 
     outcome: Outcome
     text: str
 
 
 def _verdict(findings: Sequence[_Finding], gate: GateSettings) -> GateVerdict:
-    faults = [finding for finding in findings if finding.outcome != "passed"]
-    if not faults:
+    failed = [finding for finding in findings if finding.outcome != "passed"]
+    if not failed:
         return GateVerdict("passed", tuple(finding.text for finding in findings))
-    stops = gate.on_failure == "stop" and any(fault.outcome == "stopped" for fault in faults)
-    return GateVerdict("stopped" if stops else "warned", tuple(fault.text for fault in faults))
+    stops = gate.on_failure == "stop" and any(each.outcome == "stopped" for each in failed)
+    return GateVerdict("stopped" if stops else "warned", tuple(each.text for each in failed))
 
 
 def _gain(stage: Stage, gate: ExpertGateSettings, models: Models, key: str) -> _Finding:
@@ -166,7 +176,7 @@ def _gain(stage: Stage, gate: ExpertGateSettings, models: Models, key: str) -> _
         return _Finding("passed", said)
     least = f"{100 * gate.min_gain:+.1f}"
     return _Finding(
-        "stopped", f"{said}, and {key}.min_gain wants the whole interval at {least} or above"
+        "stopped", f"{said}; the lower 95 % bound must be at least {key}.min_gain = {least}"
     )
 
 
@@ -221,7 +231,7 @@ def _bounds(stage: Stage, gate: ExpertGateSettings, steps: Steps, key: str) -> I
 
 
 def _accuracies(stage: Stage, models: Models, domain: str) -> tuple[Accuracy, Accuracy]:
-    """Of the gated model on a domain, and of the one that it is held to."""
+    """Return the accuracy of the gated model on a domain, and of the one it is compared with."""
     assert stage.gated is not None
     names = (stage.gated, stage.against[domain])
     gated, other = (Accuracy(**models[name][domain]) for name in names)
@@ -229,7 +239,7 @@ def _accuracies(stage: Stage, models: Models, domain: str) -> tuple[Accuracy, Ac
 
 
 def _points(change: Difference) -> str:
-    """A difference with its 95 % interval, in percentage points."""
+    """Return a difference with its 95 % interval, in percentage points."""
     low, high = (f"{100 * value:+.1f}" for value in (change.low, change.high))
     return f"{100 * change.difference:+.1f} points (95 %: {low} to {high})"
 
@@ -243,11 +253,11 @@ def _lowest(values: Sequence[float]) -> float:
 
 
 def _stopped(run: RunDirectory, stage: Stage, state: StageState) -> GateVerdict | None:
-    """The verdict of a gate that has stopped, and was not overridden."""
+    """Return the verdict of a gate that stopped and was not overridden; None for others."""
     if state.state in ("done", "stale"):
         return None
     try:
         verdict = read_verdict(run.stage(stage.name))
-    except DamagedVerdict:  # its state says so, and that the gate is asked again
+    except DamagedVerdict:  # its state says so, and the gate runs again
         return None
     return verdict if verdict and verdict.outcome == "stopped" else None

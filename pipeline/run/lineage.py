@@ -1,22 +1,26 @@
-"""What a stage was made from: written beside its results, compared before they are used again."""
+"""The lineage of a stage: the parents, files and settings that decide its result.
+
+It is written to manifest.json when the stage starts and compared before the result is used again. A
+file is compared by a digest of its content, so a stage is stale when its data or its tokenizer is
+replaced under an unchanged name.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
-from functools import cache
+from functools import cache, lru_cache
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from parallel.files import Checkpoint, read_text, write_atomically
-from pipeline.run.directory import RunDirectory, StageDirectory
-from pipeline.run.fingerprints import fingerprints
+from parallel.files import CHARACTERS, Checkpoint, read_text, write_atomically
+from pipeline.run.directory import StageDirectory
 from pipeline.run.graph import Stage, digest, problems
-
-if TYPE_CHECKING:  # building the settings classes takes longer than all of `braid status`
-    from stages.settings import RunSettings
+from stages.data.sources.settings import FileSettings
 
 PACKAGES = (
     "torch",
@@ -32,13 +36,29 @@ PACKAGES = (
     "numpy",
 )
 
+TOKENIZER = "model.tokenizer"
+TEMPLATE = "model.tokenizer (its chat template)"
+# The tokenizer's files in a directory that may hold a whole model.
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+    "additional_chat_templates/*",
+)
+# `braid status` digests every data file of a run: of longer ones only size, beginning and end.
+WHOLE_BYTES, END_BYTES = 1 << 20, 1 << 16
+
 
 @dataclass(frozen=True, kw_only=True)
 class Lineage:
-    """What decides a stage's result; when any of it changes, the result is stale.
+    """The things that decide a stage's result; when any of them changes, the result is stale.
 
-    Except `layout`: it tells on which ranks the stage last ran, and a checkpoint serves any layout.
-    `files` are digests of the data and the tokenizer that are read.
+    Except `layout`: the ranks that the stage last ran on; a checkpoint loads on any layout. `files`
+    are digests of the data and the tokenizer.
     """
 
     stage: str
@@ -51,11 +71,10 @@ class Lineage:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest(Lineage):
-    """The lineage as recorded, with digests of the settings and of those that name its data, and
-    what else was true at the time.
+    """A recorded lineage, with digests of all settings (`config`) and of those that name data.
 
-    `code` and `versions` are for people and make nothing stale: or every commit and every upgrade
-    would throw away finished training.
+    `code` and `versions` are for people and make nothing stale: otherwise every commit and every
+    upgrade would discard finished training.
     """
 
     config: str
@@ -64,16 +83,13 @@ class Manifest(Lineage):
     versions: dict[str, str]
 
 
-def lineage_now(stage: Stage, settings: RunSettings, run: RunDirectory) -> Lineage:
-    """The lineage the stage would have if it ran now; a parent without a checkpoint is None."""
-    checkpoints = {name: run.stage(name).newest_checkpoint() for name in stage.inputs}
-    return lineage_from(stage, checkpoints, settings.layout.model_dump())
-
-
 def lineage_from(
     stage: Stage, checkpoints: Mapping[str, Checkpoint | None], layout: dict[str, Any]
 ) -> Lineage:
-    """The same, with the newest `checkpoints` of all inputs, and maybe of other stages."""
+    """Return the lineage that a stage would have if it ran now.
+
+    `checkpoints` has the newest checkpoint of every input; a parent without one is None.
+    """
     found = {name: checkpoints[name] for name in stage.inputs}
     return Lineage(
         stage=stage.name,
@@ -86,7 +102,7 @@ def lineage_from(
 
 
 def write_manifest(directory: StageDirectory, lineage: Lineage) -> None:
-    """Record the lineage of a stage about to start, whole or not at all."""
+    """Write the manifest of a stage that is about to start, atomically."""
     manifest = Manifest(
         **{field.name: getattr(lineage, field.name) for field in fields(lineage)},
         config=digest(lineage.settings),
@@ -98,7 +114,7 @@ def write_manifest(directory: StageDirectory, lineage: Lineage) -> None:
 
 
 def read_manifest(directory: StageDirectory) -> Manifest | None:
-    """The recorded lineage, or None if the stage never started here or the file is damaged."""
+    """Return the recorded lineage; None if the stage never started or the file is damaged."""
     try:
         written = json.loads(read_text(directory.manifest))
         known = {field.name: written[field.name] for field in fields(Manifest)}
@@ -108,7 +124,7 @@ def read_manifest(directory: StageDirectory) -> Manifest | None:
 
 
 def _is_sound(known: dict[str, Any]) -> bool:
-    """Return whether the fields read from a manifest have the types that `Manifest` declares."""
+    """Return whether a manifest's fields have the types that `Manifest` declares."""
     texts = [known[name] for name in ("stage", "config", "data", "code")]
     mappings = [known[name] for name in ("parents", "files", "settings", "layout", "versions")]
     if not all(isinstance(each, dict) for each in mappings):
@@ -120,12 +136,12 @@ def _is_sound(known: dict[str, Any]) -> bool:
 
 
 def changes(recorded: Lineage, now: Lineage) -> Iterator[str]:
-    """What makes a stage stale: every way in which the result would differ if it were made now."""
+    """Yield each difference that makes a recorded result stale."""
     for name, parent in now.parents.items():
         if parent is not None and recorded.parents.get(name) != parent:
-            yield f"it was made from another checkpoint of {name}"
+            yield f"the checkpoint of {name} changed"
     for name in recorded.parents.keys() - now.parents.keys():
-        yield f"it was made from {name}, which is no longer an input"
+        yield f"{name} is no longer an input"
     for key, files in now.files.items():
         if files is not None and recorded.files.get(key, files) != files:
             yield f"the files of {key} have changed"
@@ -139,7 +155,7 @@ def changes(recorded: Lineage, now: Lineage) -> Iterator[str]:
 
 @cache
 def code_revision() -> str:
-    """The commit of this code, with `-dirty` when files differ from it; `unknown` outside git."""
+    """Return the commit of this code, `-dirty` with local changes; `unknown` outside git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         found = subprocess.run(
@@ -152,9 +168,7 @@ def code_revision() -> str:
 
 @cache
 def package_versions() -> dict[str, str]:
-    """The installed versions of the packages that decide a result."""
-    from importlib import metadata  # which takes a while to import, and only a start needs it
-
+    """Return the installed versions of the packages that decide a result."""
     found = {}
     for name in PACKAGES:
         try:
@@ -162,3 +176,64 @@ def package_versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def fingerprints(reads: dict[str, Any]) -> dict[str, str | None]:
+    """Return a digest for every setting that names files; None where they are missing."""
+    found: dict[str, str | None] = {}
+    tokenizer = reads.get(TOKENIZER, CHARACTERS)
+    if tokenizer != CHARACTERS:
+        directory = Path(tokenizer)
+        files = {file for name in TOKENIZER_FILES for file in directory.glob(name)}
+        found[TOKENIZER] = _digest(files, whole=True)
+        found[TEMPLATE] = template_digest(directory)
+    for key in reads:
+        if key.endswith((".prompts.path", ".demonstrations.path")):
+            found[key] = _digest(_data_files(reads, key))
+    return found
+
+
+def _data_files(reads: dict[str, Any], key: str) -> list[Path]:
+    source = reads[f"{key.removesuffix('path')}source"]
+    return FileSettings(source=source, path=reads[key]).files()
+
+
+def template_digest(directory: Path) -> str | None:
+    """Return the SHA-256 of a tokenizer's chat template; None where it has none.
+
+    `stages.data.tokenizer` computes the digest likewise.
+    """
+    try:
+        template = (directory / "chat_template.jinja").read_text(encoding="utf-8")
+    except OSError:
+        try:
+            text = (directory / "tokenizer_config.json").read_text(encoding="utf-8")
+            template = json.loads(text).get("chat_template")
+        except (OSError, ValueError):
+            return None
+    return hashlib.sha256(template.encode()).hexdigest() if isinstance(template, str) else None
+
+
+def _digest(files: Iterable[Path], whole: bool = False) -> str | None:
+    """Return the SHA-256 of the files' names and contents, whatever directory they are in."""
+    digests = []
+    for file in sorted(files):
+        if file.is_file():
+            stat = file.stat()
+            digest = _file_digest(file, stat.st_size, stat.st_mtime_ns, whole)
+            digests.append([file.name, digest])
+    return hashlib.sha256(json.dumps(digests).encode()).hexdigest() if digests else None
+
+
+@lru_cache(maxsize=4096)
+def _file_digest(file: Path, size: int, changed: int, whole: bool) -> str:
+    """Return a file's digest; `size` in bytes and the time it `changed` key the cache."""
+    found = hashlib.sha256(str(size).encode())
+    with file.open("rb") as content:
+        if whole or size <= WHOLE_BYTES:
+            found.update(content.read())
+        else:
+            found.update(content.read(END_BYTES))
+            content.seek(size - END_BYTES)
+            found.update(content.read())
+    return found.hexdigest()

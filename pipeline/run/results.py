@@ -1,4 +1,4 @@
-"""The results of a run, results.json: every model's accuracy on every domain."""
+"""The results of a run, results.json: each model's accuracy on each domain."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from parallel.files import read_text, write_atomically
 from pipeline.config.violations import shown
 from pipeline.errors import BraidError
 from pipeline.run.directory import RunDirectory
-from pipeline.run.ledger import Ledger, minutes
+from pipeline.run.ledger import minutes
 
 Models = dict[str, dict[str, dict[str, Any]]]
 SCORE = {"accuracy", "low", "high", "n"}
 
 
 def write_results(run: RunDirectory) -> Models:
-    """Compose results.json from the evaluation and the ledger.
+    """Write results.json from the evaluation and the ledger.
 
     Returns:
         {model: {domain: {"accuracy", "low", "high", "n"}}}
 
     Raises:
-        BraidError: what the evaluation left is damaged.
+        BraidError: the evaluation's results are damaged.
     """
     path = run.stage("evaluate").results
     if (models := read_models(path)) is None:
-        raise BraidError(f"{shown(path)} is damaged; evaluate once more with --from evaluate")
-    results = {"models": models, "minutes": minutes(Ledger(run.ledger).events())}
+        raise BraidError(f"{shown(path)} is damaged; rerun the evaluation with --from evaluate")
+    results = {"models": models, "minutes": minutes(run.ledger.events())}
     write_atomically(run.results, json.dumps(results, indent=2) + "\n")
     return models
 
 
 def read_models(path: Path) -> Models | None:
-    """What a results.json says of models; None where it is damaged."""
+    """Return the accuracies of a results.json; None where it is damaged."""
     try:
         models: Models = json.loads(read_text(path))["models"]
         scores = [score for of_model in models.values() for score in of_model.values()]
@@ -48,10 +48,10 @@ def read_models(path: Path) -> Models | None:
 
 
 def _is_score(score: dict[str, Any]) -> bool:
-    """Return whether a score has all its numbers, and none that is infinite.
+    """Return whether a score has all its numbers and each is finite.
 
     Raises:
-        KeyError: one is not there.
+        KeyError: a number is missing.
         OverflowError: an integer is larger than any float.
     """
     of_several = {"samples_per_problem", "pass_at_k"} if "pass_at_k" in score else set()

@@ -2,28 +2,76 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal, get_args
 
-from parallel.files import Checkpoint
+from parallel.files import Checkpoint, read_text
 from pipeline.config.violations import shown
+from pipeline.errors import BraidError, reason
 from pipeline.run.directory import RunDirectory, StageDirectory, ended_early
 from pipeline.run.graph import Stage
-from pipeline.run.ledger import Event, Ledger, State, latest
+from pipeline.run.ledger import Event, State, latest
 from pipeline.run.lineage import Lineage, changes, lineage_from, read_manifest
-from pipeline.run.verdicts import OVERRIDDEN, DamagedVerdict, read_verdict
 
-if TYPE_CHECKING:  # building the settings classes takes longer than all of `braid status`
-    from pipeline.slurm.queue import QueuedJob
-    from stages.settings import RunSettings
+WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
+STOPPED_MARK = "gate: "  # starts the verdict of a gate that stopped
+OVERRIDDEN = "overridden: "  # in the cause of a gate that a person has overridden
+
+Outcome = Literal["passed", "warned", "stopped"]
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """A job in Slurm's queue; `stage` is the one it runs, where its arguments say so."""
+
+    number: str
+    state: str
+    reason: str
+    elapsed: str
+    limit: str
+    nodes: str
+    name: str = ""
+    stage: str | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether the job has not started, or is to start again."""
+        return self.state in WAITING
+
+    def describe(self) -> str:
+        """Return the job's state in a few words."""
+        if self.waits:
+            return f"job {self.number} waits: {self.reason}"
+        return f"job {self.number} on {self.nodes}, {self.elapsed} of {self.limit}"
+
+
+@dataclass(frozen=True)
+class GateVerdict:
+    """The verdict of a gate, with the measured numbers as its reasons."""
+
+    outcome: Outcome
+    reasons: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The verdict as the ledger has it."""
+        mark = STOPPED_MARK if self.outcome == "stopped" else f"{self.outcome}: "
+        return f"{mark}{'; '.join(self.reasons)}"
+
+
+class DamagedVerdict(BraidError):
+    """A verdict.json that no gate has written."""
 
 
 @dataclass(frozen=True)
 class StageState:
-    """Where a stage stands. `step` is that of its newest whole checkpoint, and `job` the number of
-    the job that Slurm has for it."""
+    """The state of a stage and its cause.
+
+    `step` is the step of its newest whole checkpoint, `job` the number of its job in Slurm's queue.
+    """
 
     state: State
     cause: str = ""
@@ -34,44 +82,88 @@ class StageState:
 
 def derive(
     run: RunDirectory,
-    settings: RunSettings,
-    stages: Sequence[Stage],
-    queue: Mapping[str, QueuedJob] | None = None,
-) -> dict[str, StageState]:
-    """Every stage's state, in the order of the graph. `queue` has the jobs that the ledger names
-    and Slurm still has; without it, what was submitted is taken to wait."""
-    events = Ledger(run.ledger).events()
-    return states_of(run, stages, settings.layout.model_dump(), events, queue)
-
-
-def states_of(
-    run: RunDirectory,
     stages: Sequence[Stage],
     layout: dict[str, Any],
     events: Iterable[Event],
     queue: Mapping[str, QueuedJob] | None = None,
 ) -> dict[str, StageState]:
-    """The same from the run's `events`, and without its settings. Every file is read once."""
+    """Return every stage's state, in the order of the graph; each file is read once.
+
+    `queue` has the jobs that Slurm still has; without it, a submitted stage counts as waiting.
+    """
     newest = latest(events)
     states: dict[str, StageState] = {}
     checkpoints: dict[str, Checkpoint | None] = {}
-    jobs = {job.stage: job for job in (queue or {}).values()}  # by their own arguments
+    jobs = {job.stage: job for job in (queue or {}).values()}  # by the jobs' own arguments
     for stage in stages:  # inputs come first
         directory = run.stage(stage.name)
         checkpoints[stage.name] = directory.newest_checkpoint()
         now = partial(lineage_from, stage, checkpoints, layout)
-        left = _Left(directory, checkpoints[stage.name], directory.attempts())
+        left = _Output(directory, checkpoints[stage.name], directory.attempts())
         event = newest.get(stage.name)
         found = _state(stage, left, event, now, states)
         if found.state not in ("done", "stale"):  # which no job changes
-            found = _in_the_queue(run, left, event, queue, jobs.get(stage.name)) or found
+            found = _queued_state(run, left, event, queue, jobs.get(stage.name)) or found
         states[stage.name] = found
     return states
 
 
+def as_done(states: Mapping[str, StageState], *these: State) -> dict[str, StageState]:
+    """Return the states with every one of `these` replaced by done."""
+    return {
+        name: StageState("done") if state.state in these else state
+        for name, state in states.items()
+    }
+
+
+def missing_output(stage: Stage, directory: StageDirectory) -> str | None:
+    """Return what a stage that should be done has not written; None where all is there."""
+    return _missing_output(stage, directory, directory.newest_checkpoint())
+
+
+def read_verdict(directory: StageDirectory) -> GateVerdict | None:
+    """Return the verdict of a gate; None for other stages and a gate without a verdict yet.
+
+    Raises:
+        DamagedVerdict: verdict.json is not an outcome with its reasons.
+    """
+    path = directory.verdict
+    try:
+        found = json.loads(read_text(path))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        why = reason(error) if isinstance(error, OSError) else f"it is no JSON ({error})"
+        raise DamagedVerdict(f"{shown(path)} is damaged: {why}") from error
+    outcome, reasons = None, None
+    if isinstance(found, dict) and found.keys() == {"outcome", "reasons"}:
+        outcome, reasons = found["outcome"], found["reasons"]
+    texts = isinstance(reasons, list) and all(isinstance(each, str) for each in reasons)
+    if outcome is None or outcome not in get_args(Outcome) or not texts or not reasons:
+        raise DamagedVerdict(
+            f"{shown(path)} is damaged: it is not an outcome ({', '.join(get_args(Outcome))}) with "
+            "its reasons"
+        )
+    return GateVerdict(outcome, tuple(reasons))
+
+
+def damaged_verdict(directory: StageDirectory, event: Event) -> str | None:
+    """Return what is wrong with the verdict of a judged gate; None where it is sound or overridden.
+
+    A damaged verdict makes the gate run again.
+    """
+    if event.state not in ("done", "failed") or OVERRIDDEN in event.cause:
+        return None
+    try:
+        read_verdict(directory)
+    except DamagedVerdict as error:
+        return f"{error}; the gate is asked again"
+    return None
+
+
 @dataclass(frozen=True)
-class _Left:
-    """What attempts at a stage left behind."""
+class _Output:
+    """The output that attempts at a stage left behind."""
 
     directory: StageDirectory
     checkpoint: Checkpoint | None
@@ -82,22 +174,22 @@ class _Left:
         return StageState(state, cause, self.attempts, step, job)
 
 
-def _in_the_queue(
+def _queued_state(
     run: RunDirectory,
-    left: _Left,
+    left: _Output,
     event: Event | None,
     queue: Mapping[str, QueuedJob] | None,
     unnamed: QueuedJob | None,
 ) -> StageState | None:
-    """The state of a stage that Slurm has, or had and lost; None of others. `unnamed` is a job for
-    it that the ledger need not name."""
+    """Return the state of a stage that Slurm has, or had and lost; None for other stages.
+
+    `unnamed` is a job of the stage that the ledger may not name.
+    """
     number = event.job if event is not None and event.state != "done" else None
     job = (queue or {}).get(number) if number is not None else None
     if (job := job or unnamed) is not None:
         return left.stands("submitted" if job.waits else "running", job.describe(), job.number)
-    if event is None or event.job is None or event.state == "done":
-        return None
-    if event.state != "submitted":
+    if event is None or event.job is None or event.state != "submitted":
         return None
     if queue is None:
         return left.stands("submitted", event.cause, event.job)
@@ -109,19 +201,19 @@ def _in_the_queue(
 
 def _state(
     stage: Stage,
-    left: _Left,
+    left: _Output,
     event: Event | None,
     now: Callable[[], Lineage],
     earlier: Mapping[str, StageState],
 ) -> StageState:
-    holds_work = _holds_work(stage, left)
+    holds_work = left.directory.measured.exists() if stage.measures else left.checkpoint is not None
     if event is None and not holds_work:
         return StageState("pending", attempts=left.attempts)
     done = event is not None and event.state == "done"
     recorded = read_manifest(left.directory)
     if recorded is None:
         if left.directory.manifest.exists() or left.checkpoint is not None:
-            return left.stands("stale", "its manifest.json is gone or damaged")
+            return left.stands("stale", "its manifest.json is missing or damaged")
         # It may have failed before its first attempt.
         cause = event.cause if event is not None and event.state == "failed" else ""
         return StageState("pending", cause, left.attempts)
@@ -132,15 +224,15 @@ def _state(
             for name in stage.inputs
             if earlier[name].state != "done" and event is not None
         ]
-        lack = _lack(stage, left.directory, left.checkpoint) if done else None
-        if lack and left.checkpoint is None:
-            reasons.append(lack)
+        missing = _missing_output(stage, left.directory, left.checkpoint) if done else None
+        if missing and left.checkpoint is None:
+            reasons.append(missing)
         if reasons:
             return left.stands("stale", "; ".join(reasons))
-        if lack:  # a damaged last checkpoint was removed, and an older one is still there
-            return left.stands("pending", lack)
+        if missing:  # a damaged last checkpoint was removed, and an older one is still there
+            return left.stands("pending", missing)
     if event is None:
-        return left.stands("pending", "the ledger has no line of it, and its work is there")
+        return left.stands("pending", "it has output, but no line in the ledger")
     if stage.kind == "gate" and (damage := damaged_verdict(left.directory, event)):
         return left.stands("pending", damage)
     if event.state == "running" and not left.directory.is_running():
@@ -148,35 +240,13 @@ def _state(
     return left.stands(event.state, event.cause)
 
 
-def damaged_verdict(directory: StageDirectory, event: Event) -> str | None:
-    """What is wrong with the verdict of a gate that has said something; None where nothing is, and
-    where a person has overridden it."""
-    if event.state not in ("done", "failed") or OVERRIDDEN in event.cause:
-        return None
-    try:
-        read_verdict(directory)
-    except DamagedVerdict as error:
-        return f"{error}; the gate is asked again"
-    return None
-
-
-def _holds_work(stage: Stage, left: _Left) -> bool:
-    """Whether a next attempt would build on what an earlier one left."""
+def _missing_output(
+    stage: Stage, directory: StageDirectory, checkpoint: Checkpoint | None
+) -> str | None:
     if stage.measures:
-        return left.directory.measured.exists()
-    return left.checkpoint is not None
-
-
-def lacks(stage: Stage, directory: StageDirectory) -> str | None:
-    """What a finished stage should have left and did not, or None."""
-    return _lack(stage, directory, directory.newest_checkpoint())
-
-
-def _lack(stage: Stage, directory: StageDirectory, checkpoint: Checkpoint | None) -> str | None:
-    if stage.measures:
-        return None if directory.results.exists() else "its results.json is gone"
+        return None if directory.results.exists() else "its results.json is missing"
     if stage.kind == "export":
-        return None if directory.exported.exists() else "its exported model is gone"
+        return None if directory.exported.exists() else "its exported model is missing"
     if checkpoint is None:
         return "it has no checkpoint"
     if checkpoint.step != stage.steps and ended_early(checkpoint) is None:

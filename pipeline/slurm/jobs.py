@@ -7,8 +7,10 @@ from collections.abc import Iterable, Mapping
 from pipeline.config.violations import shown
 from pipeline.errors import BraidError, reason
 from pipeline.run.directory import RunDirectory
-from pipeline.run.ledger import Event, Ledger, latest
-from pipeline.slurm.queue import QueuedJob, SlurmError, is_here, queued
+from pipeline.run.ledger import Event, latest
+from pipeline.run.run import Run
+from pipeline.run.states import QueuedJob
+from pipeline.slurm.queue import SlurmError, is_here, queued
 from pipeline.text import say
 
 
@@ -24,13 +26,11 @@ def job_numbers(events: Iterable[Event]) -> dict[str, str]:
     return found
 
 
-def queue_of(
-    run: RunDirectory, events: Iterable[Event]
-) -> tuple[Mapping[str, QueuedJob] | None, str]:
-    """The jobs of a run that Slurm still has, by number: those of its `events`, and those that
-    never came into the ledger. None where it was not asked, with what a person should know about
+def queue_of(run: Run) -> tuple[Mapping[str, QueuedJob] | None, str]:
+    """The jobs of a run that Slurm still has, by number: those of its ledger, and those that
+    never came into it. None where it was not asked, with what a person should know about
     that."""
-    numbers = job_numbers(events)
+    numbers = job_numbers(run.events)
     if not numbers and not run.submitting.exists():
         return None, ""
     try:
@@ -47,10 +47,10 @@ def is_queued(run: RunDirectory, number: str) -> bool:
         return False
 
 
-def refuse_queued(run: RunDirectory) -> None:
+def check_not_queued(run: Run) -> None:
     """Raise BraidError where Slurm has jobs of the run, or is here and does not say: they would
     begin the same stages, with what this changes, or find the run locked."""
-    jobs, unasked = queue_of(run, Ledger(run.ledger).events())
+    jobs, unasked = queue_of(run)
     if jobs:
         numbers = ", ".join(jobs)
         raise BraidError(
@@ -63,19 +63,18 @@ def refuse_queued(run: RunDirectory) -> None:
         say(unasked)
 
 
-def adopt(run: RunDirectory) -> Mapping[str, QueuedJob]:
+def adopt(run: Run) -> Mapping[str, QueuedJob]:
     """The jobs of a run that Slurm has, by number. The ledger gets a line for each that it does not
     name: `braid submit` was killed before it wrote one or never heard sbatch's answer, or a person
     submitted it. The caller holds the lock of submissions.
 
     Raises SlurmError when Slurm does not answer.
     """
-    ledger = Ledger(run.ledger)
-    numbers = job_numbers(ledger.events())
+    numbers = job_numbers(run.events)
     if not numbers and not run.cluster.exists() and not is_here():  # nothing was ever submitted
         return {}
     found = queued(run.path, numbers.values())
-    done = {event.stage for event in latest(ledger.events()).values() if event.state == "done"}
+    done = {event.stage for event in latest(run.events).values() if event.state == "done"}
     for job in found.values():
         # One that is done stays so: a job for it looks, and ends.
         if job.stage in done:
@@ -83,5 +82,6 @@ def adopt(run: RunDirectory) -> Mapping[str, QueuedJob]:
         if job.stage is not None and numbers.get(job.stage) not in found:
             numbers[job.stage] = job.number
             cause = f"as job {job.number}, which was in the queue"
-            ledger.submitted(job.stage, cause, run.stage(job.stage).attempts(), job.number)
+            run.ledger.submitted(job.stage, cause, run.stage(job.stage).attempts(), job.number)
+    run.refresh()
     return found

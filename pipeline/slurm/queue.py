@@ -6,47 +6,22 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 
 from pipeline.errors import BraidError
+from pipeline.run.states import QueuedJob
 
 PATIENCE_SECONDS = 60.0  # a busy controller answers late
 SEPARATOR = "\x1f"  # in no name and in no path
 # The last two are the folder that a job was submitted in, and its script with the arguments.
 QUEUE_FORMAT = SEPARATOR.join(("%i", "%T", "%r", "%M", "%l", "%N", "%j", "%Z", "%o"))
 SCRIPT_ENDS = ".sbatch "
-WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
 
 
 class SlurmError(BraidError):
     """A command of Slurm's failed, or there is no Slurm here."""
-
-
-@dataclass(frozen=True)
-class QueuedJob:
-    """A job in the queue. `stage` is the one it runs, where that is known by its arguments."""
-
-    number: str
-    state: str
-    reason: str
-    elapsed: str
-    limit: str
-    nodes: str
-    name: str = ""
-    stage: str | None = None
-
-    @property
-    def waits(self) -> bool:
-        """Whether it has not begun, or not begun again."""
-        return self.state in WAITING
-
-    def describe(self) -> str:
-        """In a few words, for a person."""
-        if self.waits:
-            return f"job {self.number} waits: {self.reason}"
-        return f"job {self.number} on {self.nodes}, {self.elapsed} of {self.limit}"
 
 
 def call(command: Sequence[str], keep: Sequence[int] = ()) -> str:

@@ -13,24 +13,23 @@ from pipeline.config.cluster import ClusterSettings
 from pipeline.config.validate import load_cluster
 from pipeline.config.violations import shown
 from pipeline.errors import BraidError, reason
-from pipeline.launch.attempt import attempt, start_of
-from pipeline.launch.launcher import JobFailed, Launcher, Programs, to_the_end
+from pipeline.launch.launcher import JobFailed, Launcher, Programs, run_to_the_end
 from pipeline.launch.placement import Placement, ThisMachine
+from pipeline.launch.processes import STOP_SIGNALS, TIME_IS_UP, Signals, Stopped
 from pipeline.launch.progress import Screen
-from pipeline.launch.signals import STOP_SIGNALS, TIME_IS_UP, Signals, Stopped
+from pipeline.launch.runner import attempt, start_of
 from pipeline.report import tables as report
-from pipeline.run.directory import LOCK_PATIENCE_SECONDS, RunDirectory
-from pipeline.run.gates import refuse_stopped
+from pipeline.run.directory import LOCK_PATIENCE_SECONDS
+from pipeline.run.gates import check_stopped
 from pipeline.run.graph import Stage
-from pipeline.run.ledger import PUT_ASIDE, Event, Ledger, latest
+from pipeline.run.ledger import PUT_ASIDE, Event, latest
 from pipeline.run.results import write_results
-from pipeline.run.selection import refuse_missing_inputs
-from pipeline.run.stale import refuse_stale
+from pipeline.run.run import Run
+from pipeline.run.select import check_dependencies, check_stale
 from pipeline.slurm.nodes import Places, cpus_of, place, size_options, too_few_cpus
 from pipeline.slurm.queue import SlurmError, call
 from pipeline.slurm.steps import SlurmJob, job_number
 from pipeline.slurm.submit import script_for
-from stages.settings import RunSettings
 
 WAIT = "run those first, or have this job wait for theirs: sbatch --dependency=afterok:JOB"
 SPARE_SECONDS = 15.0  # of the warning's, to write the ledger in and to go back into the queue
@@ -40,9 +39,7 @@ CONTROLLER_SECONDS = 5.0  # between two tries to reach a controller that is away
 REQUEUED_SECONDS = 300.0  # what Slurm may take to end a job that goes back into its queue
 
 
-def run_stage(
-    run: RunDirectory, settings: RunSettings, stage: Stage, console: Console, programs: Programs
-) -> None:
+def run_stage(run: Run, stage: Stage, console: Console, programs: Programs) -> None:
     """Run one stage, in the job that this process is the script of, or else on this machine.
 
     In a job, a stage whose time is up saves and goes back into the queue, and so does one that
@@ -54,17 +51,18 @@ def run_stage(
         Stopped: a signal asked for it.
     """
     number = job_number() if "SLURM_JOB_ID" in os.environ else None
-    states = refuse_stale(run, settings, [stage])
+    check_stale(run, [stage])
+    states = run.states
     if states[stage.name].state == "done":
         console.print(f"{stage.name} is done already", highlight=False)
         return
     cluster = load_cluster(run.cluster) if run.cluster.exists() else ClusterSettings()
     cluster = cluster.of_kind(stage.kind)
-    newest = latest(Ledger(run.ledger).events()).get(stage.name)
+    newest = latest(run.ledger.events()).get(stage.name)
     try:
-        refuse_missing_inputs([stage], states, WAIT)
-        refuse_stopped(run, [stage], states)
-        _attempt(run, settings, stage, console, programs, cluster, number)
+        check_dependencies([stage], states, WAIT)
+        check_stopped(run, [stage], states)
+        _attempt(run, stage, console, programs, cluster, number)
     except (JobFailed, Stopped) as ended:
         if number is None or (why := _to_try_again(ended)) is None:
             raise
@@ -77,36 +75,32 @@ def run_stage(
         console.print(report.results_table(write_results(run)))
 
 
-def _note(
-    run: RunDirectory, stage: Stage, number: str, refusal: BraidError, newest: Event | None
-) -> None:
+def _note(run: Run, stage: Stage, number: str, refusal: BraidError, newest: Event | None) -> None:
     """Have the ledger say why a job could not start its stage: whoever submitted it by hand looks
     there first. Not where its attempt has said so, or another job has to do with the stage."""
-    event = latest(Ledger(run.ledger).events()).get(stage.name)
+    event = latest(run.ledger.events()).get(stage.name)
     under_way = event is not None and event.state in ("submitted", "running")
     if event == newest and (event is None or not under_way or event.job == number):
         cause = f"job {number} was refused: {' '.join(reason(refusal).split())}"
-        Ledger(run.ledger).append(
-            stage.name, "failed", cause, run.stage(stage.name).attempts(), job=number
-        )
+        run.ledger.append(stage.name, "failed", cause, run.stage(stage.name).attempts(), job=number)
 
 
 def _attempt(
-    run: RunDirectory,
-    settings: RunSettings,
+    run: Run,
     stage: Stage,
     console: Console,
     programs: Programs,
     cluster: ClusterSettings,
     number: str | None,
 ) -> None:
+    settings = run.settings
     placement: Placement = ThisMachine(settings.engine)
     patience, save_seconds = LOCK_PATIENCE_SECONDS, 30.0
     if number is not None:
         listed = os.environ["SLURM_JOB_NODELIST"]
         nodes = call(["scontrol", "show", "hostnames", listed]).split()
         places = place(nodes, settings.layout, settings.engine, cluster, samples=stage.needs_engine)
-        _refuse_too_few_cpus(run, settings, stage, cluster, nodes, places)
+        _refuse_too_few_cpus(run, stage, cluster, nodes, places)
         placement = SlurmJob(places, settings.engine, cluster)
         patience = OTHER_JOB_SECONDS
         save_seconds = cluster.warning_seconds - SPARE_SECONDS
@@ -116,12 +110,11 @@ def _attempt(
         Screen(console) as screen,
         Launcher(engines, settings, programs, placement, signals, save_seconds) as launcher,
     ):
-        to_the_end(attempt(run, settings, stage, launcher, screen, stage.name, number, patience))
+        run_to_the_end(attempt(run, stage, launcher, screen, stage.name, number, patience))
 
 
 def _refuse_too_few_cpus(
-    run: RunDirectory,
-    settings: RunSettings,
+    run: Run,
     stage: Stage,
     cluster: ClusterSettings,
     nodes: Sequence[str],
@@ -129,12 +122,12 @@ def _refuse_too_few_cpus(
 ) -> None:
     """Raise BraidError where srun would refuse: without options, sbatch asks for one CPU."""
     cpus = cpus_of(os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
-    found = too_few_cpus(places, settings.layout.ranks, nodes, cpus, cluster.cpus_per_rank)
+    found = too_few_cpus(places, run.settings.layout.ranks, nodes, cpus, cluster.cpus_per_rank)
     if found is None:
         return
     node, has, takes = found
-    engine = settings.engine if stage.needs_engine else None
-    sizes = size_options(settings.layout, engine, cluster)
+    engine = run.settings.engine if stage.needs_engine else None
+    sizes = size_options(run.settings.layout, engine, cluster)
     command = ["sbatch", *sizes, shown(script_for(stage)), shown(run.path), stage.name]
     where = f"{shown(run.submission)} has all options of the cluster's profile"
     if not run.submission.exists():
@@ -153,7 +146,7 @@ def _to_try_again(ended: JobFailed | Stopped) -> str | None:
 
 
 def _go_back(
-    run: RunDirectory,
+    run: Run,
     stage: Stage,
     cluster: ClusterSettings,
     number: str,
@@ -164,7 +157,7 @@ def _go_back(
 
     Raises what ended the attempt, where too many began at the same step.
     """
-    ledger = Ledger(run.ledger)
+    ledger = run.ledger
     directory = run.stage(stage.name)
     newest, alike = start_of(directory), 0
     for start in reversed(_starts(ledger.events(), stage)):

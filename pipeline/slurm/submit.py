@@ -15,7 +15,7 @@ from pipeline.config.yaml_core import dump
 from pipeline.errors import BraidError
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage
-from pipeline.run.ledger import Ledger
+from pipeline.run.run import Run
 from pipeline.run.states import StageState
 from pipeline.slurm.nodes import size_options
 from pipeline.slurm.queue import SlurmError, call
@@ -67,8 +67,7 @@ class Submission:
 
 
 def submissions(
-    run: RunDirectory,
-    settings: RunSettings,
+    run: Run,
     cluster: ClusterSettings,
     wanted: Sequence[Stage],
     states: Mapping[str, StageState],
@@ -95,7 +94,7 @@ def submissions(
             alike += [each for each in others if each.waits_for == first.waits_for]
         left = [each for each in left if each not in alike]
         after = tuple(job_of[name] for name in first.waits_for if name in job_of)
-        submission = _submission(run, settings, cluster, alike, after)
+        submission = _submission(run, cluster, alike, after)
         for stage in alike:
             job_of[stage.name] = submission.job(f"{{{len(found)}}}", stage)
         found.append(submission)
@@ -119,7 +118,6 @@ def submit(
             message has the keys of `profile` that the refusal speaks of.
     """
     write_atomically(run.submitting, "")
-    ledger = Ledger(run.ledger)
     numbers: list[str] = []
     for submission in submissions:
         try:
@@ -134,7 +132,7 @@ def submit(
         for stage in submission.stages:
             job = submission.job(numbers[-1], stage)
             attempt = run.stage(stage.name).attempts()
-            ledger.submitted(stage.name, f"as job {job}", attempt, job)
+            run.ledger.submitted(stage.name, f"as job {job}", attempt, job)
             yield stage, job
     run.submitting.unlink(missing_ok=True)
 
@@ -182,13 +180,12 @@ def refuse_too_large_engines(
 
 
 def _submission(
-    run: RunDirectory,
-    settings: RunSettings,
+    run: Run,
     cluster: ClusterSettings,
     stages: Sequence[Stage],
     after: tuple[str, ...],
 ) -> Submission:
-    first = stages[0]
+    first, settings = stages[0], run.settings
     cluster = cluster.of_kind(first.kind)
     alone = len(stages) == 1
     script = script_for(first)

@@ -88,7 +88,7 @@ SMOKE = RunPlan(
 
 
 @dataclass(frozen=True)
-class Run:
+class SmokeRun:
     """A finished run and what its last command printed."""
 
     plan: RunPlan
@@ -112,18 +112,18 @@ def plan(request: pytest.FixtureRequest) -> RunPlan:
 
 
 @pytest.fixture(scope="module")
-def peaceful(plan: RunPlan, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def peaceful(plan: RunPlan, tmp_path_factory: pytest.TempPathFactory) -> SmokeRun:
     """A run that nothing is killed in, watched for the timeline that kills are drawn from."""
     directory = tmp_path_factory.mktemp("peaceful")
     log = directory / "braid.log"
     launched = braid(directory, "run", *plan.arguments, log=log)
     timeline = watch(directory / plan.name, launched)
     assert launched.returncode == 0, log.read_text()
-    return Run(plan, directory / plan.name, log.read_text(), timeline)
+    return SmokeRun(plan, directory / plan.name, log.read_text(), timeline)
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory, plan: RunPlan, peaceful: Run) -> Run:
+def killed(tmp_path_factory: pytest.TempPathFactory, plan: RunPlan, peaceful: SmokeRun) -> SmokeRun:
     """Kills at the moments of the plan: some of a seed, as in benchmarks/chaos.py, some always.
 
     `KilledRun` holds the run to clean ends, to continuing from the newest whole checkpoint, and to
@@ -144,13 +144,13 @@ def killed(tmp_path_factory: pytest.TempPathFactory, plan: RunPlan, peaceful: Ru
     finally:
         run.close()
     assert all(struck), run.kills
-    return Run(plan, run.path, run.output(), kills=run.kills)
+    return SmokeRun(plan, run.path, run.output(), kills=run.kills)
 
 
 @pytest.mark.usefixtures("plan")  # of which `name` is
 @pytest.mark.parametrize("name", ["peaceful", "killed"])
 def test_a_run_ends_with_the_table(name: str, request: pytest.FixtureRequest) -> None:
-    run: Run = request.getfixturevalue(name)
+    run: SmokeRun = request.getfixturevalue(name)
     assert list(run.results["models"]) == run.plan.training
     for scores in run.results["models"].values():
         assert list(scores) == run.plan.domains
@@ -164,7 +164,7 @@ def test_a_run_ends_with_the_table(name: str, request: pytest.FixtureRequest) ->
     assert "stages/export/huggingface" in run.output
 
 
-def test_ranks_and_engines_were_forked(peaceful: Run) -> None:
+def test_ranks_and_engines_were_forked(peaceful: SmokeRun) -> None:
     """Their imports start no thread and touch no device, else the servers would have refused."""
     logs = list((peaceful.path / "fork_servers").glob("*.log"))
     assert [log.stem for log in sorted(logs)] == ["parallel.engine.server", "stages.main"]
@@ -173,7 +173,7 @@ def test_ranks_and_engines_were_forked(peaceful: Run) -> None:
         assert f" runs {log.stem} " in log.read_text()
 
 
-def test_no_finished_stage_is_repeated(killed: Run) -> None:
+def test_no_finished_stage_is_repeated(killed: SmokeRun) -> None:
     events = [json.loads(line) for line in (killed.path / "ledger.jsonl").read_text().splitlines()]
     done = Counter(event["stage"] for event in events if event["state"] == "done")
     assert done == Counter(killed.plan.stages)
@@ -183,13 +183,15 @@ def test_no_finished_stage_is_repeated(killed: Run) -> None:
     assert len(started) <= len(killed.plan.stages) + ended
 
 
-def test_no_step_is_missing_or_told_twice(killed: Run) -> None:
+def test_no_step_is_missing_or_told_twice(killed: SmokeRun) -> None:
     for stage in killed.plan.training:
         steps = [line["step"] for line in metrics(killed.path, stage)]
         assert steps == list(range(1, len(steps) + 1))
 
 
-def test_a_killed_run_ends_with_the_same_weights_and_results(peaceful: Run, killed: Run) -> None:
+def test_a_killed_run_ends_with_the_same_weights_and_results(
+    peaceful: SmokeRun, killed: SmokeRun
+) -> None:
     expected, found = (load_file(run.exported / "model.safetensors") for run in (peaceful, killed))
     assert expected.keys() == found.keys()
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
@@ -198,7 +200,7 @@ def test_a_killed_run_ends_with_the_same_weights_and_results(peaceful: Run, kill
 
 @pytest.mark.combinations  # of test_slurm's jobs and of this run; two stages more
 def test_jobs_of_slurm_make_the_same_weights(
-    peaceful: Run, cluster: Cluster, tmp_path: Path
+    peaceful: SmokeRun, cluster: Cluster, tmp_path: Path
 ) -> None:
     """Each of the two ranks on a node of its own, and the engine as a further step."""
     profile = tmp_path / "cluster.yaml"
@@ -229,7 +231,9 @@ def _tensors(run: Path, stage: str) -> dict[str, str]:
     return {name: digest for name, digest in files.items() if name.endswith(".distcp")}
 
 
-def test_what_was_drawn_before_a_kill_is_not_drawn_again(peaceful: Run, killed: Run) -> None:
+def test_what_was_drawn_before_a_kill_is_not_drawn_again(
+    peaceful: SmokeRun, killed: SmokeRun
+) -> None:
     merge = metrics(killed.path, "merge")
     assert merge[0]["replayed"] == 4 * len(killed.plan.domains)
     assert [line["loss"] for line in merge] == [
@@ -238,21 +242,21 @@ def test_what_was_drawn_before_a_kill_is_not_drawn_again(peaceful: Run, killed: 
     assert not list((killed.path / "stages").glob("*/rollouts/log/*"))  # checkpoints have it all
 
 
-def test_engine_and_trainer_agree_after_every_refit(peaceful: Run) -> None:
+def test_engine_and_trainer_agree_after_every_refit(peaceful: SmokeRun) -> None:
     for stage in peaceful.plan.training[1:]:
         lines = metrics(peaceful.path, stage)
         assert len(lines) == 2
         assert all(line["mismatch_max"] <= 1e-4 for line in lines)
 
 
-def test_each_domain_has_its_own_kl(peaceful: Run) -> None:
+def test_each_domain_has_its_own_kl(peaceful: SmokeRun) -> None:
     plan = peaceful.plan
     logged = [metrics(peaceful.path, f"experts.{domain}")[-1] for domain in plan.domains]
     assert all("kl" not in line for line in logged[: plan.without_kl])
     assert all(line["kl"] >= 0 for line in logged[plan.without_kl :])
 
 
-def test_a_gate_measures_an_expert_and_its_parent_on_its_own_domain(peaceful: Run) -> None:
+def test_a_gate_measures_an_expert_and_its_parent_on_its_own_domain(peaceful: SmokeRun) -> None:
     folder = peaceful.path / "stages" / "gates.chain_sum"
     models = json.loads((folder / "results.json").read_text())["models"]
     assert [(name, list(scores)) for name, scores in models.items()] == [
@@ -269,7 +273,7 @@ def test_a_gate_measures_an_expert_and_its_parent_on_its_own_domain(peaceful: Ru
     assert said in peaceful.output
 
 
-def test_a_domain_is_tried_on_a_finished_stage(peaceful: Run) -> None:
+def test_a_domain_is_tried_on_a_finished_stage(peaceful: SmokeRun) -> None:
     domain = str(REPOSITORY / "configs" / "domains" / "spell_backward.yaml")
     asked = ("--run", peaceful.plan.name, "--stage", "cold_start", "--samples", "4")
     output = finish(braid(peaceful.path.parent, "domain", "check", domain, *asked))
@@ -278,12 +282,12 @@ def test_a_domain_is_tried_on_a_finished_stage(peaceful: Run) -> None:
     assert "reward/exact: " in output
 
 
-def test_metrics_go_to_weights_and_biases_offline(peaceful: Run) -> None:
+def test_metrics_go_to_weights_and_biases_offline(peaceful: SmokeRun) -> None:
     for stage in peaceful.plan.training:
         assert list((peaceful.path / "stages" / stage / "wandb").glob("offline-run-*/*.wandb"))
 
 
-def test_transformers_and_vllm_load_the_exported_model(peaceful: Run) -> None:
+def test_transformers_and_vllm_load_the_exported_model(peaceful: SmokeRun) -> None:
     model = AutoModelForCausalLM.from_pretrained(peaceful.exported, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(peaceful.exported)
     prompt = tokenizer("4-1-7+7=", return_tensors="pt").input_ids

@@ -24,11 +24,11 @@ import yaml
 from pydantic import BaseModel
 
 from parallel.settings import ModelSettings
-from pipeline.commands.runs import terminal
 from pipeline.config.cluster import ClusterSettings
 from pipeline.config.validate import dump_resolved, load, load_cluster, load_domain
 from pipeline.config.violations import ConfigError
 from pipeline.report.memory import memory_report
+from pipeline.report.terminal import terminal
 from pipeline.run.graph import compile_graph
 from stages.rewards.settings import RewardPoolSettings
 from stages.settings import DomainSettings, RunSettings

@@ -22,7 +22,7 @@ from random import Random
 from typing import Any
 
 from pipeline import cli
-from pipeline.commands import runs as commands
+from pipeline.commands import common as commands
 from tests.pipeline.fake_launcher import fake_programs
 
 from .worker import CONTROL, REPOSITORY, Case, FuzzStep, raised

@@ -14,7 +14,7 @@ from random import Random
 import pytest
 
 from pipeline import cli
-from pipeline.commands import runs as commands
+from pipeline.commands import common as commands
 from pipeline.config.validate import load
 
 from . import __main__ as fuzz

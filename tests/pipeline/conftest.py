@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import cli
-from pipeline.commands import runs as commands
+from pipeline.commands import common as commands
 from pipeline.config.validate import load
 from pipeline.launch import runner
 from pipeline.launch.processes import POLL_SECONDS

@@ -15,6 +15,7 @@ from pipeline.errors import BraidError
 from pipeline.launch.launcher import Programs
 from pipeline.launch.runner import run_stages
 from pipeline.run.directory import RunDirectory
+from pipeline.run.run import Run
 
 HERE = Path(__file__).parent
 
@@ -40,7 +41,7 @@ def main() -> int:
     try:
         with run.lock():
             programs = fake_programs(json.loads(actions), engine)
-            run_stages(run, load(Path(config)), Console(), programs)
+            run_stages(Run(run.path, load(Path(config))), Console(), programs)
     except BraidError as error:
         print(error, file=sys.stderr)
         return error.exit_code

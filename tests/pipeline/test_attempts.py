@@ -11,18 +11,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pipeline.launch.attempt import attempt
 from pipeline.launch.forkserver import ForkServers
-from pipeline.launch.launcher import Launcher, to_the_end
+from pipeline.launch.launcher import Launcher, run_to_the_end
 from pipeline.launch.placement import ThisMachine
+from pipeline.launch.processes import TIME_IS_UP, Signals, Stopped
 from pipeline.launch.progress import Screen
-from pipeline.launch.runner import run_stages
-from pipeline.launch.signals import TIME_IS_UP, Signals, Stopped
+from pipeline.launch.runner import attempt, run_stages
 from pipeline.report.terminal import Terminal
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import compile_graph
-from pipeline.run.ledger import Ledger
-from pipeline.run.stale import StaleStages
+from pipeline.run.run import Run
+from pipeline.run.select import StaleStages
 from pipeline.slurm.queue import SEPARATOR
 from stages.settings import LaunchSettings, RunSettings
 from tests.pipeline.fake_launcher import fake_programs
@@ -36,22 +35,24 @@ def try_again(run: RunDirectory, settings: RunSettings, stage: int = 0) -> None:
         Screen(Console(quiet=True)) as screen,
         Launcher(run.engines, settings, fake_programs({}), place, signals) as launcher,
     ):
-        to_the_end(attempt(run, settings, compile_graph(settings)[stage], launcher, screen, "it"))
+        run_to_the_end(
+            attempt(Run(run.path, settings), compile_graph(settings)[stage], launcher, screen, "it")
+        )
 
 
 @pytest.fixture
 def finished(run: RunDirectory, settings: RunSettings) -> RunDirectory:
     with run.lock():
-        run_stages(run, settings, Console(quiet=True), fake_programs({}))
+        run_stages(Run(run.path, settings), Console(quiet=True), fake_programs({}))
     return run
 
 
 def test_a_stage_that_another_launcher_finished_meanwhile_is_left(
     finished: RunDirectory, settings: RunSettings
 ) -> None:
-    before = finished.ledger.read_text()
+    before = finished.ledger.path.read_text()
     try_again(finished, settings)
-    assert finished.ledger.read_text() == before
+    assert finished.ledger.path.read_text() == before
 
 
 def test_other_settings_do_not_continue_what_another_launcher_left(
@@ -101,8 +102,8 @@ def test_a_terminal_that_is_gone_ends_no_stage(
 ) -> None:
     console = Terminal(file=Gone(number))  # type: ignore[arg-type]
     with run.lock():
-        run_stages(run, settings, console, fake_programs({}))
-    assert [event.state for event in Ledger(run.ledger).events()].count("done") == 6
+        run_stages(Run(run.path, settings), console, fake_programs({}))
+    assert [event.state for event in run.ledger.events()].count("done") == 6
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,7 @@ def test_a_run_with_jobs_in_the_queue_is_not_run_here(
 ) -> None:
     slurm("squeue", queue_line("7|PENDING|Priority|0:00|4:00|n1|small.cold_start|/|x"))
     run.path.mkdir(parents=True)
-    Ledger(run.ledger).append("cold_start", "submitted", "as job 7", 0, job="7")
+    run.ledger.append("cold_start", "submitted", "as job 7", 0, job="7")
     code, _, err = braid("run", config)
     assert code == 1
     assert "has jobs in Slurm's queue: 7; wait for them, or take them out with: braid cancel" in err
@@ -166,7 +167,7 @@ def test_what_slurm_says_need_not_be_text(
     slurm: Callable[[str, str], None],
 ) -> None:
     braid("run", config)
-    Ledger(run.ledger).append("merge", "submitted", "as job 7", 1, job="7")
+    run.ledger.append("merge", "submitted", "as job 7", 1, job="7")
     slurm("squeue", r"printf '\xff\xfe\x1f\n7\x1fRUNNING'")
     assert braid("status", "small")[0] == 0
     slurm("squeue", "echo 'slurm_load_jobs error: Socket timed out' >&2; exit 1")
@@ -203,5 +204,5 @@ def test_fork_servers_are_a_setting(
     launch = LaunchSettings(fork_servers=wanted)
     with run.lock():
         given = settings.model_copy(update={"launch": launch})
-        run_stages(run, given, Console(quiet=True), fake_programs({}))
+        run_stages(Run(run.path, given), Console(quiet=True), fake_programs({}))
     assert asked == [wanted]

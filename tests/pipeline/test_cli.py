@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.run.neutral import CHANGES_NO_RESULT
+from pipeline.run.select import NON_INVALIDATING_KEYS
 
 Braid = Callable[..., tuple[int, str, str]]
 
@@ -100,7 +100,7 @@ def test_a_run_from_its_start_to_its_table(braid: Braid, config: Path, runs: Pat
     ledger = (runs / "small" / "ledger.jsonl").read_text()
     code, out, _ = braid("run", config)
     assert code == 0
-    assert "holds a run of this very configuration: continuing it" in out
+    assert "was started with the same config: resuming it" in out
     assert (runs / "small" / "ledger.jsonl").read_text() == ledger
 
     assert braid("status")[1] == "small: 6 done\n"
@@ -160,7 +160,7 @@ def test_a_run_goes_on_under_another_layout(braid: Braid, config: Path, runs: Pa
 def test_the_help_of_resume_names_what_may_change(braid: Braid) -> None:
     code, out, _ = braid("resume", "--help")
     assert code == 0
-    for pattern in CHANGES_NO_RESULT[1:]:
+    for pattern in NON_INVALIDATING_KEYS[1:]:
         assert pattern.rpartition(".")[2] in out
 
 
@@ -179,7 +179,7 @@ def test_a_failure_tells_the_stage_and_how_to_go_on(braid: Braid, config: Path) 
 def test_the_command_to_go_on_with_repeats_what_was_asked_for(
     braid: Braid, config: Path, runs: Path
 ) -> None:
-    only = ("--only", "experts.sums", "--only", "cold_start", "--side-by-side", "2")
+    only = ("--only", "experts.sums", "--only", "cold_start", "--parallel", "2")
     fails = {"experts.sums": {"1": "say_why"}}
     for given in (("run", config, *only), ("resume", "small", *only, "--from", "cold_start")):
         code, _, err = braid(*given, actions=fails)
@@ -192,9 +192,9 @@ def test_an_engine_that_fails_again_and_again_leaves_a_run_to_resume(
 ) -> None:
     actions = {"experts.sums": {"0": "kill_every_engine", "1": "hang"}}
     code, out, err = braid("run", config, "engine.max_restarts=1", actions=actions)
-    killed = "engine 0 was killed by SIGKILL (was the memory used up?)"
+    killed = "engine 0 was killed by SIGKILL (out of memory?)"
     restarted = f"{killed}; restarting it (1 of at most 1)"
-    failed = f"{killed}; it was restarted once already, and engine.max_restarts = 1"
+    failed = f"{killed}; it was restarted once, the most that engine.max_restarts = 1 allows"
     assert code == 1
     assert f"[2/6] experts.sums  {restarted}\n" in out
     assert f"braid: stage experts.sums failed: {failed}\n" in err
@@ -298,7 +298,7 @@ def test_one_more_evaluation_and_export(
     assert braid("export", "small", "--stage", "experts.sums", "--to", to)[0] == 0
     (to / "config.json").write_text("{}")
     code, _, err = braid("export", "small", "--stage", "experts.sums", "--to", to)
-    assert (code, err) == (1, f"braid: {to} holds something already; choose another --to\n")
+    assert (code, err) == (1, f"braid: {to} exists and is not empty; choose another --to\n")
 
 
 def job_of(run: Path, folder: str) -> dict[str, Any]:

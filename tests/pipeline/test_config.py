@@ -10,8 +10,8 @@ import pytest
 
 from pipeline.config.validate import differing_keys, dump_resolved, load
 from pipeline.config.violations import ConfigError
-from pipeline.run import resolved
 from pipeline.run.directory import RunDirectory
+from pipeline.run.run import Run
 from stages.objectives.ratios.sequence import SequenceRatioSettings
 from stages.objectives.ratios.token import TokenRatioSettings
 from stages.rewards.kinds.python import PythonReward
@@ -606,13 +606,12 @@ def test_differing_keys_name_both_values(config: Path) -> None:
 
 def test_a_runs_settings_are_read_as_run_yaml_has_them(config: Path, run: RunDirectory) -> None:
     settings = load(config)
-    resolved.write(run, settings)
-    assert resolved.read(run) == resolved.read(run, to_start=True) == settings
-    edited = run.settings.read_text().replace("seed: 0", "seed: 7")
-    run.settings.write_text(edited)
-    assert resolved.read(run).seed == 7
-    run.settings_for_programs.write_text("no digest\n{}")
-    assert resolved.read(run).seed == 7
-    run.settings.write_text("nam: small\n")
+    Run(run.path, settings).write_settings()
+    assert Run.read(run.path).settings == settings
+    assert Run.read(run.path, check_environment=True).settings == settings
+    edited = run.settings_file.read_text().replace("seed: 0", "seed: 7")
+    run.settings_file.write_text(edited)
+    assert Run.read(run.path).settings.seed == 7
+    run.settings_file.write_text("nam: small\n")
     with pytest.raises(ConfigError, match="did you mean"):
-        resolved.read(run)
+        Run.read(run.path)

@@ -33,10 +33,10 @@ def test_a_copy_is_not_taken_for_the_original(
     code, out, err = braid(command, copy / "run.yaml")
     assert (code, out) == (1, "")
     assert err == (
-        f"braid: {copy}/run.yaml is of the run in {copy}, and would continue that in {runs}/small, "
-        "since its name is small\n"
-        f"to continue {copy}: braid resume {copy}, or add --name copy\n"
-        f"for a run of its own: add --name NAME --fork {copy}\n"
+        f"braid: {copy}/run.yaml belongs to the run in {copy}, but its name is small and would "
+        f"resume {runs}/small\n"
+        f"to resume {copy}: braid resume {copy}, or add --name copy\n"
+        f"to start a new run from it: add --name NAME --fork {copy}\n"
     )
     assert contents(runs) == before
 
@@ -62,7 +62,7 @@ def test_a_folder_in_another_place_is_named_with_it(
     moved = (runs / "small").rename(elsewhere / "small")
     code, _, err = braid("run", moved / "run.yaml")
     assert code == 1
-    assert f"would begin that in {runs}/small" in err
+    assert f"would start {runs}/small" in err
     assert f"braid resume {moved}, or add --runs-dir {elsewhere}\n" in err
     assert not (runs / "small").exists()
     copy.rename(elsewhere / "copy")
@@ -90,4 +90,4 @@ def test_the_command_to_go_on_finds_its_run(
         run = RunDirectory(tmp_path / folder / "small")
         run.path.mkdir(parents=True)
         run.cluster.touch()
-        assert run.to_go_on() == f"braid submit {folder}/small/run.yaml{options}"
+        assert run.resume_command() == f"braid submit {folder}/small/run.yaml{options}"

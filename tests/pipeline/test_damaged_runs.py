@@ -15,8 +15,8 @@ from pipeline.config.validate import dump_resolved
 from pipeline.launch.progress import latest
 from pipeline.run.directory import RunDirectory, StageDirectory, ended_early
 from pipeline.run.graph import compile_graph
-from pipeline.run.ledger import Ledger
-from pipeline.run.lineage import lineage_now, read_manifest, write_manifest
+from pipeline.run.lineage import read_manifest, write_manifest
+from pipeline.run.run import Run
 from stages.settings import RunSettings
 
 Braid = Callable[..., tuple[int, str, str]]
@@ -37,15 +37,15 @@ def look(braid: Braid, *stages: str) -> Iterator[tuple[int, str, str]]:
 def finish(run: RunDirectory, settings: RunSettings, without: str = "") -> None:
     """Write what a run leaves whose stages are all done, but for one."""
     run.path.mkdir(parents=True)
-    run.settings.write_text(dump_resolved(settings))
+    run.settings_file.write_text(dump_resolved(settings))
     run.results.write_text(json.dumps({"models": {"merge": {"sums": SCORE}}}))
     for stage in compile_graph(settings):
         if stage.name == without:
             continue
         directory = run.stage(stage.name)
-        write_manifest(directory, lineage_now(stage, settings, run))
+        write_manifest(directory, Run(run.path, settings).lineage(stage))
         directory.metrics.touch()
-        Ledger(run.ledger).append(stage.name, "done", "finished", 1, 5.0)
+        run.ledger.append(stage.name, "done", "finished", 1, 5.0)
         if stage.trains:
             checkpoint = directory.path / "checkpoints" / "step_2"
             checkpoint.mkdir(parents=True)
@@ -141,7 +141,7 @@ def test_a_manifest_of_other_types_is_damaged(
     for code, _, err in look(braid, "experts.sums", "merge"):
         assert (code, err) == (0, "")
     out = braid("why", "small", "experts.sums")[1]
-    assert out.startswith("experts.sums is stale: its manifest.json is gone or damaged\n")
+    assert out.startswith("experts.sums is stale: its manifest.json is missing or damaged\n")
 
 
 @pytest.mark.parametrize("depth", [100, 900, 990, 5_000, 50_000])

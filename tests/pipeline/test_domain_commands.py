@@ -68,7 +68,7 @@ def test_a_starter_is_accepted_as_it_is_and_looked_at_without_torch(
     code, out, err = braid("domain", "new", "mine")
     path = starters / "mine.yaml"
     assert (code, err) == (0, "")
-    assert out == f"wrote {path}; see what it says with: braid domain check {path}\n"
+    assert out == f"wrote {path}; check it with: braid domain check {path}\n"
     program = (
         "import json, sys\n"
         "from pipeline.cli import main\n"
@@ -222,9 +222,9 @@ def test_a_domain_that_does_not_fit_a_run_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--samples", "3"], "--stage and --samples are of a --run, which is not given"),
-        (["--run", "small"], "--run needs a --stage, and takes no --tokenizer"),
-        (["--run", "small", "--stage", "a", "--tokenizer", "b"], "--run needs a --stage, and"),
+        (["--samples", "3"], "--stage and --samples need --run"),
+        (["--run", "small"], "--run needs --stage, and excludes --tokenizer"),
+        (["--run", "small", "--stage", "a", "--tokenizer", "b"], "--run needs --stage, and"),
         (["--run", "small", "--stage", "a"], "no run small in"),
     ],
 )

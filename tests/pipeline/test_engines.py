@@ -18,10 +18,10 @@ from pipeline.config.cores import Cores, share_out
 from pipeline.config.validate import load
 from pipeline.errors import BraidError
 from pipeline.launch.engines import SupervisedEngine
-from pipeline.launch.launcher import JobFailed, Launcher, to_the_end
+from pipeline.launch.launcher import JobFailed, Launcher, run_to_the_end
 from pipeline.launch.placement import ThisMachine
+from pipeline.launch.processes import Signals
 from pipeline.launch.progress import watching
-from pipeline.launch.signals import Signals
 from pipeline.run.directory import RunDirectory
 from stages.settings import RunSettings, StageJob
 from tests.pipeline.awaiting import is_alive, wait_until
@@ -29,7 +29,7 @@ from tests.pipeline.fake_launcher import fake_programs
 
 Execute = Callable[..., list[str]]
 HERE = ThisMachine(EngineSettings())
-KILLED = "was killed by SIGKILL (was the memory used up?)"
+KILLED = "was killed by SIGKILL (out of memory?)"
 
 
 def with_engine(config: Path, **engine: Any) -> RunSettings:
@@ -62,7 +62,7 @@ def launched(
                 settings=settings,
             )
             with watching(Console(quiet=True), stage, 2, directory.metrics) as view:
-                to_the_end(launcher.execute(job, view, told.append))
+                run_to_the_end(launcher.execute(job, view, told.append))
             return told
 
         yield execute
@@ -100,7 +100,7 @@ def test_an_engine_that_is_killed_before_it_is_ready_is_restarted(
     settings = with_engine(config, max_restarts=1)
     with (
         launched(run, settings, {"sums": "hang"}, "fall") as execute,
-        pytest.raises(JobFailed, match=r"SIGKILL .*; it was restarted once already"),
+        pytest.raises(JobFailed, match=r"SIGKILL .*; it was restarted once, the most"),
     ):
         execute("sums")
     assert len(starts(run, 0)) == 2
@@ -129,8 +129,8 @@ def test_an_engine_is_not_restarted_for_ever(run: RunDirectory, config: Path) ->
         with pytest.raises(JobFailed) as caught:
             execute("sums")
         assert caught.value.cause == (
-            "engine 1: it lost its mind; it was restarted 2 times already, and "
-            "engine.max_restarts = 2"
+            "engine 1: it lost its mind; it was restarted 2 times, the most that "
+            "engine.max_restarts = 2 allows"
         )
     assert (len(starts(run, 0)), len(starts(run, 1))) == (1, 3)
 
@@ -151,7 +151,7 @@ def test_an_engine_that_dies_between_stages_is_replaced_for_the_next_that_sample
         execute("first")
         kill_and_bury(starts(run, 0)[0])
         assert execute("second", samples=False) == []
-        assert execute("third") == [f"engine 0 {KILLED}; starting it anew"]
+        assert execute("third") == [f"engine 0 {KILLED}; restarting it"]
 
 
 def test_an_engine_that_does_not_get_ready_in_time_has_failed(run: RunDirectory) -> None:

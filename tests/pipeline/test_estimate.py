@@ -12,6 +12,7 @@ from pipeline.report.estimate import Estimate, estimate
 from pipeline.report.tables import left_line
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import compile_graph
+from pipeline.run.run import Run
 from pipeline.run.states import StageState
 from stages.settings import RunSettings
 
@@ -33,14 +34,13 @@ def states(settings: RunSettings, **known: StageState) -> dict[str, StageState]:
 def test_a_stage_is_told_by_its_own_steps_or_by_those_of_its_kind(
     run: RunDirectory, settings: RunSettings
 ) -> None:
-    stages = compile_graph(settings)
     log(run, "cold_start", [0.0, 1.0])
     # A night lies between two steps of a resumed stage.
     log(run, "experts.sums", [0.0, 3.0, 50_000.0, 50_003.0, 50_006.0])
     done = StageState("done", step=2)
     begun = StageState("failed", step=1)
     found = estimate(
-        run, settings, stages, states(settings, cold_start=done, experts_of_sums=begun), {}
+        Run(run.path, settings), states(settings, cold_start=done, experts_of_sums=begun), {}
     )
     assert found.seconds == {
         "cold_start": 0.0,
@@ -65,9 +65,7 @@ def test_the_start_of_a_kind_counts_where_an_attempt_at_it_was_measured(
     def words(state: StageState, attempts: int = 1) -> float | None:
         sums = StageState("done", step=2, attempts=attempts)
         known = states(settings, experts_of_sums=sums, experts_of_words=state)
-        return estimate(run, settings, compile_graph(settings), known, took).seconds[
-            "experts.words"
-        ]
+        return estimate(Run(run.path, settings), known, took).seconds["experts.words"]
 
     assert words(StageState("pending")) == 46.0
     assert words(StageState("failed", step=1)) == 43.0
@@ -79,7 +77,7 @@ def test_the_start_of_a_kind_counts_where_an_attempt_at_it_was_measured(
 def test_what_has_no_steps_takes_what_it_took_before(
     run: RunDirectory, settings: RunSettings
 ) -> None:
-    found = estimate(run, settings, compile_graph(settings), states(settings), {"evaluate": 90.0})
+    found = estimate(Run(run.path, settings), states(settings), {"evaluate": 90.0})
     assert found.seconds["evaluate"] == 90.0
 
 
@@ -90,7 +88,7 @@ def test_stale_stages_start_anew_and_engines_of_their_own_count(
     settings = settings.model_copy(update={"engine": own})
     log(run, "cold_start", [0.0, 4.0])
     stale = StageState("stale", "seed was 0", step=1)
-    found = estimate(run, settings, compile_graph(settings), states(settings, cold_start=stale), {})
+    found = estimate(Run(run.path, settings), states(settings, cold_start=stale), {})
     assert (found.seconds["cold_start"], found.devices) == (8.0, 4)
 
 
@@ -137,7 +135,7 @@ def test_nothing_is_told_from_too_little(
     path = run.stage("cold_start").metrics
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    found = estimate(run, settings, compile_graph(settings), states(settings), {})
+    found = estimate(Run(run.path, settings), states(settings), {})
     assert set(found.seconds.values()) == {None}
     assert left_line(found) == (
         "how long it takes is not known: no stage of the kind sft, grpo, distill, evaluate, export "

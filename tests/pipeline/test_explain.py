@@ -45,7 +45,7 @@ def test_diff_tells_what_only_one_run_has_begun(braid: Braid, config: Path) -> N
     braid("run", config, "--name", "one")
     braid("run", config, "--name", "two", actions={"merge": {"1": "say_why"}})
     _, out, _ = braid("diff", "one", "two")
-    assert "evaluate\n  begun: true | false\n" in out
+    assert "evaluate\n  started: true | false\n" in out
 
 
 def test_the_drawing_has_an_arrow_for_every_input(braid: Braid, config: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 Braid = Callable[..., tuple[int, str, str]]
 GATES = ("domains.sums.gate={problems: 20, max_mismatch: 1e-4}", "merge.gate={problems: 30}")
 FALLS_SHORT = {"gates.sums": {"0": "fall_short"}}
-SAID = "gate: experts.sums gains -20.0 points (95 %: -27.1 to -12.9) over cold_start on sums, and "
+SAID = "gate: experts.sums gains -20.0 points (95 %: -27.1 to -12.9) over cold_start on sums; "
 
 
 def events(run: Path, stage: str) -> list[tuple[str, str]]:
@@ -66,7 +66,7 @@ def test_a_gate_that_stops_lets_nothing_start_that_waits_for_it(
     [_, (state, cause)] = events(stopped, "gates.sums")
     assert (state, cause) == (
         "failed",
-        f"{SAID}domains.sums.gate.min_gain wants the whole interval at +0.0 or above",
+        f"{SAID}the lower 95 % bound must be at least domains.sums.gate.min_gain = +0.0",
     )
     code, _, err = braid("resume", "small")
     assert (code, err.splitlines()[0]) == (1, f"braid: {cause}")
@@ -80,7 +80,7 @@ def test_a_gate_is_made_anew_with_other_settings(braid: Braid, config: Path, sto
     edit = "domains.sums.gate.min_gain=-0.5"
     code, _, err = braid("run", config, *GATES, edit)
     assert code == 1
-    assert "that are done or begun: gates.sums\n" in err
+    assert "finished or started stages depend on it: gates.sums\n" in err
     code, _, err = braid("run", config, *GATES, edit, "--from", "gates.sums", actions=FALLS_SHORT)
     assert (code, err) == (0, "")
     assert attempts(stopped)["experts.sums"] == 1
@@ -101,7 +101,7 @@ def test_a_reason_that_is_no_utf_8_is_told_as_far_as_it_can_be(braid: Braid, sto
     given = ("gate", "override", "small", "gates.sums", "--reason", "a b\udce4d \U0001f331 seed")
     assert braid(*given)[0] == 0
     _, cause = events(stopped, "gates.sums")[-1]
-    assert cause.startswith("overridden: a b?d \U0001f331 seed; it said: ")
+    assert cause.startswith("overridden: a b?d \U0001f331 seed; its verdict was: ")
     assert "a b?d \U0001f331 seed" in braid("status", "small")[1]
 
 
@@ -111,12 +111,12 @@ def test_an_override_is_recorded_and_the_run_goes_on(
     given = ("gate", "override", "small", "gates.sums", "--reason", " a bad\n seed ")
     code, out, err = braid(*given)
     assert (code, err) == (0, "")
-    assert out == f"gates.sums is overridden; go on with: braid resume {stopped}\n"
+    assert out == f"gates.sums is overridden; continue with: braid resume {stopped}\n"
     state, cause = events(stopped, "gates.sums")[-1]
     assert state == "done"
-    assert cause.startswith(f"overridden: a bad seed; it said: {SAID}")
+    assert cause.startswith(f"overridden: a bad seed; its verdict was: {SAID}")
     assert (
-        "gates.sums is done: overridden: a bad seed; it said: gate: "
+        "gates.sums is done: overridden: a bad seed; its verdict was: gate: "
         in braid("why", "small", "gates.sums")[1]
     )
     assert "after gates.sums, which is done: overridden: " in braid("why", "small", "merge")[1]
@@ -129,7 +129,7 @@ def test_an_override_is_recorded_and_the_run_goes_on(
     taken = braid("run", config, *GATES, "--name", "other", "--fork", "small", "--only", "merge")
     assert taken[0] == 0
     [(state, cause)] = events(stopped.with_name("other"), "gates.sums")
-    assert cause.startswith(f"taken over from {stopped}: overridden: a bad seed; it said: ")
+    assert cause.startswith(f"reused from {stopped}: overridden: a bad seed; its verdict was: ")
 
 
 def table(out: str, width: int = 130) -> tuple[dict[str, list[str]], str]:
@@ -147,7 +147,7 @@ def test_a_status_has_room_for_a_verdict_in_a_word(braid: Braid, stopped: Path) 
     braid("gate", "override", "small", "gates.sums", "--reason", "why not")
     rows, below = table(braid("status", "small")[1])
     assert rows["gates.sums"][-1] == "overridden"
-    assert below.startswith("gates.sums: overridden: why not; it said: gate: ")
+    assert below.startswith("gates.sums: overridden: why not; its verdict was: gate: ")
     assert braid("resume", "small", actions={"gates.merge": {"0": "draw_level"}})[0] == 0
     rows, below = table(braid("status", "small")[1].partition("\n\nmodel")[0])
     assert rows["gates.merge"][-1] == "warned"
@@ -170,10 +170,10 @@ def test_a_long_cause_stands_below_the_table(braid: Braid, config: Path) -> None
 @pytest.mark.parametrize(
     ("stage", "reason", "message"),
     [
-        ("gates.sums", " \n", "--reason is empty, and the ledger is to say why"),
+        ("gates.sums", " \n", "--reason must not be empty; it is recorded in the ledger"),
         ("gates.sum", "why not", 'has no stage gates.sum; did you mean "gates.sums"?'),
-        ("experts.sums", "why not", "experts.sums is no gate of "),
-        ("gates.merge", "why not", " is pending\nonly a gate that has stopped is overridden"),
+        ("experts.sums", "why not", "experts.sums is not a gate of "),
+        ("gates.merge", "why not", " is pending\nonly a gate that has stopped can be overridden"),
     ],
 )
 def test_a_wrong_override_changes_nothing(
@@ -197,7 +197,7 @@ def test_a_gate_is_overridden_once_and_as_long_as_it_holds(
     code, _, err = braid(*override)
     assert code == 1
     assert "gates.sums of" in err
-    assert "is done: overridden: why not; it said: gate: " in err
+    assert "is done: overridden: why not; its verdict was: gate: " in err
     # Another expert is another question.
     assert braid("resume", "small", "--from", "experts.sums", actions=FALLS_SHORT)[0] == 1
     assert events(stopped, "gates.sums")[-1][0] == "failed"
@@ -259,9 +259,9 @@ def test_a_fork_takes_nothing_past_a_gate_that_is_not_open(
     code, out, err = braid(*forked, actions=FALLS_SHORT)
     assert code == 1
     assert err.startswith(f"braid: {SAID}")
-    told = f"took over from {runs}/other: cold_start, experts.sums, experts.words\n"
+    told = f"reused from {runs}/other: cold_start, experts.sums, experts.words\n"
     assert told in out
-    assert "left merge there, since it waits for gates.sums, which is to be asked first\n" in out
+    assert "not reused: merge, since it waits for gates.sums, which has to run first\n" in out
     assert attempts(runs / "small") == {
         **dict.fromkeys(("cold_start", "experts.sums", "experts.words"), 0),
         "gates.sums": 1,
@@ -272,7 +272,7 @@ def test_a_fork_takes_nothing_past_a_gate_that_is_not_open(
     assert braid("gate", "override", "small", "gates.sums", "--reason", "why not")[0] == 0
     code, out, _ = braid(*forked)
     assert code == 0
-    assert f"took over from {runs}/other: merge" in out
+    assert f"reused from {runs}/other: merge" in out
     assert attempts(runs / "small")["merge"] == 0
 
 
@@ -281,8 +281,8 @@ def test_a_fork_asks_a_stricter_gate_anew(braid: Braid, config: Path, runs: Path
     stricter = "domains.sums.gate.min_gain=0.5"
     code, out, err = braid("run", config, *GATES, stricter, "--fork", "other")
     assert code == 1
-    assert "min_gain wants the whole interval at +50.0 or above" in err
-    assert "left merge there, since it waits for gates.sums" in out
+    assert "must be at least domains.sums.gate.min_gain = +50.0" in err
+    assert "not reused: merge, since it waits for gates.sums" in out
     assert not (runs / "small" / "stages" / "merge").exists()
 
 
@@ -304,7 +304,7 @@ def test_a_fork_takes_no_gate_whose_verdict_is_damaged(
     (runs / "other" / "stages" / "gates.sums" / "verdict.json").write_text("{}")
     code, out, err = braid("run", config, *GATES, "--fork", "other")
     assert (code, err) == (0, "")
-    assert "left merge there, since it waits for gates.sums" in out
+    assert "not reused: merge, since it waits for gates.sums" in out
     assert attempts(runs / "small")["gates.sums"] == 1
 
 

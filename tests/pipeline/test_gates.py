@@ -54,8 +54,8 @@ def test_a_gain_that_could_be_chance_stops(gain: Callable[..., GateVerdict]) -> 
     verdict = gain(166, 160)
     assert verdict.outcome == "stopped"
     assert verdict.text == (
-        "gate: experts.sums gains +1.2 points (95 %: -4.6 to +7.0) over cold_start on sums, and "
-        "domains.sums.gate.min_gain wants the whole interval at +0.0 or above"
+        "gate: experts.sums gains +1.2 points (95 %: -4.6 to +7.0) over cold_start on sums; "
+        "the lower 95 % bound must be at least domains.sums.gate.min_gain = +0.0"
     )
     assert gain(166, 160, on_failure="warn").outcome == "warned"
     assert gain(160, 160).outcome == "stopped"

@@ -11,8 +11,9 @@ from pipeline.config.validate import load
 from pipeline.config.violations import ConfigError
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import READS, compile_graph, matches
-from pipeline.run.lineage import changes, lineage_now
-from pipeline.run.neutral import CHANGES_NO_RESULT
+from pipeline.run.lineage import changes
+from pipeline.run.run import Run
+from pipeline.run.select import NON_INVALIDATING_KEYS
 from stages.settings import RunSettings
 
 DATASETS = ("number_sorting", "spell_backward")
@@ -79,7 +80,9 @@ def test_domains_differ_in_their_kl_and_a_change_of_one_leaves_the_others_lineag
     after = load(config, [*domains, "domains.words.objective.kl.coefficient=0.002"])
     stages = zip(compile_graph(before), compile_graph(after), strict=True)
     found = {
-        old.name: list(changes(lineage_now(old, before, run), lineage_now(new, after, run)))
+        old.name: list(
+            changes(Run(run.path, before).lineage(old), Run(run.path, after).lineage(new))
+        )
         for old, new in stages
     }
     key = "domains.words.objective.kl.coefficient"
@@ -176,7 +179,7 @@ def test_every_setting_is_read_by_a_stage_or_said_to_change_nothing(
     settings = with_baseline
     keys = [key for key, _ in flatten(settings.model_dump(mode="json"))]
     read = {key for stage in compile_graph(settings) for key in stage.reads}
-    neutral = {key for key in keys if any(matches(key, each) for each in CHANGES_NO_RESULT)}
+    neutral = {key for key in keys if any(matches(key, each) for each in NON_INVALIDATING_KEYS)}
     assert read | neutral == set(keys)
     assert not read & neutral
 
@@ -186,7 +189,7 @@ def test_every_pattern_names_a_setting(with_baseline: RunSettings) -> None:
     keys = [key for key, _ in flatten(settings.model_dump(mode="json"))]
     of = {"domain": "sums", "gated": "merge"}
     patterns = [pattern.format(**of) for reads in READS.values() for pattern in reads]
-    for pattern in [*patterns, *CHANGES_NO_RESULT]:
+    for pattern in [*patterns, *NON_INVALIDATING_KEYS]:
         assert any(matches(key, pattern) for key in keys), pattern
 
 

@@ -11,9 +11,9 @@ from pipeline.config.validate import dump_resolved, load
 from pipeline.config.violations import ConfigError
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import compile_graph
-from pipeline.run.ledger import Ledger
-from pipeline.run.lineage import lineage_now, write_manifest
-from pipeline.run.states import derive, lacks
+from pipeline.run.lineage import write_manifest
+from pipeline.run.run import Run
+from pipeline.run.states import missing_output
 from stages.guards.settings import FrontierSettings, NoCurriculumSettings, StopSettings
 
 EXPERT, KEY = "experts.sums", "domains.sums"
@@ -113,20 +113,20 @@ def test_an_early_end_is_done_until_its_rule_changes(config: Path, run: RunDirec
     stages = {stage.name: stage for stage in compile_graph(settings)}
     for name in ("cold_start", EXPERT):
         directory = run.stage(name)
-        write_manifest(directory, lineage_now(stages[name], settings, run))
-        Ledger(run.ledger).append(name, "done", "", 1)
+        write_manifest(directory, Run(run.path, settings).lineage(stages[name]))
+        run.ledger.append(name, "done", "", 1)
         checkpoint = directory.path / "checkpoints" / ("step_1" if name == EXPERT else "step_2")
         checkpoint.mkdir(parents=True)
         (checkpoint / "checksums.json").write_text(json.dumps({"digest": name, "files": {}}))
     expert = run.stage(EXPERT)
-    assert lacks(stages[EXPERT], expert) == "its newest checkpoint is of step 1 of 2"
+    assert missing_output(stages[EXPERT], expert) == "its newest checkpoint is of step 1 of 2"
     (checkpoint / "state.json").write_text(json.dumps({"step": 1, "ended": "good enough"}))
-    assert lacks(stages[EXPERT], expert) is None
+    assert missing_output(stages[EXPERT], expert) is None
     assert expert.ended_early() == "good enough"
-    found = derive(run, settings, tuple(stages.values()))
+    found = Run(run.path, settings).states
     assert (found[EXPERT].state, found[EXPERT].step) == ("done", 1)
     assert found["merge"].state == "pending"
     without = load(config)
-    found = derive(run, without, compile_graph(without))
+    found = Run(run.path, without).states
     assert found[EXPERT].state == "stale"
     assert f"{KEY}.stop.at_least was 0.9 and is now null" in found[EXPERT].cause

@@ -21,11 +21,10 @@ from pipeline.launch.launcher import JobFailed, first_cause
 from pipeline.launch.processes import Child, wait_for_all
 from pipeline.launch.runner import run_stages
 from pipeline.run.directory import RunDirectory, RunLocked
-from pipeline.run.graph import compile_graph
 from pipeline.run.ledger import Ledger, State
 from pipeline.run.results import write_results
-from pipeline.run.stale import StaleStages
-from pipeline.run.states import derive
+from pipeline.run.run import Run
+from pipeline.run.select import StaleStages
 from stages.settings import RunSettings
 from tests.pipeline.awaiting import is_alive, wait_until
 from tests.pipeline.fake_launcher import HERE, fake_programs
@@ -42,15 +41,15 @@ def go(
 ) -> None:
     with run.lock():
         programs = fake_programs(actions or {}, engine)
-        run_stages(run, settings, console or Console(quiet=True), programs)
+        run_stages(Run(run.path, settings), console or Console(quiet=True), programs)
 
 
 def states(run: RunDirectory, settings: RunSettings) -> list[str]:
-    return [state.state for state in derive(run, settings, compile_graph(settings)).values()]
+    return [state.state for state in Run(run.path, settings).states.values()]
 
 
 def started(run: RunDirectory) -> list[str]:
-    return [event.stage for event in Ledger(run.ledger).events() if event.state == "running"]
+    return [event.stage for event in run.ledger.events() if event.state == "running"]
 
 
 def launch(
@@ -126,7 +125,7 @@ def test_stages_run_side_by_side_on_cores_of_their_own(
     actions = {"experts.sums": together, "experts.words": together}
     with run.lock():
         programs = fake_programs(actions)
-        run_stages(run, settings, Console(quiet=True), programs, side_by_side=2)
+        run_stages(Run(run.path, settings), Console(quiet=True), programs, parallel=2)
     assert states(run, settings) == ["done"] * 6
     where = [
         json.loads((run.stage(f"experts.{each}").path / "cores").read_text())
@@ -134,15 +133,15 @@ def test_stages_run_side_by_side_on_cores_of_their_own(
     ]
     assert all(where)
     assert not {*where[0]} & {*where[1]}
-    engines = [(run.engines / f"lane_{lane}" / "0" / "starts").exists() for lane in (0, 1)]
+    engines = [(run.engines / f"slot_{slot}" / "0" / "starts").exists() for slot in (0, 1)]
     assert engines == [True, True]
 
 
 def test_more_stages_at_once_than_cores_are_refused(
     run: RunDirectory, settings: RunSettings
 ) -> None:
-    with run.lock(), pytest.raises(BraidError, match="--side-by-side 1000 needs as many cores"):
-        run_stages(run, settings, Console(quiet=True), fake_programs({}), side_by_side=1000)
+    with run.lock(), pytest.raises(BraidError, match="--parallel 1000 needs 1000 CPU cores"):
+        run_stages(Run(run.path, settings), Console(quiet=True), fake_programs({}), parallel=1000)
 
 
 def test_a_rank_that_lost_the_other_is_not_blamed(run: RunDirectory, settings: RunSettings) -> None:
@@ -184,7 +183,7 @@ def test_the_stage_s_own_reason_is_shown_alone(run: RunDirectory, settings: RunS
         go(run, settings, {"cold_start": {"0": "break_down", "1": "say_why"}})
     assert "cold_start failed: domain chain_sum has no prompts\n" in str(caught.value)
     assert "|" not in str(caught.value)
-    assert Ledger(run.ledger).events()[-1].cause == "domain chain_sum has no prompts"
+    assert run.ledger.events()[-1].cause == "domain chain_sum has no prompts"
 
 
 def test_what_a_stage_wants_known_is_shown_and_kept(
@@ -194,7 +193,7 @@ def test_what_a_stage_wants_known_is_shown_and_kept(
     go(run, settings, {"merge": {"1": "warn_and_work"}}, console=console)
     said = [line for line in console.file.getvalue().splitlines() if "step_" in line]
     assert said == ["[4/6] merge  step_5 is damaged", "[4/6] merge  it took step_4"]
-    kept = [event for event in Ledger(run.ledger).events() if event.stage == "merge"]
+    kept = [event for event in run.ledger.events() if event.stage == "merge"]
     assert [(event.state, event.cause) for event in kept] == [
         ("running", "from the start"),
         ("running", "step_5 is damaged"),
@@ -208,7 +207,7 @@ def test_a_stage_that_is_done_early_says_why_and_is_not_repeated(
 ) -> None:
     go(run, settings, {"experts.sums": {"0": "end_early"}})
     assert states(run, settings) == ["done"] * 6
-    kept = [event for event in Ledger(run.ledger).events() if event.stage == "experts.sums"]
+    kept = [event for event in run.ledger.events() if event.stage == "experts.sums"]
     assert (kept[-1].state, kept[-1].cause) == ("done", "good enough at step 1")
     before = started(run)
     go(run, settings)
@@ -225,7 +224,7 @@ def test_what_keeps_a_stage_from_starting_is_its_cause(
     monkeypatch.setattr("pipeline.launch.launcher.write_stage_job", full_disk)
     with pytest.raises(OSError, match="No space left"):
         go(run, settings)
-    event = Ledger(run.ledger).events()[-1]
+    event = run.ledger.events()[-1]
     assert (event.state, event.cause) == ("failed", "/runs/full: No space left on device")
 
 
@@ -243,7 +242,7 @@ def test_a_ledger_that_cannot_be_written_hides_no_failure(
     with pytest.raises(JobFailed, match="rank 1 ended with exit status 3") as caught:
         go(run, settings, {"cold_start": {"1": "break_down"}})
     assert caught.value.__notes__ == [
-        "the ledger does not tell so: /runs/full: No space left on device"
+        "the ledger does not record this: /runs/full: No space left on device"
     ]
 
 
@@ -271,7 +270,7 @@ def test_killing_the_launcher_leaves_no_process(
 
     go(run, settings)
     assert started(run) == [*STAGES[:4], *STAGES[3:]]
-    again = [event for event in Ledger(run.ledger).events() if event.stage == "merge"]
+    again = [event for event in run.ledger.events() if event.stage == "merge"]
     assert [event.cause for event in again] == [
         "from the start",
         "its launcher was killed",
@@ -292,7 +291,7 @@ def test_a_signal_stops_the_stage_and_keeps_the_run(
     assert errors == f"stopped by {number.name}\n"
     assert not any(map(is_alive, pids))
     assert states(run, settings) == ["done", *["pending"] * 5]
-    assert Ledger(run.ledger).events()[-1].cause == f"stopped by {number.name}"
+    assert run.ledger.events()[-1].cause == f"stopped by {number.name}"
 
 
 def test_a_second_signal_does_not_wait_for_the_stage_to_save(
@@ -329,7 +328,7 @@ def test_a_changed_setting_makes_finished_stages_stale(
 
 def test_a_stage_that_leaves_nothing_is_not_done(run: RunDirectory, settings: RunSettings) -> None:
     early = {"experts.sums": {"0": "leave_early", "1": "leave_early"}}
-    with pytest.raises(BraidError, match="ended as if it were done, but it has no checkpoint"):
+    with pytest.raises(BraidError, match="ended with exit status 0, but it has no checkpoint"):
         go(run, settings, early)
     assert states(run, settings)[:2] == ["done", "failed"]
     go(run, settings)

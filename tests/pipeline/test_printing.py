@@ -14,6 +14,7 @@ import pytest
 from rich.table import Table
 
 from pipeline.launch.progress import watching
+from pipeline.report.columns import Cell, table
 from pipeline.report.terminal import Terminal
 from pipeline.run.ledger import Ledger
 from pipeline.text import visible
@@ -62,7 +63,7 @@ def test_what_a_ledger_holds_is_printed_as_text(braid: Braid, config: Path, runs
         assert rf"said {SHOWN}\n  forged" in out
         assert not acts(out)
     code, _, err = braid("evaluate", "small", "--stage", f"x{ACTS}")
-    assert f"no stage x{SHOWN} leaves a model" in err
+    assert f"no stage x{SHOWN} has a model" in err
 
 
 def test_names_of_runs_and_what_differs_are_printed_as_text(
@@ -167,3 +168,11 @@ def test_a_file_name_that_is_no_text_is_shown(tmp_path: Path) -> None:
         assert (found.returncode, found.stderr) == (0, b"")
         assert found.stdout.startswith(rb"bad\udcff\x1b[2J: the configuration has ")
         assert found.stdout.count(b"\x1b") == 0
+
+
+def test_columns_are_aligned_and_coloured_on_a_terminal_only() -> None:
+    rows = [("merge", Cell("done", "green"), "fin\nish\x1b[2Jed"), ("a", Cell("stale"), "")]
+    plain = "title\nstage  state  note\nmerge  done   fin\\nish\\x1b[2Jed\na      stale"
+    assert table("title", ("stage", "state", "note"), rows, coloured=False) == plain
+    coloured = table("title", ("stage", "state", "note"), rows, coloured=True)
+    assert "merge  \x1b[32mdone\x1b[0m   fin\\nish" in coloured

@@ -49,7 +49,7 @@ def test_a_stage_alone_needs_its_inputs(braid: Braid, config: Path, runs: Path) 
         (["--only", "merge"], "merge needs cold_start, which is pending"),
         (["--from", "merg"], "has no stage merg; did you mean"),
         (["--from", "merge", "--only", "evaluate"], "evaluate needs merge, which is pending"),
-        (["--side-by-side", "99999"], "--side-by-side 99999 needs as many cores"),
+        (["--parallel", "99999"], "--parallel 99999 needs 99999 CPU cores"),
         (["--fork", "nothing"], "no run nothing in"),
         (["--fork", "one", "--only", "evaluate"], "evaluate needs merge, which is pending"),
     ],
@@ -88,7 +88,7 @@ def test_a_stage_alone_may_need_what_a_fork_brings(braid: Braid, config: Path, r
     assert "put aside" in out
 
 
-def test_an_edited_domain_makes_its_expert_anew_and_what_follows(
+def test_an_edited_domain_makes_its_expert_anew_and_next_action(
     braid: Braid, config: Path, runs: Path
 ) -> None:
     assert braid("run", config)[0] == 0
@@ -96,7 +96,7 @@ def test_an_edited_domain_makes_its_expert_anew_and_what_follows(
     edit = "domains.sums.objective.kl.coefficient=0.5"
     code, _, err = braid("run", config, edit)
     assert code == 1
-    assert "that are done or begun: experts.sums, merge, evaluate, export\n" in err
+    assert "finished or started stages depend on it: experts.sums, merge, evaluate, export\n" in err
     assert "--from experts.sums" in err
     assert digests(runs / "small") == before
 
@@ -132,7 +132,7 @@ def test_a_fork_takes_over_what_it_would_make_alike(braid: Braid, config: Path, 
     edit = "domains.sums.objective.kl.coefficient=0.5"
     code, out, err = braid("run", config, "--name", "two", "--fork", "one", edit)
     assert (code, err) == (0, "")
-    assert f"took over from {runs}/one: cold_start, experts.words\n" in out
+    assert f"reused from {runs}/one: cold_start, experts.words\n" in out
     assert "] cold_start" not in out
     assert "] experts.sums  done" in out
     ours, theirs = digests(runs / "two"), digests(runs / "one")
@@ -144,7 +144,7 @@ def test_a_fork_takes_over_what_it_would_make_alike(braid: Braid, config: Path, 
         "run", config, "--name", "three", "--fork", "one", "seed=3", "--only", "cold_start"
     )
     assert code == 0
-    assert "no stage, since none" in out
+    assert "no stage: none is finished" in out
 
 
 def test_a_fork_of_no_run_says_so(braid: Braid, config: Path, runs: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_finished_run_goes_on_to_another_round(braid: Braid, config: Path, run
     assert braid("run", config)[0] == 0
     code, _, err = braid("run", config, "rounds=2")
     assert code == 1
-    assert "--from evaluate --from export; what they left is kept in" in err
+    assert "--from evaluate --from export, which also reruns" in err
     code, out, err = braid("run", config, "rounds=2", "--from", "evaluate", "--from", "export")
     assert (code, err) == (0, "")
     assert "] merge" not in out
@@ -203,7 +203,7 @@ def test_a_dry_run_shows_what_the_options_do(braid: Braid, config: Path, runs: P
     edit = "domains.sums.objective.kl.coefficient=0.5"
     forked = ("--name", "two", "--fork", "small", edit)
     rows, started = shown(*forked)
-    assert " done     is taken over from " in rows["experts.words"]
+    assert " done     is reused from " in rows["experts.words"]
     assert " pending  starts" in rows["experts.sums"]
     assert [each.split("/")[0] for each in started] == [
         *("experts.sums", "merge", "evaluate", "export")
@@ -217,7 +217,7 @@ def test_a_dry_run_shows_what_the_options_do(braid: Braid, config: Path, runs: P
     [
         (["--from", "merg"], "has no stage merg; did you mean"),
         (["--from", "merge", "--only", "evaluate"], "evaluate needs merge, which is pending"),
-        (["seed=1"], "holds a run of another configuration"),
+        (["seed=1"], "was started with a different config"),
         (["--name", "two", "--fork", "none"], "no run none in"),
     ],
 )
@@ -234,5 +234,5 @@ def test_a_dry_run_refuses_to_build_on_stale_work(braid: Braid, config: Path, ru
     assert braid("run", config)[0] == 0
     (runs / "small" / "stages" / "merge" / "manifest.json").unlink()
     code, _, err = braid("run", config, "--dry-run")
-    assert (code, "merge: its manifest.json is gone" in err) == (1, True)
+    assert (code, "merge: its manifest.json is missing" in err) == (1, True)
     assert braid("run", config, "--dry-run", "--from", "merge")[0] == 0

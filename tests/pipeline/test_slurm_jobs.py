@@ -18,8 +18,7 @@ from pipeline.errors import BraidError
 from pipeline.launch.processes import wait_for_all
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import compile_graph
-from pipeline.run.ledger import Ledger
-from pipeline.run.states import derive
+from pipeline.run.run import Run
 from pipeline.slurm.nodes import Places, cpus_of, nodes_needed, place, size_options, too_few_cpus
 from pipeline.slurm.queue import QueuedJob, SlurmError
 from pipeline.slurm.stage import go_back_into_the_queue
@@ -111,7 +110,8 @@ def test_stages_wait_for_those_they_are_made_from(run: RunDirectory, settings: R
     cluster = ClusterSettings(
         account="lab", partition="gpu", gpus_per_node=8, experts_at_once=2, kinds={"export": EXPORT}
     )
-    found = submissions(run, settings, cluster, stages, derive(run, settings, stages))
+    whole = Run(run.path, settings)
+    found = submissions(whole, cluster, stages, whole.states)
     commands = [each.command(["10", "11", "12", "13"]) for each in found]
     waits = [[part for part in command if "afterok" in part] for command in commands]
     assert waits == [
@@ -135,11 +135,11 @@ def test_what_is_in_the_queue_is_waited_for_and_not_submitted_again(
 ) -> None:
     stages = compile_graph(settings)
     run.path.mkdir(parents=True)
-    Ledger(run.ledger).append("cold_start", "submitted", "as job 7", 0, job="7")
+    run.ledger.append("cold_start", "submitted", "as job 7", 0, job="7")
     queue = {"7": QueuedJob("7", "PENDING", "Priority", "0:00", "4:00:00", "")}
-    states = derive(run, settings, stages, queue)
+    states = Run(run.path, settings).states_with(queue)
     assert states["cold_start"].cause == "job 7 waits: Priority"
-    first, *_ = submissions(run, settings, ClusterSettings(), stages, states)
+    first, *_ = submissions(Run(run.path, settings), ClusterSettings(), stages, states)
     assert [stage.name for stage in first.stages] == ["experts.sums", "experts.words"]
     assert first.after == ("7",)
 
@@ -160,8 +160,8 @@ def test_ledger_and_queue_are_one_state(
     cause: str,
 ) -> None:
     run.path.mkdir(parents=True)
-    Ledger(run.ledger).append("cold_start", "submitted", "as job 7", 0, job="7")
-    found = derive(run, settings, compile_graph(settings), queue)["cold_start"]
+    run.ledger.append("cold_start", "submitted", "as job 7", 0, job="7")
+    found = Run(run.path, settings).states_with(queue)["cold_start"]
     assert found.state == state
     assert cause in found.cause
 
@@ -179,12 +179,14 @@ def test_a_submission_that_slurm_refuses_leaves_those_before_it_in_the_ledger(
     monkeypatch.setenv("PATH", f"{sbatch.parent}:/usr/bin:/bin")
     stages = compile_graph(settings)
     run.path.mkdir(parents=True)
-    jobs = submissions(run, settings, ClusterSettings(), stages, derive(run, settings, stages))
+    jobs = submissions(
+        Run(run.path, settings), ClusterSettings(), stages, Run(run.path, settings).states
+    )
     refused = pytest.raises(BraidError, match="sbatch failed: sbatch: error: Invalid account")
     with run.lock_submission() as lock, refused:
         list(submit(run, jobs, ClusterSettings(), run.cluster, lock))
     assert run.submitting.exists()  # whatever else Slurm took is looked for
-    events = [(event.stage, event.state, event.job) for event in Ledger(run.ledger).events()]
+    events = [(event.stage, event.state, event.job) for event in run.ledger.events()]
     assert events == [("cold_start", "submitted", "7")]
 
 
@@ -194,7 +196,8 @@ def test_the_script_of_the_commands_is_shell_that_passes_the_numbers_on(
     stages = compile_graph(settings)
     run.path.mkdir(parents=True)
     cluster = ClusterSettings(setup=("module load cuda",), options=("--comment=two words",))
-    jobs = submissions(run, settings, cluster, stages, derive(run, settings, stages))
+    whole = Run(run.path, settings)
+    jobs = submissions(whole, cluster, stages, whole.states)
     write_scripts(run, cluster, jobs)
     script = run.submission.read_text()
     assert '"--dependency=afterok:${job_0}:${job_1}_0:${job_1}_1"' in script
@@ -379,7 +382,7 @@ def test_submitting_without_slurm_says_so_and_keeps_the_commands(
     monkeypatch.setenv("PATH", "/nowhere")
     profile = tmp_path / "cluster.yaml"
     profile.write_text("ranks_per_node: 2\n")
-    assert "--cluster FILE is needed" in braid("submit", config)[2]
+    assert "--cluster FILE is required" in braid("submit", config)[2]
     code, _, err = braid("submit", config, "--cluster", profile)
     assert code == 1
     assert "there is no sbatch here; submit from a machine that has Slurm's commands" in err
@@ -413,7 +416,8 @@ def test_kinds_of_stages_ask_for_nodes_of_their_own(
             },
         }
     )
-    found = submissions(run, settings, cluster, stages, derive(run, settings, stages))
+    whole = Run(run.path, settings)
+    found = submissions(whole, cluster, stages, whole.states)
     options = {each.stages[0].name: each.options for each in found}
     assert {"--partition=big", "--gpus-per-node=8", "--nodes=1"} < set(options["merge"])
     assert {

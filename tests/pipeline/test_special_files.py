@@ -13,8 +13,6 @@ from tests.pipeline.conftest import Braid
 
 READ = [
     "ledger.jsonl",
-    ".run.json",
-    ".stages.json",
     "run.lock",
     "results.json",
     "stages/merge/manifest.json",

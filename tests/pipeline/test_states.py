@@ -10,9 +10,8 @@ import pytest
 from pipeline.config.validate import load
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage, compile_graph
-from pipeline.run.ledger import Ledger
-from pipeline.run.lineage import lineage_now, read_manifest, write_manifest
-from pipeline.run.states import derive
+from pipeline.run.lineage import read_manifest, write_manifest
+from pipeline.run.run import Run
 from stages.settings import RunSettings
 
 
@@ -25,8 +24,8 @@ def add_checkpoint(run: RunDirectory, stage: str, step: int, digest: str) -> Pat
 
 def record(run: RunDirectory, settings: RunSettings, stage: Stage, state: str) -> None:
     """Leave what a stage that came to `state` leaves."""
-    write_manifest(run.stage(stage.name), lineage_now(stage, settings, run))
-    Ledger(run.ledger).append(stage.name, state, "", 1)
+    write_manifest(run.stage(stage.name), Run(run.path, settings).lineage(stage))
+    run.ledger.append(stage.name, state, "", 1)
     if state == "done" and stage.trains:
         add_checkpoint(run, stage.name, 2, stage.name)
 
@@ -42,22 +41,22 @@ def trained(run: RunDirectory, settings: RunSettings) -> dict[str, Stage]:
 
 
 def states(run: RunDirectory, settings: RunSettings) -> dict[str, str]:
-    found = derive(run, settings, compile_graph(settings))
+    found = Run(run.path, settings).states
     return {name: state.state for name, state in found.items() if state.state != "pending"}
 
 
 def test_work_that_the_ledger_has_lost_is_not_taken_for_that_of_other_settings(
     run: RunDirectory, settings: RunSettings, trained: dict[str, Stage]
 ) -> None:
-    run.ledger.unlink()
-    found = derive(run, settings, list(trained.values()))
+    run.ledger.path.unlink()
+    found = Run(run.path, settings).states
     assert found["merge"].state == "pending"
     assert (found["merge"].step, found["merge"].cause) == (
         2,
-        "the ledger has no line of it, and its work is there",
+        "it has output, but no line in the ledger",
     )
     other = settings.model_copy(update={"seed": 7})
-    found = derive(run, other, compile_graph(other))
+    found = Run(run.path, other).states
     assert {found[name].state for name, stage in trained.items() if stage.trains} == {"stale"}
 
 
@@ -105,10 +104,10 @@ def test_another_checkpoint_of_a_parent_makes_its_children_stale(
     run: RunDirectory, settings: RunSettings, trained: dict[str, Stage]
 ) -> None:
     add_checkpoint(run, "experts.sums", 2, "another")
-    found = derive(run, settings, tuple(trained.values()))
+    found = Run(run.path, settings).states
     assert found["experts.sums"].state == "done"
     assert found["merge"].state == "stale"
-    assert found["merge"].cause == "it was made from another checkpoint of experts.sums"
+    assert found["merge"].cause == "the checkpoint of experts.sums changed"
 
 
 def test_a_removed_checkpoint_makes_a_finished_stage_stale(
@@ -116,7 +115,7 @@ def test_a_removed_checkpoint_makes_a_finished_stage_stale(
 ) -> None:
     whole = run.stage("experts.words").path / "checkpoints" / "step_2" / "checksums.json"
     whole.unlink()
-    found = derive(run, settings, tuple(trained.values()))
+    found = Run(run.path, settings).states
     assert found["experts.words"].cause == "it has no checkpoint"
     assert found["merge"].cause == "its input experts.words is stale"
 
@@ -126,7 +125,7 @@ def test_a_finished_stage_whose_last_checkpoint_is_gone_trains_on(
 ) -> None:
     checkpoints = run.stage("experts.words").path / "checkpoints"
     (checkpoints / "step_2").rename(checkpoints / "step_1")
-    found = derive(run, settings, tuple(trained.values()))
+    found = Run(run.path, settings).states
     assert found["experts.words"].state == "pending"
     assert found["experts.words"].cause == "its newest checkpoint is of step 1 of 2"
     assert found["merge"].state == "stale"
@@ -147,7 +146,7 @@ def test_other_data_under_the_same_name_makes_its_readers_stale(
             record(run, settings, stage, "done")
 
     def causes() -> dict[str, str]:
-        found = derive(run, settings, compile_graph(settings))
+        found = Run(run.path, settings).states
         return {name: found[name].cause for name in found if found[name].state == "stale"}
 
     assert causes() == {}

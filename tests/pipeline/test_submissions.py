@@ -31,11 +31,11 @@ def test_a_dry_run_writes_nothing_and_prepare_the_run_s_folder(
     code, shown, err = braid(*given, "--dry-run")
     assert (code, err) == (0, "")
     assert shown.count("sbatch --parsable") == 5
-    assert f"\n# commands to run by hand, --prepare makes {runs}/small and this script" in shown
+    assert f"\n# writes {runs}/small with this script" in shown
     assert not runs.exists()
     code, said, _ = braid(*given, "--prepare")
     script = runs / "small" / "slurm" / "submit.sh"
-    assert (code, said) == (0, f"nothing is submitted; the commands stand in {script}\n")
+    assert (code, said) == (0, f"nothing is submitted; the commands are in {script}\n")
     assert shown.startswith(script.read_text())
     before = {path: path.read_bytes() for path in runs.rglob("*") if path.is_file()}
     code, again, _ = braid(*given, "--dry-run")
@@ -271,7 +271,7 @@ def test_a_profile_that_queued_jobs_would_read_is_not_changed_under_them(
     profile.write_text("ranks_per_node: 1\nwarning_seconds: 90\n")
     code, _, err = braid("submit", config, "--cluster", profile)
     assert code == 1
-    assert "would read another ranks_per_node, warning_seconds than they were submitted" in err
+    assert "were submitted with a different ranks_per_node, warning_seconds" in err
     # What was said to sbatch may be mended for the others.
     profile.write_text("ranks_per_node: 2\nkinds: {grpo: {partition: other, ranks_per_node: 4}}\n")
     code, _, err = braid("submit", config, "--cluster", profile)
@@ -334,7 +334,7 @@ def test_a_stage_is_submitted_anew_with_what_follows_it(
     assert len((slurm / "submitted").read_text().splitlines()) == 4
     code, _, err = braid(*edited, "--from", "merge")
     assert code == 1
-    assert "merge, evaluate, export cannot be made anew, since a job of it waits or runs" in err
+    assert "merge, evaluate, export cannot be rerun while a job of it waits or runs" in err
 
 
 def test_a_submission_takes_over_from_another_run(
@@ -349,7 +349,7 @@ def test_a_submission_takes_over_from_another_run(
     assert not (runs / "small").exists()
     code, out, err = braid(*forked)
     assert (code, err) == (0, "")
-    assert f"took over from {runs}/other: cold_start, experts.sums, experts.words" in out
+    assert f"reused from {runs}/other: cold_start, experts.sums, experts.words" in out
     assert len((slurm / "submitted").read_text().splitlines()) == 3
 
 
@@ -445,10 +445,7 @@ def test_a_job_that_cannot_start_its_stage_says_so_in_the_ledger(
     assert "experts.sums needs cold_start, which is pending\nrun those first, or have" in err
     [event] = Ledger(runs / "small" / "ledger.jsonl").events()
     assert (event.stage, event.state, event.job) == ("experts.sums", "failed", "7")
-    assert (
-        "job 7 was refused: stages lack what they are made from"
-        in braid("why", "small", "experts.sums")[1]
-    )
+    assert "job 7 was refused: missing dependencies" in braid("why", "small", "experts.sums")[1]
     # What another job does is not talked over.
     Ledger(runs / "small" / "ledger.jsonl").append(
         "experts.sums", "submitted", "as job 8", 0, job="8"

@@ -11,8 +11,8 @@ import pytest
 from pipeline.config.validate import dump_resolved
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import compile_graph
-from pipeline.run.ledger import Ledger
-from pipeline.run.lineage import lineage_now, write_manifest
+from pipeline.run.lineage import write_manifest
+from pipeline.run.run import Run
 from stages.settings import RunSettings
 from tests.repository.test_architecture import HEAVY
 from tests.runs import REPOSITORY
@@ -33,10 +33,10 @@ def test_the_command_answers_without_torch(
     arguments: list[str], run: RunDirectory, settings: RunSettings
 ) -> None:
     run.path.mkdir(parents=True)
-    run.settings.write_text(dump_resolved(settings))
+    run.settings_file.write_text(dump_resolved(settings))
     for stage in compile_graph(settings):
-        write_manifest(run.stage(stage.name), lineage_now(stage, settings, run))
-        Ledger(run.ledger).append(stage.name, "done", "finished", 1)
+        write_manifest(run.stage(stage.name), Run(run.path, settings).lineage(stage))
+        run.ledger.append(stage.name, "done", "finished", 1)
     program = (
         "import json, sys\n"
         "from pipeline.cli import main\n"

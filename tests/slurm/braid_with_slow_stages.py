@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from pipeline import cli
-from pipeline.commands import runs as commands
+from pipeline.commands import common as commands
 from pipeline.launch.launcher import Programs
 
 HERE = Path(__file__).parent

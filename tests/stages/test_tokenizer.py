@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from parallel.settings import ModelSettings
-from pipeline.run.fingerprints import template_digest
+from pipeline.run.lineage import template_digest
 from stages.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from stages.data.tokenizer import CHARACTERS, CharacterTokenizer, TokenizerError, load_tokenizer
 

@@ -1,0 +1,177 @@
+"""The arguments that several commands take, and the run that they name."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from pipeline.commands.command import Argument, positive, whole
+from pipeline.config.validate import load
+from pipeline.config.violations import hint, shown
+from pipeline.errors import BraidError
+from pipeline.launch.launcher import Programs
+from pipeline.run.directory import RunDirectory
+from pipeline.run.fork import RunFork, find_fork, reuse_stages
+from pipeline.run.run import Run, check_run_directory
+from pipeline.run.select import put_aside
+from pipeline.run.trust import OPTION, check_owner
+from pipeline.text import say
+from stages.settings import RunSettings
+
+PROGRAMS = Programs()
+
+RUN = Argument("run", metavar="RUN", help="the run's name or directory")
+STAGE = Argument("stage", metavar="STAGE", help="the stage's name, as `braid status` shows it")
+JSON = Argument("--json", action="store_true", help="print JSON on standard output, and only that")
+STEP = Argument(
+    "--step",
+    metavar="N",
+    type=whole,
+    help="the stage's checkpoint of this step, finished or not (default: the newest checkpoint of "
+    "a finished stage)",
+)
+TRUST = Argument(
+    OPTION,
+    action="store_true",
+    help="work on the run although other users own it or may write to it",
+)
+PARALLEL = Argument(
+    "--parallel",
+    metavar="N",
+    type=positive,
+    default=1,
+    help="run at most N stages at a time, each on its share of the CPU cores, with its own engines",
+)
+SELECTION = (
+    Argument(
+        "--only",
+        metavar="STAGE",
+        action="append",
+        default=[],
+        help="run only this stage, e.g. experts.math (repeatable)",
+    ),
+    Argument(
+        "--from",
+        dest="rerun",
+        metavar="STAGE",
+        action="append",
+        default=[],
+        help="rerun this stage and everything downstream; old outputs move to replaced/ "
+        "(repeatable)",
+    ),
+)
+CONFIG = (
+    Argument("config", type=Path, metavar="CONFIG", help="the run's YAML file"),
+    Argument(
+        "overrides", nargs="*", default=[], metavar="KEY=VALUE", help="override a key of the file"
+    ),
+    Argument("--name", help="the run's name (default: the configuration's)"),
+)
+STARTING = (
+    *SELECTION,
+    Argument(
+        "--fork",
+        metavar="OTHER_RUN",
+        help="reuse its finished stages whose settings, data and inputs are identical",
+    ),
+    TRUST,
+    Argument(
+        "--check-refit",
+        dest="implied",
+        action="append_const",
+        const="engine.check_refit=true",
+        default=[],
+        help="compare every engine tensor with the trainer's, by checksum, after each weight sync: "
+        "engine.check_refit=true",
+    ),
+    *CONFIG,
+)
+CONFIG_HELP = """\
+CONFIG is a YAML file. Override any key on the command line, as dotted.key=value:
+"""
+
+
+def print_json(arguments: Namespace, value: Any) -> None:
+    """Print a value on standard output, which `--json` keeps free of all else."""
+    print(json.dumps(value, indent=2), file=arguments.output)
+
+
+def find(runs_dir: Path, name: str) -> RunDirectory:
+    """Return the run of a name or directory; raise BraidError where there is none."""
+    for path in (runs_dir / name, Path(name)):
+        if (run := RunDirectory(path)).settings_file.exists():
+            return run
+    known = [path.name for path in run_paths(runs_dir)]
+    raise BraidError(f"no run {name} in {shown(runs_dir)}; {hint(name, known)}")
+
+
+def run_paths(runs_dir: Path) -> list[Path]:
+    """Return the directories of all runs."""
+    return sorted(settings.parent for settings in runs_dir.glob("*/run.yaml"))
+
+
+def existing(arguments: Namespace) -> Run:
+    """Return the run that the arguments name."""
+    return Run.read(find(arguments.runs_dir, arguments.run).path)
+
+
+def owned(arguments: Namespace, *, check_environment: bool = False) -> Run:
+    """Return the run that the arguments name, to work on it.
+
+    Raises:
+        BraidError: other users may have written it, and it is not trusted.
+    """
+    run = find(arguments.runs_dir, arguments.run)
+    check_owner(run, arguments.trust_run)
+    return Run.read(run.path, check_environment=check_environment)
+
+
+def configured(arguments: Namespace) -> Run:
+    """Return the run of the configuration that the arguments name.
+
+    Raises:
+        BraidError: the configuration belongs to a run in another directory.
+    """
+    settings = load_config(arguments)
+    run = Run(arguments.runs_dir / settings.name, settings)
+    if not arguments.name and not any(each.startswith("name=") for each in arguments.overrides):
+        check_run_directory(arguments.config, run)
+    return run
+
+
+def load_config(arguments: Namespace) -> RunSettings:
+    """Return the settings of a configuration, with the overrides of the command line."""
+    name = [f"name={json.dumps(arguments.name)}"] if arguments.name else []
+    implied = getattr(arguments, "implied", [])
+    return load(arguments.config, [*arguments.overrides, *name, *implied])
+
+
+def forked(arguments: Namespace, run: Run) -> tuple[RunDirectory | None, RunFork]:
+    """Return the run that `--fork` names, and the stages of it that `run` can reuse.
+
+    Raises:
+        BraidError: other users may have written the run, and it is not trusted.
+    """
+    if not arguments.fork:
+        return None, RunFork()
+    other = find(arguments.runs_dir, arguments.fork)
+    check_owner(other, arguments.trust_run)
+    return other, find_fork(run, other)
+
+
+def reuse_from(run: Run, other: RunDirectory) -> None:
+    """Reuse the identical stages of another run, and say which."""
+    found = find_fork(run, other)
+    reuse_stages(run, other, found)
+    none = "no stage: none is finished there with identical settings, data and inputs"
+    say(f"reused from {shown(other.path)}: {', '.join(found.reused) or none}")
+    for name, gate in found.held.items():
+        say(f"not reused: {name}, since it waits for {gate}, which has to run first")
+
+
+def rerun(run: Run, names: list[str]) -> None:
+    """Put the output of the named stages and everything downstream aside, and say where."""
+    for directory in put_aside(run, run.downstream(names) if names else []):
+        say(f"put aside {shown(directory)}")

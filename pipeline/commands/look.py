@@ -1,0 +1,311 @@
+"""The commands that only look: validate, plan, doctor, status, why, diff and logs."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pipeline.commands import common
+from pipeline.commands.command import Argument, command
+from pipeline.commands.common import CONFIG, CONFIG_HELP, JSON, RUN, STAGE, print_json
+from pipeline.config.policy_rules import policy_cautions
+from pipeline.config.validate import dump_resolved
+from pipeline.config.violations import ConfigError, shown
+from pipeline.errors import BraidError, reason
+from pipeline.report import columns, explain
+from pipeline.report import tables as report
+from pipeline.report.doctor import sections, table
+from pipeline.report.estimate import estimate
+from pipeline.report.logs import print_file, print_log
+from pipeline.report.memory import largest_memory, memory_report, stage_memory
+from pipeline.report.outlook import next_action
+from pipeline.report.probe import probe
+from pipeline.report.terminal import terminal
+from pipeline.run.graph import Stage
+from pipeline.run.ledger import minutes, took
+from pipeline.run.results import read_models
+from pipeline.run.run import Run
+from pipeline.run.states import StageState
+from pipeline.slurm.jobs import is_queued, queue_of
+from pipeline.text import say, visible
+from stages.rewards.registry import cautions
+
+
+@command(
+    "validate",
+    "check a configuration and list every error in it",
+    CONFIG_HELP + "  braid validate configs/quickstart.yaml domains.chain_sum.loop.steps=80",
+    Argument("--resolved", action="store_true", help="print it with every default written out"),
+    JSON,
+    *CONFIG,
+)
+def validate(arguments: Namespace) -> None:
+    """Check the configuration."""
+    try:
+        settings = common.load_config(arguments)
+    except ConfigError as error:
+        if arguments.json:
+            errors = [str(each) for each in error.violations]
+            print_json(arguments, {"valid": False, "errors": errors})
+        raise
+    if arguments.resolved:
+        print(dump_resolved(settings), end="")
+        return
+    stages = Run(arguments.runs_dir / settings.name, settings).stages
+    warnings = [
+        *cautions({name: each.rewards for name, each in settings.domains.items()}),
+        *policy_cautions(settings),
+    ]
+    if arguments.json:
+        names = [stage.name for stage in stages]
+        domains = list(settings.domains)
+        found = {"valid": True, "stages": names, "domains": domains, "warnings": warnings}
+        print_json(arguments, found)
+        return
+    domains_text = ", ".join(settings.domains)
+    say(f"{arguments.config} is valid: {len(stages)} stages, domains {domains_text}", *warnings)
+
+
+@command(
+    "plan",
+    "show the stages of a configuration and which of them are done",
+    CONFIG_HELP + "  braid plan configs/quickstart.yaml seed=1 --name second\n"
+    "  braid plan configs/quickstart.yaml --dot | dot -Tsvg > quickstart.svg\n\n"
+    "Does it fit? The memory of each rank and of the engine, before anything is started:\n"
+    "  braid plan configs/quickstart.yaml --memory\n"
+    "  braid plan configs/quickstart.yaml --memory layout.recompute=full",
+    Argument("--memory", action="store_true", help="show the memory of every stage instead"),
+    Argument("--dot", action="store_true", help="print the graph for Graphviz instead"),
+    JSON,
+    *CONFIG,
+)
+def plan(arguments: Namespace) -> None:
+    """Show the stages and what would happen to each; or the memory they need."""
+    if arguments.memory:
+        _show_memory(arguments)
+        return
+    run = common.configured(arguments)
+    states = states_now(run)
+    if arguments.dot:
+        say(*explain.dot(run, states))
+        return
+    left = estimate(run, states, took(run.events))
+    actions = next_action(run.stages, states)
+    if arguments.json:
+        found = run_state(run, states)
+        for each in found["stages"]:
+            each |= {"next": actions[each["name"]], "seconds_left": left.seconds[each["name"]]}
+        print_json(arguments, found)
+        return
+    print(report.plan_table(run, states, actions, left, columns.takes_colour()))
+    say(f"{report.left_line(left)}; {largest_memory(run.settings, run.stages)}")
+
+
+def _show_memory(arguments: Namespace) -> None:
+    settings = common.load_config(arguments)
+    if arguments.json:
+        stages = Run(arguments.runs_dir / settings.name, settings).stages
+        bytes_of = {each.name: [asdict(r) for r in stage_memory(each, settings)] for each in stages}
+        print_json(arguments, {"stages": bytes_of})
+        return
+    console = terminal()
+    for part in memory_report(settings):
+        console.print(part)
+
+
+@command(
+    "doctor",
+    "show what is installed here, what Braid uses of it, and what to fix",
+    "  braid doctor\n"
+    "  srun --gres=gpu:1 braid doctor             on the nodes that will run the stages\n\n"
+    "✓ works, · is a note, ✗ keeps stages from running and makes the exit code 1: a login node\n"
+    "without torch has one too, and still validates, plans and shows runs.\n"
+    "`make install` builds an environment for the CPU in which everything works.",
+    JSON,
+)
+def doctor(arguments: Namespace) -> None:
+    """Show what is installed, what is used here, and how to fix what is missing."""
+    console = terminal()
+    found = list(sections(probe(console), arguments.runs_dir))
+    errors = sum(row.verdict == "fault" for _, rows in found for row in rows)
+    if arguments.json:
+        tables = {heading: [asdict(row) for row in rows] for heading, rows in found}
+        print_json(arguments, {"errors": errors, "sections": tables})
+    else:
+        for heading, rows in found:
+            console.print(table(heading, rows))
+            console.print()
+    if errors:
+        raise BraidError(f"{errors} of these (✗) keep stages from running here")
+    if not arguments.json:
+        say("everything that stages need works here")
+
+
+@command(
+    "status",
+    "show the state of a run, or of all runs",
+    "  braid status\n  braid status quickstart",
+    Argument("run", metavar="RUN", nargs="?", help="the run's name or directory"),
+    JSON,
+)
+def status(arguments: Namespace) -> None:
+    """Show the state of a run, or of every run."""
+    if arguments.run is not None:
+        _show_run(arguments, common.existing(arguments))
+        return
+    paths = common.run_paths(arguments.runs_dir)
+    if arguments.json:
+        print_json(arguments, {"runs": {path.name: _counts(path) for path in paths}})
+        return
+    if not paths:
+        say(f"no runs in {shown(arguments.runs_dir)}")
+    for path in paths:
+        found = _counts(path)
+        text = found.get("error") or ", ".join(f"{n} {name}" for name, n in found.items())
+        say(f"{path.name}: {text}".replace("\n", "\n  "))
+
+
+def _show_run(arguments: Namespace, run: Run) -> None:
+    jobs, unasked = queue_of(run)
+    states = run.states_with(jobs)
+    if arguments.json:
+        print_json(arguments, run_state(run, states))
+        return
+    print(report.status_table(run, states, columns.takes_colour()))
+    if unasked:
+        say(unasked)
+    if states["evaluate"].state == "done" and run.results.exists():
+        if (models := read_models(run.results)) is None:
+            say(f"\n{shown(run.results)} is damaged; rerun the evaluation with --from evaluate")
+        else:
+            terminal().print("", report.results_table(models), sep="\n")
+
+
+def _counts(path: Path) -> dict[str, Any]:
+    """Return how many stages of a run are in each state, or its `error`."""
+    try:
+        return dict(Counter(each.state for each in states_now(Run.read(path)).values()))
+    except (BraidError, OSError) as error:
+        return {"error": reason(error)}
+
+
+@command(
+    "why",
+    "explain a stage's state: its inputs, its versions and its history",
+    "  braid why quickstart merge",
+    RUN,
+    STAGE,
+    JSON,
+)
+def why(arguments: Namespace) -> None:
+    """Explain the state of a stage."""
+    run = common.existing(arguments)
+    if arguments.json:
+        [stage] = run.chosen([arguments.stage])
+        states = run.states_with(queue_of(run)[0])
+        print_json(arguments, explain.why_json(run, stage, states))
+    else:
+        say(*map(visible, explain.why(run, arguments.stage)))
+
+
+@command(
+    "diff",
+    "show what differs between two runs: settings, data, parents, code, versions",
+    "  braid diff quickstart no-kl",
+    RUN,
+    Argument("other", metavar="OTHER_RUN", help="the other run's name or directory"),
+    JSON,
+)
+def diff(arguments: Namespace) -> None:
+    """Show how two runs differ."""
+    run = common.existing(arguments)
+    other = Run.read(common.find(arguments.runs_dir, arguments.other).path)
+    differing = explain.difference(run, other)
+    if arguments.json:
+        print_json(arguments, differing)
+    else:
+        lines = explain.difference_lines(differing)
+        say(*map(visible, lines or ["no difference"]))
+
+
+@command(
+    "logs",
+    "show what a stage prints",
+    "  braid logs quickstart experts.chain_sum -f           the output of its job\n"
+    "  braid logs quickstart experts.chain_sum --rank 3\n"
+    "  braid logs quickstart experts.chain_sum --engine 0",
+    RUN,
+    STAGE,
+    Argument("-f", "--follow", action="store_true", help="keep printing while the stage runs"),
+    Argument(
+        "--rank",
+        type=int,
+        metavar="N",
+        help="the log of a rank (default: the output of its Slurm job; without one, rank 0)",
+    ),
+    Argument("--engine", type=int, metavar="N", help="the log of an engine instead of a rank"),
+)
+def logs(arguments: Namespace) -> None:
+    """Show what a stage prints."""
+    run = common.existing(arguments)
+    [stage] = run.chosen([arguments.stage])
+    of_job = arguments.rank is None and arguments.engine is None
+
+    def is_running() -> bool:
+        if states_now(run.refresh())[stage.name].state in ("running", "submitted"):
+            return True
+        # The job prints its last lines after the ledger has its stage as done.
+        return of_job and (job := _newest_job(run, stage)) is not None and is_queued(run, job)
+
+    def output() -> Path | None:
+        """Return the output of the newest job; None where it has none here."""
+        job = _newest_job(run.refresh(), stage) if of_job else None
+        return run.output_of(job) if job is not None else None
+
+    directory = run.stage(stage.name)
+    follow = is_running if arguments.follow else None
+    if arguments.engine is not None:
+        own = directory.engines / str(arguments.engine) / "engine.log"
+        print_file(own if own.exists() else run.engine(arguments.engine).log, follow)
+    else:
+        print_log(directory, f"rank_{arguments.rank or 0}.log", follow, output)
+
+
+def states_now(run: Run) -> dict[str, StageState]:
+    """Return every stage's state by the ledger and Slurm's queue."""
+    return run.states_with(queue_of(run)[0])
+
+
+def run_state(run: Run, states: Mapping[str, StageState]) -> dict[str, Any]:
+    """Return the state of a run as `--json` prints it.
+
+    `results` are each model's accuracies once the run has been evaluated, else None.
+    """
+    spent = minutes(run.events)
+    done = states["evaluate"].state == "done" and run.results.exists()
+    return {
+        "run": str(run.path),
+        "running": run.is_running(),
+        "stages": [
+            {
+                "name": stage.name,
+                "kind": stage.kind,
+                "needs": list(stage.waits_for),
+                "steps": stage.steps,
+                **asdict(states[stage.name]),
+                "minutes": spent.get(stage.name),
+            }
+            for stage in run.stages
+        ],
+        "results": read_models(run.results) if done else None,
+    }
+
+
+def _newest_job(run: Run, stage: Stage) -> str | None:
+    """Return the number of the newest job that a stage had, by the ledger."""
+    events = [event for event in run.events if event.stage == stage.name]
+    return next((event.job for event in reversed(events) if event.job is not None), None)

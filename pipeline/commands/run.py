@@ -1,0 +1,282 @@
+"""The commands that run stages: run, resume, evaluate, export, audit and the override of a gate."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+
+from pipeline.commands import common
+from pipeline.commands.command import GROUPS, Argument, command, positive, whole
+from pipeline.commands.common import (
+    CONFIG_HELP,
+    JSON,
+    PARALLEL,
+    RUN,
+    SELECTION,
+    STARTING,
+    STEP,
+    TRUST,
+    print_json,
+)
+from pipeline.commands.look import run_state, states_now
+from pipeline.config.violations import shown
+from pipeline.errors import BraidError
+from pipeline.launch import one_off
+from pipeline.launch.launcher import JobFailed
+from pipeline.launch.processes import Signals, Stopped
+from pipeline.launch.runner import cores_of_slots, run_stages
+from pipeline.report import audit as audits
+from pipeline.report import columns
+from pipeline.report import tables as report
+from pipeline.report.dry_run import DryRun
+from pipeline.report.terminal import terminal
+from pipeline.run import gates
+from pipeline.run.results import write_results
+from pipeline.run.run import Run
+from pipeline.run.select import MAY_CHANGE, check_selection, check_settings
+from pipeline.run.trust import OPTION, check_owner, warn_of_readers
+from pipeline.slurm.jobs import check_not_queued
+from pipeline.text import say
+
+GATE_HELP = """\
+  braid gate override quickstart gates.spell_backward --reason "noise: 3 of 500 problems"
+
+The ledger keeps the reason, and `braid status` and `braid why` show it. The stages that wait for
+the gate start with the next `braid resume`. Only a gate that has stopped can be overridden.
+"""
+GROUPS["gate"] = ("override a gate that has stopped a run", GATE_HELP)
+
+
+@command(
+    "run",
+    "run a configuration on this machine",
+    CONFIG_HELP + "  braid run configs/quickstart.yaml\n"
+    "  braid run configs/quickstart.yaml --name no-kl "
+    "domains.spell_backward.objective.kl.coefficient=0\n\n"
+    "The run's directory is runs/NAME. The same command again resumes the run: no finished stage\n"
+    "runs twice. Under the same name, a different config is refused where it would change\n"
+    "finished stages; --from reruns those. `braid resume --help` lists what may always differ.\n\n"
+    "  braid run configs/quickstart.yaml --only cold_start --only experts.chain_sum\n"
+    "  braid run configs/quickstart.yaml domains.chain_sum.loop.steps=80 --from experts.chain_sum\n"
+    "  braid run configs/quickstart.yaml --name no-kl --fork quickstart "
+    "domains.spell_backward.objective.kl.coefficient=0",
+    Argument(
+        "--dry-run",
+        action="store_true",
+        help="show the plan and the commands of these options, and run nothing",
+    ),
+    PARALLEL,
+    JSON,
+    *STARTING,
+)
+def run(arguments: Namespace) -> None:
+    """Run the configuration, or resume the run of it."""
+    run = common.configured(arguments)
+    check_owner(run, arguments.trust_run)
+    other, fork = common.forked(arguments, run)
+    check_selection(run, arguments.only, arguments.rerun, fork.reused)
+    cores_of_slots(arguments.parallel)
+    if arguments.dry_run:
+        _show_dry_run(run, arguments, fork.reused)
+        return
+    warn_of_readers(run)
+    with run.lock():
+        check_not_queued(run)
+        check_settings(run, arguments.rerun)
+        run.write_settings()
+        if other is not None:
+            common.reuse_from(run, other)
+        _run_stages(run, arguments)
+
+
+@command(
+    "resume",
+    "continue a run from the newest whole checkpoint of each unfinished stage",
+    "  braid resume quickstart\n"
+    "  braid resume /scratch/runs/quickstart\n\n"
+    "To resume with other settings, `braid run` the configuration with them under the same name.\n"
+    f"These may change, since they decide no result:\n{MAY_CHANGE}",
+    *SELECTION,
+    PARALLEL,
+    RUN,
+    TRUST,
+    JSON,
+)
+def resume(arguments: Namespace) -> None:
+    """Resume a run."""
+    run = common.owned(arguments, check_environment=True)
+    check_selection(run, arguments.only, arguments.rerun)
+    cores_of_slots(arguments.parallel)
+    warn_of_readers(run)
+    with run.lock():
+        check_not_queued(run)
+        _run_stages(run, arguments)
+
+
+@command(
+    "evaluate",
+    "evaluate the finished stages of a run again",
+    "  braid evaluate quickstart --stage merge --problems 5000\n"
+    "  braid evaluate quickstart --stage cold_start --domain chain_sum --samples 8\n"
+    "  braid evaluate quickstart --stage experts.chain_sum --step 40\n\n"
+    "The run's own results.json does not change.",
+    RUN,
+    TRUST,
+    Argument("--stage", help="only this stage's model (default: all finished ones)"),
+    Argument(
+        "--domain",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="only this domain, repeatable (default: all)",
+    ),
+    Argument(
+        "--problems",
+        metavar="N",
+        type=positive,
+        help="problems per domain (the defaults of this and the next two: the configuration's)",
+    ),
+    Argument(
+        "--samples",
+        dest="samples_per_problem",
+        metavar="K",
+        type=positive,
+        help="answers per problem; more than one also gives pass@K",
+    ),
+    Argument(
+        "--temperature", metavar="T", type=float, help="sampling temperature; 0 is greedy decoding"
+    ),
+    JSON,
+    STEP,
+)
+def evaluate(arguments: Namespace) -> None:
+    """Evaluate finished stages again."""
+    run = common.owned(arguments)
+    console = terminal()
+    changes = {key: getattr(arguments, key) for key in one_off.FLAGS}
+    with run.lock():
+        check_not_queued(run)
+        models, path = one_off.evaluate(
+            run,
+            console,
+            common.PROGRAMS,
+            arguments.stage,
+            arguments.step,
+            arguments.domain,
+            {key: value for key, value in changes.items() if value is not None},
+        )
+    if arguments.json:
+        print_json(arguments, {"models": models, "results": str(path)})
+        return
+    console.print(report.results_table(models, arguments.step))
+    say(f"\nresults: {shown(path)}")
+
+
+@command(
+    "export",
+    "write a finished stage's model as a Hugging Face checkpoint",
+    "  braid export quickstart --stage experts.chain_sum --to /tmp/chain_sum\n"
+    "  braid export quickstart --stage experts.chain_sum --step 40 --to /tmp/at_its_best\n\n"
+    "loop.keep_last and loop.keep_best decide which steps have a checkpoint.",
+    RUN,
+    TRUST,
+    STEP,
+    Argument("--stage", required=True, help="the stage whose model to write, e.g. merge"),
+    Argument("--to", required=True, type=Path, help="a directory that is new or empty"),
+)
+def export(arguments: Namespace) -> None:
+    """Write a finished stage's model for transformers and vLLM."""
+    run = common.owned(arguments)
+    with run.lock():
+        check_not_queued(run)
+        one_off.export(
+            run, terminal(), common.PROGRAMS, arguments.stage, arguments.to, arguments.step
+        )
+    which = "" if arguments.step is None else f" of step {arguments.step}"
+    say(f"exported {arguments.stage}{which} to {shown(arguments.to)}")
+
+
+@command(
+    "audit",
+    "recompute steps from the run's files and compare them with the logged metrics",
+    "  braid audit quickstart                       the newest possible step of every stage\n"
+    "  braid audit quickstart experts.chain_sum --step 40\n\n"
+    "An independent implementation, in float64, on transformers' model classes: losses,\n"
+    "advantages, KL, corrections, routing losses, gradients, the optimizer and the weights.\n"
+    "It needs a run with logging.auditable=true and the checkpoint that the step started from\n"
+    "(loop.checkpoint_every=1); with the step's own checkpoint, weights are compared too.\n"
+    "The exit code is 1 where something differs.",
+    RUN,
+    TRUST,
+    Argument("stage", metavar="STAGE", nargs="?", help="only this stage (default: all)"),
+    Argument("--step", metavar="N", type=whole, help="only this step of the stage"),
+    JSON,
+)
+def audit(arguments: Namespace) -> None:
+    """Recompute steps of a run from its files, and compare."""
+    run = common.owned(arguments)
+    with Signals() as signals:
+        found = audits.audit(run, arguments.stage, arguments.step, terminal(), signals)
+    if arguments.json:
+        print_json(arguments, found)
+    else:
+        say(*audits.lines(found, columns.takes_colour()))
+    if differing := audits.differing(found):
+        raise BraidError("the audit differs from the run: " + "; ".join(differing))
+    if all(each["refused"] for each in found):
+        raise BraidError("nothing was audited")
+
+
+@command(
+    "gate override",
+    "let the stages that wait for a stopped gate start, and record why",
+    GATE_HELP,
+    RUN,
+    Argument("stage", metavar="STAGE", help="the gate, e.g. gates.math"),
+    Argument("--reason", required=True, help="why, in a sentence, for the ledger"),
+)
+def gate_override(arguments: Namespace) -> None:
+    """Override a gate that has stopped."""
+    run = common.existing(arguments)
+    with run.lock(shared=True):
+        gates.override(run, arguments.stage, arguments.reason)
+    say(f"{arguments.stage} is overridden; continue with: {run.resume_command()}")
+
+
+def _run_stages(run: Run, arguments: Namespace) -> None:
+    console = terminal()
+    common.rerun(run, arguments.rerun)
+    try:
+        run_stages(run, console, common.PROGRAMS, arguments.only, arguments.parallel)
+    except (JobFailed, Stopped) as error:
+        error.add_note(f"finished stages are kept; continue with: {_again(run, arguments)}")
+        raise
+    run.refresh()
+    models = None if arguments.only else write_results(run)
+    if arguments.json:
+        print_json(arguments, run_state(run, run.states))
+    elif models is None:
+        say(f"{shown(run.path)}: {report.summary(run.states)}")
+    else:
+        console.print()
+        console.print(report.results_table(models))
+        say(f"\nresults: {shown(run.results)}")
+        if run.settings.merge is not None:
+            say(f"merged model: {shown(run.stage('export').exported)}")
+
+
+def _again(run: Run, arguments: Namespace) -> str:
+    """Return the command that resumes the run with the options of this one."""
+    only = [f"--only {name}" for name in arguments.only]
+    parallel = [f"--parallel {arguments.parallel}"] if arguments.parallel > 1 else []
+    trust = [OPTION] if arguments.trust_run else []
+    return " ".join(["braid resume", shown(run.path), *only, *parallel, *trust])
+
+
+def _show_dry_run(run: Run, arguments: Namespace, reused: Mapping[str, str]) -> None:
+    check_not_queued(run)
+    check_settings(run, arguments.rerun)
+    preview = DryRun(run, states_now(run), reused, arguments.only, arguments.rerun)
+    print(preview.plan(columns.takes_colour()))
+    say("", *preview.commands(common.PROGRAMS, arguments.parallel))
