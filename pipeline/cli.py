@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 from importlib import import_module
@@ -21,7 +21,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; every error ends as one message on standard error."""
     encode_anything()
     try:
-        import_commands()
         arguments = _parse(sys.argv[1:] if argv is None else argv)
         # With --json nothing but the JSON goes to standard output.
         arguments.output = sys.stdout
@@ -42,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def import_commands() -> None:
-    """Import every command, which registers it.
+def command_parser() -> ArgumentParser:
+    """Import every command, which registers it, and return the parser of the command line.
 
     Raises:
         BraidError: a package is missing, as outside the environment of `make install`.
@@ -59,10 +58,11 @@ def import_commands() -> None:
             f"{sys.executable} has no package {package}: run braid in the environment that "
             "`make install` builds, with: source .venv/bin/activate"
         ) from error
+    return parser()
 
 
 def _parse(argv: Sequence[str]) -> Namespace:
-    braid = parser()
+    braid = command_parser()
     arguments, others = braid.parse_known_args(argv)
     # argparse takes positional arguments in one piece: those after an option end up in `others`.
     plain = not any(other.startswith("-") for other in others)

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from pipeline.commands.arguments import parser
+from pipeline.cli import command_parser
 from pipeline.config.cluster import ClusterSettings, KindSettings
 from stages.guards.registry import GUARDS, WindowGuardSettings
 from stages.guards.settings import GuardsSettings
@@ -108,7 +108,7 @@ def pages() -> dict[Path, str]:
     texts["guards.md"].append(_guards())
     texts["objective.md"].append(_algorithms())
     texts["metrics.md"][0] += _metrics()
-    texts["commands.md"][0] += _commands(parser())
+    texts["commands.md"][0] += _commands(command_parser())
     blocks = _blocks()
     places = {model: path for path, models in blocks for model in models}
     for path, models in blocks:

@@ -105,29 +105,6 @@ def parser() -> ArgumentParser:
     return braid
 
 
-def described() -> dict[str, dict[str, Any]]:
-    """Return every command with its summary, details and arguments, for the reference pages.
-
-    An argument has its `names`, its `metavar` if it takes a value, and its `help`.
-    """
-    found = {}
-    for name, each in COMMANDS.items():
-        added = ArgumentParser(add_help=False)
-        for argument in each.arguments:
-            argument.add_to(added)
-        arguments = [
-            {
-                "names": action.option_strings or [action.metavar or action.dest.upper()],
-                "metavar": action.metavar or (action.dest.upper() if action.nargs != 0 else None),
-                "help": action.help,
-                "required": action.required,
-            }
-            for action in added._actions
-        ]
-        found[name] = {"summary": each.summary, "details": each.details, "arguments": arguments}
-    return found
-
-
 def whole(text: str) -> int:
     """Return a whole number from 0; raise ArgumentTypeError for anything else."""
     if not _is_number(text):

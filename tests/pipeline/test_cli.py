@@ -329,8 +329,8 @@ def test_a_checkpoint_that_was_kept_on_the_way_is_taken_by_its_step(
         code, out, err = braid(*command, *sums, 9)
         assert (code, out) == (1, "")
         assert err == (
-            f"braid: stage experts.sums of {runs}/small has no checkpoint of step 9: whole are "
-            "those of steps 1, 2\n"
+            f"braid: stage experts.sums of {runs}/small has no checkpoint of step 9: it has "
+            "steps 1, 2\n"
         )
     assert "--step 1 is of one stage; name it with" in braid("evaluate", "small", "--step", 1)[2]
     assert (
