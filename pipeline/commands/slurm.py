@@ -62,7 +62,8 @@ class _Submission:
     "  braid submit runs/quickstart/run.yaml --from merge    and rerun that stage\n\n"
     "Each stage is a job of one of the scripts in slurm/ and waits for the jobs of its inputs.\n"
     "--dry-run shows the sbatch commands and writes nothing; --prepare writes the run's directory\n"
-    "with the commands in runs/NAME/slurm/submit.sh, to be run by hand. See docs/explanation/slurm.md.",
+    "with the commands in runs/NAME/slurm/submit.sh, to be run by hand.\n"
+    "See docs/explanation/slurm.md.",
     Argument(
         "--cluster",
         type=Path,
