@@ -134,7 +134,7 @@ class FakeFleet:
         self.reasons.append(reason)
         self.gone.add(client)
 
-    def mend(self) -> None:
+    def restart(self) -> None:
         for engine in self.gone:
             engine.instance += 1
         self.gone.clear()
@@ -153,7 +153,7 @@ class RefittedFleet(FakeFleet):
         self.losses += 1
 
     def refit(self, policy: Any, version: int) -> dict[str, float]:
-        self.mend()
+        self.restart()
         self.versions.append(version)
         for engine in self.engines:
             engine.version = version

@@ -3,9 +3,9 @@
 With CUDA `activate()` patches only the optimizer, and that only without TransformerEngine and apex.
 Without CUDA, Megatron's modules see a `torch` whose CUDA calls answer for the CPU. The substitution
 is scoped: every Megatron (and mbridge) module gets a proxy in place of its global name `torch`, and
-the real `torch` keeps its factories, so that Hugging Face, vLLM and everything else are untouched. (Patching the factories of the
-real module silently zeroes rotary frequencies loaded by transformers: `torch.device` contexts
-cache the factories they first saw.)
+the real `torch` keeps its factories, so that Hugging Face, vLLM and everything else are untouched.
+(Patching the factories of the real module silently zeroes rotary frequencies loaded by
+transformers: `torch.device` contexts cache the factories they first saw.)
 
 Four methods of Tensor, one of Module and the constructor of gloo's process groups
 (parallel.cpu.gloo) are the only global changes. Those of Tensor and Module only accept calls that

@@ -15,7 +15,7 @@ from tests.engine.engine_settings import ENGINE, MODELS
 
 
 def refusal(engine: Running) -> str | None:
-    """Why an engine that nobody has refitted does not sample, or None where it does."""
+    """Return why an engine that nobody has refitted does not sample, or None where it does."""
     client = EngineClient(engine.address, ENGINE)
     client.connect()
     try:

@@ -1,4 +1,4 @@
-"""What engines draw, as samples, and what transformers makes of the same tokens."""
+"""Responses of engines as samples, and transformers' log-probabilities of them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class DrawingReference:
         return (chosen[:, 0] - torch.tensor(sample.logprobs)).abs().numpy()
 
     def certain(self, sample: Sample) -> np.ndarray:
-        """Whether no router of a softmax had two equals to choose from up to a token of the
+        """Return whether no router of a softmax had two equals to choose from up to a token of the
         response: where it had, rounding decides, and all that follows with it. bool [response]."""
         self.read(sample)
         clear = torch.stack(self._margins, 1).amin(1).numpy() > TIE

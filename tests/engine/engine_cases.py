@@ -1,4 +1,4 @@
-"""What a trainer of one rank does to engines in their tests."""
+"""The cases that a trainer of one rank runs against engines."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def refit_in_flight(
 
 
 def refused(address: Path, model: str, engine: str) -> str:
-    """Why a fleet does not take an engine."""
+    """Return why a fleet does not take an engine."""
     trained, engines = _trainer(address, model, engine)
     try:
         engines.refit(trained, 1)
@@ -74,7 +74,7 @@ class CorruptingFleet(Fleet):
 
 
 def refit_corrupted(address: Path, model: str, engine: str) -> str:
-    """What a refit says whose bytes do not all arrive as they were."""
+    """Return what a refit says whose bytes do not all arrive as they were."""
     trained = policy(model, LAYOUT.model_dump_json())
     engines = CorruptingFleet(
         [address],

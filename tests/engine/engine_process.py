@@ -65,7 +65,7 @@ def running_engine(
     directory: Path,
     settings: EngineSettings = ENGINE,
 ) -> Iterator[Running]:
-    """An engine that runs as long as it is needed."""
+    """Yield an engine that runs as long as it is needed."""
     engine = Running(servers, model, directory, settings)
     try:
         yield engine

@@ -1,4 +1,4 @@
-"""What the trainer's ranks do in the tests of refits; policy and fleet live from call to call."""
+"""The cases that the trainer's ranks run in tests of refits; state lives from call to call."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def refit(
 
 
 def reports(engines: Any) -> list[int]:
-    """The number of ranks of every engine."""
+    """Return the number of ranks of every engine."""
     from parallel.distributed import broadcast
 
     return broadcast([len(report.ranks) for report in engines.reports])

@@ -1,4 +1,4 @@
-"""What the arithmetic says that an engine rank needs, against what loaders of vLLM copy there."""
+"""The slices that an engine rank needs by arithmetic, and those that vLLM's loaders copy."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def model(name: str) -> ModelSettings:
 
 
 def copies(folder: str) -> dict[str, list[list[tuple[str, Box]]]]:
-    """What vLLM copies, as if this process were one after another of RANKS."""
+    """Return what vLLM copies, as if this process were one after another of RANKS."""
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     import vllm.distributed.parallel_state as groups
     from vllm.config import set_current_vllm_config

@@ -1,4 +1,4 @@
-"""What the ranks run. Every case builds a real megatron-core model of the same seed."""
+"""The cases that ranks run, each on a real megatron-core model of the same seed."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def build(
 
 
 def batches(drawn: list[Sample], count: int = 1, replay: bool = False, padded: bool = False) -> Any:
-    """This rank's micro-batches, `count` or a few more of them."""
+    """Return this rank's micro-batches, `count` or a few more of them."""
     from parallel.batch import split
     from parallel.packing import RankPlace
 
@@ -201,7 +201,7 @@ def reference(directory: str, losses: RoutingLossSettings) -> None:
 def differences(
     layout: LayoutSettings, directory: str, losses: RoutingLossSettings, batchings: list[Batching]
 ) -> list[dict[str, Any]]:
-    """How far this layout is from the reference, for every batching."""
+    """Return how far this layout is from the reference, for every batching."""
     from parallel.model.gpt import global_name, shard, tensor_split
 
     layout = layout.model_copy(update={"distributed_optimizer": False})  # it scatters gradients
@@ -254,7 +254,7 @@ def train(policy: Any, steps: range) -> Iterator[tuple[float, float]]:
 
 
 def keep(drawn: list[Sample]) -> list[Sample]:
-    """Every second sample as if top-k had been 1 to 5."""
+    """Return every second sample as if top-k had been 1 to 5."""
     draw = np.random.default_rng(0)
     for sample in drawn[::2]:
         sample.kept = [
@@ -275,7 +275,7 @@ def kept_logprobs(layout: LayoutSettings) -> dict[float, float]:
 
 
 def expected_kept_logprobs() -> dict[float, float]:
-    """The same in fp64 over the whole vocabulary, masked."""
+    """Return the same in fp64 over the whole vocabulary, masked."""
     [part] = batches(keep(samples(16)))
     policy = build(LayoutSettings())
     [logits] = policy.response_logits([part])
@@ -318,7 +318,7 @@ def gloo_loops() -> list[int]:
 
 
 def held_experts(layout: LayoutSettings) -> set[str]:
-    """The global names of the experts' weights that this rank holds."""
+    """Return the global names of the experts' weights that this rank holds."""
     from parallel.model.gpt import global_name
 
     [chunk] = build(layout).chunks
@@ -327,7 +327,7 @@ def held_experts(layout: LayoutSettings) -> set[str]:
 
 
 def replayed_routing(layout: LayoutSettings) -> dict[str, float]:
-    """What replay does to the log-probabilities and to the router's gradient."""
+    """Return what replay does to the log-probabilities and to the router's gradient."""
     from stages.objectives.aggregation import Totals
 
     policy = build(layout)
@@ -480,7 +480,7 @@ def loop(
     asynchronous: bool = True,
     verdict: str | None = None,
 ) -> tuple[str, list[str]]:
-    """How the loop ends, and the whole checkpoints that it leaves."""
+    """Return how the loop ends, and the whole checkpoints that it leaves."""
     from stages.loop import train as run_loop
     from stages.settings import LoggingSettings, LoopSettings, RunSettings, StageJob
 

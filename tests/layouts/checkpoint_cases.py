@@ -1,4 +1,4 @@
-"""What the ranks run to try out checkpoints."""
+"""The cases that ranks run with checkpoints."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def go_on(
 
 
 def hold_the_same(directories: list[str]) -> bool:
-    """Whether checkpoints hold the same tensors under the same names, bit for bit."""
+    """Return whether checkpoints hold the same tensors under the same names, bit for bit."""
     from megatron.core import dist_checkpointing
 
     found = []
@@ -87,7 +87,7 @@ def hold_the_same(directories: list[str]) -> bool:
 
 
 def never_stop(kind: str) -> dict[str, Any]:
-    """What one rank does that never stops."""
+    """Return what one rank does that never stops."""
     policy = KINDS[kind].build(LayoutSettings())
     list(train(policy, range(STEPS)))
     rate = policy.learning_rate
@@ -106,7 +106,7 @@ def losses_of(policy: Any, steps: range) -> Iterator[float]:
 
 
 def farthest_weight(policy: Any, expected: dict[str, np.ndarray]) -> float:
-    """The largest difference of this rank's shards from whole tensors under global names."""
+    """Return the largest difference of this rank's shards from whole tensors under global names."""
     from parallel.model.gpt import global_name
 
     largest = 0.0
@@ -142,7 +142,7 @@ def resumes_bit_for_bit(layout: LayoutSettings, kind: str, directory: str) -> bo
 
 
 def snapshot(policy: Any) -> list[torch.Tensor]:
-    """A copy of all that training changes in a policy, on this rank."""
+    """Return a copy of all that training changes in a policy, on this rank."""
     found = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
     for part in policy.optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
@@ -264,7 +264,7 @@ def die_while_writing(directory: str, victim: int) -> None:
 
 
 def load_weights(checkpoint: str) -> str:
-    """The error that loading another stage's result gives, or nothing."""
+    """Return the error that loading another stage's result gives, or nothing."""
     from parallel.checkpoint import load
 
     try:
@@ -275,7 +275,7 @@ def load_weights(checkpoint: str) -> str:
 
 
 def find_newest(directory: str) -> str:
-    """The newest whole checkpoint that a stage would continue from, or the error."""
+    """Return the newest whole checkpoint that a stage would continue from, or the error."""
     from parallel.checkpoint import load
 
     try:

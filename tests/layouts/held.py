@@ -1,4 +1,4 @@
-"""What a rank really holds, in bytes."""
+"""The bytes that a rank holds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.layouts.cases import MODEL, batches, build, cross_entropy, samples, t
 def held(
     layout: LayoutSettings, optimizer: OptimizerSettings, model: ModelSettings = MODEL
 ) -> tuple[int, RankMemory]:
-    """This rank's pipeline rank, and the bytes it holds after its first optimizer step."""
+    """Return this rank's pipeline rank, and the bytes it holds after its first optimizer step."""
     from megatron.core import parallel_state
 
     policy = build(layout, optimizer, model=model)

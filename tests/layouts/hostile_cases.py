@@ -28,13 +28,13 @@ class Evil:
 
 
 def in_metadata(checkpoint: Path, marker: Path) -> str:
-    """All of `.metadata` is the call."""
+    """Return all of `.metadata` is the call."""
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
     return ".metadata"
 
 
 def in_planner_data(checkpoint: Path, marker: Path) -> str:
-    """The call is deep in metadata that are otherwise whole."""
+    """Return the call is deep in metadata that are otherwise whole."""
     return change_metadata(checkpoint, lambda found: setattr(found, "planner_data", [Evil(marker)]))
 
 
@@ -50,7 +50,7 @@ def through_an_allowed_module(checkpoint: Path, marker: Path) -> str:
 
 
 def in_random_numbers(checkpoint: Path, marker: Path) -> str:
-    """An object among the tensors, which torch unpickles whole."""
+    """Return an object among the tensors, which torch unpickles whole."""
 
     def point_there(found: Any) -> None:
         [index] = [each for each in found.storage_data if each.fqn.startswith("random_numbers")]
@@ -61,7 +61,7 @@ def in_random_numbers(checkpoint: Path, marker: Path) -> str:
 
 
 def in_a_weight(checkpoint: Path, marker: Path) -> str:
-    """A weight that the metadata say is an object."""
+    """Return a weight that the metadata say is an object."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
     def point_there(found: Any) -> None:
@@ -76,7 +76,7 @@ def in_a_weight(checkpoint: Path, marker: Path) -> str:
 
 
 def in_common(checkpoint: Path, marker: Path) -> str:
-    """What no rank owns: the layout and the number of updates."""
+    """Return what no rank owns: the layout and the number of updates."""
     import torch
 
     torch.save({"updates": Evil(marker)}, checkpoint / "common.pt")
@@ -110,7 +110,7 @@ def seal(checkpoint: Path) -> None:
 
 
 def resume(layout: LayoutSettings, directory: str) -> str:
-    """The error of a stage that continues from the newest checkpoint, or nothing."""
+    """Return the error of a stage that continues from the newest checkpoint, or nothing."""
     from parallel.checkpoint import load
 
     policy = KINDS["sgd"].build(layout)
@@ -120,7 +120,7 @@ def resume(layout: LayoutSettings, directory: str) -> str:
 
 
 def take_weights(layout: LayoutSettings, directory: str) -> str:
-    """The error of a stage that takes another one's weights, or nothing."""
+    """Return the error of a stage that takes another one's weights, or nothing."""
     from parallel.checkpoint import load
 
     [checkpoint] = Path(directory).iterdir()
@@ -128,7 +128,7 @@ def take_weights(layout: LayoutSettings, directory: str) -> str:
 
 
 def resume_with_torch_told_otherwise(layout: LayoutSettings, directory: str) -> str:
-    """The same where the environment makes torch.load unpickle everything."""
+    """Return the same where the environment makes torch.load unpickle everything."""
     os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
     try:
         return resume(layout, directory)
@@ -147,7 +147,7 @@ def error_of(load: Callable[[], object]) -> str:
 
 
 def objects_of_weights(layout: LayoutSettings) -> list[str]:
-    """What a checkpoint of the weights alone would unpickle, by name."""
+    """Return what a checkpoint of the weights alone would unpickle, by name."""
     from megatron.core.dist_checkpointing import ShardedObject
     from megatron.core.dist_checkpointing.dict_utils import nested_values
 

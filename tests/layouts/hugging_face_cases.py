@@ -1,4 +1,4 @@
-"""What the ranks run around Hugging Face checkpoints."""
+"""The cases that ranks run with Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ SMALL_SHARDS = 20_000  # bytes: several files
 
 
 def export(layout: LayoutSettings, model: str, output: str) -> None:
-    """A random model, the same one under every layout."""
+    """Return a random model, the same one under every layout."""
     from stages import export
 
     export.export(_random(layout, model), Path(output), SMALL_SHARDS)
@@ -98,7 +98,7 @@ def save_checkpoint(layout: LayoutSettings, model: str, directory: str) -> dict[
 
 
 def export_checkpoint(layout: LayoutSettings, model: str, checkpoint: str, output: str) -> None:
-    """The stage, with another layout than the checkpoint was written from."""
+    """Return the stage, with another layout than the checkpoint was written from."""
     from stages import export
     from stages.settings import RunSettings, StageJob
 
@@ -110,7 +110,7 @@ def export_checkpoint(layout: LayoutSettings, model: str, checkpoint: str, outpu
 
 
 def import_checkpoint(layout: LayoutSettings, model: str, source: str, directory: str) -> None:
-    """The stage; what it leaves is in `directory`/checkpoints/step_0."""
+    """Return the stage; what it leaves is in `directory`/checkpoints/step_0."""
     from stages import import_weights as initial
     from stages.settings import EvaluationSettings, RunSettings, StageJob
 
@@ -124,7 +124,7 @@ def import_checkpoint(layout: LayoutSettings, model: str, source: str, directory
 
 
 def import_and_compare(layout: LayoutSettings, model: str, directory: str) -> dict[str, float]:
-    """A model that is read from a checkpoint, against the checkpoint and transformers."""
+    """Return a model that is read from a checkpoint, against the checkpoint and transformers."""
     from transformers import AutoModelForCausalLM
 
     policy = _read(layout, model, directory)
@@ -202,7 +202,7 @@ def _read(layout: LayoutSettings, model: str, directory: str) -> Any:
 
 
 def gradient_error(layout: LayoutSettings, model: str, directory: str) -> tuple[float, str]:
-    """The largest relative difference to the gradients of one rank, which writes them."""
+    """Return the largest relative difference to the gradients of one rank, which writes them."""
     from parallel.model.gpt import global_name, shard, tensor_split
 
     alone = layout.model_copy(update={"distributed_optimizer": False})  # it scatters gradients
@@ -226,7 +226,7 @@ def gradient_error(layout: LayoutSettings, model: str, directory: str) -> tuple[
 
 
 def export_other_weights(layout: LayoutSettings, output: str) -> str:
-    """The error of an export whose files are not the policy's, though they are whole."""
+    """Yield the error of an export whose files are not the policy's, though they are whole."""
     from parallel.hugging_face.files import WeightsError
     from stages import export
 
@@ -246,7 +246,7 @@ def export_other_weights(layout: LayoutSettings, output: str) -> str:
 
 
 def start_from(layout: LayoutSettings, directory: str) -> tuple[str, bool]:
-    """The error of a start from a checkpoint, and whether it left the weights alone."""
+    """Return the error of a start from a checkpoint, and whether it left the weights alone."""
     from parallel.hugging_face.files import WeightsError
 
     policy = _random(layout, "qwen3_moe")

@@ -1,4 +1,4 @@
-"""Checkpoints: under any layout, whole or not there, held to their checksums."""
+"""Checkpoints under any layout: whole or absent, and verified by their checksums."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def test_other_logits_are_noticed_and_nothing_is_left(on: On, tmp_path: Path) ->
 
 
 def damages(directory: Path) -> Iterator[str]:
-    """One fault after another of a checkpoint, each with what the error should say of it."""
+    """Yield one fault after another of a checkpoint, each with what the error should say of it."""
     shard = min(directory.glob("*.safetensors"))
     whole = shard.read_bytes()
     tensors = load_file(shard)

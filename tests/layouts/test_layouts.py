@@ -1,4 +1,4 @@
-"""The same batch gives the same loss and gradient, however it is laid out."""
+"""One batch gives one loss and gradient under every layout."""
 
 from __future__ import annotations
 

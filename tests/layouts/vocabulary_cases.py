@@ -1,4 +1,4 @@
-"""What the ranks run: vocabulary-parallel maths against fp64 torch over the whole vocabulary."""
+"""The cases of vocabulary-parallel maths, compared with fp64 torch over the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROW_BYTES = 4 * SIZE  # of the whole vocabulary; under TP a chunk of as many byt
 
 
 def own(whole: Tensor) -> Tensor:
-    """This rank's part of the vocabulary."""
+    """Return this rank's part of the vocabulary."""
     from megatron.core import parallel_state
 
     ranks = parallel_state.get_tensor_model_parallel_world_size()
@@ -84,7 +84,7 @@ def expected(name: str, drawn: dict[str, Any], temperature: float, kept: Tensor 
 
 
 def computed(name: str, drawn: dict[str, Any], *how: Any, **keywords: Any) -> Tensor:
-    """The same from parts: `drawn` holds this rank's logits and head."""
+    """Return the same from parts: `drawn` holds this rank's logits and head."""
     from parallel.model import vocabulary
 
     if name == "log_probs":
@@ -207,7 +207,7 @@ def divergences(p: list[float], q: list[float]) -> dict[str, Any]:
 
 
 def top_two(p: list[float], q: list[float]) -> tuple[float, float]:
-    """The top-2 value of vector 6, with and without its correction."""
+    """Return the top-2 value of vector 6, with and without its correction."""
     from parallel.model import vocabulary
 
     # An id as good as impossible makes the vocabulary divisible and changes no digit.
@@ -230,7 +230,7 @@ def keep_mask(p: list[float], kept: list[int]) -> list[float]:
 
 
 def equal_sets(dtype: torch.dtype, masked: bool) -> list[bool]:
-    """Whether KL and both gradients of equal logits are exactly 0, materialised and lazy."""
+    """Return whether KL and both gradients of equal logits are exactly 0, materialised and lazy."""
     from parallel.model import vocabulary
 
     drawn = draw(dtype=dtype)
@@ -256,7 +256,7 @@ def no_rows() -> list[tuple[int, ...]]:
 
 
 def infinite() -> list[bool]:
-    """Whether padding of the vocabulary to -inf changes nothing and NaN is not hidden."""
+    """Return whether padding of the vocabulary to -inf changes nothing and NaN is not hidden."""
     from parallel.model import vocabulary
 
     drawn = draw()
@@ -281,7 +281,7 @@ def infinite() -> list[bool]:
 
 
 def collectives(rows: int) -> dict[str, list[str]]:
-    """Which collectives each function uses, forward and backward."""
+    """Return which collectives each function uses, forward and backward."""
     from parallel.model import vocabulary
 
     used = {}

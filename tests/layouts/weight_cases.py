@@ -1,4 +1,4 @@
-"""What the ranks run around the description of the weights; mbridge is the oracle."""
+"""The cases of the weights' description; mbridge is the oracle."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write_with_bridge(model: str, file: str) -> None:
 
 
 def bridge_name(name: str, latent: bool) -> str:
-    """What mbridge, which expects TransformerEngine's modules, calls a tensor of ours."""
+    """Return what mbridge, which expects TransformerEngine's modules, calls a tensor of ours."""
     name = re.sub(
         r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight", r"experts.\2.weight\1", name
     )
@@ -37,7 +37,7 @@ def bridge_name(name: str, latent: bool) -> str:
 
 
 def faults_of_pieces(layout: LayoutSettings, model: str, file: str) -> list[str]:
-    """Where the pieces of this rank are not exactly what its model holds."""
+    """Return where the pieces of this rank are not exactly what its model holds."""
     import torch.distributed as dist
 
     from parallel.weights.holdings import held
@@ -72,7 +72,7 @@ def faults_of_pieces(layout: LayoutSettings, model: str, file: str) -> list[str]
 
 
 def faults_of_stream(layout: LayoutSettings, model: str, file: str) -> list[str]:
-    """Where what every rank is given is not what mbridge makes of the model."""
+    """Return where what every rank is given is not what mbridge makes of the model."""
     policy = _random(layout, model)
     expected = torch.load(Path(file))
     faults = []

@@ -22,7 +22,7 @@ def values(request: pytest.FixtureRequest) -> torch.Tensor:
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:
-    """The same memory, as integers."""
+    """Return the same memory, as integers."""
     return values.view(torch.int32 if values.dtype == torch.float32 else torch.int16)
 
 

@@ -1,4 +1,4 @@
-"""What is written is what came, or an error names the tensor and the file."""
+"""Written files equal their input, or an error names the tensor and the file."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_stream_that_is_not_the_model_is_refused(
 
 
 def damaged(directory: Path, tensors: dict[str, torch.Tensor]) -> Iterator[str]:
-    """One kind of damage after another, each with what the error should say."""
+    """Yield one kind of damage after another, each with what the error should say."""
     first, second, third = sorted(directory.glob("*.safetensors"))
     whole = second.read_bytes()
     second.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))

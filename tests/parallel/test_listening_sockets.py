@@ -1,4 +1,4 @@
-"""Where torch's stores and gloo's devices listen: as they are told, and nowhere else."""
+"""torch's stores and gloo's devices listen on the configured interface only."""
 
 from __future__ import annotations
 

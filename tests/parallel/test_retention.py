@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, whatever the scores."""
+"""The retention of checkpoints, for any scores."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ def once(trouble: str, seeds: set[int]) -> Callable[[Prompt], str | None]:
     return tell
 
 
-def gather(scheduler: Scheduler, fleet: FakeFleet, mends: int = 100) -> dict[int, Sample]:
-    """All that is owed, by key; a fleet without engines is mended, as a refit does it."""
+def gather(scheduler: Scheduler, fleet: FakeFleet, restarts: int = 100) -> dict[int, Sample]:
+    """Return all that is owed, by key; a fleet without engines is restarted, as a refit does it."""
     found: dict[int, Sample] = {}
     deadline = time.monotonic() + 20
     while scheduler.owed:
@@ -52,10 +52,10 @@ def gather(scheduler: Scheduler, fleet: FakeFleet, mends: int = 100) -> dict[int
         try:
             ended = scheduler.collect(0.5)
         except NoEngine:
-            assert mends > 0
-            mends -= 1
+            assert restarts > 0
+            restarts -= 1
             with scheduler.held():
-                fleet.mend()
+                fleet.restart()
             continue
         for task, sample in ended:
             assert task.key not in found
@@ -217,7 +217,7 @@ def test_a_late_answer_of_a_lost_engine_is_dropped_and_counted() -> None:
     assert scheduler.requeued == 2
     hung.trouble = lambda _: None
     with scheduler.held():
-        fleet.mend()
+        fleet.restart()
     found = gather(scheduler, fleet)
     assert responses(found) == expected(tasks(2))
     hung.gate.set()
@@ -239,7 +239,7 @@ def test_a_failure_during_a_refit_is_looked_at_when_it_is_done() -> None:
         time.sleep(0.2)
         assert fleet.reasons == []
         fleet.gone.add(engine)
-        fleet.mend()
+        fleet.restart()
         engine.trouble = lambda _: None
     assert responses(gather(scheduler, fleet)) == expected(tasks(3))
     assert fleet.reasons == []

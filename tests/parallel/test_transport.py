@@ -1,4 +1,4 @@
-"""What a refit opens: no more than it was told to by a client with the token."""
+"""A refit opens only memory that a client with the token has named."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parallel.weights.transport import Mapped, SharedMemory, share
 
 
 def received(shared: Any) -> SharedMemory:
-    """What an engine makes of a message."""
+    """Return what an engine makes of a message."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(shared), type=SharedMemory)
 
 

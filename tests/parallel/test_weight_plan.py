@@ -1,4 +1,4 @@
-"""The arithmetic of a refit: what there is, who holds it, who needs it and who sends it to whom."""
+"""The arithmetic of a refit: which rank holds, needs and sends each slice."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def model(family: str, variant: int = 0, **changes: Any) -> ModelSettings:
 
 
 def layouts(seed: int) -> tuple[LayoutSettings, EngineSizes]:
-    """A random layout of up to 32 ranks, and engines of up to 8 ranks each."""
+    """Return a random layout of up to 32 ranks, and engines of up to 8 ranks each."""
     draw = random.Random(seed)
     pipeline, replicas = draw.choice([1, 2, 3]), draw.choice([1, 2, 4])
     tensor, context, expert, expert_tensor = (draw.choice([1, 1, 2, 4]) for _ in range(4))
@@ -78,7 +78,7 @@ def at(box: Box) -> tuple[slice, ...]:
 
 
 def numbered(settings: ModelSettings) -> dict[str, np.ndarray]:
-    """Every tensor of the model, no two elements of which are alike."""
+    """Return every tensor of the model, no two elements of which are alike."""
     found, count = {}, 0
     for name, shape in tensors(settings).items():
         found[name] = np.arange(count, count + prod(shape)).reshape(shape)
@@ -92,7 +92,7 @@ Parameters = dict[tuple[int, str], np.ndarray]
 def parameters(
     settings: ModelSettings, layout: LayoutSettings, rank: int, whole: dict[str, np.ndarray]
 ) -> Parameters:
-    """What a rank holds, put together from its pieces, which leave no element of it open."""
+    """Return what a rank holds, put together from its pieces, which leave no element of it open."""
     pieces = held(settings, layout, rank)
     shapes: dict[tuple[int, str], tuple[int, ...]] = {}
     for piece in pieces:
