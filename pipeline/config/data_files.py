@@ -113,12 +113,11 @@ def missing_data(key: str, domain: DomainSettings, demonstrated: bool) -> Found:
             yield f"{key}.{block}.path", f"no file at {shown(settings.path)}{below}"
 
 
-def missing_tokenizer(model: object) -> Found:
-    """The folder of `model.tokenizer`, where it is not there; `model` is the block as written."""
-    name = model.get("tokenizer", CHARACTERS) if isinstance(model, dict) else CHARACTERS
-    if not isinstance(name, str) or name == CHARACTERS:
+def missing_tokenizer(model: ModelSettings) -> Found:
+    """Yield that the directory of `model.tokenizer` is not there."""
+    if model.tokenizer == CHARACTERS:
         return
-    folder = Path(name)
+    folder = Path(model.tokenizer)
     if (why := unreachable(folder)) is not None:
         yield "model.tokenizer", f"{shown(folder)} {why}"
     elif not folder.is_dir():

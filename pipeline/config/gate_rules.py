@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from parallel.settings import LayoutSettings
-from stages.settings import DomainSettings, MergeSettings
+from stages.settings import DomainSettings, RunSettings
 
 Found = Iterator[tuple[str, str]]
 
 
-def gate_rules(
-    domains: Mapping[str, DomainSettings | None],
-    merge: MergeSettings | None,
-    layout: LayoutSettings | None,
-) -> Found:
-    """Every broken rule as (dotted key, message); a domain that is not valid itself is None."""
-    gates = {f"domains.{name}.gate": each.gate for name, each in domains.items() if each}
-    for key, gate in {**gates, "merge.gate": merge and merge.gate}.items():
-        if gate and layout and gate.problems < layout.data:
+def gate_rules(run: RunSettings) -> Found:
+    """Yield every broken rule of a run's gates as (dotted key, message)."""
+    gates = {f"domains.{name}.gate": each.gate for name, each in run.domains.items()}
+    for key, gate in {**gates, "merge.gate": run.merge and run.merge.gate}.items():
+        if gate and gate.problems < run.layout.data:
             yield (
                 f"{key}.problems",
-                f"{gate.problems} is less than the {layout.data} data-parallel ranks of layout, "
-                "and each needs one",
+                f"{gate.problems} is less than the {run.layout.data} data-parallel ranks of layout,"
+                " and each needs one",
             )
-    for name, domain in domains.items():
-        if domain:
-            yield from _bound_rules(f"domains.{name}", domain)
-    namesake = domains.get("merge")
-    if namesake and namesake.gate and merge and merge.gate:
+    for name, domain in run.domains.items():
+        yield from bound_rules(f"domains.{name}", domain)
+    namesake = run.domains.get("merge")
+    if namesake and namesake.gate and run.merge and run.merge.gate:
         yield (
             "domains.merge",
             "its gate and that of the merge are both gates.merge; rename the domain",
         )
 
 
-def _bound_rules(key: str, domain: DomainSettings) -> Found:
+def bound_rules(key: str, domain: DomainSettings) -> Found:
     """Bounds of metrics that the expert never logs."""
     gate, kl, rollout = domain.gate, domain.objective.kl, domain.rollout
     if gate is None:

@@ -1,15 +1,10 @@
-"""Rules between blocks: what no block's own schema can say.
-
-A rule runs as soon as the blocks it reads are valid by themselves, so that its violations are
-listed together with those of the other blocks.
-"""
+"""Rules between blocks, checked on settings that are valid by their schema."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterator
-from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -19,7 +14,6 @@ from parallel.settings import (
     EngineSettings,
     LayoutSettings,
     ModelSettings,
-    Settings,
     layout_violations,
 )
 from parallel.weights.needs import engine_violations
@@ -32,8 +26,8 @@ from pipeline.config.data_files import (
     option_rules,
     tokenizer_rules,
 )
-from pipeline.config.gate_rules import gate_rules
-from pipeline.config.graph_rules import graph_rules, has_cold_start
+from pipeline.config.gate_rules import bound_rules, gate_rules
+from pipeline.config.graph_rules import graph_rules, origin_rules
 from pipeline.config.policy_rules import (
     policy_rules,
     rollout_rules,
@@ -47,78 +41,71 @@ from pipeline.config.violations import hint
 from pipeline.config.weights_files import weights_rules
 from stages.rewards.settings import RewardPoolSettings
 from stages.settings import (
-    ColdStartSettings,
     DomainSettings,
     EvaluationSettings,
-    MergeSettings,
-    MixedSettings,
     PolicySettings,
+    RunSettings,
 )
 
 Found = Iterator[tuple[str, str]]
-Block = TypeVar("Block", bound=Settings)
 
 
-Domains = dict[str, DomainSettings | None]
-
-
-def violations(run: dict[str, Any], domains: Domains) -> Found:
-    """Every broken rule as (dotted key, message); `domains` are those that `domains_of` finds."""
-    model = _block(ModelSettings, run.get("model"))
-    layout = _block(LayoutSettings, run.get("layout", {}))
-    engine = _block(EngineSettings, run.get("engine", {}))
-    cold_start = _block(ColdStartSettings, run.get("cold_start"))
-    merge = _block(MergeSettings, run.get("merge"))
-    mixed = _block(MixedSettings, run.get("mixed"))
-    evaluation = _block(EvaluationSettings, run.get("evaluation", {}))
-    pool = _block(RewardPoolSettings, run.get("rewards", {}))
-    deterministic = run.get("deterministic") is True
-    demonstrated = has_cold_start(run)
-
-    if model:
-        yield from tokenizer_rules(model)
-    if model and layout:
-        yield from layout_violations(model, layout)
-        yield from _family_rules(model, layout)
-    if model and engine:
-        yield from _engine_rules(model, engine)
-    if cold_start:
-        yield from schedule_rules("cold_start", cold_start.optimizer, cold_start.loop)
-    for name, domain in domains.items():
-        yield from _name_rules(name)
-        if domain:
-            yield from policy_rules(f"domains.{name}", domain, domain.rewards, layout, engine)
-            yield from vocabulary_rules(f"domains.{name}.sampling", domain.sampling, model)
-            yield from reward_rules(f"domains.{name}.rewards", domain, pool)
-            yield from _step_rules(name, domain, (f"domains.{name}", domain), ("mixed", mixed))
-            yield from data_rules(f"domains.{name}", domain, model, engine, (merge, mixed))
-            if demonstrated:
-                yield from demonstration_rules(f"domains.{name}", domain, model)
-            yield from rollout_rules(f"domains.{name}.rollout", domain.rollout, deterministic)
-    yield from graph_rules(run, domains)
-    yield from gate_rules(domains, merge, layout)
-    valid = {name: domain for name, domain in domains.items() if domain}
+def violations(run: RunSettings) -> Found:
+    """Yield every broken rule of a run's settings as (dotted key, message)."""
+    model, layout, engine, merge, mixed = run.model, run.layout, run.engine, run.merge, run.mixed
+    yield from tokenizer_rules(model)
+    yield from layout_violations(model, layout)
+    yield from _family_rules(model, layout)
+    yield from _engine_rules(model, engine)
+    if run.cold_start:
+        yield from schedule_rules("cold_start", run.cold_start.optimizer, run.cold_start.loop)
+    for name, domain in run.domains.items():
+        yield from _domain_rules(name, domain, run.rewards, run)
+    yield from graph_rules(run)
+    yield from gate_rules(run)
     if mixed:
-        rewards = {name for domain in valid.values() for name in domain.rewards}
+        rewards = {name for domain in run.domains.values() for name in domain.rewards}
         yield from policy_rules("mixed", mixed, rewards, layout, engine)
         yield from vocabulary_rules("mixed.sampling", mixed.sampling, model)
-        yield from rollout_rules("mixed.rollout", mixed.rollout, deterministic)
-    if valid:
-        yield from _split_rules(valid)
-    if demonstrated and layout and valid and len(valid) == len(domains):
-        yield from _demonstration_rules(valid, layout)
+        yield from rollout_rules("mixed.rollout", mixed.rollout, run.deterministic)
+    yield from _split_rules(run.domains)
+    if run.cold_start:
+        yield from _demonstration_rules(run.domains, layout)
     if merge:
         yield from schedule_rules("merge", merge.optimizer, merge.loop)
         yield from sampling_rules("merge.sampling", merge.sampling, layout, engine)
         yield from vocabulary_rules("merge.sampling", merge.sampling, model)
-        yield from rollout_rules("merge.rollout", merge.rollout, deterministic)
-        for name in merge.domain_weights.keys() - domains.keys():
+        yield from rollout_rules("merge.rollout", merge.rollout, run.deterministic)
+        for name in merge.domain_weights.keys() - run.domains.keys():
             yield (
                 f"merge.domain_weights.{name}",
-                f"there is no domain {name}; {hint(name, domains)}",
+                f"there is no domain {name}; {hint(name, run.domains)}",
             )
-    if evaluation and layout:
-        yield from evaluation_rules(evaluation, layout)
+    yield from evaluation_rules(run.evaluation, layout)
+
+
+def domain_violations(name: str, domain: DomainSettings, pool: RewardPoolSettings) -> Found:
+    """Yield the broken rules of a domain without a run, as (dotted key, message)."""
+    yield from _domain_rules(name, domain, pool, None)
+    yield from origin_rules({name: domain})
+    yield from bound_rules(f"domains.{name}", domain)
+
+
+def _domain_rules(
+    name: str, domain: DomainSettings, pool: RewardPoolSettings, run: RunSettings | None
+) -> Found:
+    key = f"domains.{name}"
+    model, layout, engine = (run.model, run.layout, run.engine) if run else (None, None, None)
+    merge, mixed = (run.merge, run.mixed) if run else (None, None)
+    yield from _name_rules(name)
+    yield from policy_rules(key, domain, domain.rewards, layout, engine)
+    yield from vocabulary_rules(f"{key}.sampling", domain.sampling, model)
+    yield from reward_rules(f"{key}.rewards", domain, pool)
+    yield from _step_rules(name, domain, (key, domain), ("mixed", mixed))
+    yield from data_rules(key, domain, model, engine, (merge, mixed))
+    if run and run.cold_start:
+        yield from demonstration_rules(key, domain, model)
+    yield from rollout_rules(f"{key}.rollout", domain.rollout, bool(run and run.deterministic))
 
 
 def evaluation_rules(evaluation: EvaluationSettings, layout: LayoutSettings) -> Found:
@@ -133,39 +120,24 @@ def evaluation_rules(evaluation: EvaluationSettings, layout: LayoutSettings) -> 
         )
 
 
-def surroundings(run: dict[str, Any], domains: Domains) -> Found:
-    """What the stages need and do not find, as (dotted key, message).
+def surroundings(run: RunSettings) -> Found:
+    """Yield what the stages need and do not find here, as (dotted key, message).
 
-    Such things may be gone, or not seen from here, when a run that they began is looked at.
+    A run that has started is read without it: such things may be gone, or not visible from here.
     """
-    model = run.get("model")
-    yield from weights_rules(model)
-    yield from missing_tokenizer(model)
-    # A domain by itself, which has no model around it, is held to what it says.
-    demonstrated = has_cold_start(run) or model is None
-    for name, domain in domains.items():
-        if domain:
-            yield from missing_data(f"domains.{name}", domain, demonstrated)
-            yield from option_rules(f"domains.{name}", domain)
-            yield from reward_needs(f"domains.{name}.rewards", domain)
-    engine = _block(EngineSettings, run.get("engine", {}))
-    if engine and (lack := placement_fault(engine)):
+    yield from weights_rules(run.model)
+    yield from missing_tokenizer(run.model)
+    for name, domain in run.domains.items():
+        yield from domain_surroundings(name, domain, demonstrated=run.cold_start is not None)
+    if lack := placement_fault(run.engine):
         yield "engine.placement", lack
 
 
-def _block(settings: type[Block], given: Any) -> Block | None:
-    try:
-        return settings.model_validate_json(json.dumps(given, default=str), strict=True)
-    except ValidationError:
-        return None
-
-
-def domains_of(run: dict[str, Any]) -> Domains:
-    """The run's domains by their names; None stands for one that is not valid by itself."""
-    domains = run.get("domains")
-    if not isinstance(domains, dict):
-        return {}
-    return {name: _block(DomainSettings, given) for name, given in domains.items()}
+def domain_surroundings(name: str, domain: DomainSettings, *, demonstrated: bool = True) -> Found:
+    """Yield what a domain needs and does not find here, as (dotted key, message)."""
+    yield from missing_data(f"domains.{name}", domain, demonstrated)
+    yield from option_rules(f"domains.{name}", domain)
+    yield from reward_needs(f"domains.{name}.rewards", domain)
 
 
 def _family_rules(model: ModelSettings, layout: LayoutSettings) -> Found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -12,8 +13,7 @@ from pydantic_core import ErrorDetails
 
 from parallel.files import CHARACTERS
 from parallel.settings import Settings
-from pipeline.config import rules as checks
-from pipeline.config import schema, yaml_core
+from pipeline.config import rules, schema, yaml_core
 from pipeline.config.cluster import ClusterSettings, too_short
 from pipeline.config.dropped import without_dropped
 from pipeline.config.read import (
@@ -68,7 +68,7 @@ def load(path: Path, overrides: Sequence[str] = (), *, to_start: bool = True) ->
     """
     reader = Reader()
     tree = _with_overrides(reader.file(path), overrides, reader)
-    return _settings(RunSettings, tree, reader, to_start=to_start)
+    return _settings(tree, reader, to_start=to_start)
 
 
 def load_domain(path: Path, pool: RewardPoolSettings) -> DomainSettings:
@@ -79,9 +79,11 @@ def load_domain(path: Path, pool: RewardPoolSettings) -> DomainSettings:
     """
     reader = Reader()
     tree = _with_domain(Mapping({}, SourceLocation(path)), path, reader)
-    around: dict[str, Any] = dict.fromkeys(set(RunSettings.model_fields) - {"domains"})
-    around["rewards"] = pool.model_dump()
-    return _settings(_Domains, tree, reader, around).domains[path.stem]
+    tree, settings = _valid(_Domains, tree, reader)
+    domain = settings.domains[path.stem]
+    found = rules.domain_violations(path.stem, domain, pool)
+    _check_rules(tree, chain(found, rules.domain_surroundings(path.stem, domain)))
+    return domain
 
 
 def load_cluster(path: Path) -> ClusterSettings:
@@ -114,7 +116,7 @@ def load_with_domain(run: Path, path: Path, samples: int | None = None) -> RunSe
     if samples is not None:
         key = ("domains", path.stem, "sampling", "group_size")
         tree = lay(tree, key, Leaf(samples, SourceLocation(None)))
-    return _settings(RunSettings, tree, reader, to_start=False)
+    return _settings(tree, reader, to_start=False)
 
 
 class _Domains(Settings):
@@ -123,39 +125,36 @@ class _Domains(Settings):
     domains: dict[str, DomainSettings]
 
 
-def _settings(
-    root: type[Root],
-    tree: Mapping,
-    reader: Reader,
-    around: dict[str, Any] | None = None,
-    *,
-    to_start: bool = True,
-) -> Root:
-    """The settings in a tree that `reader` has read; `around` stands beside it in the rules."""
+def _settings(tree: Mapping, reader: Reader, *, to_start: bool = True) -> RunSettings:
+    """Return the run's settings in a tree that `reader` has read, valid and within every rule."""
+    tree, settings = _valid(RunSettings, tree, reader)
+    found = rules.violations(settings)
+    _check_rules(tree, chain(found, rules.surroundings(settings) if to_start else ()))
+    return settings
+
+
+def _valid(root: type[Root], tree: Mapping, reader: Reader) -> tuple[Mapping, Root]:
+    """Return the tree without what it deletes, and its settings, valid by their schema."""
     tree, undropped = without_dropped(_with_absolute_paths(tree))
     settings, invalid, more = _validated(root, tree, complete=not reader.broken)
-    if more:  # nobody mends so many at once, and the rules would read every domain once more
-        raise ConfigError(sorted([*reader.violations, *invalid], key=_reading_order), more)
-    if not reader.broken:  # else the unreadable file may have defined what is dropped
+    if not reader.broken and not more:  # else an unreadable file may define what is deleted
         invalid += undropped
-    run = {**(around or {}), **plain(tree)}
-    domains: checks.Domains
-    if isinstance(settings, RunSettings | _Domains):  # valid, and need not be read once more
-        domains = {**settings.domains}
-    else:
-        domains = checks.domains_of(run)
-    broken = list(checks.violations(run, domains))
-    broken += checks.surroundings(run, domains) if to_start else ()
-    crossed = [
-        Violation(nearest(tree, tuple(key.split("."))), key, message) for key, message in broken
-    ]
     # What is no value at all is not also one of the wrong type.
-    told = {(violation.place.file, violation.key) for violation in reader.violations}
-    invalid = [each for each in invalid if (each.place.file, each.key) not in told]
-    found = [*reader.violations, *invalid, *crossed]
+    noted = {(violation.place.file, violation.key) for violation in reader.violations}
+    invalid = [each for each in invalid if (each.place.file, each.key) not in noted]
+    found = [*reader.violations, *invalid]
     if found or settings is None:
         raise ConfigError(sorted(found, key=_reading_order), more)
-    return settings
+    return tree, settings
+
+
+def _check_rules(tree: Mapping, broken: Iterable[tuple[str, str]]) -> None:
+    """Raise ConfigError with every (dotted key, message) at its place in the tree, if any."""
+    found = [
+        Violation(nearest(tree, tuple(key.split("."))), key, message) for key, message in broken
+    ]
+    if found:
+        raise ConfigError(sorted(found, key=_reading_order))
 
 
 def _with_domain(tree: Mapping, path: Path, reader: Reader) -> Mapping:

@@ -20,19 +20,15 @@ KEY = "model.initial_weights"
 MOST_BYTES = 1 << 26  # of a file of JSON, far above the index of any checkpoint
 
 
-def weights_rules(model: object) -> Found:
-    """What keeps a run from starting with its weights, the first fault alone, as (dotted key,
-    message); `model` is the block as written."""
-    named = model.get("initial_weights") if isinstance(model, dict) else None
-    if isinstance(model, dict) and isinstance(named, str):
-        fault = _fault(
-            Path(named), model.get("family", ModelSettings.model_fields["family"].default)
-        )
-        if fault is not None:
-            yield KEY, fault
+def weights_rules(model: ModelSettings) -> Found:
+    """Yield the first error that keeps a run from starting with `model.initial_weights`."""
+    if model.initial_weights is not None and (
+        fault := _fault(Path(model.initial_weights), model.family)
+    ):
+        yield KEY, fault
 
 
-def _fault(folder: Path, family: object) -> str | None:
+def _fault(folder: Path, family: str) -> str | None:
     if (why := unreachable(folder)) is not None:
         return f"{shown(folder)} {why}"
     if not folder.is_dir():
@@ -40,7 +36,7 @@ def _fault(folder: Path, family: object) -> str | None:
     return _of_config(folder / "config.json", family) or _of_files(folder)
 
 
-def _of_config(path: Path, family: object) -> str | None:
+def _of_config(path: Path, family: str) -> str | None:
     config, fault = _read(path)
     if fault is not None:
         return f"{fault}; name the folder of a Hugging Face checkpoint"
@@ -50,7 +46,7 @@ def _of_config(path: Path, family: object) -> str | None:
     if kind not in FAMILIES:
         known = hint(str(kind), FAMILIES)
         return f"{shown(path)}: model_type: {json.dumps(kind)} is no family known here; {known}"
-    if isinstance(family, str) and family in FAMILIES and kind != family:
+    if kind != family:
         return f"{shown(path)}: model_type: {kind}, but model.family is {family}"
     return None
 

@@ -109,17 +109,23 @@ def test_a_mistyped_key_in_an_extended_file_is_reported_there(config: Path) -> N
     assert faults(config) == [f"sums.yaml:4: domains.sums.{message}"]
 
 
-def test_every_fault_is_listed_at_once(config: Path) -> None:
+def test_all_errors_of_the_schema_are_listed_at_once_and_then_all_of_the_rules(
+    config: Path,
+) -> None:
     edited(config, "name: small", "nam: small")
     edited(config, "expert: 2", "expert: 3")
     edited(config, "steps: 2", "steps: two")
     assert faults(config, "engine.max_model_tokens=20") == [
         "small.yaml:1: name: required key is missing",
         'small.yaml:1: nam: unknown key; did you mean "name"?',
+        'small.yaml:15: cold_start.loop.steps: should be a valid integer, not "two"',
+    ]
+    edited(config, "nam: small", "name: small")
+    edited(config, "steps: two", "steps: 2")
+    assert faults(config, "engine.max_model_tokens=20") == [
         "small.yaml:12: layout.expert: 3 does not divide model.experts = 8; use one of "
         "[1, 2, 4, 8]",
         "small.yaml:12: layout.expert: expert 3 does not divide layout.ranks = 2",
-        'small.yaml:15: cold_start.loop.steps: should be a valid integer, not "two"',
         "small.yaml:17: domains.sums.sampling.max_response_tokens: 24 leaves no room for a prompt: "
         "it should be less than engine.max_model_tokens = 20",
         "small.yaml:21: domains.words.sampling.max_response_tokens: 24 leaves no room for a "
