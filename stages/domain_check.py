@@ -9,20 +9,35 @@ from __future__ import annotations
 
 import json
 import sys
+from array import array
+from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from itertools import chain, islice
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
+
 from parallel.files import CHARACTERS, write_atomically
+from parallel.sample import Sample
 from parallel.status_pipe import report_error
-from stages.data.demonstration_report import demonstration_report
-from stages.data.demonstrations import demonstrate
+from stages.data.conversations import response_sample
+from stages.data.demonstrations import demonstrate, demonstrations
 from stages.data.formats import FORMATS
 from stages.data.problem import DomainError, Problem
-from stages.data.prompts import PromptStream
-from stages.data.sources.length_report import LengthReport, length_report
+from stages.data.prompts import PromptStream, split_of
+from stages.data.reasoning_gym_source import ReasoningGymSource
+from stages.data.sources.conversation_rows import ConversationStream, conversation_index
+from stages.data.sources.prompt_rows import problem_at, prompt_index
+from stages.data.sources.settings import (
+    FileDemonstrationSettings,
+    GeneratedDemonstrationSettings,
+    PromptSettings,
+    ReasoningGymPromptSettings,
+)
 from stages.data.tokenizer import Tokenizer, TokenizerError, tokenizer_named
 from stages.rewards.grading import Grade
 from stages.rewards.kinds.math import MathReward
@@ -30,13 +45,15 @@ from stages.rewards.pool import RewardPool
 from stages.rewards.reward import Response, RewardError
 from stages.settings import DomainCheckJob, DomainSettings
 
-DRAWN = 2000  # problems of a source without end: some seconds
+DRAWN = 2000  # generated problems or demonstrations: some seconds
 GARBAGE = "I do not know"
 PURPOSE = "domain check"
+PERCENTILES = (0, 50, 90, 95, 99, 100)
+EXAMPLES = 2
 
 
 def main() -> None:
-    """Run the job named by argv[1]; what a person has to mend is the last word."""
+    """Run the job named by argv[1]; report an error of the user's on the status pipe."""
     job = DomainCheckJob.model_validate_json(Path(sys.argv[1]).read_text())
     try:
         write_atomically(job.result, json.dumps(checked(job)) + "\n")
@@ -50,10 +67,10 @@ def main() -> None:
 
 
 def checked(job: DomainCheckJob) -> dict[str, Any]:
-    """`lengths`, a LengthReport; `demonstrations`, a DemonstrationReport or None; and `prompts`.
+    """Return `lengths`, a LengthReport; `demonstrations`, a DemonstrationReport or None; `prompts`.
 
-    Each of these has its `prompt`, `answer` and number of `tokens`, and the `responses` to it:
-    `what` each is, its `text` and its Grade.
+    Each prompt has its `prompt`, `answer` and number of `tokens`, and the `responses` to it: `what`
+    each is, its `text` and its Grade.
     """
     tokenizer = tokenizer_named(job.tokenizer)
     prompts = job.settings.prompts
@@ -85,7 +102,7 @@ def checked(job: DomainCheckJob) -> dict[str, Any]:
 
 
 def reference(problem: Problem, settings: DomainSettings) -> str | None:
-    """The response that the domain's own reference is, or None where there is none."""
+    """Return the response that states the problem's reference answer, or None without one."""
     if problem.fields.get("dataset") in FORMATS and settings.prompts.source == "reasoning_gym":
         return demonstrate(problem, worked=True, random=Random(0)).response
     boxed = any(isinstance(each, MathReward) and each.boxed for each in settings.rewards.values())
@@ -95,7 +112,7 @@ def reference(problem: Problem, settings: DomainSettings) -> str | None:
 
 
 def _problems(job: DomainCheckJob, tokenizer: Tokenizer, lengths: LengthReport) -> list[Problem]:
-    """Problems that training would draw, as many as are asked for where there are so many."""
+    """Return problems that training would sample: `job.prompts` of them, or all there are."""
     stream = PromptStream(job.settings.prompts, tokenizer, job.domain, 0, PURPOSE)
     usable = lengths.prompts - lengths.held_out - lengths.for_gates - lengths.too_long
     return stream.take_distinct(min(job.prompts, max(usable, 1)))
@@ -104,7 +121,7 @@ def _problems(job: DomainCheckJob, tokenizer: Tokenizer, lengths: LengthReport) 
 def _begun(
     problem: Problem, settings: DomainSettings, tokenizer: Tokenizer, pool: RewardPool
 ) -> list[tuple[str, str, Future[Grade]]]:
-    """Have every response to a problem scored; what it is, its text, and its grade to come."""
+    """Submit every response to a problem; return each one's kind, its text and its future grade."""
     texts = {"reference": reference(problem, settings), "empty": "", "garbage": GARBAGE}
     begun = []
     for what, text in texts.items():
@@ -116,13 +133,158 @@ def _begun(
 
 
 def _tokens(text: str, tokenizer: Tokenizer, domain: str) -> int:
-    """How many a response of this text would have, its end token included."""
+    """Return the number of tokens of a response of this text, its end token included."""
     try:
         return len(tokenizer.encode(text)) + 1
     except TokenizerError as error:
         raise TokenizerError(
             f"domains.{domain}.prompts.answer: no policy can write the reference {text!r}: {error}"
         ) from error
+
+
+@dataclass(frozen=True)
+class LengthReport:
+    """Counts of rows, and of the distinct usable prompts among them, and how long those are.
+
+    `too_long` have more than `max_prompt_tokens`; `tokens` maps each of `PERCENTILES` to a prompt's
+    tokens.
+    """
+
+    rows: int
+    bad: int
+    duplicates: int
+    prompts: int
+    held_out: int
+    for_gates: int
+    too_long: int
+    tokens: dict[int, int]
+
+
+def length_report(
+    settings: PromptSettings, tokenizer: Tokenizer, domain: str, drawn: int = DRAWN
+) -> LengthReport:
+    """Return the report on all rows of the domain's files, or on `drawn` generated problems.
+
+    Reads one row at a time. Raises DomainError and TokenizerError as the domain's streams do.
+    """
+    if isinstance(settings, ReasoningGymPromptSettings):
+        problems = _distinct(ReasoningGymSource(settings, domain, seed=0), drawn)
+        rows, bad, limit = drawn, 0, None
+    else:
+        index = prompt_index(settings, domain)
+        places = range(len(index.keys))
+        problems = (problem_at(index, settings, tokenizer, row, row) for row in places)
+        rows, bad, limit = index.counts.rows, index.counts.bad, settings.max_prompt_tokens
+    lengths, splits = array("L"), Counter[str]()
+    for problem in problems:
+        lengths.append(len(tokenizer.encode(problem.prompt)))
+        splits[split_of(problem, settings.held_out_fraction)] += 1
+    counts = np.frombuffer(lengths, np.dtype(f"u{lengths.itemsize}"))
+    found = np.percentile(counts, PERCENTILES, method="higher").tolist()
+    return LengthReport(
+        rows=rows,
+        bad=bad,
+        duplicates=rows - bad - len(counts),
+        prompts=len(counts),
+        held_out=splits["held_out"],
+        for_gates=splits["gate"],
+        too_long=0 if limit is None else int((counts > limit).sum()),
+        tokens=dict(zip(PERCENTILES, found, strict=True)),
+    )
+
+
+def _distinct(source: ReasoningGymSource, drawn: int) -> Iterator[Problem]:
+    seen: set[str] = set()
+    for index in range(drawn):
+        problem = source.problem(index)
+        if problem.key not in seen:
+            seen.add(problem.key)
+            yield problem
+
+
+@dataclass(frozen=True)
+class DemonstrationReport:
+    """Counts of rows, and of the distinct usable demonstrations among them that are not held out.
+
+    `too_long` of these have more than `limit` tokens, where there is one; `tokens` maps each of
+    PERCENTILES to a demonstration's tokens, and `learned` is the share of all tokens that are
+    learned. `examples` are texts, each a prompt and the assistant's first turn.
+    """
+
+    rows: int
+    bad: int
+    duplicates: int
+    held_out: int
+    usable: int
+    limit: int | None
+    too_long: int
+    tokens: dict[int, int]
+    learned: float
+    examples: list[tuple[str, str]]
+
+
+def demonstration_report(
+    settings: DomainSettings, tokenizer: Tokenizer, domain: str, positions: int | None
+) -> DemonstrationReport | None:
+    """Return the report on all rows of the domain's files, or on at most DRAWN generated ones; None
+    for prompts of files, for which none are generated.
+
+    `positions` is `model.max_positions`, where the model is known. Reads one row at a time. Raises
+    DomainError and TokenizerError as a cold start does.
+    """
+    wanted = settings.demonstrations
+    if isinstance(wanted, FileDemonstrationSettings):
+        limit = wanted.max_tokens or positions
+        fraction = settings.prompts.held_out_fraction
+        stream = ConversationStream(wanted, tokenizer, domain, 0, fraction, limit or 0)
+        index = conversation_index(wanted, domain)
+        held_out = len(index.keys) - stream.rows
+        found = _measured(stream.all(), tokenizer, domain, limit)
+        counts = index.counts
+        return DemonstrationReport(
+            counts.rows, counts.bad, counts.duplicates, held_out, stream.rows, limit, *found
+        )
+    if not isinstance(settings.prompts, ReasoningGymPromptSettings):
+        return None
+    generated = _generated(wanted, settings, tokenizer, domain)
+    count = min(wanted.count, DRAWN)
+    found = _measured(generated, tokenizer, domain, positions)
+    return DemonstrationReport(count, 0, 0, 0, count, positions, *found)
+
+
+def _generated(
+    wanted: GeneratedDemonstrationSettings,
+    settings: DomainSettings,
+    tokenizer: Tokenizer,
+    domain: str,
+) -> Iterator[Sample]:
+    fewer = wanted.model_copy(update={"count": min(wanted.count, DRAWN)})
+    prompts = PromptStream(settings.prompts, tokenizer, domain, 0, PURPOSE)
+    for shown in demonstrations(fewer, prompts, seed=0):
+        yield response_sample(tokenizer, shown.problem.prompt, shown.response, domain)
+
+
+def _measured(
+    samples: Iterator[Sample], tokenizer: Tokenizer, domain: str, limit: int | None
+) -> tuple[int, dict[int, int], float, list[tuple[str, str]]]:
+    """Return `too_long`, `tokens`, `learned` and `examples` of a report."""
+    first = list(islice(samples, EXAMPLES))
+    examples = [(tokenizer.decode(s.prompt), tokenizer.decode(s.response)) for s in first]
+    sizes = [
+        (len(sample.prompt) + len(sample.response), len(sample.learned), sample.length)
+        for sample in chain(first, samples)
+    ]
+    tokens, learned, read = np.array(sizes).T
+    too_long = 0 if limit is None else int((read > limit).sum())
+    if too_long == len(sizes):
+        raise DomainError(
+            domain,
+            "demonstrations.max_tokens",
+            f"every demonstration is longer than {limit} tokens",
+        )
+    percentiles = np.percentile(tokens, PERCENTILES, method="higher").tolist()
+    spread = dict(zip(PERCENTILES, percentiles, strict=True))
+    return too_long, spread, float(learned.sum() / tokens.sum()), examples
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from stages.data.chat import Message, content_key
 
 
 class DomainError(Exception):
-    """A domain that cannot be trained on; the message starts with the key to mend."""
+    """A domain that cannot be trained on; the message starts with the key to fix."""
 
     def __init__(self, domain: str, key: str, message: str) -> None:
         super().__init__(f"domains.{domain}.{key}: {message}")

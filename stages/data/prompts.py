@@ -23,8 +23,8 @@ REMEDIES = {"held_out": ", or lower evaluation.problems", "gate": ", or lower ga
 class Source(Protocol):
     """Where problems come from: without end, each a pure function of the seed and its index.
 
-    `key` is the setting to mend where there are too few; so many candidates (`patience`) without a
-    usable one mean that none is left.
+    `key` is the setting to fix where there are too few; `patience` candidates without a usable one
+    mean that none is left.
     """
 
     key: str

@@ -104,8 +104,8 @@ def _create_dataset(settings: ReasoningGymPromptSettings, domain: str, seed: int
         if key not in options:
             message = f"{name} has no such option; it has {', '.join(options)}"
             raise DomainError(domain, f"prompts.config.{key}", message)
-        if fault := value_violation(kinds[key], value):
-            raise DomainError(domain, f"prompts.config.{key}", fault)
+        if wrong := value_violation(kinds[key], value):
+            raise DomainError(domain, f"prompts.config.{key}", wrong)
     try:
         return _reasoning_gym().create_dataset(name, seed=seed, size=UNBOUNDED, **settings.config)
     except Exception as error:  # its configs refuse by assertions, and fail in any way they like

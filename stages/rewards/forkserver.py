@@ -1,9 +1,9 @@
-"""Starts and ends the processes that score: `python -m stages.rewards.forkserver DESCRIPTOR`.
+"""The process that forks and kills reward workers: `python -m stages.rewards.forkserver FD`.
 
-It imports what the rewards need, once and without torch, and forks a worker whenever the pool asks,
-which takes milliseconds. It runs no reward itself and so always answers. When the pool is gone it
-ends its workers, even those that hang, and what rewards have left behind; where it is killed, the
-kernel ends its workers.
+It imports the rewards' heavy modules once, without torch, and forks a worker in milliseconds. It
+runs no reward itself and so always answers. When the pool is gone it kills its workers, even those
+that hang, and all processes that rewards have started; where it is killed, the kernel kills its
+workers.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from stages.rewards.registry import imports
 from stages.rewards.worker import Clock, Setup, serve
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-REAPING_SECONDS = 1.0  # between two looks at what has ended
-ENDING_ROUNDS, ENDING_SECONDS = 100, 0.01  # in which what still starts processes is ended
+REAPING_SECONDS = 1.0  # between two rounds of reaping
+ENDING_ROUNDS, ENDING_SECONDS = 100, 0.01  # of killing processes that still start others
 _libc = ctypes.CDLL(None)
 
 
 def main() -> None:
-    """Fork and end workers as the pool asks, until it is gone.
+    """Fork and kill workers as the pool asks, until it is gone.
 
-    What a reward starts and leaves becomes this process's child, so that none outlives it.
+    As a subreaper this process becomes the parent of what rewards leave, so that none outlives it.
     """
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     for ignored in (signal.SIGINT, signal.SIGTERM):  # the stage decides when it ends
@@ -43,9 +43,9 @@ def main() -> None:
     setup: Setup = control.recv()
     settings = [each for rewards in setup.rewards.values() for each in rewards.values()]
     for module in imports(settings):
-        with contextlib.suppress(Exception):  # a worker says what is wrong with it
+        with contextlib.suppress(Exception):  # a worker reports the error
             import_module(module)
-    gc.freeze()  # else collecting garbage would give every worker pages of its own
+    gc.freeze()  # else garbage collection would copy shared pages into every worker
     workers: set[int] = set()
     with contextlib.suppress(EOFError, OSError):
         while True:
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def _forked(control: Connection, setup: Setup) -> int:
-    """The process id of a new worker, on the two descriptors that the pool sends."""
+    """Return the process id of a new worker on the two descriptors that the pool sends."""
     theirs, shared = recv_handle(control), recv_handle(control)
     process = os.fork()
     if process == 0:
@@ -75,7 +75,7 @@ def _forked(control: Connection, setup: Setup) -> int:
 
 
 def _ended(process: int) -> int:
-    """Kill a worker and what it started; its exit status, or minus the signal that ended it."""
+    """Kill a worker and its descendants; return its exit status, or minus its signal."""
     for each in [*_descendants(process), process]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)
@@ -102,7 +102,7 @@ def _work(setup: Setup, descriptor: int, shared: int) -> NoReturn:
 
 
 def _end_all() -> None:
-    """Kill whatever this process or a reward has started."""
+    """Kill all descendants of this process."""
     for _ in range(ENDING_ROUNDS):
         found = _descendants(os.getpid())
         if not found:
@@ -115,14 +115,14 @@ def _end_all() -> None:
 
 
 def _reap(processes: set[int]) -> None:
-    """Let go of the children that have ended."""
+    """Reap the children that have exited."""
     for each in processes:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(each, os.WNOHANG)
 
 
 def _descendants(process: int) -> list[int]:
-    """Processes that a process started, those that they started, and so on."""
+    """Return the children of a process, their children, and so on."""
     children = _children(process)
     return [*children, *(each for child in children for each in _descendants(child))]
 

@@ -1,4 +1,4 @@
-"""All rewards of a domain on one response: the weighted sum, its parts, or why there is none."""
+"""The grade of a response: the weighted sum of its domain's rewards, or why there is none."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ LONGEST = 1000  # characters of what went wrong
 
 @dataclass(frozen=True)
 class Grade:
-    """What a response earned.
+    """The rewards of a response.
 
     `parts` holds every reward before its weight. `steps`, where one of them gave any, are (number
     of characters that the step ends with, weighted reward). Where a reward failed, `reward` is None
-    and `failure` one line that says why. One of weight 0 only watches: where it fails it has no
-    part, a line in `watch_failures`, and no say in the rest.
+    and `failure` one line that says why. A reward of weight 0 is only recorded: where it fails it
+    has no part but a line in `watch_failures`, and the grade stands.
     """
 
     reward: float | None
@@ -38,7 +38,7 @@ class Grade:
 
 
 class Grader:
-    """Scores the responses of one domain. Raises DomainError where a reward cannot be had."""
+    """The rewards of one domain. Raises DomainError where a reward cannot be made."""
 
     def __init__(
         self, domain: str, settings: Mapping[str, RewardSettings], directory: Path
@@ -55,9 +55,9 @@ class Grader:
         begin: Callable[[int, float | None], None] = lambda index, seconds: None,
         known: Mapping[str, float | None] = MappingProxyType({}),
     ) -> Grade:
-        """Return the grade. Of rewards that are `known` it takes the score, or leaves them out
-        where that is None. `begin` is called before each other one with its place and its own time
-        limit, in seconds."""
+        """Return the grade. Rewards that are `known` are not run: they have that score, or are
+        skipped where it is None. `begin` is called before each other reward with its place and its
+        time limit in seconds."""
         parts: dict[str, float] = {}
         total = 0.0
         steps: tuple[tuple[int, float], ...] = ()
@@ -74,11 +74,11 @@ class Grader:
                 if isinstance(score, Steps):
                     if settings.weight:
                         if steps:
-                            raise RewardError("is the second of its domain to give steps")
+                            raise RewardError("only one reward of a domain may return steps")
                         weighted = [settings.weight * each for each in score.rewards]
                         steps = tuple(zip(score.ends, weighted, strict=True))
                     score = sum(score.rewards) / len(score.rewards)
-            except BaseException as error:  # a reward may not end its process quietly either
+            except BaseException as error:  # also SystemExit: no reward may end its process quietly
                 line = failure(problem, response, name, _said(error))
                 if settings.weight == 0:
                     watch_failures.append(line)
@@ -101,7 +101,7 @@ class Grader:
 
 
 def failure(problem: Problem, response: Response, reward: str, what: str) -> str:
-    """One line about a reward that failed on a response."""
+    """Return one line about a reward that failed on a response."""
     what = what if len(what) <= LONGEST else f"{what[:LONGEST]}..."
     return (
         f"domains.{problem.domain}.rewards.{reward}: {what} for problem {problem.prompt!r}"
@@ -110,8 +110,10 @@ def failure(problem: Problem, response: Response, reward: str, what: str) -> str
 
 
 def solved(settings: Mapping[str, RewardSettings], parts: Mapping[str, float]) -> bool:
-    """Whether every reward that judges the answer is 1; where none does, every reward. One of
-    weight 0 has no say."""
+    """Return whether every reward that judges the answer is 1; where none does, every reward.
+
+    Rewards of weight 0 do not count.
+    """
     judging = [name for name, each in settings.items() if each.judges_answer and each.weight > 0]
     counting = [name for name, each in settings.items() if each.weight]
     return all(parts.get(name, 0.0) >= SOLVED for name in judging or counting or settings)
@@ -123,11 +125,11 @@ def _checked(score: Score, characters: int) -> float | Steps:
             raise RewardError(f"returned {score!r}, not a finite number")
         return float(score)
     if len(score.ends) != len(score.rewards) or not score.ends:
-        raise RewardError(f"returned {score!r}, which should have a reward for each of its ends")
+        raise RewardError(f"returned {score!r}, which must have a reward for each of its ends")
     ends = [0 if characters else -1, *score.ends]  # no text is one step, which ends at 0
     if any(before >= after for before, after in pairwise(ends)) or ends[-1] > characters:
         raise RewardError(
-            f"returned {score!r}, whose ends should rise from above 0 to {characters} at most"
+            f"returned {score!r}, whose ends must rise from above 0 to {characters} at most"
         )
     return Steps([int(end) for end in score.ends], [_number(each) for each in score.rewards])
 

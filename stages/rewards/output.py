@@ -1,5 +1,7 @@
-"""What rewards print goes to the stage's log, up to a limit: a reward that prints without end would
-otherwise fill the disk on which the checkpoints are."""
+"""The copy of the rewards' output in the stage's log, up to a limit.
+
+A reward that prints without end would otherwise fill the disk of the checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ PIECE = 1 << 16
 
 
 def pass_on(printed: int) -> None:
-    """Copy from a pipe until all who write to it are gone; tell once where something is lost."""
+    """Copy from a pipe until all writers are gone; report once that output is dropped."""
     left, told = LARGEST, False
     with open(printed, "rb", buffering=0) as pipe:
         while piece := pipe.read(PIECE):

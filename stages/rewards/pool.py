@@ -1,8 +1,12 @@
-"""Scores responses in processes of their own, so that no reward can hang or end a stage.
+"""The pool of processes that score responses, so that no reward can hang or end a stage.
 
-A thread deals responses out in chunks and takes grades in. A worker whose reward takes too long is
-killed and replaced; the response is then left without a reward, and what else the worker held goes
-to others. `reward_nursery` and `reward_worker` run on the other side.
+A thread hands out chunks of responses and collects grades. A worker whose reward times out is
+killed and replaced; only that response is affected, the rest of its chunk goes to other workers.
+`forkserver` and `worker` run on the other side.
+
+pebble's ProcessPool was tried (5.2.3): it leaves a killed worker's children and a daemonised
+process alive, a hanging worker outlives a stage that SIGKILL ends, an idle worker that is stopped
+blocks its task for ever, and a timeout belongs to a task, not to each reward of it.
 """
 
 from __future__ import annotations
@@ -36,14 +40,14 @@ from stages.rewards.worker import CLOCK_BYTES, Chunk, Clock, Setup, WorkerReady
 
 MOST_CORES, WAITING_WORKERS = 8, 16
 LONGEST_CHUNK = 32  # responses in one message
-TURNS = 2  # chunks that each worker would get of what waits, so that all end at about the same time
-LOOK_SECONDS = 0.25  # how often the clocks of busy workers are looked at
+TURNS = 2  # chunks per worker that the queue is split into, so that all end at about the same time
+LOOK_SECONDS = 0.25  # between two checks of the clocks of busy workers
 LOADING_SECONDS = 300.0
-NURSERY_SECONDS = 60.0  # that it may take to fork a worker, or to end one
-CLOSING_SECONDS = 5.0  # that it may take to end them all
-ENDING_SECONDS = 5.0  # that it may take to end, once its connection is broken
-PRINTING_SECONDS = 1.0  # that it may take to log what they have printed last
-ATTEMPTS = 3  # a response whose worker is lost so often, and no reward is to blame, has failed
+FORKSERVER_SECONDS = 60.0  # to fork a worker, or to kill one
+CLOSING_SECONDS = 5.0  # for the forkserver to kill all workers
+ENDING_SECONDS = 5.0  # for the forkserver to exit once its connection is broken
+PRINTING_SECONDS = 1.0  # to log the rest of the workers' output
+ATTEMPTS = 3  # lost workers after which a response fails, where no reward is to blame
 SHOWN_IN_FULL, SHOWN_CHARACTERS = 3, 300
 
 
@@ -58,7 +62,7 @@ class _Task:
 
     @property
     def known(self) -> dict[str, float | None]:
-        """What needs no grading any more, as in a `Chunk`."""
+        """The scores that need no grading, as in a `Chunk`."""
         return {**dict.fromkeys(self.watch_failures), **self.timed_out}
 
 
@@ -72,17 +76,17 @@ class _Worker:
     owed: dict[int, _Task] = field(default_factory=dict)
 
     def overdue(self, now: float) -> bool:
-        """Whether what it does has taken too long."""
+        """Return whether its time limit has passed."""
         if not self.loaded:
             return now > self.born + LOADING_SECONDS
         return bool(self.owed) and now > self.clock.read()[2]
 
 
 class RewardPool:
-    """The rewards of several domains, each `rewards` by its name.
+    """The rewards of several domains, of each domain by their names.
 
-    `on_graded` is called, in the pool's thread, whenever grades have come. The pool's files lie in
-    `directory`. Raises DomainError where this machine cannot give a reward.
+    `on_graded` is called, in the pool's thread, whenever grades arrive. The pool's files are in
+    `directory`. Raises DomainError where this machine cannot run a reward.
     """
 
     def __init__(
@@ -110,7 +114,7 @@ class RewardPool:
         self._failures = 0
         self._called = os.eventfd(0, os.EFD_NONBLOCK)
         self._control, theirs = Pipe()
-        self._nursery, printed = _start_nursery(theirs)
+        self._forkserver, printed = _start_forkserver(theirs)
         self._output = threading.Thread(target=pass_on, args=(printed,), daemon=True)
         self._output.start()
         self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
@@ -118,14 +122,14 @@ class RewardPool:
 
     @property
     def owed(self) -> int:
-        """How many responses are not graded yet."""
+        """The number of responses not graded yet."""
         with self._lock:
             return self._submitted - self._settled
 
     def submit(self, problem: Problem, responses: Sequence[Response]) -> list[Future[Grade]]:
-        """Have responses to a problem graded; each future ends, whatever the rewards do.
+        """Submit responses to a problem; each future completes, whatever the rewards do.
 
-        It raises RewardError only where no response can be graded, and the stage should end.
+        A future raises RewardError only where no response can be graded and the stage must stop.
         """
         tasks = [_Task(problem, response, Future()) for response in responses]
         with self._lock:
@@ -139,20 +143,20 @@ class RewardPool:
         return [task.future for task in tasks]
 
     def hold_to_limit(self, failures: Sequence[str], samples: int) -> None:
-        """Raise RewardError where too many of so many samples have no reward."""
+        """Raise RewardError where more than the maximum share of samples have no reward."""
         limit = self._settings.max_failed_fraction
         if len(failures) > limit * samples and (len(failures) > 1 or not limit):
             raise RewardError(
                 f"{len(failures)} of {samples} samples have no reward, and rewards."
-                f"max_failed_fraction = {limit:g} bears no more; the first: {failures[0]}"
+                f"max_failed_fraction = {limit:g} is exceeded; first failure: {failures[0]}"
             )
 
     def close(self) -> None:
-        """End all of its processes at once, whatever they do; a second time, do nothing."""
+        """Kill all processes of the pool; a second call does nothing."""
         if self._closing:
             return
         self._closing = True
-        self._end_nursery()
+        self._end_forkserver()
         os.eventfd_write(self._called, 1)
         self._thread.join()
         for worker in self._workers:
@@ -160,19 +164,19 @@ class RewardPool:
         self._control.close()
         os.close(self._called)
 
-    def _end_nursery(self) -> None:
-        """Have it end all that a reward has started, and then itself."""
+    def _end_forkserver(self) -> None:
+        """Have the forkserver kill all that rewards have started, and then exit."""
         # Not closed yet: the pool's thread may be at it.
         with socket.socket(fileno=os.dup(self._control.fileno())) as control:
             control.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._nursery.wait(CLOSING_SECONDS if self._workers else 0)
-        self._nursery.kill()  # and the kernel its workers
-        self._nursery.wait()
+            self._forkserver.wait(CLOSING_SECONDS if self._workers else 0)
+        self._forkserver.kill()  # and the kernel its workers
+        self._forkserver.wait()
         self._output.join(PRINTING_SECONDS)
 
     def _run(self) -> None:
-        """What the pool's thread does."""
+        """Run the pool's thread."""
         try:
             self._control.send(self._setup)
             while not self._closing:
@@ -192,25 +196,23 @@ class RewardPool:
         clock = Clock(shared)
         clock.rest()
         self._control.send(None)
-        send_handle(self._control, theirs.fileno(), self._nursery.pid)
-        send_handle(self._control, shared, self._nursery.pid)
+        send_handle(self._control, theirs.fileno(), self._forkserver.pid)
+        send_handle(self._control, shared, self._forkserver.pid)
         process = self._answer()
         theirs.close()
         os.close(shared)
         self._workers.append(_Worker(process, ours, clock, time.monotonic()))
 
     def _answer(self) -> int:
-        """The nursery's. Raises RewardError where it does not come."""
-        patience = NURSERY_SECONDS if self._workers else LOADING_SECONDS
+        """Return the forkserver's answer. Raises RewardError where none comes in time."""
+        patience = FORKSERVER_SECONDS if self._workers else LOADING_SECONDS
         if not self._control.poll(patience):
-            raise RewardError(
-                f"the process that starts those of the rewards has said nothing for {patience:g} s"
-            )
+            raise RewardError(f"the rewards' forkserver has said nothing for {patience:g} s")
         answer: int = self._control.recv()
         return answer
 
     def _deal(self) -> None:
-        """Give those that have nothing to do what waits, less as less is left."""
+        """Send idle workers chunks of the queue, smaller ones as it empties."""
         for worker in [each for each in self._workers if each.loaded and not each.owed]:
             with self._lock:
                 share = math.ceil(len(self._queue) / (TURNS * self._size))
@@ -229,7 +231,7 @@ class RewardPool:
                 continue
 
     def _listen(self) -> None:
-        """Wait for grades, for more to do, or for a worker to have taken too long."""
+        """Wait for grades, for submissions, or until the next check of the clocks."""
         busy = any(worker.owed or not worker.loaded for worker in self._workers)
         connections = {worker.connection: worker for worker in self._workers}
         ready = wait([*connections, self._called], LOOK_SECONDS if busy else None)
@@ -243,14 +245,14 @@ class RewardPool:
             self._on_graded()
 
     def _hear(self, worker: _Worker) -> bool:
-        """Take in one message; false where there will be no more."""
+        """Handle one message; return False where the worker is gone."""
         try:
             message = worker.connection.recv()
         except (EOFError, OSError, pickle.UnpicklingError):
             return False
         if isinstance(message, WorkerReady):
-            if message.fault is not None:
-                raise RewardError(message.fault)
+            if message.error is not None:
+                raise RewardError(message.error)
             worker.loaded = True
             return True
         for number, grade in message:
@@ -266,7 +268,7 @@ class RewardPool:
             self._on_graded()
 
     def _replace(self, worker: _Worker, overdue: bool) -> None:
-        """End a worker, blame what it was at, and put back the rest; `_run` forks another."""
+        """Kill a worker, blame its current response, requeue the rest; `_run` forks another."""
         self._control.send(worker.process)
         status = self._answer()
         self._workers.remove(worker)
@@ -280,7 +282,7 @@ class RewardPool:
             )
         number, reward, deadline = worker.clock.read()
         late = time.monotonic() > deadline
-        # One that is killed when it has just gone on to the next response is to blame for neither.
+        # A worker killed just as it starts the next response says nothing about either response.
         found = number in worker.owed and (late or not overdue)
         if found and not self._is_tried_again(worker.owed[number], overdue, status):
             self._blame(number, worker.owed.pop(number), reward, None if overdue else status)
@@ -298,16 +300,19 @@ class RewardPool:
                     self._queue.appendleft((number, task))
 
     def _is_tried_again(self, task: _Task, overdue: bool, status: int) -> bool:
-        """A SIGKILL that the pool did not send may be anybody's: that of a kernel short of memory,
-        or of a person. The response is to blame that has met with it ATTEMPTS times."""
+        """Return whether a response is retried after a SIGKILL that the pool did not send.
+
+        The kernel (out of memory) or a person may have sent it; a response is to blame only after
+        ATTEMPTS of them.
+        """
         if overdue or status != -signal.SIGKILL:
             return False
         task.attempts += 1
         return task.attempts < ATTEMPTS
 
     def _blame(self, number: int, task: _Task, reward: int, status: int | None) -> None:
-        """Settle a response that a reward has ended the worker of; have it graded once more,
-        without that reward, where the reward only watches or says what too long a time earns."""
+        """Settle a response whose reward ended the worker; where the reward has weight 0 or sets
+        `timed_out`, requeue the response without that reward instead."""
         name, settings = list(self._rewards[task.problem.domain].items())[reward]
         seconds = settings.timeout_seconds or self._settings.timeout_seconds
         what = f"took more than {seconds:g} seconds and was killed"
@@ -339,7 +344,7 @@ class RewardPool:
             self._settled += 1
 
     def _report(self, line: str) -> None:
-        """Loudly at first; then a line in the log for each."""
+        """Report the first failures as notices, the others as lines of the log."""
         self._failures += 1
         if self._failures <= SHOWN_IN_FULL:
             report_notice(line)
@@ -348,13 +353,13 @@ class RewardPool:
             print(f"{what[:SHOWN_CHARACTERS]}; {outcome}", file=sys.stderr, flush=True)
 
     def _give_up(self, error: Exception) -> None:
-        """Nothing can be graded any more: whoever waits, now or later, hears why."""
+        """Fail all futures, present and later ones, with the error."""
         if not isinstance(error, RewardError):
             # A process that is killed closes its connections before it can be waited for.
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._nursery.wait(ENDING_SECONDS)
-            ended = self._nursery.returncode
-            why = repr(error) if ended is None else f"the one that starts them {_ending(ended)}"
+                self._forkserver.wait(ENDING_SECONDS)
+            ended = self._forkserver.returncode
+            why = repr(error) if ended is None else f"the forkserver {_ending(ended)}"
             found = RewardError(f"the rewards' processes failed: {why}")
             found.__cause__ = error
             error = found
@@ -369,10 +374,10 @@ class RewardPool:
         self._on_graded()
 
 
-def _start_nursery(theirs: Connection) -> tuple[subprocess.Popen[bytes], int]:
-    """The process, and where to read what it and its workers print.
+def _start_forkserver(theirs: Connection) -> tuple[subprocess.Popen[bytes], int]:
+    """Return the forkserver and the pipe with its output and its workers'.
 
-    It finds modules where this process does, those of one's own among them.
+    It finds modules where this process does, the user's among them.
     """
     path = os.pathsep.join(each or str(Path.cwd()) for each in sys.path)
     environment = {name: value for name, value in os.environ.items() if name != STATUS_DESCRIPTOR}
@@ -404,5 +409,5 @@ def _failed(task: _Task, reward: str, what: str) -> Grade:
 def _ending(status: int) -> str:
     if status >= 0:
         return f"ended with exit status {status}"
-    hint = " (was the memory used up?)" if -status == signal.SIGKILL else ""
+    hint = " (out of memory?)" if -status == signal.SIGKILL else ""
     return f"was killed by {signal.Signals(-status).name}{hint}"

@@ -1,4 +1,4 @@
-"""One process that scores responses: what it is told, what it answers, and what it is at."""
+"""A process that scores responses: its messages, and the clock that it shares with the pool."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from stages.rewards.registry import RewardSettings
 from stages.rewards.reward import Response
 from stages.rewards.settings import RewardPoolSettings
 
-FLUSH_SECONDS = 0.05  # what is graded waits no longer for the rest of its chunk
-REST_SECONDS = 60.0  # that a worker which owes something may be at none of it
+FLUSH_SECONDS = 0.05  # that a grade waits for the rest of its chunk at most
+REST_SECONDS = 60.0  # that a worker may spend between two responses of a chunk
 CLOCK_BYTES = 24
 
-# Of each response its number, and the rewards that it has ended a worker with: what each of them
-# scores for that, or None where it is left out.
+# Each response's number, and the rewards that are not run on it: the score of each, or None.
 Chunk = list[tuple[int, Problem, Response, dict[str, float | None]]]
 Grades = list[tuple[int, Grade]]
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What every worker is to score: of each domain, its rewards by name."""
+    """The message that starts the forkserver: of each domain, its rewards by name."""
 
     rewards: Mapping[str, Mapping[str, RewardSettings]]
     settings: RewardPoolSettings
@@ -37,14 +36,14 @@ class Setup:
 
 @dataclass(frozen=True)
 class WorkerReady:
-    """A worker's first word: it can score, or `fault` says why it never will."""
+    """A worker's first message: it is ready, or `error` says why it never will be."""
 
-    fault: str | None = None
+    error: str | None = None
 
 
 class Clock:
-    """What a worker is at, in memory that it shares with the pool: the number of the response, the
-    place of the reward among its domain's, and when it will have taken too long."""
+    """A worker's position, in memory that it shares with the pool: the response's number, the
+    reward's place among its domain's, and the deadline."""
 
     def __init__(self, descriptor: int) -> None:
         self._shared = memoryview(mmap.mmap(descriptor, CLOCK_BYTES)).cast("d")
@@ -57,12 +56,12 @@ class Clock:
         self.begin(-1, 0, time.monotonic() + REST_SECONDS)
 
     def read(self) -> tuple[int, int, float]:
-        """The number, or -1 between responses; the reward; and the deadline, by CLOCK_MONOTONIC."""
+        """Return the number, -1 between responses; the reward; the deadline by CLOCK_MONOTONIC."""
         return int(self._shared[0]), int(self._shared[1]), self._shared[2]
 
 
 def serve(setup: Setup, connection: Connection, clock: Clock) -> None:
-    """Score what comes until the pool is gone."""
+    """Score chunks until the pool is gone."""
     try:
         graders = {
             domain: Grader(domain, rewards, setup.directory)

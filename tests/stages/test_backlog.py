@@ -252,8 +252,8 @@ def test_too_many_samples_without_a_reward_end_the_stage() -> None:
     source.request({"sums": 3})
     engines.end_all()
     message = (
-        r"4 of 6 samples have no reward, and rewards.max_failed_fraction = 0.5 bears no more; the"
-        r" first: domains.sums.rewards.odd: raised ZeroDivisionError\('x'\) at small_rewards"
+        r"4 of 6 samples have no reward, and rewards.max_failed_fraction = 0.5 is exceeded; first "
+        r"failure: domains.sums.rewards.odd: raised ZeroDivisionError\('x'\) at small_rewards"
     )
     with pytest.raises(RewardError, match=message):
         engines.batch(Collection(source, RolloutSettings(), 1))

@@ -17,7 +17,6 @@ from parallel.packing import RankPlace
 from parallel.sample import Sample
 from stages.data.chat import Message
 from stages.data.conversations import conversation_sample, response_sample, segments
-from stages.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from stages.data.problem import DomainError
 from stages.data.prompts import held_out_problems
 from stages.data.sources.conversation_rows import ConversationStream, conversation_index
@@ -26,7 +25,7 @@ from stages.data.sources.settings import (
     JsonlPromptSettings,
     ParquetDemonstrationSettings,
 )
-from stages.data.tokenizer import CharacterTokenizer, TokenizerError
+from stages.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer, TokenizerError
 from tests.byte_tokenizer import CHATML, save_tokenizer
 
 # As those that strip the reasoning of earlier turns.

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from stages.data.demonstration_report import demonstration_report
 from stages.data.problem import DomainError
 from stages.data.tokenizer import CharacterTokenizer
+from stages.domain_check import demonstration_report
 from stages.settings import DomainSettings
 
 CHARACTERS = CharacterTokenizer()

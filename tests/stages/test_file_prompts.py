@@ -17,7 +17,6 @@ import pytest
 
 from stages.data.problem import DomainError, Problem
 from stages.data.prompts import PromptStream, held_out_problems, is_held_out
-from stages.data.sources.length_report import length_report
 from stages.data.sources.prompt_rows import prompt_index
 from stages.data.sources.rows import ParquetRows
 from stages.data.sources.settings import (
@@ -26,6 +25,7 @@ from stages.data.sources.settings import (
     ReasoningGymPromptSettings,
 )
 from stages.data.tokenizer import CharacterTokenizer, TokenizerError
+from stages.domain_check import length_report
 
 TOKENIZER = CharacterTokenizer()
 Write = Callable[..., Path]
@@ -227,7 +227,7 @@ def test_a_bad_row_stops_with_file_and_line_or_is_counted(
     path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(DomainError) as caught:
         stream(jsonl(path))
-    mend = "mend it, or skip such rows with prompts.on_bad_row: skip"
+    mend = "fix it, or skip such rows with prompts.on_bad_row: skip"
     assert str(caught.value) == f"domains.math.prompts: {path}:3: {message}; {mend}"
     skipping = jsonl(path, on_bad_row="skip", held_out_fraction=1e-9)
     assert sorted(problem.answer for problem in stream(skipping).take(2)) == ["1", "4"]

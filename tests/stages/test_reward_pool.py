@@ -180,7 +180,7 @@ def test_a_pool_that_is_closed_leaves_no_process(pool: Made, tmp_path: Path) -> 
     while not (number := tmp_path / "number").exists() or not number.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    processes = [made._nursery.pid, *(worker.process for worker in made._workers)]
+    processes = [made._forkserver.pid, *(worker.process for worker in made._workers)]
     made.close()
     processes.append(int(number.read_text()))
     while any(Path(f"/proc/{each}").exists() for each in processes):
@@ -247,7 +247,7 @@ def test_a_response_that_always_gets_its_worker_killed_is_dropped_alone(pool: Ma
     before, failed, after = graded(pool(odd=own("does")), "one", "kill", "three")
     assert (before.reward, after.reward) == (3.0, 5.0)
     assert failed.failure is not None
-    assert "its process was killed by SIGKILL (was the memory used up?)" in failed.failure
+    assert "its process was killed by SIGKILL (out of memory?)" in failed.failure
 
 
 def test_a_worker_may_use_the_memory_of_the_settings_and_no_more(pool: Made) -> None:
@@ -263,7 +263,7 @@ def test_a_signal_to_the_whole_process_group_ends_no_reward(pool: Made) -> None:
     """As `timeout` and systemd send it: the stage saves first, and needs them for its last step."""
     made = pool(odd=own("does"))
     graded(made, "one")
-    for process in (made._nursery.pid, *(worker.process for worker in made._workers)):
+    for process in (made._forkserver.pid, *(worker.process for worker in made._workers)):
         for number in (signal.SIGTERM, signal.SIGINT):
             os.kill(process, number)
     assert [grade.reward for grade in graded(made, "two", "three")] == [3.0, 5.0]
@@ -273,11 +273,11 @@ def test_a_signal_to_the_whole_process_group_ends_no_reward(pool: Made) -> None:
 def test_a_nursery_that_is_gone_ends_the_stage(
     pool: Made, number: int, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stages.rewards.pool.NURSERY_SECONDS", 1.0)
+    monkeypatch.setattr("stages.rewards.pool.FORKSERVER_SECONDS", 1.0)
     monkeypatch.setattr("stages.rewards.pool.CLOSING_SECONDS", 0.5)
     made = pool(odd=own("does"))
     graded(made, "one")
-    os.kill(made._nursery.pid, number)
+    os.kill(made._forkserver.pid, number)
     [future] = made.submit(problem(), [response("die 1")])
     with pytest.raises(RewardError, match=why):
         future.result(SECONDS)
@@ -296,7 +296,7 @@ def test_a_nursery_whose_connection_breaks_before_it_has_ended_says_how_it_ended
     dying.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(dying))
     [future] = pool(odd=own("does")).submit(problem(), [response("one")])
-    with pytest.raises(RewardError, match="the one that starts them was killed by SIGKILL"):
+    with pytest.raises(RewardError, match="the forkserver was killed by SIGKILL"):
         future.result(SECONDS)
 
 
@@ -366,9 +366,9 @@ def test_steps_that_only_watch_are_nobody_s(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("functions", "reason"),
     [
-        (["backwards"], "whose ends should rise from above 0 to 3 at most"),
+        (["backwards"], "whose ends must rise from above 0 to 3 at most"),
         (["lost"], "returned nan, not a finite number"),
-        (["lines", "lines"], "is the second of its domain to give steps"),
+        (["lines", "lines"], "only one reward of a domain may return steps"),
     ],
 )
 def test_steps_that_are_none(functions: list[str], reason: str, tmp_path: Path) -> None:

@@ -6,8 +6,13 @@ import pytest
 
 from parallel.settings import ModelSettings
 from pipeline.run.lineage import template_digest
-from stages.data.hugging_face_tokenizer import HuggingFaceTokenizer
-from stages.data.tokenizer import CHARACTERS, CharacterTokenizer, TokenizerError, load_tokenizer
+from stages.data.tokenizer import (
+    CHARACTERS,
+    CharacterTokenizer,
+    HuggingFaceTokenizer,
+    TokenizerError,
+    load_tokenizer,
+)
 
 RESPONSE = "<3,-4,3>3"
 

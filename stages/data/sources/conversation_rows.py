@@ -11,7 +11,7 @@ from stages.data.conversations import conversation_sample, response_sample
 from stages.data.problem import DomainError
 from stages.data.sources.index import Order, RowIndex, build_index
 from stages.data.sources.prompt_rows import messages_of, prompt_of
-from stages.data.sources.rows import Row, RowFault, missing
+from stages.data.sources.rows import Row, RowError, missing
 from stages.data.sources.settings import FileDemonstrationSettings
 from stages.data.tokenizer import Tokenizer, TokenizerError
 
@@ -82,15 +82,15 @@ class ConversationStream:
         domain = self._index.domain
         try:
             shown = shown_in(self._index.read(row), self._settings)
-        except RowFault as fault:
-            raise self._index.changed(row, str(fault)) from fault
+        except RowError as error:
+            raise self._index.changed(row, str(error)) from error
         self._index.check(row, _prompt_key(shown))
         try:
             if isinstance(shown, tuple):
                 return response_sample(self._tokenizer, *shown, domain)
             return conversation_sample(self._tokenizer, shown, domain)
-        except TokenizerError as fault:
-            raise TokenizerError(f"{fault}; in {self._index.place(row)}") from fault
+        except TokenizerError as error:
+            raise TokenizerError(f"{error}; in {self._index.place(row)}") from error
 
 
 @cache
@@ -108,15 +108,15 @@ def conversation_index(settings: FileDemonstrationSettings, domain: str) -> RowI
 
 
 def shown_in(row: Row, settings: FileDemonstrationSettings) -> Shown:
-    """What a row demonstrates. Raises RowFault where that is nothing to learn from."""
+    """What a row demonstrates. Raises RowError where that is nothing to learn from."""
     if settings.response is not None:
         return _pair(row, settings.prompt, settings.response)
     messages = messages_of(row, settings.messages)
     roles = [each["role"] for each in messages]
     if roles[0] == ASSISTANT:
-        raise RowFault(f"{settings.messages!r} begins with the assistant, who nobody has asked")
+        raise RowError(f"{settings.messages!r} begins with the assistant, who nobody has asked")
     if ASSISTANT not in roles:
-        raise RowFault(f"{settings.messages!r} has no message of the assistant to learn from")
+        raise RowError(f"{settings.messages!r} has no message of the assistant to learn from")
     return messages
 
 
@@ -126,7 +126,7 @@ def _pair(row: Row, prompt_column: str, response_column: str) -> Shown:
         raise missing(response_column, list(row))
     response = row[response_column]
     if not isinstance(response, str) or not response:
-        raise RowFault(f"{response_column!r} is no text")
+        raise RowError(f"{response_column!r} is no text")
     if isinstance(prompt, str):
         return prompt, response
     return [*prompt, {"role": ASSISTANT, "content": response}]

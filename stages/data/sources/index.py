@@ -14,7 +14,7 @@ import numpy as np
 
 from parallel.status_pipe import report_notice
 from stages.data.problem import DomainError
-from stages.data.sources.rows import ROWS, Row, RowFault
+from stages.data.sources.rows import ROWS, Row, RowError
 from stages.data.sources.settings import FileSettings
 
 # What a row is, and what its prompt says: two content hashes, 64 hexadecimal digits each.
@@ -68,8 +68,8 @@ class RowIndex:
         """A row of the index, from its file. Raises DomainError where it is gone."""
         try:
             return ROWS[self.settings.source].read(self.files[self.file[row]], int(self.at[row]))
-        except (OSError, RowFault) as fault:
-            raise self.changed(row, str(fault)) from fault
+        except (OSError, RowError) as error:
+            raise self.changed(row, str(error)) from error
 
     def place(self, row: int) -> str:
         """Where a row stands, for a person."""
@@ -93,7 +93,7 @@ def build_index(
 ) -> RowIndex:
     """Read every row of the files once.
 
-    `identify` raises RowFault for a row that cannot be used. What is skipped is counted and told.
+    `identify` raises RowError for a row that cannot be used. Skipped rows are counted and reported.
     Raises DomainError, naming the file and the line, where a row cannot be used and is not to be
     skipped, and where no row can be used.
     """
@@ -105,8 +105,8 @@ def build_index(
         try:
             for at, row in ROWS[settings.source].scan(file, columns):
                 reading.take(number, file, at, row)
-        except (OSError, RowFault) as fault:
-            raise DomainError(domain, block, f"{file}: {fault}") from fault
+        except (OSError, RowError) as error:
+            raise DomainError(domain, block, f"{file}: {error}") from error
     return reading.index(files)
 
 
@@ -119,16 +119,16 @@ class _Reading:
         self._file, self._at = array("I"), array("q")
         self._identities, self._keys = array("Q"), array("Q")
         self._rows = self._bad = 0
-        self._first_fault = ""
+        self._first_error = ""
 
-    def take(self, number: int, file: Path, at: int, row: Row | RowFault) -> None:
+    def take(self, number: int, file: Path, at: int, row: Row | RowError) -> None:
         self._rows += 1
         try:
-            if isinstance(row, RowFault):
+            if isinstance(row, RowError):
                 raise row
             identity, key = self._identify(row)
-        except RowFault as fault:
-            self._note(f"{ROWS[self._settings.source].place(file, at)}: {fault}", fault)
+        except RowError as error:
+            self._note(f"{ROWS[self._settings.source].place(file, at)}: {error}", error)
             return
         self._file.append(number)
         self._at.append(at)
@@ -138,12 +138,12 @@ class _Reading:
     def index(self, files: list[Path]) -> RowIndex:
         """Every row once, the first of those that are alike."""
         if not self._keys:
-            why = f": {self._first_fault}" if self._first_fault else ""
+            why = f": {self._first_error}" if self._first_error else ""
             raise DomainError(self._domain, self._block, f"no usable row in {files[0]}{why}")
         identities = np.frombuffer(self._identities, np.uint64)
         kept = np.sort(np.unique(identities, return_index=True)[1])
         counts = Counts(self._rows, self._bad, len(identities) - len(kept))
-        self._tell(counts)
+        self._report(counts)
         return RowIndex(
             settings=self._settings,
             domain=self._domain,
@@ -155,17 +155,17 @@ class _Reading:
             keys=np.frombuffer(self._keys, np.uint64)[kept],
         )
 
-    def _note(self, fault: str, cause: RowFault) -> None:
+    def _note(self, error: str, cause: RowError) -> None:
         if self._settings.on_bad_row == "stop":
-            mend = f"mend it, or skip such rows with {self._block}.on_bad_row: skip"
-            raise DomainError(self._domain, self._block, f"{fault}; {mend}") from cause
+            remedy = f"fix it, or skip such rows with {self._block}.on_bad_row: skip"
+            raise DomainError(self._domain, self._block, f"{error}; {remedy}") from cause
         self._bad += 1
-        self._first_fault = self._first_fault or fault
+        self._first_error = self._first_error or error
 
-    def _tell(self, counts: Counts) -> None:
+    def _report(self, counts: Counts) -> None:
         skipped = []
         if counts.bad:
-            skipped.append(f"{counts.bad} cannot be used ({self._first_fault})")
+            skipped.append(f"{counts.bad} cannot be used ({self._first_error})")
         if counts.duplicates:
             skipped.append(f"{counts.duplicates} repeat another")
         if skipped:

@@ -9,7 +9,7 @@ from functools import cache
 from stages.data.chat import ASSISTANT, Message, as_messages, content_key
 from stages.data.problem import Problem
 from stages.data.sources.index import Order, RowIndex, build_index
-from stages.data.sources.rows import Row, RowFault, missing
+from stages.data.sources.rows import Row, RowError, missing
 from stages.data.sources.settings import FilePromptSettings
 from stages.data.tokenizer import Tokenizer, TokenizerError
 
@@ -47,8 +47,8 @@ class FileSource:
         try:
             problem = problem_at(self._index, self._settings, self._tokenizer, row, index)
             tokens = len(self._tokenizer.encode(problem.prompt))
-        except TokenizerError as fault:
-            raise TokenizerError(f"{fault}; in {self._index.place(row)}") from fault
+        except TokenizerError as error:
+            raise TokenizerError(f"{error}; in {self._index.place(row)}") from error
         limit = self._settings.max_prompt_tokens
         return None if limit is not None and tokens > limit else problem
 
@@ -74,8 +74,8 @@ def problem_at(
     try:
         prompt = prompt_of(fields, settings.prompt)
         answer = answer_of(fields, settings)
-    except RowFault as fault:
-        raise index.changed(row, str(fault)) from fault
+    except RowError as error:
+        raise index.changed(row, str(error)) from error
     index.check(row, content_key(prompt))
     if isinstance(prompt, str):
         return Problem(index.domain, place, prompt, answer, fields)
@@ -84,37 +84,37 @@ def problem_at(
 
 
 def prompt_of(row: Row, column: str) -> str | list[Message]:
-    """A prompt's text, or its chat messages. Raises RowFault where it is neither."""
+    """A prompt's text, or its chat messages. Raises RowError where it is neither."""
     if column not in row:
         raise missing(column, list(row))
     value = row[column]
     if isinstance(value, str):
         if not value.strip():
-            raise RowFault(f"{column!r} is blank")
+            raise RowError(f"{column!r} is blank")
         return value
     if not isinstance(value, list):
-        raise RowFault(f"{column!r} is neither text nor a list of messages")
+        raise RowError(f"{column!r} is neither text nor a list of messages")
     messages = messages_of(row, column)
     if not any(message["content"].strip() for message in messages):
-        raise RowFault(f"{column!r} has no message that is not blank")
+        raise RowError(f"{column!r} has no message that is not blank")
     if messages[-1]["role"] == ASSISTANT:
-        raise RowFault(f"{column!r} ends with a message of the assistant, which is to answer it")
+        raise RowError(f"{column!r} ends with a message of the assistant, which is to answer it")
     return messages
 
 
 def messages_of(row: Row, column: str) -> list[Message]:
-    """A column's chat messages. Raises RowFault where there are none."""
+    """A column's chat messages. Raises RowError where there are none."""
     if column not in row:
         raise missing(column, list(row))
     try:
         return as_messages(row[column])
-    except ValueError as fault:
-        raise RowFault(f"{column!r} {fault}") from fault
+    except ValueError as error:
+        raise RowError(f"{column!r} {error}") from error
 
 
 def answer_of(row: Row, settings: FilePromptSettings) -> str:
     """The reference answer: text as it stands, a finite number as JSON writes it; "" where none is
-    asked for. Raises RowFault where it is neither."""
+    asked for. Raises RowError where it is neither."""
     if settings.answer is None:
         return ""
     if settings.answer not in row:
@@ -124,4 +124,4 @@ def answer_of(row: Row, settings: FilePromptSettings) -> str:
         return value
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf:
         return json.dumps(value)
-    raise RowFault(f"{settings.answer!r} is neither text nor a finite number")
+    raise RowError(f"{settings.answer!r} is neither text nor a finite number")

@@ -22,18 +22,18 @@ OPEN_FILES = 64
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # as JSON spells one
 
 
-class RowFault(ValueError):
+class RowError(ValueError):
     """A row that cannot be used; the message says why."""
 
 
 class Rows(Protocol):
     """The rows of one format's files. A row is found again by its file and by `at`, a number."""
 
-    def scan(self, file: Path, columns: Sequence[str]) -> Iterator[tuple[int, Row | RowFault]]:
-        """Every row in turn, with at least these columns. Raises RowFault where none has them."""
+    def scan(self, file: Path, columns: Sequence[str]) -> Iterator[tuple[int, Row | RowError]]:
+        """Every row in turn, with at least these columns. Raises RowError where none has them."""
 
     def read(self, file: Path, at: int) -> Row:
-        """The whole row at `at`. Raises RowFault where there is none any more."""
+        """The whole row at `at`. Raises RowError where there is none any more."""
 
     def place(self, file: Path, at: int) -> str:
         """Where the row stands, for a person."""
@@ -42,7 +42,7 @@ class Rows(Protocol):
 class JsonlRows:
     """One JSON object a line; `at` is the line's first byte. Empty lines are no rows."""
 
-    def scan(self, file: Path, columns: Sequence[str]) -> Iterator[tuple[int, Row | RowFault]]:
+    def scan(self, file: Path, columns: Sequence[str]) -> Iterator[tuple[int, Row | RowError]]:
         at = 0
         with file.open("rb") as lines:
             for line in lines:
@@ -54,7 +54,7 @@ class JsonlRows:
         with file.open("rb") as lines:
             lines.seek(at)
             row = _parsed(lines.readline())
-        if isinstance(row, RowFault):
+        if isinstance(row, RowError):
             raise row
         return row
 
@@ -73,7 +73,7 @@ class ParquetRows:
     def __init__(self) -> None:
         self._groups: OrderedDict[tuple[Path, int], pyarrow.Table] = OrderedDict()
 
-    def scan(self, file: Path, columns: Sequence[str]) -> Iterator[tuple[int, Row | RowFault]]:
+    def scan(self, file: Path, columns: Sequence[str]) -> Iterator[tuple[int, Row | RowError]]:
         with _opened(file) as source:
             known = source.schema_arrow.names
             for column in columns:
@@ -90,8 +90,8 @@ class ParquetRows:
         ends = _group_ends(file)
         group = int(np.searchsorted(ends, at, side="right"))
         if group == len(ends):
-            raise RowFault("the row is gone")
-        with _parquet_faults():
+            raise RowError("the row is gone")
+        with _parquet_errors():
             table = self._group(file, group)
             place = at - int(ends[group] - table.num_rows)
             return table.slice(place, 1).to_pylist()[0]
@@ -114,25 +114,25 @@ class ParquetRows:
 ROWS: dict[str, Rows] = {"jsonl": JsonlRows(), "parquet": ParquetRows()}
 
 
-def missing(column: str, known: Sequence[str]) -> RowFault:
-    """The fault of a row, or a file, that lacks a column."""
-    return RowFault(f"no column {column!r}; there are {', '.join(map(repr, known)) or 'none'}")
+def missing(column: str, known: Sequence[str]) -> RowError:
+    """The error of a row, or a file, that lacks a column."""
+    return RowError(f"no column {column!r}; there are {', '.join(map(repr, known)) or 'none'}")
 
 
-def _parsed(line: bytes) -> Row | RowFault:
+def _parsed(line: bytes) -> Row | RowError:
     try:
         row = json.loads(line.decode("utf-8-sig"))  # of bytes, json would take UTF-16 for text too
     except UnicodeDecodeError as error:
-        return RowFault(f"not UTF-8: {error}")
+        return RowError(f"not UTF-8: {error}")
     except json.JSONDecodeError as error:
-        return RowFault(f"not valid JSON: {error.msg} at column {error.colno}")
+        return RowError(f"not valid JSON: {error.msg} at column {error.colno}")
     except ValueError:
-        return RowFault("a whole number has too many digits")
+        return RowError("a whole number has too many digits")
     except RecursionError:
-        return RowFault("nested too deeply")
+        return RowError("nested too deeply")
     if SURROGATE.search(line) and not _is_text(row):
-        return RowFault("half of a surrogate pair, which is no text")
-    return row if isinstance(row, dict) else RowFault("not a JSON object")
+        return RowError("half of a surrogate pair, which is no text")
+    return row if isinstance(row, dict) else RowError("not a JSON object")
 
 
 def _is_text(row: Any) -> bool:
@@ -146,27 +146,27 @@ def _is_text(row: Any) -> bool:
 
 def _next_rows(batches: Iterator[pyarrow.RecordBatch]) -> list[Row]:
     """Those of the next batch that has any; none at the end."""
-    with _parquet_faults():
+    with _parquet_errors():
         return next(filter(None, (batch.to_pylist() for batch in batches)), [])
 
 
 @contextmanager
-def _parquet_faults() -> Iterator[None]:
-    """Raises RowFault for whatever pyarrow raises at contents that are damaged or strange."""
+def _parquet_errors() -> Iterator[None]:
+    """Raises RowError for whatever pyarrow raises at contents that are damaged or strange."""
     try:
         yield
-    except RowFault:
+    except RowError:
         raise
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:
-        raise RowFault(f"cannot be read as Parquet: {error}") from error
+        raise RowError(f"cannot be read as Parquet: {error}") from error
 
 
 def _opened(file: Path) -> parquet.ParquetFile:
-    """Raises RowFault where the file is no Parquet."""
+    """Raises RowError where the file is no Parquet."""
     try:
         return parquet.ParquetFile(file)
     except pyarrow.ArrowInvalid as error:
-        raise RowFault(f"not a Parquet file: {error}") from error
+        raise RowError(f"not a Parquet file: {error}") from error
 
 
 @lru_cache(maxsize=OPEN_FILES)
