@@ -84,7 +84,9 @@ def test_every_link_of_the_front_pages_leads_to_a_file(page: Path) -> None:
 
 
 def test_every_command_and_option_that_is_named_exists() -> None:
-    found = {words: command for words, command, _ in docs._all_commands(docs.parser(), "braid")}
+    found = {
+        words: command for words, command, _ in docs._all_commands(docs.command_parser(), "braid")
+    }
     options = {
         words: {text for action in command._actions for text in action.option_strings}
         for words, command in found.items()
