@@ -334,7 +334,7 @@ def test_a_checkpoint_that_was_kept_on_the_way_is_taken_by_its_step(
         )
     assert "--step 1 needs --stage: a step" in braid("evaluate", "small", "--step", 1)[2]
     assert (
-        "no stage experts.sum leaves"
+        "no stage experts.sum has a model"
         in braid("evaluate", "small", "--stage", "experts.sum", "--step", 1)[2]
     )
     assert "words of " in braid("evaluate", "small", "--stage", "experts.words", "--step", 1)[2]

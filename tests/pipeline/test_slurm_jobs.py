@@ -347,7 +347,7 @@ def test_a_job_that_slurm_has_requeued_itself_is_in_the_queue(
 
 def test_an_interface_has_an_address_or_the_names_of_others() -> None:
     assert address_of(LOOPBACK) == "127.0.0.1"
-    with pytest.raises(OSError, match=r"the network interfaces here are .*lo"):
+    with pytest.raises(OSError, match=r"network interfaces of this machine: .*lo"):
         address_of("infiniband7")
 
 
