@@ -1,10 +1,8 @@
-"""What works on this machine, tried out: `python -m parallel.doctor` prints it as JSON lines.
+"""Probes of what works on this machine: `python -m parallel.doctor`, for `braid doctor`.
 
-    {"looking_at": NAME}      before each probe, so that one that kills the process is known
-    {"found": NAME, ...}      what it found; or "missing": true, or "error": one line
-
-`braid doctor` reads them. Every import stands inside its probe: any of them may be missing or
-broken here, and that is what is asked.
+Prints JSON lines: {"package": NAME} before each probe, so that one that kills the process is known,
+and {"package": NAME, "found": ...} after it: its finding, or {"missing": true}, or {"error": LINE}.
+Every import is inside its probe, since any of them may fail.
 """
 
 from __future__ import annotations
@@ -23,42 +21,35 @@ Found = dict[str, Any]
 
 
 def main() -> None:
-    """Probe one thing after another; without torch the others have nothing to say."""
+    """Probe one package after another; without torch the others cannot work."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries greet on it when imported
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print greetings on import
     warnings.filterwarnings("ignore")
     for name, probe in PROBES.items():
-        print(json.dumps({"looking_at": name}), file=answers)
-        found = _tried(name, probe)
-        print(json.dumps({"found": name, **found}), file=answers)
+        print(json.dumps({"package": name}), file=answers)
+        found: Found = {"missing": True}
+        if util.find_spec(name) is not None:
+            try:
+                found = probe()
+            except Exception as error:
+                first_line = (str(error).strip() or "no reason given").splitlines()[0]
+                found = {"error": f"{type(error).__name__}: {first_line}"}
+        print(json.dumps({"package": name, "found": found}), file=answers)
         if name == "torch" and found.keys() & {"missing", "error"}:
             return
-
-
-def _tried(name: str, probe: Callable[[], Found]) -> Found:
-    if util.find_spec(name) is None:
-        return {"missing": True}
-    try:
-        return probe()
-    except Exception as error:
-        first_line = (str(error).strip() or "no reason given").splitlines()[0]
-        return {"error": f"{type(error).__name__}: {first_line}"}
 
 
 def _torch() -> Found:
     import torch
     import torch.distributed as dist
 
-    devices = []
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        device = torch.cuda.get_device_properties(index)
-        capability = f"{device.major}.{device.minor}"
-        devices.append(
-            {"name": device.name, "bytes": device.total_memory, "capability": capability}
-        )
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = [torch.cuda.get_device_properties(index) for index in range(count)]
+    names = ("name", "bytes", "capability")
+    devices = [(each.name, each.total_memory, f"{each.major}.{each.minor}") for each in found]
     return {
         "cuda_build": torch.version.cuda,
-        "devices": devices,
+        "devices": [dict(zip(names, each, strict=True)) for each in devices],
         "backends": {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()},
     }
 
@@ -69,16 +60,14 @@ def _transformer_engine() -> Found:
 
 
 def _apex() -> Found:
-    """Looks at files only: the other package of this name fails on import in ways of its own."""
+    """Look at files only: importing PyPI's package of this name fails in various ways."""
     spec = util.find_spec("apex")
-    folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
-    parts = ("normalization", "multi_tensor_apply")
-    nvidia = any(all((folder / part).exists() for part in parts) for folder in folders)
-    return {"nvidia": nvidia, "compiled": util.find_spec("amp_C") is not None}
+    roots = [Path(root) for root in (spec and spec.submodule_search_locations) or ()]
+    return {"nvidia": any((root / "multi_tensor_apply").exists() for root in roots)}
 
 
 def _megatron() -> Found:
-    """With megatron-core comes mbridge, and with that transformers."""
+    """Import megatron-core, and with it mbridge and transformers."""
     from parallel import device
     from parallel.cpu import megatron
 
@@ -92,13 +81,13 @@ def _megatron() -> Found:
 
 
 def _vllm() -> Found:
-    """Imports as much of the engine as chooses its device; starting one would take too long."""
+    """Import as much of the engine as chooses its device; starting one takes too long."""
     platforms: Any = importlib.import_module("vllm.platforms")
     importlib.import_module("vllm")
     return {"device": platforms.current_platform.device_type}
 
 
-# By the name that is imported.
+# By imported name.
 PROBES: dict[str, Callable[[], Found]] = {
     "torch": _torch,
     "transformer_engine": _transformer_engine,

@@ -7,9 +7,6 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
-
 from parallel.files import CHARACTERS
 from pipeline.commands import common
 from pipeline.commands.command import GROUPS, Argument, command, positive
@@ -20,11 +17,10 @@ from pipeline.errors import BraidError
 from pipeline.launch import one_off
 from pipeline.launch.launcher import checkpoint_path
 from pipeline.launch.processes import Signals
-from pipeline.report import domain_preview
-from pipeline.report.domain_check import check
-from pipeline.report.domain_starter import write_starter
+from pipeline.report.domain import check, previewed, write_starter
+from pipeline.report.tables import Cell, table
 from pipeline.report.terminal import terminal
-from pipeline.slurm.jobs import check_not_queued
+from pipeline.slurm.queue import check_not_queued
 from pipeline.text import say
 from stages.rewards.settings import RewardPoolSettings
 from stages.settings import DomainCheckJob
@@ -69,9 +65,7 @@ def domain_check(arguments: Namespace) -> None:
         raise BraidError("--stage and --samples need --run")
     directory: Path | None = arguments.tokenizer
     tokenizer = CHARACTERS if directory is None else str(directory.absolute())
-    console = terminal()
-    errors = _errors(arguments, RewardPoolSettings(), tokenizer, console)
-    _report(arguments, errors, console)
+    _report(arguments, _errors(arguments, RewardPoolSettings(), tokenizer))
 
 
 def _check_with_run(arguments: Namespace) -> None:
@@ -80,33 +74,21 @@ def _check_with_run(arguments: Namespace) -> None:
         raise BraidError("--run needs --stage, and excludes --tokenizer: a run has its own")
     run = common.owned(arguments)
     one_off.finished_training(run, arguments.stage)
-    name, console = arguments.file.stem, terminal()
     settings = load_with_domain(run.settings_file, arguments.file, arguments.samples)
     model, rewards = run.settings.model, run.settings.rewards
-    errors = _errors(arguments, rewards, model.tokenizer, console, model.max_positions)
-    checkpoint = checkpoint_path(run, arguments.stage)
-    console.print()
+    errors = _errors(arguments, rewards, model.tokenizer, model.max_positions)
+    checkpoint, name = checkpoint_path(run, arguments.stage), arguments.file.stem
     with run.lock():
         check_not_queued(run)
-        found = one_off.preview(run, settings, console, common.PROGRAMS, checkpoint, name)
-    console.print()
-    console.print(domain_preview.examples(found["groups"]))
-    console.print()
-    failures = found["failures"], found["watch_failures"]
-    for line in domain_preview.lines(found["groups"], *failures):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    for histogram in domain_preview.histograms(found["groups"]):
-        console.print()
-        console.print(histogram)
-    console.print()
-    _report(arguments, errors, console, found)
+        found = one_off.preview(run, settings, terminal(), common.PROGRAMS, checkpoint, name)
+    print("", *previewed(found), "", sep="\n")
+    _report(arguments, errors, found)
 
 
 def _errors(
     arguments: Namespace,
     pool: RewardPoolSettings,
     tokenizer: str,
-    console: Console,
     max_positions: int | None = None,
 ) -> list[str]:
     """Show the domain; return where its rewards do not tell right from wrong."""
@@ -123,22 +105,16 @@ def _errors(
             max_positions=max_positions,
             result=Path(temporary) / "found.json",
         )
-        return check(job, console, signals)
+        return check(job, signals)
 
 
-def _report(
-    arguments: Namespace,
-    errors: list[str],
-    console: Console,
-    preview: dict[str, Any] | None = None,
-) -> None:
+def _report(arguments: Namespace, errors: list[str], preview: dict[str, Any] | None = None) -> None:
     """Print the errors; raise BraidError where there are any."""
     path: Path = arguments.file
     if arguments.json:
         print_json(arguments, {"valid": not errors, "errors": errors, "preview": preview})
-    for error in errors:
-        console.print(Text.assemble(("✗ ", "red"), error))
     if errors:
+        print(table("", (), [(Cell("✗", "red"), error) for error in errors]))
         raise BraidError(f"{shown(path)}: its rewards (✗) do not tell right from wrong")
     say(f"{shown(path)} is valid, and its rewards tell right from wrong on these prompts")
 

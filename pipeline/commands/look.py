@@ -16,21 +16,17 @@ from pipeline.config.policy_rules import policy_cautions
 from pipeline.config.validate import dump_resolved
 from pipeline.config.violations import ConfigError, shown
 from pipeline.errors import BraidError, reason
-from pipeline.report import columns, explain
+from pipeline.report import explain
 from pipeline.report import tables as report
-from pipeline.report.doctor import sections, table
-from pipeline.report.estimate import estimate
-from pipeline.report.logs import print_file, print_log
+from pipeline.report.doctor import probe, section_table, sections
+from pipeline.report.estimate import estimate, next_action
 from pipeline.report.memory import largest_memory, memory_report, stage_memory
-from pipeline.report.outlook import next_action
-from pipeline.report.probe import probe
-from pipeline.report.terminal import terminal
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import minutes, took
 from pipeline.run.results import read_models
 from pipeline.run.run import Run
 from pipeline.run.states import StageState
-from pipeline.slurm.jobs import is_queued, queue_of
+from pipeline.slurm.queue import is_queued, queue_of
 from pipeline.text import say, visible
 from stages.rewards.registry import cautions
 
@@ -101,7 +97,7 @@ def plan(arguments: Namespace) -> None:
             each |= {"next": actions[each["name"]], "seconds_left": left.seconds[each["name"]]}
         print_json(arguments, found)
         return
-    print(report.plan_table(run, states, actions, left, columns.takes_colour()))
+    print(report.plan_table(run, states, actions, left))
     say(f"{report.left_line(left)}; {largest_memory(run.settings, run.stages)}")
 
 
@@ -112,9 +108,7 @@ def _show_memory(arguments: Namespace) -> None:
         bytes_of = {each.name: [asdict(r) for r in stage_memory(each, settings)] for each in stages}
         print_json(arguments, {"stages": bytes_of})
         return
-    console = terminal()
-    for part in memory_report(settings):
-        console.print(part)
+    print(*memory_report(settings), sep="\n")
 
 
 @command(
@@ -129,16 +123,14 @@ def _show_memory(arguments: Namespace) -> None:
 )
 def doctor(arguments: Namespace) -> None:
     """Show what is installed, what is used here, and how to fix what is missing."""
-    console = terminal()
-    found = list(sections(probe(console), arguments.runs_dir))
-    errors = sum(row.verdict == "fault" for _, rows in found for row in rows)
+    found = list(sections(probe(), arguments.runs_dir))
+    errors = sum(row.verdict == "error" for _, rows in found for row in rows)
     if arguments.json:
         tables = {heading: [asdict(row) for row in rows] for heading, rows in found}
         print_json(arguments, {"errors": errors, "sections": tables})
     else:
         for heading, rows in found:
-            console.print(table(heading, rows))
-            console.print()
+            print(section_table(heading, rows), end="\n\n")
     if errors:
         raise BraidError(f"{errors} of these (✗) keep stages from running here")
     if not arguments.json:
@@ -175,14 +167,14 @@ def _show_run(arguments: Namespace, run: Run) -> None:
     if arguments.json:
         print_json(arguments, run_state(run, states))
         return
-    print(report.status_table(run, states, columns.takes_colour()))
+    print(report.status_table(run, states))
     if unasked:
         say(unasked)
     if states["evaluate"].state == "done" and run.results.exists():
         if (models := read_models(run.results)) is None:
             say(f"\n{shown(run.results)} is damaged; rerun the evaluation with --from evaluate")
         else:
-            terminal().print("", report.results_table(models), sep="\n")
+            print("", report.results_table(models), sep="\n")
 
 
 def _counts(path: Path) -> dict[str, Any]:
@@ -270,9 +262,9 @@ def logs(arguments: Namespace) -> None:
     follow = is_running if arguments.follow else None
     if arguments.engine is not None:
         own = directory.engines / str(arguments.engine) / "engine.log"
-        print_file(own if own.exists() else run.engine(arguments.engine).log, follow)
+        explain.print_file(own if own.exists() else run.engine(arguments.engine).log, follow)
     else:
-        print_log(directory, f"rank_{arguments.rank or 0}.log", follow, output)
+        explain.print_log(directory, f"rank_{arguments.rank or 0}.log", follow, output)
 
 
 def states_now(run: Run) -> dict[str, StageState]:

@@ -27,16 +27,15 @@ from pipeline.launch.launcher import JobFailed
 from pipeline.launch.processes import Signals, Stopped
 from pipeline.launch.runner import cores_of_slots, run_stages
 from pipeline.report import audit as audits
-from pipeline.report import columns
 from pipeline.report import tables as report
-from pipeline.report.dry_run import DryRun
+from pipeline.report.explain import DryRun
 from pipeline.report.terminal import terminal
 from pipeline.run import gates
 from pipeline.run.results import write_results
 from pipeline.run.run import Run
 from pipeline.run.select import MAY_CHANGE, check_selection, check_settings
 from pipeline.run.trust import OPTION, check_owner, warn_of_readers
-from pipeline.slurm.jobs import check_not_queued
+from pipeline.slurm.queue import check_not_queued
 from pipeline.text import say
 
 GATE_HELP = """\
@@ -169,7 +168,7 @@ def evaluate(arguments: Namespace) -> None:
     if arguments.json:
         print_json(arguments, {"models": models, "results": str(path)})
         return
-    console.print(report.results_table(models, arguments.step))
+    print(report.results_table(models, arguments.step))
     say(f"\nresults: {shown(path)}")
 
 
@@ -217,11 +216,11 @@ def audit(arguments: Namespace) -> None:
     """Recompute steps of a run from its files, and compare."""
     run = common.owned(arguments)
     with Signals() as signals:
-        found = audits.audit(run, arguments.stage, arguments.step, terminal(), signals)
+        found = audits.audit(run, arguments.stage, arguments.step, signals)
     if arguments.json:
         print_json(arguments, found)
     else:
-        say(*audits.lines(found, columns.takes_colour()))
+        print(*audits.lines(found), sep="\n")
     if differing := audits.differing(found):
         raise BraidError("the audit differs from the run: " + "; ".join(differing))
     if all(each["refused"] for each in found):
@@ -259,8 +258,7 @@ def _run_stages(run: Run, arguments: Namespace) -> None:
     elif models is None:
         say(f"{shown(run.path)}: {report.summary(run.states)}")
     else:
-        console.print()
-        console.print(report.results_table(models))
+        print("", report.results_table(models), sep="\n")
         say(f"\nresults: {shown(run.results)}")
         if run.settings.merge is not None:
             say(f"merged model: {shown(run.stage('export').exported)}")
@@ -278,5 +276,5 @@ def _show_dry_run(run: Run, arguments: Namespace, reused: Mapping[str, str]) -> 
     check_not_queued(run)
     check_settings(run, arguments.rerun)
     preview = DryRun(run, states_now(run), reused, arguments.only, arguments.rerun)
-    print(preview.plan(columns.takes_colour()))
+    print(preview.plan())
     say("", *preview.commands(common.PROGRAMS, arguments.parallel))

@@ -11,11 +11,12 @@ from pathlib import Path
 from parallel.files import write_atomically
 from pipeline.commands import common
 from pipeline.commands.command import Argument, OneOf, command
-from pipeline.commands.common import CONFIG_HELP, JSON, RUN, STAGE, STARTING, TRUST, print_json
+from pipeline.commands.common import CONFIG_HELP, JSON, RUN, STARTING, TRUST, print_json
 from pipeline.config.cluster import READ_BY_JOBS, ClusterSettings
 from pipeline.config.validate import differing_keys, load_cluster
 from pipeline.config.violations import shown
 from pipeline.errors import BraidError
+from pipeline.report import tables as report
 from pipeline.report.terminal import terminal
 from pipeline.run.directory import RunDirectory
 from pipeline.run.gates import check_stopped
@@ -27,8 +28,8 @@ from pipeline.run.states import QueuedJob, StageState, as_done
 from pipeline.run.trust import check_owner, warn_of_readers
 from pipeline.slurm import queue
 from pipeline.slurm import submit as submitting
-from pipeline.slurm.jobs import adopt, job_numbers, queue_of
-from pipeline.slurm.stage import run_stage
+from pipeline.slurm.queue import adopt, job_numbers, queue_of
+from pipeline.slurm.stage import run_stage, stage_of_task
 from pipeline.text import say
 
 IN_FLIGHT: tuple[State, ...] = ("submitted", "running")
@@ -128,14 +129,24 @@ def submit(arguments: Namespace) -> None:
     "`braid submit --prepare` writes the run's directory first.",
     RUN,
     TRUST,
-    STAGE,
+    Argument(
+        "stages", metavar="STAGE", nargs="+", help="its name; several in a job array, one a task"
+    ),
 )
 def stage(arguments: Namespace) -> None:
-    """Run one stage here, as the stage scripts do."""
-    run = common.owned(arguments, check_environment=True)
-    [wanted] = run.chosen([arguments.stage])
+    """Run one stage here, as the stage scripts do; of several, that of this array task."""
+    name = stage_of_task(arguments.stages)
+    try:
+        run = common.owned(arguments, check_environment=True)
+    except BraidError as error:
+        if not RunDirectory(Path(arguments.run)).settings_file.exists():
+            error.add_note("create a run with: braid submit CONFIG --cluster PROFILE --prepare")
+        raise
+    [wanted] = run.chosen([name])
     with run.lock(shared=True):
-        run_stage(run, wanted, terminal(), common.PROGRAMS)
+        results = run_stage(run, wanted, terminal(), common.PROGRAMS)
+    if results is not None:
+        print(report.results_table(results))
 
 
 @command(
@@ -188,7 +199,7 @@ def _asked(arguments: Namespace) -> _Submission:
     wanted = run.chosen(arguments.only)
     run.chosen(arguments.rerun)
     other, fork = common.forked(arguments, run)
-    submitting.refuse_too_large_engines(run.settings, cluster, run.stages)
+    submitting.check_engines_fit(run.settings, cluster, run.stages)
     return _Submission(run, profile, cluster, wanted, arguments.rerun, other, fork.reused)
 
 

@@ -24,6 +24,7 @@ READ_BY_JOBS = (
 _OWN = {
     ("-a", "--array"): "see experts_at_once",
     ("-d", "--dependency", "--kill-on-invalid-dep"): "what waits for what is the run's `from`",
+    ("--comment",): "it records a job's run and stage",
     ("-J", "--job-name"): "a job is named after its run and stage",
     ("-o", "--output", "-e", "--error", "--open-mode"): "`braid logs` reads what a job prints",
     ("--signal",): "see warning_seconds",

@@ -1,27 +1,29 @@
-"""How long the stages of a run still take, from what those before them have taken."""
+"""The next action of every stage of a run, and the time that it still needs."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from statistics import median
 
-from pipeline.report.outlook import held
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage
 from pipeline.run.metrics import newest_lines
 from pipeline.run.run import Run
-from pipeline.run.states import StageState
+from pipeline.run.states import STOPPED_MARK, StageState
 
-TAIL_BYTES = 1 << 14  # of a stage's metrics: some tens of steps
+TAIL_BYTES = 1 << 14  # of a stage's metrics, some tens of steps
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The seconds that each stage still takes; None where nothing is known that it could be told
-    by. `devices` are the ranks of the trainer, and engines of their own; `stopped` are the gates
-    that keep others from starting, and `kinds` those of which no stage has been measured."""
+    """The time that a run still needs.
+
+    `seconds` is each stage's, None where nothing measured tells; `kinds` are the kinds of those.
+    `devices` counts the trainer's ranks and the devices of separate engines; `stopped` are the
+    gates that block other stages.
+    """
 
     seconds: Mapping[str, float | None]
     devices: int
@@ -30,12 +32,12 @@ class Estimate:
 
     @property
     def total(self) -> float:
-        """Of all stages of which something is known, one after another."""
+        """The sum over all stages with an estimate, in seconds."""
         return sum(left or 0.0 for left in self.seconds.values())
 
     @property
     def unknown(self) -> list[str]:
-        """Those of which nothing is."""
+        """The stages without an estimate."""
         return [name for name, left in self.seconds.items() if left is None]
 
 
@@ -45,12 +47,14 @@ def estimate(
     took: Mapping[str, float],
     wanted: Collection[str] | None = None,
 ) -> Estimate:
-    """From the pace of a stage's own steps and the time before the first of them, or else of the
-    other stages of its kind in this run; a stage without steps takes as many seconds as it, or
-    others of its kind, `took` before. What a gate that has stopped keeps from starting takes none,
-    nor does what is not `wanted`."""
+    """Estimate the time that each stage still needs.
+
+    A stage with steps: the pace of its own steps and the time before the first one, else the median
+    of the other stages of its kind in this run. A stage without steps: the time that it, or others
+    of its kind, `took` before. A stage blocked by a stopped gate, or not `wanted`, needs none.
+    """
     stages, settings = run.stages, run.settings
-    idle = held(stages, states)
+    idle = blocked(stages, states)
     names = {stage.name for stage in stages if states[stage.name].state != "done"} - idle.keys()
     if wanted is not None:
         names &= set(wanted)
@@ -69,10 +73,10 @@ def estimate(
         state = states[stage.name]
         alike = [each.name for each in of_kind[stage.kind]]
         if stage.steps:
-            begun = 0 if state.state == "stale" else state.step or 0
+            saved = 0 if state.state == "stale" else state.step or 0
             pace = _known(paces, stage.name, alike)
             start = 0.0 if state.state == "running" else _known(starts, stage.name, alike) or 0.0
-            seconds[stage.name] = None if pace is None else start + pace * (stage.steps - begun)
+            seconds[stage.name] = None if pace is None else start + pace * (stage.steps - saved)
         else:
             seconds[stage.name] = _known(took, stage.name, alike)
     stopped = [name for name, gates in idle.items() if name in gates]
@@ -87,8 +91,10 @@ def _starts(
     took: Mapping[str, float],
     paces: Mapping[str, float | None],
 ) -> dict[str, float]:
-    """The seconds besides its steps of each stage that took one attempt from its start to its end:
-    of another, what `took` counts is only its last attempt."""
+    """Return the seconds outside its steps of each stage that finished in one attempt.
+
+    For a stage of several attempts, `took` has the last one only.
+    """
     found = {}
     for stage in stages:
         state, pace = states[stage.name], paces.get(stage.name)
@@ -106,7 +112,7 @@ def _known(found: Mapping[str, float | None], name: str, alike: Sequence[str]) -
 
 
 def _pace(run: RunDirectory, stage: Stage) -> float | None:
-    """Seconds a step, the median of the last ones; a resumed stage stood still between two."""
+    """Return the median seconds of the newest steps: a resumed stage paused between two of them."""
     lines = newest_lines(run.stage(stage.name).metrics, TAIL_BYTES)
     gaps = [
         (after["time"] - before["time"]) / (after["step"] - before["step"])
@@ -114,3 +120,51 @@ def _pace(run: RunDirectory, stage: Stage) -> float | None:
         if after["step"] > before["step"] and after["time"] > before["time"]
     ]
     return median(gaps) if gaps else None
+
+
+def next_action(stages: Sequence[Stage], states: Mapping[str, StageState]) -> dict[str, str]:
+    """Return in words what happens to each stage when the run continues."""
+    gates = blocked(stages, states)
+    return {
+        stage.name: _action_of(stage, states[stage.name], gates.get(stage.name, ()))
+        for stage in stages
+    }
+
+
+def blocked(
+    stages: Sequence[Stage], states: Mapping[str, StageState]
+) -> dict[str, tuple[str, ...]]:
+    """Return the stages that cannot start, each with the stopped gates upstream of it.
+
+    A stopped gate blocks itself.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for stage in stages:  # dependencies come first
+        state = states[stage.name]
+        if _has_stopped(state):
+            found[stage.name] = (stage.name,)
+        elif state.state in ("pending", "failed"):
+            gates = chain.from_iterable(found.get(name, ()) for name in stage.waits_for)
+            if names := tuple(dict.fromkeys(gates)):
+                found[stage.name] = names
+    return found
+
+
+def _has_stopped(state: StageState) -> bool:
+    return state.state == "failed" and state.cause.startswith(STOPPED_MARK)
+
+
+def _action_of(stage: Stage, state: StageState, gates: Sequence[str]) -> str:
+    if state.state == "done":
+        return "is kept"
+    if state.state == "stale":
+        return f"is refused: {state.cause}"
+    if state.state in ("running", "submitted"):
+        return state.cause
+    if _has_stopped(state):
+        return "stops again, unless it is overridden or something changes"
+    if gates:
+        return f"waits for {', '.join(gates)}"
+    if stage.steps and state.step:
+        return f"continues from step {state.step}"
+    return f"starts, after {', '.join(stage.after)}" if stage.after else "starts"

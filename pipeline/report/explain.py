@@ -1,22 +1,43 @@
-"""Why a stage stands where it stands, how two runs differ, and a run's stages as a drawing."""
+"""Explanations of a run: why a stage is in its state, how two runs differ, the graph as a drawing,
+what a dry run would do, and what a stage's processes print."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import shlex
+import sys
+import time
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from parallel.files import open_file
 from pipeline.config.validate import differing_keys
-from pipeline.run.directory import RunDirectory
+from pipeline.config.violations import shown
+from pipeline.errors import BraidError
+from pipeline.launch.launcher import Programs
+from pipeline.launch.runner import engine_directories
+from pipeline.report.estimate import blocked, estimate, next_action
+from pipeline.report.memory import largest_memory
+from pipeline.report.tables import left_line, plan_table
+from pipeline.run.directory import EngineDirectory, RunDirectory, StageDirectory
 from pipeline.run.graph import Stage
+from pipeline.run.ledger import took
 from pipeline.run.lineage import Manifest, read_manifest
 from pipeline.run.run import Run
+from pipeline.run.select import StaleStages, planned_states, stale_among
 from pipeline.run.states import StageState
-from pipeline.slurm.jobs import queue_of
-from pipeline.text import clock
+from pipeline.slurm.queue import queue_of
+from pipeline.text import clock, say, visible
 
-DIGEST_LENGTH = 12  # characters of a digest that are shown
+LOOK_SECONDS = 0.5  # between two reads of a growing log
+ASK_SECONDS = 5.0  # between two questions to Slurm's controller, which serves others too
+CHUNK = 1 << 20
+SRUN = "srun.log"
+Differences = dict[str, tuple[Any, Any]]  # by name: here, there
+DIGEST_LENGTH = 12  # characters of a digest in a message
 COLOURS = {
     "done": "palegreen",
     "running": "lightblue",
@@ -28,9 +49,9 @@ COLOURS = {
 
 
 def why(run: Run, name: str) -> Iterator[str]:
-    """The state of a stage and its cause, what it was made from, and all that happened to it.
+    """Yield a stage's state and cause, its inputs and its history.
 
-    Raises BraidError for a stage that the run does not have.
+    Raises BraidError if the run has no such stage.
     """
     [stage] = run.chosen([name])
     states = run.states_with(queue_of(run)[0])
@@ -40,11 +61,11 @@ def why(run: Run, name: str) -> Iterator[str]:
         yield f"  newest checkpoint: step {checkpoint.step}, {checkpoint.digest[:DIGEST_LENGTH]}"
     manifest = read_manifest(directory)
     if manifest is None:
-        yield "  it was never begun"
+        yield "  it never started"
     for parent in stage.inputs:
         used = manifest.parents.get(parent) if manifest else None
-        made_from = f"; it was made from {used[:DIGEST_LENGTH]} of it" if used else ""
-        yield f"  from {parent}, which is {_with_cause(states[parent])}{made_from}"
+        checkpoint_used = f"; it used checkpoint {used[:DIGEST_LENGTH]}" if used else ""
+        yield f"  from {parent}, which is {_with_cause(states[parent])}{checkpoint_used}"
     for gate in stage.after:
         yield f"  after {gate}, which is {_with_cause(states[gate])}"
     if manifest:
@@ -52,12 +73,12 @@ def why(run: Run, name: str) -> Iterator[str]:
         yield f"  with {', '.join(' '.join(each) for each in manifest.versions.items())}"
     for event in run.events:
         if event.stage == name:
-            took = f" after {clock(event.seconds)}" if event.seconds is not None else ""
-            yield f"  {event.time}  attempt {event.attempt}: {event.state}{took}: {event.cause}"
+            after = f" after {clock(event.seconds)}" if event.seconds is not None else ""
+            yield f"  {event.time}  attempt {event.attempt}: {event.state}{after}: {event.cause}"
 
 
 def why_json(run: Run, stage: Stage, states: Mapping[str, StageState]) -> dict[str, Any]:
-    """Return what `why` says of a stage, as `braid why --json` prints it."""
+    """Return the explanation of a stage that `braid why --json` prints."""
     manifest = read_manifest(run.stage(stage.name))
     newest = run.stage(stage.name).newest_checkpoint()
     used = manifest.parents if manifest else {}
@@ -73,9 +94,6 @@ def why_json(run: Run, stage: Stage, states: Mapping[str, StageState]) -> dict[s
         "versions": manifest.versions if manifest else {},
         "events": [asdict(event) for event in run.events if event.stage == stage.name],
     }
-
-
-Differences = dict[str, tuple[Any, Any]]  # by what differs: here, there
 
 
 def difference(run: Run, other: Run) -> dict[str, Any]:
@@ -97,8 +115,8 @@ def difference_lines(found: dict[str, Any]) -> list[str]:
 
 
 def dot(run: Run, states: dict[str, StageState]) -> Iterator[str]:
-    """The graph in the language of Graphviz: an arrow for every checkpoint that a stage loads, and
-    a bold one from every gate to what waits for it."""
+    """Yield the graph in Graphviz's language: an arrow for every checkpoint that a stage loads, a
+    bold one from every gate to the stages that wait for it."""
     yield f"digraph {json.dumps(run.settings.name)} {{"
     yield "  rankdir=LR; node [shape=box, style=filled];"
     for stage in run.stages:
@@ -113,6 +131,173 @@ def dot(run: Run, states: dict[str, StageState]) -> Iterator[str]:
         for name in stage.after:
             yield f"  {json.dumps(name)} -> {json.dumps(stage.name)} [style=bold, label=gate];"
     yield "}"
+
+
+class DryRun:
+    """A `braid run` that changes nothing: its plan and its commands.
+
+    Stages `reused` from another run count as done, with their ledger's cause; those of `rerun` and
+    everything downstream as moved to replaced/; with `only`, other stages are left out.
+
+    Raises:
+        StaleStages: the command would refuse a stale input of a wanted stage.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        states: Mapping[str, StageState],
+        reused: Mapping[str, str],
+        only: Collection[str],
+        rerun: Collection[str],
+    ) -> None:
+        self._run = run
+        self._rerun = {stage.name for stage in run.downstream(rerun)}
+        self._reused = {name: cause for name, cause in reused.items() if name not in self._rerun}
+        self._states = planned_states(run, states, reused, rerun)
+        wanted = run.chosen(only)
+        self._wanted = {stage.name for stage in wanted}
+        if stale := stale_among(self._states, wanted):
+            raise StaleStages(run, stale)
+
+    def plan(self) -> str:
+        """Return the plan: every stage's next action, and the time and memory that it needs."""
+        run, states = self._run, self._states
+        left = estimate(run, states, took(run.events), self._wanted)
+        actions = next_action(run.stages, states)
+        follows = {name: self._action(name, text) for name, text in actions.items()}
+        table = plan_table(run, states, follows, left)
+        return f"{table}\n{left_line(left)}; {largest_memory(run.settings, run.stages)}"
+
+    def commands(self, programs: Programs, parallel: int) -> Iterator[str]:
+        """Yield the command of every process that would start."""
+        starting = self._starting()
+        if not starting:
+            yield "no command: nothing would start"
+            return
+        samples = any(stage.needs_engine for stage in starting)
+        for directory in engine_directories(self._run, parallel):
+            for index in range(self._run.settings.engine.count if samples else 0):
+                job = EngineDirectory(directory / str(index)).job
+                yield f"engine {index}: {shlex.join(programs.engine(job))}"
+        yield f"every stage, as ranks 0 to {self._run.settings.layout.ranks - 1}:"
+        for stage in starting:
+            of_stage = self._run.stage(stage.name)
+            attempts = 0 if stage.name in self._rerun else of_stage.attempts()
+            yield f"  {shlex.join(programs.stage(of_stage.job(attempts + 1)))}"
+
+    def _action(self, name: str, text: str) -> str:
+        """Return a stage's next action under this command's options."""
+        if name in self._reused:
+            return f"is {self._reused[name]}"
+        aside = name in self._rerun and self._run.stage(name).path.exists()
+        if name not in self._wanted and self._states[name].state != "done":
+            return "is put aside, and left out by --only" if aside else "is left out by --only"
+        return f"is put aside, and {text}" if aside else text
+
+    def _starting(self) -> list[Stage]:
+        cannot = blocked(self._run.stages, self._states)
+        return [
+            stage
+            for stage in self._run.stages
+            if stage.name in self._wanted
+            and stage.name not in cannot
+            and self._states[stage.name].state in ("pending", "failed")
+        ]
+
+
+def print_log(
+    directory: StageDirectory,
+    name: str,
+    goes_on: Callable[[], bool] | None,
+    output: Callable[[], Path | None] = lambda: None,
+) -> None:
+    """Print the `output` of a Slurm job, or without one a log of the newest attempt.
+
+    While the stage `goes_on`, print what the log gains; a new attempt's log follows the last one's.
+
+    Raises:
+        BraidError: there is no such log, and none will come.
+    """
+
+    def find() -> Path:
+        return output() or _log(directory, name)
+
+    log = find()
+    if log.name == name and log.exists() and not log.stat().st_size:
+        say(
+            f"{shown(log)} is empty: ranks print errors only; for progress see "
+            f"{shown(directory.metrics)} and `braid status`",
+            flush=True,
+        )
+    _print(_grown(find, goes_on))
+
+
+def print_file(log: Path, goes_on: Callable[[], bool] | None) -> None:
+    """Print a log that no attempt owns, such as an engine's; raise BraidError if there is none."""
+    _print(_grown(lambda: log, goes_on))
+
+
+def _print(texts: Iterator[str]) -> None:
+    for text in texts:
+        sys.stdout.write(visible(text, keep="\n\t\r"))
+        sys.stdout.flush()
+
+
+def _grown(find: Callable[[], Path], goes_on: Callable[[], bool] | None) -> Iterator[str]:
+    log = _Growing(find())
+    more, ask = goes_on is not None, 0.0
+    while True:
+        if goes_on is not None and time.monotonic() >= ask:
+            more = goes_on()  # before reading, so that the last lines are not missed
+            ask = time.monotonic() + ASK_SECONDS
+        newest = find()  # before reading, too: once there is another log, this one is complete
+        yield from log.read()
+        if newest != log.path and newest.exists():
+            yield from log.rest()
+            if log.offset:
+                yield f"--- {shown(newest)} ---\n"
+            log = _Growing(newest)
+            yield from log.read()
+        if not more:
+            break
+        time.sleep(LOOK_SECONDS)
+    if not log.path.exists():
+        known = sorted(path.name for path in log.path.parent.glob("*.log"))
+        there = f"; there are {', '.join(known)}" if known else ""
+        raise BraidError(f"there is no {shown(log.path)}{there}")
+    yield from log.rest()
+
+
+class _Growing:
+    """A log, read while it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offset = 0
+        # A write may end within a character of several bytes.
+        self._decoder = getincrementaldecoder("utf-8")(errors="replace")
+
+    def read(self) -> Iterator[str]:
+        """Yield the text written since the last call; nothing while there is no file."""
+        if not self.path.exists():
+            return
+        with open_file(self.path) as file:
+            file.seek(self.offset)
+            while chunk := file.read(CHUNK):
+                self.offset += len(chunk)
+                yield self._decoder.decode(chunk)
+
+    def rest(self) -> Iterator[str]:
+        """Yield the replacement of a character that was never completed."""
+        yield self._decoder.decode(b"", final=True)
+
+
+def _log(directory: StageDirectory, name: str) -> Path:
+    """Return a log of the newest attempt, or srun's, which says why no rank has started."""
+    attempt = directory.job(max(directory.attempts(), 1)).parent
+    log, srun = attempt / name, attempt / SRUN
+    return srun if srun.exists() and not log.exists() else log
 
 
 def _arrow(stage: Stage, name: str) -> str:

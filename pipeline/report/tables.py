@@ -1,20 +1,21 @@
-"""What a run shows: its plan, its state, its table of results."""
+"""Tables as plain text: a run's plan, its state and its results.
+
+rich measures, wraps and pads every cell, which for a thousand stages takes longer than the rest of
+`braid status`.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
-
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
 
 from parallel.settings import EngineSettings, LayoutSettings
 from pipeline.config.violations import shown
 from pipeline.launch.progress import latest
-from pipeline.report import columns
-from pipeline.report.columns import Cell
 from pipeline.report.estimate import Estimate
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import minutes
@@ -24,6 +25,7 @@ from pipeline.run.states import STOPPED_MARK, StageState
 from pipeline.text import clock, visible
 from stages.kinds import EXPERT
 
+ANSI = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33, "blue": 34, "cyan": 36}
 STYLES = {
     "done": "green",
     "running": "cyan",
@@ -35,12 +37,51 @@ STYLES = {
 PLAN_HEADINGS = ("stage", "kind", "from", "steps", "engine", "state", "next", "time left")
 STATUS_HEADINGS = ("stage", "state", "saved step", "attempts", "time", "note")
 OWN_DOMAIN = "◆"
-DEEPEST = 12  # levels that a name is indented by; every round of a run has some more
-NOTE_WIDTH = 60  # characters of a cause that stand in a table
-PASSED, STOPPED = "passed", "stopped"  # what a table says of a gate
-# Experts are spread over the ranks on their own, so that both lines of a layout fill all ranks.
+DEEPEST = 12  # levels of indentation; every round of a run adds some more
+NOTE_WIDTH = 60  # characters of a cause in a table
+PASSED, STOPPED = "passed", "stopped"  # a gate's outcome in a table
+# Experts have their own parallelism, so both lines of a layout multiply to all ranks.
 OF_DENSE_LAYERS = ("data", "tensor", "pipeline", "virtual_pipeline", "context")
 OF_EXPERTS = ("expert", "expert_tensor")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a table: its text, and a style of `ANSI` or none."""
+
+    text: str
+    style: str = ""
+
+
+def table(
+    title: str,
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str | Cell]],
+    right: Collection[int] = (),
+    coloured: bool | None = None,
+) -> str:
+    """Return the title, the headings and the rows, each column as wide as its longest cell.
+
+    An empty title or no headings are left out; columns of `right` are aligned to the right.
+    `coloured` defaults to whether standard output is a terminal that takes colour.
+    """
+    if coloured is None:
+        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")
+        coloured = sys.stdout.isatty() and not plain  # no-color.org
+    cells = [[Cell(heading, "bold") for heading in headings]] if headings else []
+    cells += [[Cell(each) if isinstance(each, str) else each for each in row] for row in rows]
+    texts = [[visible(cell.text) for cell in row] for row in cells]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    lines = [visible(title)] if title else []
+    for row, line in zip(cells, texts, strict=True):
+        padded = []
+        for index, (cell, text, width) in enumerate(zip(row, line, widths, strict=True)):
+            gap = " " * (width - len(text))
+            if coloured and cell.style:
+                text = f"\x1b[{ANSI[cell.style]}m{text}\x1b[0m"
+            padded.append(gap + text if index in right else text + gap)
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
 
 
 def plan_table(
@@ -48,11 +89,9 @@ def plan_table(
     states: Mapping[str, StageState],
     follows: Mapping[str, str],
     left: Estimate,
-    coloured: bool,
 ) -> str:
-    """The stages in order: what each does, from what, for how long, whether it is done, what
-    `follows` for it and why, and how long that takes; what is too long for a column stands below.
-    """
+    """Return the table of `braid plan`: the stages in order, with their states, next actions
+    (`follows`) and time left. Next actions too long for their column follow below it."""
     settings, stages = run.settings, run.stages
     names = indented(stages)
     rows = [
@@ -63,25 +102,25 @@ def plan_table(
             str(stage.steps or ""),
             "yes" if stage.needs_engine else "",
             _state_cell(state),
-            columns.shortened(follows[stage.name], NOTE_WIDTH),
+            _shortened(follows[stage.name], NOTE_WIDTH),
             _left_text(left.seconds[stage.name]),
         )
         for stage, state in ((stage, states[stage.name]) for stage in stages)
     ]
     where = f"{layout_text(settings.layout)}; {engines_text(settings.engine)}"
     title = f"{settings.name}: seed {settings.seed}, {where}"
-    table = columns.table(title, PLAN_HEADINGS, rows, coloured)
-    return _with_below(table, {k: v for k, v in follows.items() if len(v) > NOTE_WIDTH})
+    long = {name: text for name, text in follows.items() if len(text) > NOTE_WIDTH}
+    return _with_below(table(title, PLAN_HEADINGS, rows), long)
 
 
 def left_line(left: Estimate) -> str:
-    """The sum of an estimate, in a line."""
+    """Return the sum of an estimate, in a line."""
     if not left.total:
         if left.unknown:
             kinds = ", ".join(left.kinds)
-            return f"how long it takes is not known: no stage of the kind {kinds} has ended yet"
+            return f"time left unknown: no stage of kind {kinds} has finished yet"
         gates = ", ".join(left.stopped)
-        return f"nothing more can start: stopped by {gates}" if gates else "nothing is left to run"
+        return f"nothing more can start: stopped by {gates}" if gates else "nothing left to run"
     total = "less than 1 s" if left.total < 1 else f"about {clock(left.total)}"
     line = f"{total} left, {_hours_text(left.total * left.devices / 3600)} of a rank"
     return f"{line}; without {', '.join(left.unknown)}" if left.unknown else line
@@ -101,9 +140,9 @@ def _left_text(seconds: float | None) -> str:
     return "< 1 s" if seconds < 1 else clock(seconds)
 
 
-def status_table(run: Run, states: Mapping[str, StageState], coloured: bool) -> str:
-    """Where every stage stands, what it saved, how long its ended attempts took, and a note; what
-    is too long for a column stands below the table, unless all is well."""
+def status_table(run: Run, states: Mapping[str, StageState]) -> str:
+    """Return the table of `braid status`: every stage's state, newest saved step, attempts, time
+    in ended attempts, and a note. Notes too long for their column follow below it."""
     spent = minutes(run.events)
     rows, below = [], {}
     for stage in run.stages:
@@ -117,53 +156,56 @@ def status_table(run: Run, states: Mapping[str, StageState], coloured: bool) -> 
             below[stage.name] = state.cause
         rows.append((stage.name, _state_cell(state), steps, attempts, taken, note))
     title = f"{shown(run.path)}{' (running)' if run.is_running() else ''}"
-    return _with_below(columns.table(title, STATUS_HEADINGS, rows, coloured), below)
+    return _with_below(table(title, STATUS_HEADINGS, rows), below)
 
 
-def _with_below(table: str, texts: Mapping[str, str]) -> str:
-    """A table, and below it in full what stages' columns had no room for."""
+def _with_below(above: str, texts: Mapping[str, str]) -> str:
+    """Return a table with the full text of its shortened cells below it, by stage."""
     lines = [f"{name}: {visible(text)}" for name, text in texts.items()]
-    return "\n".join([table, "", *lines]) if lines else table
+    return "\n".join([above, "", *lines]) if lines else above
+
+
+def _shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 2].rstrip()} …"
 
 
 def _note(stage: Stage, state: StageState) -> str:
-    """Why a stage stands so, in a few words: of a gate that was judged, no more than how."""
+    """Return the cause of a stage's state, shortened; of a judged gate only its outcome."""
     if stage.kind == "gate" and (state.state == "done" or state.cause.startswith(STOPPED_MARK)):
         stopped = state.cause.startswith(STOPPED_MARK)
-        return STOPPED if stopped else columns.shortened(state.cause.partition(":")[0], NOTE_WIDTH)
-    return columns.shortened(state.cause, NOTE_WIDTH)
+        return STOPPED if stopped else _shortened(state.cause.partition(":")[0], NOTE_WIDTH)
+    return _shortened(state.cause, NOTE_WIDTH)
 
 
 def summary(states: Mapping[str, StageState]) -> str:
-    """How many stages stand where, such as `3 done, 1 failed, 3 pending`."""
+    """Return how many stages have each state, such as `3 done, 1 failed, 3 pending`."""
     counts = Counter(state.state for state in states.values())
     return ", ".join(f"{number} {state}" for state, number in counts.items())
 
 
-def results_table(models: Models, step: int | None = None) -> Group:
-    """Models by domains: accuracy and the half-width of its 95 % interval, in percent; of their
-    checkpoints of a step, where one was asked for."""
+def results_table(models: Models, step: int | None = None) -> str:
+    """Return accuracies in percent, models by domains, each with half its 95 % interval.
+
+    `step` is the step of all models' checkpoints, if one was asked for.
+    """
     title = "accuracy in %, with 95 % intervals"
     if any(is_of(domain, model) for model, scores in models.items() for domain in scores):
         title += f"; {OWN_DOMAIN} marks an expert's own domain"
-    table = plain_table("")
-    table.add_column("model")
     domains = list(next(iter(models.values()), {}))
-    for domain in domains:
-        table.add_column(domain, justify="right")
+    rows: list[tuple[str | Cell, ...]] = []
     for model, scores in models.items():
-        cells = [_score_text(scores[domain], is_of(domain, model)) for domain in domains]
-        table.add_row(model if step is None else f"{model}, step {step}", *cells)
-    return Group(title, table)  # a title of the table's would break at its width
+        cells = [_score_cell(scores[domain], is_of(domain, model)) for domain in domains]
+        rows.append((model if step is None else f"{model}, step {step}", *cells))
+    return table(title, ("model", *domains), rows, right=range(1, len(domains) + 1))
 
 
 def is_of(domain: str, model: str) -> bool:
-    """Whether a model is an expert of the domain, of any round."""
+    """Return whether a model is an expert of the domain, of any round."""
     return f".{model}".endswith(f".{EXPERT}{domain}")
 
 
 def layout_text(layout: LayoutSettings) -> str:
-    """The ranks and every parallelism above 1: `4 ranks: data 2, tensor 2; experts: expert 4`."""
+    """Return a layout in words: `4 ranks: data 2, tensor 2; experts: expert 4`."""
     text = f"{layout.ranks} rank{'s' if layout.ranks > 1 else ''}"
     for before, names in ((": ", OF_DENSE_LAYERS), ("; experts: ", OF_EXPERTS)):
         sizes = [(name, getattr(layout, name)) for name in names]
@@ -173,21 +215,15 @@ def layout_text(layout: LayoutSettings) -> str:
 
 
 def engines_text(engine: EngineSettings) -> str:
-    """How many engines of how many ranks: `2 engines x tensor 4`."""
+    """Return the engines in words: `2 engines x tensor 4`."""
     count = f"{engine.count} engine{'s' if engine.count > 1 else ''}"
     return f"{count} x tensor {engine.tensor}" if engine.tensor > 1 else count
 
 
-def plain_table(title: str) -> Table:
-    """A table without lines, its title at the left: as every command prints them."""
-    return Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False)
-
-
 def indented(stages: Sequence[Stage]) -> dict[str, str]:
-    """Return the stages' names, each as far to the right as it is deep below the cold start, up to
-    DEEPEST levels."""
+    """Return the stages' names, indented by their depth below the cold start, at most DEEPEST."""
     depths: dict[str, int] = {}
-    for stage in stages:  # what it waits for comes first
+    for stage in stages:  # dependencies come first
         depths[stage.name] = 1 + max((depths[name] for name in stage.waits_for), default=-1)
     return {name: f"{'  ' * min(depth, DEEPEST)}{name}" for name, depth in depths.items()}
 
@@ -206,9 +242,9 @@ def _state_cell(state: StageState, more: str = "") -> Cell:
     return Cell(f"{state.state}{more}", STYLES[state.state])
 
 
-def _score_text(score: dict[str, Any], own: bool) -> Text:
+def _score_cell(score: dict[str, Any], own: bool) -> Cell:
     half = (score["high"] - score["low"]) / 2
     text = f"{100 * score['accuracy']:.1f} ± {100 * half:.1f}"
     if "pass_at_k" in score:
         text += f", pass@{score['samples_per_problem']} {100 * score['pass_at_k']:.1f}"
-    return Text(f"{OWN_DOMAIN} {text}", style="bold") if own else Text(text)
+    return Cell(f"{OWN_DOMAIN} {text}", "bold") if own else Cell(text)

@@ -25,7 +25,7 @@ Outcome = Literal["passed", "warned", "stopped"]
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A job in Slurm's queue; `stage` is the one it runs, where its arguments say so."""
+    """A job in Slurm's queue, as squeue shows it; `stage` is None where its comment names none."""
 
     number: str
     state: str
@@ -33,7 +33,6 @@ class QueuedJob:
     elapsed: str
     limit: str
     nodes: str
-    name: str = ""
     stage: str | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""Which nodes of a job the ranks and the engines of a stage run on."""
+"""The nodes of a job that a stage's ranks and engines run on."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from pipeline.errors import BraidError
 
 @dataclass(frozen=True)
 class Places:
-    """The nodes of the ranks, which fill one after another, and of every engine its node and the
-    numbers of its devices there."""
+    """The nodes of the ranks, filled one after another, and every engine's node and devices."""
 
     rank_nodes: list[str]
     ranks_per_node: int
@@ -24,7 +23,7 @@ class Places:
 def nodes_needed(
     layout: LayoutSettings, engine: EngineSettings | None, cluster: ClusterSettings
 ) -> int:
-    """How many nodes a stage takes; `engine` is None for one that does not sample."""
+    """Return the number of nodes a stage needs; `engine` is None for a stage without sampling."""
     per_node = cluster.ranks_per_node
     ranks = -(-layout.ranks // per_node)
     if engine is None:
@@ -37,8 +36,7 @@ def nodes_needed(
 def size_options(
     layout: LayoutSettings, engine: EngineSettings | None, cluster: ClusterSettings
 ) -> list[str]:
-    """Return the options of sbatch that say how many nodes a stage takes and how much of each;
-    `engine` is None for one that does not sample."""
+    """Return sbatch's options for the nodes of a stage and their share; `engine` as above."""
     options = [
         f"--nodes={nodes_needed(layout, engine, cluster)}",
         f"--ntasks-per-node={cluster.ranks_per_node}",
@@ -51,8 +49,7 @@ def size_options(
 
 
 def cpus_of(text: str) -> list[int]:
-    """Return the CPUs that a job has on each of its nodes, from `SLURM_JOB_CPUS_PER_NODE`, such as
-    `64(x2),32`."""
+    """Return a job's CPUs on each node, from `SLURM_JOB_CPUS_PER_NODE`, such as `64(x2),32`."""
     found: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         found += [int(count)] * int(times or 1)
@@ -62,8 +59,10 @@ def cpus_of(text: str) -> list[int]:
 def too_few_cpus(
     places: Places, ranks: int, nodes: Sequence[str], cpus: Sequence[int], cpus_per_rank: int
 ) -> tuple[str, int, int] | None:
-    """Return a node that has fewer CPUs than srun asks for there, with both numbers; None where
-    there is none. Ranks and engines overlap, and each engine is a step of its own."""
+    """Return a node with fewer CPUs than srun needs there, and both numbers; None if all suffice.
+
+    The ranks are one step and each engine is another; steps overlap.
+    """
     for node, has in zip(nodes, cpus, strict=False):
         before = places.ranks_per_node * nodes.index(node)  # ranks on the nodes before this one
         on_node = min(ranks - before, places.ranks_per_node)
@@ -81,10 +80,10 @@ def place(
     *,
     samples: bool,
 ) -> Places:
-    """Where everything of a stage goes on the `nodes` of its job.
+    """Return the places of a stage's ranks and engines on the `nodes` of its job.
 
-    Engines that share their devices with the trainer are dealt out over all nodes from the first
-    on; those of their `own` follow the last rank, and no engine stands on two nodes.
+    Engines with `placement: shared` are spread over all nodes in turn; those with `own` follow the
+    last rank. No engine spans nodes.
 
     Raises:
         BraidError: there are too few nodes, or an engine is larger than a node.
@@ -92,14 +91,14 @@ def place(
     per_node = cluster.ranks_per_node
     if samples and engine.tensor > per_node:
         raise BraidError(
-            f"engine.tensor = {engine.tensor} is more than ranks_per_node = {per_node} of the "
-            "cluster: an engine stands on one node"
+            f"engine.tensor = {engine.tensor} exceeds the cluster's ranks_per_node = {per_node}; "
+            "an engine must fit on one node"
         )
     needed = nodes_needed(layout, engine if samples else None, cluster)
     if len(nodes) < needed:
         raise BraidError(
             f"this job has {len(nodes)} of the {needed} nodes that layout.ranks = {layout.ranks} "
-            f"and the engines take at ranks_per_node = {per_node}; submit it with "
+            f"and the engines need at ranks_per_node = {per_node}; submit it with "
             f"{' '.join(size_options(layout, engine if samples else None, cluster))}"
         )
     rank_nodes = list(nodes[: -(-layout.ranks // per_node)])
@@ -118,7 +117,7 @@ def place(
 def _own_slots(
     layout: LayoutSettings, engine: EngineSettings, per_node: int
 ) -> list[tuple[int, int]]:
-    """Of every engine the number of its node and of its first device there."""
+    """Return the node and the first device of every engine, by number."""
     slots, free = [], layout.ranks
     for _ in range(engine.count):
         if free % per_node + engine.tensor > per_node:

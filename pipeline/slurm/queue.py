@@ -1,33 +1,39 @@
-"""Slurm's own commands, and what its queue says of a run's jobs. Needs no accounting."""
+"""Slurm's queue: its commands, and the jobs of a run. Needs no accounting database."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
 from pathlib import Path
 
-from pipeline.errors import BraidError
+from pipeline.config.violations import shown
+from pipeline.errors import BraidError, reason
+from pipeline.run.directory import RunDirectory
+from pipeline.run.graph import Stage
+from pipeline.run.ledger import Event, latest
+from pipeline.run.run import Run
 from pipeline.run.states import QueuedJob
+from pipeline.text import say
 
 PATIENCE_SECONDS = 60.0  # a busy controller answers late
-SEPARATOR = "\x1f"  # in no name and in no path
-# The last two are the folder that a job was submitted in, and its script with the arguments.
-QUEUE_FORMAT = SEPARATOR.join(("%i", "%T", "%r", "%M", "%l", "%N", "%j", "%Z", "%o"))
-SCRIPT_ENDS = ".sbatch "
+SEPARATOR = "\x1f"  # in no reason, no path and no stage's name
+QUEUE_FORMAT = SEPARATOR.join(("%i", "%T", "%r", "%M", "%l", "%N", "%k"))  # %k: the comment
 
 
 class SlurmError(BraidError):
-    """A command of Slurm's failed, or there is no Slurm here."""
+    """A Slurm command that failed, or a machine without Slurm."""
 
 
 def call(command: Sequence[str], keep: Sequence[int] = ()) -> str:
-    """What a command of Slurm's printed. It holds these descriptors too, though we be killed.
+    """Return the output of a Slurm command.
 
-    Raises SlurmError when there is no such command, or it fails or says nothing for a minute.
+    The command also holds the file descriptors `keep`, so that a lock outlives this process.
+
+    Raises:
+        SlurmError: there is no such command, it fails, or it prints nothing for a minute.
     """
     try:
         found = subprocess.run(
@@ -38,7 +44,8 @@ def call(command: Sequence[str], keep: Sequence[int] = ()) -> str:
             timeout=PATIENCE_SECONDS,
             check=False,
             pass_fds=keep,
-            # Of the job that we may be in ourselves, nothing is to reach another one.
+            # sbatch and srun take options from SLURM_* variables: inside a job, those of this job
+            # would reach the other one.
             env={
                 name: value
                 for name, value in os.environ.items()
@@ -50,58 +57,126 @@ def call(command: Sequence[str], keep: Sequence[int] = ()) -> str:
             f"there is no {command[0]} here; submit from a machine that has Slurm's commands"
         ) from error
     except subprocess.TimeoutExpired as error:
-        raise SlurmError(f"{command[0]} said nothing for {PATIENCE_SECONDS:g} s") from error
+        raise SlurmError(f"{command[0]} printed nothing for {PATIENCE_SECONDS:g} s") from error
     if found.returncode:
         raise SlurmError(f"{command[0]} failed: {' '.join(found.stderr.split())}")
     return found.stdout
 
 
 def is_here() -> bool:
-    """Whether this machine has Slurm's commands."""
+    """Return whether this machine has Slurm's commands."""
     return shutil.which("squeue") is not None
 
 
-def queued(run: Path, numbers: Iterable[str]) -> dict[str, QueuedJob]:
-    """The jobs of the run in a folder that wait, run or end now, by number, `17` or `17_2` of an
-    array: those of these `numbers`, and those that are to run a stage of it by their arguments.
-    Numbers are given out again: a job that is another run's is not meant.
+def comment_of(run: RunDirectory, stages: Iterable[Stage]) -> str:
+    """Return the comment by which `queued` finds a job: RUN/STAGE, or RUN/STAGE,STAGE of an array.
 
-    Raises SlurmError when Slurm does not answer.
+    A stage's name has no comma and no slash.
+    """
+    return f"{run.path.absolute()}/{','.join(stage.name for stage in stages)}"
+
+
+def queued(run: Path, numbers: Iterable[str]) -> dict[str, QueuedJob]:
+    """Return a run's jobs that wait, run or are ending, by number: `17`, or `17_2` of an array.
+
+    A job belongs to the run that its comment names. One without such a comment, which a person
+    submitted, belongs to it if its number is in `numbers`, from the run's ledger.
+
+    Raises:
+        SlurmError: Slurm does not answer.
     """
     wanted, here = set(numbers), run.resolve()
     lines = call(["squeue", "--me", "--noheader", "--array", f"--format={QUEUE_FORMAT}"])
-    asked_for = lru_cache(maxsize=None)(partial(_stages, here))  # tasks of an array ask alike
+    rows = [line.split(SEPARATOR) for line in lines.splitlines()]
+    jobs = [(row[:-1], *row[-1].rpartition("/")[::2]) for row in rows if len(row) == 7]
+    runs = {path for _, path, _ in jobs if path.startswith("/")}
+    ours = {path for path in runs if Path(path).resolve() == here}
     found = {}
-    for line in lines.splitlines():
-        parts = line.split(SEPARATOR)
-        if len(parts) != 9:
-            continue
-        *told, folder, command = parts
-        stages = asked_for(folder, command)
-        job = replace(QueuedJob(*told), stage=_task(told[0], stages or []))
-        may_be = stages is None and ("." not in job.name or job.name.startswith(f"{run.name}."))
-        if job.stage is not None or (job.number in wanted and (stages or may_be)):
-            found[job.number] = job
+    for fields, path, names in jobs:
+        stage = _task(fields[0], names.split(",")) if path in ours else None
+        # Slurm reuses numbers: the ledger's may be another run's job by now.
+        if stage is not None or (fields[0] in wanted and path not in runs):
+            found[fields[0]] = replace(QueuedJob(*fields), stage=stage)
     return found
 
 
-def _stages(here: Path, folder: str, command: str) -> list[str] | None:
-    """The stages of the run `here` that a job's command is to run, of which there are none in
-    another run; None of a command that is no stage script."""
-    _, script, arguments = command.partition(SCRIPT_ENDS)
-    if not script:
-        return None
-    words = arguments.split(" ")
-    # A path may have spaces, which nothing sets apart; the name of a stage has none, and no slash.
-    first = max((index for index, word in enumerate(words) if "/" in word), default=0) + 1
-    for count in range(first, len(words)):
-        if Path(folder, " ".join(words[:count])).resolve() == here:
-            return words[count:]
-    return []
+def job_numbers(events: Iterable[Event]) -> dict[str, str]:
+    """Return the number of the newest job of every stage that is not done, by a run's `events`."""
+    found: dict[str, str] = {}
+    for event in events:
+        if event.state == "done":
+            found.pop(event.stage, None)
+        elif event.job is not None:
+            found[event.stage] = event.job
+    return found
+
+
+def queue_of(run: Run) -> tuple[Mapping[str, QueuedJob] | None, str]:
+    """Return a run's jobs in the queue, by number, and a note for the user.
+
+    The jobs are None where Slurm was not asked; the note says why that matters, if it does.
+    """
+    numbers = job_numbers(run.events)
+    if not numbers and not run.submitting.exists():
+        return None, ""
+    try:
+        return queued(run.path, numbers.values()), ""
+    except SlurmError as error:
+        return None, f"Slurm was not asked about this run's jobs: {reason(error)}"
+
+
+def is_queued(run: RunDirectory, number: str) -> bool:
+    """Return whether a job of the run is in the queue; False where Slurm does not answer."""
+    try:
+        return number in queued(run.path, [number])
+    except SlurmError:
+        return False
+
+
+def check_not_queued(run: Run) -> None:
+    """Raise BraidError if the run has jobs in the queue, or Slurm is here and does not answer.
+
+    Such jobs would start the same stages with changed files, or find the run locked.
+    """
+    jobs, unasked = queue_of(run)
+    if jobs:
+        raise BraidError(
+            f"{shown(run.path)} has jobs in Slurm's queue: {', '.join(jobs)}; wait for them, or "
+            f"cancel them with: braid cancel {shown(run.path)}"
+        )
+    if unasked and is_here():
+        raise BraidError(f"{unasked}; try again when it answers")
+    if unasked:
+        say(unasked)
+
+
+def adopt(run: Run) -> Mapping[str, QueuedJob]:
+    """Return a run's jobs in the queue, by number; record those that its ledger lacks.
+
+    The ledger lacks a job if `braid submit` was killed before it recorded it, or a person submitted
+    it. The caller holds the lock of submissions.
+
+    Raises:
+        SlurmError: Slurm does not answer.
+    """
+    numbers = job_numbers(run.events)
+    if not numbers and not run.cluster.exists() and not is_here():  # nothing was ever submitted
+        return {}
+    found = queued(run.path, numbers.values())
+    done = {event.stage for event in latest(run.events).values() if event.state == "done"}
+    for job in found.values():
+        # A finished stage stays done: its job finds it so and ends.
+        if job.stage is None or job.stage in done or numbers.get(job.stage) in found:
+            continue
+        numbers[job.stage] = job.number
+        cause = f"as job {job.number}, which was in the queue"
+        run.ledger.submitted(job.stage, cause, run.stage(job.stage).attempts(), job.number)
+    run.refresh()
+    return found
 
 
 def _task(number: str, stages: Sequence[str]) -> str | None:
-    """The stage of a job, or of the task of an array, that has this number."""
+    """Return the stage of a job, or of an array's task; None of a range such as 3_[1-2]."""
     if len(stages) == 1:
         return stages[0]
     task = number.partition("_")[2]

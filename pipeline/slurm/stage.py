@@ -1,4 +1,4 @@
-"""One stage as a job of Slurm's: what `braid stage` does in a stage script."""
+"""The launcher of one stage inside a Slurm job: `braid stage`, which the stage scripts call."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from pipeline.launch.placement import Placement, ThisMachine
 from pipeline.launch.processes import STOP_SIGNALS, TIME_IS_UP, Signals, Stopped
 from pipeline.launch.progress import Screen
 from pipeline.launch.runner import attempt, start_of
-from pipeline.report import tables as report
 from pipeline.run.directory import LOCK_PATIENCE_SECONDS
 from pipeline.run.gates import check_stopped
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import PUT_ASIDE, Event, latest
-from pipeline.run.results import write_results
+from pipeline.run.results import Models, write_results
 from pipeline.run.run import Run
 from pipeline.run.select import check_dependencies, check_stale
 from pipeline.slurm.nodes import Places, cpus_of, place, size_options, too_few_cpus
@@ -31,31 +30,48 @@ from pipeline.slurm.queue import SlurmError, call
 from pipeline.slurm.steps import SlurmJob, job_number
 from pipeline.slurm.submit import script_for
 
-WAIT = "run those first, or have this job wait for theirs: sbatch --dependency=afterok:JOB"
-SPARE_SECONDS = 15.0  # of the warning's, to write the ledger in and to go back into the queue
-OTHER_JOB_SECONDS = 120.0  # what the job before this one, on a node that was lost, may take to end
-IN_THE_QUEUE = "Job is pending execution"  # what scontrol says where Slurm was faster
-CONTROLLER_SECONDS = 5.0  # between two tries to reach a controller that is away
-REQUEUED_SECONDS = 300.0  # what Slurm may take to end a job that goes back into its queue
+WAIT = "run those first, or make this job wait for theirs: sbatch --dependency=afterok:JOB"
+SPARE_SECONDS = 15.0  # of the warning time, kept for the ledger and the requeue
+OTHER_JOB_SECONDS = 120.0  # how long the previous job, on a lost node, may hold the stage's lock
+ALREADY_REQUEUED = "Job is pending execution"  # scontrol's answer if Slurm requeued the job first
+CONTROLLER_SECONDS = 5.0  # between two attempts to reach the controller
+REQUEUED_SECONDS = 300.0  # how long Slurm may take to end a requeued job
 
 
-def run_stage(run: Run, stage: Stage, console: Console, programs: Programs) -> None:
-    """Run one stage, in the job that this process is the script of, or else on this machine.
+def stage_of_task(names: Sequence[str]) -> str:
+    """Return the one stage of `names`, or that of this job's task of an array.
 
-    In a job, a stage whose time is up saves and goes back into the queue, and so does one that
-    failed for no reason that anything gave, unless it did so from the same step too often.
+    Raises BraidError if there are several and no task.
+    """
+    task = os.environ.get("SLURM_ARRAY_TASK_ID", "")
+    if len(names) == 1:
+        return names[0]
+    if not task.isdecimal() or int(task) >= len(names):
+        last = len(names) - 1
+        raise BraidError(f"{len(names)} stages need a job array; use sbatch --array=0-{last}")
+    return names[int(task)]
+
+
+def run_stage(run: Run, stage: Stage, console: Console, programs: Programs) -> Models | None:
+    """Run one stage in this process's Slurm job, or without one on this machine.
+
+    A job requeues itself when its time is up, after the stage has saved, and when the stage fails
+    for a reason outside its own processes, unless it did so too often from the same step.
+
+    Returns:
+        The run's results after an evaluation that ran, else None.
 
     Raises:
-        StaleStages, BraidError: it cannot start.
-        JobFailed: it failed.
-        Stopped: a signal asked for it.
+        StaleStages, BraidError: the stage cannot start.
+        JobFailed: the stage failed.
+        Stopped: a signal stopped it.
     """
     number = job_number() if "SLURM_JOB_ID" in os.environ else None
     check_stale(run, [stage])
     states = run.states
     if states[stage.name].state == "done":
         console.print(f"{stage.name} is done already", highlight=False)
-        return
+        return None
     cluster = load_cluster(run.cluster) if run.cluster.exists() else ClusterSettings()
     cluster = cluster.of_kind(stage.kind)
     newest = latest(run.ledger.events()).get(stage.name)
@@ -64,23 +80,26 @@ def run_stage(run: Run, stage: Stage, console: Console, programs: Programs) -> N
         check_stopped(run, [stage], states)
         _attempt(run, stage, console, programs, cluster, number)
     except (JobFailed, Stopped) as ended:
-        if number is None or (why := _to_try_again(ended)) is None:
+        if number is None or (why := _requeue_cause(ended)) is None:
             raise
-        _go_back(run, stage, cluster, number, why, ended)
+        _requeue_self(run, stage, cluster, number, why, ended)
     except BraidError as refusal:
         if number is not None:
-            _note(run, stage, number, refusal, newest)
+            _record_refusal(run, stage, number, refusal, newest)
         raise
-    if stage.kind == "evaluate":
-        console.print(report.results_table(write_results(run)))
+    return write_results(run) if stage.kind == "evaluate" else None
 
 
-def _note(run: Run, stage: Stage, number: str, refusal: BraidError, newest: Event | None) -> None:
-    """Have the ledger say why a job could not start its stage: whoever submitted it by hand looks
-    there first. Not where its attempt has said so, or another job has to do with the stage."""
+def _record_refusal(
+    run: Run, stage: Stage, number: str, refusal: BraidError, newest: Event | None
+) -> None:
+    """Record why a job could not start its stage, for whoever submitted it by hand.
+
+    Record nothing where the attempt has recorded it, or another job works on the stage.
+    """
     event = latest(run.ledger.events()).get(stage.name)
-    under_way = event is not None and event.state in ("submitted", "running")
-    if event == newest and (event is None or not under_way or event.job == number):
+    active = event is not None and event.state in ("submitted", "running")
+    if event == newest and (event is None or not active or event.job == number):
         cause = f"job {number} was refused: {' '.join(reason(refusal).split())}"
         run.ledger.append(stage.name, "failed", cause, run.stage(stage.name).attempts(), job=number)
 
@@ -100,7 +119,7 @@ def _attempt(
         listed = os.environ["SLURM_JOB_NODELIST"]
         nodes = call(["scontrol", "show", "hostnames", listed]).split()
         places = place(nodes, settings.layout, settings.engine, cluster, samples=stage.needs_engine)
-        _refuse_too_few_cpus(run, stage, cluster, nodes, places)
+        _check_cpus(run, stage, cluster, nodes, places)
         placement = SlurmJob(places, settings.engine, cluster)
         patience = OTHER_JOB_SECONDS
         save_seconds = cluster.warning_seconds - SPARE_SECONDS
@@ -113,14 +132,14 @@ def _attempt(
         run_to_the_end(attempt(run, stage, launcher, screen, stage.name, number, patience))
 
 
-def _refuse_too_few_cpus(
+def _check_cpus(
     run: Run,
     stage: Stage,
     cluster: ClusterSettings,
     nodes: Sequence[str],
     places: Places,
 ) -> None:
-    """Raise BraidError where srun would refuse: without options, sbatch asks for one CPU."""
+    """Raise BraidError where srun would refuse: by default sbatch asks for one CPU a node."""
     cpus = cpus_of(os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
     found = too_few_cpus(places, run.settings.layout.ranks, nodes, cpus, cluster.cpus_per_rank)
     if found is None:
@@ -131,21 +150,21 @@ def _refuse_too_few_cpus(
     command = ["sbatch", *sizes, shown(script_for(stage)), shown(run.path), stage.name]
     where = f"{shown(run.submission)} has all options of the cluster's profile"
     if not run.submission.exists():
-        where = "braid submit CONFIG --cluster PROFILE --prepare writes down all options"
+        where = "braid submit CONFIG --cluster PROFILE --prepare writes all options"
     raise BraidError(
-        f"{node} has {has} CPU{'s' if has > 1 else ''} for this job, and what {stage.name} starts "
-        f"there takes {takes}; submit it with: {shlex.join(command)}\n{where}"
+        f"{node} has {has} CPU{'s' if has > 1 else ''} for this job, and {stage.name} needs {takes}"
+        f" there; submit it with: {shlex.join(command)}\n{where}"
     )
 
 
-def _to_try_again(ended: JobFailed | Stopped) -> str | None:
-    """Why the stage should go on in another slice or on other nodes; None where it should not."""
+def _requeue_cause(ended: JobFailed | Stopped) -> str | None:
+    """Return why to requeue the job, for more time or other nodes; None if it should not be."""
     if isinstance(ended, Stopped):
         return "the walltime is near" if ended.number == TIME_IS_UP else None
     return ended.cause if ended.failure.lost else None
 
 
-def _go_back(
+def _requeue_self(
     run: Run,
     stage: Stage,
     cluster: ClusterSettings,
@@ -153,10 +172,7 @@ def _go_back(
     why: str,
     ended: JobFailed | Stopped,
 ) -> None:
-    """Put this job back into the queue, which ends this process.
-
-    Raises what ended the attempt, where too many began at the same step.
-    """
+    """Requeue this job, which ends this process; raise `ended` after too many attempts."""
     ledger = run.ledger
     directory = run.stage(stage.name)
     newest, alike = start_of(directory), 0
@@ -166,26 +182,26 @@ def _go_back(
         alike += 1
     if alike > cluster.restarts:
         ended.add_note(
-            f"{alike} attempts in a row began {newest} and came no further (restarts = "
-            f"{cluster.restarts}); mend the cause, raise the walltime or save more often, and "
+            f"{alike} attempts in a row started {newest} and made no progress (restarts = "
+            f"{cluster.restarts}); fix the cause, raise the walltime or save more often, then "
             "submit again"
         )
         raise ended
     attempts = directory.attempts()
     ledger.append(stage.name, "submitted", f"job {number} again: {why}", attempts, job=number)
     try:
-        go_back_into_the_queue(number)
+        requeue(number)
     except SlurmError as error:
-        cause = f"{why}, and the job could not go back into the queue: {error}"
+        cause = f"{why}, and the job could not be requeued: {error}"
         ledger.append(stage.name, "pending", cause, attempts)
         ended.add_note(f"{error}; submit again")
         raise ended from error
     time.sleep(REQUEUED_SECONDS)
-    raise BraidError(f"job {number} went back into the queue and was not ended")
+    raise BraidError(f"job {number} was requeued, but Slurm did not end it")
 
 
 def _starts(events: Sequence[Event], stage: Stage) -> list[str]:
-    """What each attempt of the stage began with, since it has this job or was put aside."""
+    """Return where each attempt of the stage started, since its newest job or rerun."""
     found: dict[int, str] = {}
     job = None
     for event in events:
@@ -198,11 +214,13 @@ def _starts(events: Sequence[Event], stage: Stage) -> list[str]:
     return list(found.values())
 
 
-def go_back_into_the_queue(number: str) -> None:
-    """Of an array, this task alone. The controller may be away for a while; where a node failed, it
-    may have done it already.
+def requeue(number: str) -> None:
+    """Requeue a job, or one task of an array; wait for a controller that is away.
 
-    Raises SlurmError where it refuses, or does not come back.
+    After a node failure Slurm may have requeued it already.
+
+    Raises:
+        SlurmError: the controller refuses, or stays away.
     """
     deadline = time.monotonic() + REQUEUED_SECONDS
     while True:
@@ -210,7 +228,7 @@ def go_back_into_the_queue(number: str) -> None:
             call(["scontrol", "requeue", number])
             return
         except SlurmError as error:
-            if IN_THE_QUEUE in str(error):
+            if ALREADY_REQUEUED in str(error):
                 return
             if "contact" not in str(error) or time.monotonic() > deadline:
                 raise

@@ -1,4 +1,4 @@
-"""A stage's ranks and engines as steps of the job that this launcher is the script of."""
+"""The ranks and engines of a stage as steps (srun) of this launcher's job."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from pipeline.launch.processes import (
 )
 from pipeline.slurm.nodes import Places
 
-END_SECONDS = 15.0  # what Slurm may take to end a step before its srun is killed
+END_SECONDS = 15.0  # how long Slurm may take to end a step before its srun is killed
 TASKS_ENDED = re.compile(r"(\S+): tasks? ([\d,-]+): (.+)")
 CONTROLLER_AWAY = "Unable to contact slurm controller"
-PROGRAM_S_FAULT = (*(f"exit code {code}" for code in range(1, 128)), "Out Of Memory")
+# Endings that the program itself caused; any other, such as a signal, may mean a lost node.
+OWN_ERRORS = (*(f"exit code {code}" for code in range(1, 128)), "Out Of Memory")
 
 
 class SlurmJob:
-    """Starts steps on the nodes of this job."""
+    """A placement that starts steps on the nodes of this job."""
 
     def __init__(self, places: Places, engine: EngineSettings, cluster: ClusterSettings) -> None:
         self.interface = cluster.network_interface or ""
@@ -54,8 +55,8 @@ class SlurmJob:
             "--kill-on-bad-exit=1",
             f"--output={folder.absolute()}/rank_%t.log",
         ]
-        meeting = {
-            # This script runs on the first node, where rank 0 is.
+        rendezvous = {
+            # The launcher runs on the first node, where rank 0 is.
             "MASTER_ADDR": address_of(self.interface),
             "MASTER_PORT": str(free_port()),
             "OMP_NUM_THREADS": str(self._cluster.cpus_per_rank),
@@ -63,7 +64,7 @@ class SlurmJob:
         }
         logs = [folder / f"rank_{rank}.log" for rank in range(world)]
         srun = self._srun(options, command)
-        return [Step("rank", srun, folder / "srun.log", logs, meeting)]
+        return [Step("rank", srun, folder / "srun.log", logs, rendezvous)]
 
     def start_engine(self, name: str, index: int, command: Sequence[str], log: Path) -> Process:
         node, devices = self._places.engines[index]
@@ -83,19 +84,19 @@ class SlurmJob:
 
     def _srun(self, options: Sequence[str], command: Sequence[str]) -> list[str]:
         shared = [
-            "--overlap",  # ranks and engines take turns on the same cores and devices
+            "--overlap",  # ranks and engines share cores and devices in turn
             "--mem=0",
             "--cpu-bind=none",
             "--open-mode=append",
             "--export=ALL",
         ]
-        # The pipe of a last word does not reach another node; it is read from the log instead.
+        # The status pipe does not reach another node; messages are read from the log instead.
         start = ["env", f"--unset={STATUS_DESCRIPTOR}", "srun", *shared, *options]
         return [*start, *contained(self._cluster.container, command)]
 
 
 class Step:
-    """A step, as the srun that it belongs to shows it; each task has a log of its own."""
+    """A step, seen through its srun; each task writes its own log."""
 
     def __init__(
         self,
@@ -116,16 +117,16 @@ class Step:
         self._srun = Child(f"srun of {name}", command, log, environment)
 
     def status(self) -> int | None:
-        """That of srun: the highest of its tasks'."""
+        """Return the exit status of srun, which is the highest of its tasks'."""
         return self._srun.status()
 
     def send(self, number: signal.Signals) -> None:
-        """Signal every task. srun passes SIGUSR1 on, and takes SIGTERM as the order to kill all."""
+        """Signal every task. srun forwards SIGUSR1; on SIGTERM it kills the step."""
         passed = {signal.SIGTERM: signal.SIGUSR1, signal.SIGKILL: signal.SIGTERM}
         self._srun.send_alone(passed.get(number, number))
 
     def reap(self) -> None:
-        """End the step, and wait for it."""
+        """End the step and wait for it."""
         self.send(signal.SIGKILL)
         deadline = time.monotonic() + END_SECONDS
         while self._srun.status() is None and time.monotonic() < deadline:
@@ -133,7 +134,7 @@ class Step:
         self._srun.reap()
 
     def notices(self) -> list[str]:
-        """Those that have come into the logs."""
+        """Return the notices that the logs have gained since the last call."""
         found = []
         for index, log in enumerate(self._logs):
             if _size(log) <= self._heard[index]:
@@ -147,20 +148,21 @@ class Step:
         return [line.removeprefix(NOTICE_MARK) for line in found]
 
     def failure(self) -> ProcessFailure:
-        """That of the task that explains the others: one that gave its reason, else the first to
-        end that had not just lost another one."""
-        said = self._said()
-        if nodes := [line for line in said if "Node failure" in line]:
-            return ProcessFailure(nodes[0], self.log, lost=True)
-        if away := [line for line in said if CONTROLLER_AWAY in line]:
-            return ProcessFailure(away[0], self.log, lost=True)
-        endings = {task: how for line in said for task, how in _ending(line)}
+        """Return the failure that explains the others: a task's own error message, else the first
+        ending of a task that had not merely lost a peer."""
+        errors = self._srun_errors()
+        lost = [
+            line for mark in ("Node failure", CONTROLLER_AWAY) for line in errors if mark in line
+        ]
+        if lost:
+            return ProcessFailure(lost[0], self.log, lost=True)
+        endings = {task: how for line in errors for task, how in _ending(line)}
         order = [*endings, *range(len(self._logs))]
 
         def of_task(task: int) -> ProcessFailure:
             name = self.name if len(self._logs) == 1 else f"{self.name} {task}"
             how = endings.get(task, "was ended")
-            killed = not how.endswith(PROGRAM_S_FAULT)
+            killed = not how.endswith(OWN_ERRORS)
             return told_failure(f"{name} {how}", killed, self._logs[task], self._starts[task])
 
         def doubt(failure: ProcessFailure) -> tuple[bool, bool, int]:
@@ -170,8 +172,7 @@ class Step:
         failures = [of_task(task) for task, log in enumerate(self._logs) if log.exists()]
         return min(failures, key=doubt) if failures else self._srun.failure()
 
-    def _said(self) -> list[str]:
-        """The errors that srun told of."""
+    def _srun_errors(self) -> list[str]:
         if not self.log.exists():
             return []
         with self.log.open("rb") as file:
@@ -182,8 +183,7 @@ class Step:
 
 
 def _ending(line: str) -> list[tuple[int, str]]:
-    """Of a line of srun's such as `n2: tasks 1,3: Exited with exit code 1`, what became of each
-    task; nothing of other lines."""
+    """Return (task, how it ended) from a line such as `n2: tasks 1,3: Exited with exit code 1`."""
     found = TASKS_ENDED.fullmatch(line)
     if not found:
         return []
@@ -192,7 +192,7 @@ def _ending(line: str) -> list[tuple[int, str]]:
 
 
 def _numbers(text: str) -> list[int]:
-    """`0-2,5` as numbers."""
+    """Return the numbers of a list such as `0-2,5`."""
     found: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -201,7 +201,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def job_number() -> str:
-    """The number of this job as `squeue --array` shows it.
+    """Return this job's number as `squeue --array` shows it.
 
     Raises KeyError outside of a job.
     """
@@ -211,7 +211,7 @@ def job_number() -> str:
 
 
 def contained(container: ContainerSettings | None, command: Sequence[str]) -> list[str]:
-    """The command in the container's image; of pyxis, with the options of srun before it."""
+    """Return the command inside the container's image; for pyxis, with srun's options before it."""
     if container is None:
         return list(command)
     inside = [container.python, *command[1:]]

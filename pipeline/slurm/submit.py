@@ -1,7 +1,8 @@
-"""A run's stages as jobs of Slurm's that wait for one another."""
+"""Submission of a run's stages to Slurm, as jobs that depend on each other."""
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from parallel.files import write_atomically
 from pipeline.config.cluster import ClusterSettings
+from pipeline.config.validate import place_in_cluster
 from pipeline.config.violations import shown
 from pipeline.config.yaml_core import dump
 from pipeline.errors import BraidError
@@ -18,19 +20,42 @@ from pipeline.run.graph import Stage
 from pipeline.run.run import Run
 from pipeline.run.states import StageState
 from pipeline.slurm.nodes import size_options
-from pipeline.slurm.queue import SlurmError, call
-from pipeline.slurm.refusals import explained
+from pipeline.slurm.queue import SlurmError, call, comment_of
 from stages.settings import RunSettings
 
 SCRIPTS = Path(__file__).parents[2] / "slurm"
-SCRIPT_OF = {"mixed": "grpo"}  # kinds that share another one's script
+SCRIPT_OF = {"mixed": "grpo"}  # kinds that share another kind's script
 IN_THE_QUEUE = ("submitted", "running")
+GPUS = ("gpus_per_node", "gpu_type")
+# Words of sbatch's refusals (slurm_errno.c and its option parser), in lower case, and the keys of a
+# cluster's profile that they mean.
+REFUSED_KEYS = {
+    "account": ("account",),
+    "partition": ("partition",),
+    "qos": ("qos",),
+    "generic resource": GPUS,
+    "gres": GPUS,
+    "gpus": GPUS,
+    "feature": ("constraint",),
+    "time limit": ("walltime",),
+    "--time": ("walltime",),
+    "--signal": ("warning_seconds",),
+    "memory": ("memory_per_node",),
+    "--mem": ("memory_per_node",),
+    "node configuration": ("ranks_per_node", "cpus_per_rank", *GPUS),
+    "reservation": ("options",),
+    "--begin": ("options",),
+    "option": ("options",),
+}
 
 
 @dataclass(frozen=True)
 class Submission:
-    """One job, or an array of them, one a stage. `after` are the jobs it waits for: numbers of
-    Slurm's, or of submissions before this one as `{2}`, with `_1` for a stage of an array."""
+    """A job, or an array of jobs with one stage each.
+
+    `after` lists the jobs it waits for: Slurm's numbers, or earlier submissions by index, as `{2}`,
+    with `_1` for a task of an array.
+    """
 
     stages: tuple[Stage, ...]
     options: tuple[str, ...]
@@ -39,16 +64,16 @@ class Submission:
     after: tuple[str, ...]
 
     def command(self, numbers: Sequence[str]) -> list[str]:
-        """The command line, where the submissions before this one got these numbers."""
+        """Return the command line, given the numbers of the earlier submissions."""
         return [*self._sbatch, *self._dependency(numbers), str(self.script), *self.arguments]
 
     def shell(self, variables: Sequence[str]) -> str:
         """Return the command line for a shell whose `variables`, such as `${job_0}`, hold the
-        numbers of the submissions before this one. The shell expands nothing else."""
-        # In double quotes, which is safe for the numbers of jobs and these variables alone.
+        numbers of the earlier submissions. The shell expands nothing else."""
+        # Double quotes are safe here only: job numbers and these variables need no escapes.
         waits = [f'"{option}"' for option in self._dependency(variables)]
-        before, behind = shlex.join(self._sbatch), shlex.join([str(self.script), *self.arguments])
-        return " ".join([before, *waits, behind])
+        target = shlex.join([str(self.script), *self.arguments])
+        return " ".join([shlex.join(self._sbatch), *waits, target])
 
     @property
     def _sbatch(self) -> list[str]:
@@ -58,11 +83,11 @@ class Submission:
         if not self.after:
             return []
         waited = ":".join(each.format(*numbers) for each in self.after)
-        # Slurm would else leave a job in the queue for ever that one before it has failed.
+        # Without the second option, a job whose dependency failed stays in the queue for ever.
         return [f"--dependency=afterok:{waited}", "--kill-on-invalid-dep=yes"]
 
     def job(self, number: str, stage: Stage) -> str:
-        """The number of one stage's job, where the submission got this one."""
+        """Return the number of a stage's job, given the number of the submission."""
         return number if len(self.stages) == 1 else f"{number}_{self.stages.index(stage)}"
 
 
@@ -72,8 +97,10 @@ def submissions(
     wanted: Sequence[Stage],
     states: Mapping[str, StageState],
 ) -> list[Submission]:
-    """The jobs of every stage that is wanted, not done and not in the queue, in the order of the
-    graph. Experts that wait for the same stages are one array."""
+    """Return the jobs of the wanted stages that are neither done nor in the queue, in graph order.
+
+    Experts that wait for the same stages share an array.
+    """
     job_of = {
         name: state.job
         for name, state in states.items()
@@ -81,7 +108,7 @@ def submissions(
     }
     for stage in wanted:
         if states[stage.name].state == "running" and stage.name not in job_of:
-            raise BraidError(f"stage {stage.name} runs outside of Slurm; submit when it has ended")
+            raise BraidError(f"stage {stage.name} runs outside Slurm; submit when it has ended")
     left = [
         stage for stage in wanted if states[stage.name].state != "done" and stage.name not in job_of
     ]
@@ -108,14 +135,15 @@ def submit(
     profile: Path,
     lock: int,
 ) -> Iterator[tuple[Stage, str]]:
-    """Hand everything to Slurm; gives the number of every stage's job. The file
-    `RunDirectory.submitting` is there until all of them are in the ledger, so that whoever asks
-    where the run stands asks Slurm for the others too. sbatch holds the `lock` of submissions:
-    where we are killed and it is not, nothing else is submitted before it ends.
+    """Submit everything to Slurm; yield every stage with its job's number.
+
+    The file `RunDirectory.submitting` exists until all jobs are in the ledger, so that `status`
+    asks Slurm for jobs that the ledger lacks. sbatch inherits the `lock` of submissions: if this
+    process is killed and sbatch is not, nothing else is submitted before sbatch ends.
 
     Raises:
-        SlurmError: Slurm refused one; those before it are in the queue, and in the ledger. The
-            message has the keys of `profile` that the refusal speaks of.
+        SlurmError: sbatch refused a job; the earlier ones are in the queue and in the ledger. The
+            message names the keys of `profile` that the refusal is about.
     """
     write_atomically(run.submitting, "")
     numbers: list[str] = []
@@ -123,11 +151,11 @@ def submit(
         try:
             answer = call(submission.command(numbers), keep=[lock])
         except SlurmError as error:
-            raise explained(error, submission.stages[0].kind, cluster, profile) from error
+            raise _with_keys(error, submission.stages[0], cluster, profile) from error
         lines = answer.split() or [""]
-        number = lines[-1].partition(";")[0]  # `17;cluster` where there are several
+        number = lines[-1].partition(";")[0]  # `17;cluster` on a federation
         if not number.isdecimal():
-            raise SlurmError(f"sbatch told no job's number: {answer!r}")
+            raise SlurmError(f"sbatch printed no job number: {answer!r}")
         numbers.append(number)
         for stage in submission.stages:
             job = submission.job(numbers[-1], stage)
@@ -138,8 +166,8 @@ def submit(
 
 
 def script_of(submissions: Sequence[Submission]) -> str:
-    """A script of the very commands that submit everything."""
-    lines = ["#!/bin/bash", "# What `braid submit` does.", "set -euo pipefail"]
+    """Return a shell script of the commands that submit everything."""
+    lines = ["#!/bin/bash", "# The commands of `braid submit`.", "set -euo pipefail"]
     variables = [f"${{job_{index}}}" for index in range(len(submissions))]
     for index, submission in enumerate(submissions):
         names = " ".join(stage.name for stage in submission.stages)
@@ -150,8 +178,7 @@ def script_of(submissions: Sequence[Submission]) -> str:
 def write_scripts(
     run: RunDirectory, cluster: ClusterSettings, submissions: Sequence[Submission]
 ) -> None:
-    """Write what the stage scripts read of the cluster, and beside it the script of the commands
-    that submit them."""
+    """Write the cluster's profile and setup for the stage scripts, and `script_of` beside them."""
     text = dump(cluster.model_dump(mode="json"))
     write_atomically(run.cluster, text)
     here = shlex.quote(str(Path(sys.executable).parent))
@@ -165,17 +192,17 @@ def script_for(stage: Stage) -> Path:
     return SCRIPTS / f"{SCRIPT_OF.get(stage.kind, stage.kind)}.sbatch"
 
 
-def refuse_too_large_engines(
+def check_engines_fit(
     settings: RunSettings, cluster: ClusterSettings, stages: Iterable[Stage]
 ) -> None:
-    """Raise BraidError where no node has room for an engine."""
+    """Raise BraidError if an engine is larger than a node."""
     for kind in dict.fromkeys(stage.kind for stage in stages if stage.needs_engine):
         room = cluster.of_kind(kind).ranks_per_node
         if settings.engine.tensor > room:
-            whose = f" for {kind}" if room != cluster.ranks_per_node else ""
+            of_kind = f" for {kind}" if room != cluster.ranks_per_node else ""
             raise BraidError(
-                f"engine.tensor = {settings.engine.tensor} is more than the cluster's "
-                f"ranks_per_node = {room}{whose}, and an engine stands on one node"
+                f"engine.tensor = {settings.engine.tensor} exceeds the cluster's "
+                f"ranks_per_node = {room}{of_kind}; an engine must fit on one node"
             )
 
 
@@ -190,10 +217,11 @@ def _submission(
     alone = len(stages) == 1
     script = script_for(first)
     if not script.exists():
-        raise BraidError(f"{shown(script)} is missing: install braid from a checkout of it")
+        raise BraidError(f"{shown(script)} is missing; install braid from a checkout")
     logs = run.slurm.absolute() / ("%x-%j.out" if alone else "%x-%A_%a.out")
     options = [
         f"--job-name={run.name}.{first.name if alone else 'experts'}",
+        f"--comment={comment_of(run, stages)}",
         *size_options(settings.layout, settings.engine if first.needs_engine else None, cluster),
         f"--time={cluster.walltime}",
         f"--signal=B:USR1@{cluster.warning_seconds}",
@@ -202,13 +230,35 @@ def _submission(
     if not alone:
         at_once = f"%{cluster.experts_at_once}" if cluster.experts_at_once else ""
         options.append(f"--array=0-{len(stages) - 1}{at_once}")
-    asked = {
+    named = {
         "account": cluster.account,
         "partition": cluster.partition,
         "qos": cluster.qos,
         "constraint": cluster.constraint,
         "mem": cluster.memory_per_node,
     }
-    options += [f"--{name}={value}" for name, value in asked.items() if value is not None]
+    options += [f"--{name}={value}" for name, value in named.items() if value is not None]
     arguments = (str(run.path.absolute()), *(stage.name for stage in stages))
     return Submission(tuple(stages), (*options, *cluster.options), script, arguments, after)
+
+
+def _with_keys(
+    error: SlurmError, stage: Stage, cluster: ClusterSettings, profile: Path
+) -> SlurmError:
+    """Return sbatch's refusal of a stage, with the keys of the profile that it is about."""
+    message = str(error).lower()
+    keys = [key for words, keys in REFUSED_KEYS.items() if words in message for key in keys]
+    if not keys:
+        return error
+    lines = [f"{error}\nthe cluster's profile sets:"]
+    for key in dict.fromkeys(keys):
+        where, value = key, getattr(cluster, key)
+        # `kinds` lacks the keys that hold for all stages alike.
+        if (own := getattr(cluster.kinds.get(stage.kind), key, None)) not in (None, ()):
+            where, value = f"kinds.{stage.kind}.{key}", own
+        if value in (None, ()):
+            lines.append(f"{shown(profile)}: {where}: is not set")
+        else:
+            place = place_in_cluster(profile, tuple(where.split(".")))
+            lines.append(f"{place}: {where}: {json.dumps(value)}")
+    return SlurmError("\n  ".join(lines))

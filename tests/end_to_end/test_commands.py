@@ -7,9 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from pipeline.report.probe import probe
+from pipeline.report.doctor import probe
 from tests.runs import braid
 
 ROWS = [{"question": f"say {n}", "answer": f'{{"n": {n}}}'} for n in range(40)]
@@ -49,7 +48,7 @@ def checked(folder: Path, key: str, *arguments: str) -> tuple[int, str]:
 
 
 def test_this_machine_is_examined() -> None:
-    findings = probe(Console())
+    findings = probe()
     assert findings.keys() == {"torch", "transformer_engine", "apex", "megatron", "vllm"}
     cuda = bool(findings["torch"]["devices"])
     assert findings["megatron"]["process_groups"] == ("nccl" if cuda else "gloo")
@@ -71,7 +70,7 @@ def test_a_domain_whose_references_score_is_right(tmp_path: Path, tokenizer: Pat
 def test_a_reference_that_does_not_score_is_told_loudly(tmp_path: Path, tokenizer: Path) -> None:
     code, out = checked(tmp_path, "m", "--tokenizer", str(tokenizer))
     assert code == 1
-    assert "✗ domains.shapes.rewards.shape: the reference scores 0, no more than a wrong" in out
+    assert "✗  domains.shapes.rewards.shape: the reference scores 0, no more than a wrong" in out
     assert "on 5 of 5 prompts" in " ".join(out.split())
     assert "such as a format, have the column hold a whole one" in " ".join(out.split())
     assert out.endswith(

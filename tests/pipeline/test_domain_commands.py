@@ -17,8 +17,8 @@ import yaml
 
 from pipeline.config.validate import dump_differing, load_domain
 from pipeline.config.violations import ConfigError
-from pipeline.report import domain_preview, domain_starter
-from pipeline.report.domain_check import demonstrated, described, faults, notes
+from pipeline.report import domain as domain_report
+from pipeline.report.domain import binned, demonstrated, described, errors, notes, previewed
 from stages.rewards.settings import RewardPoolSettings
 from stages.settings import DomainSettings
 from tests.repository.test_architecture import HEAVY
@@ -41,11 +41,11 @@ SHAPE = "{kind: json_schema, default_schema: {type: object, required: [%s]}}"
 @pytest.fixture
 def starters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where `braid domain new` writes; the shipped `_base.yaml` stands there."""
-    folder = tmp_path / "configs" / "domains"
-    folder.mkdir(parents=True)
-    (folder / "_base.yaml").write_text((REPOSITORY / "configs/domains/_base.yaml").read_text())
-    monkeypatch.setattr(domain_starter, "FOLDER", folder)
-    return folder
+    directory = tmp_path / "configs" / "domains"
+    directory.mkdir(parents=True)
+    (directory / "_base.yaml").write_text((REPOSITORY / "configs/domains/_base.yaml").read_text())
+    monkeypatch.setattr(domain_report, "DIRECTORY", directory)
+    return directory
 
 
 @pytest.fixture
@@ -89,8 +89,8 @@ def test_a_starter_is_accepted_as_it_is_and_looked_at_without_torch(
     assert not {name.partition(".")[0] for name in loaded} & HEAVY
     shown = "\n".join(lines)
     assert "    dataset: chain_sum\n" in shown
-    assert "prompts: reasoning-gym's chain_sum, without end; 2000 drawn\n" in shown
-    assert "demonstrations: generated, 4000 in a run; 2000 looked at\n" in shown
+    assert "prompts: reasoning-gym's chain_sum, without end; 2000 sampled\n" in shown
+    assert "demonstrations: generated, 4000 in a run; 2000 checked\n" in shown
     assert "2. 'c" in shown
     assert "3. 'c" not in shown
     assert lines[-1] == f"{path} is valid, and its rewards tell right from wrong on these prompts"
@@ -118,13 +118,13 @@ def test_a_starter_overwrites_nothing_and_needs_a_name(braid: Braid, starters: P
     path = starters / "mine.yaml"
     path.write_text("my own")
     assert braid("domain", "new", "mine")[2] == (
-        f"braid: {path} is there already, and is left as it is\n"
+        f"braid: {path} exists already; it was not changed\n"
     )
     assert path.read_text() == "my own"
     code, _, err = braid("domain", "new", "../mine")
     assert (code, err) == (
         1,
-        "braid: '../mine' is no name of a domain: use letters, digits, _ and -\n",
+        "braid: '../mine' is not a domain's name: use letters, digits, _ and -\n",
     )
 
 
@@ -198,8 +198,11 @@ def test_a_models_responses_are_shown_for_what_they_teach(
         ["'12-3='", "'<9>9'", earned, earned] for earned in ("1", "0", "1")
     ]
     assert "12 responses to 3 prompts\n" in out
-    assert "all earned the same: 67 %\n    all right: 33 %; all wrong: 33 %\n" in out
-    assert "cut off at sampling.max_response_tokens: 58 %\n" in out
+    assert (
+        "zero-variance groups, which teach nothing: 67 %\n    all right: 33 %; all wrong: 33 %\n"
+        in out
+    )
+    assert "truncated at sampling.max_response_tokens: 58 %\n" in out
     assert "reward/exact: 0.4167 on average" in out
     [results] = runs.glob("small/previews/*/results.json")
     assert json.loads(results.read_text())["parent"].endswith("merge/checkpoints/step_2")
@@ -321,15 +324,15 @@ RIGHT = {"right": {"kind": "math"}}
     ],
 )
 def test_right_must_score_above_wrong(scores: dict[str, float], fault: str | None) -> None:
-    found = list(faults("sums", settings(**RIGHT), [prompt(**scores)] * 2))
+    found = list(errors("sums", settings(**RIGHT), [prompt(**scores)] * 2))
     assert len(found) == (fault is not None)
     assert not found or found[0].startswith(f"domains.sums.rewards.right: {fault}")
 
 
 def test_what_judges_no_answer_may_give_what_it_likes_where_the_sum_is_right() -> None:
     watched = settings(right={"kind": "math", "weight": 0}, form={"kind": "format", "pattern": "x"})
-    assert not list(faults("sums", watched, [prompt(reference=1.0, empty=0.0)]))
-    [fault] = faults("sums", watched, [prompt(reference=0.0, empty=0.0)] * 2)
+    assert not list(errors("sums", watched, [prompt(reference=1.0, empty=0.0)]))
+    [fault] = errors("sums", watched, [prompt(reference=0.0, empty=0.0)] * 2)
     assert fault.startswith(
         "domains.sums.rewards: none of them judges the answer, and the reference earns 0, no more"
     )
@@ -340,23 +343,23 @@ def test_one_reward_of_several_may_be_met_by_a_wrong_response() -> None:
     auxiliary = prompt(reference=1.0, empty=1.0)
     for response, reward in zip(auxiliary["responses"], (1.2, 0.2), strict=True):
         response["reward"] = reward
-    assert not list(faults("sums", settings(**RIGHT), [auxiliary]))
+    assert not list(errors("sums", settings(**RIGHT), [auxiliary]))
     [note] = notes("sums", settings(**RIGHT), [auxiliary])
     assert note.startswith("domains.sums.rewards.right: by itself it does not tell right from wro")
 
 
 def test_a_reward_that_fails_is_a_fault() -> None:
     failed = prompt(failure="domains.sums.rewards.right: raised KeyError('x')", empty=0.0)
-    [found] = faults("sums", settings(**RIGHT), [failed, failed])
+    [found] = errors("sums", settings(**RIGHT), [failed, failed])
     assert found.startswith("a reward failed on 2 responses, which then have none; domains.sums.re")
 
 
 def test_a_reward_that_only_watches_and_fails_is_noted() -> None:
     found = [prompt(watch_failures=("it hung",), reference=1.0, empty=0.0)]
-    assert not list(faults("sums", settings(**RIGHT), found))
+    assert not list(errors("sums", settings(**RIGHT), found))
     assert list(notes("sums", settings(**RIGHT), found)) == [
-        "rewards of weight 0 failed on 2 responses, which keep what the others give; the first: "
-        "it hung"
+        "rewards of weight 0 failed on 2 responses, which keep the others' rewards; the first: it "
+        "hung"
     ]
 
 
@@ -383,11 +386,11 @@ def test_counts_are_told() -> None:
         "tokens": {"0": 5, "100": 12},
     }
     assert list(described(settings(**RIGHT), lengths)) == [
-        "prompts: reasoning-gym's chain_sum, without end; 100 drawn",
+        "prompts: reasoning-gym's chain_sum, without end; 100 sampled",
         "  4 repeated, 0 unusable: 72 to train on, 19 held out, 5 for gates; 0 of all are too long",
         "  tokens of a prompt, by percentile: 5 (0 %), 12 (100 %)",
         "  the longest prompt and sampling.max_response_tokens = 24 are 36 tokens; "
-        "engine.max_model_tokens must hold them",
+        "engine.max_model_tokens must allow them",
     ]
 
 
@@ -405,11 +408,11 @@ def test_the_demonstrations_are_described() -> None:
         "examples": [("1+1=", "<2>2")],
     }
     assert list(demonstrated(settings(**RIGHT), report)) == [
-        "demonstrations: generated, 4000 in a run; 2000 looked at",
+        "demonstrations: generated, 4000 in a run; 2000 checked",
         "  3 repeated, 0 unusable: 1993 to learn from, 4 whose prompts are held out",
-        "  5 of these are too long: of more than 40 tokens",
+        "  5 of these are too long: more than 40 tokens",
         "  tokens of a demonstration, by percentile: 5 (0 %), 41 (100 %)",
-        "  learned are 38 % of the tokens: what the assistant says",
+        "  38 % of tokens are trained on: the assistant's",
         "  '1+1=' is answered '<2>2'",
     ]
     assert list(demonstrated(settings(**RIGHT), None)) == [
@@ -417,20 +420,21 @@ def test_the_demonstrations_are_described() -> None:
     ]
 
 
-def test_a_histogram_counts_every_value_once() -> None:
-    assert domain_preview.binned([1.0, 0.0, 1.0]) == {"0": 1, "1": 2}
+def test_a_distribution_counts_every_value_once() -> None:
+    assert binned([1.0, 0.0, 1.0]) == {"0": 1, "1": 2}
     many = [n / 100 for n in range(101)]
-    counts = domain_preview.binned(many)
+    counts = binned(many)
     assert next(iter(counts)) == "0 to 0.1"
     assert list(counts)[-1] == "0.9 to 1"
     assert sum(counts.values()) == len(many)
     assert set(counts.values()) <= {9, 10, 11}  # edges are rounded
 
 
-def test_a_sample_without_a_reward_is_in_no_histogram() -> None:
-    lost = {"reward": None, "parts": {}, "solved": False, "finished": True, "tokens": 1}
-    assert list(domain_preview.histograms([[lost]])) == []
-    assert list(domain_preview.lines([[lost]], ["it hung"], ["it raised"]))[-2:] == [
+def test_a_sample_without_a_reward_is_in_no_distribution() -> None:
+    lost = {"prompt": "1+1=", "response": "2", "reward": None, "parts": {}}
+    lost |= {"solved": False, "finished": True, "tokens": 1}
+    found = {"groups": [[lost]], "failures": ["it hung"], "watch_failures": ["it raised"]}
+    assert list(previewed(found))[-2:] == [
         "  without a reward: 100 %; the first: it hung",
-        "  a reward of weight 0 failed 1 times: it raised",
+        "  a reward of weight 0 failed 1 times; the first: it raised",
     ]

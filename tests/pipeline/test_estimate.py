@@ -99,11 +99,11 @@ def test_stale_stages_start_anew_and_engines_of_their_own_count(
         ({"merge": 40.0}, 2, "about 40 s left, 0.02 hours of a rank"),
         ({"merge": 5400.0, "evaluate": 1800.0}, 2, "about 2 h 00 min left, 4.00 hours of a rank"),
         ({"merge": 7.2e6}, 16, "about 2000 h 00 min left, 32,000 hours of a rank"),
-        ({"merge": 0.0}, 2, "nothing is left to run"),
+        ({"merge": 0.0}, 2, "nothing left to run"),
         (
             {"merge": 0.0, "evaluate": None},
             2,
-            "how long it takes is not known: no stage of the kind evaluate has ended yet",
+            "time left unknown: no stage of kind evaluate has finished yet",
         ),
     ],
 )
@@ -122,7 +122,7 @@ def test_a_plan_estimates_from_attempts_that_ended_well(braid: Braid, config: Pa
     assert braid("run", config, actions={"evaluate": {"0": "say_why"}})[0] == 1
     assert left()["evaluate"].endswith(" ?")
     assert braid("resume", "small")[0] == 0
-    assert "nothing is left to run; " in braid("plan", config)[1]
+    assert "nothing left to run; " in braid("plan", config)[1]
     assert left("--name", "second")["evaluate"].endswith(" ?")
     assert braid("resume", "small", "--from", "evaluate", actions={"evaluate": {"0": "say_why"}})[0]
     assert left()["evaluate"].endswith(" s")
@@ -138,6 +138,5 @@ def test_nothing_is_told_from_too_little(
     found = estimate(Run(run.path, settings), states(settings), {})
     assert set(found.seconds.values()) == {None}
     assert left_line(found) == (
-        "how long it takes is not known: no stage of the kind sft, grpo, distill, evaluate, export "
-        "has ended yet"
+        "time left unknown: no stage of kind sft, grpo, distill, evaluate, export has finished yet"
     )

@@ -14,14 +14,14 @@ def test_why_tells_the_cause_the_parents_and_the_history(braid: Braid, config: P
     assert code == 0
     first, *lines = out.splitlines()
     assert first.startswith("merge is failed: ")
-    used = "  from experts.sums, which is done: finished; it was made from "
+    used = "  from experts.sums, which is done: finished; it used checkpoint "
     assert any(line.startswith(used) for line in lines)
     begun, ended = [line.partition("  attempt 1: ")[2] for line in lines if "  attempt " in line]
     assert begun == "running: from the start"
     assert ended.startswith("failed after ")
 
     code, out, _ = braid("why", "small", "evaluate")
-    assert out.splitlines()[:2] == ["evaluate is pending", "  it was never begun"]
+    assert out.splitlines()[:2] == ["evaluate is pending", "  it never started"]
     assert f"  from {first.replace(' is ', ', which is ')}" in out
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.report import logs
+from pipeline.report import explain
 from pipeline.run.directory import StageDirectory
 
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(logs, "ASK_SECONDS", 0.0)
+    monkeypatch.setattr(explain, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(explain, "ASK_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_what_is_written_while_the_state_is_asked_is_read(
         write(log, b"the last\n")
         return False
 
-    logs.print_log(stage, "rank_0.log", asked(lambda: True, ends))
+    explain.print_log(stage, "rank_0.log", asked(lambda: True, ends))
     assert capsys.readouterr().out == "one\nthe last\n"
 
 
@@ -59,7 +59,7 @@ def test_an_attempt_s_last_lines_stand_before_the_next_one_s(
         write(second, b"two\n")
         return True
 
-    logs.print_log(stage, "rank_0.log", asked(lambda: True, begins_anew, lambda: False))
+    explain.print_log(stage, "rank_0.log", asked(lambda: True, begins_anew, lambda: False))
     assert capsys.readouterr().out == f"one\nTraceback\n--- {second} ---\ntwo\n"
 
 
@@ -73,7 +73,7 @@ def test_a_rank_s_log_follows_srun_s(
         write(rank, b"two\n")
         return True
 
-    logs.print_log(stage, "rank_0.log", asked(lambda: True, begins, lambda: False))
+    explain.print_log(stage, "rank_0.log", asked(lambda: True, begins, lambda: False))
     assert capsys.readouterr().out == f"srun: waits\n--- {rank} ---\ntwo\n"
 
 
@@ -89,7 +89,7 @@ def test_a_letter_that_is_written_in_two_pieces_is_one(
     pieces = asked(
         lambda: writes("ü".encode()[:1]), lambda: writes("ü".encode()[1:]), lambda: False
     )
-    logs.print_log(stage, "rank_0.log", pieces)
+    explain.print_log(stage, "rank_0.log", pieces)
     assert capsys.readouterr().out == "one\nü"
 
 
@@ -97,7 +97,7 @@ def test_a_log_that_ends_within_a_letter_is_printed(
     stage: StageDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(stage.path / "attempt_1" / "rank_0.log", "ü".encode()[:1])
-    logs.print_log(stage, "rank_0.log", None)
+    explain.print_log(stage, "rank_0.log", None)
     assert capsys.readouterr().out == "one\n\ufffd"
 
 
@@ -113,5 +113,5 @@ def test_what_is_written_while_the_next_attempt_is_looked_for_is_read(
             write(second, b"two\n")
         return second if second.exists() else first
 
-    logs.print_log(stage, "rank_0.log", asked(lambda: True, lambda: False), newest)
+    explain.print_log(stage, "rank_0.log", asked(lambda: True, lambda: False), newest)
     assert capsys.readouterr().out == f"one\nTraceback\n--- {second} ---\ntwo\n"

@@ -105,7 +105,7 @@ def test_the_plan_tells_what_fits(config: Path, capsys: pytest.CaptureFixture[st
     assert "by pipeline rank" not in whole
     assert "the rest waits" in plan("engine.kv_cache_mebibytes=16")
     several = plan("engine={count: 2, tensor: 2, kv_cache_mebibytes: 16}")
-    assert "each of 2 engines, a process of its own on 2 ranks: " in several
+    assert "each of 2 engines, a separate process on 2 ranks: " in several
     assert "KV cache 32.0 MiB,\n  which holds 16,384 tokens" in several
     parted = plan("layout={ranks: 4, pipeline: 2}").splitlines()
     start = next(i for i, line in enumerate(parted) if line.startswith("merge, by pipeline rank"))
@@ -118,7 +118,7 @@ def test_rounds_are_alike_and_told_once(config: Path, capsys: pytest.CaptureFixt
     one = capsys.readouterr().out.splitlines()
     assert cli.main(["plan", str(config), "--memory", "rounds=1000"]) == 0
     many = capsys.readouterr().out.splitlines()
-    told = "each of the 1,000 rounds takes what the first does"
+    told = "each of the 1,000 rounds needs as much as the first"
     assert [line for line in many if line != told] == one
     assert many.count(told) == 1
 

@@ -14,7 +14,7 @@ import pytest
 from rich.table import Table
 
 from pipeline.launch.progress import watching
-from pipeline.report.columns import Cell, table
+from pipeline.report.tables import Cell, table
 from pipeline.report.terminal import Terminal
 from pipeline.run.ledger import Ledger
 from pipeline.text import visible

@@ -21,10 +21,10 @@ from pipeline.run.graph import compile_graph
 from pipeline.run.run import Run
 from pipeline.slurm.nodes import Places, cpus_of, nodes_needed, place, size_options, too_few_cpus
 from pipeline.slurm.queue import QueuedJob, SlurmError
-from pipeline.slurm.stage import go_back_into_the_queue
+from pipeline.slurm.stage import requeue
 from pipeline.slurm.steps import SlurmJob, Step, contained
 from pipeline.slurm.submit import (
-    refuse_too_large_engines,
+    check_engines_fit,
     submissions,
     submit,
     write_scripts,
@@ -80,7 +80,7 @@ def test_too_few_nodes_are_refused_with_the_number() -> None:
     cluster = ClusterSettings(ranks_per_node=2)
     with pytest.raises(BraidError, match=r"1 of the 4 nodes .* submit it with --nodes=4"):
         place(NODES[:1], *sizes(8), cluster, samples=True)
-    with pytest.raises(BraidError, match=r"engine\.tensor = 4 is more than ranks_per_node = 2"):
+    with pytest.raises(BraidError, match=r"engine\.tensor = 4 exceeds .* ranks_per_node = 2"):
         place(NODES, *sizes(2, tensor=4), cluster, samples=True)
 
 
@@ -123,6 +123,7 @@ def test_stages_wait_for_those_they_are_made_from(run: RunDirectory, settings: R
     ]
     assert all("--kill-on-invalid-dep=yes" in command for command in commands[1:])
     assert "--array=0-1%2" in commands[1]
+    assert f"--comment={run.path.absolute()}/experts.sums,experts.words" in commands[1]
     assert commands[1][-3:] == [str(run.path.absolute()), "experts.sums", "experts.words"]
     for option in ("--account=lab", "--partition=gpu", "--gpus-per-node=8", "--nodes=1"):
         assert all(option in command for command in commands)
@@ -179,9 +180,8 @@ def test_a_submission_that_slurm_refuses_leaves_those_before_it_in_the_ledger(
     monkeypatch.setenv("PATH", f"{sbatch.parent}:/usr/bin:/bin")
     stages = compile_graph(settings)
     run.path.mkdir(parents=True)
-    jobs = submissions(
-        Run(run.path, settings), ClusterSettings(), stages, Run(run.path, settings).states
-    )
+    whole = Run(run.path, settings)
+    jobs = submissions(whole, ClusterSettings(), stages, whole.states)
     refused = pytest.raises(BraidError, match="sbatch failed: sbatch: error: Invalid account")
     with run.lock_submission() as lock, refused:
         list(submit(run, jobs, ClusterSettings(), run.cluster, lock))
@@ -195,13 +195,13 @@ def test_the_script_of_the_commands_is_shell_that_passes_the_numbers_on(
 ) -> None:
     stages = compile_graph(settings)
     run.path.mkdir(parents=True)
-    cluster = ClusterSettings(setup=("module load cuda",), options=("--comment=two words",))
+    cluster = ClusterSettings(setup=("module load cuda",), options=("--licenses=two words",))
     whole = Run(run.path, settings)
     jobs = submissions(whole, cluster, stages, whole.states)
     write_scripts(run, cluster, jobs)
     script = run.submission.read_text()
     assert '"--dependency=afterok:${job_0}:${job_1}_0:${job_1}_1"' in script
-    assert "'--comment=two words'" in script
+    assert "'--licenses=two words'" in script
     assert run.setup_script.read_text().endswith("\nmodule load cuda\n")
     assert load_cluster(run.cluster) == cluster
 
@@ -342,7 +342,7 @@ def test_a_job_that_slurm_has_requeued_itself_is_in_the_queue(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     with nullcontext() if fault is None else pytest.raises(SlurmError, match=fault):
-        go_back_into_the_queue("17_2")
+        requeue("17_2")
 
 
 def test_an_interface_has_an_address_or_the_names_of_others() -> None:
@@ -434,8 +434,8 @@ def test_kinds_of_stages_ask_for_nodes_of_their_own(
     assert options["evaluate"][-2:] == ("--exclusive", "--nice=5")
     assert not any("gpus" in option for option in options["export"])
     large = settings.model_copy(update={"engine": settings.engine.model_copy(update={"tensor": 2})})
-    with pytest.raises(BraidError, match=r"ranks_per_node = 1 for evaluate, and an engine"):
-        refuse_too_large_engines(large, cluster, stages)
+    with pytest.raises(BraidError, match=r"ranks_per_node = 1 for evaluate; an engine"):
+        check_engines_fit(large, cluster, stages)
 
 
 @pytest.mark.parametrize(
@@ -467,6 +467,7 @@ def test_kinds_of_stages_ask_for_nodes_of_their_own(
             "warning_seconds: should be less than or equal to 65535, not 65536",
         ),
         ("options: [--gpus=2, --tim=5]", "options.1: --time is Braid's own to give; see walltime"),
+        ("options: [--comment=mine]", "options.0: --comment is Braid's own to give; it records"),
         ("options: [' --time=5']", "options.0: --time is Braid's own to give; see walltime"),
         (
             "options: [--exclusive, --array=0-3]",

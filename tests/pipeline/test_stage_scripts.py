@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline import cli
+from pipeline.errors import BraidError
+from pipeline.slurm.stage import stage_of_task
 from pipeline.slurm.submit import SCRIPTS
 
 ALL = sorted(SCRIPTS.glob("*.sbatch"), key=lambda path: path.stem)
@@ -14,7 +17,7 @@ PREPARE = "braid submit CONFIG --cluster PROFILE --prepare"
 
 
 def body(script: Path) -> str:
-    return script.read_text().partition("\nrun=")[2]
+    return script.read_text().partition("\ntrap ")[2]
 
 
 @pytest.fixture
@@ -61,19 +64,26 @@ def test_a_script_runs_its_stage(script: Path, run: Path, braid: Path) -> None:
     (run / "setup.sh").write_text(f"export PATH={braid}:$PATH\n")
     assert bash(script, run, "merge") == (0, said, "")
     stages = ("experts.a", "experts.b")
-    found = bash(script, run, *stages, path=braid, SLURM_ARRAY_TASK_ID="1")
-    assert found == (0, f"stage|--trust-run|{run}|experts.b|", "")
+    found = bash(script, run, *stages, path=braid)
+    assert found == (0, f"stage|--trust-run|{run}|experts.a|experts.b|", "")
 
 
 @pytest.mark.parametrize("script", ALL, ids=lambda path: path.stem)
-def test_a_script_without_its_run_says_how_to_make_it(script: Path, run: Path, braid: Path) -> None:
-    (run / "run.yaml").unlink()
-    code, out, err = bash(script, run, "merge", path=braid)
-    assert (code, out) == (1, "")
-    assert err == f"{run}: holds no run; make its directory with: {PREPARE}\n"
-    code, out, err = bash(script)
-    assert (code, out) == (1, "")
-    assert err.endswith(f"slurm/{script.name} runs/NAME STAGE\n")
+def test_a_script_without_a_stage_says_how_to_submit_it(script: Path, run: Path) -> None:
+    for arguments in ((), (run,)):
+        code, out, err = bash(script, *arguments)
+        assert (code, out) == (1, "")
+        assert err.endswith(f"usage: sbatch [OPTIONS] slurm/{script.name} runs/NAME STAGE\n")
+
+
+def test_a_stage_without_its_run_says_how_to_make_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["stage", str(tmp_path / "small"), "merge"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"no run {tmp_path}/small in " in err
+    assert err.endswith(f"create a run with: {PREPARE}\n")
 
 
 @pytest.mark.parametrize("script", ALL, ids=lambda path: path.stem)
@@ -81,19 +91,24 @@ def test_a_script_without_braid_says_how_to_have_it(script: Path, run: Path) -> 
     code, out, err = bash(script, run, "merge")
     assert (code, out) == (1, "")
     assert err == (
-        f"{run}: braid is not on PATH; activate its environment before sbatch, or have the job do "
-        f"so with {run}/setup.sh, which this writes: {PREPARE}\n"
+        f"{run}: braid is not on PATH; activate its environment before sbatch, or in the profile's "
+        f"setup, for {run}/setup.sh: {PREPARE}\n"
     )
     (run / "setup.sh").write_text("export PATH=/usr/bin:/bin\n")
     code, _, err = bash(script, run, "merge")
     assert (code, err.startswith(f"{run}: braid is not on PATH; ")) == (1, True)
 
 
-@pytest.mark.parametrize("script", ALL, ids=lambda path: path.stem)
-def test_several_stages_are_an_array(script: Path, run: Path, braid: Path) -> None:
-    code, out, err = bash(script, run, "experts.a", "experts.b", path=braid)
-    assert (code, out) == (1, "")
-    assert err == f"{run}: 2 stages are an array; submit them with: sbatch --array=0-1\n"
+def test_several_stages_are_an_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stage_of_task(["merge"]) == "merge"
+    stages = ["experts.a", "experts.b"]
+    with pytest.raises(BraidError, match="2 stages need a job array; use sbatch --array=0-1"):
+        stage_of_task(stages)
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
+    with pytest.raises(BraidError, match="2 stages need a job array"):
+        stage_of_task(stages)
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
+    assert stage_of_task(stages) == "experts.b"
 
 
 def test_a_setup_that_fails_ends_the_job(run: Path, braid: Path) -> None:

@@ -1,5 +1,4 @@
-"""`braid submit` beside a stand-in for Slurm: what it writes, and what becomes of a job that Slurm
-has and the ledger does not."""
+"""`braid submit` with a stand-in for Slurm: its files, and jobs that the ledger lacks."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ def test_a_dry_run_writes_nothing_and_prepare_the_run_s_folder(
 def test_the_script_of_a_submission_runs_nothing_but_sbatch(
     said: str, braid: Braid, config: Path, profile: Path, slurm: Path, tmp_path: Path
 ) -> None:
-    options = {"account": said, "constraint": "${job_0}", "options": [f"--comment={said}"]}
+    options = {"account": said, "constraint": "${job_0}", "options": [f"--licenses={said}"]}
     profile.write_text(json.dumps({"ranks_per_node": 2, **options}))
     (slurm / "sbatch").write_text(
         "#!/bin/bash\n"
@@ -76,7 +75,7 @@ def test_the_script_of_a_submission_runs_nothing_but_sbatch(
     assert braid(*given)[0] == 0
     assert by_script == (slurm / "submitted").read_text()
     first, second, *_ = [job.split("\0") for job in by_script.split("END\0")]
-    for option in (f"--account={said}", "--constraint=${job_0}", f"--comment={said}"):
+    for option in (f"--account={said}", "--constraint=${job_0}", f"--licenses={said}"):
         assert option in first
     assert first[-3:] == [str(runs / "small"), "cold_start", ""]
     assert "--dependency=afterok:100" in second
@@ -110,9 +109,11 @@ def test_nothing_is_made_for_a_stage_that_cannot_start(
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a queue: sbatch adds a line to `queue`, `squeue` shows it. Where there is a
-    file `refuses`, sbatch says what is in it; where there is `killer`, it kills its caller;
-    and while there is `slow`, it takes its time."""
+    """Return the directory of a queue: sbatch adds a line to its `queue`, squeue prints that file.
+
+    With a file `refuses`, sbatch fails with its text; with `killer`, it kills its caller; while
+    there is `slow`, it waits.
+    """
     folder = tmp_path / "slurm"
     folder.mkdir()
     sbatch = """\
@@ -124,13 +125,14 @@ while [[ "$1" == --* ]]; do options+=("$1"); shift; done
 echo "${options[*]}" >> "$folder/submitted"
 tasks=$(printf '%s\\n' "${options[@]}" | sed -n 's/^--array=0-\\([0-9]*\\).*/\\1/p')
 each() {
-    printf '%s\\x1fPENDING\\x1fPriority\\x1f0:00\\x1f4:00\\x1f\\x1fother\\x1f%s\\x1f%s\\n' \\
-        "$1" "$PWD" "$2" >> "$folder/queue"
+    printf '%s\\x1fPENDING\\x1fPriority\\x1f0:00\\x1f4:00\\x1f\\x1f%s\\n' "$1" "$comment" \\
+        >> "$folder/queue"
 }
+comment=$(printf '%s\\n' "${options[@]}" | sed -n 's/^--comment=//p')
 if [ -n "$tasks" ]; then
-    for task in $(seq 0 "$tasks"); do each "${number}_$task" "$*"; done
+    for task in $(seq 0 "$tasks"); do each "${number}_$task"; done
 else
-    each "$number" "$*"
+    each "$number"
 fi
 if [ -e "$folder/killer" ]; then kill -9 $PPID; fi
 while [ -e "$folder/slow" ]; do sleep 0.1; done
@@ -197,20 +199,10 @@ def test_a_job_whose_submission_was_killed_is_cancelled(
 
 
 def by_hand(slurm: Path, number: str, run: Path, stage: str) -> None:
-    """A person has submitted a stage's script."""
-    line = (
-        number,
-        "PENDING",
-        "Priority",
-        "0:00",
-        "4:00",
-        "",
-        "any",
-        "/",
-        f"/b/x.sbatch {run} {stage}",
-    )
+    """Queue a job as a person does who submits a command of submit.sh."""
+    fields = (number, "PENDING", "Priority", "0:00", "4:00", "", f"{run}/{stage}")
     with (slurm / "queue").open("a") as queue:
-        queue.write("\x1f".join(line) + "\n")
+        queue.write("\x1f".join(fields) + "\n")
 
 
 def test_a_job_by_hand_is_known_though_nothing_was_ever_submitted(
@@ -359,10 +351,7 @@ def test_logs_are_what_the_job_printed(
     assert braid("run", config, "--only", "cold_start")[0] == 0
     log = runs / "small" / "stages" / "cold_start" / "attempt_1" / "rank_0.log"
     log.write_text("")
-    assert (
-        "rank_0.log is empty: ranks print what goes wrong"
-        in braid("logs", "small", "cold_start")[1]
-    )
+    assert "rank_0.log is empty: ranks print errors only" in braid("logs", "small", "cold_start")[1]
     Ledger(runs / "small" / "ledger.jsonl").append("cold_start", "running", "x", 1, job="9")
     (runs / "small" / "slurm").mkdir()
     (runs / "small" / "slurm" / "small.cold_start-9.out").write_text("step 1/2\nstep 2/2\n")
@@ -376,8 +365,8 @@ def following(
     """Have the stand-in for squeue do one of these lines of shell a call, the last one for good.
     In them, `shows STATE` prints job 9 of cold_start, `$run` is the run's directory, and `$out`
     what the job prints. Returns the file `$out`."""
-    monkeypatch.setattr("pipeline.report.logs.ASK_SECONDS", 0.0)
-    monkeypatch.setattr("pipeline.report.logs.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("pipeline.report.explain.ASK_SECONDS", 0.0)
+    monkeypatch.setattr("pipeline.report.explain.LOOK_SECONDS", 0.01)
     assert braid("run", config, "--only", "cold_start")[0] == 0
     run = runs / "small"
     (run / "slurm").mkdir()
@@ -387,8 +376,7 @@ def following(
         f"""#!/bin/bash
 run='{run}'; out='{output}'; folder=$(dirname "$0")
 shows() {{
-    printf '9\\x1f%s\\x1fNone\\x1f0:01\\x1f4:00\\x1fn1\\x1fx\\x1f/\\x1f/b/x.sbatch %s %s\\n' \\
-        "$1" "$run" cold_start
+    printf '9\\x1f%s\\x1fNone\\x1f0:01\\x1f4:00\\x1fn1\\x1f%s/cold_start\\n' "$1" "$run"
 }}
 echo >> "$folder/asked"
 number=$(wc -l < "$folder/asked") lines=$(wc -l < "$folder/calls")
@@ -442,7 +430,7 @@ def test_a_job_that_cannot_start_its_stage_says_so_in_the_ledger(
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     code, _, err = braid("stage", "small", "experts.sums")
     assert code == 1
-    assert "experts.sums needs cold_start, which is pending\nrun those first, or have" in err
+    assert "experts.sums needs cold_start, which is pending\nrun those first, or make" in err
     [event] = Ledger(runs / "small" / "ledger.jsonl").events()
     assert (event.stage, event.state, event.job) == ("experts.sums", "failed", "7")
     assert "job 7 was refused: missing dependencies" in braid("why", "small", "experts.sums")[1]
@@ -501,32 +489,32 @@ def test_a_job_that_begins_and_ends_before_its_line_is_written_is_not_told_anew(
     assert told == [("running", "x"), ("failed", "its own")]
 
 
-def test_a_job_is_known_by_its_arguments(slurm: Path, tmp_path: Path) -> None:
+def test_a_job_is_known_by_its_comment(slurm: Path, tmp_path: Path) -> None:
     here = tmp_path / "my runs" / "small"
     here.mkdir(parents=True)
     (tmp_path / "link").symlink_to(here)
     jobs = {
-        "1": ("/", f"/my checkout/slurm/sft.sbatch {here} cold_start"),
-        "2": (str(tmp_path), "/b/slurm/evaluate.sbatch my runs/small evaluate"),
-        "3_1": ("/", f"/b/slurm/grpo.sbatch {here} experts.a experts.b"),
-        "4": ("/", f"/b/slurm/sft.sbatch {tmp_path}/link cold_start"),
-        "5": ("/", "/b/slurm/sft.sbatch /other/runs/small cold_start"),  # numbers come again
-        "6": ("/", "/elsewhere/train.sh"),
-        "7": ("/", f"/elsewhere/train.sh {here} cold_start"),
-        "3_[2-9]": ("/", f"/b/slurm/grpo.sbatch {here} experts.a experts.b"),
+        "1": f"{here}/cold_start",
+        "3_1": f"{here}/experts.a,experts.b",
+        "4": f"{tmp_path}/link/cold_start",
+        "5": "/other/runs/small/cold_start",  # Slurm reuses numbers
+        "6": "(null)",
+        "7": "(null)",
+        "8": "a comment of 1/2 words",
+        "3_[2-9]": f"{here}/experts.a,experts.b",
     }
     lines = [
-        "\x1f".join((number, "PENDING", "Priority", "0:00", "4:00", "", "any", folder, command))
-        for number, (folder, command) in jobs.items()
+        "\x1f".join((number, "PENDING", "Priority", "0:00", "4:00", "", comment))
+        for number, comment in jobs.items()
     ]
     (slurm / "queue").write_text("\n".join([*lines, "half a line"]) + "\n")
-    found = queued(here, ["5", "6"])
+    found = queued(here, ["5", "6", "8"])
     assert {number: job.stage for number, job in found.items()} == {
         "1": "cold_start",
-        "2": "evaluate",
         "3_1": "experts.b",
         "4": "cold_start",
         "6": None,
+        "8": None,
     }
 
 
@@ -565,6 +553,6 @@ def test_what_sbatch_refuses_is_told_with_the_keys_it_speaks_of(
     assert first == f"braid: sbatch failed: {said}"
     if said in REFUSED:
         heading, *lines = lines
-        assert heading == "what it was asked for is said by the cluster's profile:"
+        assert heading == "the cluster's profile sets:"
     expected = [f"  {profile.parent}/{line}" for line in REFUSED.get(said, [])]
     assert lines == expected

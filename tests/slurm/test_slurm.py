@@ -142,7 +142,7 @@ def test_a_stage_that_comes_no_further_fails(braid: Braid, cluster: Cluster) -> 
     status = braid("status", "small")
     assert "failed" in status
     log = braid.run / "slurm" / f"small.cold_start-{jobs['cold_start']}.out"
-    assert "1 attempts in a row began from the start" in log.read_text()
+    assert "1 attempts in a row started from the start" in log.read_text()
 
 
 @more
@@ -287,7 +287,7 @@ def test_a_stage_script_without_options_says_which_its_run_needs(
     why = braid("why", "small", "cold_start")
     needed = "--nodes=1 --ntasks-per-node=2 --cpus-per-task=1"
     for text in (said, why):
-        assert "has 1 CPU for this job, and what cold_start starts there takes 2" in text
+        assert "has 1 CPU for this job, and cold_start needs 2 there" in text
         assert f"submit it with: sbatch {needed} {shown(script)} {braid.run} cold_start" in text
     job = cluster.call(*asked, *needed.split(), str(script), str(braid.run), "cold_start")
     braid.wait_for_the_end({"cold_start": job})
