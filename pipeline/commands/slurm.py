@@ -137,11 +137,11 @@ def stage(arguments: Namespace) -> None:
     """Run one stage here, as the stage scripts do; of several, that of this array task."""
     name = stage_of_task(arguments.stages)
     try:
-        run = common.owned(arguments, check_environment=True)
+        common.find(arguments.runs_dir, arguments.run)
     except BraidError as error:
-        if not RunDirectory(Path(arguments.run)).settings_file.exists():
-            error.add_note("create a run with: braid submit CONFIG --cluster PROFILE --prepare")
+        error.add_note("create a run with: braid submit CONFIG --cluster PROFILE --prepare")
         raise
+    run = common.owned(arguments, check_environment=True)
     [wanted] = run.chosen([name])
     with run.lock(shared=True):
         results = run_stage(run, wanted, terminal(), common.PROGRAMS)
