@@ -231,7 +231,7 @@ def test_cancelled_jobs_save_and_leave_the_queue(braid: Braid, cluster: Cluster)
     braid.wait_for_step("cold_start", 6)
     said = braid("cancel", "small")
     assert said.count(": cancelled") == 5
-    assert f"cold_start: saves and ends (job {jobs['cold_start']})" in said
+    assert f"cold_start: checkpoints and ends (job {jobs['cold_start']})" in said
     cluster.wait_until(lambda: not cluster.call("squeue", "--noheader"))
     [*_, (_, last, _)] = braid.steps("cold_start")
     assert (braid.run / "stages/cold_start/checkpoints" / f"step_{last}").exists()
@@ -262,7 +262,7 @@ def test_a_job_that_ends_before_its_stage_begins_shows_why(braid: Braid, cluster
 def test_what_waits_for_a_cancelled_stage_is_cancelled_too(braid: Braid) -> None:
     jobs = braid.submit()
     others = ("submit", braid.config, "--cluster", braid.profile, "seed=1")
-    assert "take them out first with: braid cancel runs/small" in braid(*others, code=1)
+    assert "cancel them first with: braid cancel runs/small" in braid(*others, code=1)
     said = braid("cancel", "small", "experts.words")
     assert {line.partition(":")[0] for line in said.splitlines()} == {
         "experts.words",
