@@ -1,4 +1,4 @@
-"""How many bytes a rank holds, from the settings alone. Never imports torch.
+"""The bytes that a rank holds, from the settings alone. Never imports torch.
 
 Parameters, gradients and optimizer state are counted as megatron-core lays them out, padding
 included. Activations are an estimate: see `_layer_activations`.
@@ -48,7 +48,7 @@ class RankMemory:
         return self.parameters + self.gradients + self.optimizer + self.frozen + self.activations
 
     def beside(self, other: RankMemory) -> RankMemory:
-        """Of two models that train in turn: only one at a time has activations."""
+        """Add a model that trains in turn with this one: only one at a time has activations."""
         return RankMemory(
             self.parameters + other.parameters,
             self.gradients + other.gradients,
@@ -84,7 +84,7 @@ def training_memory(
     averages: int = 0,
     values: bool = False,
 ) -> list[RankMemory]:
-    """What a rank of every pipeline rank holds while it trains, the first pipeline rank first.
+    """Return the memory of one rank of every pipeline rank while it trains, first rank first.
 
     Args:
         model: together with `layout`, free of `layout_violations`.
@@ -118,7 +118,7 @@ def training_memory(
 
 
 def reading_memory(model: ModelSettings, layout: LayoutSettings) -> list[RankMemory]:
-    """What a rank of every pipeline rank holds of a model that is only read."""
+    """Return the memory of one rank of every pipeline rank for a model that is only read."""
     precision = BYTES[model.precision]
     return [
         RankMemory(precision * sum(chunk.elements for chunk in _chunks(model, layout, rank)))
@@ -127,7 +127,7 @@ def reading_memory(model: ModelSettings, layout: LayoutSettings) -> list[RankMem
 
 
 def parameter_count(model: ModelSettings) -> tuple[int, int]:
-    """The model's parameters, and how many of them a token passes through."""
+    """Return the model's parameters, and the number of them that a token uses."""
     [whole] = _chunks(model, LayoutSettings(), 0)
     expert = 3 * model.expert_hidden_size * model.hidden_size
     unused = len(routed_layers(model)) * (model.experts - model.experts_per_token) * expert
@@ -135,12 +135,12 @@ def parameter_count(model: ModelSettings) -> tuple[int, int]:
 
 
 def engine_weights(model: ModelSettings) -> int:
-    """Bytes of the engine's own copy of the whole model."""
+    """Return the bytes of the engine's own copy of the whole model."""
     return BYTES[model.precision] * parameter_count(model)[0]
 
 
 def cache_bytes(model: ModelSettings, engine: EngineSettings) -> int:
-    """Bytes of keys and values that an engine rank keeps; unless set, exactly enough of them."""
+    """Return the bytes of an engine rank's KV cache; unless set, just enough for its sequences."""
     if engine.kv_cache_mebibytes is not None:
         return engine.kv_cache_mebibytes << 20
     blocks = engine.max_sequences * -(-engine.max_model_tokens // CACHE_BLOCK)
@@ -148,12 +148,15 @@ def cache_bytes(model: ModelSettings, engine: EngineSettings) -> int:
 
 
 def cached_tokens(model: ModelSettings, engine: EngineSettings) -> int:
-    """Tokens whose keys and values fit into an engine's cache."""
+    """Return the tokens that fit into an engine's KV cache."""
     return cache_bytes(model, engine) // _cached_token(model, engine)
 
 
 def _cached_token(model: ModelSettings, engine: EngineSettings) -> int:
-    """Bytes of one token on an engine rank; a latent, or a head that is the last, is on each."""
+    """Return the bytes of a cached token on an engine rank.
+
+    The latent, or at least one key-value head, is on every rank.
+    """
     further = architecture(model)
     each = 2 * max(1, model.key_value_heads // engine.tensor) * model.head_dim
     if isinstance(further, DeepseekV3Architecture):
@@ -164,7 +167,7 @@ def _cached_token(model: ModelSettings, engine: EngineSettings) -> int:
 def _chunks(
     model: ModelSettings, layout: LayoutSettings, rank: int, values: bool = False
 ) -> list[Tensors]:
-    """The parts of the model that a pipeline rank holds: one, or `virtual_pipeline` of them."""
+    """Return the chunks of the model on a pipeline rank: `virtual_pipeline` of them."""
     return [
         _chunk(model, layout, part * layout.pipeline + rank, values)
         for part in range(layout.virtual_pipeline)
@@ -172,7 +175,7 @@ def _chunks(
 
 
 def _chunk(model: ModelSettings, layout: LayoutSettings, number: int, values: bool) -> Tensors:
-    """Some layers, with the embedding before the first and the output layer behind the last."""
+    """Return a chunk's layers, with the embedding before the first, the head after the last."""
     parts = layout.pipeline * layout.virtual_pipeline
     count = model.layers // parts
     routed = max(0, (number + 1) * count - max(number * count, routed_layers(model).start))
@@ -195,8 +198,10 @@ def _chunk(model: ModelSettings, layout: LayoutSettings, number: int, values: bo
 
 
 def _dense_widths(model: ModelSettings, routed: int, layers: int) -> list[tuple[int, int]]:
-    """Hidden sizes of feed-forward networks that every token goes through, and how many of so many
-    layers have them: shared experts, and what layers without experts have."""
+    """Return (hidden size, layers) of the dense feed-forward networks in `layers` layers.
+
+    They are the shared experts of routed layers, and the networks of layers without experts.
+    """
     further = architecture(model)
     if isinstance(further, NothingFurther):
         return []
@@ -205,7 +210,7 @@ def _dense_widths(model: ModelSettings, routed: int, layers: int) -> list[tuple[
 
 
 def _attention(model: ModelSettings, tensor: int) -> list[int]:
-    """Elements of each tensor of a layer's attention on a tensor-parallel rank."""
+    """Return the elements of each tensor of a layer's attention on a tensor-parallel rank."""
     further = architecture(model)
     hidden, heads = model.hidden_size, model.attention_heads
     if isinstance(further, DeepseekV3Architecture):
@@ -240,14 +245,14 @@ def _counted(tensors: list[tuple[int, int]]) -> dict[int, int]:
 
 
 def _copies(layout: LayoutSettings) -> tuple[int, int]:
-    """On how many ranks each dense weight and each expert is held."""
+    """Return the number of ranks that hold each dense weight, and each expert."""
     dense = layout.ranks // (layout.tensor * layout.pipeline)
     experts = layout.ranks // (layout.expert_tensor * layout.expert * layout.pipeline)
     return dense, experts
 
 
 def _buffered(chunk: Tensors, layout: LayoutSettings) -> int:
-    """Elements of a chunk's buffers of gradients (and of weights, with the distributed optimizer).
+    """Return the elements of a chunk's gradient buffers (and weights, if the optimizer is sharded).
 
     Each chunk has one buffer of dense weights and one of experts: without overlapped reduction
     megatron-core does not cut them into buckets.
@@ -259,7 +264,7 @@ def _buffered(chunk: Tensors, layout: LayoutSettings) -> int:
 
 
 def _updated(chunk: Tensors, layout: LayoutSettings) -> int:
-    """Elements whose optimizer state the rank holds; with the distributed optimizer its share."""
+    """Return the elements whose optimizer state the rank holds: its share if it is sharded."""
     if not layout.distributed_optimizer:
         return chunk.elements
     both = zip((chunk.dense, chunk.experts), _copies(layout), strict=True)
@@ -278,7 +283,7 @@ def _up(number: int, multiple: int) -> int:
 def _activations(
     model: ModelSettings, layout: LayoutSettings, rank: int, tokens: int, values: bool
 ) -> int:
-    """Bytes that forward passes keep for their backward passes on one pipeline rank."""
+    """Return the bytes that forward passes keep for their backward passes on a pipeline rank."""
     layers = model.layers // (layout.pipeline * layout.virtual_pipeline)
     in_flight = _chunks_in_flight(layout, rank) * layers
     share = tokens / (layout.context * layout.tensor)
@@ -294,7 +299,7 @@ def _activations(
 
 
 def _chunks_in_flight(layout: LayoutSettings, rank: int) -> int:
-    """Chunks run forward whose backward is still to come, at most (1F1B, a full pipeline)."""
+    """Return the most chunks between forward and backward pass (1F1B, a full pipeline)."""
     behind = layout.pipeline - 1 - rank
     if layout.virtual_pipeline == 1:
         return behind + 1
@@ -302,7 +307,7 @@ def _chunks_in_flight(layout: LayoutSettings, rank: int) -> int:
 
 
 def _layer_activations(model: ModelSettings, layout: LayoutSettings) -> float:
-    """Bytes a layer keeps of a token, times `tensor`, over which all of them are split.
+    """Return the bytes a layer keeps of a token, times `tensor`, over which all are split.
 
     As plain torch keeps them; fused kernels keep up to a third less. Assumed are tokens spread
     evenly over the experts, and an attention that keeps no scores, only their normaliser.
@@ -322,8 +327,11 @@ def _layer_activations(model: ModelSettings, layout: LayoutSettings) -> float:
 
 
 def _attention_activations(model: ModelSettings) -> int:
-    """Numbers a layer's attention keeps of a token. Multi-latent: what is compressed, raw and
-    normalised; queries raw and rotated; keys and values joint and apart; the output."""
+    """Return the numbers that a layer's attention keeps of a token.
+
+    Multi-latent: what is compressed, raw and
+    normalised; queries raw and rotated; keys and values joint and apart; the output.
+    """
     further, heads = architecture(model), model.attention_heads
     if isinstance(further, DeepseekV3Architecture):
         query = further.qk_nope_head_dim + model.head_dim

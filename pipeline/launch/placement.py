@@ -21,9 +21,9 @@ class Placement(Protocol):
     interface: str
 
     def start_ranks(
-        self, command: Sequence[str], world: int, folder: Path, beside_engines: bool
+        self, command: Sequence[str], world: int, directory: Path, beside_engines: bool
     ) -> list[Process]:
-        """The ranks of a stage, with their logs in `folder`."""
+        """The ranks of a stage, with their logs in `directory`."""
 
     def start_engine(self, name: str, index: int, command: Sequence[str], log: Path) -> Process:
         """An engine.
@@ -50,7 +50,7 @@ class ThisMachine:
         self._servers = servers
 
     def start_ranks(
-        self, command: Sequence[str], world: int, folder: Path, beside_engines: bool
+        self, command: Sequence[str], world: int, directory: Path, beside_engines: bool
     ) -> list[Process]:
         common = {
             "WORLD_SIZE": str(world),
@@ -65,7 +65,7 @@ class ThisMachine:
         try:
             for rank in range(world):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                log = folder / f"rank_{rank}.log"
+                log = directory / f"rank_{rank}.log"
                 environment = {**common, **own}
                 where = cores or self._cores
                 name = f"rank {rank}"

@@ -1,5 +1,7 @@
-"""Explanations of a run: why a stage is in its state, how two runs differ, the graph as a drawing,
-what a dry run would do, and what a stage's processes print."""
+"""Explanations of a run.
+
+Why a stage is in its state, how two runs differ, the graph as a drawing, a dry run, and the logs.
+"""
 
 from __future__ import annotations
 
@@ -115,8 +117,10 @@ def difference_lines(found: dict[str, Any]) -> list[str]:
 
 
 def dot(run: Run, states: dict[str, StageState]) -> Iterator[str]:
-    """Yield the graph in Graphviz's language: an arrow for every checkpoint that a stage loads, a
-    bold one from every gate to the stages that wait for it."""
+    """Yield the graph in Graphviz's language.
+
+    An arrow is a checkpoint that a stage loads; a bold one leads from a gate to what waits for it.
+    """
     yield f"digraph {json.dumps(run.settings.name)} {{"
     yield "  rankdir=LR; node [shape=box, style=filled];"
     for stage in run.stages:

@@ -90,8 +90,10 @@ def plan_table(
     follows: Mapping[str, str],
     left: Estimate,
 ) -> str:
-    """Return the table of `braid plan`: the stages in order, with their states, next actions
-    (`follows`) and time left. Next actions too long for their column follow below it."""
+    """Return the table of `braid plan`: every stage's state, next action (`follows`), time left.
+
+    Next actions too long for their column follow below it.
+    """
     settings, stages = run.settings, run.stages
     names = indented(stages)
     rows = [
@@ -141,8 +143,10 @@ def _left_text(seconds: float | None) -> str:
 
 
 def status_table(run: Run, states: Mapping[str, StageState]) -> str:
-    """Return the table of `braid status`: every stage's state, newest saved step, attempts, time
-    in ended attempts, and a note. Notes too long for their column follow below it."""
+    """Return the table of `braid status`: states, saved steps, attempts, their time, and notes.
+
+    Notes too long for their column follow below it.
+    """
     spent = minutes(run.events)
     rows, below = [], {}
     for stage in run.stages:

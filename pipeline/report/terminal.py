@@ -14,8 +14,10 @@ PLAIN_WIDTH = 1000  # where there is no terminal: whoever reads it breaks lines 
 
 
 class Terminal(Console):
-    """A console on which text is only text: it has no markup, no `:emoji:` and no escape sequences
-    but rich's own. It falls silent when its reader leaves, where rich's would end the process."""
+    """A console without markup, `:emoji:` or escape sequences other than rich's own.
+
+    When its reader leaves it stops printing, where rich's console ends the process.
+    """
 
     def __init__(self, file: IO[str] | None = None, width: int | None = None) -> None:
         super().__init__(file=file, width=width, markup=False, emoji=False)
@@ -34,7 +36,6 @@ class Terminal(Console):
 
 
 def terminal(file: IO[str] | None = None) -> Terminal:
-    """Return the console for a file, or standard output, as good as endless where it is no
-    terminal."""
+    """Return the console of a file, or of standard output; very wide if it is not a terminal."""
     console = Terminal(file)
     return console if console.is_terminal else Terminal(file, width=PLAIN_WIDTH)

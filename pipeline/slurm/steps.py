@@ -42,7 +42,7 @@ class SlurmJob:
         self._cluster = cluster
 
     def start_ranks(
-        self, command: Sequence[str], world: int, folder: Path, beside_engines: bool
+        self, command: Sequence[str], world: int, directory: Path, beside_engines: bool
     ) -> list[Process]:
         nodes, per_node = self._places.rank_nodes, self._places.ranks_per_node
         options = [
@@ -53,7 +53,7 @@ class SlurmJob:
             f"--cpus-per-task={self._cluster.cpus_per_rank}",
             "--distribution=block",
             "--kill-on-bad-exit=1",
-            f"--output={folder.absolute()}/rank_%t.log",
+            f"--output={directory.absolute()}/rank_%t.log",
         ]
         rendezvous = {
             # The launcher runs on the first node, where rank 0 is.
@@ -62,9 +62,9 @@ class SlurmJob:
             "OMP_NUM_THREADS": str(self._cluster.cpus_per_rank),
             **environment_of(self.interface),
         }
-        logs = [folder / f"rank_{rank}.log" for rank in range(world)]
+        logs = [directory / f"rank_{rank}.log" for rank in range(world)]
         srun = self._srun(options, command)
-        return [Step("rank", srun, folder / "srun.log", logs, rendezvous)]
+        return [Step("rank", srun, directory / "srun.log", logs, rendezvous)]
 
     def start_engine(self, name: str, index: int, command: Sequence[str], log: Path) -> Process:
         node, devices = self._places.engines[index]
@@ -148,8 +148,10 @@ class Step:
         return [line.removeprefix(NOTICE_MARK) for line in found]
 
     def failure(self) -> ProcessFailure:
-        """Return the failure that explains the others: a task's own error message, else the first
-        ending of a task that had not merely lost a peer."""
+        """Return the failure that explains the others.
+
+        That is a task's own error message, else the first task to end without having lost a peer.
+        """
         errors = self._srun_errors()
         lost = [
             line for mark in ("Node failure", CONTROLLER_AWAY) for line in errors if mark in line

@@ -68,8 +68,10 @@ class Submission:
         return [*self._sbatch, *self._dependency(numbers), str(self.script), *self.arguments]
 
     def shell(self, variables: Sequence[str]) -> str:
-        """Return the command line for a shell whose `variables`, such as `${job_0}`, hold the
-        numbers of the earlier submissions. The shell expands nothing else."""
+        """Return the command line for a shell, which expands nothing but `variables`.
+
+        They hold the numbers of the earlier submissions, such as `${job_0}`.
+        """
         # Double quotes are safe here only: job numbers and these variables need no escapes.
         waits = [f'"{option}"' for option in self._dependency(variables)]
         target = shlex.join([str(self.script), *self.arguments])

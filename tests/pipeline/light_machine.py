@@ -41,10 +41,12 @@ class LightMachine(ThisMachine):
     """Starts what `fake_programs` names, as calls in this process."""
 
     def start_ranks(
-        self, command: Sequence[str], world: int, folder: Path, beside_engines: bool
+        self, command: Sequence[str], world: int, directory: Path, beside_engines: bool
     ) -> list[Process]:
         *_, job, actions, _ = command
-        return [Rank(rank, world, Path(job), json.loads(actions), folder) for rank in range(world)]
+        return [
+            Rank(rank, world, Path(job), json.loads(actions), directory) for rank in range(world)
+        ]
 
     def start_engine(self, name: str, index: int, command: Sequence[str], log: Path) -> Process:
         return LightEngine(name, Path(command[-2]), log)

@@ -40,7 +40,7 @@ SHAPE = "{kind: json_schema, default_schema: {type: object, required: [%s]}}"
 
 @pytest.fixture
 def starters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where `braid domain new` writes; the shipped `_base.yaml` stands there."""
+    """Return the directory of `braid domain new`, with the shipped `_base.yaml` in it."""
     directory = tmp_path / "configs" / "domains"
     directory.mkdir(parents=True)
     (directory / "_base.yaml").write_text((REPOSITORY / "configs/domains/_base.yaml").read_text())
@@ -289,7 +289,7 @@ def settings(**rewards: Any) -> DomainSettings:
 def prompt(
     failure: str | None = None, watch_failures: tuple[str, ...] = (), **scores: float
 ) -> dict[str, Any]:
-    """A prompt at which the reward `right` gave these scores."""
+    """Return a prompt at which the reward `right` gave these scores."""
     return {
         "prompt": "1+1=",
         "answer": "2",

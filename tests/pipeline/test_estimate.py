@@ -1,4 +1,4 @@
-"""How long a plan says that stages still take."""
+"""The time left of a plan's stages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_stage_is_told_by_its_own_steps_or_by_those_of_its_kind(
     run: RunDirectory, settings: RunSettings
 ) -> None:
     log(run, "cold_start", [0.0, 1.0])
-    # A night lies between two steps of a resumed stage.
+    # A night passed between two steps of a resumed stage.
     log(run, "experts.sums", [0.0, 3.0, 50_000.0, 50_003.0, 50_006.0])
     done = StageState("done", step=2)
     begun = StageState("failed", step=1)

@@ -1,4 +1,4 @@
-"""What `braid why`, `braid diff` and `braid plan --dot` say of runs."""
+"""The output of `braid why`, `braid diff` and `braid plan --dot`."""
 
 from __future__ import annotations
 

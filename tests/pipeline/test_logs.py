@@ -31,7 +31,7 @@ def write(log: Path, text: bytes) -> None:
 
 
 def asked(*answers: Callable[[], bool]) -> Callable[[], bool]:
-    """Whether the stage goes on, answered by one of these after the other."""
+    """Return a question whether the stage continues, answered by these one after another."""
     left: Iterator[Callable[[], bool]] = iter(answers)
     return lambda: next(left)()
 

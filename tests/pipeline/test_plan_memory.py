@@ -113,14 +113,14 @@ def test_the_plan_tells_what_fits(config: Path, capsys: pytest.CaptureFixture[st
     assert parted[start + 3].split()[:4] == ["1", "2", "output", "layer"]
 
 
-def test_rounds_are_alike_and_told_once(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_rounds_are_reported_once(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", str(config), "--memory"]) == 0
     one = capsys.readouterr().out.splitlines()
     assert cli.main(["plan", str(config), "--memory", "rounds=1000"]) == 0
     many = capsys.readouterr().out.splitlines()
-    told = "each of the 1,000 rounds needs as much as the first"
-    assert [line for line in many if line != told] == one
-    assert many.count(told) == 1
+    line = "each of the 1,000 rounds needs as much as the first"
+    assert [each for each in many if each != line] == one
+    assert many.count(line) == 1
 
 
 def test_many_rounds_are_indented_to_a_bound(config: Path) -> None:

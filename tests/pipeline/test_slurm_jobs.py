@@ -1,4 +1,4 @@
-"""What is handed to Slurm, and where everything of a stage runs; without a Slurm."""
+"""The jobs of a submission, and the places of a stage's processes; without Slurm."""
 
 from __future__ import annotations
 
@@ -265,9 +265,9 @@ def test_a_container_holds_the_ranks_and_its_own_python() -> None:
     assert contained(None, command) == command
 
 
-def failed_step(folder: Path, said: list[str], logs: list[str]) -> Step:
-    """A step whose srun said so, and whose ranks left these logs."""
-    paths = [folder / f"rank_{rank}.log" for rank in range(len(logs))]
+def failed_step(directory: Path, said: list[str], logs: list[str]) -> Step:
+    """Return a step whose srun printed these lines, and whose ranks left these logs."""
+    paths = [directory / f"rank_{rank}.log" for rank in range(len(logs))]
     write = "; ".join(
         [
             *(
@@ -278,7 +278,7 @@ def failed_step(folder: Path, said: list[str], logs: list[str]) -> Step:
             "raise SystemExit(1)",
         ]
     )
-    step = Step("rank", [sys.executable, "-c", write], folder / "srun.log", paths, {})
+    step = Step("rank", [sys.executable, "-c", write], directory / "srun.log", paths, {})
     wait_for_all([step], seconds=60)
     return step
 
@@ -300,8 +300,8 @@ def failed_step(folder: Path, said: list[str], logs: list[str]) -> Step:
         ),
         (
             ["srun: error: n1: tasks 0-1: Exited with exit code 1"],
-            ["nothing", f"{ERROR_MARK}what to mend"],
-            "what to mend",
+            ["nothing", f"{ERROR_MARK}what to fix"],
+            "what to fix",
             False,
         ),
         (

@@ -40,7 +40,7 @@ def braid(tmp_path: Path) -> Path:
 
 
 def bash(script: Path, *arguments: object, path: Path | None = None, **environment: str) -> tuple:
-    """The exit code and both outputs of a script that finds bash's own programs, and no more."""
+    """Return the exit code and both outputs of a script that finds only bash's own programs."""
     found = subprocess.run(
         ["/bin/bash", str(script), *map(str, arguments)],
         env={"PATH": f"{path}:/usr/bin:/bin" if path else "/usr/bin:/bin", **environment},

@@ -233,7 +233,7 @@ def test_a_job_for_a_stage_that_is_done_changes_nothing(
 
 
 def contents(run: Path) -> dict[Path, bytes]:
-    """Of all files but those that are only locks."""
+    """Return the contents of all files other than locks."""
     files = (path for path in run.rglob("*") if path.is_file() and path.suffix != ".lock")
     return {path: path.read_bytes() for path in files}
 
@@ -264,7 +264,7 @@ def test_a_profile_that_queued_jobs_would_read_is_not_changed_under_them(
     code, _, err = braid("submit", config, "--cluster", profile)
     assert code == 1
     assert "were submitted with a different ranks_per_node, warning_seconds" in err
-    # What was said to sbatch may be mended for the others.
+    # Options that only sbatch reads may change for the others.
     profile.write_text("ranks_per_node: 2\nkinds: {grpo: {partition: other, ranks_per_node: 4}}\n")
     code, _, err = braid("submit", config, "--cluster", profile)
     assert (code, err) == (0, "")
@@ -485,8 +485,8 @@ def test_a_job_that_begins_and_ends_before_its_line_is_written_is_not_told_anew(
     )
     assert braid("submit", config, "--cluster", profile)[0] == 0
     events = Ledger(runs / "small" / "ledger.jsonl").events()
-    told = [(each.state, each.cause) for each in events if each.stage == "cold_start"]
-    assert told == [("running", "x"), ("failed", "its own")]
+    found = [(each.state, each.cause) for each in events if each.stage == "cold_start"]
+    assert found == [("running", "x"), ("failed", "its own")]
 
 
 def test_a_job_is_known_by_its_comment(slurm: Path, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ class Braid:
         return self.directory / "runs" / "small"
 
     def __call__(self, *arguments: object, code: int = 0) -> str:
-        """What a command prints on both outputs."""
+        """Run a command and return both of its outputs."""
         found = subprocess.run(
             [str(self.program), *map(str, arguments), "--runs-dir", str(self.run.parent)],
             env=self.cluster.environment,
@@ -104,7 +104,7 @@ class Braid:
         self.cluster.wait_until(lambda: any(made >= step for _, made, _ in self.steps(stage)))
 
     def wait_for_the_end(self, jobs: dict[str, str]) -> None:
-        """Of the last stages, when all went well."""
+        """Wait until the last stages have completed."""
 
         def ended() -> bool:
             return all(self.cluster.state(job) == "COMPLETED" for job in jobs.values())

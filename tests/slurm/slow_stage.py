@@ -61,7 +61,7 @@ def train(job: dict, directory: Path) -> None:
 
 
 def held_behind(job: dict, directory: Path) -> float:
-    """The step that the first attempt waits behind, so that a test can act while it runs."""
+    """Return the step after which the first attempt waits, so that a test can act while it runs."""
     hold = directory / "hold"
     return int(hold.read_text()) if job["attempt"] == 1 and hold.exists() else math.inf
 

@@ -22,7 +22,7 @@ more = pytest.mark.combinations
 
 
 def no_step_is_repeated_beyond_a_checkpoint(braid: Braid, stage: str, every: int = 5) -> None:
-    """Each attempt goes on behind a checkpoint: one of every so many steps, or that of a signal."""
+    """Check that each attempt continues after a periodic checkpoint, or after a signal's."""
     steps = braid.steps(stage)
     assert [step for _, step, _ in steps][-1] == 20
     for (attempt, step, _), (following, next_step, _) in pairwise(steps):
