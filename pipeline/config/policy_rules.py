@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 
 from parallel.settings import MOST, EngineSettings, LayoutSettings, ModelSettings, OptimizerSettings
 from pipeline.config.violations import hint
 from stages.objectives.advantages.gae import GaeSettings
 from stages.objectives.correction import ImportanceSettings
+from stages.rewards.kinds.python import PythonReward
+from stages.rewards.settings import RewardPoolSettings
 from stages.settings import (
+    DomainSettings,
     LoopSettings,
     MergeRolloutSettings,
     PolicySettings,
@@ -188,6 +192,35 @@ def schedule_rules(
             f"{key}.optimizer.warmup_steps",
             f"{optimizer.warmup_steps} should be less than the {updates} updates of "
             f"{loop_key or f'{key}.loop'}.steps = {loop.steps}, or the learning rate never arrives",
+        )
+
+
+def reward_rules(key: str, domain: DomainSettings, pool: RewardPoolSettings | None) -> Found:
+    """Every broken rule of a domain's rewards, which stand at `key`, as (dotted key, message)."""
+    if not any(reward.weight for reward in domain.rewards.values()):
+        yield key, "every weight is 0, so that no response is better than another"
+    for name, reward in domain.rewards.items():
+        own = f"{key}.{name}"
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            yield (
+                own,
+                "a reward's name is made of letters, digits, _ and -, since it names a metric",
+            )
+        longest = domain.sampling.max_response_tokens
+        yield from reward.rules(own, domain.prompts.source, longest, pool)
+
+
+def step_rules(key: str, domain: DomainSettings, objective: str) -> Found:
+    """What the advantage `process` of an objective asks of the rewards at `key`."""
+    own = [reward for reward in domain.rewards.values() if isinstance(reward, PythonReward)]
+    if not own:
+        yield key, f"{objective}.advantage process compares steps, which only kind: python judges"
+    elif all(each.unfinished == "zero" or each.timed_out is not None for each in own):
+        yield (
+            key,
+            f"{objective}.advantage process compares steps, and a response that was cut off or took"
+            " too long to judge has none: give the reward that judges them unfinished: score and"
+            " timed_out: null",
         )
 
 

@@ -7,6 +7,7 @@ only where a file, or what it extends, is too large to be a configuration.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import yaml
 
 from parallel.files import open_file
-from pipeline.config.violations import ConfigError, SourceLocation, Violation, dotted
+from pipeline.config.violations import ConfigError, SourceLocation, Violation, dotted, hint
 from pipeline.config.yaml_core import (
     MOST_DEPTH,
     MOST_NODES,
@@ -31,6 +32,9 @@ MOST_BYTES = 8 << 20  # of a file
 Key = tuple[str, ...]
 MOST_EXTENDING = 32  # files, each by the one before: Python's stack holds some hundred
 MOST_ERRORS = 1000  # then no further file is read; nor put into words, which takes longest
+
+# The mappings whose names a person chooses and which hold blocks; `*` stands for every domain.
+FREE_NAMES: tuple[Key, ...] = (("domains",), ("domains", "*", "rewards"))
 
 
 @dataclass(frozen=True)
@@ -282,6 +286,52 @@ def nearest(node: Node, key: tuple[str | int, ...]) -> SourceLocation:
             break
         node = node.entries[str(part)]
     return node.place
+
+
+def without_dropped(tree: Mapping) -> tuple[Mapping, list[Violation]]:
+    """The tree without the names that are null, and a fault for every one that drops nothing."""
+    faults: list[Violation] = []
+    for pattern in FREE_NAMES:
+        for key in _named(tree, pattern):
+            tree = _without(tree, key, _dropped(tree, key, faults))
+    return tree, faults
+
+
+def _named(tree: Mapping, pattern: Key) -> Iterator[Key]:
+    """Every mapping of the tree that a pattern names."""
+    domains = find(tree, ("domains",))
+    names = list(domains.entries) if isinstance(domains, Mapping) else []
+    for name in names if "*" in pattern else [""]:
+        key = tuple(name if part == "*" else part for part in pattern)
+        if isinstance(find(tree, key), Mapping):
+            yield key
+
+
+def _dropped(tree: Mapping, key: Key, faults: list[Violation]) -> set[str]:
+    """The names in the mapping at `key` that are null."""
+    mapping = find(tree, key)
+    assert isinstance(mapping, Mapping)
+    nulls = {n: e for n, e in mapping.entries.items() if isinstance(e, Leaf) and e.value is None}
+    known = [n for n, e in mapping.entries.items() if n not in nulls or _replaces(e)]
+    for name, leaf in nulls.items():
+        if not leaf.replaces:
+            message = "null drops what an extended file defines, and none defines it"
+            message += f"; {hint(name, known)}"
+            faults.append(Violation(leaf.place, dotted((*key, name)), message))
+    return set(nulls)
+
+
+def _replaces(node: object) -> bool:
+    return isinstance(node, Leaf) and node.replaces
+
+
+def _without(tree: Mapping, key: Key, names: set[str]) -> Mapping:
+    if not key:
+        kept = {name: node for name, node in tree.entries.items() if name not in names}
+        return Mapping(kept, tree.place)
+    below = tree.entries[key[0]]
+    assert isinstance(below, Mapping)
+    return Mapping({**tree.entries, key[0]: _without(below, key[1:], names)}, tree.place)
 
 
 def _over(below: Node | None, node: Node) -> Node:

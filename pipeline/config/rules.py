@@ -4,45 +4,45 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from pydantic import ValidationError
 
 from parallel.families import FAMILIES, architecture, family_violations
+from parallel.files import CHARACTERS
 from parallel.memory import CACHE_BLOCK, cached_tokens
 from parallel.settings import (
+    TOKENIZER_SIZE,
     EngineSettings,
     LayoutSettings,
     ModelSettings,
     layout_violations,
 )
 from parallel.weights.needs import engine_violations
-from pipeline.config.cores import placement_fault
-from pipeline.config.data_files import (
-    data_rules,
-    demonstration_rules,
-    missing_data,
-    missing_tokenizer,
-    option_rules,
-    tokenizer_rules,
-)
-from pipeline.config.gate_rules import bound_rules, gate_rules
-from pipeline.config.graph_rules import graph_rules, origin_rules
 from pipeline.config.policy_rules import (
     policy_rules,
+    reward_rules,
     rollout_rules,
     sampling_rules,
     schedule_rules,
+    step_rules,
     too_few,
     vocabulary_rules,
 )
-from pipeline.config.reward_functions import reward_needs, reward_rules, step_rules
 from pipeline.config.violations import hint
-from pipeline.config.weights_files import weights_rules
+from stages.data.formats import FORMATS
+from stages.data.sources.settings import (
+    FileDemonstrationSettings,
+    FilePromptSettings,
+    ReasoningGymPromptSettings,
+)
+from stages.kinds import COLD_START, EXPERT, settings_key
 from stages.rewards.settings import RewardPoolSettings
 from stages.settings import (
     DomainSettings,
     EvaluationSettings,
+    MergeSettings,
+    MixedSettings,
     PolicySettings,
     RunSettings,
 )
@@ -120,24 +120,141 @@ def evaluation_rules(evaluation: EvaluationSettings, layout: LayoutSettings) -> 
         )
 
 
-def surroundings(run: RunSettings) -> Found:
-    """Yield what the stages need and do not find here, as (dotted key, message).
+def graph_rules(run: RunSettings) -> Found:
+    """Yield every broken rule of a run's graph as (dotted key, message)."""
+    yield from origin_rules(run.domains)
+    if run.cold_start is None and run.model.initial_weights is None:
+        yield (
+            "cold_start",
+            "null needs a model that can already answer: name one as model.initial_weights, or "
+            "describe a cold start",
+        )
+    if run.rounds > 1 and run.merge is None:
+        yield "rounds", f"{run.rounds} rounds need a merge, from which the next one grows"
 
-    A run that has started is read without it: such things may be gone, or not visible from here.
-    """
-    yield from weights_rules(run.model)
-    yield from missing_tokenizer(run.model)
+
+def origin_rules(domains: Mapping[str, DomainSettings]) -> Found:
+    """Yield every `from` of a domain that names no stage, or leads back to itself."""
+    known = [COLD_START, *(f"{EXPERT}{name}" for name in domains)]
+    origins = {f"{EXPERT}{name}": each.from_ for name, each in domains.items()}
+    for name, origin in origins.items():
+        key = f"{settings_key(name)}.from"
+        if origin is not None and origin not in known:
+            yield key, f"no such stage: {origin}; {hint(origin, known)}"
+        elif circle := _circle(name, origins):
+            yield key, f"grows out of itself: {' from '.join(circle)}"
+
+
+def _circle(name: str, origins: Mapping[str, str | None]) -> list[str]:
+    """The way from a stage back to itself, or nothing."""
+    way, origin = [name], origins.get(name)
+    while origin is not None and origin not in way:
+        way.append(origin)
+        origin = origins.get(origin)
+    return [*way, name] if origin == name else []
+
+
+def gate_rules(run: RunSettings) -> Found:
+    """Yield every broken rule of a run's gates as (dotted key, message)."""
+    gates = {f"domains.{name}.gate": each.gate for name, each in run.domains.items()}
+    for key, gate in {**gates, "merge.gate": run.merge and run.merge.gate}.items():
+        if gate and gate.problems < run.layout.data:
+            yield (
+                f"{key}.problems",
+                f"{gate.problems} is less than the {run.layout.data} data-parallel ranks of layout,"
+                " and each needs one",
+            )
     for name, domain in run.domains.items():
-        yield from domain_surroundings(name, domain, demonstrated=run.cold_start is not None)
-    if lack := placement_fault(run.engine):
-        yield "engine.placement", lack
+        yield from bound_rules(f"domains.{name}", domain)
+    namesake = run.domains.get("merge")
+    if namesake and namesake.gate and run.merge and run.merge.gate:
+        yield (
+            "domains.merge",
+            "its gate and that of the merge are both gates.merge; rename the domain",
+        )
 
 
-def domain_surroundings(name: str, domain: DomainSettings, *, demonstrated: bool = True) -> Found:
-    """Yield what a domain needs and does not find here, as (dotted key, message)."""
-    yield from missing_data(f"domains.{name}", domain, demonstrated)
-    yield from option_rules(f"domains.{name}", domain)
-    yield from reward_needs(f"domains.{name}.rewards", domain)
+def bound_rules(key: str, domain: DomainSettings) -> Found:
+    """Bounds of metrics that the expert never logs."""
+    gate, kl, rollout = domain.gate, domain.objective.kl, domain.rollout
+    if gate is None:
+        return
+    if gate.max_kl is not None and kl.coefficient == 0:
+        yield (
+            f"{key}.gate.max_kl",
+            f"{gate.max_kl:g} bounds a metric that is not logged with "
+            f"{key}.objective.kl.coefficient = 0; use null, or a coefficient above 0",
+        )
+    if gate.max_drift is not None and rollout.mode == "sync" and rollout.oversampling == 1:
+        yield (
+            f"{key}.gate.max_drift",
+            f"{gate.max_drift:g} bounds a metric that is not logged with {key}.rollout.mode = sync "
+            "and no oversampling, where no sample is old; use null",
+        )
+    if gate.min_router_agreement is not None and domain.routing.replay != "r3":
+        yield (
+            f"{key}.gate.min_router_agreement",
+            f"{gate.min_router_agreement:g} bounds a metric that is not logged with "
+            f"{key}.routing.replay = {domain.routing.replay}; use null, or r3",
+        )
+    if gate.max_router_movement is not None and not domain.objective.ratio.needs_router_shift:
+        yield (
+            f"{key}.gate.max_router_movement",
+            f"{gate.max_router_movement:g} bounds a metric that is logged with "
+            f"{key}.objective.ratio.name = rspo alone; use null",
+        )
+
+
+def tokenizer_rules(model: ModelSettings) -> Found:
+    """A folder's tokenizer is loaded, and held to the model, by the stages that use it."""
+    if model.tokenizer == CHARACTERS and model.vocabulary_size != TOKENIZER_SIZE:
+        yield (
+            "model.vocabulary_size",
+            f"{model.vocabulary_size} should be {TOKENIZER_SIZE}, the number of ids of the "
+            "tokenizer",
+        )
+
+
+def data_rules(
+    key: str,
+    domain: DomainSettings,
+    model: ModelSettings | None,
+    engine: EngineSettings | None,
+    others: Iterable[MergeSettings | MixedSettings | None],
+) -> Found:
+    """What a domain's prompts ask of the other blocks; `others` sample them too."""
+    prompts = domain.prompts
+    if isinstance(prompts, ReasoningGymPromptSettings) and prompts.dataset not in FORMATS:
+        yield f"{key}.prompts.dataset", f"unknown dataset; {hint(prompts.dataset, FORMATS)}"
+    if engine and isinstance(prompts, FilePromptSettings) and prompts.max_prompt_tokens:
+        samplings = [domain.sampling, *(other.sampling for other in others if other)]
+        response = max(sampling.max_response_tokens for sampling in samplings)
+        if prompts.max_prompt_tokens + response > engine.max_model_tokens:
+            yield (
+                f"{key}.prompts.max_prompt_tokens",
+                f"{prompts.max_prompt_tokens} and a response of {response} tokens are more than "
+                f"engine.max_model_tokens = {engine.max_model_tokens}",
+            )
+
+
+def demonstration_rules(key: str, domain: DomainSettings, model: ModelSettings | None) -> Found:
+    """What a domain's demonstrations ask of its prompts and of the model, where a cold start learns
+    from them."""
+    demonstrations = domain.demonstrations
+    if isinstance(demonstrations, FileDemonstrationSettings):
+        longest = demonstrations.max_tokens
+        if model and longest and longest > model.max_positions:
+            yield (
+                f"{key}.demonstrations.max_tokens",
+                f"{longest} is more than model.max_positions = {model.max_positions}",
+            )
+    elif not isinstance(domain.prompts, ReasoningGymPromptSettings):
+        yield (
+            f"{key}.demonstrations.source",
+            "generated demonstrations need prompts of reasoning_gym, not of "
+            f"{domain.prompts.source}; use jsonl or parquet, or cold_start: null in a run with "
+            "model.initial_weights",
+        )
 
 
 def _family_rules(model: ModelSettings, layout: LayoutSettings) -> Found:

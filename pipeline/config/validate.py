@@ -13,9 +13,8 @@ from pydantic_core import ErrorDetails
 
 from parallel.files import CHARACTERS
 from parallel.settings import Settings
-from pipeline.config import rules, schema, yaml_core
+from pipeline.config import environment, rules, schema, yaml_core
 from pipeline.config.cluster import ClusterSettings, too_short
-from pipeline.config.dropped import without_dropped
 from pipeline.config.read import (
     MOST_ERRORS,
     Key,
@@ -26,8 +25,9 @@ from pipeline.config.read import (
     lay,
     nearest,
     plain,
+    without_dropped,
 )
-from pipeline.config.trees import flatten
+from pipeline.config.schema import flatten
 from pipeline.config.violations import (
     LONGEST_VALUE,
     ConfigError,
@@ -82,7 +82,7 @@ def load_domain(path: Path, pool: RewardPoolSettings) -> DomainSettings:
     tree, settings = _valid(_Domains, tree, reader)
     domain = settings.domains[path.stem]
     found = rules.domain_violations(path.stem, domain, pool)
-    _check_rules(tree, chain(found, rules.domain_surroundings(path.stem, domain)))
+    _check_rules(tree, chain(found, environment.domain_surroundings(path.stem, domain)))
     return domain
 
 
@@ -129,7 +129,7 @@ def _settings(tree: Mapping, reader: Reader, *, to_start: bool = True) -> RunSet
     """Return the run's settings in a tree that `reader` has read, valid and within every rule."""
     tree, settings = _valid(RunSettings, tree, reader)
     found = rules.violations(settings)
-    _check_rules(tree, chain(found, rules.surroundings(settings) if to_start else ()))
+    _check_rules(tree, chain(found, environment.surroundings(settings) if to_start else ()))
     return settings
 
 

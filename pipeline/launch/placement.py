@@ -10,7 +10,7 @@ from typing import Protocol
 from parallel.engine.environment import PROCESS_ENVIRONMENT
 from parallel.network import LOOPBACK, address_of, environment_of
 from parallel.settings import EngineSettings
-from pipeline.config.cores import share_out
+from pipeline.config.environment import share_out
 from pipeline.launch.forkserver import ForkServer, ForkServers
 from pipeline.launch.processes import Child, Process, kill
 

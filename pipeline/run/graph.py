@@ -22,7 +22,7 @@ from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.trees import leaves
+from pipeline.config.schema import leaves
 from stages.kinds import (
     COLD_START,
     EXPERT,

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from parallel.settings import EngineSettings
-from pipeline.config.cores import Cores, share_out
+from pipeline.config.environment import Cores, share_out
 from pipeline.config.validate import load
 from pipeline.errors import BraidError
 from pipeline.launch.engines import SupervisedEngine

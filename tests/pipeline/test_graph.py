@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.trees import flatten
+from pipeline.config.schema import flatten
 from pipeline.config.validate import load
 from pipeline.config.violations import ConfigError
 from pipeline.run.directory import RunDirectory

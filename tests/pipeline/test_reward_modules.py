@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.reward_functions import function_fault
+from pipeline.config.environment import function_fault
 from pipeline.config.validate import load
 from pipeline.config.violations import ConfigError
 
