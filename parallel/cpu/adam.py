@@ -1,4 +1,4 @@
-"""AdamW that counts its steps once a parameter group, as TransformerEngine's and apex's do."""
+"""An AdamW that counts its steps per parameter group, as TransformerEngine's and apex's do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim.adam import adam
 class GroupStepAdam(torch.optim.AdamW):
     """torch's AdamW, bit for bit, with `step` in the parameter group instead of in every state.
 
-    Every group has it, an empty one too, so that all ranks save the same.
+    Empty groups have it too, so that all ranks save the same keys.
     """
 
     def __init__(
@@ -24,19 +24,19 @@ class GroupStepAdam(torch.optim.AdamW):
         weight_decay: float = 0.0,
         adam_w_mode: bool = True,
     ) -> None:
-        """`adam_w_mode` decouples the weight decay from the gradient, as in apex."""
+        """Decouple the weight decay from the gradient if `adam_w_mode`, as apex does."""
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self.adam_w_mode = adam_w_mode
         for group in self.param_groups:
             group["step"] = 0
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take a loaded state; torch's Adam would look for a step in every parameter's."""
+        """Restore a state; skip torch's Adam, which requires a step for every parameter."""
         torch.optim.Optimizer.__setstate__(self, state)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient. There is no closure to call."""
+        """Update every parameter that has a gradient; `closure` is ignored."""
         for group in self.param_groups:
             done = group["step"]
             group["step"] = done + 1

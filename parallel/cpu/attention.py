@@ -18,7 +18,7 @@ SMALLEST_GRID = 64  # sequences up to this long share one call; longer ones wait
 
 
 class PackedAttention(MegatronModule):
-    """torch's scaled_dot_product_attention in the place of Megatron's core attention.
+    """A replacement of Megatron's core attention by torch's scaled_dot_product_attention.
 
     Megatron's local DotProductAttention refuses packed rows and context parallelism, and builds the
     whole [batch, heads, length, length] score tensor.
@@ -38,9 +38,9 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedRow,
         **__: Any,
     ) -> torch.Tensor:
-        """query [T / C, heads, head_dim], key and value with the key-value heads.
+        """Return causal attention within every sequence, [T / C, heads * value head_dim].
 
-        Causal within every sequence. Returns [T / C, heads * value head_dim].
+        query is [T / C, heads, head_dim]; key and value have the key-value heads.
         """
         row = packed_seq_params
         if row.views is None:
@@ -122,6 +122,6 @@ def _grids(
 
 
 def _fill(starts: np.ndarray, counts: np.ndarray, width: int) -> np.ndarray:
-    """[S, width]: `starts`, counted on to `counts` tokens, and 0 beyond."""
+    """Return [S, width]: each of `starts` counted up over `counts` tokens, then 0."""
     step = np.arange(width)
     return np.where(step < counts[:, None], starts[:, None] + step, 0)

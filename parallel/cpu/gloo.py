@@ -1,8 +1,8 @@
 """The shared device of gloo's process groups, without CUDA.
 
 torch gives every gloo group a device: a listening socket and a thread that wakes 100 times a
-second, however idle the group is. Megatron makes some twenty groups, so that every rank spent 3 %
-of a core on waking up, and each message woke one thread more.
+second even when the group is idle. Megatron creates some twenty groups: every rank spent 3 % of a
+core on wake-ups, and each message woke one more thread.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 
 
 def share_device() -> None:
-    """Let the gloo groups that this process makes from now on use the same devices.
+    """Make all gloo groups that this process creates later share their devices.
 
-    torch's own `new_group` passes gloo a timeout and never options (torch 2.13,
-    distributed_c10d.py), so that the constructor is the only place to name a device. The devices
-    are made with the first group: their threads would not survive a fork.
+    torch's `new_group` passes gloo a timeout and never options (torch 2.13, distributed_c10d.py),
+    so the constructor is the only place to set a device. The devices are created with the first
+    group: their threads would not survive a fork.
     """
     group: Any = dist.ProcessGroupGloo
     construct = group.__init__
@@ -32,7 +32,7 @@ def share_device() -> None:
     def construct_sharing(
         self: Any, store: Any, rank: int, size: int, timeout: Any = default_pg_timeout
     ) -> None:
-        # gloo's other constructor has options in the timeout's place: they name their devices.
+        # gloo's other constructor has options, which include devices, in the timeout's place.
         if isinstance(timeout, timedelta):
             timeout = _options(timeout, _shared_devices(os.getpid()))
         construct(self, store, rank, size, timeout)
@@ -42,10 +42,10 @@ def share_device() -> None:
 
 
 def separate_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Return a group with a device that ends with the group, for members that may never come.
+    """Return a group whose device is destroyed with it, for peers that may never connect.
 
-    A device keeps what it waits for until its end: on a shared one, a member that came too late
-    would be handed to a group that is gone.
+    A device keeps pending connections until it is destroyed: a shared one would hand a late peer to
+    a group that no longer exists.
     """
     group: Any = dist.ProcessGroupGloo
     return group(store, rank, size, _options(timeout, _devices()))
@@ -57,7 +57,7 @@ def _shared_devices(_process: int) -> list[Any]:
 
 
 def _devices() -> list[Any]:
-    """Make devices on the interfaces that torch would take."""
+    """Return devices on the interfaces that torch would use."""
     group: Any = dist.ProcessGroupGloo
     if names := os.environ.get("GLOO_SOCKET_IFNAME"):
         return [group.create_device(interface=name) for name in names.split(",")]

@@ -1,16 +1,16 @@
 """The patches of megatron-core 0.16.1 and mbridge for machines without CUDA.
 
-With CUDA `activate()` patches only the optimizer, and that only without TransformerEngine and apex.
+With CUDA `activate()` patches only the optimizer, and only without TransformerEngine and apex.
 Without CUDA, Megatron's modules see a `torch` whose CUDA calls answer for the CPU. The substitution
-is scoped: every Megatron (and mbridge) module gets a proxy in place of its global name `torch`, and
-the real `torch` keeps its factories, so that Hugging Face, vLLM and everything else are untouched.
+is scoped: every Megatron (and mbridge) module gets a proxy in place of its global name `torch`. The
+real `torch` keeps its factories, so that Hugging Face, vLLM and everything else are unaffected.
 (Patching the factories of the real module silently zeroes rotary frequencies loaded by
 transformers: `torch.device` contexts cache the factories they first saw.)
 
 Four methods of Tensor, one of Module and the constructor of gloo's process groups
-(parallel.cpu.gloo) are the only global changes. Those of Tensor and Module only accept calls that
-could do nothing but raise on a build without CUDA, but for Tensor.type, which answers differently
-to Megatron alone.
+(parallel.cpu.gloo) are the only global changes. The patched methods of Tensor and Module only
+accept calls that would raise on a build without CUDA, except Tensor.type, whose result changes for
+callers in Megatron alone.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def activate() -> None:
 
 
 class _CpuStream:
-    """Stands for a CUDA stream or event: everything is already ordered and finished."""
+    """A stand-in for CUDA streams and events: all work is already ordered and finished."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.cuda_stream = 0
@@ -124,7 +124,7 @@ def _answer(value: object) -> Callable[..., object]:
 
 
 class _CudaOfTheCpu(types.ModuleType):
-    """torch.cuda as Megatron sees it: one device, the CPU, with torch's CPU random generator."""
+    """The torch.cuda that Megatron sees: one device, the CPU, and its random generator."""
 
     def __init__(self) -> None:
         super().__init__("torch.cuda")
@@ -148,7 +148,7 @@ class _CudaOfTheCpu(types.ModuleType):
 
 
 class _TorchWithoutCuda(types.ModuleType):
-    """torch as Megatron sees it: factories turn device="cuda" into the CPU."""
+    """The torch that Megatron sees: factories create on the CPU where device="cuda"."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -193,7 +193,7 @@ def _accept_cuda_on_tensors() -> None:
 
     @functools.wraps(kind)
     def cuda_kind(self: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
-        # Megatron's optimizers tell precisions apart by the name a CUDA tensor's type has.
+        # Megatron's optimizers recognise precisions by the type names of CUDA tensors.
         answer = kind(self, *arguments, **keywords)
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if isinstance(answer, str) and caller.startswith("megatron."):
@@ -214,8 +214,8 @@ def _patch_megatron() -> None:
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
-    # gloo gathers and scatters equal shares only; Megatron's dispatcher of tokens has unequal ones
-    # where expert-tensor-parallel ranks hold unlike many.
+    # gloo gathers and scatters only equal shares; Megatron's token dispatcher has unequal ones
+    # where expert-tensor-parallel ranks hold different numbers of tokens.
     mappings: Any = importlib.import_module("megatron.core.tensor_parallel.mappings")
     mappings._gather_along_first_dim = _gather_unequal(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = _scatter_unequal(
@@ -223,23 +223,23 @@ def _patch_megatron() -> None:
     )
 
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    # Used without a guard, but only defined where TransformerEngine is installed.
+    # megatron-core uses the name unguarded but defines it only with TransformerEngine.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     latent: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
-    # Says that TransformerEngine is there, though what it imported is a mock.
+    # The flag is true also where TransformerEngine's classes are mocks.
     latent.HAVE_TE = isinstance(latent.TELinear, type)
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
-    # Returns a tensor unchanged when it is not on CUDA, though callers need lists for splits.
+    # The original returns a tensor that is not on CUDA unchanged, but callers need lists.
     moe_utils.maybe_move_tensor_to_cpu = dispatcher.maybe_move_tensor_to_cpu = _as_splits
 
 
 def _count_adam_steps_by_group() -> None:
     """Use our AdamW where neither TransformerEngine nor apex is installed.
 
-    megatron-core would take torch's, which counts steps once a parameter. Its fully reshardable
-    format drops those counts when it saves and then demands them when it loads (KeyError: 'step'),
-    and a rank that owns nothing of a group has none to give. Counts in the group have neither flaw.
+    megatron-core would use torch's, which counts steps per parameter. Its fully reshardable format
+    drops these counts when saving and requires them when loading (KeyError: 'step'), and a rank
+    that owns no parameter of a group has no count to save. A count per group avoids both.
     """
     optimizer: Any = importlib.import_module("megatron.core.optimizer")
     if not optimizer.USING_PYTORCH_OPTIMIZER:

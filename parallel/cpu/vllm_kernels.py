@@ -1,8 +1,8 @@
-"""vLLM's own fused RMS norms for CPUs, which it ships and does not use by itself.
+"""vLLM's fused RMS norms for CPUs, which vLLM ships but does not select by itself.
 
-vLLM 0.30 offers them as `vllm_c` to GPUs alone and composes a CPU's norms of five operations each,
-about a fifth of a step of a small model (docs/explanation/rollouts.md). This names them to vLLM
-again, by its own way for that: `vllm.ir`. Shapes that they do not fit use vLLM's composition.
+vLLM 0.30 registers them as `vllm_c` for GPUs only and composes a CPU's norm from five operations,
+about a fifth of a small model's step (docs/explanation/rollouts.md). This module registers them for
+CPUs through `vllm.ir`; shapes that they do not support use vLLM's composition.
 """
 
 from typing import Any  # annotations must be evaluated: vLLM makes operators' schemas of them
@@ -18,7 +18,7 @@ VECTOR = 8  # the kernels take only rows of a multiple of this many numbers
 
 
 def unsupported(model: ModelSettings) -> str | None:
-    """Return why vLLM cannot run the model on a CPU, as far as is known beforehand, or None."""
+    """Return the known reason why vLLM cannot run the model on a CPU, or None."""
     if model.family == "deepseek_v3":
         if model.precision == "fp32":
             return "model.family: vLLM's latent attention has no kernel for fp32"
@@ -29,7 +29,7 @@ def unsupported(model: ModelSettings) -> str | None:
 
 
 def prefer(kernel_config: Any) -> None:
-    """Have vLLM take them where they fit; before the engine is made, in its process."""
+    """Register the norms; call in the engine's process, before the engine is created."""
     from vllm.platforms import current_platform
 
     current_platform.import_kernels()

@@ -60,7 +60,7 @@ class RMSNorm(torch.nn.Module):
 
 class _DeepseekV3(DeepseekV3Bridge):
     def _build_base_config(self, *arguments: Any, **keywords: Any) -> Any:
-        """mbridge 0.15.1 calls a key as megatron-core did before 0.16."""
+        """Rename the key that mbridge 0.15.1 still calls as megatron-core did before 0.16."""
         keywords["original_max_position_embeddings"] = keywords.pop("max_position_embeddings")
         return super()._build_base_config(*arguments, **keywords)
 
@@ -68,7 +68,7 @@ class _DeepseekV3(DeepseekV3Bridge):
 def build_bridge(settings: ModelSettings, layout: LayoutSettings) -> Any:
     """Return mbridge's description of the family under the current process groups.
 
-    Its fusions assume TransformerEngine or CUDA; they are turned off, so that both devices run the
+    Its fusions require TransformerEngine or CUDA; they are disabled, so that both devices run the
     same plain operations.
     """
     config = hugging_face_config(settings)
@@ -79,7 +79,7 @@ def build_bridge(settings: ModelSettings, layout: LayoutSettings) -> Any:
         moe_grouped_gemm=layer_specs() == "transformer_engine",
         moe_enable_routing_replay=True,
         moe_router_dtype="fp32",
-        # The chosen experts' gates add up to 1, in transformers' Mixtral too, if not in mbridge's.
+        # The chosen experts' gates sum to 1, as in transformers' Mixtral but not in mbridge's.
         moe_router_pre_softmax=False,
         **_further_arguments(settings),
         moe_router_bias_update_rate=0.0,
@@ -97,7 +97,7 @@ def build_bridge(settings: ModelSettings, layout: LayoutSettings) -> Any:
         attention_softmax_in_fp32=True,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        perform_initialization=False,  # `initialize` does it, alike under every layout
+        perform_initialization=False,  # `initialize` gives equal weights under every layout
         # Losses arrive divided by their global denominator, so Megatron must only sum them.
         calculate_per_token_loss=True,
         **RECOMPUTE[layout.recompute],
@@ -106,7 +106,7 @@ def build_bridge(settings: ModelSettings, layout: LayoutSettings) -> Any:
 
 
 def _further_arguments(settings: ModelSettings) -> dict[str, Any]:
-    """Return arguments that mbridge lacks for a family, or sets otherwise than transformers."""
+    """Return the arguments that mbridge omits or sets differently from transformers."""
     further = architecture(settings)
     if isinstance(further, NothingFurther):
         return {}
@@ -159,11 +159,11 @@ def _build_chunk(bridge: Any, virtual_stage: int | None) -> GPTModel:
     for name, parameter in model.named_parameters():
         dimension = split_dimension(name)
         if dimension is not None and not hasattr(parameter, "tensor_model_parallel"):
-            # Megatron marks its own linear layers only while it initialises them.
+            # Megatron marks its linear layers only while it initialises them.
             set_tensor_model_parallel_attributes(parameter, True, dimension, 1)
         if ".experts." in name:
-            # Megatron marks experts apart from the dense weights only when they are sharded; marked
-            # always, the optimizer has the same structure under every layout.
+            # Megatron marks experts only when they are sharded; marking them always gives the
+            # optimizer the same structure under every layout.
             parameter.allreduce = False
     return model.to(device())
 
@@ -186,8 +186,8 @@ def _block_spec(config: Any, virtual_stage: int | None) -> Any:
             attention = parts.self_attention.submodules
             attention.core_attention = PackedAttention
             if config.multi_latent_attention:
-                # Whole on every rank, as TransformerEngine's: split, megatron-core 0.16.1 would
-                # leave parts of the key's gradient unsummed.
+                # Replicated, as with TransformerEngine: if they are split, megatron-core 0.16.1
+                # leaves parts of the key's gradient unsummed.
                 attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
             for norm in ("q_layernorm", "k_layernorm", "kv_layernorm"):
                 if config.qk_layernorm and hasattr(attention, norm):
@@ -202,10 +202,10 @@ def _block_spec(config: Any, virtual_stage: int | None) -> Any:
 def initialize(model: GPTModel, settings: ModelSettings, seed: int) -> None:
     """Initialise the weights at random, identically under every layout.
 
-    Every whole tensor is drawn from a separate generator, seeded by the run's seed and the tensor's
-    global name; this rank keeps its shard. Linear layers have standard deviation
-    hidden_size ** -0.5, and the two that write to the residual stream are scaled by
-    (2 * layers) ** -0.5 more; norms start at one and biases at zero.
+    Every whole tensor has a separate generator, seeded by the run's seed and the tensor's global
+    name; this rank keeps its shard. Linear layers have standard deviation hidden_size ** -0.5; the
+    two that write to the residual stream are also scaled by (2 * layers) ** -0.5. Norms start at
+    one and biases at zero.
     """
     residual_scale = (2 * settings.layers) ** -0.5
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""A policy: a model under the stage's layout, and, when it trains, its optimizer and schedule."""
+"""A policy: a model under the stage's layout; if it trains, its optimizer and schedule."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from parallel.settings import (
 )
 from parallel.weights import names
 
-# responses -> (loss already divided by its global denominator, what the caller wants back)
+# responses -> (loss divided by its global denominator, a value to return to the caller)
 LossFunction = Callable[[Responses], tuple[torch.Tensor, Any]]
 
 
@@ -54,7 +54,7 @@ class Policy:
             for chunk in self.chunks
         ]
         for router in self.routers:
-            router._maintain_float32_expert_bias()  # before it is filled, not at the first pass
+            router._maintain_float32_expert_bias()  # before it is loaded, not at the first pass
         self._batch: MicroBatch | None = None
         self._hidden: torch.Tensor | None = None
         self._training = False
@@ -64,7 +64,7 @@ class Policy:
             head.register_forward_pre_hook(self._select_responses)
 
     def start_fresh(self, seed: int) -> None:
-        """Load the weights that a run starts from: a Hugging Face checkpoint's, or random ones."""
+        """Load the run's initial weights: a Hugging Face checkpoint's, or random ones."""
         if self.settings.initial_weights is not None:
             source = self.settings.initial_weights
             hugging_face_weights.load_weights(self.settings, self.bridge, self.chunks, source)
@@ -74,13 +74,13 @@ class Policy:
         self.weights_changed()
 
     def weights_changed(self) -> None:
-        """Handle weights that were written by other means than a step; call after such writes."""
+        """Update copies of the weights; call after writing weights other than by a step."""
 
     @torch.no_grad()
     def evaluate(
         self, batches: list[MicroBatch], function: Callable[[Responses], Any]
     ) -> list[Any]:
-        """Return `function` of every micro-batch's responses, without gradients.
+        """Return the results of `function` on every micro-batch's responses, without gradients.
 
         Logits are computed chunk by chunk, on demand. Collective; the list is empty except on the
         last pipeline stage.
@@ -148,7 +148,7 @@ class Policy:
     def _select_responses(self, _head: torch.nn.Module, arguments: tuple) -> tuple:
         """Pass only the hidden states that predict response tokens to the head.
 
-        Without training pass none: the logits are then computed chunk by chunk from the hidden
+        When not training pass none: the logits are then computed chunk by chunk from the hidden
         states kept here.
         """
         assert self._batch is not None
@@ -188,7 +188,7 @@ class TrainedPolicy(Policy):
             use_distributed_optimizer=_distributed(optimizer, layout),
         )
         self.modules = [DistributedDataParallel(config, buckets, module) for module in self.modules]
-        # Models that its checkpoints include, by name: averages of it, and models trained with it.
+        # Models in its checkpoints, by name: averages of it, and models trained with it.
         self.averages: dict[str, Policy] = {}
         self.companions: dict[str, TrainedPolicy] = {}
         self.optimizer = get_megatron_optimizer(
@@ -199,14 +199,14 @@ class TrainedPolicy(Policy):
         config.grad_scale_func = self.optimizer.scale_loss
 
     def weights_changed(self) -> None:
-        """Copy the weights to the fp32 copies that the optimizer keeps of low-precision weights."""
+        """Copy low-precision weights to the optimizer's fp32 master weights."""
         self.optimizer.reload_model_params()
 
     def accumulate(self, batches: list[MicroBatch], loss: LossFunction, tokens: float) -> list[Any]:
-        """Run forward and backward on all micro-batches, of `tokens` real tokens on all ranks.
+        """Run forward and backward on all micro-batches; all ranks together have `tokens` tokens.
 
-        The gradients in the buffers are then the sum over micro-batches and ranks. Returns the
-        second results of `loss` on the last pipeline stage, elsewhere an empty list.
+        The buffers then hold gradients summed over micro-batches and ranks. Padding is not in
+        `tokens`. Returns the second results of `loss` on the last pipeline stage, elsewhere [].
         """
         for module, chunk in zip(self.modules, self.chunks, strict=True):
             module.zero_grad_buffer()
@@ -219,7 +219,7 @@ class TrainedPolicy(Policy):
         return self._run(batches, loss, forward_only=False)
 
     def remember_routing(self) -> None:
-        """Record the routers' log-probabilities with every row that is evaluated from now on."""
+        """Record the routers' log-probabilities with every row evaluated later."""
         self._memory = RouterMemory(self.routers, len(self.routed_layers))
 
     def evaluate(
@@ -232,7 +232,7 @@ class TrainedPolicy(Policy):
     def router_movement(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
         """Return the change of the routers since the batches were evaluated; as `evaluate`.
 
-        It is the mean over layers and over the experts chosen then of |log p - log p then|, in
+        The movement is the mean over layers and recorded experts of |log p - recorded log p|, in
         nats, at the token that predicts each response token; fp32 [B, R] per micro-batch.
         """
         assert self._memory is not None, "remember_routing was not called"
@@ -256,7 +256,7 @@ class TrainedPolicy(Policy):
 
     @property
     def learning_rate(self) -> float:
-        """The rate the next step will use."""
+        """The learning rate of the next step."""
         return self.optimizer.param_groups[0]["lr"]
 
     @torch.no_grad()
@@ -273,7 +273,7 @@ def _sum_gradients(model: list[Any], _tokens: torch.Tensor | None, **keywords: A
 
 
 def _distributed(settings: OptimizerSettings, layout: LayoutSettings) -> bool:
-    """Return whether to split the optimizer's state; megatron-core can only split Adam's."""
+    """Return true to shard the optimizer's state; megatron-core can only shard Adam's."""
     return layout.distributed_optimizer and settings.algorithm == "adam"
 
 

@@ -1,17 +1,17 @@
 """The routers: replay of the engine's experts, stability losses, agreement and movement.
 
 Replay (R3, arXiv 2510.11370): a forward pass takes the experts that the engine chose. The gates are
-still the softmax of the training logits over the replayed experts, so the router keeps its gradient
+the softmax of the training logits over the replayed experts, so the router keeps its gradient
 (section 5 of the algorithms).
 
 Routing-stability losses (section 6), over the real tokens of a whole optimizer step:
 
 - load balance: coefficient * E * sum_e f_e P_e, with f_e the share of all routing slots that went
-  to expert e and P_e the mean of its normalised scores. It is `coefficient` when all is even.
+  to expert e and P_e the mean of its normalised scores. A uniform load gives `coefficient`.
 - z-loss: coefficient * mean(logsumexp(logits)^2) (arXiv 2202.08906).
 
-Both are summed over layers. Megatron's own have the micro-batch, the data-parallel rank and the
-padding in their denominators, so that their gradient changes with the layout.
+Both are summed over layers. Megatron's own losses have the micro-batch, the data-parallel rank and
+the padding in their denominators, so their gradients depend on the layout.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from parallel.settings import RoutingLossSettings
 
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
-SMALLEST = 1e-30  # of a probability whose logarithm is taken
+SMALLEST = 1e-30  # probability, before its logarithm
 
 
 class WatchedReplay(RouterReplay):
-    """Megatron's replay; while it is watched, it keeps what would have been chosen without it.
+    """Megatron's replay; while watched, it records the experts that the router would have chosen.
 
-    Megatron hands its whole choice to `get_replay_topk` as a function, the experts' biases and the
-    limits of groups included, so that no other rule of it is written down here.
+    Megatron passes its whole selection to `get_replay_topk` as a function, including the experts'
+    biases and the group limits, so no selection rule is repeated here.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        RouterReplay.clear_global_router_replay_instances()  # as `Router` says
+        RouterReplay.clear_global_router_replay_instances()  # see `Router`
         self.watched = False
         self.own: torch.Tensor | None = None  # int64 [tokens, K], of the last pass
 
@@ -69,11 +69,11 @@ class WatchedReplay(RouterReplay):
 
 
 class Router(TopKRouter):
-    """Megatron's router, which knows the row of tokens of every forward pass."""
+    """Megatron's router, given the packed row of every forward pass."""
 
     def __init__(self, config: Any, pg_collection: Any = None) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
-        # Megatron's process-wide list would mix those of a policy, its reference and teachers.
+        # Megatron's process-wide list would mix a policy's, its reference's and teachers' routers.
         RouterReplay.clear_global_router_replay_instances()
         self.router_replay = WatchedReplay()
         self.place = 0  # among all routed layers of the model
@@ -112,11 +112,11 @@ class Router(TopKRouter):
 
 
 def connect(chunks: Iterable[GPTModel], routed_layers: range) -> list[Router]:
-    """Have every routed layer pass its row on to its router; return this rank's routers.
+    """Make every routed layer pass its row to its router; return this rank's routers.
 
-    `routed_layers` are the numbers, counted from 0, of the layers that have experts: recorded
-    routes cover only those. A recomputed forward pass sets the row of its micro-batch again, since
-    Megatron's activation checkpointing calls the layer with the same arguments.
+    `routed_layers` are the layers with experts, counted from 0; recorded routes cover only these. A
+    recomputed forward pass sets its micro-batch's row again, since Megatron's activation
+    checkpointing calls the layer with the same arguments.
     """
     routers = []
     for chunk in chunks:
@@ -124,22 +124,22 @@ def connect(chunks: Iterable[GPTModel], routed_layers: range) -> list[Router]:
             number = layer.layer_number - 1
             if number in routed_layers:
                 layer.mlp.router.place = routed_layers.index(number)
-                layer.register_forward_pre_hook(_tell_router, with_kwargs=True)
+                layer.register_forward_pre_hook(_set_row, with_kwargs=True)
                 routers.append(layer.mlp.router)
     return routers
 
 
-def _tell_router(layer: Any, _arguments: tuple, keywords: dict[str, Any]) -> None:
+def _set_row(layer: Any, _arguments: tuple, keywords: dict[str, Any]) -> None:
     layer.mlp.router.row = keywords["packed_seq_params"]
 
 
 class RoutingLosses:
     """The stability losses of one policy, normalised by the global counts of a step.
 
-    The f_e of a load balance are of the whole step. A step of one micro-batch counts in its own
-    forward pass, where every layer sums its counts over the ranks before it attaches its loss. One
-    of several counts first, in forward passes without gradients between `start_counting` and
-    `finish_counting`. Both give the same bits.
+    The f_e of the load balance cover the whole step. A step of one micro-batch counts in its own
+    forward pass, where every layer sums its counts over the ranks before attaching its loss. A step
+    of several micro-batches counts first, in forward passes without gradients between
+    `start_counting` and `finish_counting`. Both give the same bits.
     """
 
     def __init__(self, settings: RoutingLossSettings, routers: list[Router]) -> None:
@@ -155,7 +155,7 @@ class RoutingLosses:
 
     @property
     def counts_first(self) -> bool:
-        """Return whether the step needs forward passes that only count."""
+        """True if the step needs forward passes that only count."""
         return self.settings.load_balance > 0 and not self._one_batch
 
     def start(self, tokens: float, micro_batches: int) -> None:
@@ -172,7 +172,7 @@ class RoutingLosses:
             self._load[router] = torch.zeros(router.num_experts, device=router.weight.device)
 
     def finish_counting(self) -> None:
-        """Sum the counts over all ranks that hold the same layers; a collective over them."""
+        """Sum the counts over the ranks that hold the same layers. Collective over these ranks."""
         self._counting = False
         if self.routers:
             every = torch.stack([self._load[router] for router in self.routers])
@@ -211,7 +211,7 @@ class RoutingLosses:
     def metrics(self, layers: int) -> dict[str, float]:
         """Return the means over the routed `layers` of the attached losses. Collective.
 
-        load_balance is 1 where all experts are used equally. Losses with coefficient 0 are absent.
+        load_balance is 1 where all experts are used equally. Losses with coefficient 0 are omitted.
         """
         names = [name for name in self.sums if getattr(self.settings, name) > 0]
         sums = torch.tensor([self.sums[name] for name in names], dtype=torch.float64)
@@ -224,14 +224,14 @@ class RoutingLosses:
 class RouterAgreement:
     """A count of the top-k slots in which the replayed experts are the router's own choice.
 
-    Counts the forward passes between `start` and `shares` that replay routes (section 5 of the
+    Includes the forward passes between `start` and `shares` that replay routes (section 5 of the
     algorithms).
     """
 
     def __init__(self, routers: list[Router], layers: int) -> None:
         """`layers` is the number of all layers that route, wherever they are."""
         self._replays = [router.router_replay for router in routers]
-        # Of every layer the slots that agree, and all.
+        # Per layer: the slots that agree, and all slots.
         self._counts = torch.zeros(layers, 2, dtype=torch.float64, device=device())
         for router in routers:
             router.agreement = self
@@ -273,9 +273,9 @@ class RouterAgreement:
 class RouterMemory:
     """The movement of a policy's routers on the same tokens (RSPO, arXiv 2510.23027 v2).
 
-    A pass that remembers stores with its row, for every layer of this rank, the chosen experts and
-    their log-probabilities, [tokens, K] each; one that compares sums the differences to the current
-    ones. Passes have no gradients. See section 6 of the algorithms.
+    A "remember" pass stores with its row, for every layer of this rank, the chosen experts and
+    their log-probabilities, [tokens, K] each; a "compare" pass sums the differences from the
+    current ones. Passes have no gradients. See section 6 of the algorithms.
     """
 
     def __init__(self, routers: list[Router], layers: int) -> None:
@@ -287,7 +287,7 @@ class RouterMemory:
 
     @contextmanager
     def during(self, task: Literal["remember", "compare"]) -> Iterator[None]:
-        """Remember or compare in the passes within."""
+        """Remember or compare in the forward passes inside the context."""
         self._task = task
         try:
             yield
@@ -311,7 +311,7 @@ class RouterMemory:
     def movement(self, batch: MicroBatch) -> torch.Tensor:
         """Return the mean over layers and chosen experts of |log p - log p before|, in nats.
 
-        [T / C], of every token of this context-parallel rank, in the last pass that compared.
+        [T / C], for every token of this context-parallel rank, from the last "compare" pass.
         Collective.
         """
         row = batch.row
@@ -329,7 +329,7 @@ class RouterMemory:
 
 
 def _scores(router: Router, logits: torch.Tensor) -> torch.Tensor:
-    """Return scores [tokens, experts] that add up to 1 per token."""
+    """Return scores [tokens, experts] that sum to 1 per token."""
     if router.score_function == "sigmoid":
         scores = logits.sigmoid()
         return scores / scores.sum(-1, keepdim=True)

@@ -15,10 +15,10 @@ from parallel.model.vocabulary import HeadLogits
 
 
 class ValueHead(torch.nn.Module):
-    """From a hidden state to its value, in place of the head over the vocabulary; begins at 0.
+    """The linear head from hidden states to values, initially 0, replacing the vocabulary head.
 
-    It is whole on every tensor-parallel rank. All of them are given the same hidden states and find
-    the same gradient, so that nothing of it is summed over them.
+    It is replicated on every tensor-parallel rank. All of them receive equal hidden states and
+    compute equal gradients, so no sum over ranks is needed.
     """
 
     def __init__(self, config: Any) -> None:
@@ -32,12 +32,12 @@ class ValueHead(torch.nn.Module):
         weight: torch.Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[torch.Tensor, None]:
-        """fp32 [n, 1, 1] of hidden [n, 1, H]; called as megatron-core calls its own heads."""
+        """Return fp32 [n, 1, 1] for hidden [n, 1, H]; the signature is megatron-core's."""
         return _linear(hidden, self.weight), None
 
 
 class ValueModel(TrainedPolicy):
-    """Learns as a policy does, from losses that read `values`."""
+    """A critic, trained like a policy with losses on `values`."""
 
     def values(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
         """Return the values of every micro-batch; as `evaluate`."""

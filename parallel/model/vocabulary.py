@@ -2,15 +2,15 @@
 
 Logits are [n, vocabulary / TP] of any float dtype. Rank r of the tensor-parallel group holds ids
 r * vocabulary / TP and on, and every rank has the same rows, targets and kept sets. Results are
-fp32 (fp64 where the logits are) and the same on every rank. They are differentiable, given the
-same upstream gradient on every rank: each rank then fills the gradient of its own part.
+fp32 (fp64 for fp64 logits) and equal on every rank. They are differentiable, given the same
+upstream gradient on every rank: each rank then fills its part of the gradient.
 
-A full-precision copy of the logits would be the largest tensor of a training step. So no function
-makes one: each works through the rows in chunks, keeps a few sums a row, and computes the chunk
-again in its backward. Ranks exchange only those sums, in one all-gather for all chunks together.
+A full-precision copy of the logits would be the largest tensor of a training step, so no function
+makes one: each processes the rows in chunks, keeps a few sums per row, and recomputes the chunk in
+its backward. Ranks exchange only these sums, in one all-gather for all chunks.
 
-In the code x = logits / temperature, y the same of a second set, e = exp(x - max x). All that is
-derived from x is taken relative to the row's maximum, so that logits of any size keep every digit.
+In the code x = logits / temperature, y is x of a second set, and e = exp(x - max x). Everything is
+computed relative to the row's maximum, so that logits of any size keep their precision.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Of one chunk in fp32; up to three such buffers are alive at once. glibc keeps freed blocks up to
-# this size and hands larger ones back to the system, which then clears every page again. Much less
-# would leave a GPU waiting for the next of too many kernels.
+# The size of a chunk in fp32; up to three such buffers are alive at once. glibc keeps freed blocks
+# up to this size and returns larger ones to the kernel, which clears every page again. Much smaller
+# chunks would launch too many kernels to keep a GPU busy.
 CHUNK_BYTES = 32 << 20
 
-# Stands for -inf: its exponential is 0 too, but its differences and products are numbers.
+# Replaces -inf: its exponential is 0 too, but its differences and products are finite.
 LOWEST = -1e30
 
 
 @dataclass(frozen=True)
 class HeadLogits:
-    """Logits that are computed chunk by chunk where they are needed, and never exist whole.
+    """Lazy logits, computed chunk by chunk and never materialised as a whole.
 
-    hidden [n, H] and the output head's weight [vocabulary / TP, H] of one dtype, in which their
-    product is rounded as a model's own logits are. Takes no gradient.
+    hidden [n, H] and the output head's weight [vocabulary / TP, H] have one dtype, to which their
+    product is rounded like a model's logits. Takes no gradient.
     """
 
     hidden: Tensor
@@ -57,13 +57,13 @@ def log_probs(
     *,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Tensor:
-    """log softmax(logits / temperature) at the targets, int64 [n] or [n, K]; of their shape.
+    """Return log softmax(logits / temperature) at the targets, int64 [n] or [n, K]; their shape.
 
-    kept, int64 [n, S] padded with -1, holds the ids that each row is renormalised on, those that
-    top-p or top-k sampling left (the keep mask of DeepSeek-V3.2, arXiv 2512.02556); None, and a row
-    of nothing but -1, keep every id. All of a row's targets count as kept, whether or not they are:
-    an engine and a trainer that differ by a rounding give a finite number and a gradient, and not
-    the -inf that would end the run.
+    kept, int64 [n, S] padded with -1, holds the ids that top-p or top-k sampling left in each row,
+    over which the row is renormalised (the keep mask of DeepSeek-V3.2, arXiv 2512.02556). None, and
+    a row of only -1, keep every id. A row's targets always count as kept: where rounding differs
+    between engine and trainer the result is then finite and has a gradient, instead of the -inf
+    that would end the run.
     """
     columns = targets.unsqueeze(1) if targets.dim() == 1 else targets
     if kept is not None:
@@ -80,7 +80,7 @@ def entropy(
     *,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Tensor:
-    """Entropy in nats of softmax(logits / temperature) over the `kept` ids (see log_probs), [n]."""
+    """Return the entropy of softmax(logits / temperature) over `kept` (see log_probs), nats [n]."""
     return _Entropy.apply(*_parts(logits), _How(temperature, kept, chunk_bytes))
 
 
@@ -92,11 +92,11 @@ def kl(
     *,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Tensor:
-    """KL(softmax(first / temperature) || softmax(second / temperature)) in nats, [n].
+    """Return KL(softmax(first / temperature) || softmax(second / temperature)) in nats, [n].
 
     Exact over the whole vocabulary, or over the `kept` ids (see log_probs), on which both are
-    renormalised. 0 where the two sets are equal, as are then both gradients. The two may have
-    different dtypes. With the student first this is the reverse KL of DeepSeek-V4's Eq. 29.
+    renormalised. For equal logits the value and both gradients are exactly 0. Dtypes may differ.
+    With the student first this is the reverse KL of DeepSeek-V4's Eq. 29.
     """
     return _KL.apply(*_parts(first), *_parts(second), _How(temperature, kept, chunk_bytes))
 
@@ -107,7 +107,7 @@ def top_k(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and ids (int64) of the k most likely ids, both [n, k].
 
-    Best first, and of equals the lower id first. Takes no gradient.
+    Sorted by probability; ties by the lower id. Takes no gradient.
 
     Raises:
         ValueError: the vocabulary has fewer than k ids.
@@ -129,7 +129,7 @@ def top_k(
     ids += parallel_state.get_tensor_model_parallel_rank() * size
     top, _, total = _normaliser(*_across_ranks(partials).unbind(1))
     best, ids = (torch.cat([*_across_ranks(part)], 1) for part in (best, ids))
-    # Stable, and the ranks stand in the order of their ids: of equals the lower id stays first.
+    # The sort is stable and ranks stand in the order of their ids: ties keep the lower id first.
     best, order = best.sort(dim=1, descending=True, stable=True)
     best = best[:, :k] - top.unsqueeze(1) - total.log().unsqueeze(1)
     return best, ids.gather(1, order[:, :k])
@@ -144,7 +144,7 @@ class _How(NamedTuple):
 
 
 class _LogProbs(torch.autograd.Function):
-    """x[target] - log sum exp x. The gradient to x is g (1[target] - p)."""
+    """The function x[target] - log sum exp x, with gradient g (1[target] - p) to x."""
 
     @staticmethod
     def forward(
@@ -180,7 +180,10 @@ class _LogProbs(torch.autograd.Function):
 
 
 class _Entropy(torch.autograd.Function):
-    """log sum e - mean, where mean = sum p (x - max x). The gradient is -g p (x - max x - mean)."""
+    """The function log sum e - mean, with mean = sum p (x - max x).
+
+    The gradient is -g p (x - max x - mean).
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, head: Tensor | None, how: _How) -> Tensor:
@@ -211,7 +214,7 @@ class _Entropy(torch.autograd.Function):
 
 
 class _KL(torch.autograd.Function):
-    """mean + log(sum e_y / sum e), where mean = sum p d and d = (x - max x) - (y - max y).
+    """The function mean + log(sum e_y / sum e): mean = sum p d, d = (x - max x) - (y - max y).
 
     The gradient to x is g p (d - mean), that is g p (log p - log q - KL); to y it is g (q - p).
     """
@@ -264,14 +267,14 @@ class _KL(torch.autograd.Function):
 
 
 def _parts(logits: Logits) -> tuple[Tensor, Tensor | None]:
-    """Return the logits and None, or the hidden states and the head that makes logits of them."""
+    """Return (logits, None), or (hidden states, head) of HeadLogits."""
     if isinstance(logits, HeadLogits):
         return logits.hidden.detach(), logits.weight.detach()
     return logits, None
 
 
 def _size(logits: Tensor, head: Tensor | None) -> int:
-    """Return the number of ids of the vocabulary that this rank holds."""
+    """Return the number of vocabulary ids on this rank."""
     return logits.shape[1] if head is None else head.shape[0]
 
 
@@ -295,10 +298,10 @@ def _chunks(logits: Tensor, head: Tensor | None, how: _How) -> Iterator[tuple[sl
 
 
 def _drop_others(x: Tensor, kept: Tensor) -> None:
-    """Set ids outside of their row's kept set to LOWEST, where the row has one."""
+    """Set ids outside their row's kept set, if it has one, to LOWEST."""
     size = x.shape[1]
     columns, mine = _own(kept, size)
-    # The column too many takes the kept ids of other ranks and the padding.
+    # The extra column absorbs the kept ids of other ranks and the padding.
     dropped = torch.ones((len(x), size + 1), dtype=torch.bool, device=x.device)
     dropped.scatter_(1, columns.where(mine, size), False)
     dropped &= (kept >= 0).any(1, keepdim=True)
@@ -330,13 +333,13 @@ def _compare(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _largest_columns(x: Tensor, k: int) -> Tensor:
-    """Return the columns of each row's k largest, int64 [rows, k], of equals the lower first.
+    """Return the columns of each row's k largest, int64 [rows, k]; ties by the lower column.
 
-    torch.topk takes any of several equals, and logits in bf16 are full of those.
+    torch.topk breaks ties arbitrarily, and bf16 logits have many.
     """
     last = x.topk(k).values[:, -1:]
-    # What is above the last value is in. Of what equals it, the lowest columns fill the places
-    # left. fp32 counts exactly up to 16.7 million columns.
+    # Values above the k-th are in; of the values equal to it, the lowest columns fill the rest.
+    # fp32 counts exactly up to 16.7 million columns.
     lower_first = torch.arange(0, -x.shape[1], -1, dtype=x.dtype, device=x.device)
     priority = torch.where(x > last, 1.0, lower_first.where(x == last, -torch.inf))
     columns = priority.topk(k).indices.sort(1).values

@@ -1,6 +1,6 @@
 """The execution of a refit plan, bucket by bucket, on the trainer's and the engines' ranks.
 
-The planner decides which bytes go where, the transport moves them.
+The planner decides which bytes go where; the transport moves them.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ class Outbox(ABC):
 
     @abstractmethod
     def send(self) -> None:
-        """Give everything once.
+        """Send every slice once.
 
-        Raises RuntimeError when an engine is gone.
+        Raises:
+            RuntimeError: an engine has ended.
         """
 
     def fingerprints(self) -> dict[str, int]:
@@ -73,23 +74,23 @@ class MessageOutbox(Outbox):
         self.trainers = plan.layout.sizes.ranks
 
     def send(self) -> None:
-        """Give everything once."""
-        under_way: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        """Send every slice once."""
+        in_flight: deque[tuple[dist.Work, torch.Tensor]] = deque()
         for sending in self.sendings:
             slices = [self._slice(s.chunk, s.parameter, s.parameter_box) for s in sending.slices]
             for packed in _packed(slices):
-                if len(under_way) == IN_FLIGHT:
-                    under_way.popleft()[0].wait()
-                under_way.append((self.messages.send(packed, self.trainers + sending.peer), packed))
-        for work, _ in under_way:
+                if len(in_flight) == IN_FLIGHT:
+                    in_flight.popleft()[0].wait()
+                in_flight.append((self.messages.send(packed, self.trainers + sending.peer), packed))
+        for work, _ in in_flight:
             work.wait()
 
 
 class SharedOutbox(Outbox):
-    """An outbox of shared memory, which the engines map (`transport.share`)."""
+    """An outbox whose memory the engines map (`transport.share`)."""
 
     def send(self) -> None:
-        """Do nothing: the trainer waits until the engines have read."""
+        """Do nothing: the engines read the memory while the trainer waits."""
 
 
 class Inbox(ABC):
@@ -268,8 +269,10 @@ def outbox(
     meeting: Meeting | None,
     device: torch.device,
 ) -> Outbox:
-    """Return a trainer rank's end: of messages, once all have met, and of shared memory where they
-    meet nowhere."""
+    """Return a trainer rank's end; without a meeting, of shared memory.
+
+    With a meeting it waits until all ranks have connected.
+    """
     if meeting is None:
         return SharedOutbox(plan, rank, parameters)
     return MessageOutbox(plan, rank, parameters, Messages(meeting, rank, device))
@@ -284,8 +287,10 @@ def inbox(
     shared: list[SharedMemory],
     device: torch.device,
 ) -> Inbox:
-    """Return an engine rank's end: of messages, once all have met, and of the memory that each
-    trainer rank has `shared` where they meet nowhere."""
+    """Return an engine rank's end; without a meeting, of the memory `shared` by trainer ranks.
+
+    With a meeting it waits until all ranks have connected.
+    """
     if meeting is None:
         return SharedInbox(model, layout, plan, rank, shared)
     messages = Messages(meeting, meeting.trainers + rank, device)
@@ -302,11 +307,11 @@ def _packed(parts: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     flat: dict[torch.dtype, list[torch.Tensor]] = {}
     for part in parts:
         flat.setdefault(part.dtype, []).append(part.reshape(-1))
-    return [torch.cat(those) for those in flat.values()]
+    return [torch.cat(slices) for slices in flat.values()]
 
 
 def _by_dtype(parts: Iterable[tuple[torch.dtype, Box]]) -> Iterable[tuple[torch.dtype, int]]:
-    """Return the number of elements that `_packed` makes of each dtype."""
+    """Return the number of elements in each dtype's buffer of `_packed`."""
     counts: dict[torch.dtype, int] = {}
     for dtype, (_, sizes) in parts:
         counts[dtype] = counts.get(dtype, 0) + prod(sizes)

@@ -25,7 +25,7 @@ from parallel.weights.names import (
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """tensor[box] is parameter[as large a box at parameter_offset] of a rank's virtual chunk.
+    """A part of a parameter: tensor[box], at parameter_offset in a rank's virtual chunk.
 
     The parameter is named as in the chunk's state_dict, without TransformerEngine
     (`names.plain_name`): layers and experts are numbered from 0 in every chunk.
@@ -39,10 +39,10 @@ class Piece:
 
 
 class Shard(NamedTuple):
-    """Weights that some ranks of a stage hold in common.
+    """The weights that a set of a stage's ranks replicates.
 
-    Every weight that is not split, one tensor-parallel rank's part of the dense ones, or one rank's
-    part of its experts.
+    All unsplit weights, one tensor-parallel rank's part of the dense weights, or one
+    expert-tensor-parallel rank's part of its experts.
     """
 
     kind: Literal["whole", "split", "experts"]
@@ -59,8 +59,7 @@ class BucketPlace(NamedTuple):
 
 
 class Layout:
-    """The arithmetic of a layout. The pipeline need not divide the layers: then the stages' numbers
-    of layers differ by one."""
+    """The arithmetic of a layout; pipeline stages differ by at most one layer."""
 
     def __init__(self, model: ModelSettings, layout: LayoutSettings) -> None:
         self.sizes = layout
@@ -120,7 +119,7 @@ class Layout:
         return range(first + offset, first + self.stage_ranks, step)
 
     def pieces(self, weights: Sequence[Weight], shard: Shard) -> Iterator[Piece]:
-        """Yield a shard's part of a bucket's weights, named within the bucket, as if in chunk 0."""
+        """Yield a shard's pieces of a bucket's weights; names lack their prefix, chunks are 0."""
         ways = {"whole": 1, "split": self.sizes.tensor, "experts": self.sizes.expert_tensor}
         for weight in weights:
             if shard.kind != ("experts" if weight.experts else _kind(weight)):
@@ -150,7 +149,7 @@ def held(model: ModelSettings, layout: LayoutSettings, rank: int) -> list[Piece]
 
 
 class Owners:
-    """The holders of each part of a tensor, without a list of all ranks."""
+    """The ranks that hold each part of a tensor."""
 
     def __init__(self, model: ModelSettings, layout: LayoutSettings) -> None:
         self.description, self.layout = ModelWeights(model), Layout(model, layout)
@@ -178,7 +177,7 @@ class Owners:
 
 
 def share(position: int, total: int, parts: int) -> int:
-    """Return the part of range(total) with a position; part n starts at total * n // parts."""
+    """Return the part of range(total) that has a position; part n starts at total * n // parts."""
     return ((position + 1) * parts - 1) // total
 
 
@@ -189,8 +188,8 @@ def _kind(weight: Weight) -> str:
 def _cuts(weight: Weight, ranks: int, rank: int) -> Iterator[tuple[Part, Box, tuple[int, ...]]]:
     """Yield one of `ranks` parts of a weight as boxes of its tensors, with offsets in the part.
 
-    The queries of a KV group are followed by its key and value; gate and up projection are split
-    each by itself, as if every rank were a group.
+    A KV group's queries are followed by its key and value. Gate and up projection are split
+    separately, as if every rank were a group.
     """
     if weight.dimension is None:
         [part] = weight.parts

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from parallel.families import architecture, routed_layers
 from parallel.settings import ModelSettings
 
-# Buckets: what is loaded together. A layer's key is its number.
+# Keys of buckets, the units of loading. A layer's key is its number.
 EMBEDDING, HEAD = -1, 1 << 30
-VOCABULARY_MULTIPLE = 64  # to which vLLM rounds up before it splits
+VOCABULARY_MULTIPLE = 64  # vLLM rounds the vocabulary up to it before splitting
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -35,7 +35,7 @@ class Units:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A Hugging Face tensor, named within its bucket; `units` are those of the split dimension."""
+    """A Hugging Face tensor, named within its bucket; `units` count its split dimension."""
 
     tensor: str
     shape: tuple[int, ...]
@@ -44,11 +44,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter of megatron-core, named within its bucket, and the tensors that it is made of.
+    """A parameter of megatron-core, named within its bucket, and the tensors fused into it.
 
-    Tensor parallelism splits `dimension`; None is a replica on every rank. Along it the parts take
-    turns in `groups`; None is once on every rank. Of `experts` there is one weight each, with
-    {expert} in the names, the parameters' numbered from 0 on every rank.
+    Tensor parallelism splits `dimension`; None replicates the weight on every rank. Along it the
+    parts alternate in `groups`; None means one group per rank. With `experts` there is a weight per
+    expert, with {expert} in the names; parameters count experts from 0 on every rank.
     """
 
     parameter: str
@@ -79,13 +79,13 @@ class ModelWeights:
         }
 
     def kind(self, key: int) -> str:
-        """Return the kind of a bucket; buckets of one kind differ in their number only."""
+        """Return the kind of a bucket; buckets of one kind differ only in their number."""
         if key in (EMBEDDING, HEAD):
             return "embedding" if key == EMBEDDING else "head"
         return "routed" if key in self._routed else "dense"
 
     def weights(self, kind: str) -> tuple[Weight, ...]:
-        """Return the weights of a bucket of the kind, named within it."""
+        """Return the weights of a bucket of this kind, named within the bucket."""
         return self._weights[kind]
 
     def tensors(self, key: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -111,7 +111,7 @@ def bucket(tensor: str) -> int:
 
 
 def is_precise(tensor: str) -> bool:
-    """Return whether a tensor stays in fp32 at any precision, as in transformers."""
+    """Return true if a tensor is fp32 at any precision, as in transformers."""
     return tensor.endswith("e_score_correction_bias")
 
 
@@ -123,8 +123,8 @@ def tensor_prefix(key: int) -> str:
 def plain_name(parameter: str, latent: bool) -> str:
     """Return a parameter's name in a model without TransformerEngine.
 
-    TransformerEngine fuses norms into the linear layers that follow, different ones in `latent`
-    attention, and experts into one module.
+    TransformerEngine fuses norms into the linear layers after them (others in `latent` attention)
+    and all experts into one module.
     """
     parameter = re.sub(
         r"experts\.(linear_fc[12])\.weight(\d+)", r"experts.local_experts.\2.\1.weight", parameter
@@ -206,7 +206,7 @@ def _projection(model: ModelSettings, heads: Units, head_dim: int) -> Weight:
 
 
 def _dense(model: ModelSettings) -> Iterator[Weight]:
-    """Yield the MLP of a layer without experts, with which some families start."""
+    """Yield the MLP of the layers without experts that some families start with."""
     if model.family in ("glm4_moe", "deepseek_v3"):
         width = architecture(model).intermediate_size
         yield from _perceptron(

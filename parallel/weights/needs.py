@@ -1,6 +1,6 @@
 """The slices of the Hugging Face tensors that each rank of an engine needs; never imports torch.
 
-They are what the weight loaders of vLLM 0.30 copy on a tensor-parallel rank.
+They equal what vLLM 0.30's weight loaders copy on a tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from parallel.weights.names import ModelWeights, Part, Units, Weight, tensor_pre
 
 
 def engine_violations(model: ModelSettings, tensor_parallel: int) -> list[tuple[str, str]]:
-    """Return why an engine of this size cannot hold the model, as (dotted key, message)."""
+    """Return the reasons why an engine of this size cannot hold the model: (key, message)."""
     units = _units(model)
     # The vocabulary and the attention heads are never repeated, so their divisors are candidates.
     common = math.gcd(*(_padded(each) for each in units if not each.repeated))
@@ -34,7 +34,7 @@ def engine_violations(model: ModelSettings, tensor_parallel: int) -> list[tuple[
 def needed(model: ModelSettings, tensor_parallel: int, rank: int) -> list[tuple[str, Box]]:
     """Return the box of each Hugging Face tensor that a tensor-parallel rank copies, by bucket.
 
-    Without tensors of which it needs nothing, such as padding of the vocabulary.
+    Tensors that the rank needs no part of are omitted.
     """
     description = ModelWeights(model)
     return [
@@ -49,7 +49,7 @@ def needed(model: ModelSettings, tensor_parallel: int, rank: int) -> list[tuple[
 def needed_of(
     weights: tuple[Weight, ...], tensor_parallel: int, rank: int
 ) -> Iterator[tuple[str, Box]]:
-    """Yield the boxes that a rank needs of one bucket's weights, named within it."""
+    """Yield the boxes that a rank needs of a bucket's weights, named within the bucket."""
     for weight in weights:
         boxes = [_box(part, weight.dimension, tensor_parallel, rank) for part in weight.parts]
         for expert in range(max(1, weight.experts)):

@@ -1,8 +1,8 @@
 """The plan of a refit: which trainer rank sends which slice to which engine rank.
 
-Every rank computes only its own part, by the same arithmetic as its peers, so that no metadata is
-exchanged: the receiver expects what the sender sends, in the same order. An engine rank receives
-each needed element exactly once, in buckets of one layer each. Never imports torch.
+Every rank computes only its own part, by the same arithmetic as its peers, so no metadata is
+exchanged: the receiver expects the sender's messages in their order. An engine rank receives each
+needed element exactly once, in buckets of one layer. Never imports torch.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from parallel.weights.holdings import Layout, Shard, share
 from parallel.weights.names import ModelWeights, tensor_prefix
 from parallel.weights.needs import needed_of
 
-GRAIN = 1 << 19  # elements: below about a MiB, two messages cost more than one replica's idleness
+GRAIN = 1 << 19  # elements; below about 1 MiB two messages cost more than an idle replica
 
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """The tensor-parallel size of each engine; their ranks are numbered through.
+    """The tensor-parallel size of each engine; ranks are numbered across engines.
 
     With `forwarding`, trainers feed no more engine ranks than there are trainers, and every other
     engine is fed by an earlier one of its size.
@@ -47,9 +47,9 @@ class Message:
 class Bucket:
     """A unit of loading on an engine rank: a layer, the embedding, or the last norm and the head.
 
-    `tensors` are all of the bucket, and `needs` what this rank copies of them. The messages' boxes
-    cover them exactly once; or the engine rank `forwarded_from` sends all the needs, one after
-    another. So does this rank to those in `forward_to`.
+    `tensors` names all tensors of the bucket; `needs` are the boxes that this rank copies. Either
+    the boxes of `messages` cover the needs exactly once, or the engine rank `forwarded_from` sends
+    them all in order. This rank sends them on to the ranks in `forward_to`.
     """
 
     key: int
@@ -61,7 +61,7 @@ class Bucket:
 
 
 class Slice(NamedTuple):
-    """tensor[box] is parameter[parameter_box] of this trainer rank's virtual chunk."""
+    """A slice to send: tensor[box] is parameter[parameter_box] of a virtual chunk."""
 
     chunk: int
     parameter: str
@@ -72,7 +72,7 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """A `Message`, as the trainer rank that sends it to the engine rank `peer` sees it."""
+    """The trainer rank's view of a `Message` to the engine rank `peer`."""
 
     bucket: int
     peer: int
@@ -95,7 +95,7 @@ class _Item(NamedTuple):
 
 
 class _Items(NamedTuple):
-    """All items of an engine rank and a shard in their order, and at which element each starts."""
+    """The items of an engine rank and a shard, in order, and the first element of each."""
 
     items: list[_Item]
     starts: list[int]
@@ -105,9 +105,9 @@ class _Items(NamedTuple):
 class Plan:
     """The plan of one trainer and its engines; `receive` and `send` give each rank its own part.
 
-    Replicas share the load thus: all that an engine's ranks take of a shard of a bucket, laid end
-    to end, is cut at whole rows into equal lengths, one for each rank that holds the shard. Every
-    rank goes through its list in the order of steps, in each of which the engines take buckets of
+    Replicas share the load: the items that an engine's ranks need of a bucket's shard are
+    concatenated and cut at whole rows into equal lengths, one per rank that holds the shard. Every
+    rank processes its list in the order of steps; in each step the engines take buckets of
     different pipeline stages, so that all stages send at the same time.
     """
 
@@ -152,7 +152,7 @@ class Plan:
         return found
 
     def source(self, rank: int) -> int:
-        """Return the engine rank, itself or another, that gets this rank's bytes from trainers."""
+        """Return the engine rank (maybe `rank`) that receives this rank's bytes from trainers."""
         engine, _, place = self._ranks[rank]
         while (earlier := self._sources[engine]) is not None:
             engine = earlier
@@ -178,7 +178,7 @@ class Plan:
         )
 
     def step(self, engine: int, key: int) -> int:
-        """When an engine loads a bucket: one of each stage in turn, then the next of each."""
+        """Return the step in which an engine loads a bucket; stages take turns."""
         stage, turn = self._turns[key]
         pipeline = self.layout.sizes.pipeline
         return turn * pipeline + (stage - self._first_stages[engine]) % pipeline

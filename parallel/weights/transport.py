@@ -1,11 +1,11 @@
 """The transport of a refit's bytes: messages between ranks, or mapped memory of the trainer.
 
 Messages go over gloo on a CPU and NCCL on GPUs; memory is mapped as a file on a CPU and by CUDA IPC
-on GPUs. What is on GPUs has not been run.
+on GPUs. The GPU paths have not been run.
 
-Neither gloo nor a store of torch.distributed has a password: messages are for networks whose
-members are trusted (docs/explanation/weight-sync.md). What an engine is to map is therefore never
-read from a store; it comes with `Join`, from a client that has the engine's token.
+Neither gloo nor torch.distributed's stores have a password: messages are for trusted networks
+(docs/explanation/weight-sync.md). The handles that an engine maps are therefore never read from a
+store; they come with `Join`, from a client that has the engine's token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 class Meeting(msgspec.Struct, frozen=True):
     """A rendezvous of the trainer's and the engines' ranks, numbered consecutively.
 
-    Keys of the store begin with `prefix`, which is unique. No wait for another rank is longer than
+    Keys of the store begin with the unique `prefix`. Waiting for a rank ends after
     `timeout_seconds`.
     """
 
@@ -91,7 +91,7 @@ class Region(msgspec.Struct, frozen=True):
 
 
 class OpenFile(msgspec.Struct, frozen=True, array_like=True, tag="cpu"):
-    """Memory of a rank's, as a file that has no name any more and that its process has open."""
+    """A rank's memory: an unnamed file that its process has open."""
 
     process: Count
     descriptor: Count
@@ -99,23 +99,22 @@ class OpenFile(msgspec.Struct, frozen=True, array_like=True, tag="cpu"):
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, array_like=True, tag="cuda"):
-    """Memory of a device, as torch describes it to `UntypedStorage._new_shared_cuda`."""
+    """A device's memory: the arguments of `UntypedStorage._new_shared_cuda`."""
 
     description: list[Any]
 
 
 class SharedMemory(msgspec.Struct, frozen=True):
-    """The memory that a rank shares: handles of its storages, and its parameters in them."""
+    """The memory that a rank shares: handles of storages, and its parameters' places."""
 
     storages: list[OpenFile | DeviceMemory]
     regions: dict[str, Region]
 
 
 def share(parameters: dict[str, torch.Tensor]) -> SharedMemory:
-    """Let other processes of this user on this host read the parameters where they are.
+    """Share the parameters in place with this user's other processes on this host.
 
-    On a CPU their storages are moved into shared memory, in place: every view of them, an
-    optimizer's too, stays valid.
+    On a CPU the storages move into shared memory; all views, also an optimizer's, stay valid.
     """
     storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
     regions = {}
@@ -133,10 +132,11 @@ def share(parameters: dict[str, torch.Tensor]) -> SharedMemory:
 
 
 class Mapped:
-    """The parameters of another process, read where they are.
+    """The mapped parameters of another process.
 
-    Raises OSError when that process or its memory is gone, and ValueError when a handle is of
-    anything but memory of the size it names.
+    Raises:
+        OSError: the process has ended or its memory is unmapped.
+        ValueError: a handle is not shared memory of the size it names.
     """
 
     def __init__(self, shared: SharedMemory) -> None:
