@@ -1,8 +1,7 @@
-"""A domain before anything is trained on it: `python -m stages.domain_check JOB`.
+"""The check of a domain before any training: `python -m stages.domain_check JOB`.
 
-Makes its prompts and demonstrations as a stage would, and has its rewards score what should earn
-most and what should earn nothing: the reference answers, an empty response, and one that answers
-nothing.
+It makes the domain's prompts and demonstrations as a stage does, and scores three responses to each
+prompt: the reference answer, which should earn most, an empty one and one without an answer.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from parallel.errors import UserError
 from parallel.files import CHARACTERS, write_atomically
 from parallel.sample import Sample
 from parallel.status_pipe import report_error
@@ -42,7 +42,7 @@ from stages.data.tokenizer import Tokenizer, TokenizerError, tokenizer_named
 from stages.rewards.grading import Grade
 from stages.rewards.kinds.math import MathReward
 from stages.rewards.pool import RewardPool
-from stages.rewards.reward import Response, RewardError
+from stages.rewards.reward import Response
 from stages.settings import DomainCheckJob, DomainSettings
 
 DRAWN = 2000  # generated problems or demonstrations: some seconds
@@ -53,15 +53,15 @@ EXAMPLES = 2
 
 
 def main() -> None:
-    """Run the job named by argv[1]; report an error of the user's on the status pipe."""
+    """Run the job named by argv[1]; report errors that the user can fix on the status pipe."""
     job = DomainCheckJob.model_validate_json(Path(sys.argv[1]).read_text())
     try:
         write_atomically(job.result, json.dumps(checked(job)) + "\n")
     except TokenizerError as error:
-        hint = "; name the model's tokenizer: --tokenizer FOLDER"
+        hint = "; name the model's tokenizer: --tokenizer DIRECTORY"
         report_error(f"{error}{hint if job.tokenizer == CHARACTERS else ''}")
         sys.exit(1)
-    except (DomainError, OSError, RewardError) as error:
+    except (UserError, OSError) as error:
         report_error(str(error))
         sys.exit(1)
 
@@ -226,11 +226,11 @@ class DemonstrationReport:
 def demonstration_report(
     settings: DomainSettings, tokenizer: Tokenizer, domain: str, positions: int | None
 ) -> DemonstrationReport | None:
-    """Return the report on all rows of the domain's files, or on at most DRAWN generated ones; None
-    for prompts of files, for which none are generated.
+    """Return the report on all rows of the domain's files, or on at most DRAWN generated ones.
 
-    `positions` is `model.max_positions`, where the model is known. Reads one row at a time. Raises
-    DomainError and TokenizerError as a cold start does.
+    None where prompts are of files and demonstrations are not. `positions` is
+    `model.max_positions`, where the model is known. Reads one row at a time. Raises DomainError and
+    TokenizerError as a cold start does.
     """
     wanted = settings.demonstrations
     if isinstance(wanted, FileDemonstrationSettings):

@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face directory that transformers and vLLM load, verified."""
+"""The export of a checkpoint to a Hugging Face directory for transformers and vLLM, verified."""
 
 from __future__ import annotations
 
@@ -24,16 +24,13 @@ from parallel.sample import Sample
 from stages.data.tokenizer import load_tokenizer
 from stages.settings import StageJob
 
-PROBES, PROBE_TOKENS = 4, 8  # random prompts and responses a data-parallel rank, and their length
+PROBES, PROBE_TOKENS = 4, 8  # random prompts and responses per data-parallel rank, their length
 
 
 def run(job: StageJob) -> None:
-    """Write the parent's weights, configuration and tokenizer to `job.output`.
-
-    Raises as `export`.
-    """
+    """Write the parent's weights, configuration and tokenizer to `job.output`."""
     assert job.parent is not None and job.output is not None
-    # Kernels that add in any order would make equal weights give unequal logits on a GPU.
+    # On a GPU, kernels that sum in any order give unequal logits for equal weights.
     torch.use_deterministic_algorithms(True, warn_only=True)
     policy = Policy(job.settings.model, job.settings.layout)
     load.weights(policy, job.parent)
@@ -41,25 +38,23 @@ def run(job: StageJob) -> None:
 
 
 def export(policy: Policy, output: Path, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write a policy to the folder `output`, whole and verified or not at all. Collective.
+    """Write a policy to the directory `output`, complete and verified or not at all. Collective.
 
-    Verified is every tensor on the disk, and that a policy filled from there gives the same logits,
-    bit for bit. The folder must be seen by all ranks.
+    Every tensor on disk is compared with the policy's, and a policy that is loaded from there must
+    give the same logits, bit for bit. All ranks must see the directory.
 
     Raises:
-        WeightsError: what was written is not what was to be written.
+        WeightsError: the written weights differ from the policy's.
         OSError: the output cannot be written.
     """
     before = probe(policy)
     with _beside(output) as unfinished:
         _write(policy, unfinished, shard_bytes)
-        forget_weights(policy.chunks)  # what is not filled again will show
+        forget_weights(policy.chunks)  # a weight that is not loaded again changes the logits
         fill_weights(policy.bridge, policy.chunks, WeightFiles(unfinished))
         pairs = zip(before, probe(policy), strict=True)
         if max_over_ranks(not all(torch.equal(old, new) for old, new in pairs)):
-            raise WeightsError(
-                f"{output} was not written right", ["other logits than the policy's"]
-            )
+            raise WeightsError(f"{output}: verification failed", ["other logits than the policy's"])
         if is_main():
             tokenizer = load_tokenizer(policy.settings)
             config = hugging_face_config(policy.settings)
@@ -71,7 +66,7 @@ def export(policy: Policy, output: Path, shard_bytes: int = SHARD_BYTES) -> None
 
 
 def probe(policy: Policy) -> list[torch.Tensor]:
-    """This rank's part of the logits of some random tokens; none but on the last pipeline stage."""
+    """Return this rank's logits of random tokens; empty except on the last pipeline stage."""
     draw = np.random.default_rng(0)
     here = RankPlace.here()
     shape = (PROBES * here.data, 2, PROBE_TOKENS)
@@ -88,20 +83,20 @@ def _logits(responses: Responses) -> torch.Tensor:
 
 
 def _write(policy: Policy, directory: Path, shard_bytes: int) -> None:
-    """The weights, and a look at what became of them, by the main rank."""
+    """Write the weights on the main rank, and verify the files. Collective."""
     if is_main():
         expected = expected_tensors(hugging_face_config(policy.settings))
         digests = write(directory, expected, policy.weights(), shard_bytes)
         verify(directory, expected, digests)
     else:
-        for _ in policy.weights():  # every rank takes part in the gathering
+        for _ in policy.weights():  # collective: all ranks gather
             pass
     barrier()
 
 
 @contextmanager
 def _beside(output: Path) -> Iterator[Path]:
-    """A folder, alike on every rank, that is removed with all that is still in it at the end."""
+    """Yield, on every rank, a temporary directory beside `output`; remove it at the end."""
     if not is_main():
         yield broadcast(None)
         return

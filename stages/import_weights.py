@@ -1,6 +1,6 @@
-"""The first stage of a run without a cold start: a Hugging Face checkpoint becomes one of ours.
+"""The first stage of a run without a cold start: the import of a Hugging Face checkpoint.
 
-The experts grow from it, and it is evaluated beside them.
+The domain experts start from it, and it is evaluated with them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from stages.settings import RunSettings, StageJob
 def run(job: StageJob) -> None:
     """Write `model.initial_weights` as the checkpoint of step 0.
 
-    Raises WeightsError where they are not this model's.
+    Raises:
+        WeightsError: they are of another model.
     """
     if is_main():
         look_for_held_out(job.settings, load_tokenizer(job.settings.model))
@@ -27,9 +28,10 @@ def run(job: StageJob) -> None:
 
 
 def look_for_held_out(settings: RunSettings, tokenizer: Tokenizer) -> None:
-    """Whether there is enough to evaluate on: before hours of training rather than after.
+    """Check that every domain has enough held-out problems, before hours of training.
 
-    Raises DomainError where there is not.
+    Raises:
+        DomainError: a domain has too few.
     """
     for domain, each in settings.domains.items():
         longest = settings.longest_prompt(each.sampling)

@@ -1,4 +1,4 @@
-"""The one loop body: resume, step, log, save, stop. A stage supplies only its step."""
+"""The loop of every training stage: resume, step, log, save, stop. A stage supplies its step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from parallel.checkpoint import load
 from parallel.checkpoint.save import Saver
 from parallel.distributed import any_rank, broadcast, is_main
+from parallel.errors import UserError
 from parallel.files import ENDED, STATE
 from parallel.model.policy import TrainedPolicy
 from parallel.status_pipe import report_notice
@@ -24,37 +25,41 @@ class TrainingStage(Protocol):
     policy: TrainedPolicy
 
     def step(self, step: int) -> dict[str, float]:
-        """Do optimizer step `step`, counted from 1; returns its metrics, alike on every rank."""
+        """Run step `step`, counted from 1; return its metrics, equal on all ranks. Collective."""
 
     def score(self, metrics: dict[str, float]) -> float:
-        """Return how good the policy of a step is, by the step's metrics; higher is better."""
+        """Return the score of a step's policy from the step's metrics; higher is better."""
 
     def state(self) -> dict[str, Any]:
-        """Return what a resumed stage needs beside the policy, as JSON."""
+        """Return the state that is saved beside the policy, as JSON."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` returned."""
+        """Continue from a saved state."""
 
 
-class NotFiniteError(RuntimeError):
-    """A loss or gradient became NaN or infinite; the message says on which samples."""
+class NotFiniteError(UserError):
+    """A NaN or infinite loss or gradient; the message names the step's samples."""
 
 
-class GuardStopped(RuntimeError):
-    """A guard's metric stayed beyond its threshold; the stage has saved and can be resumed."""
+class GuardStopped(UserError):
+    """A stop by a guard, after a checkpoint: its metric stayed beyond its threshold."""
 
 
 class StageStopped(Exception):
-    """The launcher or Slurm asked for it; the stage has saved and can be resumed."""
+    """A stop by a signal of the launcher or Slurm, after a checkpoint."""
 
 
 def train(
     stage: TrainingStage, job: StageJob, loop: LoopSettings, watch: GuardMonitor | None = None
 ) -> None:
-    """Run the stage from its newest whole checkpoint, or from its parent, to its last step, or to
-    the step at which `watch` says that it is done.
+    """Run a stage from its newest complete checkpoint, or its parent, to its last step. Collective.
 
-    Raises GuardStopped where `watch` says that it should not go on.
+    The main rank's `watch` may end it earlier as done.
+
+    Raises:
+        GuardStopped: `watch` stopped the stage.
+        NotFiniteError: a metric is not finite; the step is not saved.
+        StageStopped: a rank received a signal.
     """
     directory = job.directory / "checkpoints"
     resumed = _load(stage, job, directory)
@@ -71,6 +76,7 @@ def train(
         stopping, writing, stopped, ended = any_rank(
             stop.received, saver.writing, verdict.stop is not None, verdict.end is not None
         )
+        # `finish` is collective: all ranks call it once none still writes, or before they raise.
         finite = all(math.isfinite(value) for value in metrics.values())
         if not (writing and finite):
             saver.finish()
@@ -94,19 +100,19 @@ def train(
 
 
 def _load(stage: TrainingStage, job: StageJob, directory: Path) -> dict[str, Any]:
-    """The state to go on from, whose `step` is the last one done."""
-    saved, faults = load.newest_verified(directory)
-    if faults and is_main():
+    """Load the weights to start from; return the saved state, `step` being the last one done."""
+    saved, errors = load.newest_verified(directory)
+    if errors and is_main():
         origin = saved.name if saved else job.parent or "the beginning"
-        report_notice(f"{'; '.join(faults)}; {job.stage} goes on from {origin}")
+        report_notice(f"{'; '.join(errors)}; {job.stage} continues from {origin}")
     if saved:
         state = load.training(stage.policy, saved)
         try:
             stage.restore(state)
         except KeyError as error:
             raise load.CheckpointError(
-                f"{saved} is of another version of Braid: its {STATE} has no {error}; go on with "
-                f"that version, or make the stage anew: braid resume {job.directory.parents[1]} "
+                f"{saved}: another version of Braid wrote it: {STATE} has no {error}; resume with "
+                f"that version, or rerun the stage: braid resume {job.directory.parents[1]} "
                 f"--from {job.stage}"
             ) from error
         return state
@@ -120,13 +126,15 @@ def _load(stage: TrainingStage, job: StageJob, directory: Path) -> dict[str, Any
 def _not_finite(job: StageJob, step: int, metrics: dict[str, float]) -> str:
     values = {name: value for name, value in metrics.items() if not math.isfinite(value)}
     rollouts = job.directory / "rollouts" / f"step_{step:06d}.jsonl"
-    samples = f" on the samples in {rollouts}" if rollouts.exists() else ""
-    return f"step {step} of {job.stage} is not finite{samples}: {values}; nothing of it was saved"
+    samples = f" (samples: {rollouts})" if rollouts.exists() else ""
+    return (
+        f"non-finite metrics at step {step} of {job.stage}{samples}: {values};"
+        " the step was not saved"
+    )
 
 
 class _StopSignal:
-    """A signal on any rank stops all of them after the same step: the launcher's SIGTERM, or
-    SIGUSR1, which is what srun passes on."""
+    """The receipt of SIGTERM, from the launcher, or of SIGUSR1, which srun passes on."""
 
     def __init__(self) -> None:
         self.received = False

@@ -1,7 +1,7 @@
 """One rank of a stage: `python -m stages.main JOB.json`, started by a launcher, torchrun or srun.
 
-Exits 0 when the stage is done, 143 when it was told to stop and saved, and 1 with one last line
-`braid-error: ...` when the user has something to mend; anything else leaves its traceback.
+Exits 0 when the stage is done, 143 when a signal stopped it and it saved a checkpoint, and 1 after
+an error: one last line `braid-error: ...` for errors that the user can fix, else a traceback.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import warnings
 from pathlib import Path
 
+from parallel.errors import UserError
 from parallel.settings import ModelSettings
 from parallel.status_pipe import report_error, report_notice
 from stages.settings import StageJob
@@ -49,7 +50,10 @@ def main() -> None:
 
 
 def warn_of_engines(model: ModelSettings) -> None:
-    """Say at once what a later stage would fail of; this one may be all that is wanted."""
+    """Print a notice if stages that sample cannot run this model on this device.
+
+    Only a notice: the user may want no later stage.
+    """
     from parallel.cpu.vllm_kernels import unsupported
     from parallel.device import device
 
@@ -58,33 +62,17 @@ def warn_of_engines(model: ModelSettings) -> None:
 
 
 def _leave(error: BaseException) -> None:
-    """End this rank at once: another may hang in a collective that will never be joined."""
-    from parallel.checkpoint.load import CheckpointError
-    from parallel.engine.client import EngineError
-    from parallel.hugging_face.files import WeightsError
-    from stages.data.problem import DomainError
-    from stages.data.tokenizer import TokenizerError
-    from stages.loop import GuardStopped, NotFiniteError, StageStopped
-    from stages.rewards.reward import RewardError
-    from stages.sampling.logprob_check import MismatchError
+    """Report an error and exit at once, without Python's and torch's shutdown.
 
-    told = (
-        CheckpointError,
-        DomainError,
-        EngineError,
-        GuardStopped,
-        MismatchError,
-        NotFiniteError,
-        OSError,
-        RewardError,
-        TokenizerError,
-        WeightsError,
-    )
+    Another rank may hang in a collective that this one never joins.
+    """
+    from stages.loop import StageStopped
+
     status = 143 if isinstance(error, StageStopped) else 1
     try:
         if isinstance(error, StageStopped):
             print(error, flush=True)
-        elif isinstance(error, told):
+        elif isinstance(error, UserError | OSError):
             report_error(str(error))
         else:
             sys.excepthook(type(error), error, error.__traceback__)

@@ -1,4 +1,4 @@
-"""metrics.jsonl and Weights & Biases: what a stage logs, and the sums its metrics come from."""
+"""The log of a stage's metrics, metrics.jsonl and Weights & Biases, and sums over ranks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from stages.settings import StageJob
 
 
 class MetricsLog:
-    """metrics.jsonl, one line a step, and the same numbers in Weights & Biases."""
+    """The writer of metrics.jsonl, one line a step, and of the same numbers to Weights & Biases."""
 
     def __init__(self, job: StageJob, steps: int, start: int) -> None:
-        """Continue after step `start`; lines of later steps, soon repeated, are dropped."""
+        """Continue after step `start`; drop the lines of later steps, which will run again."""
         self.path = job.directory / "metrics.jsonl"
         self.steps = steps
         _keep_until(self.path, start)
@@ -32,7 +32,7 @@ class MetricsLog:
         self._starting = _wandb_starting(job)
 
     def write(self, step: int, metrics: dict[str, float], **labels: str) -> None:
-        """Append one line. Raises KeyError for a metric that is not in METRICS."""
+        """Append a step's metrics; raise KeyError for one that is not in METRICS."""
         if undeclared := sorted(name for name in metrics if _declared_as(name) not in METRICS):
             raise KeyError(f"undeclared metrics: {undeclared}")
         line = {"step": step, "steps": self.steps, "time": time.time(), **labels, **metrics}
@@ -41,24 +41,22 @@ class MetricsLog:
         self._to_wandb(lambda run: run.log({**labels, **metrics}, step=step))
 
     def close(self) -> None:
-        """Flush what Weights & Biases still holds."""
+        """Flush and end the run in Weights & Biases."""
         self._to_wandb(lambda run: run.finish())
 
     def _to_wandb(self, send: Callable[[Any], None]) -> None:
-        """Training does not depend on it: when its service dies, metrics.jsonl goes on alone. One
-        that did not start raises what it raised."""
         if self._starting is None:
             return
-        run = self._starting.result()
+        run = self._starting.result()  # raises if Weights & Biases failed to start
         try:
             send(run)
-        except Exception as error:
-            print(f"Weights & Biases stopped ({error!r}); {self.path} goes on", flush=True)
+        except Exception as error:  # its service died: training does not depend on it
+            print(f"Weights & Biases stopped: {error!r}; logging to {self.path} only", flush=True)
             self._starting = None
 
 
 def reduce_sums(sums: Sequence[dict[str, MetricSum]], totals: Totals) -> dict[str, float]:
-    """This rank's share of each metric: the sum over micro-batches over the step's global count."""
+    """Return this rank's share of each metric: its sum over the step's global count."""
     learned = totals.sequences if totals.learned is None else totals.learned
     counts = {"sequences": learned, "tokens": totals.tokens}
     reduced: dict[str, float] = {}
@@ -70,14 +68,13 @@ def reduce_sums(sums: Sequence[dict[str, MetricSum]], totals: Totals) -> dict[st
 
 
 def token_efficiency(batches: Sequence[MicroBatch]) -> dict[str, float]:
-    """The share of the tokens that the ranks computed which are not padding. Collective."""
+    """Return the share of the computed tokens that are not padding. Collective."""
     sums = sum_over_data(token_counts(batches))
     return {"token_efficiency": sums["real"] / sums["computed"]}
 
 
 def _declared_as(name: str) -> str:
-    """There is one staleness for every number of steps, one agreement for every layer, one reward
-    for every name, and one KL to the teacher for every domain."""
+    """Return the name in METRICS of a metric with a number (lag, layer) or a name in it."""
     numbered = re.sub(r"^(staleness|(?:drift_)?router_agreement)_\d+$", r"\1_N", name)
     return re.sub(r"^(reward|teacher_kl|token_share)/.+$", r"\1/NAME", numbered)
 
@@ -96,9 +93,9 @@ def _keep_until(path: Path, step: int) -> None:
 
 
 def _wandb_starting(job: StageJob) -> Future[Any] | None:
-    """Its run, in 1.5 to 2 s, which the first step does not wait for."""
     if job.settings.logging.wandb == "disabled":
         return None
+    # It takes 1.5 to 2 s to start, which the first step does not wait for.
     return ThreadPoolExecutor(1, "wandb").submit(_start_wandb, job)
 
 

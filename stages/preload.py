@@ -1,4 +1,4 @@
-"""What a rank imports, for the fork server that ranks are forked from. Import it nowhere else."""
+"""The imports of a rank, made once in the fork server. Import this module nowhere else."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 
 from stages.main import MODULES
 
-# What a stage would import only when it gets there.
+# Packages that a stage imports late.
 LATER = (
     "reasoning_gym",
     "wandb",

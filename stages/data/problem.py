@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from parallel.errors import UserError
 from stages.data.chat import Message, content_key
 
 
-class DomainError(Exception):
+class DomainError(UserError):
     """A domain that cannot be trained on; the message starts with the key to fix."""
 
     def __init__(self, domain: str, key: str, message: str) -> None:

@@ -14,6 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from parallel.errors import UserError
 from parallel.files import CHARACTERS as CHARACTERS_NAME
 from parallel.settings import END_TOKEN, PAD_TOKEN, TOKENIZER_SIZE, ModelSettings
 from stages.data.chat import ASSISTANT, Message
@@ -34,7 +35,7 @@ CHAT_TEMPLATE = (
 )
 
 
-class TokenizerError(ValueError):
+class TokenizerError(UserError, ValueError):
     """A tokenizer that cannot serve, or text that it cannot read."""
 
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from parallel.errors import UserError
 from stages.data.problem import Problem
 from stages.rewards.settings import RewardBase
 
 
-class RewardError(Exception):
+class RewardError(UserError):
     """A reward that failed on a response: its sample has no reward, which differs from reward 0."""
 
 

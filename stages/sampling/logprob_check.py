@@ -8,19 +8,20 @@ import torch
 
 from parallel.batch import MicroBatch, Responses
 from parallel.distributed import max_over_ranks, sum_over_data
+from parallel.errors import UserError
 from parallel.model.policy import Policy
 from stages.objectives.aggregation import sequence_means
 from stages.objectives.kl import k3
 
 
-class MismatchError(RuntimeError):
-    """The engine and the trainer disagree about the same tokens under the same weights."""
+class MismatchError(UserError):
+    """Different log-probabilities of engine and trainer, of equal tokens under equal weights."""
 
     def __init__(self, largest: float, bound: float) -> None:
         super().__init__(
-            f"after a refit the engine's log-probabilities differ from the trainer's by up to"
-            f" {largest:.3g} nats; engine.max_logprob_difference allows {bound:g};"
-            " docs/how-to/mismatch.md says what to look at, in which order"
+            f"after a weight sync the engine's log-probabilities differ from the trainer's by up to"
+            f" {largest:.3g} nats, above engine.max_logprob_difference = {bound:g};"
+            " docs/how-to/mismatch.md lists what to check, in order"
         )
 
 

@@ -184,7 +184,7 @@ def test_a_stage_goes_on_from_the_checkpoint_before_a_damaged_one(
     main, other = on(SPREAD, cases.loop_and_listen, str(tmp_path))
     assert main[:2] == other[:2] == ("done", ["step_4", "step_5"])
     assert main[2].startswith(f"{NOTICE_MARK}damaged checkpoint: {victim} ")
-    assert "put aside as damaged_step_5; toy goes on from step_4\n" in main[2]
+    assert "put aside as damaged_step_5; toy continues from step_4\n" in main[2]
     assert other[2] == ""
     assert (checkpoints / "damaged_step_5").is_dir()
 
@@ -196,7 +196,7 @@ def test_a_stage_with_no_whole_checkpoint_starts_again(on: On, tmp_path: Path) -
     (ending, left, heard), _ = on(SPREAD, cases.loop_and_listen, str(tmp_path))
     assert (ending, left) == ("done", ["step_4", "step_5"])
     assert "damaged_step_5; damaged checkpoint:" in heard
-    assert "goes on from the beginning" in heard
+    assert "continues from the beginning" in heard
 
 
 @pytest.mark.parametrize("how", DAMAGES)

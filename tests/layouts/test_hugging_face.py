@@ -138,7 +138,7 @@ def test_every_family_trains_alike_under_every_layout(
 def test_other_logits_are_noticed_and_nothing_is_left(on: On, tmp_path: Path) -> None:
     output = tmp_path / "out"
     for message in on(SPREAD, export_other_weights, SPREAD, str(output)):
-        assert message == f"{output} was not written right: other logits than the policy's"
+        assert message == f"{output}: verification failed: other logits than the policy's"
     assert not list(tmp_path.iterdir())
 
 

@@ -32,7 +32,7 @@ def test_it_saves_at_its_cadence_and_at_the_end(asynchronous: bool, on: On, tmp_
 
 def test_a_nan_stops_it_before_anything_of_it_is_saved(on: On, tmp_path: Path) -> None:
     for ending, left in on(SPREAD, loop, str(tmp_path), 4, None):
-        assert ending.startswith("NotFiniteError: step 4 of toy is not finite")
+        assert ending.startswith("NotFiniteError: non-finite metrics at step 4 of toy")
         assert "'loss': nan" in ending
         assert left == ["step_2"]
 

@@ -180,7 +180,7 @@ def test_a_tokenizer_that_cannot_read_the_prompts_is_one_message(
     code, _, err = braid("domain", "check", written(SHAPE % "n"))
     assert code == 1
     assert "no policy can write the reference" in err
-    assert err.endswith("name the model's tokenizer: --tokenizer FOLDER\n")
+    assert err.endswith("name the model's tokenizer: --tokenizer DIRECTORY\n")
 
 
 def test_a_models_responses_are_shown_for_what_they_teach(

@@ -38,6 +38,6 @@ def test_a_state_that_lacks_something_names_it(
     with pytest.raises(CheckpointError) as caught:
         loop._load(stage, job, saved.parent)
     assert str(caught.value) == (
-        f"{saved} is of another version of Braid: its state.json has no 'rate'; go on with that "
-        "version, or make the stage anew: braid resume runs/small --from experts.sums"
+        f"{saved}: another version of Braid wrote it: state.json has no 'rate'; resume with that "
+        "version, or rerun the stage: braid resume runs/small --from experts.sums"
     )
