@@ -111,7 +111,7 @@ def replaced(client: EngineClient, process: int) -> None:
 
 
 @pytest.mark.usefixtures("hurried")
-def test_an_engine_that_is_silent_at_first_is_asked_again(impostor: Impostor) -> None:
+def test_an_engine_that_is_silent_at_first_is_retried(impostor: Impostor) -> None:
     answers: dict[str, bytes] = {}
     client = impostor(answers)
     client.settings = ENGINE.model_copy(update={"start_timeout_seconds": 20})
@@ -147,7 +147,7 @@ def test_an_engine_that_stays_silent_is_replaced(impostor: Impostor) -> None:
 
 
 @pytest.mark.usefixtures("hurried")
-def test_a_silent_engine_that_nobody_replaces_is_said_to_be_silent(impostor: Impostor) -> None:
+def test_a_silent_engine_that_is_not_replaced_is_reported_as_silent(impostor: Impostor) -> None:
     client = impostor({})
     timeouts = {"start_timeout_seconds": 1, "hang_timeout_seconds": 0.3}
     client.settings = ENGINE.model_copy(update=timeouts)
@@ -180,7 +180,7 @@ def test_an_invalid_stream_raises_an_error_that_names_the_engine(
         next(stream)
 
 
-def test_a_step_that_failed_is_told_behind_what_had_ended(impostor: Impostor) -> None:
+def test_a_failed_step_is_reported_after_the_ended_responses(impostor: Impostor) -> None:
     engine = Mock(spec=Engine)
     engine.generate.return_value = _failing()
     server = EngineServer(engine)
@@ -204,7 +204,7 @@ async def _failing() -> AsyncIterator[list[Generation]]:
     raise StepFailed("no kernel")
 
 
-def test_a_refit_in_silence_is_not_waited_for(impostor: Impostor) -> None:
+def test_a_silent_refit_times_out(impostor: Impostor) -> None:
     client = impostor({"describe": described()})
     client.connect()
     client.settings = ENGINE.model_copy(update={"hang_timeout_seconds": 0.2})
@@ -212,7 +212,7 @@ def test_a_refit_in_silence_is_not_waited_for(impostor: Impostor) -> None:
         client.refit(Refit(1, check=False))
 
 
-def test_a_refit_that_goes_on_and_on_ends(impostor: Impostor) -> None:
+def test_an_endless_refit_times_out(impostor: Impostor) -> None:
     client = impostor({"describe": described(), "refit": 3 * BEAT})
     client.connect()
     with pytest.raises(EngineError, match=r"^engine 0 did not answer refit$"):
@@ -231,14 +231,14 @@ def test_an_invalid_answer_is_an_error(impostor: Impostor) -> None:
 
 
 @pytest.mark.parametrize("status", [200, 500])
-def test_an_answer_larger_than_any_is_not_read(impostor: Impostor, status: int) -> None:
+def test_an_oversized_answer_is_not_read(impostor: Impostor, status: int) -> None:
     client = impostor({"describe": described(host="h" * (2 << 20))}, status)
     client.address = msgspec.json.decode(client.address_file.read_bytes(), type=Address)
     with pytest.raises(EngineError, match=r"engine 0 .* describe: .*more than 1048576 bytes"):
         client.describe()
 
 
-def test_a_message_larger_than_any_is_not_read() -> None:
+def test_an_oversized_message_is_not_read() -> None:
     asked = []
 
     class Endless:

@@ -23,7 +23,7 @@ def heads(width: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("width", [8, 24, 64, 20])
-def test_a_norm_of_strided_heads_is_the_composition(preferred, width):
+def test_a_norm_of_strided_heads_equals_the_composition(preferred, width):
     x, weight = heads(width), torch.rand(width)
     expected = ir.ops.rms_norm.impls["native"].impl_fn(x, weight, 1e-6)
     provider = ir.ops.rms_norm.dispatch(x, weight, 1e-6).provider

@@ -14,11 +14,11 @@ from tests.engine.engine_process import running_engine
 from tests.engine.engine_settings import MODEL
 
 
-def test_the_sizes_of_heads_are_those_of_vllm() -> None:
+def test_head_dims_equal_those_of_vllm() -> None:
     assert list(HEAD_DIMS) == CPUAttentionBackend.get_supported_head_sizes()
 
 
-def test_what_is_known_is_said() -> None:
+def test_known_limits_are_reported() -> None:
     assert unsupported(MODEL) is None
     narrow = unsupported(MODEL.model_copy(update={"head_dim": 16}))
     assert narrow is not None
@@ -28,7 +28,7 @@ def test_what_is_known_is_said() -> None:
     assert unsupported(latent.model_copy(update={"precision": "bf16"})) is None
 
 
-def test_the_first_stage_says_it_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_first_stage_reports_a_limit_at_its_start(capfd: pytest.CaptureFixture[str]) -> None:
     warn_of_engines(MODEL)
     assert capfd.readouterr() == ("", "")
     warn_of_engines(MODEL.model_copy(update={"head_dim": 16}))
@@ -36,7 +36,7 @@ def test_the_first_stage_says_it_at_once(capfd: pytest.CaptureFixture[str]) -> N
     assert capfd.readouterr().err.startswith(said)
 
 
-def test_an_engine_that_cannot_draw_is_never_ready(
+def test_an_engine_that_cannot_sample_is_never_ready(
     fork_servers: ForkServers, tmp_path: Path
 ) -> None:
     narrow = MODEL.model_copy(update={"head_dim": 16})

@@ -91,7 +91,7 @@ def test_samples_depend_on_their_seed_alone(client: EngineClient, refit: Refit) 
     assert len({each.response.tobytes() for each in first[:SAMPLES]}) > 1
 
 
-def test_routes_are_those_of_the_model(client: EngineClient, refit: Refit) -> None:
+def test_routes_equal_those_of_the_model(client: EngineClient, refit: Refit) -> None:
     reference = refit(6)
     for each in draw(client):
         assert each.routes is not None
@@ -99,7 +99,7 @@ def test_routes_are_those_of_the_model(client: EngineClient, refit: Refit) -> No
         assert np.array_equal(np.sort(each.routes), reference.read(each)[1])
 
 
-def test_what_is_cut_off_is_not_finished(client: EngineClient, refit: Refit) -> None:
+def test_a_truncated_response_is_not_finished(client: EngineClient, refit: Refit) -> None:
     refit(7)
     drawn = draw(client, replace(SAMPLING, max_tokens=40))
     for each in drawn:
@@ -112,7 +112,7 @@ def test_what_is_cut_off_is_not_finished(client: EngineClient, refit: Refit) -> 
 @pytest.mark.parametrize(
     ("top_k", "top_p"), tiered([(5, 1.0), (0, 0.8), (6, 0.7)], {(6, 0.7), (5, 1.0)})
 )
-def test_kept_sets_are_what_the_tokens_were_drawn_from(
+def test_tokens_are_sampled_from_their_kept_sets(
     client: EngineClient, refit: Refit, top_k: int, top_p: float
 ) -> None:
     """Top-k, then of what is left the fewest that together reach top-p; mu is over those."""
@@ -136,7 +136,7 @@ def test_kept_sets_are_what_the_tokens_were_drawn_from(
     assert sizes == {5} if top_p == 1.0 else len(sizes) > 1
 
 
-def test_without_bounds_everything_is_kept(client: EngineClient, refit: Refit) -> None:
+def test_without_top_p_or_top_k_every_id_is_kept(client: EngineClient, refit: Refit) -> None:
     refit(9)
     assert all(each.kept is None for each in draw(client))
 
@@ -149,7 +149,7 @@ def test_without_bounds_everything_is_kept(client: EngineClient, refit: Refit) -
         ([5, MODEL.vocabulary_size], "prompt 1 has tokens that model.vocabulary_size = 80"),
     ],
 )
-def test_a_prompt_that_cannot_be_read_is_refused_and_nothing_else_suffers(
+def test_an_invalid_prompt_is_refused_without_effect_on_others(
     client: EngineClient, refit: Refit, tokens: list[int], complaint: str
 ) -> None:
     reference = refit(10)
@@ -179,7 +179,7 @@ def test_a_client_gives_up_an_engine_that_hangs(engine: Running, refit: Refit) -
     assert reference.largest_difference(draw(impatient)) < 1e-4
 
 
-def test_an_engine_stopped_while_a_client_connects_is_asked_again(
+def test_an_engine_stopped_while_a_client_connects_is_retried(
     engine: Running, client: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As at the start of a stage, when the machine was suspended or the engine swapped out."""
@@ -208,7 +208,7 @@ def test_strangers_are_refused(client: EngineClient, engine: Running) -> None:
     assert client.healthy()
 
 
-def test_what_is_no_request_leaves_nothing_in_the_log(
+def test_a_malformed_request_leaves_nothing_in_the_log(
     client: EngineClient, engine: Running
 ) -> None:
     """Strangers who reach the port can fill no disk; what they get is an answer of HTTP's."""
@@ -229,7 +229,7 @@ def test_what_is_no_request_leaves_nothing_in_the_log(
     assert log.read_bytes()[before:] == b""
 
 
-def test_an_engine_that_never_comes_is_named(
+def test_an_engine_that_never_starts_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("parallel.engine.client.LAUNCHER_SECONDS", 0.0)

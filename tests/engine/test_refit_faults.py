@@ -24,7 +24,7 @@ def engine(engine_of: EngineOf) -> Running:
     return engine_of("qwen3_moe")
 
 
-def test_responses_go_on_under_new_weights_and_say_which_drew_each_token(
+def test_responses_continue_under_new_weights_with_each_token_s_version(
     on: On, engine: Running
 ) -> None:
     """Whatever drew the prefix, a token's log-probability, and the experts behind it, are those of
@@ -73,7 +73,7 @@ def test_an_engine_of_another_model_is_left_as_it_is(on: On, engine: Running) ->
     assert DrawingReference(MODEL, weights).largest_difference(draw(client)) < 1e-4
 
 
-def test_a_bit_that_changes_on_its_way_is_found_and_mended(on: On, engine: Running) -> None:
+def test_a_bit_flipped_in_transfer_is_found_and_fixed(on: On, engine: Running) -> None:
     settings = ENGINE.model_copy(update={"check_refit": True, "transport": "messages"})
     described = MODEL.model_dump_json(), settings.model_dump_json()
     [reason] = on(LAYOUT, engine_cases.refit_corrupted, engine.address, *described)

@@ -53,7 +53,7 @@ def begin(layout: LayoutSettings, kind: str, directory: str) -> None:
     save(policy, Path(directory), STEPS, {"cursor": 7})
 
 
-def go_on(
+def continue_training(
     layout: LayoutSettings, kind: str, directory: str, again: str, expected: dict[str, Any]
 ) -> dict[str, float]:
     """How far a few steps more from a checkpoint, which is first saved again as it was read, are
@@ -74,7 +74,7 @@ def go_on(
     }
 
 
-def hold_the_same(directories: list[str]) -> bool:
+def equal_contents(directories: list[str]) -> bool:
     """Return whether checkpoints hold the same tensors under the same names, bit for bit."""
     from megatron.core import dist_checkpointing
 

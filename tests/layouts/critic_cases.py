@@ -62,7 +62,7 @@ def begin(layout: LayoutSettings, kind: str, directory: str) -> None:
     save(policy, Path(directory), STEPS, {})
 
 
-def go_on(
+def continue_training(
     layout: LayoutSettings, kind: str, directory: str, expected: dict[str, Any]
 ) -> dict[str, float]:
     """How far both are from that, when this layout goes on from a checkpoint."""

@@ -127,7 +127,7 @@ def take_weights(layout: LayoutSettings, directory: str) -> str:
     return error_of(lambda: load.weights(build(layout), checkpoint))
 
 
-def resume_with_torch_told_otherwise(layout: LayoutSettings, directory: str) -> str:
+def resume_with_unsafe_torch_load(layout: LayoutSettings, directory: str) -> str:
     """Return the same where the environment makes torch.load unpickle everything."""
     os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
     try:

@@ -77,24 +77,24 @@ def expected(on: On) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("pair", "kind"), tiered(GOING_ON, KEPT))
-def test_training_goes_on_under_another_layout(
+def test_training_continues_under_another_layout(
     pair: str, kind: str, expected: dict[str, Any], on: On, tmp_path: Path
 ) -> None:
     saved, resumed = PAIRS[pair]
     directories = [str(tmp_path / name) for name in ("saved", "again")]
     on(saved, cases.begin, saved, kind, directories[0])
-    check(on(resumed, cases.go_on, resumed, kind, *directories, expected[kind]))
-    assert on(ONE, cases.hold_the_same, directories) == [True]
+    check(on(resumed, cases.continue_training, resumed, kind, *directories, expected[kind]))
+    assert on(ONE, cases.equal_contents, directories) == [True]
 
 
 @pytest.mark.parametrize(("saved", "resumed"), OTHER_KINDS)
-def test_training_goes_on_with_the_optimizer_split_or_whole(
+def test_training_continues_with_the_optimizer_sharded_or_not(
     saved: str, resumed: str, expected: dict[str, Any], on: On, tmp_path: Path
 ) -> None:
     directories = [str(tmp_path / name) for name in ("saved", "again")]
     on(EXPERTS, cases.begin, EXPERTS, saved, directories[0])
-    check(on(DATA, cases.go_on, DATA, resumed, *directories, expected[resumed]))
-    assert on(ONE, cases.hold_the_same, directories) == [True]
+    check(on(DATA, cases.continue_training, DATA, resumed, *directories, expected[resumed]))
+    assert on(ONE, cases.equal_contents, directories) == [True]
 
 
 def check(found: list[dict[str, float]]) -> None:
@@ -118,7 +118,7 @@ def test_training_resumes_bit_for_bit(name: str, kind: str, on: On, tmp_path: Pa
     ("name", "kind"),
     tiered(product(("DP2", "EP2"), cases.KINDS), {("EP2", "adam_distributed"), ("DP2", "sgd")}),
 )
-def test_what_is_saved_is_what_was_there_when_it_began(
+def test_an_asynchronous_save_holds_the_state_of_its_start(
     name: str, kind: str, on: On, tmp_path: Path
 ) -> None:
     layout = SAME[name]
@@ -146,7 +146,7 @@ def test_a_failed_write_fails_every_rank_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["step_3"]
 
 
-def test_a_rank_killed_while_it_writes_leaves_nothing_with_a_name(on: On, tmp_path: Path) -> None:
+def test_a_rank_killed_while_writing_leaves_no_named_checkpoint(on: On, tmp_path: Path) -> None:
     doomed = Ranks(SPREAD)
     with pytest.raises(AssertionError, match="by peer"):
         doomed(cases.die_while_writing, str(tmp_path), 1)
@@ -175,7 +175,7 @@ def damage(checkpoint: Path, how: str) -> Path:
 
 
 @pytest.mark.parametrize("how", tiered(DAMAGES, {"flip", "no_checksums"}))
-def test_a_stage_goes_on_from_the_checkpoint_before_a_damaged_one(
+def test_a_stage_resumes_from_the_checkpoint_before_a_damaged_one(
     how: str, on: On, tmp_path: Path
 ) -> None:
     on(SPREAD, cases.loop_and_listen, str(tmp_path))

@@ -26,12 +26,14 @@ from tests.tiers import tiered
         lambda saved, resumed, kind: saved == "VPP2",
     ),
 )
-def test_a_critic_goes_on_under_another_layout(
+def test_a_critic_continues_under_another_layout(
     saved: str, resumed: str, kind: str, on: On, tmp_path: Path
 ) -> None:
     [expected] = on(LayoutSettings(), cases.never_stop, kind)
     on(MATRIX[saved], cases.begin, MATRIX[saved], kind, str(tmp_path))
-    for found in on(MATRIX[resumed], cases.go_on, MATRIX[resumed], kind, str(tmp_path), expected):
+    for found in on(
+        MATRIX[resumed], cases.continue_training, MATRIX[resumed], kind, str(tmp_path), expected
+    ):
         assert max(found.values()) < 1e-5, found
 
 

@@ -39,7 +39,7 @@ def one_process(on: On, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
         lambda layout, name: layout == ("TP2 EP2 PP2" if name == FIRST else "CP2 EP2 VPP2"),
     ),
 )
-def test_an_update_does_not_know_the_layout(
+def test_an_update_is_equal_under_every_layout(
     layout: str, name: str, on: On, one_process: Callable[[str], Path]
 ) -> None:
     """Entropies, KL over the vocabulary and weights by length and by group, for tokens with

@@ -25,7 +25,7 @@ ANYWHERE: list[Poison] = [
 LOADS = [(cases.resume, each) for each in [*ANYWHERE, cases.in_random_numbers]]
 LOADS += [(cases.take_weights, each) for each in ANYWHERE]
 LOADS += [
-    (cases.resume_with_torch_told_otherwise, each)
+    (cases.resume_with_unsafe_torch_load, each)
     for each in (cases.in_common, cases.in_random_numbers)
 ]
 
@@ -42,7 +42,7 @@ def test_nothing_in_a_checkpoint_runs_when_it_is_loaded(
 
 
 @pytest.mark.parametrize("poison", [cases.in_metadata, cases.in_a_weight], ids=name_of)
-def test_every_rank_refuses_it_alike(poison: Poison, on: On, tmp_path: Path) -> None:
+def test_every_rank_refuses_a_hostile_checkpoint(poison: Poison, on: On, tmp_path: Path) -> None:
     check_refusal(cases.take_weights, poison, SPREAD, on, tmp_path)
 
 
@@ -82,7 +82,7 @@ def test_metadata_that_point_out_of_the_checkpoint_are_refused(
 
 @pytest.mark.parametrize("name", [".metadata", "common.pt"])
 @pytest.mark.parametrize("content", [b"", b"\x80\x04", b"hello", b"\x80\x04N."])
-def test_files_that_are_not_what_they_should_be_are_an_error(
+def test_files_of_another_format_are_an_error(
     name: str, content: bytes, on: On, tmp_path: Path
 ) -> None:
     directory = tmp_path / "checkpoints"

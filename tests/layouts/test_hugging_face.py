@@ -64,7 +64,7 @@ def exported(on: On, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path
         ),
     ),
 )
-def test_checkpoints_do_not_know_the_layout(
+def test_checkpoints_are_equal_under_every_layout(
     family: str, name: str, on: On, exported: dict[str, Path], tmp_path: Path
 ) -> None:
     """Written from any layout a checkpoint is the same, bit for bit, and read into any layout it
@@ -101,7 +101,9 @@ def test_the_stage_imports_a_checkpoint_for_any_layout(
 
 
 @pytest.mark.one_device
-def test_stretched_positions_are_those_of_transformers(on: On, exported: dict[str, Path]) -> None:
+def test_scaled_rotary_positions_equal_those_of_transformers(
+    on: On, exported: dict[str, Path]
+) -> None:
     layout = LayoutSettings()
     [found] = on(layout, import_and_compare, layout, "yarn", str(exported["yarn"]))
     assert found["logprobs"] < 1e-5, found
@@ -135,7 +137,7 @@ def test_every_family_trains_alike_under_every_layout(
             assert found < (1e-5, ""), (name, found)
 
 
-def test_other_logits_are_noticed_and_nothing_is_left(on: On, tmp_path: Path) -> None:
+def test_an_export_with_other_logits_fails_and_leaves_no_files(on: On, tmp_path: Path) -> None:
     output = tmp_path / "out"
     for message in on(SPREAD, export_other_weights, SPREAD, str(output)):
         assert message == f"{output}: verification failed: other logits than the policy's"
@@ -173,7 +175,7 @@ def damages(directory: Path) -> Iterator[str]:
     yield "no *.safetensors file; config.json: "
 
 
-def test_a_start_says_all_that_is_wrong_and_changes_nothing(
+def test_a_start_reports_every_error_and_changes_no_weight(
     on: On, exported: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = tmp_path / "weights"

@@ -52,7 +52,7 @@ def one_process(on: On, tmp_path_factory: pytest.TempPathFactory) -> Path:
     + [(name, EACH_ONCE) for name in (*CORE[1:], *RECOMPUTED)]
     + [pytest.param(name, ALL, marks=pytest.mark.combinations) for name in list(MATRIX)[1:]],
 )
-def test_loss_and_gradients_do_not_know_the_layout(
+def test_loss_and_gradients_are_equal_under_every_layout(
     name: str, batchings: list[Batching], on: On, one_process: Path
 ) -> None:
     """SFT, GSPO with KL, and distillation; packed and padded; cut in one and in four or more;
@@ -69,7 +69,7 @@ def test_loss_and_gradients_do_not_know_the_layout(
 
 
 @pytest.mark.parametrize("name", [*ONE_DEVICE, "TP2", "CP2", "PP2"])
-def test_log_probabilities_are_of_what_the_sampling_kept(name: str, on: On) -> None:
+def test_log_probabilities_are_over_the_kept_ids(name: str, on: On) -> None:
     [expected] = on(LayoutSettings(), expected_kept_logprobs)
     found: dict[float, float] = {}
     for rank in on(MATRIX[name], kept_logprobs, MATRIX[name]):
@@ -82,7 +82,7 @@ def test_all_process_groups_but_separate_ones_share_one_gloo_device(on: On) -> N
     assert on(SPREAD, gloo_loops) == [[1, 2, 1], [1, 2, 1]]
 
 
-def test_every_expert_is_somewhere(on: On) -> None:
+def test_every_expert_is_on_some_rank(on: On) -> None:
     [whole] = on(LayoutSettings(), held_experts, LayoutSettings())
     held = on(SPREAD, held_experts, SPREAD)
     assert not held[0] & held[1]
@@ -97,7 +97,7 @@ def test_replay_changes_the_experts_and_keeps_the_routers_gradient(on: On) -> No
 
 
 @pytest.mark.parametrize("name", [*ONE_DEVICE, *tiered(list(MATRIX)[1:], CORE)])
-def test_router_agreement_does_not_know_the_layout(name: str, on: On) -> None:
+def test_router_agreement_is_equal_under_every_layout(name: str, on: On) -> None:
     [expected] = on(LayoutSettings(), router_agreement, LayoutSettings())
     assert expected["router_agreement"] == pytest.approx(
         MODEL.experts_per_token / MODEL.experts, abs=0.05
@@ -109,7 +109,7 @@ def test_router_agreement_does_not_know_the_layout(name: str, on: On) -> None:
 
 
 @pytest.mark.parametrize(("count", "balance", "passes"), [(1, 0.1, 1), (4, 0.1, 2), (4, 0.0, 1)])
-def test_a_step_counts_the_load_in_passes_of_its_own_only_where_it_must(
+def test_a_step_counts_the_load_in_separate_passes_only_if_it_must(
     count: int, balance: float, passes: int, on: On
 ) -> None:
     losses = RoutingLossSettings(load_balance=balance, z_loss=0.01)

@@ -18,7 +18,9 @@ def steps(directory: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("asynchronous", tiered([True, False], {True}))
-def test_it_saves_at_its_cadence_and_at_the_end(asynchronous: bool, on: On, tmp_path: Path) -> None:
+def test_the_loop_saves_at_its_cadence_and_at_the_end(
+    asynchronous: bool, on: On, tmp_path: Path
+) -> None:
     expected = ("done", ["step_4", "step_5"])
     assert on(SPREAD, loop, str(tmp_path), None, None, asynchronous) == [expected] * 2
     assert steps(tmp_path) == [1, 2, 3, 4, 5]
@@ -30,14 +32,16 @@ def test_it_saves_at_its_cadence_and_at_the_end(asynchronous: bool, on: On, tmp_
     assert steps(tmp_path) == [1, 2, 3, 4, 5]
 
 
-def test_a_nan_stops_it_before_anything_of_it_is_saved(on: On, tmp_path: Path) -> None:
+def test_a_nan_stops_the_loop_before_it_is_saved(on: On, tmp_path: Path) -> None:
     for ending, left in on(SPREAD, loop, str(tmp_path), 4, None):
         assert ending.startswith("NotFiniteError: non-finite metrics at step 4 of toy")
         assert "'loss': nan" in ending
         assert left == ["step_2"]
 
 
-def test_a_signal_to_one_rank_saves_all_of_them_and_it_resumes(on: On, tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_saves_on_all_ranks_and_the_loop_resumes(
+    on: On, tmp_path: Path
+) -> None:
     for ending, left in on(SPREAD, loop, str(tmp_path), None, 3):
         assert ending == "StageStopped: toy saved step 3 and stopped"
         assert left == ["step_2", "step_3"]
@@ -46,7 +50,7 @@ def test_a_signal_to_one_rank_saves_all_of_them_and_it_resumes(on: On, tmp_path:
 
 
 @pytest.mark.parametrize(("verdict", "ending"), [("stop", "GuardStopped: enough"), ("end", "done")])
-def test_what_the_main_rank_s_watch_says_all_ranks_do(
+def test_all_ranks_follow_the_main_rank_s_watch(
     verdict: str, ending: str, on: On, tmp_path: Path
 ) -> None:
     expected = (ending, ["step_2", "step_3"])

@@ -30,7 +30,7 @@ OPTIMIZERS: dict[str, tuple[OptimizerSettings, bool]] = {
         lambda name, how: name in CORE and (how == "distributed adam" or name == "TP2 EP2 PP2"),
     ),
 )
-def test_planned_bytes_are_held(name: str, how: str, on: On) -> None:
+def test_planned_bytes_equal_held_bytes(name: str, how: str, on: On) -> None:
     optimizer, distributed = OPTIMIZERS[how]
     layout = MATRIX[name].model_copy(update={"distributed_optimizer": distributed})
     planned = training_memory(MODEL, layout, optimizer.algorithm, TOKENS)

@@ -54,7 +54,7 @@ def test_gradients_are_the_derivatives(name: str, masked: bool, on: On) -> None:
 
 @pytest.mark.parametrize("name", cases.NAMES)
 @pytest.mark.parametrize(("scale", "shift"), [(1e4, 0.0), (3.0, 1e5), (1e4, -1e5)])
-def test_logits_of_any_size_keep_their_digits(
+def test_logits_of_any_size_keep_their_precision(
     name: str, scale: float, shift: float, split: LayoutSettings, on: On
 ) -> None:
     for dtype in (torch.float64, torch.float32):

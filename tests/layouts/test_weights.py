@@ -6,7 +6,7 @@ import pytest
 
 from parallel.settings import LayoutSettings
 from tests.layouts.hugging_face_cases import FAMILIES, MODELS
-from tests.layouts.weight_cases import faults_of_pieces, faults_of_stream, write_with_bridge
+from tests.layouts.weight_cases import errors_of_pieces, errors_of_stream, write_with_bridge
 from tests.ranks import On
 from tests.tiers import tiered
 
@@ -42,7 +42,7 @@ def test_ranks_hold_and_stream_what_the_arithmetic_says(
     """Every element of a rank's state_dict once, with the value that mbridge gives the tensor."""
     layout = LayoutSettings(**MATRIX[name])
     for model in MODELS if layout.ranks == 1 else FAMILIES:
-        for faults in on(layout, faults_of_pieces, layout, model, converted[model]):
+        for faults in on(layout, errors_of_pieces, layout, model, converted[model]):
             assert not faults, model
-        for faults in on(layout, faults_of_stream, layout, model, converted[model]):
+        for faults in on(layout, errors_of_stream, layout, model, converted[model]):
             assert not faults, model

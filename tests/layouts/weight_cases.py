@@ -36,7 +36,7 @@ def bridge_name(name: str, latent: bool) -> str:
     return name.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
 
 
-def faults_of_pieces(layout: LayoutSettings, model: str, file: str) -> list[str]:
+def errors_of_pieces(layout: LayoutSettings, model: str, file: str) -> list[str]:
     """Return where the pieces of this rank are not exactly what its model holds."""
     import torch.distributed as dist
 
@@ -71,7 +71,7 @@ def faults_of_pieces(layout: LayoutSettings, model: str, file: str) -> list[str]
     return faults
 
 
-def faults_of_stream(layout: LayoutSettings, model: str, file: str) -> list[str]:
+def errors_of_stream(layout: LayoutSettings, model: str, file: str) -> list[str]:
     """Return where what every rank is given is not what mbridge makes of the model."""
     policy = _random(layout, model)
     expected = torch.load(Path(file))

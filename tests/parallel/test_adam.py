@@ -33,7 +33,7 @@ def test_it_computes_what_torch_does_bit_for_bit(decoupled: bool) -> None:
     assert all(map(torch.equal, ours, theirs))
 
 
-def test_it_goes_on_from_its_own_state() -> None:
+def test_it_continues_from_its_own_state() -> None:
     ours, again = parameters(), parameters()
     first, second = GroupStepAdam(ours, **SETTINGS), GroupStepAdam(again, **SETTINGS)
     train(first, ours)

@@ -68,7 +68,7 @@ def test_the_ranks_of_a_row_hold_every_sequence_whole_and_apart(
 
 
 @pytest.mark.parametrize("places", CONTEXTS, ids=["whole", "context 2", "context 4"])
-def test_every_token_has_the_set_that_it_was_drawn_from(places: list[RankPlace]) -> None:
+def test_every_token_has_its_kept_set(places: list[RankPlace]) -> None:
     drawn = samples(9, seed=5)
     for sample in drawn[::2]:  # the others were drawn from the whole vocabulary
         sample.kept = [np.arange(token, token + 1 + token % 4) for token in sample.response]
@@ -114,7 +114,7 @@ def test_every_token_sees_its_own_sequence_up_to_itself(places: list[RankPlace])
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("budget", [64, 300, 10_000])
-def test_ranks_share_the_samples_and_run_alike_many_passes(ranks: int, budget: int) -> None:
+def test_ranks_share_the_samples_and_run_equal_numbers_of_passes(ranks: int, budget: int) -> None:
     drawn = samples(60, 2)
     parts = [
         split(drawn, RankPlace(data=ranks, data_rank=rank), budget, replay=False)
@@ -137,7 +137,7 @@ def test_an_interleaved_pipeline_gets_whole_rounds() -> None:
     assert sorted(len(part.samples) for part in parts) == [0, 0, 0, 1, 1, 1, 1, 1]
 
 
-def test_a_rank_without_samples_keeps_step_with_padding() -> None:
+def test_a_rank_without_samples_runs_padding() -> None:
     [part] = split(samples(2, 0), RankPlace(data=3, data_rank=2, tensor=2), 100, replay=True)
     assert part.samples == []
     assert part.mask.shape == (0, 1)

@@ -11,7 +11,7 @@ from parallel.boxes import boxes
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 4), (4, 1), (1, 5), (2, 3, 4), (2, 1, 3, 2)])
-def test_boxes_are_the_stretch(shape: tuple[int, ...]) -> None:
+def test_boxes_cover_the_range(shape: tuple[int, ...]) -> None:
     tensor = torch.arange(torch.Size(shape).numel()).view(shape)
     for start, stop in itertools.combinations(range(tensor.numel() + 1), 2):
         found = list(boxes(shape, start, stop))
@@ -23,6 +23,6 @@ def test_boxes_are_the_stretch(shape: tuple[int, ...]) -> None:
         assert len(found) <= 2 * len(shape) - 1
 
 
-def test_an_empty_stretch_has_none() -> None:
+def test_an_empty_range_has_none() -> None:
     assert list(boxes((3, 4), 5, 5)) == []
     assert list(boxes((3, 4), 8, 5)) == []

@@ -100,7 +100,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_what_is_not_finite_is_named(poison: float, tmp_path: Path) -> None:
+def test_a_non_finite_tensor_is_named(poison: float, tmp_path: Path) -> None:
     tensors = drawn()
     tensors["last"][1, 1] = poison
     digests = write(tmp_path, EXPECTED, tensors.items(), SHARD_BYTES)
@@ -110,7 +110,7 @@ def test_what_is_not_finite_is_named(poison: float, tmp_path: Path) -> None:
         verify(tmp_path, EXPECTED, digests)
 
 
-def test_an_index_that_does_not_fit_is_a_fault(tmp_path: Path) -> None:
+def test_an_index_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
     write(tmp_path, EXPECTED, drawn().items(), SHARD_BYTES)
     index = tmp_path / WEIGHTS_INDEX
     text = index.read_text()
@@ -120,6 +120,6 @@ def test_an_index_that_does_not_fit_is_a_fault(tmp_path: Path) -> None:
     assert WEIGHTS_INDEX in WeightFiles(tmp_path).errors[0]
 
 
-def test_a_long_list_of_faults_is_cut_short() -> None:
+def test_a_long_list_of_errors_is_cut_short() -> None:
     error = WeightsError("no", [f"fault {i}" for i in range(25)])
     assert str(error).endswith("fault 19; and 5 more")

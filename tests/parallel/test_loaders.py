@@ -99,7 +99,7 @@ def test_a_copy_asks_for_the_view_and_goes_where_the_loader_puts_it(whole: Tenso
         lambda t: t.flatten().narrow(0, 10, 20),
     ],
 )
-def test_what_is_no_box_is_refused(view: View) -> None:
+def test_a_view_that_is_no_box_is_refused(view: View) -> None:
     with pytest.raises(ValueError, match="w: a loader's view is not a box"):
         view(unread()).box()
 
@@ -112,7 +112,7 @@ def test_dimensions_that_are_merged_or_cut_are_refused(view: View, whole: Tensor
         seen.as_seen(contents)
 
 
-def test_a_loader_that_wants_numbers_is_refused() -> None:
+def test_a_loader_that_reads_contents_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="contents"):
         unread() + 1
     with pytest.raises(NotImplementedError, match="no view"):

@@ -106,7 +106,7 @@ def test_a_key_of_another_family_is_unknown(family: str) -> None:
         ({"architecture": {**GROUPS, "intermediate_size": 15}}, "model.architecture.intermediate"),
     ],
 )
-def test_what_a_family_forbids(changes: dict[str, object], key: str) -> None:
+def test_rules_of_a_family(changes: dict[str, object], key: str) -> None:
     layout = LayoutSettings(ranks=2, tensor=2)
     assert list(family_violations(model("deepseek_v3"), layout)) == []
     found = [key for key, _ in family_violations(model("deepseek_v3", **changes), layout)]

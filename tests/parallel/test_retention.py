@@ -51,7 +51,7 @@ def test_it_holds_for_any_scores() -> None:
             assert not any(other is not None and other > score for other in dropped)
 
 
-def test_what_was_once_dropped_would_not_be_kept_later() -> None:
+def test_a_dropped_checkpoint_is_never_wanted_later() -> None:
     """Looked at after every save, the best of all times are still there at the end."""
     draw = Random(1)
     for _ in range(200):

@@ -34,7 +34,7 @@ def test_vector_9() -> None:
     assert logits.grad[0, 0].tolist() == pytest.approx([slope, 0, -slope], abs=1e-7)
 
 
-def test_agreement_is_the_share_of_slots_that_the_routers_would_fill_alike() -> None:
+def test_agreement_is_the_share_of_slots_with_the_routers_own_choice() -> None:
     """Of real tokens, whatever the order of their experts, in the passes that are watched."""
     model = MODEL.model_copy(update={"experts": 3, "experts_per_token": 2})
     policy = Policy(model, LayoutSettings())

@@ -134,7 +134,7 @@ def test_deterministic_assigns_all_at_once_in_the_order_given() -> None:
         assert sent == [[*range(number, 21, 2)], [*range(21 + number, 42, 2)]]
 
 
-def test_deterministic_asks_an_engine_that_was_lost_for_all_of_it_again() -> None:
+def test_deterministic_requeues_the_whole_call_of_a_lost_engine() -> None:
     """A batch that lacks what was answered already would be computed to other bits."""
     engine = FakeEngine("engine 0", once("dies", {7}))
     fleet = FakeFleet(engine)
@@ -146,7 +146,7 @@ def test_deterministic_asks_an_engine_that_was_lost_for_all_of_it_again() -> Non
     assert scheduler.requeued == 10
 
 
-def test_what_is_asked_at_once_reaches_every_engine_though_they_are_full() -> None:
+def test_at_once_reaches_every_engine_even_if_full() -> None:
     engines = [FakeEngine(f"engine {number}", lambda _: "waits") for number in range(2)]
     for engine in engines:
         engine.gate.clear()
@@ -165,7 +165,7 @@ def test_what_is_asked_at_once_reaches_every_engine_though_they_are_full() -> No
 
 @pytest.mark.parametrize("trouble", ["dies", "ends", "garbage"])
 @pytest.mark.parametrize("engines", [1, 2])
-def test_what_a_lost_engine_owes_is_drawn_again_from_the_same_seeds(
+def test_responses_of_a_lost_engine_are_requeued_with_their_seeds(
     trouble: str, engines: int
 ) -> None:
     bad = FakeEngine("engine 0", once(trouble, {2, 9, 30}))
@@ -225,7 +225,7 @@ def test_a_late_answer_of_a_lost_engine_is_dropped_and_counted() -> None:
     assert scheduler.collect(0.1) == []
 
 
-def test_a_failure_during_a_refit_is_looked_at_when_it_is_done() -> None:
+def test_a_failure_during_a_refit_is_handled_after_it() -> None:
     """The engine that failed was replaced meanwhile: the new one must not be lost for it."""
     engine = FakeEngine(trouble=lambda _: "waits")
     engine.gate.clear()
@@ -246,7 +246,7 @@ def test_a_failure_during_a_refit_is_looked_at_when_it_is_done() -> None:
     assert scheduler.requeued == 2
 
 
-def test_a_well_engine_that_refuses_ends_the_stage() -> None:
+def test_a_healthy_engine_that_refuses_ends_the_stage() -> None:
     fleet = FakeFleet(FakeEngine(trouble=lambda _: "refuses"))
     scheduler = Scheduler(fleet, MODEL, deterministic=False)
     scheduler.submit(tasks(3))
@@ -254,7 +254,7 @@ def test_a_well_engine_that_refuses_ends_the_stage() -> None:
         scheduler.collect(5)
 
 
-def test_an_engine_that_refuses_because_it_is_ill_is_lost() -> None:
+def test_an_unhealthy_engine_that_refuses_is_lost() -> None:
     ill = FakeEngine("engine 0", once("refuses", {3}), well=False)
     fleet = FakeFleet(ill)
     scheduler = Scheduler(fleet, MODEL, deterministic=False)
@@ -263,7 +263,7 @@ def test_an_engine_that_refuses_because_it_is_ill_is_lost() -> None:
     assert fleet.reasons == ["engine 0 refused"]
 
 
-def test_collecting_waits_no_longer_than_it_was_told() -> None:
+def test_collecting_waits_no_longer_than_its_timeout() -> None:
     engine = FakeEngine(trouble=lambda _: "waits")
     engine.gate.clear()
     scheduler = Scheduler(FakeFleet(engine), MODEL, deterministic=False)
@@ -275,7 +275,7 @@ def test_collecting_waits_no_longer_than_it_was_told() -> None:
     engine.gate.set()
 
 
-def test_whoever_collects_can_be_woken() -> None:
+def test_collect_can_be_woken() -> None:
     scheduler = Scheduler(FakeFleet(FakeEngine()), MODEL, deterministic=False)
     assert scheduler.collect(5) == []  # nothing is owed
     threading.Timer(0.2, scheduler.wake).start()
@@ -288,7 +288,7 @@ def test_whoever_collects_can_be_woken() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_nothing_is_lost_or_doubled_whatever_dies(seed: int) -> None:
+def test_no_response_is_lost_or_doubled_whatever_dies(seed: int) -> None:
     draw = random.Random(seed)
     deterministic = draw.random() < 0.3
     calm = 600 if deterministic else 60  # where one failure costs all of a call

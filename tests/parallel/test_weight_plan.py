@@ -204,7 +204,7 @@ def test_every_engine_rank_receives_what_it_needs_once(
 
 @pytest.mark.parametrize("seed", tiered(range(6), range(2)))
 @pytest.mark.parametrize(("family", "variant"), VARIANTS)
-def test_owners_are_those_who_hold_it(family: str, variant: int, seed: int) -> None:
+def test_owners_are_the_ranks_that_hold_a_box(family: str, variant: int, seed: int) -> None:
     settings, (layout, _) = model(family, variant), layouts(seed)
     holders: dict[tuple[str, Box], list[int]] = {}
     for rank in range(layout.ranks):
@@ -223,7 +223,7 @@ def test_owners_are_those_who_hold_it(family: str, variant: int, seed: int) -> N
 
 
 @pytest.mark.parametrize(("family", "variant"), VARIANTS)
-def test_tensors_are_those_of_transformers(family: str, variant: int) -> None:
+def test_tensors_equal_those_of_transformers(family: str, variant: int) -> None:
     settings = model(family, variant, precision="bf16")
     expected = expected_tensors(hugging_face_config(settings))
     found = tensors(settings)
@@ -284,7 +284,7 @@ def test_padding_of_the_vocabulary_is_not_sent() -> None:
         (16, {"expert_hidden_size": 12}, "use one of [1, 2, 4]"),
     ],
 )
-def test_an_engine_that_cannot_hold_the_model_is_told_what_can(
+def test_an_engine_size_that_cannot_hold_the_model_lists_sizes_that_can(
     size: int, changes: dict[str, int], message: str
 ) -> None:
     found = engine_violations(model("qwen3_moe", **changes), size)
@@ -319,7 +319,7 @@ def test_the_ranks_of_a_stage_send_alike(engines: tuple[int, ...], context: int)
         assert max(stage) < 1.1 * sum(stage) / len(stage)
 
 
-def test_trainers_feed_no_more_engine_ranks_than_they_are() -> None:
+def test_trainer_ranks_are_at_least_the_engine_ranks_they_feed() -> None:
     layout = LayoutSettings(ranks=8, pipeline=4, expert=2)
     plan_model = model("qwen3_moe", layers=7)
     plan = Plan(plan_model, layout, EngineSizes((2,) * 11))
@@ -350,6 +350,6 @@ def test_trainers_feed_no_more_engine_ranks_than_they_are() -> None:
         ("mlp.shared_experts.linear_fc1.weight", True, "mlp.shared_experts.linear_fc1.weight"),
     ],
 )
-def test_names_of_transformer_engine_are_understood(theirs: str, latent: bool, ours: str) -> None:
+def test_names_of_transformer_engine_are_translated(theirs: str, latent: bool, ours: str) -> None:
     prefix = "decoder.layers.0."
     assert plain_name(prefix + theirs, latent) == prefix + ours

@@ -128,7 +128,7 @@ def test_a_starter_overwrites_nothing_and_needs_a_name(braid: Braid, starters: P
     )
 
 
-def test_every_fault_of_a_file_is_told_at_once_as_in_a_run(tmp_path: Path) -> None:
+def test_every_error_of_a_file_is_reported_at_once_as_in_a_run(tmp_path: Path) -> None:
     path = tmp_path / "sums.yaml"
     path.write_text(
         "prompts: {dataset: chain_sum, sourse: jsonl}\n"
@@ -257,9 +257,7 @@ def test_a_check_that_is_stopped_leaves_nothing(
     assert (check.returncode, said) == (128 + number, f"braid: stopped by {number.name}\n")
 
 
-def test_where_runs_lie_may_be_said_behind_the_action(
-    braid: Braid, runs: Path, tmp_path: Path
-) -> None:
+def test_the_runs_directory_may_follow_the_action(braid: Braid, runs: Path, tmp_path: Path) -> None:
     asked = ("any.yaml", "--run", "a", "--stage", "merge")
     elsewhere = tmp_path / "elsewhere"
     assert f"no run a in {runs};" in braid("domain", "check", *asked)[2]
@@ -348,7 +346,7 @@ def test_one_reward_of_several_may_be_met_by_a_wrong_response() -> None:
     assert note.startswith("domains.sums.rewards.right: by itself it does not tell right from wro")
 
 
-def test_a_reward_that_fails_is_a_fault() -> None:
+def test_a_reward_that_fails_is_an_error() -> None:
     failed = prompt(failure="domains.sums.rewards.right: raised KeyError('x')", empty=0.0)
     [found] = errors("sums", settings(**RIGHT), [failed, failed])
     assert found.startswith("a reward failed on 2 responses, which then have none; domains.sums.re")
@@ -374,7 +372,7 @@ def test_what_was_not_tried_is_noted() -> None:
     assert next(iter(notes("sums", form, [prompt(**whole)]))).startswith("no reward judges")
 
 
-def test_counts_are_told() -> None:
+def test_counts_are_reported() -> None:
     lengths = {
         "rows": 100,
         "bad": 0,

@@ -29,7 +29,7 @@ ONE_MODEL = 4 * (167_008 + 4 * 4 * 27_648)  # the dense weights and half of the 
         (12_345 << 40, "12,345 TiB"),
     ],
 )
-def test_bytes_are_read_at_a_glance(count: int, shown: str) -> None:
+def test_bytes_are_formatted_readably(count: int, shown: str) -> None:
     assert human(count) == shown
 
 
@@ -93,7 +93,7 @@ def test_a_baseline_s_critic_and_an_average_in_fp32_are_counted(config: Path) ->
     assert found["mixed"][0].parameters == ONE_MODEL - head
 
 
-def test_the_plan_tells_what_fits(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_reports_what_fits(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def plan(*overrides: str) -> str:
         assert cli.main(["plan", str(config), "--memory", *overrides]) == 0
         return capsys.readouterr().out

@@ -50,7 +50,7 @@ def test_the_tail_gives_whole_new_lines_only(tmp_path: Path) -> None:
         "[" * 10_000,
     ],
 )
-def test_a_line_that_no_stage_logs_is_left_out(damaged: str, tmp_path: Path) -> None:
+def test_a_line_that_no_stage_logs_is_dropped(damaged: str, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(f"{line(1)}{damaged}\n")
     assert latest(path) == "step 1/10"
@@ -100,7 +100,7 @@ def test_a_terminal_gets_a_line_that_is_redrawn(tmp_path: Path) -> None:
     assert "done in " in shown
 
 
-def test_what_a_stage_waits_for_is_said(tmp_path: Path) -> None:
+def test_the_cause_of_a_wait_is_reported(tmp_path: Path) -> None:
     metrics, engines = tmp_path / "metrics.jsonl", [tmp_path / "0", tmp_path / "1"]
     metrics.write_text(line(1))
     os.utime(metrics, (0, 0))  # an earlier attempt's
@@ -123,7 +123,7 @@ def test_what_a_stage_waits_for_is_said(tmp_path: Path) -> None:
     assert said() == "the first step"
 
 
-def test_durations_read_as_a_person_says_them() -> None:
+def test_durations_are_readable() -> None:
     assert [clock(seconds) for seconds in (0, 59.4, 185, 7800)] == [
         "0 s",
         "59 s",
@@ -132,7 +132,7 @@ def test_durations_read_as_a_person_says_them() -> None:
     ]
 
 
-def test_where_a_running_stage_stands_is_read_from_the_end_of_its_metrics(tmp_path: Path) -> None:
+def test_the_step_of_a_running_stage_is_read_from_the_end_of_its_metrics(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     assert latest(metrics) == "starting"
     with metrics.open("w") as file:

@@ -66,7 +66,7 @@ def test_options_that_are_refused_leave_nothing(
     assert [path.name for path in runs.iterdir()] == ["one"]
 
 
-def test_a_refused_selection_puts_nothing_aside(braid: Braid, config: Path, runs: Path) -> None:
+def test_a_refused_selection_moves_nothing(braid: Braid, config: Path, runs: Path) -> None:
     assert braid("run", config)[0] == 0
     before = digests(runs / "small")
     for command, name in (("run", config), ("resume", "small")):
@@ -77,7 +77,7 @@ def test_a_refused_selection_puts_nothing_aside(braid: Braid, config: Path, runs
     assert not (runs / "small" / "replaced").exists()
 
 
-def test_a_stage_alone_may_need_what_a_fork_brings(braid: Braid, config: Path, runs: Path) -> None:
+def test_a_stage_alone_may_need_what_a_fork_reuses(braid: Braid, config: Path, runs: Path) -> None:
     assert braid("run", config, "--name", "one")[0] == 0
     (runs / "two").mkdir(mode=0o700)  # nothing of a run yet
     code, out, err = braid(
@@ -88,7 +88,7 @@ def test_a_stage_alone_may_need_what_a_fork_brings(braid: Braid, config: Path, r
     assert "put aside" in out
 
 
-def test_an_edited_domain_makes_its_expert_anew_and_next_action(
+def test_an_edited_domain_reruns_its_expert_and_dependents(
     braid: Braid, config: Path, runs: Path
 ) -> None:
     assert braid("run", config)[0] == 0
@@ -112,7 +112,7 @@ def test_an_edited_domain_makes_its_expert_anew_and_next_action(
     assert braid("resume", "small", "--from", "nothing")[0] == 1
 
 
-def test_work_that_is_not_made_anew_is_still_refused(braid: Braid, config: Path) -> None:
+def test_stale_stages_that_are_not_rerun_are_still_refused(braid: Braid, config: Path) -> None:
     assert braid("run", config)[0] == 0
     edit = "domains.sums.objective.kl.coefficient=0.5"
     code, _, err = braid("run", config, edit, "--from", "merge")
@@ -120,14 +120,14 @@ def test_work_that_is_not_made_anew_is_still_refused(braid: Braid, config: Path)
     assert "--from experts.sums" in err
 
 
-def test_settings_that_nothing_was_made_with_may_change(braid: Braid, config: Path) -> None:
+def test_settings_that_no_stage_has_used_may_change(braid: Braid, config: Path) -> None:
     assert braid("run", config, "--only", "cold_start")[0] == 0
     code, out, err = braid("run", config, "merge.optimizer.learning_rate=0.5")
     assert (code, err) == (0, "")
     assert "merge.optimizer.learning_rate: 0.001 there, 0.5 here\n" in out
 
 
-def test_a_fork_takes_over_what_it_would_make_alike(braid: Braid, config: Path, runs: Path) -> None:
+def test_a_fork_reuses_identical_stages(braid: Braid, config: Path, runs: Path) -> None:
     assert braid("run", config, "--name", "one")[0] == 0
     edit = "domains.sums.objective.kl.coefficient=0.5"
     code, out, err = braid("run", config, "--name", "two", "--fork", "one", edit)
@@ -170,7 +170,9 @@ def test_two_rounds_run_one_after_another(braid: Braid, config: Path, runs: Path
     assert attempts(runs / "small")["round_2.merge"] == 1
 
 
-def test_a_finished_run_goes_on_to_another_round(braid: Braid, config: Path, runs: Path) -> None:
+def test_a_finished_run_continues_with_another_round(
+    braid: Braid, config: Path, runs: Path
+) -> None:
     assert braid("run", config)[0] == 0
     code, _, err = braid("run", config, "rounds=2")
     assert code == 1
@@ -230,7 +232,7 @@ def test_a_dry_run_refuses_what_the_command_would(
     assert message in err
 
 
-def test_a_dry_run_refuses_to_build_on_stale_work(braid: Braid, config: Path, runs: Path) -> None:
+def test_a_dry_run_refuses_stale_inputs(braid: Braid, config: Path, runs: Path) -> None:
     assert braid("run", config)[0] == 0
     (runs / "small" / "stages" / "merge" / "manifest.json").unlink()
     code, _, err = braid("run", config, "--dry-run")

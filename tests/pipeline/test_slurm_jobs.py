@@ -48,7 +48,7 @@ def test_engines_that_share_are_dealt_out_over_the_ranks_nodes() -> None:
     )
 
 
-def test_engines_of_their_own_follow_the_last_rank_and_are_on_one_node_each() -> None:
+def test_engines_on_separate_devices_follow_the_last_rank_on_one_node_each() -> None:
     cluster = ClusterSettings(ranks_per_node=4)
     layout, engine = sizes(3, count=3, tensor=2, placement="own")
     # One device of the first node is left over: an engine of two does not fit there.
@@ -61,7 +61,7 @@ def test_engines_of_their_own_follow_the_last_rank_and_are_on_one_node_each() ->
 @pytest.mark.parametrize("placement", ["shared", "own"])
 @pytest.mark.parametrize("ranks", [1, 3, 8, 9])
 @pytest.mark.parametrize(("count", "tensor"), [(1, 1), (1, 4), (5, 2), (7, 3)])
-def test_no_device_has_two_engines_and_none_of_their_own_a_rank(
+def test_no_device_has_two_engines_nor_a_separate_one_and_a_rank(
     placement: str, ranks: int, count: int, tensor: int
 ) -> None:
     cluster = ClusterSettings(ranks_per_node=4)
@@ -105,7 +105,7 @@ def test_too_few_cpus_of_a_node_are_found() -> None:
     assert size_options(layout, engine, cluster) == options
 
 
-def test_stages_wait_for_those_they_are_made_from(run: RunDirectory, settings: RunSettings) -> None:
+def test_stages_wait_for_their_inputs(run: RunDirectory, settings: RunSettings) -> None:
     stages = compile_graph(settings)
     cluster = ClusterSettings(
         account="lab", partition="gpu", gpus_per_node=8, experts_at_once=2, kinds={"export": EXPORT}
@@ -131,7 +131,7 @@ def test_stages_wait_for_those_they_are_made_from(run: RunDirectory, settings: R
     assert all(each.script.exists() for each in found)
 
 
-def test_what_is_in_the_queue_is_waited_for_and_not_submitted_again(
+def test_queued_stages_are_waited_for_and_not_submitted_again(
     run: RunDirectory, settings: RunSettings
 ) -> None:
     stages = compile_graph(settings)
@@ -206,7 +206,7 @@ def test_the_script_of_the_commands_is_shell_that_passes_the_numbers_on(
     assert load_cluster(run.cluster) == cluster
 
 
-def test_a_profile_s_faults_are_told_with_file_and_line(tmp_path: Path) -> None:
+def test_errors_of_a_profile_are_reported_with_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text("acount: lab\nwalltime: tomorrow\ncontainer: {runtime: docker, image: x}\n")
     with pytest.raises(ConfigError) as caught:
@@ -351,7 +351,7 @@ def test_an_interface_has_an_address_or_the_names_of_others() -> None:
         address_of("infiniband7")
 
 
-def test_process_groups_are_kept_to_an_interface() -> None:
+def test_process_groups_use_the_named_interface() -> None:
     assert environment_of("ib0") == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}
     assert environment_of("") == {}
     for asked, taken in (("ib0", "ib0"), (None, "")):
@@ -390,9 +390,7 @@ def test_submitting_without_slurm_says_so_and_keeps_the_commands(
     assert script.count("sbatch --parsable") == 5
 
 
-def test_kinds_of_stages_ask_for_nodes_of_their_own(
-    run: RunDirectory, settings: RunSettings
-) -> None:
+def test_stage_kinds_may_request_other_nodes(run: RunDirectory, settings: RunSettings) -> None:
     stages = compile_graph(settings)
     cluster = ClusterSettings.model_validate(
         {

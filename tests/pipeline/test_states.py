@@ -76,7 +76,7 @@ def test_only_whole_checkpoints_count(run: RunDirectory) -> None:
     assert (newest.step, newest.digest) == (20, "a")
 
 
-def test_the_manifest_tells_what_a_stage_was_made_from(
+def test_the_manifest_lists_the_inputs_of_a_stage(
     run: RunDirectory, settings: RunSettings, trained: dict[str, Stage]
 ) -> None:
     manifest = read_manifest(run.stage("merge"))
@@ -181,7 +181,7 @@ def test_a_checkpoint_with_unreadable_checksums_is_not_whole(
     assert run.stage("experts.words").newest_checkpoint() is None
 
 
-def test_what_half_an_evaluation_measured_is_not_mixed_with_other_models(
+def test_a_partial_evaluation_is_not_mixed_with_other_models(
     run: RunDirectory, settings: RunSettings, trained: dict[str, Stage]
 ) -> None:
     record(run, settings, trained["evaluate"], "failed")

@@ -20,7 +20,7 @@ from stages.settings import RunSettings
 Braid = Callable[..., tuple[int, str, str]]
 
 
-def test_a_dry_run_writes_nothing_and_prepare_the_run_s_folder(
+def test_a_dry_run_writes_nothing_and_prepare_the_run_s_directory(
     braid: Braid, config: Path, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
@@ -82,7 +82,7 @@ def test_the_script_of_a_submission_runs_nothing_but_sbatch(
 
 
 @pytest.mark.parametrize("job", ["$(touch x)", "{0}", "{9}", "1 2", "", "1\n2"])
-def test_what_is_no_number_of_a_job_is_no_job(
+def test_only_a_job_number_is_a_job(
     braid: Braid, config: Path, profile: Path, runs: Path, slurm: Path, job: str
 ) -> None:
     assert braid("submit", config, "--cluster", profile, "--prepare")[0] == 0
@@ -274,7 +274,7 @@ def test_a_profile_that_queued_jobs_would_read_is_not_changed_under_them(
     assert (runs / "small" / "slurm" / "submit.sh").read_text() == script
 
 
-def test_a_profile_may_change_for_what_has_left_the_queue(
+def test_a_profile_may_change_for_jobs_that_left_the_queue(
     braid: Braid, config: Path, profile: Path, slurm: Path
 ) -> None:
     assert braid("submit", config, "--cluster", profile, "--only", "cold_start")[0] == 0
@@ -303,7 +303,7 @@ def test_nothing_is_submitted_behind_a_gate_that_is_stale(
     assert not (slurm / "submitted").exists()
 
 
-def test_a_stage_is_submitted_anew_with_what_follows_it(
+def test_a_stage_is_resubmitted_with_its_dependents(
     braid: Braid, config: Path, profile: Path, runs: Path, slurm: Path
 ) -> None:
     assert braid("run", config)[0] == 0
@@ -329,7 +329,7 @@ def test_a_stage_is_submitted_anew_with_what_follows_it(
     assert "merge, evaluate, export cannot be rerun while a job of it waits or runs" in err
 
 
-def test_a_submission_takes_over_from_another_run(
+def test_a_submission_reuses_another_run(
     braid: Braid, config: Path, profile: Path, runs: Path, slurm: Path
 ) -> None:
     assert braid("run", config, "--name", "other")[0] == 0
@@ -399,7 +399,7 @@ def test_a_job_s_output_is_followed_until_the_job_has_ended(
     assert braid("logs", "small", "cold_start", "-f") == (0, "step 2/2\ndone in 1 s\n", "")
 
 
-def test_a_job_that_has_not_begun_is_waited_for(
+def test_a_pending_job_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, braid: Braid, config: Path, runs: Path, slurm: Path
 ) -> None:
     line = {"time": "2026-01-01T00:00:00+00:00", "stage": "cold_start", "attempt": 1, "cause": "x"}
@@ -459,9 +459,7 @@ def test_an_sbatch_that_outlives_its_caller_keeps_others_from_submitting(
     assert len((slurm / "submitted").read_text().splitlines()) == 5
 
 
-def test_a_stage_s_attempts_are_counted_anew_for_every_job(
-    tmp_path: Path, settings: RunSettings
-) -> None:
+def test_a_stage_s_attempts_restart_with_every_job(tmp_path: Path, settings: RunSettings) -> None:
     ledger, stage = Ledger(tmp_path / "ledger.jsonl"), compile_graph(settings)[0]
     for attempt in (1, 2):
         ledger.append(stage.name, "running", "from the start", attempt, job="7")
@@ -474,7 +472,7 @@ def test_a_stage_s_attempts_are_counted_anew_for_every_job(
     assert _starts(ledger.events(), stage) == []
 
 
-def test_a_job_that_begins_and_ends_before_its_line_is_written_is_not_told_anew(
+def test_a_job_that_ends_before_its_line_is_written_is_not_recorded_again(
     braid: Braid, config: Path, profile: Path, runs: Path, slurm: Path
 ) -> None:
     line = {"time": "2026-01-01T00:00:00+00:00", "stage": "cold_start", "attempt": 1, "job": "100"}
@@ -540,7 +538,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("said", [*REFUSED, "sbatch: error: the plugin of this site objects"])
-def test_what_sbatch_refuses_is_told_with_the_keys_it_speaks_of(
+def test_a_refusal_of_sbatch_names_the_keys_it_is_about(
     said: str, braid: Braid, config: Path, profile: Path, slurm: Path
 ) -> None:
     profile.write_text(

@@ -97,7 +97,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_what_works_on_a_run_refuses_one_that_others_may_write_to(
+def test_commands_that_change_a_run_refuse_one_writable_by_others(
     command: str, done: RunDirectory, braid: Braid, config: Path, tmp_path: Path
 ) -> None:
     words = asked(command, config, tmp_path)
@@ -137,7 +137,7 @@ def test_a_run_of_another_user_is_refused(
 
 
 @pytest.mark.parametrize("inside", ["run.yaml", "stages/merge/checkpoints/step_2"])
-def test_so_is_one_that_holds_something_of_another_user(
+def test_a_run_with_files_of_another_user_is_refused(
     inside: str, done: RunDirectory, braid: Braid, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked_at = trust._looked_at
@@ -165,7 +165,9 @@ def test_so_is_one_that_holds_something_of_another_user(
         "stages/merge/checkpoints/step_2/checksums.json",
     ],
 )
-def test_so_is_one_in_which_others_may_write(inside: str, done: RunDirectory, braid: Braid) -> None:
+def test_a_run_with_a_directory_writable_by_others_is_refused(
+    inside: str, done: RunDirectory, braid: Braid
+) -> None:
     path = done.path / inside
     path.chmod(mode(path) | 0o020)
     assert braid("resume", "small")[0] == 0  # nobody else gets there
@@ -175,7 +177,7 @@ def test_so_is_one_in_which_others_may_write(inside: str, done: RunDirectory, br
     assert err.startswith(f"braid: {path}: other users may write to it (mode ")
 
 
-def test_what_only_looks_at_a_run_refuses_none(done: RunDirectory, braid: Braid) -> None:
+def test_commands_that_only_read_accept_any_run(done: RunDirectory, braid: Braid) -> None:
     done.path.chmod(0o777)
     for words in (["status", "small"], ["why", "small", "merge"], ["logs", "small", "merge"]):
         assert braid(*words)[0] == 0

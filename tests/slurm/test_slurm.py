@@ -86,7 +86,7 @@ def test_the_other_node_may_die_as_well(braid: Braid, cluster: Cluster) -> None:
 
 
 @more
-def test_a_job_that_is_preempted_goes_on_later(braid: Braid, cluster: Cluster) -> None:
+def test_a_preempted_job_continues_later(braid: Braid, cluster: Cluster) -> None:
     braid.hold("cold_start", 8)
     jobs = braid.submit("--only", "cold_start")
     braid.wait_for_step("cold_start", 8)
@@ -97,7 +97,7 @@ def test_a_job_that_is_preempted_goes_on_later(braid: Braid, cluster: Cluster) -
     assert len({attempt for attempt, _, _ in braid.steps("cold_start")}) == 2
 
 
-def test_a_stage_goes_on_in_another_slice_when_its_time_is_up(
+def test_a_stage_continues_in_another_slice_after_its_walltime(
     braid: Braid, cluster: Cluster
 ) -> None:
     braid.hold("cold_start", 7)
@@ -114,7 +114,7 @@ def test_a_stage_goes_on_in_another_slice_when_its_time_is_up(
 
 
 @more
-def test_a_task_of_an_array_goes_back_alone(braid: Braid, cluster: Cluster) -> None:
+def test_a_task_of_an_array_is_requeued_alone(braid: Braid, cluster: Cluster) -> None:
     braid.hold("experts.words", 3)
     jobs = braid.submit()
     braid.wait_for_step("experts.words", 3)  # the last task, whose job has the array's own number
@@ -126,7 +126,7 @@ def test_a_task_of_an_array_goes_back_alone(braid: Braid, cluster: Cluster) -> N
 
 
 @more
-def test_a_stage_that_comes_no_further_fails(braid: Braid, cluster: Cluster) -> None:
+def test_a_stage_without_progress_fails(braid: Braid, cluster: Cluster) -> None:
     with braid.profile.open("a") as profile:
         profile.write("restarts: 0\n")
     braid.hold("cold_start", 2)
@@ -146,7 +146,7 @@ def test_a_stage_that_comes_no_further_fails(braid: Braid, cluster: Cluster) -> 
 
 
 @more
-def test_the_controller_may_be_away_for_a_while(braid: Braid, cluster: Cluster) -> None:
+def test_the_controller_may_be_down_for_a_while(braid: Braid, cluster: Cluster) -> None:
     jobs = braid.submit()
     braid.wait_for_step("cold_start", 5)
     cluster.control("stop-controller")
@@ -207,7 +207,7 @@ def test_jobs_whose_submission_was_killed_are_found_and_not_submitted_again(
 
 
 @more
-def test_a_failed_stage_takes_those_after_it_along_and_is_submitted_again(
+def test_a_failed_stage_blocks_its_dependents_and_is_submitted_again(
     braid: Braid, cluster: Cluster
 ) -> None:
     model = braid.directory / "runs" / "small" / "stages" / "experts.words"
@@ -259,7 +259,7 @@ def test_a_job_that_ends_before_its_stage_begins_shows_why(braid: Braid, cluster
 
 
 @more
-def test_what_waits_for_a_cancelled_stage_is_cancelled_too(braid: Braid) -> None:
+def test_dependents_of_a_cancelled_stage_are_cancelled(braid: Braid) -> None:
     jobs = braid.submit()
     others = ("submit", braid.config, "--cluster", braid.profile, "seed=1")
     assert "cancel them first with: braid cancel runs/small" in braid(*others, code=1)
