@@ -1,4 +1,4 @@
-"""The run that is audited, and a cache for auditing it often."""
+"""The audited run, and a cache for auditing it often."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings that the audited steps of odd.yaml depend on, and the tests of the others."""
+"""The settings that odd.yaml's audited steps depend on, and the tests of all others."""
 
 from __future__ import annotations
 
@@ -132,14 +132,14 @@ NAMES = {  # another algorithm of a block, with all its keys
     "objective.ratio": {"name": "cispo", "cap": 0.9, "floor": 0.0},
     "objective.correction": {"name": "none"},
 }
-# Leaves that the audited step of a stage does not depend on, and why.
+# Leaves without effect on a stage's audited step, with the reason.
 WITHOUT_EFFECT = {
     "loop.micro_batch_tokens": "tokens that are computed at once",
     "loop.checkpoint_every": "checkpoints only",
     "loop.keep_last": "checkpoints only",
     "loop.keep_best": "checkpoints only",
     "loop.async_checkpoints": "checkpoints only",
-    "rollout": "which samples are used: the audit reads those that were",
+    "rollout": "which samples are used: the audit reads the recorded ones",
     "sampling.top_p": "the sets of stale samples are taken as they are",
     "sampling.top_k": "the sets of stale samples are taken as they are",
     "sampling.max_response_tokens": "ends responses; only the aggregation `constant` reads it",
@@ -157,7 +157,7 @@ WITHOUT_EFFECT = {
     "guards": "when to warn or stop, of metrics that are logged",
     "stop": "when to stop",
     "gate": "measured after the stage",
-    "prompts": "which problems are used: the audit reads those that were",
+    "prompts": "which problems are used: the audit reads the recorded ones",
     "demonstrations": "the data of a cold start: the audit reads the recorded samples",
     "curriculum": "which problems are used",
     "rewards.exact": "nothing is solved after three steps: all its parts are 0",
@@ -167,11 +167,11 @@ WITHOUT_EFFECT = {
     "tokenizer": "the audit reads tokens",
     "max_positions": "how long a sample may be",
     "architecture": "of other families",
-    "initialization": "initial weights: the audit reads those before the step",
-    "problems": "how many are used: the audit reads those that were",
-    "sampling_seed": "which answers are sampled: the audit reads those that were",
+    "initialization": "initial weights: the audit reads the weights before the step",
+    "problems": "how many are used: the audit reads the recorded ones",
+    "sampling_seed": "which answers are sampled: the audit reads the recorded ones",
 }
-# Leaves that the samples of this run happen not to show.
+# Leaves whose effect does not show in this run's samples.
 BY_CHANCE = {
     ("domains.spell_backward", "objective.ratio.clip_low"): "what it clips is masked",
     ("domains.spell_backward", "objective.ratio.clip_high"): "what it clips is masked",
@@ -182,7 +182,7 @@ BY_CHANCE = {
     ("domains.number_sorting", "objective.correction"): "no ratio is near its cap",
     ("domains.number_sorting", "objective.mask_truncated"): "no response is truncated",
 }
-EFFECTIVE = {  # leaves that have an effect here and nowhere else
+EFFECTIVE = {  # leaves with an effect only here
     ("domains.spell_backward", "optimizer.momentum"),
     ("domains.spell_backward", "routing.replay"),
     ("domains.spell_backward", "objective.kl.coefficient"),
@@ -206,7 +206,7 @@ EFFECTIVE = {  # leaves that have an effect here and nowhere else
 
 
 def differs(run: RecordedRun, block: str, key: str, value: Any) -> bool:
-    """Return true where an audit differs, or is refused, under another value of a setting."""
+    """Return true if the audit differs, or is refused, under another value of a setting."""
     settings = copy.deepcopy(run.settings)
     *path, last = key.split(".")
     part = block_of(settings, block)
@@ -248,13 +248,13 @@ def changed(block: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def is_effective(block: str, key: str) -> bool:
-    """Return true where another value of a block's leaf has to show in the audit."""
+    """Return true if another value of a block's leaf must show in the audit."""
     without = named(key) and (block, key) not in EFFECTIVE
     return not without and (block, key) not in BY_CHANCE
 
 
 def named(key: str) -> bool:
-    """Return true for a leaf that is listed as without effect."""
+    """Return true if a leaf is listed as without effect."""
     weight = key == "rewards.brief.weight"
     return not weight and any(key == each or key.startswith(f"{each}.") for each in WITHOUT_EFFECT)
 

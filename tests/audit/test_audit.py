@@ -1,4 +1,4 @@
-"""`braid audit` on a real run of every kind of stage, without default settings."""
+"""`braid audit` agrees with a real run of every stage kind, without default settings."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_tampered_file_differs(odd: Path, tmp_path: Path) -> None:
 def test_a_step_without_learned_tokens_is_audited(
     odd: Path, tmp_path: Path, updates: set[int]
 ) -> None:
-    """Files whose whole updates are truncated are compared, and differ from the metrics."""
+    """Updates of truncated responses only are compared, and differ from the metrics."""
     copied = tmp_path / "odd"
     shutil.copytree(odd, copied, symlinks=True)
     samples = copied / "stages" / "experts.chain_sum" / "rollouts" / "step_000003.jsonl"
@@ -189,7 +189,7 @@ def test_a_refusal_names_the_missing_setting(odd: Path, tmp_path: Path) -> None:
 
 
 def test_audit_and_product_share_no_arithmetic() -> None:
-    """The audit imports only itself and the formats of files."""
+    """The audit imports only its own modules and the file formats."""
     allowed = {"parallel.files", "parallel.checkpoint.reader", "parallel.status_pipe"}
     for path in (REPOSITORY / "stages" / "audit").glob("*.py"):
         for name in _imported(path):

@@ -1,4 +1,4 @@
-"""Every setting that may change a result does, in an audited step or in a listed test."""
+"""Every setting that may change a result does so in an audited step or a listed test."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Leaf = tuple[type[Settings], str]
 
 @pytest.mark.usefixtures("read_once")
 def test_another_value_of_a_setting_gives_another_step(odd: Path) -> None:
-    """Three of the settings below: a coefficient, a schedule, a reference."""
+    """Three settings stand for all: a coefficient, a schedule, a reference."""
     run = read_run(odd)
     for block, key, value in (
         ("domains.spell_backward", "objective.kl.coefficient", 0.1),
@@ -57,7 +57,7 @@ def test_every_setting_that_shapes_a_step_is_effective(odd: Path, block: str) ->
 
 
 def test_every_setting_is_tried_or_has_a_test() -> None:
-    """A new setting is tried in odd.yaml, or CHECKED_BY names a test that mentions it."""
+    """A new setting is tried in odd.yaml, or CHECKED_BY names a test that sets it."""
     settings = load(ODD)
     tried = set()
     for block in BLOCKS:

@@ -1,7 +1,7 @@
 """The formulas of the audit and of the objectives, written independently, agree on random numbers.
 
-odd.yaml audits some of them in real steps. Here is every advantage but a critic's, and every ratio,
-sampled KL estimator and correction.
+odd.yaml audits some of them in real steps. This module covers every advantage but a critic's, and
+every ratio, sampled KL estimator and correction.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from tests.engine.engine_settings import ENGINE, MODELS
 
 
 def refusal(engine: Running) -> str | None:
-    """Return why an engine that nobody has refitted does not sample, or None where it does."""
+    """Return the refusal of an engine to sample before its first refit, or None."""
     client = EngineClient(engine.address, ENGINE)
     client.connect()
     try:
@@ -36,7 +36,7 @@ def fork_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServe
 def engine_of(
     fork_servers: ForkServers, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineOf]:
-    """`engine_of(family, tensor=1)`: an engine of so many ranks, whatever weights it has."""
+    """Return `engine_of(family, tensor=1)`, an engine of `tensor` ranks with any weights."""
     engines: dict[tuple[str, int], Running] = {}
     with ExitStack() as stack:
 

@@ -21,7 +21,7 @@ LONG = list(range(2, 40))  # longer than a cache block, so that its prefix is ca
 PROMPTS = [LONG, [*LONG, 50], [5, 6, 7]]
 SAMPLES = 4  # of each
 SAMPLING = Sampling(temperature=1.0, max_tokens=12, end_token=1)
-TIE = 1e-4  # between routers' logits; log-probabilities differ by 1e-5 at most without one
+TIE = 1e-4  # of routers' logits; without one log-probabilities differ by 1e-5 at most
 
 
 def request(sampling: Sampling = SAMPLING, seed: int = 0) -> Generate:
@@ -34,13 +34,13 @@ def draw(
     seed: int = 0,
     model: ModelSettings = MODEL,
 ) -> list[Sample]:
-    """Samples in the order of their prompts."""
+    """Return samples in the order of their prompts."""
     asked = request(sampling, seed)
     return as_samples(client.generate(asked), asked, model)
 
 
 def as_samples(drawn: Iterable[Generation], asked: Generate, model: ModelSettings) -> list[Sample]:
-    """Samples in the order of their prompts; fails where one is missing or is garbage."""
+    """Return samples in the order of their prompts; raise if one is missing or invalid."""
     answers = {each.number: each for each in drawn}
     return [
         sample_of(
@@ -74,8 +74,10 @@ class DrawingReference:
 
     @torch.no_grad()
     def read(self, sample: Sample) -> tuple[torch.Tensor, np.ndarray]:
-        """The logits that the response was drawn from, [response, vocabulary], and the experts of
-        every token but the last, sorted, [length, layers, experts_per_token]."""
+        """Return the response's logits and the sorted experts of every token but the last.
+
+        [response, vocabulary] and [length, layers, experts_per_token].
+        """
         self._chosen.clear()
         self._margins.clear()
         tokens = torch.tensor(np.concatenate([sample.prompt, sample.response]))[None, :-1]
@@ -83,15 +85,17 @@ class DrawingReference:
         return logits, torch.stack(self._chosen, 1).numpy()
 
     def differences(self, sample: Sample, temperature: float = 1.0) -> np.ndarray:
-        """|log mu - log pi| of every token, in nats."""
+        """Return |log mu - log pi| of every token, in nats."""
         expected = (self.read(sample)[0] / temperature).log_softmax(-1)
         chosen = expected.gather(-1, torch.tensor(sample.response, dtype=torch.int64)[:, None])
         assert sample.logprobs is not None
         return (chosen[:, 0] - torch.tensor(sample.logprobs)).abs().numpy()
 
     def certain(self, sample: Sample) -> np.ndarray:
-        """Return whether no router of a softmax had two equals to choose from up to a token of the
-        response: where it had, rounding decides, and all that follows with it. bool [response]."""
+        """Return true for response tokens before any tie between routed experts, bool [response].
+
+        Rounding decides a tie, and with it everything that follows.
+        """
         self.read(sample)
         clear = torch.stack(self._margins, 1).amin(1).numpy() > TIE
         return np.logical_and.accumulate(clear)[len(sample.prompt) - 1 :]

@@ -16,13 +16,13 @@ from tests.engine.drawing import request
 from tests.engine.refit_cases import fleet, policy
 
 LAYOUT = LayoutSettings()
-SPREAD = 0.3  # of weights whose distributions over tokens and experts are neither flat nor sharp
+SPREAD = 0.3  # of weights that give neither flat nor sharp distributions over tokens and experts
 
 Weights = dict[str, np.ndarray]
 
 
 def refit(address: Path, model: str, engine: str, version: int) -> Weights:
-    """Bring random weights, which the version seeds, to an engine; returns them."""
+    """Refit an engine with random weights, seeded by the version; return them."""
     trained, engines = _trainer(address, model, engine)
     randomize(trained, version)
     engines.refit(trained, version)
@@ -32,7 +32,7 @@ def refit(address: Path, model: str, engine: str, version: int) -> Weights:
 def refit_in_flight(
     address: Path, model: str, engine: str, versions: list[int], sampling: Sampling
 ) -> tuple[list[Generation], dict[int, Weights]]:
-    """Refit again and again while responses are drawn, each time when another one has ended."""
+    """Refit repeatedly while responses are sampled, once after each ended response."""
     trained, engines = _trainer(address, model, engine)
     randomize(trained, versions[0])
     engines.refit(trained, versions[0])
@@ -52,7 +52,7 @@ def refit_in_flight(
 
 
 def refused(address: Path, model: str, engine: str) -> str:
-    """Return why a fleet does not take an engine."""
+    """Return the error with which a fleet rejects an engine."""
     trained, engines = _trainer(address, model, engine)
     try:
         engines.refit(trained, 1)
@@ -62,7 +62,7 @@ def refused(address: Path, model: str, engine: str) -> str:
 
 
 class CorruptingFleet(Fleet):
-    """Sends one bit of layer 1 wrong."""
+    """A fleet that flips one bit of layer 1."""
 
     def _send(self) -> None:
         assert self._outbox is not None
@@ -74,7 +74,7 @@ class CorruptingFleet(Fleet):
 
 
 def refit_corrupted(address: Path, model: str, engine: str) -> str:
-    """Return what a refit says whose bytes do not all arrive as they were."""
+    """Return the notices of a refit that corrupts a bit."""
     trained = policy(model, LAYOUT.model_dump_json())
     engines = CorruptingFleet(
         [address],
@@ -91,8 +91,7 @@ def refit_corrupted(address: Path, model: str, engine: str) -> str:
 
 @torch.no_grad()
 def randomize(trained: Any, seed: int) -> None:
-    """Give every matrix and every bias random values; a policy's own start leaves biases zero,
-    which would hide them."""
+    """Fill matrices and biases with random values; biases of zero would hide errors."""
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in trained.named_weights().items():
         if tensor.dim() > 1 or "bias" in name:

@@ -1,4 +1,4 @@
-"""A real engine in a process group of its own, forked as the launcher would do it."""
+"""A real engine in a separate process group, forked as by the launcher."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Running:
     ) -> None:
         self.address = directory / "address.json"
         self.directory = directory
-        self.before_refit: str | None = None  # why it did not sample then
+        self.before_refit: str | None = None  # the refusal to sample
         self._servers = servers
         job = EngineJob(model=model, engine=settings, index=0, address=self.address, seed=0)
         (directory / "engine.json").write_text(job.model_dump_json())
         self.start()
 
     def start(self) -> None:
-        """Start a process and wait until it is ready, having written its address, or has ended."""
+        """Start a process; wait until it has written its address or ended."""
         self.address.unlink(missing_ok=True)
         job = str(self.directory / "engine.json")
         command = [sys.executable, "-m", "parallel.engine.server", job]
@@ -53,7 +53,7 @@ class Running:
             raise
 
     def kill(self) -> None:
-        """kill -9 of all its processes."""
+        """Kill all of its processes with SIGKILL."""
         self.process.send(signal.SIGKILL)
         self.process.reap()
 
@@ -65,7 +65,7 @@ def running_engine(
     directory: Path,
     settings: EngineSettings = ENGINE,
 ) -> Iterator[Running]:
-    """Yield an engine that runs as long as it is needed."""
+    """Yield an engine that runs inside the context."""
     engine = Running(servers, model, directory, settings)
     try:
         yield engine

@@ -1,4 +1,4 @@
-"""The cases that the trainer's ranks run in tests of refits; state lives from call to call."""
+"""The cases of refits that the trainer's ranks run; state persists between calls."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def fleet(addresses: tuple[Path, ...], model: str, layout: str, engine: str) -> 
 def refit(
     addresses: tuple[Path, ...], model: str, layout: str, engine: str, seeds: list[int]
 ) -> dict[str, Any]:
-    """Refit with the weights of each seed; after the last, what the engines have and say."""
+    """Refit with the weights of each seed; return the engines' state after the last."""
     trained = policy(model, layout)
     engines = fleet(addresses, model, layout, engine)
     for seed in seeds:
@@ -71,7 +71,7 @@ def bytes_needed(model: ModelSettings, size: int, rank: int) -> int:
 
 
 def wrong_tensors(trained: Any, engines: Any, model: ModelSettings) -> list[str]:
-    """Engine ranks and buckets whose fingerprint is not that of the whole tensors, gathered."""
+    """Return the engine ranks and buckets whose fingerprints differ from the whole tensors'."""
     from parallel.distributed import is_main
     from parallel.weights import checksums
     from parallel.weights.names import bucket
@@ -96,7 +96,7 @@ def wrong_tensors(trained: Any, engines: Any, model: ModelSettings) -> list[str]
 
 
 def mismatch(trained: Any, engines: Any, version: int) -> float:
-    """The largest |log mu - log pi|; every prompt is asked for twice, the second time cached."""
+    """Return the largest |log mu - log pi|; every prompt is sampled twice, then from the cache."""
     from parallel import batch
     from parallel.distributed import broadcast, is_main
     from parallel.packing import RankPlace

@@ -1,4 +1,4 @@
-"""A client of something that is no engine, or not one of this version."""
+"""A client reports a server that is no engine, or one of another version."""
 
 from __future__ import annotations
 
@@ -51,8 +51,7 @@ Impostor = Callable[..., EngineClient]
 
 @pytest.fixture
 def impostor(tmp_path: Path) -> Iterator[Impostor]:
-    """`impostor(answers, status=200)`: a client of a server that answers each call so, and
-    one that is not among them with silence."""
+    """Return `impostor(answers, status=200)`, a client of a server that answers so or is silent."""
     servers = []
 
     def start(answers: dict[str, bytes], status: int = 200) -> EngineClient:
@@ -97,13 +96,13 @@ def test_an_engine_of_another_version_is_refused(impostor: Impostor) -> None:
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that waits for fractions of a second."""
+    """A client with timeouts of fractions of a second."""
     monkeypatch.setattr("parallel.engine.client.HEALTH_SECONDS", 0.1)
     monkeypatch.setattr("parallel.engine.client.LAUNCHER_SECONDS", 0.0)
 
 
 def replaced(client: EngineClient, process: int) -> None:
-    """Do the launcher's part: remove a restart request and publish another process's address."""
+    """Act as the launcher: remove a restart request and publish another process's address."""
     known = msgspec.json.decode(client.address_file.read_bytes(), type=Address)
     client.address_file.with_name(RESTART_REQUEST).unlink()
     changed = msgspec.structs.replace(known, pid=process, instance=str(process))

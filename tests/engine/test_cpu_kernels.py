@@ -1,4 +1,4 @@
-"""vLLM's fused CPU norms, as the engines use them, against the composition they stand for."""
+"""vLLM's fused CPU norms equal the compositions that they replace."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def preferred():
 
 
 def heads(width: int) -> torch.Tensor:
-    """The queries of a fused QKV of 5 tokens: three heads of four, with gaps between the rows."""
+    """Return queries of a fused QKV of 5 tokens: three heads of four, with gaps between rows."""
     fused = torch.randn(5, 4 * width, generator=torch.Generator().manual_seed(width))
     return fused[:, : 3 * width].view(5, 3, width)
 
@@ -29,7 +29,7 @@ def test_a_norm_of_strided_heads_equals_the_composition(preferred, width):
     provider = ir.ops.rms_norm.dispatch(x, weight, 1e-6).provider
 
     torch.testing.assert_close(ir.ops.rms_norm(x, weight, 1e-6), expected, rtol=1e-6, atol=1e-6)
-    # A width the kernel refuses is vLLM's as before.
+    # vLLM's composition handles a width that the kernel does not support.
     assert provider == (cpu_kernels.NAME if width % cpu_kernels.VECTOR == 0 else "native")
 
 

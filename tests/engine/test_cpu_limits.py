@@ -1,4 +1,4 @@
-"""Models that vLLM has no kernels for on a CPU: said before, and by the engine at its start."""
+"""Models without vLLM kernels on a CPU are reported before and at the engine's start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine draws from exactly the weights that a trainer gave it."""
+"""An engine samples from exactly the weights that a trainer sent."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def client(engine: Running) -> EngineClient:
 
 @pytest.fixture
 def refit(on: On, engine: Running) -> Refit:
-    """`refit(version)` brings random weights to the engine."""
+    """Return `refit(version)`, which refits the engine with random weights."""
 
     def run(version: int) -> DrawingReference:
         settings = MODEL.model_dump_json(), ENGINE.model_dump_json()
@@ -53,7 +53,7 @@ def refit(on: On, engine: Running) -> Refit:
 
 
 def test_an_engine_without_weights_refuses_to_sample(engine: Running) -> None:
-    """It was asked at its start, before any test could refit it."""
+    """The refusal was recorded at its start, before any refit."""
     assert engine.before_refit is not None
     assert "no weights yet" in engine.before_refit
 
@@ -115,7 +115,7 @@ def test_a_truncated_response_is_not_finished(client: EngineClient, refit: Refit
 def test_tokens_are_sampled_from_their_kept_sets(
     client: EngineClient, refit: Refit, top_k: int, top_p: float
 ) -> None:
-    """Top-k, then of what is left the fewest that together reach top-p; mu is over those."""
+    """Top-k applies first, then the fewest ids that reach top-p; mu is over the kept ids."""
     reference = refit(8)
     sampling = replace(SAMPLING, temperature=0.9, top_k=top_k, top_p=top_p)
     sizes = set()
@@ -182,7 +182,7 @@ def test_a_client_gives_up_an_engine_that_hangs(engine: Running, refit: Refit) -
 def test_an_engine_stopped_while_a_client_connects_is_retried(
     engine: Running, client: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As at the start of a stage, when the machine was suspended or the engine swapped out."""
+    """Happens at a stage's start if the machine was suspended or the engine swapped out."""
     monkeypatch.setattr("parallel.engine.client.HEALTH_SECONDS", 1.0)
     monkeypatch.setattr("parallel.engine.client.LAUNCHER_SECONDS", 0.0)
     late = EngineClient(engine.address, ENGINE.model_copy(update={"start_timeout_seconds": 30}))
@@ -211,7 +211,7 @@ def test_strangers_are_refused(client: EngineClient, engine: Running) -> None:
 def test_a_malformed_request_leaves_nothing_in_the_log(
     client: EngineClient, engine: Running
 ) -> None:
-    """Strangers who reach the port can fill no disk; what they get is an answer of HTTP's."""
+    """Strangers who reach the port get an HTTP error and cannot fill the disk."""
     assert client.address is not None
     log = engine.directory / "engine.log"
     before = log.stat().st_size

@@ -1,4 +1,4 @@
-"""Families besides the one that test_engine.py knows: the engine samples from their weights too."""
+"""Engines sample from the weights of the families that test_engine.py does not cover."""
 
 from __future__ import annotations
 

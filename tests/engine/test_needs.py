@@ -1,4 +1,4 @@
-"""The slices that an engine rank needs by arithmetic, and those that vLLM's loaders copy."""
+"""The slices that an engine rank needs by arithmetic equal those that vLLM's loaders copy."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**DENSE_AND_SHARED, **LATENT, "q_lora_rank": None},
     ),
 }
-RANKS = [(2, 1), (8, 3), (8, 7)]  # the last has no rows of the vocabulary
+RANKS = [(2, 1), (8, 3), (8, 7)]  # (ranks, rank); the last has no rows of the vocabulary
 
 
 class Copies(TorchFunctionMode):
-    """Of which boxes of the tensors something is copied."""
+    """A record of the boxes of tensors that are copied."""
 
     def __init__(self, weights: dict[str, torch.Tensor]) -> None:
         super().__init__()
@@ -57,10 +57,10 @@ class Copies(TorchFunctionMode):
 
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[tuple[str, Box]]]]:
-    """By model, what vLLM copies on each of RANKS; in a process that is vLLM's alone."""
-    folder = tmp_path_factory.mktemp("models")
+    """The boxes that vLLM copies on each of RANKS, by model; computed in a separate process."""
+    directory = tmp_path_factory.mktemp("models")
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        return process.submit(copies, str(folder)).result(timeout=300)
+        return process.submit(copies, str(directory)).result(timeout=300)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -70,8 +70,7 @@ def test_needs_are_what_the_loaders_of_vllm_copy(name: str, copied: dict[str, An
 
 
 def model(name: str) -> ModelSettings:
-    """One whose 80 tokens, rounded up to 128, leave the last of 8 ranks without any, and whose
-    KV heads are fewer than the ranks."""
+    """Return a model with fewer KV heads than 8 ranks, the last of which has no vocabulary rows."""
     family, further = MODELS[name]
     return ModelSettings(
         family=family,
@@ -89,8 +88,8 @@ def model(name: str) -> ModelSettings:
     )
 
 
-def copies(folder: str) -> dict[str, list[list[tuple[str, Box]]]]:
-    """Return what vLLM copies, as if this process were one after another of RANKS."""
+def copies(directory: str) -> dict[str, list[list[tuple[str, Box]]]]:
+    """Return the boxes that vLLM copies while this process acts as each of RANKS."""
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     import vllm.distributed.parallel_state as groups
     from vllm.config import set_current_vllm_config
@@ -99,9 +98,9 @@ def copies(folder: str) -> dict[str, list[list[tuple[str, Box]]]]:
 
     found: dict[str, list[list[tuple[str, Box]]]] = {}
     for name in MODELS:
-        settings, path = model(name), str(Path(folder) / name.replace(" ", "_"))
+        settings, path = model(name), str(Path(directory) / name.replace(" ", "_"))
         config = hugging_face_config(settings)
-        config.topk_method = "noaux_tc"  # of DeepSeek-V3, which transformers 5 does not spell out
+        config.topk_method = "noaux_tc"  # DeepSeek-V3's, which transformers 5 omits
         config.save_pretrained(path)
         found[name] = []
         for size, rank in RANKS:

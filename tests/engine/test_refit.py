@@ -30,7 +30,7 @@ TRANSPORTS = ["shared_memory", "messages"]
 
 @pytest.fixture
 def engines(family: str, engine_of: EngineOf) -> list[Path]:
-    """The addresses of an engine of one rank and one of two."""
+    """The addresses of an engine of one rank and an engine of two ranks."""
     return [engine_of(family, tensor).address for tensor in (1, 2)]
 
 
@@ -41,7 +41,7 @@ def engines(family: str, engine_of: EngineOf) -> list[Path]:
 def test_two_engines_have_the_policy_bit_for_bit(
     on: On, engines: list[Path], family: str, layout: str
 ) -> None:
-    """An engine of one rank and one of two, by both transports in turn."""
+    """An engine of one rank and an engine of two ranks, by both transports in turn."""
     for transport in TRANSPORTS:
         _hold(on, engines, family, layout, "two", transport, further=[2, 3])
 
@@ -66,8 +66,7 @@ def _hold(
     transport: str,
     further: list[int],
 ) -> None:
-    """Every tensor's fingerprint is that of the gathered model's, log-probabilities agree with the
-    trainer's, and no byte is received twice; after a first refit and after further ones."""
+    """Check fingerprints, log-probabilities and received bytes after one and several refits."""
     settings = ENGINE.model_copy(update={"check_refit": True, "transport": transport})
     where = LAYOUTS[layout]
     addresses = tuple(engines[number] for number in FLEETS[chosen])

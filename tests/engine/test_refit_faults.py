@@ -1,4 +1,4 @@
-"""Refits while responses are drawn, and refits that must not happen or must not go unnoticed."""
+"""Refits while responses are sampled, and refits that must fail or be noticed."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ def engine(engine_of: EngineOf) -> Running:
 def test_responses_continue_under_new_weights_with_each_token_s_version(
     on: On, engine: Running
 ) -> None:
-    """Whatever drew the prefix, a token's log-probability, and the experts behind it, are those of
-    its own version given it.
+    """A token's log-probability and experts belong to its weight version, given its prefix.
 
-    When a refit falls between two steps depends on the machine, so that every run draws other
-    tokens, and now and then one whose experts are a matter of rounding.
+    The steps between which a refit falls depend on the machine: every run samples other tokens,
+    sometimes one whose experts depend on rounding.
     """
     versions = [1, 2, 3]
     sampling = Sampling(temperature=1.0, max_tokens=200, end_token=1)

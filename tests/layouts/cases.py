@@ -1,4 +1,4 @@
-"""The cases that ranks run, each on a real megatron-core model of the same seed."""
+"""The cases that ranks run on real megatron-core models of one seed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MATRIX = {
     "CP2 EP2 VPP2": LayoutSettings(ranks=4, context=2, expert=2, pipeline=2, virtual_pipeline=2),
     "DP2 TP2 EP2 PP2": LayoutSettings(ranks=8, tensor=2, expert=2, pipeline=2),
 }
-# Every kind of parallelism, most of them beside others.
+# Every kind of parallelism, mostly combined with others.
 CORE = ("1 rank", "DP2", "ETP2", "TP2 EP2 PP2", "CP2 EP2 VPP2")
 MODEL = ModelSettings(
     vocabulary_size=80,
@@ -60,7 +60,7 @@ SGD = OptimizerSettings(algorithm="sgd", learning_rate=1.0, clip_norm=0.01)
 
 
 def samples(count: int, seed: int = 0, routes: bool = False) -> list[Sample]:
-    """Random prompts and responses of many lengths, with mu, advantages and routes."""
+    """Return random prompts and responses of many lengths, with mu, advantages and routes."""
     draw = np.random.default_rng(seed)
     found = []
     for _ in range(count):
@@ -162,7 +162,7 @@ ALL = [
 
 
 def prepared(loss: str, drawn: list[Sample], teacher: Any, **how: Any) -> list[Any]:
-    """Micro-batches, with what the loss needs of another model."""
+    """Return micro-batches, with the teacher's logits if the loss needs them."""
     parts = batches(drawn, **how)
     if loss == "distillation":
         logits = teacher.response_logits([part.without_routes() for part in parts])
@@ -172,7 +172,7 @@ def prepared(loss: str, drawn: list[Sample], teacher: Any, **how: Any) -> list[A
 
 
 def accumulate(policy: Any, loss: str, drawn: list[Sample], parts: list[Any]) -> dict[str, float]:
-    """Gradients of one loss into the policy; the loss and the routing losses."""
+    """Accumulate the gradients of a loss; return the loss and the routing losses."""
     from parallel.distributed import sum_over_data
     from stages.objectives.aggregation import Totals
 
@@ -183,7 +183,7 @@ def accumulate(policy: Any, loss: str, drawn: list[Sample], parts: list[Any]) ->
 
 
 def reference(directory: str, losses: RoutingLossSettings) -> None:
-    """Loss and gradients of one process and one micro-batch, for `differences`."""
+    """Write one process's loss and gradients of one micro-batch, for `differences`."""
     alone = LayoutSettings(distributed_optimizer=False)
     policy, teacher = build(alone, SGD, losses=losses), build(alone, SGD, seed=1)
     for loss in LOSSES:
@@ -201,7 +201,7 @@ def reference(directory: str, losses: RoutingLossSettings) -> None:
 def differences(
     layout: LayoutSettings, directory: str, losses: RoutingLossSettings, batchings: list[Batching]
 ) -> list[dict[str, Any]]:
-    """Return how far this layout is from the reference, for every batching."""
+    """Return this layout's differences from the reference, for every batching."""
     from parallel.model.gpt import global_name, shard, tensor_split
 
     layout = layout.model_copy(update={"distributed_optimizer": False})  # it scatters gradients
@@ -234,15 +234,14 @@ def differences(
 
 
 def own_part(name: str, parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """What of a whole tensor this rank holds; of a critic's head, which has the name of a head over
-    the vocabulary, all of it."""
+    """Return this rank's part of a whole tensor; all of a critic's head, whatever its name says."""
     from parallel.model.gpt import shard, tensor_split
 
     return whole if whole.shape == parameter.shape else shard(name, whole, *tensor_split(name))
 
 
 def train(policy: Any, steps: range) -> Iterator[tuple[float, float]]:
-    """(loss of this rank, gradient norm) of some optimizer steps; step number seeds the data."""
+    """Yield (this rank's loss, gradient norm) of optimizer steps; the step seeds the data."""
     from stages.objectives.aggregation import Totals
 
     for step in steps:
@@ -254,7 +253,7 @@ def train(policy: Any, steps: range) -> Iterator[tuple[float, float]]:
 
 
 def keep(drawn: list[Sample]) -> list[Sample]:
-    """Return every second sample as if top-k had been 1 to 5."""
+    """Give every second sample kept sets of 1 to 5 ids; return the samples."""
     draw = np.random.default_rng(0)
     for sample in drawn[::2]:
         sample.kept = [
@@ -265,7 +264,7 @@ def keep(drawn: list[Sample]) -> list[Sample]:
 
 
 def kept_logprobs(layout: LayoutSettings) -> dict[float, float]:
-    """By each sample's advantage, which is its own: the sum of its log-probabilities."""
+    """Return the sum of each sample's log-probabilities, by its (unique) advantage."""
     parts = batches(keep(samples(16)), count=2)
     found = {}
     for part, values in zip(parts, build(layout).target_logprobs(parts, 0.7), strict=False):
@@ -275,7 +274,7 @@ def kept_logprobs(layout: LayoutSettings) -> dict[float, float]:
 
 
 def expected_kept_logprobs() -> dict[float, float]:
-    """Return the same in fp64 over the whole vocabulary, masked."""
+    """Return the result of `kept_logprobs` in fp64 over the whole vocabulary, masked."""
     [part] = batches(keep(samples(16)))
     policy = build(LayoutSettings())
     [logits] = policy.response_logits([part])
@@ -294,14 +293,13 @@ def expected_kept_logprobs() -> dict[float, float]:
 
 
 def gloo_loops() -> list[int]:
-    """The number of this process's threads that move gloo's messages: before, during and after the
-    life of a group with a device of its own."""
+    """Return the number of gloo threads before, during and after a group with its own device."""
     from datetime import timedelta
 
     from parallel.cpu.gloo import separate_group
 
     def count(expected: int) -> int:
-        """How many there are, which have a minute to become as many: a thread names itself."""
+        """Return the number of threads; a thread names itself, so wait up to a minute."""
         deadline = time.monotonic() + 60
         while True:
             threads = Path("/proc/self/task").glob("*/comm")
@@ -327,7 +325,7 @@ def held_experts(layout: LayoutSettings) -> set[str]:
 
 
 def replayed_routing(layout: LayoutSettings) -> dict[str, float]:
-    """Return what replay does to the log-probabilities and to the router's gradient."""
+    """Return the effect of replay on the log-probabilities and on the router's gradient."""
     from stages.objectives.aggregation import Totals
 
     policy = build(layout)
@@ -345,7 +343,7 @@ def replayed_routing(layout: LayoutSettings) -> dict[str, float]:
 
 
 def forward_passes(layout: LayoutSettings, losses: RoutingLossSettings, count: int) -> set[float]:
-    """How often a step of `count` micro-batches passes each of this rank's routers, a batch."""
+    """Return the forward passes of this rank's routers per micro-batch, in a step of `count`."""
     policy = build(layout, losses=losses)
     passes = dict.fromkeys(policy.routers, 0)
 
@@ -362,7 +360,7 @@ def forward_passes(layout: LayoutSettings, losses: RoutingLossSettings, count: i
 
 
 def router_agreement(layout: LayoutSettings) -> dict[str, float]:
-    """Of random routes, in a pass without gradients and in one with them, cut differently."""
+    """Return the agreement with random routes; equal with and without gradients."""
     policy = build(layout)
     drawn = samples(16, routes=True)
     policy.agreement.start()
@@ -378,7 +376,7 @@ def router_agreement(layout: LayoutSettings) -> dict[str, float]:
 def gradient_of_routing_losses(
     layout: LayoutSettings, losses: RoutingLossSettings
 ) -> dict[str, float]:
-    """Relative errors of the last router's losses and gradient, when nothing else is trained on."""
+    """Return relative errors of the last router's gradient, trained on routing losses alone."""
     policy = build(layout, losses=losses)
     seen: dict[str, torch.Tensor] = {}
     router = policy.routers[-1]
@@ -403,7 +401,7 @@ def gradient_of_routing_losses(
 
 
 def low_precision(layout: LayoutSettings) -> dict[str, Any]:
-    """What of a bf16 policy is kept in which precision, and how it learns beside an fp32 one."""
+    """Return the dtypes of a bf16 policy's tensors, and its losses and an fp32 policy's."""
     low = build(layout, model=MODEL.model_copy(update={"precision": "bf16"}))
     full = build(layout)
     router_dtypes = set()
@@ -435,7 +433,7 @@ def low_precision(layout: LayoutSettings) -> dict[str, Any]:
 
 
 class Toy:
-    """The smallest stage: cross-entropy on random samples, with what a test wants to go wrong."""
+    """The smallest stage: cross-entropy on random samples, with failures on request."""
 
     def __init__(self, poison_at: int | None = None, stop_at: int | None = None) -> None:
         self.policy = build(SPREAD)
@@ -462,7 +460,7 @@ class Toy:
 
 
 class ToyWatch:
-    """Has its say about the third step: `stop` or `end`."""
+    """A watch whose verdict on the third step is `stop` or `end`."""
 
     def __init__(self, verdict: str) -> None:
         self.verdict = verdict
@@ -480,7 +478,7 @@ def loop(
     asynchronous: bool = True,
     verdict: str | None = None,
 ) -> tuple[str, list[str]]:
-    """Return how the loop ends, and the whole checkpoints that it leaves."""
+    """Run the loop; return its ending and the whole checkpoints it leaves."""
     from stages.loop import train as run_loop
     from stages.settings import LoggingSettings, LoopSettings, RunSettings, StageJob
 

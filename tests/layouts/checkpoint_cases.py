@@ -22,14 +22,14 @@ from parallel.status_pipe import STATUS_DESCRIPTOR
 from tests.layouts.cases import SGD, SPREAD, build, loop, own_part, train
 
 STEPS = 3  # before a checkpoint, and again after it
-# Slower than elsewhere: Adam's first steps are a learning rate long, whatever the gradient's size,
-# and make of the rounding of a small gradient a difference that is not of the checkpoint's making.
+# A smaller rate than elsewhere: Adam's first steps have the size of the learning rate, whatever the
+# gradient's size, and would amplify the rounding of small gradients.
 ADAM = OptimizerSettings(learning_rate=1e-3, warmup_steps=2, decay="cosine")
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How a policy is optimized."""
+    """A kind of optimizer."""
 
     settings: OptimizerSettings
     distributed: bool = False
@@ -56,14 +56,13 @@ def begin(layout: LayoutSettings, kind: str, directory: str) -> None:
 def continue_training(
     layout: LayoutSettings, kind: str, directory: str, again: str, expected: dict[str, Any]
 ) -> dict[str, float]:
-    """How far a few steps more from a checkpoint, which is first saved again as it was read, are
-    from what one rank would have done that never stopped."""
+    """Save a loaded checkpoint again and train on; return differences from `expected`."""
     from parallel.checkpoint import load
 
     policy = KINDS[kind].build(layout, seed=1)
-    found, faults = load.newest_verified(Path(directory))
+    found, errors = load.newest_verified(Path(directory))
     state = load.training(policy, found)
-    assert (faults, state) == ([], {"cursor": 7, "step": STEPS, "score": None})
+    assert (errors, state) == ([], {"cursor": 7, "step": STEPS, "score": None})
     save(policy, Path(again), STEPS, {})
     rate = policy.learning_rate
     losses = list(losses_of(policy, range(STEPS, 2 * STEPS)))
@@ -75,7 +74,7 @@ def continue_training(
 
 
 def equal_contents(directories: list[str]) -> bool:
-    """Return whether checkpoints hold the same tensors under the same names, bit for bit."""
+    """Return true if two checkpoints hold equal tensors under equal names, bit for bit."""
     from megatron.core import dist_checkpointing
 
     found = []
@@ -87,7 +86,7 @@ def equal_contents(directories: list[str]) -> bool:
 
 
 def never_stop(kind: str) -> dict[str, Any]:
-    """Return what one rank does that never stops."""
+    """Return the results of one rank that trains without interruption."""
     policy = KINDS[kind].build(LayoutSettings())
     list(train(policy, range(STEPS)))
     rate = policy.learning_rate
@@ -126,7 +125,7 @@ def save(policy: Any, directory: Path, step: int, state: dict[str, Any], **saver
 
 
 def resumes_bit_for_bit(layout: LayoutSettings, kind: str, directory: str) -> bool:
-    """Whether training continues from a checkpoint as if it had not stopped, random numbers too."""
+    """Return true if training resumes bit for bit, including random numbers."""
     from parallel.checkpoint import load
 
     torch.use_deterministic_algorithms(True)
@@ -142,7 +141,7 @@ def resumes_bit_for_bit(layout: LayoutSettings, kind: str, directory: str) -> bo
 
 
 def snapshot(policy: Any) -> list[torch.Tensor]:
-    """Return a copy of all that training changes in a policy, on this rank."""
+    """Return copies of all tensors of this rank's policy that training changes."""
     found = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
     for part in policy.optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
@@ -158,7 +157,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 def training_does_not_leak(layout: LayoutSettings, kind: str, directory: str) -> dict[str, bool]:
-    """Save once asynchronously, while training goes on before anything is written, and once not."""
+    """Save synchronously, then asynchronously with training before the files are written."""
     from parallel.checkpoint import load
     from parallel.checkpoint import save as checkpoint_saver
 
@@ -184,7 +183,7 @@ def training_does_not_leak(layout: LayoutSettings, kind: str, directory: str) ->
 
 @contextlib.contextmanager
 def held_back(writing: Any) -> Iterator[threading.Event]:
-    """Keep what is begun from being written until the event is set."""
+    """Delay the writing of a started checkpoint until the event is set."""
     go, run = threading.Event(), writing.run
 
     def wait_and_run(self: Any) -> None:
@@ -199,7 +198,7 @@ def held_back(writing: Any) -> Iterator[threading.Event]:
 
 
 def retain(directory: str, scores: dict[int, float], keep_last: int, keep_best: int) -> list[str]:
-    """Names of the whole checkpoints after one is saved for each of `scores`."""
+    """Save a checkpoint for each of `scores`; return the names of those kept."""
     from parallel.checkpoint.save import Saver
     from parallel.distributed import any_rank
 
@@ -214,7 +213,7 @@ def retain(directory: str, scores: dict[int, float], keep_last: int, keep_best: 
 
 
 def save_on_a_full_disk(directory: str, full: int) -> tuple[str, bool]:
-    """The error when one rank's files may not grow, and whether the other rank saw it end."""
+    """Save while one rank's files cannot grow; return the error and whether all ranks ended."""
     from parallel.checkpoint.load import CheckpointError
     from parallel.checkpoint.save import Saver
     from parallel.distributed import any_rank
@@ -264,7 +263,7 @@ def die_while_writing(directory: str, victim: int) -> None:
 
 
 def load_weights(checkpoint: str) -> str:
-    """Return the error that loading another stage's result gives, or nothing."""
+    """Return the error of loading another stage's result, or ""."""
     from parallel.checkpoint import load
 
     try:
@@ -275,7 +274,7 @@ def load_weights(checkpoint: str) -> str:
 
 
 def find_newest(directory: str) -> str:
-    """Return the newest whole checkpoint that a stage would continue from, or the error."""
+    """Return the newest whole checkpoint and the damage of newer ones, or the error."""
     from parallel.checkpoint import load
 
     try:
@@ -286,7 +285,7 @@ def find_newest(directory: str) -> str:
 
 
 def loop_and_listen(directory: str) -> tuple[str, list[str], str]:
-    """How the loop ends, what it leaves, and what a launcher heard from this rank meanwhile."""
+    """Run the loop; return its ending, its checkpoints and this rank's status lines."""
     with tempfile.TemporaryFile() as heard:
         os.environ[STATUS_DESCRIPTOR] = str(heard.fileno())
         try:

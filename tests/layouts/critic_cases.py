@@ -1,4 +1,4 @@
-"""What the ranks run to try out a critic that is saved beside its policy."""
+"""The cases that ranks run with a critic that is saved with its policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.layouts.expert_cases import start_elsewhere
 
 
 def build(layout: LayoutSettings, kind: str, seed: int = 0) -> tuple[Any, Any]:
-    """A policy, and the critic that its checkpoints hold too."""
+    """Return a policy, and the critic that its checkpoints include."""
     from parallel.model.value_model import ValueModel
 
     policy = KINDS[kind].build(layout, seed)
@@ -26,7 +26,7 @@ def build(layout: LayoutSettings, kind: str, seed: int = 0) -> tuple[Any, Any]:
 
 
 def learn(policy: Any, critic: Any, steps: range) -> list[float]:
-    """Train both, the critic twice as often, towards numbers that are there; what they measured."""
+    """Train both, the critic twice as often, on given targets; return losses and norms."""
     from parallel.model.value_model import values
     from stages.objectives.aggregation import Totals, token_mean
 
@@ -46,7 +46,7 @@ def learn(policy: Any, critic: Any, steps: range) -> list[float]:
 
 
 def never_stop(kind: str) -> dict[str, Any]:
-    """What one rank makes of both that never stops."""
+    """Return both models' weights after one rank trains them without interruption."""
     policy, critic = build(LayoutSettings(), kind)
     learn(policy, critic, range(2 * STEPS))
     return {
@@ -65,7 +65,7 @@ def begin(layout: LayoutSettings, kind: str, directory: str) -> None:
 def continue_training(
     layout: LayoutSettings, kind: str, directory: str, expected: dict[str, Any]
 ) -> dict[str, float]:
-    """How far both are from that, when this layout goes on from a checkpoint."""
+    """Continue from a checkpoint under this layout; return differences from `expected`."""
     from parallel.checkpoint import load
 
     policy, critic = build(layout, kind, seed=1)
@@ -79,7 +79,7 @@ def continue_training(
 
 
 def resumes_bit_for_bit(layout: LayoutSettings, kind: str, directory: str) -> bool:
-    """Whether both go on as if they had not stopped."""
+    """Return true if both resume bit for bit."""
     from parallel.checkpoint import load
 
     torch.use_deterministic_algorithms(True)

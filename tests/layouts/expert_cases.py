@@ -1,4 +1,4 @@
-"""What the ranks run: an expert's own update, whose objective reduces over tokens and groups."""
+"""The cases that ranks run with an expert's update; objectives reduce over tokens and groups."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 
 
 def judged() -> list[Sample]:
-    """Six groups of four samples, whose tokens have advantages of their own."""
+    """Return six groups of four samples with an advantage for every token."""
     draw = np.random.default_rng(1)
     drawn = samples(24)
     for number, sample in enumerate(drawn):
@@ -67,7 +67,7 @@ def judged() -> list[Sample]:
 
 
 def start_elsewhere(policy: Any, _checkpoint: Path, head: bool = True) -> None:
-    """Stands for loading a checkpoint; a critic gets a head that every layout has alike."""
+    """Replace the loading of a checkpoint; give a critic the same head under every layout."""
     policy.start_fresh(1)
     if not head and policy.chunks[-1].post_process:
         weight = policy.chunks[-1].output_layer.weight
@@ -77,7 +77,7 @@ def start_elsewhere(policy: Any, _checkpoint: Path, head: bool = True) -> None:
 
 
 def expert(layout: LayoutSettings, directory: str, objective: dict[str, Any]) -> Any:
-    """An expert whose policy is the one of seed 0, and its reference the one of seed 1."""
+    """Return an expert whose policy has seed 0 and whose reference has seed 1."""
     from parallel.checkpoint import load
     from stages.grpo import Expert
     from stages.settings import DomainSettings, RunSettings, StageJob
@@ -120,7 +120,7 @@ def expert(layout: LayoutSettings, directory: str, objective: dict[str, Any]) ->
 def updated(
     layout: LayoutSettings, directory: str, name: str
 ) -> tuple[dict[str, float], dict[str, torch.Tensor], Any]:
-    """One update: what it measured, its gradients, and the stage after it."""
+    """Run one update; return its metrics, its gradients, and the stage."""
     from stages.sampling.step import Update
 
     # A distributed optimizer scatters gradients.
@@ -147,20 +147,20 @@ def updated(
 
 
 def models(stage: Any) -> dict[str, list[Any]]:
-    """This rank's parts of the policy and of what trains beside it."""
+    """Return this rank's chunks of the policy and of the models that train with it."""
     others = {name: model.chunks for name, model in stage.policy.companions.items()}
     return {"policy": stage.policy.chunks, **others}
 
 
 def alone(directory: str, name: str) -> None:
-    """What one process makes of it, for `differences`."""
+    """Write one process's metrics and gradients of an update, for `differences`."""
     metrics, gradients, _ = updated(LayoutSettings(), directory, name)
     whole = {key.partition("/")[2]: gradient for key, gradient in gradients.items()}
     torch.save((metrics, whole), Path(directory) / f"{name}.pt")
 
 
 def differences(layout: LayoutSettings, directory: str, name: str) -> dict[str, Any]:
-    """How far this layout is from it: relative errors of metrics, and the worst gradient's."""
+    """Return this layout's relative errors: of each metric, and the worst gradient's."""
     from parallel.model.gpt import global_name
 
     metrics, gradients, stage = updated(layout, directory, name)

@@ -1,4 +1,4 @@
-"""The bytes that a rank holds."""
+"""The measured bytes of a rank, to compare with `parallel.memory`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def held(
 def kept_for_backward(
     layout: LayoutSettings, tokens: int, model: ModelSettings = MODEL
 ) -> tuple[int, int]:
-    """Tokens of a micro-batch of at most `tokens`, and the bytes its forward pass keeps."""
+    """Return a micro-batch's tokens, at most `tokens`, and the bytes its forward pass keeps."""
     from stages.objectives.aggregation import Totals
 
     policy = build(layout, model=model)
@@ -55,7 +55,7 @@ def kept_for_backward(
 
 
 def _optimizer_state(policy: Any) -> Iterable[torch.Tensor]:
-    """Moments or momentum of every parameter, and the fp32 copies that are updated instead."""
+    """Yield every parameter's moments or momentum, and the fp32 master weights."""
     for part in policy.optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
             yield from group["params"]
@@ -65,7 +65,7 @@ def _optimizer_state(policy: Any) -> Iterable[torch.Tensor]:
 
 
 def _bytes(tensors: Iterable[torch.Tensor], besides: Iterable[torch.Tensor] = ()) -> int:
-    """Memory behind the tensors, each storage counted once; that of `besides` is not counted."""
+    """Return the bytes of the tensors' storages, each counted once, without those of `besides`."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
     for tensor in besides:

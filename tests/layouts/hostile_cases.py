@@ -1,4 +1,4 @@
-"""Checkpoints that run a command when they are unpickled, and what the ranks do with them."""
+"""Checkpoints that run a command when unpickled, and the ranks' attempts to load them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from parallel.settings import LayoutSettings
 from tests.layouts.cases import build
 from tests.layouts.checkpoint_cases import KINDS
 
-HIDDEN = "evil.distcp"  # where a payload among the tensors lies
+HIDDEN = "evil.distcp"  # the file of a payload among the tensors
 
 
 class Evil:
-    """Pickled, a call of os.system that leaves a file."""
+    """An object that pickles as a call of os.system, which creates a file."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -28,18 +28,18 @@ class Evil:
 
 
 def in_metadata(checkpoint: Path, marker: Path) -> str:
-    """Return all of `.metadata` is the call."""
+    """Replace `.metadata` by the call; return the file's name."""
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
     return ".metadata"
 
 
 def in_planner_data(checkpoint: Path, marker: Path) -> str:
-    """Return the call is deep in metadata that are otherwise whole."""
+    """Hide the call inside metadata that are otherwise valid."""
     return change_metadata(checkpoint, lambda found: setattr(found, "planner_data", [Evil(marker)]))
 
 
 def through_an_allowed_module(checkpoint: Path, marker: Path) -> str:
-    """`torch.distributed.checkpoint.metadata.os.system`, which protocol 4 follows by its dots."""
+    """Call `torch.distributed.checkpoint.metadata.os.system`: protocol 4 resolves the dots."""
     command = f"touch '{marker}'".encode()
     module, name = b"torch.distributed.checkpoint.metadata", b"os.system"
     parts = [b"\x80\x04"]
@@ -50,7 +50,7 @@ def through_an_allowed_module(checkpoint: Path, marker: Path) -> str:
 
 
 def in_random_numbers(checkpoint: Path, marker: Path) -> str:
-    """Return an object among the tensors, which torch unpickles whole."""
+    """Hide the call in an object among the tensors, which torch would unpickle."""
 
     def point_there(found: Any) -> None:
         [index] = [each for each in found.storage_data if each.fqn.startswith("random_numbers")]
@@ -61,7 +61,7 @@ def in_random_numbers(checkpoint: Path, marker: Path) -> str:
 
 
 def in_a_weight(checkpoint: Path, marker: Path) -> str:
-    """Return a weight that the metadata say is an object."""
+    """Hide the call in a weight that the metadata declare an object."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
     def point_there(found: Any) -> None:
@@ -76,7 +76,7 @@ def in_a_weight(checkpoint: Path, marker: Path) -> str:
 
 
 def in_common(checkpoint: Path, marker: Path) -> str:
-    """Return what no rank owns: the layout and the number of updates."""
+    """Hide the call in the common part: the layout and the number of updates."""
     import torch
 
     torch.save({"updates": Evil(marker)}, checkpoint / "common.pt")
@@ -100,7 +100,7 @@ def change_metadata(checkpoint: Path, change: Callable[[Any], None]) -> str:
 
 
 def seal(checkpoint: Path) -> None:
-    """Take the checksums again, as whoever changed the checkpoint would."""
+    """Update the checksums, as an attacker would."""
     from parallel.checkpoint.load import sha256
 
     names = [path.name for path in checkpoint.iterdir() if path.name != "checksums.json"]
@@ -110,7 +110,7 @@ def seal(checkpoint: Path) -> None:
 
 
 def resume(layout: LayoutSettings, directory: str) -> str:
-    """Return the error of a stage that continues from the newest checkpoint, or nothing."""
+    """Return the error of resuming from the newest checkpoint, or ""."""
     from parallel.checkpoint import load
 
     policy = KINDS["sgd"].build(layout)
@@ -120,7 +120,7 @@ def resume(layout: LayoutSettings, directory: str) -> str:
 
 
 def take_weights(layout: LayoutSettings, directory: str) -> str:
-    """Return the error of a stage that takes another one's weights, or nothing."""
+    """Return the error of loading another stage's weights, or ""."""
     from parallel.checkpoint import load
 
     [checkpoint] = Path(directory).iterdir()
@@ -128,7 +128,7 @@ def take_weights(layout: LayoutSettings, directory: str) -> str:
 
 
 def resume_with_unsafe_torch_load(layout: LayoutSettings, directory: str) -> str:
-    """Return the same where the environment makes torch.load unpickle everything."""
+    """Resume where the environment makes torch.load unpickle everything."""
     os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
     try:
         return resume(layout, directory)
@@ -147,7 +147,7 @@ def error_of(load: Callable[[], object]) -> str:
 
 
 def objects_of_weights(layout: LayoutSettings) -> list[str]:
-    """Return what a checkpoint of the weights alone would unpickle, by name."""
+    """Return the names of the objects to unpickle in a checkpoint of the weights alone."""
     from megatron.core.dist_checkpointing import ShardedObject
     from megatron.core.dist_checkpointing.dict_utils import nested_values
 

@@ -15,7 +15,7 @@ from tests.layouts.cases import MODEL as SMALL
 from tests.layouts.cases import SGD, accumulate, batches, build, samples
 from tests.layouts.checkpoint_cases import save
 
-# No number that decides what a model computes has its default.
+# No setting that affects the computation has its default.
 MODEL = SMALL.model_copy(update={"rope_base": 300.0, "norm_epsilon": 1e-3})
 DENSE_AND_SHARED = {
     "first_k_dense_replace": 1,
@@ -56,9 +56,9 @@ FAMILIES = {
 }
 MODELS = {
     **FAMILIES,
-    # The bias of whose router stays in fp32.
+    # The router's bias stays in fp32.
     "bf16": FAMILIES["deepseek_v3"].model_copy(update={"precision": "bf16"}),
-    # With positions stretched to four times as many, and queries that are not compressed.
+    # Positions are scaled by four, and queries are not compressed.
     "yarn": MODEL.model_copy(
         update={
             "family": "deepseek_v3",
@@ -84,21 +84,21 @@ SMALL_SHARDS = 20_000  # bytes: several files
 
 
 def export(layout: LayoutSettings, model: str, output: str) -> None:
-    """Return a random model, the same one under every layout."""
+    """Export a random model, equal under every layout."""
     from stages import export
 
     export.export(_random(layout, model), Path(output), SMALL_SHARDS)
 
 
 def save_checkpoint(layout: LayoutSettings, model: str, directory: str) -> dict[str, str]:
-    """`tensors` of a policy, which is left in `directory`/step_1."""
+    """Save a policy as `directory`/step_1; return its `tensors`."""
     policy = build(layout, model=MODELS[model])
     save(policy, Path(directory), 1, {})
     return tensors(policy.weights())
 
 
 def export_checkpoint(layout: LayoutSettings, model: str, checkpoint: str, output: str) -> None:
-    """Return the stage, with another layout than the checkpoint was written from."""
+    """Run the export stage under another layout than the checkpoint's."""
     from stages import export
     from stages.settings import RunSettings, StageJob
 
@@ -110,7 +110,7 @@ def export_checkpoint(layout: LayoutSettings, model: str, checkpoint: str, outpu
 
 
 def import_checkpoint(layout: LayoutSettings, model: str, source: str, directory: str) -> None:
-    """Return the stage; what it leaves is in `directory`/checkpoints/step_0."""
+    """Run the import stage, which writes `directory`/checkpoints/step_0."""
     from stages import import_weights as initial
     from stages.settings import EvaluationSettings, RunSettings, StageJob
 
@@ -124,7 +124,7 @@ def import_checkpoint(layout: LayoutSettings, model: str, source: str, directory
 
 
 def import_and_compare(layout: LayoutSettings, model: str, directory: str) -> dict[str, float]:
-    """Return a model that is read from a checkpoint, against the checkpoint and transformers."""
+    """Compare a model read from a checkpoint with the checkpoint and with transformers."""
     from transformers import AutoModelForCausalLM
 
     policy = _read(layout, model, directory)
@@ -142,7 +142,7 @@ def import_and_compare(layout: LayoutSettings, model: str, directory: str) -> di
 
 
 def difference(policy: Any, theirs: Any) -> float:
-    """The largest difference of log-probabilities; 0 where there is no last pipeline stage."""
+    """Return the largest log-probability difference; 0 except on the last pipeline stage."""
     largest = 0.0
     parts = batches(samples(6))
     for batch, logprobs in zip(parts, policy.target_logprobs(parts, 1.0), strict=False):
@@ -157,7 +157,7 @@ def difference(policy: Any, theirs: Any) -> float:
 
 
 def tensors(stream: Any) -> dict[str, str]:
-    """Type, shape and SHA-256 of every tensor."""
+    """Return the dtype, shape and SHA-256 of every tensor."""
     found = {}
     for name, tensor in stream:
         digest = hashlib.sha256(tensor.cpu().view(torch.uint8).numpy()).hexdigest()
@@ -166,7 +166,7 @@ def tensors(stream: Any) -> dict[str, str]:
 
 
 def stored(directory: str) -> dict[str, str]:
-    """`tensors` of a checkpoint."""
+    """Return the `tensors` of a checkpoint."""
     from parallel.hugging_face.files import WeightFiles
 
     files = WeightFiles(Path(directory))
@@ -175,7 +175,7 @@ def stored(directory: str) -> dict[str, str]:
 
 
 def _random(layout: LayoutSettings, model: str) -> Any:
-    """With norms and biases that differ, so that none can be taken for another."""
+    """Return a policy whose norms and biases all differ, so that confusing two shows."""
     from parallel.model.gpt import global_name, shard, split_dimension, tensor_split
     from parallel.model.policy import Policy
 
@@ -202,7 +202,7 @@ def _read(layout: LayoutSettings, model: str, directory: str) -> Any:
 
 
 def gradient_error(layout: LayoutSettings, model: str, directory: str) -> tuple[float, str]:
-    """Return the largest relative difference to the gradients of one rank, which writes them."""
+    """Return the largest relative difference from one rank's gradients; one rank writes them."""
     from parallel.model.gpt import global_name, shard, tensor_split
 
     alone = layout.model_copy(update={"distributed_optimizer": False})  # it scatters gradients
@@ -226,7 +226,7 @@ def gradient_error(layout: LayoutSettings, model: str, directory: str) -> tuple[
 
 
 def export_other_weights(layout: LayoutSettings, output: str) -> str:
-    """Yield the error of an export whose files are not the policy's, though they are whole."""
+    """Return the error of an export whose files are whole but not the policy's."""
     from parallel.hugging_face.files import WeightsError
     from stages import export
 
@@ -246,7 +246,7 @@ def export_other_weights(layout: LayoutSettings, output: str) -> str:
 
 
 def start_from(layout: LayoutSettings, directory: str) -> tuple[str, bool]:
-    """Return the error of a start from a checkpoint, and whether it left the weights alone."""
+    """Return the error of a start from a checkpoint, and true if the weights are unchanged."""
     from parallel.hugging_face.files import WeightsError
 
     policy = _random(layout, "qwen3_moe")

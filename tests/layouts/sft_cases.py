@@ -1,4 +1,4 @@
-"""What the ranks of the cold start's test run."""
+"""The cases that ranks run with a cold start."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from tests.layouts.cases import MODEL
 def train(
     layout: LayoutSettings, data: str, tokenizer: str, output: str | None
 ) -> tuple[list[dict[str, float]], list[Any]]:
-    """The metrics of three steps, and what a stage that resumes after the first draws for each of
-    the others, beside what was drawn; the model is exported to `output`."""
+    """Run three steps and export to `output`; return metrics, and the samples of steps 2 and 3.
+
+    Each step has the samples of a stage resumed after step 1, and those of the running stage.
+    """
     from parallel.distributed import is_main
     from stages.export import export
 
@@ -32,7 +34,7 @@ def train(
 
 
 def _stage(layout: LayoutSettings, data: str, tokenizer: str) -> Any:
-    """The cold start of one domain whose prompts and conversations stand in files."""
+    """Return the cold start of one domain with prompts and conversations in files."""
     from stages.settings import RunSettings, StageJob
     from stages.sft import ColdStart
 
@@ -66,13 +68,13 @@ def _stage(layout: LayoutSettings, data: str, tokenizer: str) -> Any:
 
 
 def _ids(stage: Any, step: int) -> list[list[int]]:
-    """The samples that a step will train on; they are drawn."""
+    """Draw the samples of a step; return their token ids."""
     samples, _ = stage._draw(step)
     return [[*sample.prompt, *sample.response] for sample in samples]
 
 
 def _ids_of_copy(stage: Any, step: int) -> list[list[int]]:
-    """The same of a stage that goes on to train on them."""
+    """Return the token ids of a step's samples without advancing the stage."""
     state = stage.state()
     ids = _ids(stage, step)
     stage.restore(state)

@@ -28,7 +28,7 @@ SPLIT_EXPERTS = LayoutSettings(ranks=2, expert_tensor=2)
 TENSOR_EXPERTS = LayoutSettings(ranks=2, tensor=2, expert=2)
 EXPERTS_PIPELINE = LayoutSettings(ranks=4, expert=2, pipeline=2)
 
-# What saves and what goes on.
+# The layout that saves and the layout that continues.
 PAIRS = {
     "DP2_to_DP1": (DATA, ONE),
     "DP1_to_DP2": (ONE, DATA),
@@ -45,7 +45,7 @@ PAIRS = {
     "ETP2_to_EP2": (SPLIT_EXPERTS, EXPERTS),
     "TP2EP2_to_EP2PP2": (TENSOR_EXPERTS, EXPERTS_PIPELINE),
 }
-# The kinds share their names in a checkpoint, so that one of them shows the rarer pairs.
+# All kinds use the same names in a checkpoint, so one kind suffices for the rarer pairs.
 WITH_EVERY_KIND = ("DP2_to_DP1", "EP2_to_EP1", "TP1_to_TP2", "PP1_to_PP2", "TP2EP2_to_EP2PP2")
 GOING_ON = [
     (pair, kind)
@@ -72,7 +72,7 @@ OTHER_KINDS = [("adam", "adam_distributed"), ("adam_distributed", "adam")]
 
 @pytest.fixture(scope="module")
 def expected(on: On) -> dict[str, dict[str, Any]]:
-    """What one rank that never stops arrives at, with each kind of optimizer."""
+    """The results of uninterrupted training on one rank, for each kind of optimizer."""
     return {kind: on(ONE, cases.never_stop, kind)[0] for kind in cases.KINDS}
 
 
@@ -159,7 +159,7 @@ DAMAGES = ["flip", "truncate", "remove", "no_checksums", "half_checksums"]
 
 
 def damage(checkpoint: Path, how: str) -> Path:
-    """Do to a checkpoint what disks and people do; returns the file."""
+    """Damage a checkpoint as disks and people do; return the file."""
     victim = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
     if "checksums" in how:
         victim = checkpoint / "checksums.json"

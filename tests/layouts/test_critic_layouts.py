@@ -1,4 +1,4 @@
-"""A critic is saved with its policy, and goes on with it under any layout."""
+"""A critic is saved with its policy and resumes under any layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An expert's update is the same, whatever its objective reduces over, however it is laid out."""
+"""An expert's update is equal under every layout, whatever its objective reduces over."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYOUTS = ["DP2", "TP2", "CP2", "PP2", "VPP2", "EP2", "TP2 EP2 PP2", "CP2 EP2 VP
 
 @pytest.fixture(scope="module")
 def one_process(on: On, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Where one process has left what it makes of an objective; it does so once."""
+    """The directory of one process's results for an objective, computed once."""
     directory = tmp_path_factory.mktemp("alone")
 
     @cache
@@ -42,8 +42,7 @@ def one_process(on: On, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 def test_an_update_is_equal_under_every_layout(
     layout: str, name: str, on: On, one_process: Callable[[str], Path]
 ) -> None:
-    """Entropies, KL over the vocabulary and weights by length and by group, for tokens with
-    advantages of their own, in several micro-batches."""
+    """Covers entropies, full KL, and weights by length and group, with per-token advantages."""
     directory = one_process(name)
     for found in on(MATRIX[layout], differences, MATRIX[layout], str(directory), name):
         assert found["gradient"] < 1e-5, found

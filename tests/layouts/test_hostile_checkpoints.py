@@ -1,4 +1,4 @@
-"""A checkpoint is data: whatever somebody has put into its files, loading it runs none of it."""
+"""Loading a checkpoint runs nothing in it, whatever its files contain."""
 
 from __future__ import annotations
 

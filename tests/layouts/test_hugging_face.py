@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints in and out, the same under every layout."""
+"""Hugging Face import and export are equal under every layout."""
 
 from __future__ import annotations
 
@@ -67,8 +67,7 @@ def exported(on: On, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path
 def test_checkpoints_are_equal_under_every_layout(
     family: str, name: str, on: On, exported: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Written from any layout a checkpoint is the same, bit for bit, and read into any layout it
-    is the model that transformers makes of it."""
+    """Exports are equal bit for bit; imports give the model that transformers loads."""
     layout = LayoutSettings(**MATRIX[name])
     on(layout, export, layout, family, str(tmp_path / "out"))
     assert stored(str(tmp_path / "out")) == stored(str(exported[family]))
@@ -145,7 +144,7 @@ def test_an_export_with_other_logits_fails_and_leaves_no_files(on: On, tmp_path:
 
 
 def damages(directory: Path) -> Iterator[str]:
-    """Yield one fault after another of a checkpoint, each with what the error should say of it."""
+    """Damage a checkpoint in one way after another; yield the expected error of each."""
     shard = min(directory.glob("*.safetensors"))
     whole = shard.read_bytes()
     tensors = load_file(shard)
@@ -180,8 +179,8 @@ def test_a_start_reports_every_error_and_changes_no_weight(
 ) -> None:
     folder = tmp_path / "weights"
     shutil.copytree(exported["qwen3_moe"], folder)
-    for fault in damages(folder):
+    for damage in damages(folder):
         for message, same in on(SPREAD, start_from, SPREAD, str(folder)):
             assert message.startswith(f"model.initial_weights: cannot start from {folder}: ")
-            assert fault in message
+            assert damage in message
             assert same

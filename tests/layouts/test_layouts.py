@@ -40,7 +40,7 @@ ONE_DEVICE = [pytest.param("1 rank", marks=pytest.mark.one_device)]
 
 @pytest.fixture(scope="session")
 def one_process(on: On, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Loss and gradients of one process and one micro-batch."""
+    """The directory of one process's loss and gradients for one micro-batch."""
     directory = tmp_path_factory.mktemp("reference")
     on(LayoutSettings(), reference, str(directory), LOSSES)
     return directory
@@ -55,8 +55,7 @@ def one_process(on: On, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_loss_and_gradients_are_equal_under_every_layout(
     name: str, batchings: list[Batching], on: On, one_process: Path
 ) -> None:
-    """SFT, GSPO with KL, and distillation; packed and padded; cut in one and in four or more;
-    routed freely and replayed; with the routers' losses."""
+    """Covers SFT, GSPO with KL, distillation; packing; micro-batches; replay; routing losses."""
     layout = MATRIX[name]
     counts = set()
     for rank in on(layout, differences, layout, str(one_process), LOSSES, batchings):
@@ -78,7 +77,7 @@ def test_log_probabilities_are_over_the_kept_ids(name: str, on: On) -> None:
 
 
 def test_all_process_groups_but_separate_ones_share_one_gloo_device(on: On) -> None:
-    """Else each of some twenty groups has a thread, which wakes 100 times a second."""
+    """Otherwise each of some twenty groups has a thread that wakes 100 times a second."""
     assert on(SPREAD, gloo_loops) == [[1, 2, 1], [1, 2, 1]]
 
 
@@ -127,7 +126,7 @@ def test_full_recomputation_passes_every_layer_twice(
 
 @pytest.mark.one_device
 def test_routing_losses_have_the_gradient_of_their_definition(on: On) -> None:
-    """Against the formulas of the specification, written out in float64 for one router."""
+    """Compared with the specification's formulas in float64 for one router."""
     layout = LayoutSettings()
     [errors] = on(layout, gradient_of_routing_losses, layout, LOSSES)
     assert max(errors.values()) < 1e-5, errors

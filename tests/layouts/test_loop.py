@@ -1,4 +1,4 @@
-"""The loop body: when it saves, when it stops, and what it leaves."""
+"""The training loop saves, stops and leaves checkpoints as configured."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_all_ranks_follow_the_main_rank_s_watch(
     expected = (ending, ["step_2", "step_3"])
     assert on(SPREAD, loop, str(tmp_path), None, None, True, verdict) == [expected] * 2
     assert steps(tmp_path) == [1, 2, 3]
-    # A stage that ended is done; one that was stopped goes on.
+    # An ended stage is done; a stopped one resumes.
     again = on(SPREAD, loop, str(tmp_path), None, None, True)
     assert (
         again == [("done", ["step_2", "step_3"] if verdict == "end" else ["step_4", "step_5"])] * 2

@@ -1,4 +1,4 @@
-"""What `braid plan --memory` counts is what the ranks hold."""
+"""The bytes of `braid plan --memory` equal the bytes that ranks hold."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A cold start on conversations of several turns, with a tokenizer of its own, from start to
-export."""
+"""A cold start on multi-turn conversations with a custom tokenizer, up to its export."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ ROLES = ("user", "assistant")
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Conversations of one or three turns, some too long, and other prompts."""
+    """The directory of conversations of one or three turns, some too long, and of prompts."""
     chats = []
     for number in range(40):
         turns = [f"say {number}", str(number), *["again", "no", "do", "ok"][: number % 3 * 2]]

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel maths is exact, whatever the ranks, the chunks and the kept sets."""
+"""Vocabulary-parallel functions are exact for all ranks, chunk sizes and kept sets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from parallel.settings import LayoutSettings
 from tests.layouts import vocabulary_cases as cases
 from tests.ranks import On
 
-# What fp32 sums of a few dozen terms, and what one rounding to bf16, may cost.
+# Error bounds of fp32 sums of a few dozen terms, and of one rounding to bf16.
 VALUE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 3e-6}
 GRADIENT = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 4e-3}
 
@@ -19,7 +19,7 @@ GRADIENT = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 4e-3}
     params=[pytest.param(1, marks=pytest.mark.one_device), 2, 4], ids=lambda ranks: f"TP{ranks}"
 )
 def split(request: pytest.FixtureRequest) -> LayoutSettings:
-    """The vocabulary over 1, 2 and 4 ranks."""
+    """A layout that splits the vocabulary over 1, 2 or 4 ranks."""
     return LayoutSettings(ranks=request.param, tensor=request.param)
 
 

@@ -1,4 +1,4 @@
-"""The description of the weights against models that megatron-core built, and mbridge."""
+"""The description of the weights agrees with megatron-core's models and with mbridge."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ONE_DEVICE = [pytest.param("1 rank", marks=pytest.mark.one_device)]
 
 @pytest.fixture(scope="session")
 def converted(on: On, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Each model's random weights as mbridge converts them."""
+    """The files of the models' random weights as converted by mbridge."""
     files = {model: str(tmp_path_factory.mktemp("converted") / model) for model in MODELS}
     for model, file in files.items():
         on(LayoutSettings(), write_with_bridge, model, file)
@@ -39,7 +39,7 @@ def converted(on: On, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str
 def test_ranks_hold_and_stream_what_the_arithmetic_says(
     name: str, on: On, converted: dict[str, str]
 ) -> None:
-    """Every element of a rank's state_dict once, with the value that mbridge gives the tensor."""
+    """Pieces cover every element of a rank's state_dict once, with mbridge's value."""
     layout = LayoutSettings(**MATRIX[name])
     for model in MODELS if layout.ranks == 1 else FAMILIES:
         for faults in on(layout, errors_of_pieces, layout, model, converted[model]):

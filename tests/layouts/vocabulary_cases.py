@@ -1,4 +1,4 @@
-"""The cases of vocabulary-parallel maths, compared with fp64 torch over the whole vocabulary."""
+"""The cases of vocabulary-parallel functions, compared with fp64 over the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 NAMES = ["log_probs", "log_probs_many", "entropy", "kl", "kl_lazy"]
 ROWS, SIZE, HIDDEN = 7, 24, 5
-ROW_BYTES = 4 * SIZE  # of the whole vocabulary; under TP a chunk of as many bytes has more rows
+ROW_BYTES = 4 * SIZE  # of the whole vocabulary; under TP a chunk of this size has more rows
 
 
 def own(whole: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ def own(whole: Tensor) -> Tensor:
 def draw(
     scale: float = 3.0, dtype: torch.dtype = torch.float64, size: int = SIZE
 ) -> dict[str, Any]:
-    """Two sets of logits of the whole vocabulary, targets, kept sets; the same on every rank."""
+    """Return two sets of whole logits, targets and kept sets, equal on every rank."""
     random = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -56,7 +56,7 @@ def draw(
 def expected_log_softmax(
     logits: Tensor, temperature: float, kept: Tensor | None, also: Tensor | None = None
 ) -> Tensor:
-    """In fp64 over the whole vocabulary; -inf for what a row drops."""
+    """Return log-softmax in fp64 over the whole vocabulary; -inf for dropped ids."""
     x = logits.double() / temperature
     if kept is None:
         return x.log_softmax(-1)
@@ -84,7 +84,7 @@ def expected(name: str, drawn: dict[str, Any], temperature: float, kept: Tensor 
 
 
 def computed(name: str, drawn: dict[str, Any], *how: Any, **keywords: Any) -> Tensor:
-    """Return the same from parts: `drawn` holds this rank's logits and head."""
+    """Return Braid's result; `drawn` holds this rank's logits and head."""
     from parallel.model import vocabulary
 
     if name == "log_probs":
@@ -100,7 +100,7 @@ def computed(name: str, drawn: dict[str, Any], *how: Any, **keywords: Any) -> Te
 
 
 def parts(drawn: dict[str, Any]) -> dict[str, Any]:
-    """`drawn` with this rank's part of what the vocabulary splits."""
+    """Return `drawn` with this rank's part of the logits and the head."""
     held = {name: own(drawn[name]).requires_grad_() for name in ("first", "second")}
     return {**drawn, **held, "head": own(drawn["head"].T).T}
 
@@ -114,7 +114,7 @@ def errors(
     scale: float = 3.0,
     shift: float = 0.0,
 ) -> dict[str, Any]:
-    """Values, and how far they and the gradients are from the reference, relative above 1."""
+    """Return the values, and the errors of values and gradients, relative above 1."""
     drawn = draw(scale, dtype)
     drawn["first"] -= shift
     drawn["second"] += shift
@@ -160,7 +160,7 @@ def gradcheck(name: str, masked: bool) -> bool:
 def likeliest(
     k: int, dtype: torch.dtype, tied: bool, lazy: bool, rows: int
 ) -> tuple[np.ndarray, np.ndarray, float, bool]:
-    """log-probabilities, ids, the former's error, and whether the ids are a stable sort's."""
+    """Return log-probabilities, ids, the error of the former, and true if ids sort stably."""
     from parallel.model import vocabulary
 
     drawn = draw(dtype=dtype)
@@ -186,7 +186,7 @@ def too_many() -> str:
 
 
 def divergences(p: list[float], q: list[float]) -> dict[str, Any]:
-    """Vector 6. A fourth id that is not kept lets four ranks share a vocabulary of three."""
+    """Return vector 6; a fourth id, not kept, lets four ranks share a vocabulary of three."""
     from parallel.model import vocabulary
 
     kept = torch.tensor([[0, 1, 2]])
@@ -219,7 +219,7 @@ def top_two(p: list[float], q: list[float]) -> tuple[float, float]:
 
 
 def keep_mask(p: list[float], kept: list[int]) -> list[float]:
-    """Vector 10: log p of every id, as the target of a row of its own, and the raw ones."""
+    """Return vector 10: log p of every id, each the target of one row, and the raw log p."""
     from parallel.model import vocabulary
 
     logits = own(torch.tensor([p] * len(p), dtype=torch.float64).log())
@@ -230,7 +230,7 @@ def keep_mask(p: list[float], kept: list[int]) -> list[float]:
 
 
 def equal_sets(dtype: torch.dtype, masked: bool) -> list[bool]:
-    """Return whether KL and both gradients of equal logits are exactly 0, materialised and lazy."""
+    """Return true if KL and both gradients of equal logits are exactly 0, also lazily."""
     from parallel.model import vocabulary
 
     drawn = draw(dtype=dtype)
@@ -244,7 +244,7 @@ def equal_sets(dtype: torch.dtype, masked: bool) -> list[bool]:
 
 
 def no_rows() -> list[tuple[int, ...]]:
-    """Shapes of what no rows give."""
+    """Return the shapes of the results for no rows."""
     from parallel.model import vocabulary
 
     drawn = {name: value[:0] if name != "head" else value for name, value in draw().items()}
@@ -256,7 +256,7 @@ def no_rows() -> list[tuple[int, ...]]:
 
 
 def infinite() -> list[bool]:
-    """Return whether padding of the vocabulary to -inf changes nothing and NaN is not hidden."""
+    """Return true if vocabulary padding of -inf changes nothing and NaN is not hidden."""
     from parallel.model import vocabulary
 
     drawn = draw()
@@ -281,7 +281,7 @@ def infinite() -> list[bool]:
 
 
 def collectives(rows: int) -> dict[str, list[str]]:
-    """Return which collectives each function uses, forward and backward."""
+    """Return the collectives that each function uses, forward and backward."""
     from parallel.model import vocabulary
 
     used = {}
@@ -313,7 +313,7 @@ def calls() -> Iterator[list[str]]:
 
 
 class Largest(TorchDispatchMode):
-    """The most elements that any full-precision tensor has which an operation gives."""
+    """A record of the largest full-precision result of any operation, in elements."""
 
     elements = 0
 
@@ -328,7 +328,7 @@ class Largest(TorchDispatchMode):
 
 
 def largest_temporaries(rows: int) -> dict[str, int]:
-    """Of bf16 logits and chunks of so many rows, forward and backward."""
+    """Return the largest fp32 temporaries for bf16 logits and chunks of `rows` rows."""
     from parallel.model import vocabulary
 
     mine = parts(draw(dtype=torch.bfloat16, size=40 * SIZE))

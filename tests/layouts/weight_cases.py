@@ -1,4 +1,4 @@
-"""The cases of the weights' description; mbridge is the oracle."""
+"""The cases of `parallel.weights`, with mbridge as the reference."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from tests.layouts.hugging_face_cases import MODELS, _random
 
 
 def write_with_bridge(model: str, file: str) -> None:
-    """The random model of `_random` under its Hugging Face names, as mbridge converts it. One
-    rank, which holds everything."""
+    """Write the model of `_random` under the Hugging Face names of mbridge, on one rank."""
     policy = _random(LayoutSettings(), model)
     [chunk] = policy.chunks
     found = {}
@@ -27,7 +26,7 @@ def write_with_bridge(model: str, file: str) -> None:
 
 
 def bridge_name(name: str, latent: bool) -> str:
-    """Return what mbridge, which expects TransformerEngine's modules, calls a tensor of ours."""
+    """Return mbridge's name of a tensor; mbridge expects TransformerEngine's modules."""
     name = re.sub(
         r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight", r"experts.\2.weight\1", name
     )
@@ -37,7 +36,7 @@ def bridge_name(name: str, latent: bool) -> str:
 
 
 def errors_of_pieces(layout: LayoutSettings, model: str, file: str) -> list[str]:
-    """Return where the pieces of this rank are not exactly what its model holds."""
+    """Return the differences between this rank's pieces and its model."""
     import torch.distributed as dist
 
     from parallel.weights.holdings import held
@@ -72,7 +71,7 @@ def errors_of_pieces(layout: LayoutSettings, model: str, file: str) -> list[str]
 
 
 def errors_of_stream(layout: LayoutSettings, model: str, file: str) -> list[str]:
-    """Return where what every rank is given is not what mbridge makes of the model."""
+    """Return the differences between the streamed tensors and mbridge's."""
     policy = _random(layout, model)
     expected = torch.load(Path(file))
     faults = []

@@ -1,4 +1,4 @@
-"""Our AdamW is torch's, but for where it counts its steps."""
+"""Braid's AdamW equals torch's, except that it counts steps per group."""
 
 from __future__ import annotations
 

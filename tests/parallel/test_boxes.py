@@ -1,4 +1,4 @@
-"""A stretch of a flattened tensor is cut into few boxes, which are it again in their order."""
+"""A range of a flattened tensor is cut into few boxes that equal it in order."""
 
 from __future__ import annotations
 

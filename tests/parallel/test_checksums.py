@@ -1,4 +1,4 @@
-"""Fingerprints add up over parts, and see whatever else happens to a tensor."""
+"""Fingerprints add up over parts and detect every other change of a tensor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def values(request: pytest.FixtureRequest) -> torch.Tensor:
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:
-    """Return the same memory, as integers."""
+    """Return a view of the tensor as integers."""
     return values.view(torch.int32 if values.dtype == torch.float32 else torch.int16)
 
 
@@ -83,7 +83,7 @@ def test_the_sign_of_zero_and_kinds_of_nan_count() -> None:
         assert one != two
 
 
-def test_whatever_stands_elsewhere_changes_it(values: torch.Tensor) -> None:
+def test_moved_and_exchanged_values_change_it(values: torch.Tensor) -> None:
     rows, columns = torch.arange(12), torch.arange(10)
     rows[[2, 10]], columns[[1, 9]] = rows[[10, 2]], columns[[9, 1]]
     moved = torch.zeros_like(values)

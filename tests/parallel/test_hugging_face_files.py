@@ -71,7 +71,7 @@ def test_a_stream_that_is_not_the_model_is_refused(
 
 
 def damaged(directory: Path, tensors: dict[str, torch.Tensor]) -> Iterator[str]:
-    """Yield one kind of damage after another, each with what the error should say."""
+    """Damage the files in one way after another; yield the expected error of each."""
     first, second, third = sorted(directory.glob("*.safetensors"))
     whole = second.read_bytes()
     second.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))

@@ -1,4 +1,4 @@
-"""Tensors without contents say which box a loader reads, and show its contents as it sees them."""
+"""Tensors without contents report the box that a loader reads and show given contents."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_view_that_is_no_box_is_refused(view: View) -> None:
 @pytest.mark.parametrize("view", [lambda t: t.view(48, 4), lambda t: t.view(2, 4, 6, 4)])
 def test_dimensions_that_are_merged_or_cut_are_refused(view: View, whole: Tensor) -> None:
     seen = view(unread())
-    contents = torch.empty(8, 6, 8)[..., :4]  # lies in memory with gaps
+    contents = torch.empty(8, 6, 8)[..., :4]  # with gaps in memory
     with pytest.raises(ValueError, match="w: a loader merges or splits dimensions"):
         seen.as_seen(contents)
 

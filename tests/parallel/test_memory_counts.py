@@ -1,4 +1,4 @@
-"""Bytes of a rank against numbers counted by hand for the tiny model."""
+"""The bytes of a rank equal numbers counted by hand for the tiny model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model families in Hugging Face's terms: what a person may set, and what comes of it."""
+"""Model families have the keys, defaults and rules of their Hugging Face configurations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The retention of checkpoints, for any scores."""
+"""Retention keeps the newest and the best checkpoints, for any scores."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_it_holds_for_any_scores() -> None:
 
 
 def test_a_dropped_checkpoint_is_never_wanted_later() -> None:
-    """Looked at after every save, the best of all times are still there at the end."""
+    """Pruning after every save keeps the best of all checkpoints until the end."""
     draw = Random(1)
     for _ in range(200):
         scores = {step: draw.choice([None, NAN, draw.random()]) for step in range(30)}

@@ -1,4 +1,4 @@
-"""Gates of replayed routing and the z-loss against the vectors of the algorithms (section 8)."""
+"""Gates of replayed routing and the z-loss equal the algorithms' vectors (section 8)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def test_vector_9() -> None:
-    """The gates are of the replayed experts, and their gradient reaches the training logits."""
+    """Gates are those of the replayed experts; their gradient reaches the training logits."""
     model = MODEL.model_copy(update={"experts": 3, "experts_per_token": 2})
     [router, *_] = Policy(model, LayoutSettings()).routers
     router.row = lay_out([1], RankPlace())
@@ -35,7 +35,7 @@ def test_vector_9() -> None:
 
 
 def test_agreement_is_the_share_of_slots_with_the_routers_own_choice() -> None:
-    """Of real tokens, whatever the order of their experts, in the passes that are watched."""
+    """Only real tokens of watched passes count; the order of experts does not matter."""
     model = MODEL.model_copy(update={"experts": 3, "experts_per_token": 2})
     policy = Policy(model, LayoutSettings())
     row = lay_out([3], RankPlace(), slot=4)
@@ -64,7 +64,7 @@ def test_agreement_is_the_share_of_slots_with_the_routers_own_choice() -> None:
 
 
 def test_vector_11() -> None:
-    """Of a real token; padding counts for nothing."""
+    """The loss is of real tokens; padding does not count."""
     losses = RoutingLosses(RoutingLossSettings(z_loss=0.5), [mock.Mock()])
     losses.start(tokens=1.0, micro_batches=1)
     logits = torch.tensor([[2.0, 0, 0, 0], [99.0, 0, 0, 0]], requires_grad=True)

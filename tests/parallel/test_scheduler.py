@@ -1,4 +1,4 @@
-"""Every response that is asked for comes exactly once, whatever the engines do meanwhile."""
+"""Every requested response arrives exactly once, whatever the engines do."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tasks(count: int, first: int = 0, domain: str = "sums") -> list[Task]:
 
 
 def once(trouble: str, seeds: set[int]) -> Callable[[Prompt], str | None]:
-    """Trouble at the first try of some prompts."""
+    """Return a function that gives `trouble` at the first try of each of `seeds`."""
     left = set(seeds)
 
     def tell(prompt: Prompt) -> str | None:
@@ -44,7 +44,7 @@ def once(trouble: str, seeds: set[int]) -> Callable[[Prompt], str | None]:
 
 
 def gather(scheduler: Scheduler, fleet: FakeFleet, restarts: int = 100) -> dict[int, Sample]:
-    """Return all that is owed, by key; a fleet without engines is restarted, as a refit does it."""
+    """Return all owed samples by key; restart a fleet without engines, as a refit does."""
     found: dict[int, Sample] = {}
     deadline = time.monotonic() + 20
     while scheduler.owed:
@@ -92,7 +92,7 @@ def test_an_engine_is_kept_full_with_few_streams() -> None:
     scheduler.submit(asked)
     assert responses(gather(scheduler, fleet)) == expected(asked)
     sizes = [len(request.prompts) for request in engine.requests]
-    assert sizes[0] == 20  # a quarter more than it draws at once
+    assert sizes[0] == 20  # a quarter more than it samples at once
     assert len(sizes) <= 1 + 180 / 4
     assert scheduler.requeued == scheduler.duplicates == 0
 
@@ -135,7 +135,7 @@ def test_deterministic_assigns_all_at_once_in_the_order_given() -> None:
 
 
 def test_deterministic_requeues_the_whole_call_of_a_lost_engine() -> None:
-    """A batch that lacks what was answered already would be computed to other bits."""
+    """A batch without the answered prompts would give other bits."""
     engine = FakeEngine("engine 0", once("dies", {7}))
     fleet = FakeFleet(engine)
     scheduler = Scheduler(fleet, MODEL, deterministic=True)
@@ -205,7 +205,7 @@ def test_an_answer_to_no_request_is_invalid() -> None:
 
 
 def test_a_late_answer_of_a_lost_engine_is_dropped_and_counted() -> None:
-    """One stream of the engine hangs on an answer while another finds the engine out."""
+    """One stream hangs on an answer while another detects that the engine is lost."""
     hung = FakeEngine("engine 0", lambda p: {0: "waits", 1: "dies"}.get(p.seed))
     hung.gate.clear()
     fleet = FakeFleet(hung)
@@ -226,7 +226,7 @@ def test_a_late_answer_of_a_lost_engine_is_dropped_and_counted() -> None:
 
 
 def test_a_failure_during_a_refit_is_handled_after_it() -> None:
-    """The engine that failed was replaced meanwhile: the new one must not be lost for it."""
+    """The failed engine was replaced meanwhile; its replacement must not be lost."""
     engine = FakeEngine(trouble=lambda _: "waits")
     engine.gate.clear()
     fleet = FakeFleet(engine)

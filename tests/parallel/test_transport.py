@@ -1,4 +1,4 @@
-"""A refit opens only memory that a client with the token has named."""
+"""A refit maps only memory that a client with the token has named."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parallel.weights.transport import Mapped, SharedMemory, share
 
 
 def received(shared: Any) -> SharedMemory:
-    """Return what an engine makes of a message."""
+    """Return an engine's decoding of a message."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(shared), type=SharedMemory)
 
 
@@ -34,7 +34,7 @@ def test_shared_parameters_are_mapped_and_not_copied() -> None:
 
 
 def test_a_mapping_reads_files_that_are_open_and_changes_none(tmp_path: Path) -> None:
-    """Whoever is asked to map more than there is, or what has a name, refuses."""
+    """Mapping refuses a size beyond the file's, and a file that has a name."""
     here = os.getpid()
     small, absent = tmp_path / "small", tmp_path / "absent"
     small.write_bytes(b"17 bytes of text.")

@@ -32,7 +32,7 @@ LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 6, "v_head_dim": 10}
 
 
 def model(family: str, variant: int = 0, **changes: Any) -> ModelSettings:
-    """A tiny one; 5 layers, which no pipeline divides, 1 of them dense where the family has any."""
+    """Return a tiny model of 5 layers (no pipeline divides them), 1 dense if the family has any."""
     further = dict(FURTHER[family][variant])
     if family in ("glm4_moe", "deepseek_v3"):
         further |= {"first_k_dense_replace": 1, "intermediate_size": 48}
@@ -78,7 +78,7 @@ def at(box: Box) -> tuple[slice, ...]:
 
 
 def numbered(settings: ModelSettings) -> dict[str, np.ndarray]:
-    """Return every tensor of the model, no two elements of which are alike."""
+    """Return every tensor of the model; all elements differ."""
     found, count = {}, 0
     for name, shape in tensors(settings).items():
         found[name] = np.arange(count, count + prod(shape)).reshape(shape)
@@ -92,7 +92,7 @@ Parameters = dict[tuple[int, str], np.ndarray]
 def parameters(
     settings: ModelSettings, layout: LayoutSettings, rank: int, whole: dict[str, np.ndarray]
 ) -> Parameters:
-    """Return what a rank holds, put together from its pieces, which leave no element of it open."""
+    """Return a rank's parameters, assembled from pieces that cover every element."""
     pieces = held(settings, layout, rank)
     shapes: dict[tuple[int, str], tuple[int, ...]] = {}
     for piece in pieces:
@@ -109,8 +109,9 @@ def parameters(
 
 
 class Execution:
-    """All ranks at once. Every message waits for both its ends, and each rank goes through its
-    list in order: if any two waited for each other, this would end early."""
+    """An execution of all ranks, in which every message waits for both of its ends.
+
+    Each rank processes its list in order; a deadlock would end the execution early."""
 
     def __init__(self, settings: ModelSettings, layout: LayoutSettings, plan: Plan) -> None:
         engine_ranks = range(sum(plan.fleet.engines))
@@ -239,7 +240,7 @@ def test_tensors_equal_those_of_transformers(family: str, variant: int) -> None:
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize(("family", "variant"), VARIANTS)
 def test_an_engine_needs_all_of_a_model(family: str, variant: int, size: int) -> None:
-    """Between its ranks, each the same number of elements but for the vocabulary's padding."""
+    """Ranks need equal numbers of elements, except for the vocabulary's padding."""
     settings = model(family, variant)
     assert not engine_violations(settings, size)
     counts = {name: np.zeros(shape, int) for name, shape in tensors(settings).items()}
@@ -262,7 +263,7 @@ def test_ranks_beyond_the_key_value_heads_share_them_with_their_neighbours() -> 
 
 
 def test_padding_of_the_vocabulary_is_not_sent() -> None:
-    """80 tokens rounded up to 128 are 16 for each of 8 ranks, of which the last 3 have none."""
+    """80 tokens padded to 128 are 16 for each of 8 ranks; the last 3 ranks have only padding."""
     rows = [
         dict(needed(model("mixtral"), 8, rank)).get("lm_head.weight", ((0,), (0,)))[1][0]
         for rank in range(8)
@@ -308,7 +309,7 @@ QWEN3_30B = ModelSettings(
 @pytest.mark.parametrize("engines", [(4,), (8,) * 2, (1,) * 5])
 @pytest.mark.parametrize("context", tiered([1, 2], {2}))
 def test_the_ranks_of_a_stage_send_alike(engines: tuple[int, ...], context: int) -> None:
-    """Within 10 % of their mean, though 2 or more replicas hold everything."""
+    """Ranks send within 10 % of their mean where 2 or more replicas hold every weight."""
     layout = LayoutSettings(ranks=32, tensor=2, context=context, pipeline=2, expert=4)
     plan = Plan(QWEN3_30B, layout, EngineSizes(engines))
     sent = [
@@ -319,7 +320,7 @@ def test_the_ranks_of_a_stage_send_alike(engines: tuple[int, ...], context: int)
         assert max(stage) < 1.1 * sum(stage) / len(stage)
 
 
-def test_trainer_ranks_are_at_least_the_engine_ranks_they_feed() -> None:
+def test_trainers_feed_engine_ranks_up_to_their_own_number() -> None:
     layout = LayoutSettings(ranks=8, pipeline=4, expert=2)
     plan_model = model("qwen3_moe", layers=7)
     plan = Plan(plan_model, layout, EngineSizes((2,) * 11))

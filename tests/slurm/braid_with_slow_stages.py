@@ -1,4 +1,4 @@
-"""`braid` with stages and engines that do nothing, for jobs that a test kills or interrupts."""
+"""`braid` with stages and engines that compute nothing, for jobs that tests kill."""
 
 import sys
 from pathlib import Path

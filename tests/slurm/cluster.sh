@@ -1,13 +1,13 @@
 #!/bin/bash
 # A real Slurm of several virtual nodes on this host, without systemd or cgroups. Needs root.
 #
-#   cluster.sh install               Debian's packages, where they are not there yet
-#   cluster.sh up|down DIR           in a short DIR: sockets lie in it
-#   cluster.sh kill-node DIR nK      as when its power fails: slurmd, its steps and their tasks
+#   cluster.sh install               installs Debian's packages where they are missing
+#   cluster.sh up|down DIR           DIR must be short: it holds sockets
+#   cluster.sh kill-node DIR nK      like a power failure: slurmd, its steps and their tasks
 #   cluster.sh start-node DIR nK
 #   cluster.sh stop-controller|start-controller DIR
 #
-# NODES (3) and PORT (17000, and what follows) may be set. Clients need SLURM_CONF=DIR/slurm.conf.
+# NODES (3) and PORT (17000, the first of several) may be set. Clients need SLURM_CONF=DIR/slurm.conf.
 set -euo pipefail
 
 NODES=${NODES:-3}
@@ -16,7 +16,7 @@ DIR=${2:-}
 export SLURM_CONF=$DIR/slurm.conf
 unset SLURM_JOB_ID SLURM_JOBID SLURMD_NODENAME
 
-within() {  # SECONDS COMMAND...: until it succeeds
+within() {  # SECONDS COMMAND...: retry until it succeeds
     local end=$((SECONDS + $1))
     shift
     until "$@" >/dev/null 2>&1; do
@@ -25,7 +25,7 @@ within() {  # SECONDS COMMAND...: until it succeeds
     done
 }
 
-gone() {  # PID; what nobody reaps counts as gone
+gone() {  # PID; a zombie counts as gone
     ! kill -0 "$1" 2>/dev/null || grep -q '^State:.Z' "/proc/$1/status"
 }
 
@@ -35,7 +35,7 @@ stop() {  # PIDFILE
     gone "$pid" || { kill "$pid"; within 10 gone "$pid" || kill -9 "$pid"; }
 }
 
-# Every process of this cluster that has VARIABLE in its environment.
+# Prints every process of this cluster with VARIABLE in its environment.
 members() {
     local pid
     for pid in $(pgrep .); do
@@ -46,7 +46,7 @@ members() {
     done
 }
 
-stepds() {  # those of one node, known by the log they write
+stepds() {  # NODE: its slurmstepds, identified by their log
     local pid
     for pid in $(pgrep '^slurmstepd'); do
         if readlink /proc/"$pid"/fd/* 2>/dev/null | grep -qx "$DIR/log/$1.log"; then
@@ -125,7 +125,7 @@ down)
     stop "$DIR/munged.pid"
     ;;
 kill-node)
-    # slurmd and its slurmstepds first, so that nobody reports the end of the tasks.
+    # slurmd and its slurmstepds first, so that no one reports the tasks' end.
     kill -9 "$(cat "$DIR/slurmd-$3.pid")" $(stepds "$3") || true
     kill -9 $(members "SLURMD_NODENAME=$3") 2>/dev/null || true
     rm -f "$DIR/slurmd-$3.pid"

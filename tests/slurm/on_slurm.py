@@ -1,4 +1,4 @@
-"""`braid` on a Slurm of one's own, with stages that do nothing but take their time."""
+"""`braid` on a private Slurm, with stages that only take time."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ STAGES = ["cold_start", "experts.sums", "experts.words", "merge", "evaluate", "e
 
 @dataclass
 class Braid:
-    """`braid` with stages that do nothing but take their time, and the folder of its runs."""
+    """A `braid` whose stages only take time, with its configuration and its runs."""
 
     cluster: Cluster
     directory: Path
@@ -70,7 +70,7 @@ class Braid:
         return self.directory / "runs" / "small"
 
     def __call__(self, *arguments: object, code: int = 0) -> str:
-        """Run a command and return both of its outputs."""
+        """Run a command; return stdout and stderr together."""
         found = subprocess.run(
             [str(self.program), *map(str, arguments), "--runs-dir", str(self.run.parent)],
             env=self.cluster.environment,
@@ -83,19 +83,19 @@ class Braid:
         return found.stdout + found.stderr
 
     def submit(self, *arguments: object) -> dict[str, str]:
-        """Submit the configuration; the job of every stage."""
+        """Submit the configuration; return the job of every stage."""
         said = self("submit", self.config, "--cluster", self.profile, *arguments)
         pairs = (line.split(": job ") for line in said.splitlines() if ": job " in line)
         return dict(pairs)
 
     def steps(self, stage: str) -> list[tuple[int, int, str]]:
-        """Attempt, step and node of every step that was made."""
+        """Return (attempt, step, node) of every finished step."""
         log = self.run / "stages" / stage / "steps.log"
         lines = log.read_text().splitlines() if log.exists() else []
         return [(int(a), int(step), node) for a, step, node in map(str.split, lines)]
 
     def hold(self, stage: str, step: int) -> None:
-        """Let the stage's first attempt wait behind a step until it is signalled or killed."""
+        """Make the stage's first attempt wait after a step until it is signalled or killed."""
         directory = self.run / "stages" / stage
         directory.mkdir(parents=True)
         (directory / "hold").write_text(str(step))

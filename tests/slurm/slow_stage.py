@@ -1,4 +1,4 @@
-"""A stage's rank that trains nothing, one step after another, and saves as a real one does.
+"""A rank that takes steps without training, and saves as a real stage does.
 
 python slow_stage.py JOB
 
@@ -61,7 +61,7 @@ def train(job: dict, directory: Path) -> None:
 
 
 def held_behind(job: dict, directory: Path) -> float:
-    """Return the step after which the first attempt waits, so that a test can act while it runs."""
+    """Return the step after which the first attempt waits, for a test to act meanwhile."""
     hold = directory / "hold"
     return int(hold.read_text()) if job["attempt"] == 1 and hold.exists() else math.inf
 

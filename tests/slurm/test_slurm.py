@@ -1,5 +1,4 @@
-"""Stages as jobs of a real Slurm: whatever happens to them, the run completes, and no step beyond
-the last checkpoint is made twice."""
+"""Runs as jobs of a real Slurm complete whatever happens; checkpointed steps never repeat."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from tests.runs import REPOSITORY
 from tests.slurm.on_slurm import STAGES, Braid
 from tests.virtual_cluster import Cluster
 
-# Each takes 10 to 50 seconds; two of them cross every part of what speaks with Slurm.
+# Each takes 10 to 50 seconds; two of them cover everything that talks to Slurm.
 more = pytest.mark.combinations
 
 
@@ -39,7 +38,7 @@ def test_a_run_is_submitted_and_ends(braid: Braid) -> None:
     assert list(jobs) == STAGES
     assert jobs["experts.words"] == jobs["experts.sums"].removesuffix("_0") + "_1"
     assert "submitted" in braid("status", "small") or "running" in braid("status", "small")
-    assert braid.submit() == {}  # all of it is in the queue
+    assert braid.submit() == {}  # every stage is queued
     braid.wait_for_the_end(jobs)
     status = braid("status", "small")
     assert status.count(" done ") == 6
@@ -109,7 +108,7 @@ def test_a_stage_continues_in_another_slice_after_its_walltime(
     no_step_is_repeated_beyond_a_checkpoint(braid, "cold_start")
     [first, *_] = [step for attempt, step, _ in braid.steps("cold_start") if attempt == 2]
     [*_, last] = [step for attempt, step, _ in braid.steps("cold_start") if attempt == 1]
-    assert first == last + 1  # it had saved, so nothing at all is made twice
+    assert first == last + 1  # it had saved, so no step repeats
     assert "again: the walltime is near" in (braid.run / "ledger.jsonl").read_text()
 
 
@@ -168,7 +167,7 @@ def test_a_stage_script_may_be_submitted_by_hand(braid: Braid, cluster: Cluster)
     job = cluster.call(*script)
     braid.wait_for_the_end({"cold_start": job})
     assert " done " in braid("status", "small")
-    # What is left, by the very script; the stage that is done says so and ends.
+    # The same script runs the remaining stages; the finished stage says so and ends.
     subprocess.run(
         ["bash", str(braid.run / "slurm" / "submit.sh")],
         env=cluster.environment,
@@ -183,7 +182,7 @@ def test_a_stage_script_may_be_submitted_by_hand(braid: Braid, cluster: Cluster)
 def test_jobs_whose_submission_was_killed_are_found_and_not_submitted_again(
     braid: Braid, cluster: Cluster
 ) -> None:
-    # sbatch queues the job, and its caller is killed before it hears the number.
+    # sbatch queues the job, and its caller is killed before it reads the number.
     sbatch = braid.program.parent / "sbatch"
     sbatch.write_text(f'#!/bin/bash\n{shutil.which("sbatch")} --hold "$@"\nkill -9 $PPID\n')
     sbatch.chmod(0o755)
@@ -212,7 +211,7 @@ def test_a_failed_stage_blocks_its_dependents_and_is_submitted_again(
 ) -> None:
     model = braid.directory / "runs" / "small" / "stages" / "experts.words"
     model.mkdir(parents=True)
-    (model / "checkpoints").touch()  # no folder can be made there
+    (model / "checkpoints").touch()  # no directory can be created there
     jobs = braid.submit()
     cluster.wait_until(lambda: cluster.state(jobs["merge"]) == "CANCELLED")
     cluster.wait_until(lambda: cluster.state(jobs["experts.sums"]) == "COMPLETED")
