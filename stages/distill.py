@@ -1,4 +1,4 @@
-"""The merge: students sample, and each prompt's own domain expert grades every token."""
+"""The merge: the student samples, and the expert of each prompt's domain grades every token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stages.sampling.collection import Batch
 from stages.sampling.step import OnPolicyStage, StepSamples
 from stages.settings import MergeSettings, RolloutSettings, StageJob
 
-# KL(student || teacher), each over the whole vocabulary.
+# KL(student || teacher) over the whole vocabulary.
 DIVERGENCES = {"full_vocab_reverse_kl": Responses.kl}
 
 
@@ -33,9 +33,10 @@ def run(job: StageJob) -> None:
 
 
 class Merge(OnPolicyStage):
-    """Full-vocabulary reverse KL on student trajectories (section 7; DeepSeek-V4, Eq. 29).
+    """The stage that minimises the full-vocabulary reverse KL on student samples (section 7).
 
-    Student and teacher are compared at temperature 1, whatever the student samples with.
+    Student and teacher are compared at temperature 1, whatever the sampling temperature. Source:
+    DeepSeek-V4, Eq. 29.
     """
 
     def __init__(self, job: StageJob) -> None:
@@ -51,7 +52,7 @@ class Merge(OnPolicyStage):
         super().__init__(
             job,
             policy,
-            # Teachers grade every prompt alike, so prompts are taken in the order of their stream.
+            # Teachers grade prompts of any solve rate, so the merge needs no curriculum.
             {
                 domain: expert.model_copy(update={"curriculum": NoCurriculumSettings()})
                 for domain, expert in job.settings.domains.items()
@@ -71,11 +72,11 @@ class Merge(OnPolicyStage):
             load.weights(self.teachers[domain], checkpoint)
 
     def split_updates(self, batch: Batch) -> StepSamples:
-        """Return all samples as one update; rewards are only logged: the teachers are learned."""
+        """Return all samples as one update; their rewards are only logged."""
         return StepSamples([[sample for group in batch.groups for sample in group.samples]], {})
 
     def pack(self, samples: list[Sample]) -> list[MicroBatch]:
-        """Return micro-batches of one domain each, and so of one teacher."""
+        """Return micro-batches of one domain each, since each has one teacher."""
         parts: list[MicroBatch] = []
         for domain in self.domains:
             own = super().pack([sample for sample in samples if sample.domain == domain])
@@ -83,7 +84,7 @@ class Merge(OnPolicyStage):
         return parts
 
     def gradients(self, samples: list[Sample], batches: list[MicroBatch]) -> dict[str, float]:
-        """Accumulate the gradients towards each domain's own teacher; return the metrics."""
+        """Accumulate the gradients of the KL to each domain's teacher; return the metrics."""
         self._add_teachers(batches)
         tokens = Counter(dict.fromkeys(self.domains, 0))
         for sample in samples:
@@ -117,18 +118,19 @@ class Merge(OnPolicyStage):
         return -metrics["teacher_kl"]
 
     def _add_teachers(self, batches: list[MicroBatch]) -> None:
-        """Add to each batch its teacher's hidden states and head; a teacher routes by itself."""
+        """Add to each batch its teacher's hidden states and head; teachers choose own routes."""
         for domain, teacher in self.teachers.items():
             parts = [part for part in batches if part.domain == domain]
             logits = teacher.response_logits([part.without_routes() for part in parts])
-            for part, theirs in zip(parts, logits, strict=False):  # none but on the last stage
+            # `logits` is empty except on the last pipeline stage.
+            for part, theirs in zip(parts, logits, strict=False):
                 part.teacher = theirs
 
 
 def weights_of(merge: MergeSettings, tokens: Mapping[str, int]) -> dict[str, float]:
-    """What the mean over each domain's tokens weighs in the loss; they sum to 1 (section 7).
+    """Return each domain's weight in the loss; the weights sum to 1 (section 7).
 
-    `tokens` are the learned ones of the update by domain. A domain without any weighs nothing.
+    `tokens` counts the update's learned tokens by domain. A domain without any has weight 0.
     """
     by_tokens = merge.averaged_over == "tokens"
     weights = {

@@ -1,6 +1,6 @@
-"""Accuracy of several checkpoints on domains' held-out problems, with 95 % intervals.
+"""The accuracy of checkpoints on domains' held-out problems, with 95 % intervals.
 
-The stage `evaluate` measures every model on every domain, a gate those that it compares.
+The stage `evaluate` measures every model on every domain, a gate the models that it compares.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from stages.sampling.recording import record
 from stages.settings import SamplingSettings, StageJob
 from stages.statistics import of_problems
 
-PROBLEMS_A_CALL = 500  # small enough for progress, large enough to fill the engine
+PROBLEMS_A_CALL = 500  # small enough to log progress, large enough to fill the engine
 CHECKED, CHECKED_TOKENS = 64, 4096  # samples whose log-probabilities are compared
 
 
@@ -55,7 +55,7 @@ class Evaluation:
         }
         self.policy = Policy(job.settings.model, job.settings.layout)
         self.engines = StageEngines(job, self.policy, self.domains)
-        self.version = 0  # which of the checkpoints the engines have
+        self.version = 0  # of the checkpoint that the engines have
         if is_main():
             asked = {name: self._problems_of(name) for name in job.models}
             self.answered = sum(asked[name] for name in job.models if self.has(name))
@@ -107,7 +107,10 @@ class Evaluation:
         return self.settings.problems * len(self.domains_of(name))
 
     def _check_engine(self) -> None:
-        """Compare the engine's log-probabilities with the checkpoint's on a first batch."""
+        """Compare the engine's log-probabilities with the checkpoint's on one batch. Collective.
+
+        Raises MismatchError when they differ by more than the bound.
+        """
         groups: list[Group] = []
         if is_main():
             domain, problems = next(iter(self.problems.items()))
@@ -121,8 +124,10 @@ class Evaluation:
             raise MismatchError(largest, bound)
 
     def _solved(self, name: str, domain: str) -> list[int]:
-        """How many of each problem's answers are right, by the same seeds for every model.
-        Collective."""
+        """Return the number of right answers to each problem; the seeds are equal for all models.
+
+        Collective.
+        """
         solved: list[int] = []
         for start in range(0, self.settings.problems, PROBLEMS_A_CALL):
             right, failures, watch_failures = self._solved_from(name, domain, start)
@@ -138,11 +143,11 @@ class Evaluation:
         return solved
 
     def _solved_from(self, name: str, domain: str, start: int) -> tuple[list[int], int, int]:
-        """Ask a call's problems, the first of which is number `start`. Collective.
+        """Request answers to the problems of a call, from number `start`. Collective.
 
-        Returns how many answers to each are right, how many answers have no reward, and how often a
-        reward of weight 0 failed. An answer without a reward counts as wrong, since what it says
-        may be why it has none. Raises RewardError where too many have none.
+        Returns the right answers to each, the number of answers without a reward, and the failures
+        of rewards of weight 0. An answer without a reward counts as wrong: its text may be the
+        cause. Raises RewardError where too many have none.
         """
         groups: list[Group] = []
         if is_main():
@@ -182,7 +187,7 @@ class Evaluation:
         self.engines.request(groups, sampling)
 
     def _score(self, solved: list[int]) -> dict[str, Any]:
-        """Return a domain's line of results.json, from the right answers to each problem."""
+        """Return a domain's entry of results.json, from the right answers to each problem."""
         samples = self.settings.samples_per_problem
         score = asdict(of_problems(solved, samples))
         if samples > 1:

@@ -1,4 +1,4 @@
-"""The training of a policy on rewards, of one domain or of all: GRPO, its relatives, or PPO."""
+"""The training of a policy on the rewards of one domain or of all: GRPO, its variants, or PPO."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(job: StageJob) -> None:
 
 
 class Expert(OnPolicyStage):
-    """A policy that learns from rewards: a domain's expert, or the mixed policy of all domains."""
+    """The stage that trains on rewards: a domain's expert, or the mixed policy of all domains."""
 
     def __init__(self, job: StageJob) -> None:
         assert job.parent is not None
@@ -74,19 +74,19 @@ class Expert(OnPolicyStage):
         self.watch = GuardMonitor(job.stage, settings, rewards[0] if len(rewards) == 1 else {})
         self.kl_coefficient = self.objective.kl.coefficient
         self.length_exponent = 0.0  # lambda
-        self.weigh: LengthWeights | None = None  # of the present update
+        self.weigh: LengthWeights | None = None  # of the current update
         if self.objective.ratio.needs_router_shift:
             policy.remember_routing()
-            self.one_pass = False  # what the routers said is remembered in a pass of its own
+            self.one_pass = False  # a pass before the update records the routers' scores
         self.reference = Reference(job, policy, self.objective.kl) if self.kl_coefficient else None
         self.critic: Critic | None = None
         if isinstance(advantage, GaeSettings):
             self.critic = Critic(job, policy, advantage, settings)
 
     def split_updates(self, batch: Batch) -> StepSamples:
-        """Deal the groups to `updates_per_rollout` updates, with their graded samples' advantages.
+        """Deal the groups to `updates_per_rollout` updates; assign advantages to graded samples.
 
-        A critic assigns advantages later, and compares no groups.
+        A critic assigns its advantages later, in `finish_advantages`, and has no groups to compare.
         """
         samples = self._with_advantages(batch.groups)
         updates = self.expert.updates_per_rollout
@@ -107,7 +107,7 @@ class Expert(OnPolicyStage):
         )
 
     def is_useless(self, group: Group) -> bool:
-        """Return whether a group has nothing to learn from by `rollout.dynamic_sampling_by`."""
+        """Return whether dynamic sampling replaces a group, by `rollout.dynamic_sampling_by`."""
         if self.settings.dynamic_sampling_by == "advantages":
             return self._has_zero_advantages(group)
         rewards = self.domains[group.problem.domain].rewards
@@ -200,7 +200,7 @@ class Expert(OnPolicyStage):
         self.watch.restore(state["watch"])
 
     def _with_advantages(self, groups: list[Group]) -> list[list[Sample]]:
-        """Return each group's graded samples. Domains are not compared: their rewards differ."""
+        """Return each group's graded samples; advantages are computed per domain."""
         samples: list[list[Sample]] = []
         for name, domain in self.domains.items():
             own = [group for group in groups if group.problem.domain == name]
@@ -215,7 +215,7 @@ class Expert(OnPolicyStage):
         return samples
 
     def _drew(self, part: MicroBatch) -> torch.Tensor | None:
-        """Return log-probabilities [B, R] under what drew the tokens, if the KL needs them.
+        """Return log-probabilities [B, R] of the sampling policy, if the KL estimator needs them.
 
         The engine's for responses with tokens of older weights, else pi_old's.
         """
@@ -230,7 +230,7 @@ class Expert(OnPolicyStage):
         return has_zero_advantages(group, self.objective.advantage, weights, masked)
 
     def _tokens(self, responses: Responses, weigh: LengthWeights) -> Tokens:
-        """Return the objective's inputs, computing only those that it needs."""
+        """Return the objective's inputs; compute only those that it needs."""
         part, temperature = responses.batch, self.sampling.temperature
         log_probs = responses.log_probs(temperature)
         self.remember(part, log_probs)
@@ -259,7 +259,7 @@ def _domains(job: StageJob) -> Mapping[str, DomainSettings]:
 
 
 def _settings(job: StageJob) -> PolicySettings:
-    """Return the settings that it trains with."""
+    """Return the settings that the stage trains with."""
     if job.domain is not None:
         return job.settings.domains[job.domain]
     assert job.settings.mixed is not None

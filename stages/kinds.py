@@ -16,6 +16,5 @@ GATE = "gates."
 
 
 def settings_key(stage: str) -> str:
-    """Return the key of a policy stage's settings: `domains.A` of `experts.A` and of
-    `round_2.experts.A`; of others their name."""
+    """Return the key of a stage's settings: `domains.A` for `round_2.experts.A`, else its name."""
     return f"domains.{stage.rpartition(EXPERT)[2]}" if EXPERT in stage else stage

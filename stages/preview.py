@@ -1,4 +1,4 @@
-"""A preview of what a checkpoint's responses earn in one domain, before any training."""
+"""The preview of a domain: the rewards of a checkpoint's responses, before any training."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from stages.settings import DomainSettings, StageJob
 
 
 def run(job: StageJob) -> None:
-    """Draw one step's groups of `job.domain` from the checkpoint `job.parent`, as its expert would,
-    and write what every sample earned to results.json."""
+    """Sample a step of `job.domain` from the checkpoint `job.parent`, as its expert would.
+
+    Writes every sample's reward to results.json.
+    """
     assert job.domain is not None and job.parent is not None
     domain = job.settings.domains[job.domain]
     policy = Policy(job.settings.model, job.settings.layout)
@@ -40,7 +42,7 @@ def run(job: StageJob) -> None:
         return [sample for group in groups for sample in group.samples]
 
     samples = engines.wait(graded, version=1)
-    _hold_engine(job, domain, policy, samples)
+    _check_engine(job, domain, policy, samples)
     engines.close()
     if is_main():
         _write(job, domain, groups, engines)
@@ -54,10 +56,10 @@ def _groups(job: StageJob, name: str, domain: DomainSettings, engines: StageEngi
     return groups_of(problems, domain.sampling.group_size, seed_of(seed, job.stage, name))
 
 
-def _hold_engine(
+def _check_engine(
     job: StageJob, domain: DomainSettings, policy: Policy, samples: list[Sample]
 ) -> None:
-    """Raise MismatchError where the engine did not draw from the checkpoint. Collective."""
+    """Raise MismatchError where the engine's weights are not the checkpoint's. Collective."""
     replay = domain.routing.replay == "r3"
     batches = batch.split(samples, RankPlace.here(), domain.loop.micro_batch_tokens, replay)
     largest = measure_mismatch(policy, batches, domain.sampling.temperature)["mismatch_max"]
@@ -69,7 +71,7 @@ def _hold_engine(
 def _write(
     job: StageJob, domain: DomainSettings, groups: list[Group], engines: StageEngines
 ) -> None:
-    """Write every group's samples; a sample whose reward failed has a reward of null."""
+    """Write every group's samples; the reward of one whose reward failed is null."""
     samples = [
         [
             {

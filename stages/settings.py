@@ -1,6 +1,6 @@
-"""What a person may set about a stage, and the job file a stage process is started with.
+"""The settings of stages and runs, and the job file that a stage process reads.
 
-Never imports torch: the pipeline validates a configuration and writes job files with these types.
+Never imports torch: the pipeline validates configurations and writes job files with these types.
 """
 
 from __future__ import annotations
@@ -42,79 +42,79 @@ from stages.rewards.settings import RewardPoolSettings
 
 
 class SamplingSettings(Settings):
-    """One step's rollouts: prompts, samples of each prompt, and the sampling distribution.
+    """The rollouts of one step: prompts, samples of each prompt, and the sampling distribution."""
 
-    vLLM draws at no other temperatures: it raises lower ones, and refuses higher ones.
-    """
-
-    prompts_per_step: Count = Field(default=32, description="prompt groups of a step")
+    prompts_per_step: Count = Field(default=32, description="prompt groups per step")
     group_size: Count = Field(default=8, description="responses to each prompt")
+    # vLLM raises lower temperatures to 0.01 and rejects higher ones.
     temperature: Annotated[float, Field(ge=0.01, le=2)] = Field(
-        default=1.0, description="of the softmax that tokens are sampled from"
+        default=1.0, description="sampling temperature"
     )
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=1.0, description="draw from the likeliest tokens that together have so much"
+        default=1.0, description="nucleus sampling threshold; 1 keeps all tokens"
     )
     top_k: Natural = Field(
-        default=0, description="draw from so many of the likeliest tokens; 0 is all of them"
+        default=0, description="number of the most likely tokens to sample from; 0: all"
     )
     max_response_tokens: Tokens = Field(
-        default=24, description="longest response; longer ones are truncated"
+        default=24, description="maximum response length; longer responses are truncated"
     )
 
 
 class MergeSamplingSettings(SamplingSettings):
-    """One step's rollouts of each domain; a teacher grades a sample without comparing it."""
+    """The rollouts of one step of the merge, for each domain."""
 
+    # A teacher grades each sample alone, without a group to compare with.
     group_size: Count = Field(default=1, description="responses to each prompt")
 
 
 class MergeRolloutSettings(Settings):
-    """How sampling and training take turns, and how old a sample's weights may be."""
+    """The overlap of sampling with training, and the maximum policy lag."""
 
     mode: Literal["sync", "overlap", "async"] = Field(
         default="sync",
-        description="sync: in turn. overlap: the next step's samples are drawn while this one"
-        " trains. async: samples are always under way, and go on when the weights change",
+        description="sync: sampling and training alternate. overlap: the next step is sampled while"
+        " this one trains. async: responses are always in flight, and continue when the weights"
+        " change",
     )
     max_staleness: Count = Field(
         default=1,
-        description="training steps that a sample's oldest weights may lie behind; a step waits for"
-        " samples that would grow older, and older ones are dropped and counted",
+        description="maximum policy lag of a sample, in training steps; a step waits for samples"
+        " that would exceed it, and those that do are dropped and counted",
     )
 
     @property
     def prefetch(self) -> int:
-        """The steps of prompts kept in flight beyond the present step's."""
+        """The steps of prompts kept in flight beyond the current step's."""
         return {"sync": 0, "overlap": 1, "async": self.max_staleness}[self.mode]
 
     @property
     def drains(self) -> bool:
-        """Whether a step is collected before the weights change, from one version of them."""
+        """True where a step is collected before the weight sync, so from one weight version."""
         return self.mode == "overlap"
 
 
 class RolloutSettings(MergeRolloutSettings):
-    """The same, and which prompts of those that were begun a step trains on."""
+    """The overlap of sampling with training, oversampling and dynamic sampling."""
 
     oversampling: Annotated[float, Field(ge=1, le=1000)] = Field(
         default=1.0,
-        description="prompts under way, as a multiple of prompts_per_step: a step takes those whose"
-        " samples are whole first, and leaves the others to the next",
+        description="prompts in flight, as a multiple of prompts_per_step; a step trains on those"
+        " that are complete first, the next step on the others",
     )
     dynamic_sampling: Natural = Field(
         default=0,
-        description="rounds in which prompts are replaced whose samples teach nothing",
+        description="rounds of dynamic sampling, which replaces prompt groups that teach nothing",
     )
     dynamic_sampling_by: Literal["advantages", "solved"] = Field(
         default="advantages",
-        description="what that is. advantages: no token has one. solved: all samples are right, or"
-        " all wrong, whatever else they earned (DAPO)",
+        description="groups that teach nothing. advantages: all advantages are 0. solved: all"
+        " samples are right, or all are wrong, whatever their rewards (DAPO)",
     )
 
 
 class ColdStartRoutingSettings(RoutingLossSettings):
-    """A cold start keeps its experts in use."""
+    """The router losses of the cold start, by default with load balancing."""
 
     load_balance: Annotated[float, Field(ge=0)] = Field(
         default=1e-3, description="coefficient of the load-balancing loss"
@@ -122,34 +122,33 @@ class ColdStartRoutingSettings(RoutingLossSettings):
 
 
 class RoutingSettings(RoutingLossSettings):
-    """R3 makes the trainer use the experts the engine chose for every token (arXiv 2510.11370)."""
+    """The routing in training; R3 replays the engine's experts (arXiv 2510.11370)."""
 
     replay: Literal["none", "r3"] = Field(
         default="r3",
-        description="r3: the trainer uses the experts the engine chose for a token; none: its own",
+        description="r3: the trainer replays the experts that the engine chose for each token;"
+        " none: it chooses its own",
     )
 
 
 class LoopSettings(Settings):
-    """How long a stage runs, how much a rank computes at once, and how often it saves."""
+    """The length of a training stage, its micro-batches and its checkpoints."""
 
     steps: Count = Field(description="training steps")
     micro_batch_tokens: Tokens = Field(
         default=4096,
-        description="tokens that a rank computes at once: memory and speed, not the result",
+        description="tokens of a rank's micro-batch: affects memory and speed, not the result",
     )
     checkpoint_every: Count = Field(default=20, description="steps between checkpoints")
     keep_last: Count = Field(default=2, description="newest checkpoints to keep")
-    keep_best: Natural = Field(
-        default=0, description="how many of the best checkpoints to keep too"
-    )
+    keep_best: Natural = Field(default=0, description="best checkpoints to keep as well")
     async_checkpoints: bool = Field(
-        default=True, description="write a checkpoint while the training goes on"
+        default=True, description="write checkpoints while training continues"
     )
 
 
 class PolicySettings(Settings):
-    """How a policy is trained on rewards."""
+    """The training of a policy on rewards."""
 
     sampling: SamplingSettings = SamplingSettings()
     rollout: RolloutSettings = RolloutSettings()
@@ -157,53 +156,56 @@ class PolicySettings(Settings):
     routing: RoutingSettings = RoutingSettings()
     optimizer: OptimizerSettings
     updates_per_rollout: Count = Field(
-        default=1, description="policy updates of a step; divides prompts_per_step"
+        default=1, description="policy updates per step; must divide prompts_per_step"
     )
     loop: LoopSettings
     guards: GuardsSettings = GuardsSettings()
     stop: StopSettings | None = Field(
-        default=None, description="where the policy is done early; null trains all steps"
+        default=None, description="rule that ends the stage early as done; null: train all steps"
     )
 
 
 class DomainSettings(PolicySettings):
-    """A domain: its problems, its demonstrations, its rewards, and how its expert is trained."""
+    """A domain: its prompts, demonstrations and rewards, and the training of its expert."""
 
     renamed: ClassVar[dict[str, str]] = {
         "reward": "rewards: {NAME: {kind: python, function: package.module:function}}"
     }
 
-    prompts: PromptSettings = Field(description="where its problems come from")
+    prompts: PromptSettings = Field(description="source of the domain's prompts")
     rewards: Annotated[dict[str, RewardSettings], Field(min_length=1)] = Field(
         default={"exact": ReasoningGymReward()},
-        description="by name; what a sample earns is the sum of weight x reward",
+        description="rewards by name; a sample's reward is the sum of weight x reward",
     )
     demonstrations: DemonstrationSettings = Field(
-        default=GeneratedDemonstrationSettings(), description="what the cold start is shown of it"
+        default=GeneratedDemonstrationSettings(),
+        description="demonstrations that the cold start trains on",
     )
     curriculum: CurriculumSettings = Field(
-        default=NoCurriculumSettings(), description="which prompts are taken more often"
+        default=NoCurriculumSettings(), description="choice of prompts by difficulty"
     )
     from_: str | None = Field(
         default=None,
         alias="from",
-        description="the stage it grows from: cold_start (without one, the initial weights), or"
-        " experts.NAME of the same round; null is cold_start, and the merge before in later rounds",
+        description="parent stage: cold_start (without one, the initial weights), or experts.NAME"
+        " of the same round; null: cold_start, or in later rounds the merge before",
     )
     gate: ExpertGateSettings | None = Field(
         default=None,
-        description="what its expert has to show before anything is made from it; null asks"
-        " nothing",
+        description="gate that the expert must pass before dependent stages start; null: no gate",
     )
 
 
 class MixedSettings(PolicySettings):
-    """The baseline of the experts and their merge: one policy, trained on all domains at once, each
-    with its own prompts, rewards and curriculum. `sampling.prompts_per_step` is of each domain."""
+    """The baseline of the merge: one policy, trained on all domains at once.
+
+    Each domain has its own prompts, rewards and curriculum, and `sampling.prompts_per_step` prompts
+    in every step.
+    """
 
 
 class ColdStartSettings(Settings):
-    """Supervised fine-tuning on all domains' demonstrations at once."""
+    """The cold start: supervised fine-tuning on the demonstrations of all domains."""
 
     routing: ColdStartRoutingSettings = ColdStartRoutingSettings()
     optimizer: OptimizerSettings
@@ -211,19 +213,19 @@ class ColdStartSettings(Settings):
 
 
 class MergeSettings(Settings):
-    """Multi-teacher on-policy distillation: students sample, each domain's own expert grades."""
+    """The merge: multi-teacher on-policy distillation from each domain's expert."""
 
     method: Literal["full_vocab_reverse_kl"] = Field(
-        default="full_vocab_reverse_kl", description="the loss of the merge"
+        default="full_vocab_reverse_kl", description="loss of the merge"
     )
     averaged_over: Literal["domains", "tokens"] = Field(
         default="domains",
-        description="domains: the mean of every domain's mean over its tokens. tokens: of all"
-        " tokens, most of which are of the domain with the longest responses",
+        description="domains: mean over domains of each one's mean over tokens. tokens: mean over"
+        " all tokens, most of which are of the domain with the longest responses",
     )
     domain_weights: dict[str, Annotated[float, Field(gt=0)]] = Field(
         default={},
-        description="what a domain weighs beside the others in that mean; 1 where it is not named",
+        description="relative weights of domains in that mean; 1 for a domain that is not named",
     )
     sampling: MergeSamplingSettings = MergeSamplingSettings()
     rollout: MergeRolloutSettings = MergeRolloutSettings()
@@ -232,32 +234,31 @@ class MergeSettings(Settings):
     loop: LoopSettings
     gate: MergeGateSettings | None = Field(
         default=None,
-        description="what it has to keep of its teachers before anything is made from it; null asks"
-        " nothing",
+        description="gate that the merge must pass before dependent stages start; null: no gate",
     )
 
 
 class EvaluationSettings(Settings):
-    """Held-out problems of every domain."""
+    """The evaluation on held-out problems of every domain."""
 
     problems: Count = Field(default=2000, description="held-out problems of each domain")
     samples_per_problem: int = Field(
         default=1,
         gt=0,
         le=256,
-        description="answers to each; with several, accuracy is the mean over the problems, and"
-        " pass_at_k the share of the problems that any of them solves",
+        description="answers to each problem; with several, accuracy is the mean over all answers,"
+        " and pass_at_k the share of problems that any answer solves",
     )
     temperature: Annotated[float, Field(ge=0, le=2)] = Field(
-        default=1.0, description="of the answers; 0 is greedy"
+        default=1.0, description="sampling temperature of the answers; 0: greedy"
     )
     sampling_seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(
-        default=20_000, description="of the answers"
+        default=20_000, description="seed of the answers"
     )
 
 
 class LoggingSettings(Settings):
-    """Weights & Biases beside metrics.jsonl, which is always written."""
+    """The logging to Weights & Biases and of audit data; metrics.jsonl is always written."""
 
     wandb: Literal["offline", "online", "disabled"] = Field(
         default="offline",
@@ -266,52 +267,52 @@ class LoggingSettings(Settings):
     project: str = Field(default="braid", description="project in Weights & Biases")
     auditable: bool = Field(
         default=False,
-        description="write what `braid audit` needs beside the samples of every step: the experts"
-        " that each token used, the tokens that sampling kept, and what a cold start and an"
-        " evaluation read",
+        description="write what `braid audit` needs beside the samples of every step: each token's"
+        " experts, the tokens that top-k and top-p kept, and the samples of cold starts and"
+        " evaluations",
     )
 
 
 class LaunchSettings(Settings):
-    """How `braid run` starts processes on this machine."""
+    """The start of processes by `braid run` on this machine."""
 
     fork_servers: bool = Field(
         default=True,
-        description="fork ranks and engines from processes that have imported their packages, which"
-        " takes a second where starting them takes 10 to 20; never done where an NVIDIA driver is",
+        description="fork ranks and engines from processes that have imported their packages: 1 s"
+        " instead of 10 to 20 s; ignored on machines with an NVIDIA driver",
     )
 
 
 class RunSettings(Settings):
-    """A whole run: `domains` maps each domain's name to its settings."""
+    """The settings of a run; `domains` maps each domain's name to its settings."""
 
     renamed: ClassVar[dict[str, str]] = {"experts": "domains"}
 
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         max_length=100,
-        description="name of the run's directory",
+        description="name of the run and its directory",
     )
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(
-        default=0, description="of everything that is sampled"
+        default=0, description="seed of all random choices"
     )
     deterministic: bool = Field(
         default=False,
-        description="the same bits every time, also after a kill; slower, and with mode: sync only",
+        description="bitwise reproducible run, also after a kill; slower, needs rollout.mode: sync",
     )
     model: ModelSettings
     layout: LayoutSettings = LayoutSettings()
     engine: EngineSettings = EngineSettings()
     cold_start: ColdStartSettings | None = Field(
-        description="null: experts grow from model.initial_weights, and need no demonstrations"
+        description="null: experts start from model.initial_weights, without demonstrations"
     )
     domains: Annotated[dict[str, DomainSettings], Field(min_length=1)]
-    merge: MergeSettings | None = Field(description="null leaves the experts as they are")
+    merge: MergeSettings | None = Field(description="null: no merge")
     rounds: Annotated[int, Field(gt=0, le=1000)] = Field(
-        default=1, description="experts and their merge, grown again from the merge before"
+        default=1, description="rounds of experts and merge, each from the merge before"
     )
     mixed: MixedSettings | None = Field(
-        default=None, description="trains one policy on all domains beside the experts; null none"
+        default=None, description="one policy trained on all domains, as a baseline; null: none"
     )
     launch: LaunchSettings = LaunchSettings()
     rewards: RewardPoolSettings = RewardPoolSettings()
@@ -319,17 +320,17 @@ class RunSettings(Settings):
     logging: LoggingSettings = LoggingSettings()
 
     def longest_prompt(self, sampling: SamplingSettings) -> int:
-        """Tokens of a prompt beside which a response fits into the engine."""
+        """Return the maximum prompt tokens with which a response fits into the engine."""
         return self.engine.max_model_tokens - sampling.max_response_tokens
 
     def gate_problems(self, domain: str) -> int:
-        """How many problems of a domain the gate asks for that asks for most."""
+        """Return the largest number of a domain's problems that any gate needs."""
         gates = (self.domains[domain].gate, self.merge and self.merge.gate)
         return max((gate.problems for gate in gates if gate), default=0)
 
 
 class StageJob(Settings):
-    """Everything one stage process needs; `python -m stages.main JOB` reads it on every rank.
+    """The job file of a stage; `python -m stages.main JOB` reads it on every rank.
 
     All paths are absolute. `parent` and the values of `teachers` and `models` are checkpoint
     directories (`.../checkpoints/step_N`). The stage writes only below `directory`, except that
@@ -347,32 +348,30 @@ class StageJob(Settings):
     teachers: dict[str, Path] = Field(default_factory=dict)
     models: dict[str, Path] = Field(default_factory=dict)
     evaluated_on: dict[str, list[str]] = Field(
-        default_factory=dict, description="of each model, its domains; all where it is not named"
+        default_factory=dict, description="domains by model; all for a model that is not named"
     )
     output: Path | None = None
-    samples: bool = Field(default=False, description="whether it needs engines")
+    samples: bool = Field(default=False, description="the stage needs engines")
     engine_addresses: list[Path] = Field(
         default_factory=list,
-        description="of each engine, the file it writes when it is ready: an `Address`",
+        description="file that each engine writes once it is ready: an `Address`",
     )
     interface: str = Field(
-        default=LOOPBACK, description="where the main rank meets the engines: parallel.network"
+        default=LOOPBACK,
+        description="network interface between the main rank and the engines: parallel.network",
     )
     settings: RunSettings
 
 
 class DomainCheckJob(Settings):
-    """What `python -m stages.domain_check JOB` reads: a domain, before anything is trained on it.
-
-    It writes what it found to `result`.
-    """
+    """The job file of `python -m stages.domain_check JOB`, which writes to `result`."""
 
     domain: str
     settings: DomainSettings
     tokenizer: str
     pool: RewardPoolSettings
-    prompts: Count = Field(description="that are shown, and scored with their references")
+    prompts: Count = Field(description="prompts to print, and to score with their references")
     max_positions: Tokens | None = Field(
-        default=None, description="model.max_positions, where a run is known"
+        default=None, description="model.max_positions, if the run is known"
     )
     result: Path

@@ -1,4 +1,4 @@
-"""Cold start: supervised fine-tuning on every domain's demonstrations at once."""
+"""The cold start: supervised fine-tuning on the demonstrations of all domains."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(job: StageJob) -> None:
 
 
 class ColdStart:
-    """Cross-entropy of what the demonstrations teach, averaged over all such tokens of the step."""
+    """The stage that minimises cross-entropy, averaged over the learned tokens of each step."""
 
     def __init__(self, job: StageJob) -> None:
         settings = job.settings
@@ -78,20 +78,20 @@ class ColdStart:
         }
 
     def score(self, metrics: dict[str, float]) -> float:
-        """A low loss is good."""
+        """Return minus the loss."""
         return -metrics["loss"]
 
     def state(self) -> dict[str, Any]:
-        """Where every domain's conversations continue. What the main rank says is saved."""
+        """Return the cursor of every domain's source; the main rank's state is saved."""
         return {"cursors": {domain: source.cursor for domain, source in self.sources.items()}}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue the conversations from there."""
+        """Continue from a saved state."""
         for domain, source in self.sources.items():
             source.cursor = state["cursors"][domain]
 
     def _draw(self, step: int) -> tuple[list[Sample], float]:
-        """What a step trains on, and how many conversations were too long for it."""
+        """Return the samples of a step, and the number of conversations skipped as too long."""
         before = sum(source.too_long for source in self.sources.values())
         samples = [
             sample
@@ -104,20 +104,19 @@ class ColdStart:
 
 
 class DemonstrationSource(Protocol):
-    """One domain's demonstrations; `cursor` is all that a resumed stage needs of it."""
+    """A source of one domain's demonstrations; `cursor` is the state to resume from."""
 
     cursor: int
     too_long: int
 
     def draw(self, step: int, count: int) -> list[Sample]:
-        """The `count` demonstrations of a step."""
+        """Return `count` demonstrations for a step."""
 
 
 class GeneratedPool:
-    """Demonstrations that were made beforehand, drawn with replacement; which of them a step trains
-    on follows from its number alone."""
+    """A pool of generated demonstrations, sampled with replacement."""
 
-    cursor = 0
+    cursor = 0  # no state: a step's choice depends on its number alone
     too_long = 0
 
     def __init__(self, samples: list[Sample], domain: str, seed: int) -> None:
@@ -126,7 +125,7 @@ class GeneratedPool:
         self._seed = seed
 
     def draw(self, step: int, count: int) -> list[Sample]:
-        """`count` of the pool."""
+        """Return `count` demonstrations for a step."""
         return Random(f"{self._seed}/{self._domain}/{step}").choices(self._samples, k=count)
 
 

@@ -11,7 +11,7 @@ Z_95 = 1.959963984540054  # the standard normal's 97.5 % quantile
 
 @dataclass(frozen=True)
 class Accuracy:
-    """A share of `n` problems answered correctly, with its 95 % interval; all within [0, 1]."""
+    """The share of `n` problems answered correctly, with its 95 % interval; all within [0, 1]."""
 
     accuracy: float
     low: float
@@ -29,21 +29,23 @@ class Difference:
 
 
 def wilson(correct: int, n: int) -> Accuracy:
-    """Accuracy with Wilson's score interval, sound near 0 and 1 too (Wilson, JASA 22, 1927).
+    """Return the accuracy with Wilson's score interval (JASA 22, 1927), valid near 0 and 1 too.
 
-    Raises ValueError unless 0 <= correct <= n and n > 0.
+    Raises:
+        ValueError: not 0 <= correct <= n, or n is 0.
     """
     if not (0 <= correct <= n and n > 0):
-        raise ValueError(f"{correct} correct of {n} problems is no accuracy")
+        raise ValueError(f"no accuracy: {correct} correct answers to {n} problems")
     return _interval(correct / n, n, n)
 
 
 def of_problems(solved: Sequence[int], samples: int) -> Accuracy:
-    """Accuracy on problems that were answered `samples` times each; `solved` has the right answers.
+    """Return the accuracy on problems that were answered `samples` times each.
 
-    Wilson's interval of as many single answers as would leave the mean over the problems with the
-    variance that it has: at least one a problem, and at most all of them, which it is where answers
-    to a problem are no more alike than those to others.
+    `solved` has the number of correct answers to each. The interval is Wilson's for the effective
+    number of independent answers, p (1 - p) over the variance of the mean over problems: from one
+    per problem, where all answers to a problem are equal, to all answers, where they are
+    independent.
     """
     n = len(solved)
     share = sum(solved) / (n * samples)
@@ -53,7 +55,7 @@ def of_problems(solved: Sequence[int], samples: int) -> Accuracy:
 
 
 def _interval(share: float, answers: float, n: int) -> Accuracy:
-    """Wilson's interval of `answers` independent answers to `n` problems."""
+    """Return the accuracy `share` with Wilson's interval for `answers` independent answers."""
     shrink = 1 + Z_95**2 / answers
     centre = (share + Z_95**2 / (2 * answers)) / shrink
     spread = share * (1 - share) / answers + Z_95**2 / (4 * answers**2)
@@ -62,11 +64,11 @@ def _interval(share: float, answers: float, n: int) -> Accuracy:
 
 
 def difference(after: Accuracy, before: Accuracy, share: float = 1.0) -> Difference:
-    """after - share * before, for independent samples, from the two Wilson intervals.
+    """Return after - share * before, for independent samples, from the two Wilson intervals.
 
-    Newcombe's hybrid score interval (Statistics in Medicine 17, 1998, method 10); with a share as
-    Zou and Donner have it for any linear combination (Statistics in Medicine 27, 2008). Models that
-    answered the same problems differ by less than it allows for: it errs on the wide side.
+    Newcombe's hybrid score interval (Statistics in Medicine 17, 1998, method 10), extended to
+    linear combinations by Zou and Donner (Statistics in Medicine 27, 2008). It is conservative for
+    two models that answered the same problems.
     """
     gain = after.accuracy - share * before.accuracy
     above, below = before.high - before.accuracy, before.accuracy - before.low

@@ -67,9 +67,9 @@ class PolicyStep:
         number_of_step: int,
         state: dict[str, Any],
     ) -> None:
-        """`settings` are the stage's resolved ones, `weights` those of rewards by domain.
+        """Take the stage's resolved settings, the rewards' weights by domain, and a saved state.
 
-        `state` holds the objective's learned coefficients in the checkpoint before.
+        `state`, of the checkpoint before the step, has the objective's learned coefficients.
         """
         self.settings = settings
         self.objective = settings["objective"]

@@ -82,7 +82,7 @@ class Tokens:
 
     @property
     def log_ratio(self) -> Tensor:
-        """log pi_theta - log pi_old of every token, in nats."""
+        """The log-ratio log pi_theta - log pi_old of every token, in nats."""
         return self.log_probs - self.old_log_probs
 
     def cleared(self) -> Tokens:

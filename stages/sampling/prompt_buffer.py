@@ -115,8 +115,7 @@ class PromptBuffer:
         return float(count)
 
     def state(self) -> dict[str, Any]:
-        """Return, as JSON, every domain's cursor, its earlier prompts that are in flight, the
-        unreported count of prompts that were too long, and the curricula."""
+        """Return, as JSON, every domain's cursor, its prompts in flight, counts and curricula."""
         learned = {domain: each.state() for domain, each in self._frontiers.items()}
         return {
             "cursors": {domain: stream.cursor for domain, stream in self._streams.items()},

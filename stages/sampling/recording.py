@@ -1,4 +1,4 @@
-"""What a step trained on, in files: tokens to replay it, text to read, what an audit needs."""
+"""The record of a step's samples: tokens, text, and the arrays that an audit needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Decode = Callable[[np.ndarray], str]
 
 
 def samples_file(directory: Path, step: int) -> Path:
-    """The file of the samples of a step, in the directory of a stage's samples."""
+    """Return the file of a step's samples in a directory."""
     return directory / f"step_{step:06d}.jsonl"
 
 
@@ -26,10 +26,10 @@ def record(
 ) -> None:
     """Write the samples of each of a step's updates as JSON lines.
 
-    With `auditable` the arrays that are too large for text are written beside them, in a file of
-    the same name that ends in .npz: `routes` uint16 [tokens read, routed layers, experts_per_token]
-    of all samples one after the other, and where sampling kept a part of the vocabulary, `kept`
-    int32 and how many each token kept, `kept_counts` int32 [response tokens].
+    With `auditable`, arrays go to a file of the same name that ends in .npz: `routes` uint16
+    [tokens read, routed layers, experts_per_token], all samples concatenated; and where top-k or
+    top-p keep a part of the vocabulary, the `kept` tokens, int32, concatenated, and their number at
+    each response token, `kept_counts` int32 [response tokens].
 
     Raises:
         OSError: such as a full disk.
@@ -69,7 +69,7 @@ def _line(sample: Sample, update: int, decode: Decode) -> dict[str, Any]:
 
 def _write_arrays(path: Path, samples: Sequence[Sample]) -> None:
     routes = [sample.routes for sample in samples if sample.routes is not None]
-    # A sample without sets keeps everything at every token, which is what an empty set says.
+    # A sample without sets keeps the whole vocabulary at every token: empty sets.
     kept = (
         [
             each

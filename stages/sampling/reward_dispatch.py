@@ -32,7 +32,7 @@ class RewardDispatcher:
 
     @property
     def pending(self) -> bool:
-        """Whether grades are still to come, and so another call of `wake`."""
+        """True while grades are in flight, so that `wake` will be called again."""
         return self._pool.owed > 0
 
     def expect(self, groups: Iterable[Group]) -> None:

@@ -45,7 +45,7 @@ def test_difference(
 
 @pytest.mark.parametrize(("correct", "n"), [(0, 0), (3, 2), (-1, 5)])
 def test_no_accuracy(correct: int, n: int) -> None:
-    with pytest.raises(ValueError, match="is no accuracy"):
+    with pytest.raises(ValueError, match="no accuracy"):
         wilson(correct, n)
 
 
