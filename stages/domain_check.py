@@ -78,7 +78,7 @@ def checked(job: DomainCheckJob) -> dict[str, Any]:
     problems = _problems(job, tokenizer, lengths)
     pool = RewardPool({job.domain: job.settings.rewards}, job.pool, job.result.parent)
     try:
-        begun = [_begun(problem, job.settings, tokenizer, pool) for problem in problems]
+        submitted = [_submit(problem, job.settings, tokenizer, pool) for problem in problems]
         found = [
             {
                 "prompt": problem.prompt,
@@ -89,7 +89,7 @@ def checked(job: DomainCheckJob) -> dict[str, Any]:
                     for what, text, future in responses
                 ],
             }
-            for problem, responses in zip(problems, begun, strict=True)
+            for problem, responses in zip(problems, submitted, strict=True)
         ]
     finally:
         pool.close()
@@ -118,18 +118,18 @@ def _problems(job: DomainCheckJob, tokenizer: Tokenizer, lengths: LengthReport) 
     return stream.take_distinct(min(job.prompts, max(usable, 1)))
 
 
-def _begun(
+def _submit(
     problem: Problem, settings: DomainSettings, tokenizer: Tokenizer, pool: RewardPool
 ) -> list[tuple[str, str, Future[Grade]]]:
     """Submit every response to a problem; return each one's kind, its text and its future grade."""
     texts = {"reference": reference(problem, settings), "empty": "", "garbage": GARBAGE}
-    begun = []
+    submitted = []
     for what, text in texts.items():
         if text is not None:
             response = Response(text, _tokens(text, tokenizer, problem.domain))
             [future] = pool.submit(problem, [response])
-            begun.append((what, text, future))
-    return begun
+            submitted.append((what, text, future))
+    return submitted
 
 
 def _tokens(text: str, tokenizer: Tokenizer, domain: str) -> int:

@@ -12,16 +12,16 @@ from stages.audit.model import Model
 from stages.audit.recorded import RecordedSample
 from stages.audit.rows import Comparison, number
 
-# Tokens as likely as the last one that is kept are kept or not by rounding.
+# Rounding decides whether tokens that tie with the last kept one are kept.
 OF_TIES = 0.02
 
 
 def mismatch(
     samples: Sequence[RecordedSample], old: Sequence[torch.Tensor], logged: Mapping[str, float]
 ) -> list[Comparison]:
-    """Compare the distance of the engine from pi_old, relative to one nat: it is rounding itself.
+    """Compare the engine's mismatch with pi_old, relative to one nat: it is rounding itself.
 
-    Of samples from older weights it is the distance that the policy has moved.
+    For samples of older weights it is the policy's drift.
     """
     pairs = zip(samples, old, strict=True)
     apart = torch.cat([mine - sample.logprobs[sample.learned] for sample, mine in pairs]).abs()

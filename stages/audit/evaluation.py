@@ -50,7 +50,7 @@ def evaluation_rows(run: RecordedRun, stage: str) -> list[Comparison]:
             solved = sum(_solved(run, answer) for answer in answers)
             quantity = f"{name} on {domain}: accuracy"
             rows.append(number(quantity, accuracy, solved / len(answers), scale=1.0))
-            gate = kind_of(stage) == "gates"  # which takes one answer to each problem problem
+            gate = kind_of(stage) == "gates"  # one answer to each problem
             of_each = 1 if gate else run.settings["evaluation"]["samples_per_problem"]
             rows.append(number(f"{name} on {domain}: n", count, len(answers) / of_each))
     return rows

@@ -47,7 +47,7 @@ def main() -> None:
             sys.exit(1)
         except Exception as error:
             # Damaged files may raise anything in the arithmetic; intact ones raise nothing.
-            why = f"its files cannot be computed with: {repr(error)[:LONGEST]}"
+            why = f"its step cannot be recomputed: {repr(error)[:LONGEST]}"
             found.append(_refused(stage, why))
     write_atomically(Path(job["result"]), json.dumps(found) + "\n")
 

@@ -96,7 +96,9 @@ class PolicyStep:
     ) -> list[Comparison]:
         """Recompute the step; the policy, the optimizer and the reference are then as after it."""
         if without := sum(sample.fields["reward"] is None for sample in samples):
-            raise NotAuditable(f"{without} samples have no reward, and none is trained on without")
+            raise NotAuditable(
+                f"{without} samples have no reward; a step trains only on graded samples"
+            )
         recorded, samples = samples, [self._masked(sample) for sample in samples]
         expected = self.settings["updates_per_rollout"]
         if (there := 1 + max(sample.update for sample in samples)) != expected:

@@ -92,12 +92,12 @@ class RecordedRun:
         """Return the checkpoint of the stage `of` that `stage` was initialised from, by its digest.
 
         Raises:
-            NotAuditable: its parent is none of that stage, or the checkpoint is gone.
+            NotAuditable: it started from another stage, or the checkpoint is gone.
         """
         digest = self.manifest(stage)["parents"].get(of)
         if digest is None:
             raise NotAuditable(
-                f"the parent of {stage} is no checkpoint of {of}, which run.yaml names"
+                f"{stage} did not start from a checkpoint of {of}, its parent in run.yaml"
             )
         for found in whole_checkpoints(self.stage(of) / "checkpoints"):
             if found.digest == digest:
@@ -189,7 +189,7 @@ def samples(path: Path) -> list[RecordedSample]:
     with naming(path):
         lines = [decoder.decode(line) for line in read_text(path).splitlines()]
         for number, line in enumerate(lines, start=1):
-            _hold_together(line, f"{path}:{number}")
+            _check_lengths(line, f"{path}:{number}")
         if not lines:
             raise NotAuditable(f"{path} is damaged: it is empty")
     arrays = path.with_suffix(".npz")
@@ -202,7 +202,7 @@ def samples(path: Path) -> list[RecordedSample]:
         return [_drawn(line, next(routes, None), sets) for line in lines]
 
 
-def _hold_together(line: _Line, place: str) -> None:
+def _check_lengths(line: _Line, place: str) -> None:
     """Raise NotAuditable where the arrays of a sample differ from its tokens in length."""
     count = len(line.response_tokens)
     of_tokens = {"logprobs": line.logprobs or None, "advantages": line.advantages}
