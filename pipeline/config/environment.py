@@ -23,7 +23,11 @@ from pipeline.config.violations import hint, shown
 from pipeline.errors import BraidError
 from stages.data.formats import FORMATS
 from stages.data.reasoning_gym_options import options, value_violation
-from stages.data.sources.settings import FileSettings, ReasoningGymPromptSettings, TooManyFolders
+from stages.data.sources.settings import (
+    FileSettings,
+    ReasoningGymPromptSettings,
+    TooManyDirectories,
+)
 from stages.rewards.kinds.judge import JudgeReward
 from stages.rewards.kinds.python import PythonReward
 from stages.settings import DomainSettings, RunSettings
@@ -66,7 +70,7 @@ def missing_data(key: str, domain: DomainSettings, demonstrated: bool) -> Found:
             continue
         try:
             found = settings.files()
-        except TooManyFolders as why_not:
+        except TooManyDirectories as why_not:
             yield f"{key}.{block}.path", f"{shown(settings.path)} {why_not}"
             continue
         if not found:

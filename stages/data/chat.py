@@ -12,12 +12,12 @@ ASSISTANT = "assistant"
 
 
 def as_messages(value: object) -> list[Message]:
-    """The messages of a row's column; what is null is left out, as Parquet cannot.
+    """Return the chat messages in a row's column, without null keys, which Parquet cannot omit.
 
-    Raises ValueError where it is no list of messages.
+    Raises ValueError where `value` is not a list of messages.
     """
     if not isinstance(value, list) or not value:
-        raise ValueError("is no list of messages")
+        raise ValueError("is not a list of messages")
     messages = []
     for place, each in enumerate(value, start=1):
         message = {}
@@ -25,17 +25,16 @@ def as_messages(value: object) -> list[Message]:
             message = {name: part for name, part in each.items() if part is not None}
         for name in ("role", "content"):
             if not isinstance(message.get(name), str):
-                raise ValueError(f"has a message, the {place}., whose {name} is no text")
+                raise ValueError(f"has a message, number {place}, whose {name} is not text")
         messages.append(message)
     return messages
 
 
 def content_key(prompt: str | Sequence[Message]) -> str:
-    """SHA-256 of what a prompt says, 64 hexadecimal digits.
+    """Return the SHA-256 of a prompt's content, 64 hexadecimal digits.
 
-    It does not depend on a chat template, and a single message of the user is the same prompt as
-    its text: so the held-out split is the same however a file writes its prompts. Nor does it
-    depend on the kind and amount of whitespace between words, or on any around the text.
+    It does not depend on the chat template or on whitespace, and a single user message hashes like
+    its text: the held-out split is the same however a file writes its prompts.
     """
     if isinstance(prompt, str):
         text = _spaced(prompt)

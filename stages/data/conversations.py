@@ -1,4 +1,4 @@
-"""Conversations as samples to imitate: every turn of the assistant is learned, the rest is read."""
+"""Conversations as SFT samples: assistant turns are trained on, all other tokens are masked."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ SHOWN = 60  # characters of a rendering in an error
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of a conversation's text; `learned` is what the assistant said, with what the
-    template puts behind it."""
+    """A piece of a conversation's text; `learned`: an assistant turn with the template's suffix."""
 
     text: str
     learned: bool
 
 
 def segments(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Segment]:
-    """The conversation up to the assistant's last turn, in pieces that alternate.
+    """Return the conversation up to the last assistant turn, as alternating segments.
 
-    A turn's piece begins where the template stops when it asks for that very turn, since that is
-    what a rollout's prompt ends with. Raises TokenizerError where the beginning of a conversation
-    is not rendered as the beginning of the whole: then what is trained is not what is sampled.
+    An assistant turn begins after the template's generation prompt, where a rollout's prompt ends.
+    Raises TokenizerError where the template does not render the first turns as a prefix of the
+    whole: training would then see other tokens than sampling.
     """
     found: list[Segment] = []
     text = ""
@@ -44,21 +43,20 @@ def segments(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Segment]
 
 
 def conversation_sample(tokenizer: Tokenizer, messages: Sequence[Message], domain: str) -> Sample:
-    """The prompt is all before the assistant's first turn; of the rest, the assistant's turns are
-    learned, each up to its end token.
+    """Return a conversation as a sample whose prompt ends before the first assistant turn.
 
-    Pieces are encoded one by one, as a rollout's prompt and response are. Raises TokenizerError
-    where the chat template does not allow it.
+    The loss mask covers each assistant turn up to its end token. Segments are encoded one by one,
+    as a rollout's prompt and response are. Raises TokenizerError as `segments`.
     """
     first, *rest = segments(tokenizer, messages)
     ids: list[int] = []
     learned: list[bool] = []
     for segment in rest:
         own = tokenizer.encode(segment.text)
-        upto = _after_end(tokenizer, own, segment.text) if segment.learned else 0
+        upto = _learned_ids(tokenizer, own, segment.text) if segment.learned else 0
         ids += own
         learned += [place < upto for place in range(len(own))]
-    while not learned[-1]:  # what the template puts behind the last end token
+    while not learned[-1]:  # the template's suffix after the last end token
         ids.pop()
         learned.pop()
     return Sample(
@@ -70,7 +68,7 @@ def conversation_sample(tokenizer: Tokenizer, messages: Sequence[Message], domai
 
 
 def response_sample(tokenizer: Tokenizer, prompt: str, response: str, domain: str) -> Sample:
-    """A prompt of text and a response of text, which gets an end token."""
+    """Return a text prompt and a text response, with an end token, as a sample."""
     return Sample(
         domain=domain,
         prompt=np.array(tokenizer.encode(prompt), np.int32),
@@ -79,23 +77,26 @@ def response_sample(tokenizer: Tokenizer, prompt: str, response: str, domain: st
 
 
 def _continued(before: str, after: str, place: int) -> str:
-    """What `after` adds to `before`, which it should begin with."""
+    """Return `after` without its prefix `before`. Raises TokenizerError where it has another."""
     if after.startswith(before):
         return after[len(before) :]
     same = next(i for i in range(len(before)) if before[i] != after[i : i + 1])
     here, there = (repr(text[same : same + SHOWN]) for text in (before, after))
     raise TokenizerError(
-        "model.tokenizer: its chat template rewrites what came before when a conversation goes on:"
-        f" message {place + 1} turns {here} into {there}; give every turn of the assistant a row"
-        " of its own that ends with it, or use a template that leaves earlier turns alone"
+        f"model.tokenizer: its chat template rewrites earlier turns: message {place + 1} turns"
+        f" {here} into {there}; split the conversation into rows that end with their only"
+        " assistant turn, or use a template that leaves earlier turns unchanged"
     )
 
 
-def _after_end(tokenizer: Tokenizer, ids: list[int], text: str) -> int:
-    """How many of a turn's ids are learned: up to its last end token, which a rollout stops at."""
+def _learned_ids(tokenizer: Tokenizer, ids: list[int], text: str) -> int:
+    """Return the number of an assistant turn's ids up to its last end token.
+
+    A rollout stops there. Raises TokenizerError where there is no end token.
+    """
     if tokenizer.end_token not in ids:
         raise TokenizerError(
-            f"model.tokenizer: its chat template ends a turn of the assistant, {text[-SHOWN:]!r},"
+            f"model.tokenizer: its chat template ends an assistant turn, {text[-SHOWN:]!r},"
             f" without the end token {tokenizer.end_token}; set eos_token in its"
             " tokenizer_config.json to what the template writes"
         )

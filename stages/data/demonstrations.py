@@ -17,7 +17,7 @@ from stages.data.sources.settings import GeneratedDemonstrationSettings
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A problem and a response to imitate. `worked` ones are right, the others wrong."""
+    """A problem and a response to imitate: right where it is `worked`, else wrong."""
 
     problem: Problem
     response: str
@@ -27,9 +27,10 @@ class Demonstration:
 def demonstrations(
     settings: GeneratedDemonstrationSettings, prompts: PromptStream, seed: int
 ) -> list[Demonstration]:
-    """`settings.count` demonstrations of the next problems of `prompts`, a pure function of both.
+    """Return demonstrations of the next `settings.count` problems of `prompts`.
 
-    Each is worked with probability `settings.worked_fraction`.
+    Each is worked with probability `settings.worked_fraction`, a pure function of `seed` and the
+    domain.
     """
     random = Random(f"{seed}/{prompts.domain}/demonstrations")
     return [
@@ -39,7 +40,7 @@ def demonstrations(
 
 
 def demonstrate(problem: Problem, worked: bool, random: Random) -> Demonstration:
-    """`<working>answer`, or `<>` and an answer given in haste, which is wrong."""
+    """Return `<working>answer` where `worked`, else `<>` and a careless, wrong answer."""
     form = FORMATS[problem.fields["dataset"]]
     if worked:
         working = form.working(problem.fields["entry"])

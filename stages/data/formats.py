@@ -1,8 +1,8 @@
 """The compact text of each reasoning-gym dataset: a prompt of a dozen characters, not a paragraph.
 
-Adding a dataset is adding a `Format`. A response is `<working>answer`. Many of reasoning-gym's own
+To add a dataset, add a `Format`. A response is `<working>answer`. Many of reasoning-gym's own
 scorers give the answer to `eval` or to sympy's `parse_expr`, which runs it as code in a reward
-worker: such a dataset is refused (`reasoning_gym_source`), whatever its `hand_in` lets through.
+worker: such a dataset is refused (`reasoning_gym_source`), whatever its `hand_in` accepts.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 
 @dataclass(frozen=True)
 class Format:
-    """How a dataset's entry is asked, worked, answered, answered carelessly, and handed in.
+    """A dataset's functions from an entry to its prompt, working, answer and a careless answer.
 
-    `hand_in` turns a response's answer into what reasoning-gym's scorer reads, or None where it
-    is no answer at all. `module` is reasoning-gym's, whose config class has the dataset's options.
+    `hand_in` converts a response's answer into the text that reasoning-gym's scorer reads, or
+    returns None for an invalid answer. reasoning-gym's `module` defines the dataset's config class.
     """
 
     module: str
@@ -39,7 +39,7 @@ def _sum_prompt(entry: Entry) -> str:
 
 
 def _running_totals(entry: Entry) -> str:
-    """Every intermediate result, left to right: `4 - 1 - 7` is worked as `3,-4`."""
+    """Return every intermediate result, left to right: `4 - 1 - 7` gives `3,-4`."""
     first, *rest = entry["metadata"]["expression"].split()
     total, totals = int(first), []
     for sign, term in zip(rest[::2], rest[1::2], strict=True):
@@ -78,13 +78,13 @@ def _swap_numbers(answer: str, random: Random) -> str:
 
 
 def _hand_in_numbers(answer: str) -> str | None:
-    """A JSON list of strings. Only digits pass: a list of `nan` would score as right."""
+    """Return a JSON list of strings. Only numbers pass: a list of `nan` would score as right."""
     numbers = answer.split(",")
     return json.dumps(numbers) if all(map(NUMBER.fullmatch, numbers)) else None
 
 
 def _swap_neighbours(items: Sequence[str], random: Random) -> list[str]:
-    """`items` with two unequal neighbours exchanged; where all are equal, the last is forgotten."""
+    """Return `items` with two unequal neighbours swapped; where all are equal, without the last."""
     places = [i for i in range(len(items) - 1) if items[i] != items[i + 1]]
     if not places:
         return list(items[:-1])

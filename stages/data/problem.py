@@ -20,13 +20,12 @@ class DomainError(UserError):
 
 @dataclass(frozen=True)
 class Problem:
-    """One question, and what a reward may want to know of it.
+    """A question, with the fields that rewards read.
 
-    `prompt` is the text the model reads: where the source has chat messages, those are `messages`,
-    and the prompt is what the tokenizer's chat template makes of them. `answer` is the reference,
-    or "". `fields` is the whole row it came from; of reasoning-gym, the `dataset`'s name and its
-    `entry`, which the dataset's own scorer compares with. `index` is the problem's place in the
-    stream it came from.
+    `prompt` is the text that the model reads: where the source has chat `messages`, their rendering
+    by the tokenizer's chat template. `answer` is the reference, or "". `fields` is the whole source
+    row; for reasoning-gym the `dataset`'s name and the `entry` that its scorer reads. `index` is
+    the problem's index in its stream.
     """
 
     domain: str
@@ -38,5 +37,5 @@ class Problem:
 
     @cached_property
     def key(self) -> str:
-        """Content hash of the prompt, 64 hexadecimal digits: equal for all that reads the same."""
+        """The content hash of the prompt, 64 hexadecimal digits (see `content_key`)."""
         return content_key(self.prompt if self.messages is None else self.messages)

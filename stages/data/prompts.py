@@ -15,36 +15,35 @@ from stages.data.tokenizer import Tokenizer
 
 Split = Literal["train", "held_out", "gate"]
 
-GATE_SHARE = 0.2  # of what is not trained on: gates decide by it, and no reported number is of it
+GATE_SHARE = 0.2  # of the held-out prompts: gates decide by these, and no report includes them
 STREAM_SPACING_BITS = 32
 REMEDIES = {"held_out": ", or lower evaluation.problems", "gate": ", or lower gate.problems"}
 
 
 class Source(Protocol):
-    """Where problems come from: without end, each a pure function of the seed and its index.
+    """An endless source of problems, each a pure function of the seed and its index.
 
-    `key` is the setting to fix where there are too few; `patience` candidates without a usable one
-    mean that none is left.
+    `key` is the setting to fix where there are too few; the split is exhausted after `patience`
+    candidates without a usable one.
     """
 
     key: str
     patience: int
 
     def problem(self, index: int) -> Problem | None:
-        """The problem at `index`, or None where its prompt is too long."""
+        """Return the problem at `index`, or None where its prompt is too long."""
 
 
 class PromptStream:
-    """The problems of one domain, for one purpose (a stage, say), in one split.
+    """A stream of the problems of one domain, in one split, for one purpose such as a stage.
 
-    What comes next is a pure function of the settings, the domain, the seed, the purpose and
+    The next problem is a pure function of the settings, the domain, the seed, the purpose and
     `cursor`, the index of the next candidate: saving that one integer saves the stream.
 
-    The split is by content: a prompt is of one whatever seed, purpose or domain drew it.
-    Training streams may repeat a prompt; one of files does so only when all rows have had their
-    turn. `too_long` counts the prompts that were skipped for their length: `longest` tokens is what
-    there is room for, beside what the settings say.
-    Raises DomainError where the settings make no problems.
+    The split is by content: a prompt's split is the same for every seed, purpose and domain.
+    Training streams may repeat a prompt; a stream of files only after a whole epoch. `too_long`
+    counts the prompts skipped because they exceed `longest` tokens or the settings' limit.
+    Raises DomainError where the settings yield no problems.
     """
 
     def __init__(
@@ -69,13 +68,13 @@ class PromptStream:
         self._source = _source(settings, tokenizer, domain, stream_seed, split)
 
     def take(self, count: int) -> list[Problem]:
-        """The next `count` problems. Raises DomainError when the split yields no more."""
+        """Return the next `count` problems. Raises DomainError when the split is exhausted."""
         return [self._next(exclude={}) for _ in range(count)]
 
     def take_distinct(self, count: int) -> list[Problem]:
-        """The next `count` problems of which no two share a prompt.
+        """Return the next `count` problems with distinct prompts.
 
-        Raises DomainError when the domain does not hold so many.
+        Raises DomainError when the split has fewer.
         """
         found: dict[str, Problem] = {}
         while len(found) < count:
@@ -91,15 +90,15 @@ class PromptStream:
                 continue
             if problem is None or self._has_no_room(problem):
                 self.too_long += 1
-                _tell_of_too_long(self.domain)
+                _report_too_long(self.domain)
             elif problem.key not in exclude:
                 return problem
-        skipped = f" and {self.too_long} too long ones" if self.too_long else ""
+        skipped = f" ({self.too_long} too long)" if self.too_long else ""
         raise DomainError(
             self.domain,
             self._source.key,
-            f"only {len(exclude)} distinct {self.split} prompts{skipped} found, {wanted} needed;"
-            " have more problems, more varied ones, or change prompts.held_out_fraction"
+            f"only {len(exclude)} distinct {self.split} prompts found{skipped}, {wanted} needed;"
+            " add problems, vary them, or change prompts.held_out_fraction"
             f"{' or the limits on tokens' if self.too_long else ''}"
             f"{REMEDIES.get(self.split, '')}",
         )
@@ -119,33 +118,31 @@ def held_out_problems(
     longest: int | None = None,
     split: Split = "held_out",
 ) -> list[Problem]:
-    """The problems a domain is evaluated on, or its gates decide by, which are others: `count`
-    distinct ones of at most `longest` tokens, the same in every run.
+    """Return `count` distinct problems of the held-out or the gate split, the same in every run.
 
-    Raises DomainError when the split does not hold so many.
+    Their prompts have at most `longest` tokens. Raises DomainError when the split has fewer.
     """
     stream = PromptStream(settings, tokenizer, domain, 0, "evaluate", split, longest=longest)
     return stream.take_distinct(count)
 
 
 def split_of(problem: Problem, fraction: float) -> Split:
-    """The split of a prompt, by its hash, where `fraction` of all prompts is not trained on."""
+    """Return the split of a prompt, by its hash; `fraction` of all prompts is held out."""
     if not is_held_out(problem, fraction):
         return "train"
     return "gate" if is_held_out(problem, fraction * GATE_SHARE) else "held_out"
 
 
 def is_held_out(problem: Problem, fraction: float) -> bool:
-    """Whether the prompt's hash, read as a number in [0, 1), falls below `fraction`."""
+    """Return whether the prompt's hash, read as a number in [0, 1), is below `fraction`."""
     return int(problem.key, base=16) < fraction * 2**256
 
 
 @cache
-def _tell_of_too_long(domain: str) -> None:
-    """Once a process, which may have many streams of a domain."""
+def _report_too_long(domain: str) -> None:  # once a process, which may have many streams
     report_notice(
-        f"domains.{domain}.prompts: prompts are skipped that are longer than max_prompt_tokens, or"
-        " leave no room for a response; the metric too_long counts them"
+        f"domains.{domain}.prompts: skipping prompts that exceed max_prompt_tokens or leave no"
+        " room for a response; the metric too_long counts them"
     )
 
 
@@ -162,6 +159,6 @@ def _source(
 
 
 def _stream_seed(seed: int, domain: str, purpose: str) -> int:
-    """A seed for reasoning-gym, at least 2^32 items away from that of every other stream."""
+    """Return a seed for reasoning-gym, at least 2^32 items away from every other stream's seed."""
     digest = sha256(f"{seed}/{domain}/{purpose}".encode()).digest()
     return int.from_bytes(digest[:8]) << STREAM_SPACING_BITS

@@ -1,7 +1,7 @@
 """Options of reasoning-gym's datasets, as the source of their config classes states them.
 
 Importing reasoning-gym takes seconds and numpy; parsing one of its modules takes milliseconds, so
-that a configuration is validated on a login node at once. Never imports torch.
+that a login node validates a configuration at once. Never imports torch.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from stages.data.formats import FORMATS
 
 PACKAGE = "reasoning_gym"
 SET_BY_THE_STREAM = {"seed", "size"}
-# Of whole numbers, which say how many numbers, digits or letters a problem has: the highest level
-# of reasoning-gym's own curricula. A million of them would take seconds for every problem.
+# The largest integer option (numbers, digits or letters of a problem): the highest level of
+# reasoning-gym's own curricula. A million would take seconds for every problem.
 MOST = 1000
 TYPES: dict[str, type | tuple[type, ...]] = {
     "int": int,
@@ -32,7 +32,7 @@ TYPES: dict[str, type | tuple[type, ...]] = {
 def options(dataset: str) -> dict[str, str] | None:
     """Return the type of every option of a dataset of FORMATS, by name.
 
-    None stands for what cannot be known: reasoning-gym is not installed, or another version of it.
+    None: reasoning-gym is not installed, or in a version that this does not read.
     """
     spec = find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:

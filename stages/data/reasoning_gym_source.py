@@ -1,6 +1,6 @@
 """Problems from reasoning-gym (arXiv 2505.24760), scored by reasoning-gym's own scorers.
 
-Its import takes seconds, so only what makes or scores problems pays for it.
+Importing reasoning_gym takes seconds, so only code that creates or scores problems imports it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class ReasoningGymSource:
 
     reasoning-gym draws item i with Random(seed + i): two seeds closer than the number of items
     drawn from them share items.
-    Raises DomainError where the dataset or a key of its config is unknown or refused, or where the
-    dataset's scorer would run a response's text.
+    Raises DomainError where the dataset or a key of its config is unknown or invalid, or where the
+    dataset's scorer would execute a response's text.
     """
 
     key = "prompts.config"
@@ -43,7 +43,7 @@ class ReasoningGymSource:
         self._dataset = _create_dataset(settings, domain, seed)
 
     def problem(self, index: int) -> Problem:
-        """The problem at `index`; raises DomainError where the dataset has none to draw from."""
+        """Return the problem at `index`. Raises DomainError where the dataset cannot draw one."""
         try:
             entry: Entry = self._dataset[index]
         except Exception as error:
@@ -63,9 +63,9 @@ class ReasoningGymSource:
 
 
 def score(problem: Problem, answer: str) -> float:
-    """reasoning-gym's score of `answer`, within [0, 1]; 0 for what is no answer to the question.
+    """Return reasoning-gym's score of `answer`, in [0, 1]; 0 for an invalid answer.
 
-    Its number_sorting forgives each number an error of 1.
+    reasoning-gym's number_sorting tolerates an error of 1 in each number.
     Raises ValueError for a problem of another source, which has no such scorer.
     """
     dataset = problem.fields.get("dataset")
@@ -92,8 +92,8 @@ def _create_dataset(settings: ReasoningGymPromptSettings, domain: str, seed: int
         raise DomainError(
             domain,
             "prompts.dataset",
-            f"reasoning-gym's scorer would run a response's text: {found}; score it with a reward "
-            "of one's own",
+            f"reasoning-gym's scorer would run a response's text: {found}; read the problems from"
+            " a file and score them with your own reward",
         )
     kinds = {
         option.name: getattr(option.type, "__name__", str(option.type))
@@ -108,14 +108,14 @@ def _create_dataset(settings: ReasoningGymPromptSettings, domain: str, seed: int
             raise DomainError(domain, f"prompts.config.{key}", wrong)
     try:
         return _reasoning_gym().create_dataset(name, seed=seed, size=UNBOUNDED, **settings.config)
-    except Exception as error:  # its configs refuse by assertions, and fail in any way they like
-        raise DomainError(domain, "prompts.config", f"refused by {name}: {error}") from error
+    except Exception as error:  # its configs reject values by assertions and other errors
+        raise DomainError(domain, "prompts.config", f"rejected by {name}: {error}") from error
 
 
 def _evaluation(dataset_type: type[Any]) -> str | None:
-    """Where the module of a dataset's scorer evaluates text as code, or None.
+    """Return where the module of a dataset's scorer evaluates text as code, or None.
 
-    What it evaluates of an entry alone is reasoning-gym's own; all else may be a response.
+    An entry alone is reasoning-gym's own text; anything else may be a response.
     """
     module = sys.modules[dataset_type.score_answer.__module__]
     path = Path(str(module.__file__))

@@ -1,8 +1,8 @@
-"""From text to ids and back: what every tokenizer of ours can do, and the one of characters.
+"""The tokenizers: the interface, the character tokenizer, and Hugging Face's.
 
-The tokenizer of single characters is small enough for a model of a million parameters. It works
-without importing transformers, and saves as an ordinary Hugging Face tokenizer that
-`AutoTokenizer`, and so vLLM, loads.
+The character tokenizer is small enough for a model of a million parameters. It does not import
+transformers, and saves as an ordinary Hugging Face tokenizer, which `AutoTokenizer`, and so vLLM,
+loads.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ +-*/=<>,.:?"
-# Named with brackets, which are no characters of the vocabulary: nothing else spells a special one.
+# The vocabulary has no brackets, so that no other text spells a special token.
 PAD, END = "[PAD]", "[END]"
 PIECE = re.compile(r"\[[A-Z]+(?:_\d+)?\]|.", re.DOTALL)
-# `user: 2+2? assistant: 4[END]`: the role, what it said, and a space or, after the assistant, the
-# end token.
+# `user: 2+2? assistant: 4[END]`: the role, the content, and a space or the assistant's end token.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] }}"
     "{{ '[END]' if message['role'] == 'assistant' else ' ' }}{% endfor %}"
@@ -36,11 +35,11 @@ CHAT_TEMPLATE = (
 
 
 class TokenizerError(UserError, ValueError):
-    """A tokenizer that cannot serve, or text that it cannot read."""
+    """A tokenizer that cannot be used, or text that it cannot encode."""
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. Ids are below `vocabulary_size`; a response ends with `end_token`."""
+    """A tokenizer; ids are below `vocabulary_size`, and a response ends with `end_token`."""
 
     @property
     def end_token(self) -> int: ...
@@ -53,30 +52,32 @@ class Tokenizer(Protocol):
 
     @property
     def template_digest(self) -> str:
-        """SHA-256 of the chat template; of nothing, where there is none."""
+        """The SHA-256 of the chat template, of "" where there is none."""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of the text and no others: special tokens are those that it spells.
+        """Return the text's ids, without special tokens that the text does not spell.
 
-        Raises TokenizerError where some of it has no id.
+        Raises TokenizerError where a character has no id.
         """
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text before the first end token. Other special ids show by name, never vanish."""
+        """Return the text before the first end token; other special ids are shown by name."""
 
     def render(self, messages: Sequence[Message], generation_prompt: bool) -> str:
-        """The conversation as the model reads it; with `generation_prompt`, up to where the
-        assistant begins to answer. Raises TokenizerError where the chat template refuses it."""
+        """Return the conversation rendered by the chat template.
+
+        `generation_prompt` appends the beginning of an assistant turn. Raises TokenizerError where
+        the template rejects the messages.
+        """
 
     def save(self, directory: Path) -> None:
         """Write the Hugging Face tokenizer's files into `directory`."""
 
 
 def load_tokenizer(model: ModelSettings) -> Tokenizer:
-    """The tokenizer that `model.tokenizer` names.
+    """Return the tokenizer that `model.tokenizer` names.
 
-    Raises TokenizerError where there is none, it has no end token, or it has more ids than the
-    model.
+    Raises TokenizerError where it cannot be loaded, has no end token, or more ids than the model.
     """
     tokenizer = tokenizer_named(model.tokenizer)
     if tokenizer.vocabulary_size > model.vocabulary_size:
@@ -88,19 +89,19 @@ def load_tokenizer(model: ModelSettings) -> Tokenizer:
 
 
 def tokenizer_named(name: str) -> Tokenizer:
-    """The one of characters, or that of a folder. Raises TokenizerError where it cannot serve."""
+    """Return the character tokenizer or a directory's, or raise TokenizerError."""
     if name == CHARACTERS_NAME:
         return CharacterTokenizer()
     return HuggingFaceTokenizer(Path(name))
 
 
 def digest_of_template(template: str) -> str:
-    """SHA-256, 64 hexadecimal digits."""
+    """Return a template's SHA-256, 64 hexadecimal digits."""
     return sha256(template.encode()).hexdigest()
 
 
 class CharacterTokenizer:
-    """80 ids: pad 0, end 1, then `CHARACTERS` in order, then reserved ones."""
+    """The character tokenizer: 80 ids, pad 0, end 1, `CHARACTERS` in order, then reserved ids."""
 
     end_token = END_TOKEN
     pad_token = PAD_TOKEN
@@ -114,7 +115,7 @@ class CharacterTokenizer:
         self._ids = {token: i for i, token in enumerate(self._tokens)}
 
     def encode(self, text: str) -> list[int]:
-        """One id a character or special name, without an end token of its own."""
+        """Return one id for each character or special name, without an end token."""
         try:
             return [self._ids[piece] for piece in PIECE.findall(text)]
         except KeyError as unknown:
@@ -123,7 +124,7 @@ class CharacterTokenizer:
             ) from None
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text before the first end token."""
+        """Return the text before the first end token."""
         tokens = []
         for i in ids:
             if i == self.end_token:
@@ -132,7 +133,7 @@ class CharacterTokenizer:
         return "".join(tokens)
 
     def render(self, messages: Sequence[Message], generation_prompt: bool) -> str:
-        """What `CHAT_TEMPLATE` makes of the messages."""
+        """Return the messages as `CHAT_TEMPLATE` renders them."""
         turns = [
             f"{each['role']}: {each['content']}{END if each['role'] == ASSISTANT else ' '}"
             for each in messages
@@ -144,7 +145,7 @@ class CharacterTokenizer:
         self.hugging_face().save_pretrained(directory)
 
     def hugging_face(self) -> PreTrainedTokenizerFast:
-        """The same ids as a transformers tokenizer. It, too, refuses unknown characters."""
+        """Return an equal transformers tokenizer, which rejects unknown characters too."""
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
 
@@ -162,30 +163,29 @@ class CharacterTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """Encodes text as it stands: what a model wants around it (a first token, roles) is the chat
-    template's part.
+    """A Hugging Face tokenizer; a model's first token and its roles are left to the chat template.
 
-    Raises TokenizerError where the folder holds no tokenizer, or one without an end token.
+    Raises TokenizerError where transformers cannot load it, or it has no end token.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         if not directory.is_dir():
-            raise TokenizerError(f"model.tokenizer: no such folder: {directory}")
+            raise TokenizerError(f"model.tokenizer: no such directory: {directory}")
         from transformers import AutoTokenizer  # takes seconds
 
         try:
             loaded = AutoTokenizer.from_pretrained(
                 directory, local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # transformers raises whatever its files make it raise
+        except Exception as error:  # damaged files make transformers raise anything
             raise TokenizerError(
-                f"model.tokenizer: {directory} holds no tokenizer that transformers loads: {error}"
+                f"model.tokenizer: transformers cannot load {directory}: {error}"
             ) from error
         if loaded.eos_token_id is None:
             raise TokenizerError(
-                f"model.tokenizer: {directory} names no end token; set eos_token in its"
-                " tokenizer_config.json to what ends an answer"
+                f"model.tokenizer: {directory} has no end token; set eos_token in its"
+                " tokenizer_config.json to the token that ends a response"
             )
         self._tokenizer = loaded
         self.end_token: int = loaded.eos_token_id
@@ -196,12 +196,11 @@ class HuggingFaceTokenizer:
         self.template_digest = digest_of_template(self._template())
 
     def encode(self, text: str) -> list[int]:
-        """The ids of the text, without a first or an end token of their own."""
+        """Return the text's ids, without added first or end tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text before the first end token; an id of the model that the tokenizer lacks is
-        [UNKNOWN_id]."""
+        """Return the text before the first end token; an id the tokenizer lacks is [UNKNOWN_id]."""
         until_end = []
         for i in ids:
             if i == self.end_token:
@@ -216,25 +215,25 @@ class HuggingFaceTokenizer:
         return "".join(pieces)
 
     def render(self, messages: Sequence[Message], generation_prompt: bool) -> str:
-        """What the folder's chat template makes of the messages."""
+        """Return the messages as the directory's chat template renders them."""
         if not self._template():
             raise TokenizerError(
                 f"model.tokenizer: {self._directory} has no chat template, which chat messages"
-                " need; add its chat_template.jinja, or give prompts as text"
+                " need; add its chat_template.jinja, or write prompts as text"
             )
         try:
             text = self._tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=generation_prompt
             )
-        except Exception as error:  # a template is a program, and fails in any way it likes
+        except Exception as error:  # a template is a program, which may raise anything
             raise TokenizerError(
-                f"model.tokenizer: the chat template of {self._directory} refuses"
+                f"model.tokenizer: the chat template of {self._directory} rejects"
                 f" {list(messages)!r}: {error}"
             ) from error
         return str(text)
 
     def save(self, directory: Path) -> None:
-        """Write the tokenizer's files, its chat template among them, into `directory`."""
+        """Write the tokenizer's files, including its chat template, into `directory`."""
         self._tokenizer.save_pretrained(directory)
 
     def _decode_known(self, ids: list[int]) -> str:

@@ -45,9 +45,10 @@ def test_a_folder_is_looked_through_only_as_far_as_that_takes_seconds(
     edited(config, "prompts: {dataset: chain_sum}", prompts)
     here = ("cold_start=null", f"model.initial_weights={start}")
     assert load(config, here).domains["sums"].prompts.files()
-    monkeypatch.setattr("stages.data.sources.settings.MOST_FOLDERS", 3)
+    monkeypatch.setattr("stages.data.sources.settings.MOST_DIRECTORIES", 3)
     [fault] = faults(config, *here)
-    assert fault.endswith("sums.prompts.path: data has over 3 folders below it; name a smaller one")
+    message = "sums.prompts.path: data has more than 3 directories below it; name a smaller one"
+    assert fault.endswith(message)
 
 
 def test_what_prompts_of_files_ask_of_other_blocks(config: Path) -> None:

@@ -120,14 +120,14 @@ def test_what_follows_the_last_turn_of_the_assistant_is_left_out(folder: Path) -
 def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path) -> None:
     tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path, FORGETFUL))
     conversation_sample(tokenizer, chat("a", "hm/b"), "math")
-    message = r"rewrites what came before .*: message 4 turns 'hm/b<.*> into 'b<.*; give every turn"
+    message = r"rewrites earlier turns: message 4 turns 'hm/b<.*> into 'b<.*; split the conversat"
     with pytest.raises(TokenizerError, match=message.replace("> into", "' into")):
         conversation_sample(tokenizer, chat("a", "hm/b", "c", "d"), "math")
 
 
 def test_a_template_without_the_end_token_is_refused(tmp_path: Path) -> None:
     tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path, ENDLESS))
-    message = r"ends a turn of the assistant, 'b<\|other\|>\\n', without the end token 2; set eos_t"
+    message = r"ends an assistant turn, 'b<\|other\|>\\n', without the end token 2; set eos_t"
     with pytest.raises(TokenizerError, match=message):
         conversation_sample(tokenizer, chat("a", "b"), "math")
 
@@ -221,10 +221,10 @@ def test_long_conversations_are_skipped_and_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"chat": []}, "no column 'messages'; there are 'chat'"),
-        ({"messages": chat("a")}, "'messages' has no message of the assistant to learn from"),
-        ({"messages": chat("a", "b")[1:]}, "'messages' begins with the assistant"),
-        ({"messages": [{"role": "user"}]}, "'messages' has a message, the 1., whose content is no"),
+        ({"chat": []}, "no column 'messages'; columns: 'chat'"),
+        ({"messages": chat("a")}, "'messages' has no assistant turn to train on"),
+        ({"messages": chat("a", "b")[1:]}, "'messages' must not start with an assistant turn"),
+        ({"messages": [{"role": "user"}]}, "'messages' has a message, number 1, whose content is"),
     ],
 )
 def test_a_bad_row_is_named_or_counted(tmp_path: Path, row: dict[str, Any], message: str) -> None:
@@ -240,5 +240,5 @@ def test_a_broken_template_is_noticed_before_training_and_names_the_row(tmp_path
     tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path / "tokenizer", FORGETFUL))
     made = [{"messages": chat("a", "b")}, {"messages": chat("a", "hm/b", "c", "d")}]
     settings = JsonlDemonstrationSettings(path=write(tmp_path / "a.jsonl", made))
-    with pytest.raises(TokenizerError, match=r"rewrites what came before.*; in .*a\.jsonl:2"):
+    with pytest.raises(TokenizerError, match=r"rewrites earlier turns.*; in .*a\.jsonl:2"):
         ConversationStream(settings, tokenizer, "math", 0, 1e-9, 100)

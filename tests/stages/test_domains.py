@@ -168,7 +168,7 @@ def test_two_thousand_held_out_problems_are_found(dataset: str) -> None:
         ),
         (
             settings("chain_sum", min_terms=9),
-            r"domains\.math\.prompts\.config: refused by chain_sum: max_terms must be >= min_terms",
+            r"domains\.math\.prompts\.config: rejected by chain_sum: max_terms must be >= min_t",
         ),
         (
             settings("chain_sum", min_terms="three"),

@@ -142,7 +142,7 @@ def test_what_repeats_is_dropped_and_counted(
     counts = prompt_index(settings, "math").counts
     assert (counts.rows, counts.bad, counts.duplicates) == (33, 0, 13)
     assert len({problem.answer for problem in stream(settings).take(20)}) == 20
-    assert "domains.math.prompts: skipped of 33 rows: 13 repeat another" in capfd.readouterr().err
+    assert "domains.math.prompts: skipped rows, of 33: 13 repeated" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("stated", "room"), [(0, None), (None, 0), (0, 9), (9, 0)])
@@ -162,7 +162,7 @@ def test_prompts_over_the_limit_are_skipped_and_counted(
     assert max(len(TOKENIZER.encode(each.prompt)) for each in drawn) == limit
     drawing.take(1)  # the next epoch
     assert drawing.too_long >= 40 - short
-    with pytest.raises(DomainError, match=r"domains\.math\.prompts\.path: only 0 .*too long ones"):
+    with pytest.raises(DomainError, match=r"domains\.math\.prompts\.path: only 0 .*too long"):
         stream(jsonl(path, max_prompt_tokens=3)).take(1)
 
 
@@ -179,7 +179,7 @@ def test_prompts_that_leave_no_room_are_skipped_and_counted(tmp_path: Path, kind
     assert drawing.too_long == drawing.cursor - 20 > 0
     [again] = stream(settings, cursor=drawn[-1].index, longest=limit).take(1)
     assert seen([again]) == seen(drawn[-1:])
-    with pytest.raises(DomainError, match=r"only 0 .* and \d+ too long ones .* limits on tokens"):
+    with pytest.raises(DomainError, match=r"only 0 .* \(\d+ too long\), .* limits on tokens"):
         stream(settings, longest=1).take(1)
 
 
@@ -192,28 +192,28 @@ BAD_LINES = [
     ("[" * 100_000, "nested too deeply"),
     ('{"prompt": "1+1=", "answer"}', "not valid JSON: Expecting ':' delimiter at column 28"),
     ("[1]", "not a JSON object"),
-    ('{"question": "1+1="}', "no column 'prompt'; there are 'question'"),
-    ('{"prompt": "1+1="}', "no column 'answer'; there are 'prompt'"),
+    ('{"question": "1+1="}', "no column 'prompt'; columns: 'question'"),
+    ('{"prompt": "1+1="}', "no column 'answer'; columns: 'prompt'"),
     ('{"prompt": "1+1=", "answer": NaN}', "'answer' is neither text nor a finite number"),
     (
         '{"prompt": "\\ud83d", "answer": "2"}',
-        "half of a surrogate pair, which is no text",
+        "half of a surrogate pair, which is not text",
     ),
     ('{"prompt": "", "answer": "2"}', "'prompt' is blank"),
     ('{"prompt": " \\n\\t", "answer": "2"}', "'prompt' is blank"),
     (
         '{"prompt": [{"role": "user", "content": " "}], "answer": "2"}',
-        "'prompt' has no message that is not blank",
+        "'prompt' has only blank messages",
     ),
     ('{"prompt": 3, "answer": "2"}', "'prompt' is neither text nor a list of messages"),
     ('{"prompt": "1+1=", "answer": [2]}', "'answer' is neither text nor a finite number"),
     (
         '{"prompt": [{"role": "user", "content": null}], "answer": "2"}',
-        "'prompt' has a message, the 1., whose content is no text",
+        "'prompt' has a message, number 1, whose content is not text",
     ),
     (
         '{"prompt": [{"role": "assistant", "content": "a"}], "answer": "2"}',
-        "'prompt' ends with a message of the assistant, which is to answer it",
+        "'prompt' must not end with an assistant turn",
     ),
 ]
 
@@ -232,7 +232,7 @@ def test_a_bad_row_stops_with_file_and_line_or_is_counted(
     skipping = jsonl(path, on_bad_row="skip", held_out_fraction=1e-9)
     assert sorted(problem.answer for problem in stream(skipping).take(2)) == ["1", "4"]
     assert prompt_index(skipping, "math").counts.bad == 1
-    assert f"1 cannot be used ({path}:3: {message})" in capfd.readouterr().err
+    assert f"1 unusable ({path}:3: {message})" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "latin-1"])
@@ -257,7 +257,7 @@ def test_a_mark_of_the_byte_order_and_returns_of_the_carriage_are_no_part_of_a_r
 
 def test_rows_that_are_all_bad_are_an_error_even_where_they_may_be_skipped(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"question": "1"}] * 3)
-    message = r"no usable row in .*: .*a\.jsonl:1: no column 'prompt'; there are 'question'"
+    message = r"no usable row in .*: .*a\.jsonl:1: no column 'prompt'; columns: 'question'"
     with pytest.raises(DomainError, match=message):
         stream(jsonl(path, on_bad_row="skip"))
 
@@ -265,7 +265,7 @@ def test_rows_that_are_all_bad_are_an_error_even_where_they_may_be_skipped(tmp_p
 def test_a_parquet_file_without_the_column_names_those_it_has(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", rows(3))
     settings = ParquetPromptSettings(path=path, prompt="question", on_bad_row="skip")
-    message = r"prompts: .*no column 'question'; there are 'prompt', 'answer', 'level'"
+    message = r"prompts: .*no column 'question'; columns: 'prompt', 'answer', 'level'"
     with pytest.raises(DomainError, match=message):
         stream(settings)
     broken = tmp_path / "b.parquet"

@@ -20,12 +20,11 @@ Shown = tuple[str, str] | list[Message]  # a prompt's text and a response's, or 
 
 
 class ConversationStream:
-    """A domain's conversations, each once an epoch in an order that the seed decides; without end.
+    """An endless stream of a domain's conversations, each once an epoch in a seeded order.
 
-    What comes next is a pure function of the settings, the seed and `cursor`. Those whose prompts
-    are held out are never given; `too_long` counts those of more than `limit` tokens, which are
-    skipped. Raises DomainError where the rows cannot be used, and TokenizerError where the chat
-    template cannot.
+    The next conversation is a pure function of the settings, the seed and `cursor`. Conversations
+    with held-out prompts never come; `too_long` counts those skipped for more than `limit` tokens.
+    Raises DomainError for unusable rows, and TokenizerError for an unusable chat template.
     """
 
     def __init__(
@@ -47,22 +46,24 @@ class ConversationStream:
         rows = self._index.split(False, held_out_fraction)
         self._rows = rows
         self._order = Order(rows, seed)
-        self._patience = 2 * len(rows)  # that many in a row hold a whole epoch
+        self._patience = 2 * len(rows)  # consecutive rows that include a whole epoch
         for row in rows[:PROBED].tolist():
             self._sample(row)
 
     def draw(self, step: int, count: int) -> list[Sample]:
-        """The next `count` conversations, whatever the step. Raises DomainError where all are too
-        long."""
+        """Return the next `count` conversations, independent of `step`.
+
+        Raises DomainError where all are too long.
+        """
         return [self._next() for _ in range(count)]
 
     @property
     def rows(self) -> int:
-        """How many conversations there are, too long ones included."""
+        """The number of conversations, including too long ones."""
         return len(self._rows)
 
     def all(self) -> Iterator[Sample]:
-        """Each of them once, in the order of the files."""
+        """Return every conversation once, in the order of the files."""
         return map(self._sample, self._rows.tolist())
 
     def _next(self) -> Sample:
@@ -95,7 +96,7 @@ class ConversationStream:
 
 @cache
 def conversation_index(settings: FileDemonstrationSettings, domain: str) -> RowIndex:
-    """The index of a domain's demonstrations; the files are read once a process."""
+    """Return the index of a domain's demonstrations; the files are read once a process."""
     response = settings.response
     columns = [settings.messages] if response is None else [settings.prompt, response]
 
@@ -108,15 +109,15 @@ def conversation_index(settings: FileDemonstrationSettings, domain: str) -> RowI
 
 
 def shown_in(row: Row, settings: FileDemonstrationSettings) -> Shown:
-    """What a row demonstrates. Raises RowError where that is nothing to learn from."""
+    """Return a row's demonstration. Raises RowError where it has nothing to train on."""
     if settings.response is not None:
         return _pair(row, settings.prompt, settings.response)
     messages = messages_of(row, settings.messages)
     roles = [each["role"] for each in messages]
     if roles[0] == ASSISTANT:
-        raise RowError(f"{settings.messages!r} begins with the assistant, who nobody has asked")
+        raise RowError(f"{settings.messages!r} must not start with an assistant turn")
     if ASSISTANT not in roles:
-        raise RowError(f"{settings.messages!r} has no message of the assistant to learn from")
+        raise RowError(f"{settings.messages!r} has no assistant turn to train on")
     return messages
 
 
@@ -126,14 +127,14 @@ def _pair(row: Row, prompt_column: str, response_column: str) -> Shown:
         raise missing(response_column, list(row))
     response = row[response_column]
     if not isinstance(response, str) or not response:
-        raise RowError(f"{response_column!r} is no text")
+        raise RowError(f"{response_column!r} is empty or not text")
     if isinstance(prompt, str):
         return prompt, response
     return [*prompt, {"role": ASSISTANT, "content": response}]
 
 
 def _prompt_key(shown: Shown) -> str:
-    """The content hash of what is asked, by which a conversation is held out or not."""
+    """Return the content hash of the turns before the first assistant turn, for the split."""
     if isinstance(shown, tuple):
         return content_key(shown[0])
     roles = [each["role"] for each in shown]

@@ -1,5 +1,4 @@
-"""Where the usable rows of some files stand, which of them are held out, and in which order they
-come: 20 bytes a row, whatever the rows hold."""
+"""An index of the usable rows of files, their held-out split and their order: 20 bytes a row."""
 
 from __future__ import annotations
 
@@ -17,13 +16,13 @@ from stages.data.problem import DomainError
 from stages.data.sources.rows import ROWS, Row, RowError
 from stages.data.sources.settings import FileSettings
 
-# What a row is, and what its prompt says: two content hashes, 64 hexadecimal digits each.
+# Returns the content hashes of a row and of its prompt, 64 hexadecimal digits each.
 Identify = Callable[[Row], tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What became of the rows of the files: all of them, the unusable, the repeated."""
+    """The numbers of all rows, of unusable rows and of duplicates in the files."""
 
     rows: int
     bad: int
@@ -32,10 +31,10 @@ class Counts:
 
 @dataclass(frozen=True)
 class RowIndex:
-    """The usable rows, in the order of the files, each once.
+    """The distinct usable rows, in the order of the files.
 
-    `file` uint32 [rows] is the place in `files` and `at` int64 [rows] the place therein; `keys`
-    uint64 [rows] are the first 64 bits of the hashes of their prompts.
+    `file` uint32 [rows] indexes `files`, and `at` int64 [rows] is the row's position in its file;
+    `keys` uint64 [rows] are the first 64 bits of the hashes of their prompts.
     """
 
     settings: FileSettings
@@ -48,9 +47,9 @@ class RowIndex:
     keys: np.ndarray = field(repr=False)
 
     def split(self, held_out: bool, fraction: float) -> np.ndarray:
-        """The rows, int64, whose prompts are held out where `fraction` of all are, or the others.
+        """Return the rows, int64, of the held-out or the training split.
 
-        Raises DomainError where there are none.
+        `fraction` of all prompts is held out. Raises DomainError where the split is empty.
         """
         below = self.keys < np.uint64(ceil(fraction * 2**64))
         rows = np.flatnonzero(below == held_out)
@@ -65,23 +64,23 @@ class RowIndex:
         return rows
 
     def read(self, row: int) -> Row:
-        """A row of the index, from its file. Raises DomainError where it is gone."""
+        """Return a row from its file. Raises DomainError where it no longer exists."""
         try:
             return ROWS[self.settings.source].read(self.files[self.file[row]], int(self.at[row]))
         except (OSError, RowError) as error:
             raise self.changed(row, str(error)) from error
 
     def place(self, row: int) -> str:
-        """Where a row stands, for a person."""
+        """Return a row's file and line, for a message."""
         return ROWS[self.settings.source].place(self.files[self.file[row]], int(self.at[row]))
 
     def check(self, row: int, key: str) -> None:
-        """Raises DomainError where a row's prompt is not what it was when it was indexed."""
+        """Raise DomainError where a row's prompt changed since it was indexed."""
         if _leading(key) != int(self.keys[row]):
-            raise self.changed(row, "it asks something else")
+            raise self.changed(row, "it has another prompt")
 
     def changed(self, row: int, why: str) -> DomainError:
-        """The error of a file that changed while a stage read it."""
+        """Return the error for a file that changed while a stage reads it."""
         file = self.files[self.file[row]]
         return DomainError(
             self.domain, f"{self.block}.path", f"{file} changed since it was indexed: {why}"
@@ -93,9 +92,9 @@ def build_index(
 ) -> RowIndex:
     """Read every row of the files once.
 
-    `identify` raises RowError for a row that cannot be used. Skipped rows are counted and reported.
-    Raises DomainError, naming the file and the line, where a row cannot be used and is not to be
-    skipped, and where no row can be used.
+    `identify` raises RowError for an unusable row. Skipped rows are counted and reported. Raises
+    DomainError, naming the file and the line, for an unusable row that must not be skipped, and
+    where no row is usable.
     """
     files = settings.files()
     if not files:
@@ -111,7 +110,7 @@ def build_index(
 
 
 class _Reading:
-    """The index while it is made, and what was wrong with the rows."""
+    """A row index under construction, and its rows' errors."""
 
     def __init__(self, settings: FileSettings, domain: str, block: str, identify: Identify) -> None:
         self._settings, self._domain, self._block = settings, domain, block
@@ -136,7 +135,7 @@ class _Reading:
         self._keys.append(_leading(key))
 
     def index(self, files: list[Path]) -> RowIndex:
-        """Every row once, the first of those that are alike."""
+        """Return the index of the first row of each content."""
         if not self._keys:
             why = f": {self._first_error}" if self._first_error else ""
             raise DomainError(self._domain, self._block, f"no usable row in {files[0]}{why}")
@@ -165,16 +164,16 @@ class _Reading:
     def _report(self, counts: Counts) -> None:
         skipped = []
         if counts.bad:
-            skipped.append(f"{counts.bad} cannot be used ({self._first_error})")
+            skipped.append(f"{counts.bad} unusable ({self._first_error})")
         if counts.duplicates:
-            skipped.append(f"{counts.duplicates} repeat another")
+            skipped.append(f"{counts.duplicates} repeated")
         if skipped:
             block = f"domains.{self._domain}.{self._block}"
-            report_notice(f"{block}: skipped of {counts.rows} rows: {' and '.join(skipped)}")
+            report_notice(f"{block}: skipped rows, of {counts.rows}: {', '.join(skipped)}")
 
 
 class Order:
-    """Some rows in an order of their own every epoch, a pure function of `seed`; without end."""
+    """An endless order of rows, shuffled every epoch, a pure function of `seed`."""
 
     def __init__(self, rows: np.ndarray, seed: int) -> None:
         self._rows = rows
@@ -183,11 +182,11 @@ class Order:
         self._shuffled = rows
 
     def row(self, cursor: int) -> int:
-        """The row of the index that comes at `cursor`, counted from 0 through all epochs."""
+        """Return the row of the index at `cursor`, which counts from 0 through all epochs."""
         epoch, place = divmod(cursor, len(self._rows))
         if epoch != self._epoch:
             digest = sha256(f"{self._seed}/{epoch}".encode()).digest()
-            # numpy promises that RandomState draws the same for ever, and of no other that.
+            # Of numpy's generators only RandomState is guaranteed to draw the same for ever.
             random = np.random.RandomState(np.frombuffer(digest, ">u4").astype(np.uint32))
             self._shuffled = random.permutation(self._rows)
             self._epoch = epoch
@@ -195,5 +194,5 @@ class Order:
 
 
 def _leading(key: str) -> int:
-    """The first 64 bits of a hash."""
+    """Return the first 64 bits of a hash."""
     return int(key[:16], base=16)

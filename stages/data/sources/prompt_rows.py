@@ -15,7 +15,7 @@ from stages.data.tokenizer import Tokenizer, TokenizerError
 
 
 class FileSource:
-    """The rows of one split, each once an epoch, in an order that the seed decides; without end.
+    """An endless source of the rows of one split, each once an epoch in a seeded order.
 
     Raises DomainError where the files or their rows cannot be used, or the split is empty.
     """
@@ -36,12 +36,12 @@ class FileSource:
         self._index = prompt_index(settings, domain)
         rows = self._index.split(held_out, settings.held_out_fraction)
         self._order = Order(rows, seed)
-        self.patience = 2 * len(rows)  # that many in a row hold a whole epoch
+        self.patience = 2 * len(rows)  # consecutive rows that include a whole epoch
 
     def problem(self, index: int) -> Problem | None:
-        """The problem at `index`, or None where its prompt is too long.
+        """Return the problem at `index`, or None where its prompt is too long.
 
-        Raises TokenizerError, naming the row, where the tokenizer or its template cannot read it.
+        Raises TokenizerError, naming the row, where it cannot be rendered or encoded.
         """
         row = self._order.row(index)
         try:
@@ -55,7 +55,7 @@ class FileSource:
 
 @cache
 def prompt_index(settings: FilePromptSettings, domain: str) -> RowIndex:
-    """The index of a domain's prompts; the files are read once a process."""
+    """Return the index of a domain's prompts; the files are read once a process."""
     columns = [settings.prompt, *([] if settings.answer is None else [settings.answer])]
 
     def identify(row: Row) -> tuple[str, str]:
@@ -69,7 +69,7 @@ def prompt_index(settings: FilePromptSettings, domain: str) -> RowIndex:
 def problem_at(
     index: RowIndex, settings: FilePromptSettings, tokenizer: Tokenizer, row: int, place: int
 ) -> Problem:
-    """The problem of a row of the index, as number `place` of its stream."""
+    """Return the problem of a row of the index, as number `place` of its stream."""
     fields = index.read(row)
     try:
         prompt = prompt_of(fields, settings.prompt)
@@ -84,7 +84,7 @@ def problem_at(
 
 
 def prompt_of(row: Row, column: str) -> str | list[Message]:
-    """A prompt's text, or its chat messages. Raises RowError where it is neither."""
+    """Return a prompt's text or chat messages. Raises RowError where it is neither."""
     if column not in row:
         raise missing(column, list(row))
     value = row[column]
@@ -96,14 +96,14 @@ def prompt_of(row: Row, column: str) -> str | list[Message]:
         raise RowError(f"{column!r} is neither text nor a list of messages")
     messages = messages_of(row, column)
     if not any(message["content"].strip() for message in messages):
-        raise RowError(f"{column!r} has no message that is not blank")
+        raise RowError(f"{column!r} has only blank messages")
     if messages[-1]["role"] == ASSISTANT:
-        raise RowError(f"{column!r} ends with a message of the assistant, which is to answer it")
+        raise RowError(f"{column!r} must not end with an assistant turn")
     return messages
 
 
 def messages_of(row: Row, column: str) -> list[Message]:
-    """A column's chat messages. Raises RowError where there are none."""
+    """Return a column's chat messages. Raises RowError where there are none."""
     if column not in row:
         raise missing(column, list(row))
     try:
@@ -113,8 +113,10 @@ def messages_of(row: Row, column: str) -> list[Message]:
 
 
 def answer_of(row: Row, settings: FilePromptSettings) -> str:
-    """The reference answer: text as it stands, a finite number as JSON writes it; "" where none is
-    asked for. Raises RowError where it is neither."""
+    """Return the reference answer: text, a finite number as JSON writes it, or "" without a column.
+
+    Raises RowError for a value that is neither.
+    """
     if settings.answer is None:
         return ""
     if settings.answer not in row:

@@ -1,4 +1,4 @@
-"""Rows of JSONL and Parquet files, one at a time and from any place; no file is ever held whole."""
+"""Sequential and random access to rows of JSONL and Parquet files; no file is loaded whole."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import pyarrow.parquet as parquet
 
 Row = dict[str, Any]
 
-KEPT_BYTES = 256 << 20  # of decoded row groups, the newest of them kept in any case
+KEPT_BYTES = 256 << 20  # of decoded row groups; the newest is always kept
 OPEN_FILES = 64
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # as JSON spells one
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # as escaped in JSON
 
 
 class RowError(ValueError):
@@ -27,20 +27,20 @@ class RowError(ValueError):
 
 
 class Rows(Protocol):
-    """The rows of one format's files. A row is found again by its file and by `at`, a number."""
+    """A reader of one format's files; a file and the number `at` identify a row."""
 
     def scan(self, file: Path, columns: Sequence[str]) -> Iterator[tuple[int, Row | RowError]]:
-        """Every row in turn, with at least these columns. Raises RowError where none has them."""
+        """Yield every row with `at`. Raises RowError where the file lacks one of the columns."""
 
     def read(self, file: Path, at: int) -> Row:
-        """The whole row at `at`. Raises RowError where there is none any more."""
+        """Return the whole row at `at`. Raises RowError where it no longer exists."""
 
     def place(self, file: Path, at: int) -> str:
-        """Where the row stands, for a person."""
+        """Return the row's file and line, for a message."""
 
 
 class JsonlRows:
-    """One JSON object a line; `at` is the line's first byte. Empty lines are no rows."""
+    """A reader of one JSON object a line; `at` is the line's first byte. Skips empty lines."""
 
     def scan(self, file: Path, columns: Sequence[str]) -> Iterator[tuple[int, Row | RowError]]:
         at = 0
@@ -59,7 +59,7 @@ class JsonlRows:
         return row
 
     def place(self, file: Path, at: int) -> str:
-        """FILE:LINE; reads the file up to there."""
+        """Return FILE:LINE; reads the file up to there."""
         number, passed = 1, 0
         with file.open("rb") as lines:
             while passed < at and (line := lines.readline()):
@@ -68,7 +68,7 @@ class JsonlRows:
 
 
 class ParquetRows:
-    """Parquet; `at` is the row's number, from 0. A row is read with the row group it stands in."""
+    """A reader of Parquet; `at` is the row's number, from 0. Loads whole row groups."""
 
     def __init__(self) -> None:
         self._groups: OrderedDict[tuple[Path, int], pyarrow.Table] = OrderedDict()
@@ -90,18 +90,18 @@ class ParquetRows:
         ends = _group_ends(file)
         group = int(np.searchsorted(ends, at, side="right"))
         if group == len(ends):
-            raise RowError("the row is gone")
+            raise RowError("the row no longer exists")
         with _parquet_errors():
             table = self._group(file, group)
             place = at - int(ends[group] - table.num_rows)
             return table.slice(place, 1).to_pylist()[0]
 
     def place(self, file: Path, at: int) -> str:
-        """FILE, row N, counted from 1."""
+        """Return `FILE, row N`, counted from 1."""
         return f"{file}, row {at + 1}"
 
     def _group(self, file: Path, group: int) -> pyarrow.Table:
-        """A row group; those that were read last stay for the next rows."""
+        """Return a row group, from a cache of the most recent ones."""
         if (file, group) not in self._groups:
             with _opened(file) as source:
                 self._groups[file, group] = source.read_row_group(group)
@@ -115,13 +115,13 @@ ROWS: dict[str, Rows] = {"jsonl": JsonlRows(), "parquet": ParquetRows()}
 
 
 def missing(column: str, known: Sequence[str]) -> RowError:
-    """The error of a row, or a file, that lacks a column."""
-    return RowError(f"no column {column!r}; there are {', '.join(map(repr, known)) or 'none'}")
+    """Return the error of a row or a file that lacks a column."""
+    return RowError(f"no column {column!r}; columns: {', '.join(map(repr, known)) or 'none'}")
 
 
 def _parsed(line: bytes) -> Row | RowError:
     try:
-        row = json.loads(line.decode("utf-8-sig"))  # of bytes, json would take UTF-16 for text too
+        row = json.loads(line.decode("utf-8-sig"))  # json.loads(bytes) would accept UTF-16 too
     except UnicodeDecodeError as error:
         return RowError(f"not UTF-8: {error}")
     except json.JSONDecodeError as error:
@@ -131,12 +131,12 @@ def _parsed(line: bytes) -> Row | RowError:
     except RecursionError:
         return RowError("nested too deeply")
     if SURROGATE.search(line) and not _is_text(row):
-        return RowError("half of a surrogate pair, which is no text")
+        return RowError("half of a surrogate pair, which is not text")
     return row if isinstance(row, dict) else RowError("not a JSON object")
 
 
 def _is_text(row: Any) -> bool:
-    """Whether all text in a row is text: JSON can spell half a pair, which no tokenizer reads."""
+    """Return whether no text has half a surrogate pair: JSON allows it, tokenizers do not."""
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -145,14 +145,14 @@ def _is_text(row: Any) -> bool:
 
 
 def _next_rows(batches: Iterator[pyarrow.RecordBatch]) -> list[Row]:
-    """Those of the next batch that has any; none at the end."""
+    """Return the rows of the next batch that has any; none at the end."""
     with _parquet_errors():
         return next(filter(None, (batch.to_pylist() for batch in batches)), [])
 
 
 @contextmanager
 def _parquet_errors() -> Iterator[None]:
-    """Raises RowError for whatever pyarrow raises at contents that are damaged or strange."""
+    """Raise RowError for whatever pyarrow raises on damaged contents."""
     try:
         yield
     except RowError:
@@ -162,7 +162,7 @@ def _parquet_errors() -> Iterator[None]:
 
 
 def _opened(file: Path) -> parquet.ParquetFile:
-    """Raises RowError where the file is no Parquet."""
+    """Return the open file. Raises RowError where it is not Parquet."""
     try:
         return parquet.ParquetFile(file)
     except pyarrow.ArrowInvalid as error:
@@ -171,7 +171,7 @@ def _opened(file: Path) -> parquet.ParquetFile:
 
 @lru_cache(maxsize=OPEN_FILES)
 def _group_ends(file: Path) -> np.ndarray:
-    """Rows up to the end of each row group, int64."""
+    """Return the number of rows up to the end of each row group, int64."""
     with _opened(file) as source:
         groups = range(source.num_row_groups)
         return np.cumsum([source.metadata.row_group(group).num_rows for group in groups])

@@ -1,4 +1,4 @@
-"""What a person may set about a domain's prompts and demonstrations. Never imports torch."""
+"""The settings of a domain's prompts and demonstrations. Never imports torch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pydantic import Discriminator, Field, Tag
 from parallel.settings import Count, Fraction, Settings, Tokens
 
 HeldOutFraction = Annotated[float, Field(gt=0, lt=1)]
-MOST_FOLDERS = 20_000  # that are looked through for files, in a second or two
+MOST_DIRECTORIES = 20_000  # that are searched for files, in a second or two
 
 
-class TooManyFolders(OSError):
-    """A path below which files cannot be looked for."""
+class TooManyDirectories(OSError):
+    """A path with too many directories below it to search for files."""
 
 
 class ReasoningGymPromptSettings(Settings):
-    """Problems that reasoning-gym makes, and which share of them training never sees."""
+    """Problems that reasoning-gym generates, and their held-out share."""
 
     source: Literal["reasoning_gym"] = "reasoning_gym"
     dataset: str = Field(description="name of the dataset in reasoning-gym")
@@ -34,23 +34,23 @@ class ReasoningGymPromptSettings(Settings):
 
 
 class FileSettings(Settings):
-    """Rows of files, and what becomes of those that cannot be used."""
+    """Rows of files, and the treatment of unusable rows."""
 
     source: Literal["jsonl", "parquet"]
     path: Path = Field(
-        description="a file, a pattern such as data/*.jsonl, or a folder: all that lies below it;"
-        " relative to the file that states it"
+        description="a file, a pattern such as data/*.jsonl, or a directory, which is searched with"
+        " all below it; relative to the file that states it"
     )
     on_bad_row: Literal["stop", "skip"] = Field(
-        default="stop", description="stop: a row that cannot be used is an error; skip: is counted"
+        default="stop", description="stop: an unusable row is an error; skip: it is counted"
     )
 
     def files(self) -> list[Path]:
-        """The files, sorted by name; none where there are none.
+        """Return the files, sorted by name.
 
-        A folder may be called as files are, and a pipe or a device has no end to read to. Raises
-        TooManyFolders for a path below which they cannot be looked for in seconds, such as /.
+        Raises TooManyDirectories for a path such as /, which takes more than seconds to search.
         """
+        # Only regular files: a directory may have the suffix, and a pipe or a device has no end.
         if self.path.is_file():
             return [self.path]
         if self.path.is_dir():
@@ -59,20 +59,21 @@ class FileSettings(Settings):
         try:
             found = root.glob(str(self.path.relative_to(root)))
             return sorted(path for path in found if path.is_file())
-        except (OSError, ValueError):  # a folder is gone meanwhile, or it is no pattern at all
+        except (OSError, ValueError):  # a directory vanished meanwhile, or the pattern is invalid
             return []
 
 
-def _below(folder: Path, suffix: str) -> Iterator[Path]:
-    """The paths below a folder whose names end so; what is gone meanwhile is passed over."""
-    for number, (parent, _, names) in enumerate(os.walk(folder)):
-        if number == MOST_FOLDERS:
-            raise TooManyFolders(f"has over {MOST_FOLDERS} folders below it; name a smaller one")
+def _below(directory: Path, suffix: str) -> Iterator[Path]:
+    """Yield the paths with a suffix below a directory; skips directories that vanish meanwhile."""
+    for number, (parent, _, names) in enumerate(os.walk(directory)):
+        if number == MOST_DIRECTORIES:
+            what = f"has more than {MOST_DIRECTORIES} directories below it"
+            raise TooManyDirectories(f"{what}; name a smaller one")
         yield from (Path(parent, name) for name in names if name.endswith(suffix))
 
 
 class FilePromptSettings(FileSettings):
-    """Problems that stand in files, one a row, and which share of them training never sees."""
+    """Problems in files, one a row, and their held-out share."""
 
     prompt: str = Field(
         default="prompt", description="column of the prompt: text, or a list of chat messages"
@@ -104,15 +105,15 @@ class ParquetPromptSettings(FilePromptSettings):
 
 
 class DrawSettings(Settings):
-    """How many of a domain's demonstrations each step of the cold start trains on."""
+    """The number of a domain's demonstrations that each step of the cold start trains on."""
 
     sequences_per_step: Count = Field(
-        default=32, description="of this domain, in a step of the cold start"
+        default=32, description="demonstrations of this domain in a step of the cold start"
     )
 
 
 class GeneratedDemonstrationSettings(DrawSettings):
-    """The cold start's demonstrations of one domain: `worked_fraction` show careful work."""
+    """Generated demonstrations of a domain; `worked_fraction` of them show careful work."""
 
     source: Literal["generated"] = "generated"
     count: Count = Field(default=4000, description="demonstrations to generate")
@@ -122,7 +123,7 @@ class GeneratedDemonstrationSettings(DrawSettings):
 
 
 class FileDemonstrationSettings(DrawSettings, FileSettings):
-    """Conversations that stand in files, one a row; every turn of the assistant is learned."""
+    """Conversations in files, one a row; every assistant turn is trained on."""
 
     messages: str = Field(default="messages", description="column of whole conversations")
     prompt: str = Field(default="prompt", description="column of the prompts of `response`")
@@ -156,7 +157,7 @@ def _demonstration_source(given: Any) -> str:
 
 
 def _source(given: Any, default: str) -> str:
-    """Which settings are meant; a block that states no `source` means the default one."""
+    """Return the tag of the settings class; a block without `source` has the default."""
     if isinstance(given, dict):
         return str(given.get("source", default))
     return str(getattr(given, "source", default))
