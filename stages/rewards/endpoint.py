@@ -45,8 +45,7 @@ def unencrypted_host(url: str) -> str | None:
 
 
 def hiding(key: str | None) -> Callable[[str], str]:
-    """Return a function that replaces `key` in a text, case-insensitive, plain or escaped as in
-    JSON and URLs."""
+    """Return a function that hides `key` in a text, in any case, plain or escaped (JSON, URLs)."""
     if key is None:
         return lambda text: text
     pattern = re.compile("".join(map(_written, key)), re.IGNORECASE)

@@ -57,7 +57,7 @@ def main() -> None:
                 workers.add(process)
                 control.send(process)
             else:
-                control.send(_ended(wanted))
+                control.send(_killed(wanted))
                 workers.remove(wanted)
     _end_all()
 
@@ -74,7 +74,7 @@ def _forked(control: Connection, setup: Setup) -> int:
     return process
 
 
-def _ended(process: int) -> int:
+def _killed(process: int) -> int:
     """Kill a worker and its descendants; return its exit status, or minus its signal."""
     for each in [*_descendants(process), process]:
         with contextlib.suppress(ProcessLookupError):

@@ -55,9 +55,11 @@ class Grader:
         begin: Callable[[int, float | None], None] = lambda index, seconds: None,
         known: Mapping[str, float | None] = MappingProxyType({}),
     ) -> Grade:
-        """Return the grade. Rewards that are `known` are not run: they have that score, or are
-        skipped where it is None. `begin` is called before each other reward with its place and its
-        time limit in seconds."""
+        """Return the grade of a response.
+
+        `known` rewards are not run: they have that score, or are skipped where it is None. `begin`
+        is called before every other reward, with its index and its time limit in seconds.
+        """
         parts: dict[str, float] = {}
         total = 0.0
         steps: tuple[tuple[int, float], ...] = ()
@@ -78,7 +80,7 @@ class Grader:
                         weighted = [settings.weight * each for each in score.rewards]
                         steps = tuple(zip(score.ends, weighted, strict=True))
                     score = sum(score.rewards) / len(score.rewards)
-            except BaseException as error:  # also SystemExit: no reward may end its process quietly
+            except BaseException as error:  # also SystemExit: a reward must not end its worker
                 line = failure(problem, response, name, _said(error))
                 if settings.weight == 0:
                     watch_failures.append(line)
@@ -147,6 +149,6 @@ def _said(error: BaseException) -> str:
     where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     try:
         said = repr(error)
-    except Exception:  # it is whatever somebody made it
+    except Exception:  # a user's exception class may fail in __repr__
         said = type(error).__name__
     return f"raised {said}{where}"

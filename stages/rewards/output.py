@@ -16,15 +16,15 @@ PIECE = 1 << 16
 
 def pass_on(printed: int) -> None:
     """Copy from a pipe until all writers are gone; report once that output is dropped."""
-    left, told = LARGEST, False
+    left, reported = LARGEST, False
     with open(printed, "rb", buffering=0) as pipe:
         while piece := pipe.read(PIECE):
-            with contextlib.suppress(OSError):  # the log's disk is full: the rewards go on
+            with contextlib.suppress(OSError):  # a full disk must not stop the rewards
                 os.write(ERRORS, piece[:left])
-            if len(piece) > left and not told:
-                told = True
+            if len(piece) > left and not reported:
+                reported = True
                 report_notice(
-                    f"the rewards have printed more than {LARGEST} bytes, and the log takes no more"
-                    " of it: have them print less"
+                    f"the rewards printed more than {LARGEST} bytes; the rest is not logged: make"
+                    " them print less"
                 )
             left = max(0, left - len(piece))

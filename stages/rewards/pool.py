@@ -1,12 +1,12 @@
 """The pool of processes that score responses, so that no reward can hang or end a stage.
 
-A thread hands out chunks of responses and collects grades. A worker whose reward times out is
-killed and replaced; only that response is affected, the rest of its chunk goes to other workers.
-`forkserver` and `worker` run on the other side.
+A thread sends chunks of responses to the workers and collects grades. A worker whose reward times
+out is killed and replaced; only that response is affected, the rest of its chunk goes to other
+workers. `forkserver` and `worker` are the processes at the other end.
 
 pebble's ProcessPool was tried (5.2.3): it leaves a killed worker's children and a daemonised
 process alive, a hanging worker outlives a stage that SIGKILL ends, an idle worker that is stopped
-blocks its task for ever, and a timeout belongs to a task, not to each reward of it.
+blocks its task for ever, and a timeout applies to a task, not to each of its rewards.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from stages.rewards.worker import CLOCK_BYTES, Chunk, Clock, Setup, WorkerReady
 
 MOST_CORES, WAITING_WORKERS = 8, 16
 LONGEST_CHUNK = 32  # responses in one message
-TURNS = 2  # chunks per worker that the queue is split into, so that all end at about the same time
+TURNS = 2  # chunks per worker that the queue is split into, so that all finish at about one time
 LOOK_SECONDS = 0.25  # between two checks of the clocks of busy workers
 LOADING_SECONDS = 300.0
 FORKSERVER_SECONDS = 60.0  # to fork a worker, or to kill one
@@ -58,7 +58,7 @@ class _Task:
     future: Future[Grade]
     attempts: int = 0
     watch_failures: dict[str, str] = field(default_factory=dict)  # by the reward, of weight 0
-    timed_out: dict[str, float] = field(default_factory=dict)  # what rewards score for that
+    timed_out: dict[str, float] = field(default_factory=dict)  # the scores of rewards that did
 
     @property
     def known(self) -> dict[str, float | None]:
@@ -142,13 +142,13 @@ class RewardPool:
         os.eventfd_write(self._called, 1)
         return [task.future for task in tasks]
 
-    def hold_to_limit(self, failures: Sequence[str], samples: int) -> None:
+    def check_failures(self, failures: Sequence[str], samples: int) -> None:
         """Raise RewardError where more than the maximum share of samples have no reward."""
         limit = self._settings.max_failed_fraction
         if len(failures) > limit * samples and (len(failures) > 1 or not limit):
             raise RewardError(
-                f"{len(failures)} of {samples} samples have no reward, and rewards."
-                f"max_failed_fraction = {limit:g} is exceeded; first failure: {failures[0]}"
+                f"{len(failures)} of {samples} samples have no reward, which exceeds rewards."
+                f"max_failed_fraction = {limit:g}; first failure: {failures[0]}"
             )
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ class RewardPool:
 
     def _end_forkserver(self) -> None:
         """Have the forkserver kill all that rewards have started, and then exit."""
-        # Not closed yet: the pool's thread may be at it.
+        # Shut down, not closed: the pool's thread may be using it.
         with socket.socket(fileno=os.dup(self._control.fileno())) as control:
             control.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -176,7 +176,6 @@ class RewardPool:
         self._output.join(PRINTING_SECONDS)
 
     def _run(self) -> None:
-        """Run the pool's thread."""
         try:
             self._control.send(self._setup)
             while not self._closing:
@@ -207,7 +206,7 @@ class RewardPool:
         """Return the forkserver's answer. Raises RewardError where none comes in time."""
         patience = FORKSERVER_SECONDS if self._workers else LOADING_SECONDS
         if not self._control.poll(patience):
-            raise RewardError(f"the rewards' forkserver has said nothing for {patience:g} s")
+            raise RewardError(f"the rewards' forkserver has not answered for {patience:g} s")
         answer: int = self._control.recv()
         return answer
 
@@ -227,7 +226,7 @@ class RewardPool:
             ]
             try:
                 worker.connection.send(chunk)
-            except OSError:  # it has just died; `_listen` hears of it
+            except OSError:  # it has just died, which `_listen` detects
                 continue
 
     def _listen(self) -> None:
@@ -284,7 +283,7 @@ class RewardPool:
         late = time.monotonic() > deadline
         # A worker killed just as it starts the next response says nothing about either response.
         found = number in worker.owed and (late or not overdue)
-        if found and not self._is_tried_again(worker.owed[number], overdue, status):
+        if found and not self._is_retried(worker.owed[number], overdue, status):
             self._blame(number, worker.owed.pop(number), reward, None if overdue else status)
         self._put_back(worker.owed, in_vain=not found)
 
@@ -299,7 +298,7 @@ class RewardPool:
                 with self._lock:
                     self._queue.appendleft((number, task))
 
-    def _is_tried_again(self, task: _Task, overdue: bool, status: int) -> bool:
+    def _is_retried(self, task: _Task, overdue: bool, status: int) -> bool:
         """Return whether a response is retried after a SIGKILL that the pool did not send.
 
         The kernel (out of memory) or a person may have sent it; a response is to blame only after
@@ -311,8 +310,10 @@ class RewardPool:
         return task.attempts < ATTEMPTS
 
     def _blame(self, number: int, task: _Task, reward: int, status: int | None) -> None:
-        """Settle a response whose reward ended the worker; where the reward has weight 0 or sets
-        `timed_out`, requeue the response without that reward instead."""
+        """Settle a response whose reward ended its worker.
+
+        A reward of weight 0 or with a `timed_out` score only requeues it, without that reward.
+        """
         name, settings = list(self._rewards[task.problem.domain].items())[reward]
         seconds = settings.timeout_seconds or self._settings.timeout_seconds
         what = f"took more than {seconds:g} seconds and was killed"
@@ -336,7 +337,7 @@ class RewardPool:
             lines = (*task.watch_failures.values(), *grade.watch_failures)
             grade = replace(grade, watch_failures=lines)
         for line in grade.watch_failures:
-            self._report(f"{line}; it only watches, so no sample is dropped for it")
+            self._report(f"{line}; its weight is 0, so no sample is dropped")
         if grade.failure is not None:
             self._report(f"{grade.failure}; the sample is dropped")
         task.future.set_result(grade)
@@ -375,9 +376,9 @@ class RewardPool:
 
 
 def _start_forkserver(theirs: Connection) -> tuple[subprocess.Popen[bytes], int]:
-    """Return the forkserver and the pipe with its output and its workers'.
+    """Return the forkserver and the read end of the pipe with its and its workers' output.
 
-    It finds modules where this process does, the user's among them.
+    It searches this process's sys.path, where the user's modules are.
     """
     path = os.pathsep.join(each or str(Path.cwd()) for each in sys.path)
     environment = {name: value for name, value in os.environ.items() if name != STATUS_DESCRIPTOR}

@@ -22,7 +22,7 @@ class RewardError(UserError):
 
 @dataclass(frozen=True)
 class Response:
-    """Text that a policy wrote. `tokens` counts its end token, which it has where `finished`."""
+    """A policy's response; `tokens` includes the end token, which a `finished` response has."""
 
     text: str
     tokens: int
@@ -48,8 +48,10 @@ Own = TypeVar("Own", bound=RewardBase)
 
 @dataclass(frozen=True)
 class RewardKind:
-    """A kind's settings class, the function (settings, directory) -> reward, where a reward keeps
-    its files in the directory, and the heavy modules that only this function imports."""
+    """A kind's settings class, its maker of rewards, and the heavy modules that the maker imports.
+
+    `make` takes the settings and a directory for the reward's files.
+    """
 
     settings: type[RewardBase]
     make: Callable[[Any, Path], Reward]

@@ -1,8 +1,8 @@
-"""Runs a program that nobody has read, contained (docs/explanation/sandbox.md).
+"""The sandbox that runs untrusted programs (docs/explanation/sandbox.md).
 
-The program sees an interpreter, its standard library and an empty folder; no network, no process
-but its own, no file and no variable of ours. What it does wrong is its own outcome. SandboxError
-is raised only where the sandbox itself cannot do its work: a program is never run uncontained.
+A program sees an interpreter, its standard library and an empty directory; no network, no other
+process, none of the host's files or variables. Its own failure is an outcome. SandboxError is
+raised only where the sandbox itself fails: a program never runs uncontained.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ SUPERVISOR = (
     f"import sys; sys.path.append({str(REPOSITORY)!r}); "
     "from stages.rewards.containment.supervisor import main; main()"
 )
-OLDEST_KERNEL = (5, 14)  # from here on the limit on processes is counted by user namespace
+OLDEST_KERNEL = (5, 14)  # the first that counts the limit on processes by user namespace
 MARGIN_SECONDS = 30  # for the supervisor on a busy machine, beyond the program's own time
 VERDICTS: dict[int, Verdict] = {
     examiner.PASSED[0]: "passed",
     examiner.WRONG[0]: "wrong",
     examiner.ERROR[0]: "error",
 }
-# Prints every shared library that the interpreter and its extension modules load, by the names the
-# loader found them under. Those that draw or edit lines are left out: no program here needs them.
+# Prints every shared library that the interpreter and its extension modules load, by the loader's
+# names. Modules for graphics and line editing are omitted: no program here needs them.
 LIST_LIBRARIES = """
 import ctypes, importlib, os, sysconfig
 left_out = ("_test", "_tkinter", "_curses", "readline", "_gdbm", "_dbm", "nis", "_ctypes_test")
@@ -48,7 +48,7 @@ for file in sorted(os.listdir(sysconfig.get_path("platstdlib") + "/lib-dynload")
         except ImportError:
             pass
 try:
-    ctypes.CDLL("libgcc_s.so.1")  # what the C library loads when a thread ends
+    ctypes.CDLL("libgcc_s.so.1")  # the C library loads it when a thread ends
 except OSError:
     pass
 class Loaded(ctypes.Structure):
@@ -64,27 +64,27 @@ ctypes.CDLL(None).dl_iterate_phdr(show, None)
 
 
 class SandboxError(Exception):
-    """The sandbox cannot contain a program here, or failed at it; says what is missing."""
+    """A sandbox that cannot contain programs on this machine; the message says what is missing."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use. Passing a limit ends it, and all that it started."""
+    """The limits of a program and all that it starts; exceeding one ends the run."""
 
     wall_seconds: float = 10.0
     cpu_seconds: float = 10.0  # of all its processes together
     memory_mebibytes: int = 512  # of one process's address space, and of all together in memory
     processes: int = 16  # and threads
     open_files: int = 64  # of one process
-    output_bytes: int = 1 << 20  # of output, and as many of error output
+    output_bytes: int = 1 << 20  # of output and of error output, each
     scratch_mebibytes: int = 16  # of all files it writes
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended: `error` is an exit status other than 0, `killed` by a signal.
+    """The end of a run: `error` is an exit status other than 0, `killed` a signal.
 
-    `memory` is told from `error` by the last words on its error output, so it is but a hint.
+    `memory` differs from `error` only by the end of the error output, so it is a hint.
     """
 
     ending: Ending
@@ -97,14 +97,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Score:
-    """The verdict on each test, and the error output of the first that failed."""
+    """The verdict on each test, and the error output of the first failed test."""
 
     verdicts: tuple[Verdict, ...]
     errors: str
 
     @property
     def passed(self) -> float:
-        """Fraction of the tests passed."""
+        """The fraction of the tests passed."""
         return self.verdicts.count("passed") / len(self.verdicts)
 
 
@@ -125,16 +125,15 @@ def score(
 ) -> Score:
     """Run `program` on `tests`: pairs of input and output, one run each, or asserts, one run.
 
-    A pair is a mapping of `input` and `output`; what is expected never enters the sandbox. Asserts
-    are Python statements that use the program's names, run in order, in a process of their own.
-    All runs together may take `seconds`, as the program spends them; pairs that are left then
-    count as timed out. With `stop_early` the pairs after the first that fails are not run and count
-    as it does.
+    A pair is a mapping of `input` and `output`; the expected output never enters the sandbox.
+    Asserts are Python statements that use the program's names, run in order in a separate process.
+    `seconds` limits the wall time of all runs together; the pairs left then count as timed out.
+    With `stop_early` the pairs after the first failed one are not run and get its verdict.
     Raises SandboxError; ValueError where the tests are neither or none.
     """
     if isinstance(tests, str | Mapping) or not isinstance(tests, Sequence):
         raise ValueError(
-            f"tests are a list of pairs or of statements, not a {type(tests).__name__}"
+            f"tests must be a list of pairs or of statements, not a {type(tests).__name__}"
         )
     if not tests:
         raise ValueError("there are no tests")
@@ -162,14 +161,14 @@ def score(
 
 @cache
 def check() -> None:
-    """Raise SandboxError where programs cannot be contained here; it says what is missing."""
+    """Raise SandboxError where this machine cannot contain programs."""
     outcome = run(PROBE, "", Limits(wall_seconds=20, processes=4))
     if outcome.ending != "exited" or outcome.output != b"contained\n":
         found = outcome.errors.strip().splitlines()[-1:] or [outcome.ending]
-        raise SandboxError(f"sandbox: a program is not contained as it should be: {found[0]}")
+        raise SandboxError(f"sandbox: a program is not contained: {found[0]}")
 
 
-# Tries what each mechanism should refuse.
+# Tries what each mechanism must refuse.
 PROBE = f"""
 import os, socket, threading, time
 def refused(what, call):
@@ -181,7 +180,7 @@ def refused(what, call):
         return
     raise SystemExit(f"it may {{what}}")
 refused("open a socket", lambda: socket.socket(socket.AF_INET))
-refused("write outside its folder", lambda: open("/written", "w"))
+refused("write outside its directory", lambda: open("/written", "w"))
 refused("read files of the host", lambda: os.listdir({str(REPOSITORY)!r}))
 refused("see processes", lambda: os.listdir("/proc/1"))
 refused("become another user", lambda: os.setuid(0 if os.getuid() else 1))
@@ -189,7 +188,7 @@ def start_many():
     for _ in range(8):
         threading.Thread(target=time.sleep, args=(1,), daemon=True).start()
 refused("start more processes than its limit", start_many)
-open("written", "w").write("a program writes in its folder")
+open("written", "w").write("a program writes in its directory")
 import hashlib, json, math, random, zlib
 print("contained", flush=True)
 os._exit(0)
@@ -198,10 +197,12 @@ os._exit(0)
 
 def _pair(test: Any) -> Mapping[str, str]:
     if not isinstance(test, Mapping) or not {"input", "output"} <= test.keys():
-        raise ValueError(f"a test is a mapping of input and output or a statement, not {test!r}")
+        raise ValueError(
+            f"a test must be a mapping of input and output or a statement, not {test!r}"
+        )
     for name in ("input", "output"):
         if not isinstance(test[name], str):
-            raise ValueError(f"the {name} of a test is text, not {test[name]!r}")
+            raise ValueError(f"the {name} of a test must be text, not {test[name]!r}")
     return test
 
 
@@ -214,14 +215,14 @@ def _verdict(outcome: Outcome, expected: str) -> Verdict:
 
 
 def _lines(text: str) -> list[str]:
-    """Its lines, without the white space at their ends and the empty ones at its end."""
+    """Return the lines of a text without trailing white space and trailing empty lines."""
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
 def _score_asserts(program: str, tests: list[str], limits: Limits) -> Score:
     outcome = _run(program, b"", json.dumps(tests).encode(), limits)
     missing = len(tests) - len(outcome.verdicts)
-    # What ended the run is the verdict on the test that was running, and on those after it.
+    # The run's ending is the verdict on the test that was running and on the tests after it.
     rest: Verdict = "error" if outcome.ending == "exited" else outcome.ending
     return Score(outcome.verdicts + (rest,) * missing, outcome.errors)
 
@@ -248,11 +249,11 @@ def _run(program: str, stdin: bytes, tests: bytes, limits: Limits) -> Outcome:
             capture_output=True,
             env=host["environment"],
             cwd="/",
-            start_new_session=True,  # an interrupt from the terminal is the stage's to handle
+            start_new_session=True,  # only the stage handles an interrupt from the terminal
             timeout=limits.wall_seconds + MARGIN_SECONDS,
         )
-    except subprocess.TimeoutExpired as error:  # which has killed it, and it takes all along
-        raise SandboxError(f"sandbox: no outcome {MARGIN_SECONDS} s past the limit") from error
+    except subprocess.TimeoutExpired as error:  # the supervisor is killed, and with it all others
+        raise SandboxError(f"sandbox: no outcome {MARGIN_SECONDS} s after the limit") from error
     except OSError as error:
         raise SandboxError(f"sandbox: its supervisor cannot be started: {error}") from error
     if supervisor.returncode:
@@ -261,31 +262,34 @@ def _run(program: str, stdin: bytes, tests: bytes, limits: Limits) -> Outcome:
     return _outcome(marshal.loads(supervisor.stdout))
 
 
-def _outcome(told: Mapping[str, Any]) -> Outcome:
-    status: int | None = told["status"]
-    errors = told["errors"].decode(errors="replace")
+def _outcome(report: Mapping[str, Any]) -> Outcome:
+    status: int | None = report["status"]
+    errors = report["errors"].decode(errors="replace")
     ending: Ending = "exited"
-    if told["cause"]:
-        ending = told["cause"]
+    if report["cause"]:
+        ending = report["cause"]
     elif status is None or status < 0:
         ending = "killed"
     elif status:
         last = errors.rstrip().rpartition("\n")[2]
         ending = "memory" if last.startswith("MemoryError") else "error"
-    verdicts = tuple(VERDICTS[letter] for letter in told["verdicts"])
-    return Outcome(ending, status, told["output"], errors, verdicts, told["seconds"])
+    verdicts = tuple(VERDICTS[letter] for letter in report["verdicts"])
+    return Outcome(ending, status, report["output"], errors, verdicts, report["seconds"])
 
 
 @cache
 def _host() -> dict[str, Any]:
-    """What of a request depends on this machine alone. Raises SandboxError where it will not do."""
+    """Return the fields of a request that depend on this machine alone.
+
+    Raises SandboxError where this machine cannot run the sandbox.
+    """
     if not call_filter.supported():
         raise SandboxError("sandbox: needs a Linux machine of x86_64 or aarch64")
     _check_kernel()
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     python = Path(sys.base_prefix, "bin", f"python{version}")
     if not python.exists():
-        raise SandboxError(f"sandbox: there is no interpreter at {python}")
+        raise SandboxError(f"sandbox: no interpreter at {python}")
     found = subprocess.run(
         [python, "-I", "-S", "-c", LIST_LIBRARIES], capture_output=True, text=True, cwd="/"
     )
@@ -293,29 +297,26 @@ def _host() -> dict[str, Any]:
         raise SandboxError(f"sandbox: cannot list the interpreter's libraries: {found.stderr}")
     libraries = sorted(set(found.stdout.split("\n")) - {""})
     bases = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}  # not an environment's
-    folders = sorted({sysconfig.get_path(name, vars=bases) for name in ("stdlib", "platstdlib")})
-    packages = [Path(folder, name) for folder in folders for name in PACKAGES]
+    standard = sorted({sysconfig.get_path(name, vars=bases) for name in ("stdlib", "platstdlib")})
+    packages = [Path(directory, name) for directory in standard for name in PACKAGES]
+    loaded_from = sorted({str(Path(library).parent) for library in libraries})
     return {
         "python": str(python),
-        "folders": _with_real_paths(folders),
-        "hidden": [str(folder) for folder in packages if folder.is_dir()],
+        "directories": _with_real_paths(standard),
+        "hidden": [str(directory) for directory in packages if directory.is_dir()],
         "files": _with_real_paths([str(python), *libraries]),
-        "environment": {"LD_LIBRARY_PATH": ":".join(sorted({_folder(p) for p in libraries}))},
+        "environment": {"LD_LIBRARY_PATH": ":".join(loaded_from)},
         "examiner": Path(examiner.__file__).read_bytes(),
         "filter": call_filter.instructions(),
     }
 
 
-PACKAGES = ("site-packages", "dist-packages")  # installed, so no part of the standard library
+PACKAGES = ("site-packages", "dist-packages")  # installed packages, hidden from programs
 
 
 def _with_real_paths(paths: list[str]) -> list[tuple[str, str]]:
-    """Each as it is called in the sandbox, and free of links, which lead elsewhere in there."""
+    # The sandbox keeps the names, but links would lead elsewhere inside.
     return [(path, str(Path(path).resolve())) for path in paths]
-
-
-def _folder(path: str) -> str:
-    return str(Path(path).parent)
 
 
 def _check_kernel() -> None:
@@ -323,7 +324,7 @@ def _check_kernel() -> None:
     kernel = tuple(int(part) for part in release.split("-")[0].split(".")[:2])
     if kernel < OLDEST_KERNEL:
         wanted = ".".join(map(str, OLDEST_KERNEL))
-        raise SandboxError(f"sandbox: needs Linux {wanted} or newer, and this is {release}")
+        raise SandboxError(f"sandbox: needs Linux {wanted} or newer, not {release}")
     threads = Path("/proc/self/task").iterdir()
     if not (next(threads) / "children").exists():
         raise SandboxError("sandbox: needs a kernel with CONFIG_PROC_CHILDREN, to watch programs")

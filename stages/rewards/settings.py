@@ -94,8 +94,7 @@ class RewardBase(Settings):
 def time_rule(
     key: str, reward: RewardBase, pool: RewardPoolSettings | None, longest: float, what: str
 ) -> Iterator[tuple[str, str]]:
-    """Yield a broken rule where a reward may need more seconds than its time limit allows: it would
-    lose samples for being slow."""
+    """Yield a broken rule where a reward may take more seconds than its time limit."""
     limit, name = reward.timeout_seconds, f"{key}.timeout_seconds"
     if limit is None and pool:
         limit, name = pool.timeout_seconds, "rewards.timeout_seconds"

@@ -16,8 +16,8 @@ from stages.rewards.registry import RewardSettings
 from stages.rewards.reward import Response
 from stages.rewards.settings import RewardPoolSettings
 
-FLUSH_SECONDS = 0.05  # that a grade waits for the rest of its chunk at most
-REST_SECONDS = 60.0  # that a worker may spend between two responses of a chunk
+FLUSH_SECONDS = 0.05  # longest wait of a grade for the rest of its chunk
+REST_SECONDS = 60.0  # time limit between two responses of a chunk
 CLOCK_BYTES = 24
 
 # Each response's number, and the rewards that are not run on it: the score of each, or None.
@@ -42,8 +42,10 @@ class WorkerReady:
 
 
 class Clock:
-    """A worker's position, in memory that it shares with the pool: the response's number, the
-    reward's place among its domain's, and the deadline."""
+    """A worker's position, in memory shared with the pool.
+
+    The response's number, the reward's index among its domain's, and the deadline.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._shared = memoryview(mmap.mmap(descriptor, CLOCK_BYTES)).cast("d")

@@ -72,7 +72,7 @@ class RewardDispatcher:
 
     def check_failures(self, failures: list[str], samples: int) -> None:
         """Raise RewardError when too many of `samples` samples have no reward."""
-        self._pool.hold_to_limit(failures, samples)
+        self._pool.check_failures(failures, samples)
 
     def close(self) -> None:
         """Stop the workers; samples without a grade keep none."""

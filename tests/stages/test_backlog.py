@@ -49,7 +49,7 @@ def buffer(engines: FakeEngines, *domains: str, **rewards: dict[str, Any]) -> Pr
     return PromptBuffer(job, settings, SAMPLING, engines)  # type: ignore[arg-type]
 
 
-def test_a_step_takes_the_prompts_of_its_stream_in_their_order() -> None:
+def test_a_step_takes_its_stream_s_prompts_in_order() -> None:
     engines = FakeEngines()
     source = buffer(engines, "sums")
     seen = []
@@ -79,7 +79,7 @@ def test_the_state_of_an_older_version_lacks_what_was_not_told() -> None:
     assert source.state() == {"cursors": {"sums": 5}, "begun": {"sums": []}, "too_long": 0}
 
 
-def test_every_domain_gives_its_own_share() -> None:
+def test_every_domain_contributes_its_share() -> None:
     engines = FakeEngines()
     source = buffer(engines, *NAMES)
     source.request(dict.fromkeys(NAMES, 3))
@@ -91,7 +91,7 @@ def test_every_domain_gives_its_own_share() -> None:
     assert len({group.seed for group in batch.groups}) == 6
 
 
-def test_what_is_not_taken_is_left_for_the_next_step_and_saved() -> None:
+def test_groups_left_over_are_saved_for_the_next_step() -> None:
     engines = FakeEngines()
     source = buffer(engines, "sums")
     source.request({"sums": 5})
@@ -136,7 +136,7 @@ def test_groups_that_are_too_old_are_dropped_counted_and_replaced(bound: int, dr
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 2])
-def test_flat_groups_are_replaced_in_so_many_rounds(rounds: int) -> None:
+def test_zero_variance_groups_are_replaced_for_a_number_of_rounds(rounds: int) -> None:
     engines = FakeEngines()
     source = buffer(engines, "sums")
     source.request({"sums": 3})
@@ -158,7 +158,7 @@ def test_flat_groups_are_replaced_in_so_many_rounds(rounds: int) -> None:
     assert sum(not group.zero_variance for group in batch.groups) == min(rounds, 1)
 
 
-def test_what_is_flat_the_stage_says() -> None:
+def test_the_stage_decides_which_groups_are_replaced() -> None:
     engines = FakeEngines()
     source = buffer(engines, "sums")
     source.request({"sums": 3})
@@ -200,7 +200,7 @@ def test_probes_leave_their_prompts_in_the_stream() -> None:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_grades_come_in_any_order_and_groups_in_theirs(order: int) -> None:
+def test_groups_keep_their_order_whatever_the_grades_order(order: int) -> None:
     """Of two that are whole, the first is taken, though the second is graded long before."""
     engines = FakeEngines(lambda tokens: "sleep 0.3" if len(tokens) == 3 else "x")
     source = buffer(engines, "sums", slow=own("does"))
@@ -230,7 +230,7 @@ def test_a_sample_without_a_reward_is_none_and_counted() -> None:
     assert reward_metrics(samples) == {"reward": 7.0, "reward/odd": 7.0}
 
 
-def test_a_reward_that_only_watches_is_counted_where_it_fails() -> None:
+def test_failures_of_a_reward_of_weight_0_are_counted() -> None:
     texts = {1: "raise x", 2: "good"}
     engines = FakeEngines(lambda tokens: texts[len(tokens)])
     source = buffer(engines, "sums", odd={**own("does"), "weight": 0.0}, size=own("length"))
@@ -252,7 +252,7 @@ def test_too_many_samples_without_a_reward_end_the_stage() -> None:
     source.request({"sums": 3})
     engines.end_all()
     message = (
-        r"4 of 6 samples have no reward, and rewards.max_failed_fraction = 0.5 is exceeded; first "
+        r"4 of 6 samples have no reward, which exceeds rewards.max_failed_fraction = 0.5; first "
         r"failure: domains.sums.rewards.odd: raised ZeroDivisionError\('x'\) at small_rewards"
     )
     with pytest.raises(RewardError, match=message):
@@ -270,7 +270,7 @@ def test_a_reward_that_cannot_be_loaded_ends_the_stage() -> None:
         engines.batch(Collection(source, RolloutSettings(), 1))
 
 
-def test_parts_and_steps_stand_on_the_sample() -> None:
+def test_a_sample_records_parts_and_steps() -> None:
     engines = FakeEngines(lambda tokens: "ab,c"[: len(tokens)])
     source = buffer(
         engines,
@@ -289,7 +289,7 @@ def test_parts_and_steps_stand_on_the_sample() -> None:
     assert (first.reward, second.reward) == (3.0, 2.0)
 
 
-def test_a_sample_is_graded_while_its_group_is_still_drawn() -> None:
+def test_a_sample_is_graded_while_its_group_is_still_sampled() -> None:
     engines = FakeEngines()
     source = buffer(engines, "sums")
     [probe] = source.probes(1, "probe 1", longest=8)

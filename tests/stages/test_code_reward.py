@@ -106,13 +106,13 @@ def test_all_runs_together_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None
     assert result.verdicts == ("passed", "passed", "passed", "timeout", "timeout")
 
 
-def test_settings_refuse_what_cannot_be() -> None:
+def test_impossible_settings_are_errors() -> None:
     for wrong in ({"wall_seconds": 0}, {"memory_mebibytes": 1}, {"credit": "some"}, {"network": 1}):
         with pytest.raises(ValidationError):
             CodeReward.model_validate(wrong)
 
 
-def test_a_fault_that_is_not_the_programs_is_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_sandbox_is_not_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="no tests"):
         earned([], ADDS)
     with pytest.raises(RewardError, match="the problem has no field 'checks'"):
@@ -126,7 +126,7 @@ def test_a_fault_that_is_not_the_programs_is_no_reward(monkeypatch: pytest.Monke
         earned(PAIRS, ADDS)
 
 
-def test_a_stage_asks_for_the_sandbox_only_where_a_reward_needs_it(
+def test_a_stage_checks_the_sandbox_only_where_a_reward_needs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse() -> None:

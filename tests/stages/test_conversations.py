@@ -56,7 +56,7 @@ def learned(tokenizer: Any, sample: Sample) -> str:
     return backend.decode(sample.response[sample.learned], skip_special_tokens=False)
 
 
-def test_every_turn_of_the_assistant_is_learned_up_to_its_end(folder: Path) -> None:
+def test_every_assistant_turn_is_learned_up_to_its_end_token(folder: Path) -> None:
     tokenizer = HuggingFaceTokenizer(folder)
     messages = [{"role": "system", "content": "add"}, *chat("1+1", "it is 2", "2+2", "\n\nfour")]
     sample = conversation_sample(tokenizer, messages, "math")
@@ -74,7 +74,7 @@ def test_every_turn_of_the_assistant_is_learned_up_to_its_end(folder: Path) -> N
     assert sample.response[-1] == tokenizer.end_token
 
 
-def test_one_turn_is_what_a_rollout_would_have_drawn(folder: Path) -> None:
+def test_a_single_turn_equals_a_rollout_s_sample(folder: Path) -> None:
     tokenizer = HuggingFaceTokenizer(folder)
     sample = conversation_sample(tokenizer, chat("what is 1+1", "2"), "math")
     text = "<|im_start|>user\nwhat is 1+1<|im_end|>\n<|im_start|>assistant\n"
@@ -86,7 +86,7 @@ def test_one_turn_is_what_a_rollout_would_have_drawn(folder: Path) -> None:
     assert plain.response.tolist() == sample.response.tolist()
 
 
-def test_the_template_of_characters_learns_the_same_turns() -> None:
+def test_the_character_tokenizer_learns_the_same_turns() -> None:
     sample = conversation_sample(CHARACTERS, chat("1+1", "2", "so?", "two"), "math")
     read = "".join(CHARACTERS._tokens[i] for i in [*sample.prompt, *sample.response])
     assert read == "user: 1+1 assistant: 2[END]user: so? assistant: two[END]"
@@ -109,7 +109,7 @@ def test_pieces_alternate_and_make_the_whole(folder: Path, seed: int) -> None:
         assert all(piece.text.startswith(content) for piece, content in said)
 
 
-def test_what_follows_the_last_turn_of_the_assistant_is_left_out(folder: Path) -> None:
+def test_turns_after_the_last_assistant_turn_are_dropped(folder: Path) -> None:
     tokenizer = HuggingFaceTokenizer(folder)
     long, short = (
         conversation_sample(tokenizer, chat("a", "b", *more), "math") for more in (["c"], [])
@@ -117,7 +117,7 @@ def test_what_follows_the_last_turn_of_the_assistant_is_left_out(folder: Path) -
     assert long.response.tolist() == short.response.tolist()
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path) -> None:
+def test_a_template_that_rewrites_earlier_turns_is_rejected(tmp_path: Path) -> None:
     tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path, FORGETFUL))
     conversation_sample(tokenizer, chat("a", "hm/b"), "math")
     message = r"rewrites earlier turns: message 4 turns 'hm/b<.*> into 'b<.*; split the conversat"
@@ -125,7 +125,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path) -> No
         conversation_sample(tokenizer, chat("a", "hm/b", "c", "d"), "math")
 
 
-def test_a_template_without_the_end_token_is_refused(tmp_path: Path) -> None:
+def test_a_template_without_the_end_token_is_rejected(tmp_path: Path) -> None:
     tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path, ENDLESS))
     message = r"ends an assistant turn, 'b<\|other\|>\\n', without the end token 2; set eos_t"
     with pytest.raises(TokenizerError, match=message):
@@ -190,7 +190,7 @@ def test_a_stream_resumes_exactly_and_formats_agree(tmp_path: Path) -> None:
         assert tokens(head + tail) == tokens(whole)
 
 
-def test_what_is_evaluated_is_never_shown(tmp_path: Path) -> None:
+def test_held_out_prompts_are_never_demonstrated(tmp_path: Path) -> None:
     made = conversations(200)
     prompts = [{"prompt": row["messages"][0]["content"]} for row in made]
     asked = JsonlPromptSettings(path=write(tmp_path / "p.jsonl", prompts))
@@ -236,7 +236,9 @@ def test_a_bad_row_is_named_or_counted(tmp_path: Path, row: dict[str, Any], mess
     assert (counts.rows, counts.bad, counts.duplicates) == (5, 1, 1)
 
 
-def test_a_broken_template_is_noticed_before_training_and_names_the_row(tmp_path: Path) -> None:
+def test_an_unusable_template_is_an_error_before_training_that_names_the_row(
+    tmp_path: Path,
+) -> None:
     tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path / "tokenizer", FORGETFUL))
     made = [{"messages": chat("a", "b")}, {"messages": chat("a", "hm/b", "c", "d")}]
     settings = JsonlDemonstrationSettings(path=write(tmp_path / "a.jsonl", made))

@@ -76,7 +76,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_response_earns_its_reward_whatever_its_steps() -> None:
+def test_the_critic_s_reward_does_not_depend_on_steps() -> None:
     """Steps of 1 and 0 whose mean of .5 is in the first reward, and .2 of something else."""
     samples = rewarded([4, 2], [0.7, -1.0])
     samples[0].step_rewards = [(1, 1.0), (3, 0.0)]
@@ -134,7 +134,7 @@ def test_advantages_by_hand(domains: tuple[str, ...], tmp_path: Path) -> None:
         assert part.samples[row].advantage == pytest.approx(expected.mean(), abs=1e-4)
 
 
-def test_a_critic_learns_what_is_always_earned(tmp_path: Path) -> None:
+def test_a_critic_learns_a_constant_return(tmp_path: Path) -> None:
     critic, model = critic_of(ppo(tmp_path, value_clip=10.0))
     samples = rewarded([3, 5, 1, 4], [0.5] * 4)
     losses = []
@@ -148,7 +148,7 @@ def test_a_critic_learns_what_is_always_earned(tmp_path: Path) -> None:
         torch.testing.assert_close(last, torch.full_like(last, 0.5), atol=0.15, rtol=0)
 
 
-def test_the_value_clip_bounds_what_an_update_gains(tmp_path: Path) -> None:
+def test_the_value_clip_bounds_an_update(tmp_path: Path) -> None:
     """The second update from the same old values: a tight clip leaves its loss where it was."""
 
     def losses(clip: float) -> list[float]:
@@ -164,7 +164,7 @@ def test_the_value_clip_bounds_what_an_update_gains(tmp_path: Path) -> None:
     assert tight[1] == pytest.approx(tight[0], rel=1e-3)
 
 
-def test_what_values_explain_of_the_returns(tmp_path: Path) -> None:
+def test_explained_variance_of_the_values(tmp_path: Path) -> None:
     critic, model = critic_of(ppo(tmp_path))
     samples = rewarded([1, 1, 1], [1.0, 2.0, 6.0])
     parts = two_parts(samples)
@@ -184,7 +184,7 @@ def test_what_values_explain_of_the_returns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("updates", [1, 2])
-def test_the_critic_learns_alone_first(updates: int, tmp_path: Path) -> None:
+def test_the_critic_warms_up_alone(updates: int, tmp_path: Path) -> None:
     stage = ppo(tmp_path, updates=updates, warmup_steps=1)
     _, model = critic_of(stage)
     policy, critic = copied(stage.policy), copied(model)
@@ -205,7 +205,7 @@ def test_the_critic_learns_alone_first(updates: int, tmp_path: Path) -> None:
     assert "zero_variance" not in both
 
 
-def test_an_update_without_a_graded_response_moves_nothing(tmp_path: Path) -> None:
+def test_an_update_without_a_graded_response_changes_nothing(tmp_path: Path) -> None:
     stage = ppo(tmp_path, updates=1)
     _, model = critic_of(stage)
     split_updates, critic = stage.split_updates, copied(model)
@@ -222,7 +222,7 @@ def test_an_update_without_a_graded_response_moves_nothing(tmp_path: Path) -> No
     assert same(critic, copied(model))
 
 
-def test_the_critic_survives_and_a_child_takes_none_of_it(tmp_path: Path) -> None:
+def test_a_critic_is_resumed_and_not_inherited(tmp_path: Path) -> None:
     stage = ppo(tmp_path)
     stage.step(1)
     checkpoint = tmp_path / "checkpoints" / "step_1"

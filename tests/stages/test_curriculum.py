@@ -68,7 +68,7 @@ def test_difficulty_is_a_length_or_a_field() -> None:
     assert nested.difficulty(row) == '{"a": 1, "b": [1, 2]}'
 
 
-def test_a_field_that_is_not_there_is_named() -> None:
+def test_a_missing_field_is_named() -> None:
     message = (
         r"^domains.sums.curriculum.field: the row of 'p' has no field level.x; at x it has none"
     )
@@ -78,7 +78,7 @@ def test_a_field_that_is_not_there_is_named() -> None:
         frontier(field="grade").difficulty(of_level("easy"))
 
 
-def test_an_estimate_is_of_the_newest_samples() -> None:
+def test_an_estimate_covers_the_newest_samples() -> None:
     estimate = frontier(memory=4)
     estimate.update(of_level("easy"), 2, 2)
     assert estimate.state()["tallies"] == [['"easy"', 2.0, 2.0]]
@@ -86,7 +86,7 @@ def test_an_estimate_is_of_the_newest_samples() -> None:
     assert estimate.state()["tallies"] == [['"easy"', 3.0, 1.0]]
 
 
-def test_the_middling_come_more_often_and_the_others_still_come() -> None:
+def test_prompts_of_medium_difficulty_come_more_often_and_others_still_come() -> None:
     chosen, stream = experienced(candidates=4), LevelStream()
     count = 2000
     taken = Counter(chosen.take(stream).fields["level"] for _ in range(count))
@@ -97,7 +97,7 @@ def test_the_middling_come_more_often_and_the_others_still_come() -> None:
     assert chosen.passed_over() == 0
 
 
-def test_what_was_never_seen_is_tried() -> None:
+def test_unseen_prompts_are_tried() -> None:
     chosen = frontier(candidates=4)
     chosen.update(of_level("easy"), 60, 0)
     chosen.update(of_level("hard"), 0, 60)
@@ -106,7 +106,7 @@ def test_what_was_never_seen_is_tried() -> None:
     assert taken["middling"] > 140
 
 
-def test_the_same_is_taken_after_a_restart() -> None:
+def test_a_restart_takes_the_same_prompts() -> None:
     whole, stream = experienced(), LevelStream()
     expected = [whole.take(stream).index for _ in range(20)]
     first, before = experienced(), LevelStream()
@@ -118,7 +118,7 @@ def test_the_same_is_taken_after_a_restart() -> None:
     assert second.state() == whole.state()
 
 
-def test_what_was_not_seen_for_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_estimates_seen_least_recently_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "DIFFICULTIES", 2)
     estimate = frontier()
     for level in ("easy", "hard", "easy", "middling"):

@@ -56,7 +56,7 @@ def test_demonstrations_of_files_are_counted_and_shown(rows: Path) -> None:
     assert all(asked[:4] == "say " and said == "no" for asked, said in report.examples)
 
 
-def test_too_long_ones_are_counted_and_may_not_be_all(rows: Path) -> None:
+def test_too_long_demonstrations_are_counted_and_must_not_be_all(rows: Path) -> None:
     settings = domain(**files(rows, max_tokens=7))
     report = demonstration_report(settings, CHARACTERS, "words", 100)
     assert report is not None
@@ -66,18 +66,18 @@ def test_too_long_ones_are_counted_and_may_not_be_all(rows: Path) -> None:
         demonstration_report(domain(**files(rows, max_tokens=6)), CHARACTERS, "words", 100)
 
 
-def test_a_limit_that_is_not_known_is_none(rows: Path) -> None:
+def test_an_unknown_limit_is_none(rows: Path) -> None:
     report = demonstration_report(domain(**files(rows)), CHARACTERS, "words", None)
     assert report is not None
     assert (report.limit, report.too_long) == (None, 0)
 
 
-def test_a_bad_row_is_told(rows: Path) -> None:
+def test_a_bad_row_is_reported(rows: Path) -> None:
     with pytest.raises(DomainError, match=r"demonstrations: .*rows.jsonl:42: no column"):
         demonstration_report(domain(**files(rows, on_bad_row="stop")), CHARACTERS, "words", None)
 
 
-def test_generated_ones_are_looked_at() -> None:
+def test_generated_demonstrations_are_checked() -> None:
     wanted = {"demonstrations": {"count": 30, "worked_fraction": 1.0}}
     report = demonstration_report(domain(**wanted), CHARACTERS, "sums", 256)
     assert report is not None
@@ -85,6 +85,6 @@ def test_generated_ones_are_looked_at() -> None:
     assert all(said.startswith("<") and asked.endswith("=") for asked, said in report.examples)
 
 
-def test_there_are_none_beside_prompts_of_files(rows: Path) -> None:
+def test_prompts_of_files_have_no_generated_demonstrations(rows: Path) -> None:
     prompts = {"source": "jsonl", "path": str(rows)}
     assert demonstration_report(domain(prompts=prompts), CHARACTERS, "words", 8) is None

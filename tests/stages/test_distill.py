@@ -109,7 +109,7 @@ def test_every_domain_has_its_own_teacher_and_the_divergence_its_direction(
         ({"averaged_over": "tokens", "domain_weights": {"words": 2}}, 12 / 20),
     ],
 )
-def test_domains_weigh_what_the_settings_say(
+def test_domains_have_the_weights_of_the_settings(
     given: dict[str, Any], words: float, tmp_path: Path, samples: list[Sample]
 ) -> None:
     stage = merge(tmp_path, **given)
@@ -124,7 +124,7 @@ def test_domains_weigh_what_the_settings_say(
     assert norm == pytest.approx(words * alone.policy.step(), rel=1e-4)
 
 
-def test_a_domain_without_tokens_takes_no_weight() -> None:
+def test_a_domain_without_tokens_has_no_weight() -> None:
     settings = MergeSettings.model_construct(averaged_over="domains", domain_weights={"a": 2.0})
     assert weights_of(settings, {"a": 3, "b": 4, "c": 0}) == pytest.approx(
         {"a": 2 / 3, "b": 1 / 3, "c": 0}

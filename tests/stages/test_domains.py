@@ -225,7 +225,7 @@ def test_demonstrations_are_a_function_of_the_seed() -> None:
 
 
 @every_dataset
-def test_exact_asks_for_the_format(dataset: str) -> None:
+def test_exact_requires_the_format(dataset: str) -> None:
     problem = problem_of(dataset)
     right = f"<anything>{problem.answer}"
     assert exact(problem, right) == 1.0
@@ -244,7 +244,7 @@ def test_exact_asks_for_the_format(dataset: str) -> None:
 
 
 @pytest.mark.parametrize("item", ["nan", "NaN", "inf", "1e1", '"'])
-def test_what_is_no_number_sorts_nothing(item: str) -> None:
+def test_a_list_with_a_non_number_earns_nothing(item: str) -> None:
     """reasoning-gym compares floats, and nan passes every one of its comparisons."""
     problem = problem_of("number_sorting")
     count = problem.answer.count(",") + 1
@@ -265,7 +265,7 @@ def test_what_is_no_number_sorts_nothing(item: str) -> None:
         "intermediate_integration",
     ],
 )
-def test_a_dataset_whose_scorer_runs_the_answer_is_refused(
+def test_a_dataset_whose_scorer_runs_the_answer_is_rejected(
     dataset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever adds a format for it would else have the policy's text run beside the stage."""

@@ -106,7 +106,7 @@ def test_every_model_is_measured_with_its_own_weights(tmp_path: Path) -> None:
     ]
 
 
-def test_a_model_that_has_its_result_is_left(tmp_path: Path) -> None:
+def test_a_model_with_a_result_is_not_evaluated_again(tmp_path: Path) -> None:
     (tmp_path / "models").mkdir(parents=True)
     (tmp_path / "models" / "experts.sums.json").write_text('{"sums": {"accuracy": 2}}')
     evaluate.run(job(tmp_path))
@@ -123,7 +123,7 @@ def test_a_response_without_a_reward_counts_as_unsolved(tmp_path: Path) -> None:
     assert line["accuracy"] == pytest.approx(1 - line["reward_failures"] / 40)
 
 
-def test_several_answers_to_a_problem_count_by_their_share(tmp_path: Path) -> None:
+def test_several_responses_to_a_problem_count_by_their_share(tmp_path: Path) -> None:
     evaluate.run(job(tmp_path, samples_per_problem=8))
     solved = json.loads((tmp_path / "solved" / "merge.json").read_text())["sums"]
     assert len(solved) == 40
@@ -138,7 +138,7 @@ def test_several_answers_to_a_problem_count_by_their_share(tmp_path: Path) -> No
     assert lines[-1]["accuracy"] == pytest.approx(score["accuracy"])
 
 
-def test_another_sampling_seed_draws_other_answers(tmp_path: Path) -> None:
+def test_another_sampling_seed_samples_other_responses(tmp_path: Path) -> None:
     def solved(directory: Path, seed: int) -> Any:
         evaluate.run(job(directory, sampling_seed=seed))
         return json.loads((directory / "solved" / "merge.json").read_text())
@@ -151,12 +151,12 @@ def test_another_sampling_seed_draws_other_answers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("auditable", [True, False])
-def test_answers_are_written_where_they_are_to_be_audited(auditable: bool, tmp_path: Path) -> None:
+def test_responses_are_written_for_an_audit(auditable: bool, tmp_path: Path) -> None:
     evaluate.run(job(tmp_path, auditable=auditable, models={"merge": tmp_path / "merge"}))
     assert bool(list((tmp_path / "samples").rglob("*.jsonl"))) == auditable
 
 
-def test_what_each_problem_earned_is_kept_for_paired_comparisons(tmp_path: Path) -> None:
+def test_each_problem_s_score_is_kept_for_paired_comparisons(tmp_path: Path) -> None:
     evaluate.run(job(tmp_path))
     solved = json.loads((tmp_path / "solved" / "cold_start.json").read_text())["sums"]
     assert set(solved) == {0, 1}
@@ -170,13 +170,13 @@ def test_too_many_responses_without_a_reward_end_the_stage(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("kind", "split"), [("gate", "gate"), ("evaluate", "held_out")])
-def test_a_gate_decides_by_problems_that_no_result_is_of(
+def test_a_gate_decides_by_problems_of_no_reported_result(
     kind: str, split: str, tmp_path: Path
 ) -> None:
     evaluate.run(job(tmp_path, kind=kind, models={"merge": tmp_path / "merge"}))
     assert [split] == SPLITS
 
 
-def test_an_engine_that_has_other_weights_ends_the_stage(tmp_path: Path) -> None:
+def test_an_engine_with_other_weights_ends_the_stage(tmp_path: Path) -> None:
     with pytest.raises(MismatchError):
         evaluate.run(job(tmp_path, bound=1e-4))

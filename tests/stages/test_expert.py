@@ -53,7 +53,7 @@ def test_a_step_runs_and_moves_the_policy(name: str, ratio: str, tmp_path: Path)
     assert np.isfinite(list(metrics.values())).all()
 
 
-def test_the_reference_is_the_model_that_is_named(tmp_path: Path) -> None:
+def test_the_reference_is_the_named_model(tmp_path: Path) -> None:
     policy, loaded = expert(tmp_path, {}).policy, []
     origins = {"parent": tmp_path / "parent", "models": {"cold_start": tmp_path / "cold"}}
     job = toy_job(tmp_path, toy_run(sums=toy_domain()), **origins)
@@ -63,7 +63,7 @@ def test_the_reference_is_the_model_that_is_named(tmp_path: Path) -> None:
     assert loaded == [tmp_path / "parent", tmp_path / "cold"]
 
 
-def test_one_pass_gives_what_two_would(tmp_path: Path) -> None:
+def test_one_forward_pass_equals_two(tmp_path: Path) -> None:
     """Where there is one update, pi_old is the policy itself."""
     objective = {
         "kl": {"coefficient": 0.1, "estimator": "unbiased_k3"},
@@ -104,7 +104,7 @@ def test_full_kl_entropy_bonus_and_edge_together(tmp_path: Path) -> None:
     assert metrics["mismatch_sequence_k3"] > 0
 
 
-def test_the_coefficient_is_steered_and_survives(tmp_path: Path) -> None:
+def test_the_kl_coefficient_is_controlled_and_resumed(tmp_path: Path) -> None:
     objective = {"kl": {"coefficient": 0.1, "target": 1e-9}}
     stage = expert(tmp_path, objective)
     first, second = stage.step(1), stage.step(2)
@@ -116,7 +116,7 @@ def test_the_coefficient_is_steered_and_survives(tmp_path: Path) -> None:
     assert other.kl_coefficient == stage.kl_coefficient == pytest.approx(0.1 * 1.02**4)
 
 
-def test_the_exponent_learns_and_survives(tmp_path: Path) -> None:
+def test_the_exponent_learns_and_is_resumed(tmp_path: Path) -> None:
     objective = {"aggregation": "lambda", "lambda_learning_rate": 0.5}
     stage = expert(tmp_path, objective)
     measured = [stage.step(step) for step in (1, 2)]
@@ -149,7 +149,7 @@ def test_the_exponents_gradient_is_that_of_the_loss_over_all_micro_batches() -> 
     assert weigh.gradient() == pytest.approx(slope.item(), rel=1e-3)
 
 
-def test_an_average_follows_the_policy_and_survives(tmp_path: Path) -> None:
+def test_an_average_follows_the_policy_and_is_resumed(tmp_path: Path) -> None:
     objective = {"kl": {"coefficient": 0.1, "reference": "ema", "ema_decay": 0.75}}
     stage = expert(tmp_path, objective)
     average = stage.policy.averages["ema"]
@@ -209,7 +209,7 @@ def test_the_average_of_a_bf16_policy_begins_at_the_parent_and_is_kept_in_fp32(
         torch.testing.assert_close(weight, before[name].float() * 1.001)
 
 
-def test_what_has_no_reward_is_not_trained_on(tmp_path: Path) -> None:
+def test_samples_without_a_reward_are_not_trained_on(tmp_path: Path) -> None:
     stage = expert(tmp_path, {"aggregation": "lambda", "scaling": "edge"})
     seen: list[int] = []
     gradients = stage.gradients
@@ -280,7 +280,7 @@ def test_parts_reach_the_advantages_by_name() -> None:
     assert [sample.advantage for sample in weighed] == pytest.approx([1.5, -1.5], abs=2e-5)
 
 
-def test_parts_that_only_watch_reach_no_advantage() -> None:
+def test_parts_of_weight_0_do_not_reach_the_advantages() -> None:
     samples = drawn([1, 1])
     samples[0].reward_parts = {"right": 1.0, "watched": 0.1}
     samples[1].reward_parts = {"right": 0.0}  # what watches has failed here
@@ -302,7 +302,7 @@ def test_a_group_is_without_advantages_where_no_token_has_one() -> None:
     assert has_zero_advantages(group(samples, [1.0, None, None, None]), GrpoSettings(), weights)
 
 
-def test_dynamic_sampling_goes_by_advantages_or_by_what_is_solved(tmp_path: Path) -> None:
+def test_dynamic_sampling_selects_by_advantages_or_by_solved_responses(tmp_path: Path) -> None:
     """A group that is all wrong, of responses of unlike length, teaches brevity and no answer."""
     rewards = {
         "right": {"kind": "python", "function": "tests.stages.small_rewards:parity"},
@@ -337,7 +337,7 @@ def test_steps_give_every_token_its_own_advantage() -> None:
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_a_response_without_steps_is_told_with_the_mend(finished: bool) -> None:
+def test_a_response_without_steps_is_an_error_with_the_fix(finished: bool) -> None:
     samples = drawn([4, 2, 3])
     samples[0].step_rewards, samples[1].finished = [(1, 1.0)], finished
     message = (
@@ -376,7 +376,7 @@ def test_edge_compares_entropies_within_groups_over_all_micro_batches() -> None:
         ("r3", {"name": "icepop"}, True),
     ],
 )
-def test_corrections_are_of_the_stale_or_of_all(
+def test_corrections_apply_to_stale_samples_or_to_all(
     replay: str, correction: dict[str, Any], all_samples: bool, tmp_path: Path
 ) -> None:
     part = collate(drawn([2, 2]), RankPlace(), replay=False)  # drawn by weights 0 and 1
@@ -397,7 +397,9 @@ def test_bf16_corrects_all_samples_and_none_corrects_nothing(tmp_path: Path) -> 
     assert expert(tmp_path, {"correction": {"name": "none"}})._weights(part) is None
 
 
-def test_the_kl_of_stale_samples_is_weighed_by_what_drew_them(tmp_path: Path) -> None:
+def test_the_kl_of_stale_samples_is_weighted_by_the_policy_that_sampled_them(
+    tmp_path: Path,
+) -> None:
     stage = expert(tmp_path, {"kl": {"coefficient": 0.1, "estimator": "unbiased_k3"}})
     stage._version = 1
     part = collate(drawn([2, 2]), RankPlace(), replay=False)  # drawn by weights 0 and 1

@@ -85,7 +85,7 @@ def test_a_row_keeps_its_fields_and_its_chat_is_rendered(tmp_path: Path) -> None
     assert problem.messages[0] == {"role": "system", "content": "add"}
 
 
-def test_an_epoch_holds_every_training_row_once_and_each_has_its_own_order(tmp_path: Path) -> None:
+def test_an_epoch_has_every_training_row_once_in_a_new_order(tmp_path: Path) -> None:
     settings = jsonl(write_jsonl(tmp_path / "a.jsonl", rows(80)))
     held = {each.key for each in held_out_problems(settings, TOKENIZER, "math", 15)}
     size = len(prompt_index(settings, "math").split(False, 0.25))
@@ -115,7 +115,7 @@ def test_a_stream_resumes_exactly_at_any_cursor(tmp_path: Path, write: Write) ->
             assert seen([again]) == seen(head[-1:])
 
 
-def test_training_never_sees_what_is_evaluated_under_any_seed_or_format(tmp_path: Path) -> None:
+def test_training_never_sees_a_held_out_prompt_under_any_seed_or_format(tmp_path: Path) -> None:
     made = rows(200)
     one = jsonl(write_jsonl(tmp_path / "a.jsonl", made))
     other = ParquetPromptSettings(path=write_parquet(tmp_path / "a.parquet", made))
@@ -132,7 +132,7 @@ def test_training_never_sees_what_is_evaluated_under_any_seed_or_format(tmp_path
     assert held.isdisjoint(each.key for each in stream(as_chat).take(300))
 
 
-def test_what_repeats_is_dropped_and_counted(
+def test_repeated_rows_are_dropped_and_counted(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     settings = jsonl(tmp_path, held_out_fraction=1e-9)
@@ -243,7 +243,7 @@ def test_another_encoding_than_utf_8_is_named(tmp_path: Path, encoding: str) -> 
         stream(jsonl(path))
 
 
-def test_a_mark_of_the_byte_order_and_returns_of_the_carriage_are_no_part_of_a_row(
+def test_a_byte_order_mark_and_carriage_returns_are_not_part_of_a_row(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "a.jsonl"
@@ -255,7 +255,7 @@ def test_a_mark_of_the_byte_order_and_returns_of_the_carriage_are_no_part_of_a_r
     assert (counts.rows, counts.bad) == (2, 0)
 
 
-def test_rows_that_are_all_bad_are_an_error_even_where_they_may_be_skipped(tmp_path: Path) -> None:
+def test_only_unusable_rows_are_an_error_even_where_rows_may_be_skipped(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"question": "1"}] * 3)
     message = r"no usable row in .*: .*a\.jsonl:1: no column 'prompt'; columns: 'question'"
     with pytest.raises(DomainError, match=message):
@@ -284,7 +284,7 @@ def test_a_parquet_file_whose_pages_are_damaged_is_named(tmp_path: Path) -> None
         stream(ParquetPromptSettings(path=path, answer="answer"))
 
 
-def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None:
+def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", rows(20))
     drawing = stream(jsonl(path))
     write_jsonl(path, rows(20, seed=1))
@@ -292,7 +292,7 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None
         drawing.take(15)
 
 
-def test_a_prompt_that_the_tokenizer_cannot_read_is_named(tmp_path: Path) -> None:
+def test_a_prompt_that_the_tokenizer_cannot_encode_is_named(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1"}, {"prompt": "caf\u00e9"}])
     settings = JsonlPromptSettings(path=path, held_out_fraction=1e-9)
     with pytest.raises(
@@ -326,7 +326,7 @@ def test_a_pattern_names_files(tmp_path: Path) -> None:
     assert names(tmp_path / "none.jsonl") == names(tmp_path / "**x") == []
 
 
-def test_only_files_are_files(tmp_path: Path) -> None:
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
     inside = tmp_path / "all.jsonl"  # a folder that is called as a file, as Spark does
     inside.mkdir()
     write_jsonl(inside / "part.jsonl", rows(2))
@@ -339,7 +339,7 @@ def test_only_files_are_files(tmp_path: Path) -> None:
         assert jsonl(tmp_path / f"{name}.jsonl").files() == []
 
 
-def test_row_groups_that_were_read_are_dropped_for_others(
+def test_old_row_groups_are_dropped_from_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = rows(40)
@@ -352,7 +352,7 @@ def test_row_groups_that_were_read_are_dropped_for_others(
     assert sum(table.nbytes for table in reader._groups.values()) < 1000
 
 
-def test_a_large_file_is_never_held(tmp_path: Path) -> None:
+def test_a_large_file_is_never_loaded_whole(tmp_path: Path) -> None:
     """50 MB of rows; the index holds 20 bytes a row, and the order they come in 16."""
     path, filler = tmp_path / "a.jsonl", "x" * 9_990
     with path.open("w") as file:
@@ -384,7 +384,7 @@ def test_the_report_counts_rows_and_lengths(tmp_path: Path) -> None:
     assert is_held_out(held.take(1)[0], 0.25)
 
 
-def test_the_report_of_a_source_without_end(tmp_path: Path) -> None:
+def test_the_report_of_an_endless_source(tmp_path: Path) -> None:
     narrow = ReasoningGymPromptSettings(
         dataset="chain_sum",
         config={"min_terms": 1, "max_terms": 1, "min_digits": 1, "max_digits": 1},
@@ -398,7 +398,7 @@ def test_the_report_of_a_source_without_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", ["2+2? ", " 2+2?\n", "2+2?\u00a0"])
-def test_prompts_that_differ_in_whitespace_fall_into_the_same_split(other: str) -> None:
+def test_prompts_that_differ_in_whitespace_have_the_same_split(other: str) -> None:
     one, same = Problem("math", 0, "2+2?", "4"), Problem("math", 1, other, "4")
     assert one.key == same.key
     chat = ({"role": "system", "content": "add"}, {"role": "user", "content": "2+2?"})
@@ -415,7 +415,7 @@ def test_repeated_prompts_with_other_spaces_are_dropped(tmp_path: Path) -> None:
     assert (report.prompts, report.duplicates) == (3, 2)
 
 
-def test_the_split_of_prompts_without_whitespace_is_what_it_was() -> None:
+def test_the_split_of_prompts_without_whitespace_is_unchanged() -> None:
     # SHA-256 of the bare text, as before whitespace was normalised: no prompt of the quickstart's
     # domains has any, so that their held-out problems stay the same.
     for prompt in ("c4-1-7+7=", "rcrunk=", "a9,83,25="):

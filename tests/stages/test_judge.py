@@ -98,7 +98,7 @@ def judged(service: Service | str, cache: Path, text: str = "four", **given: Any
     return score
 
 
-def test_a_verdict_is_asked_for_once(service: Service, tmp_path: Path) -> None:
+def test_a_verdict_is_requested_once(service: Service, tmp_path: Path) -> None:
     service.script = [(200, "Score: 3. No, on reflection\nscore: 7.5")]
     assert judged(service, tmp_path) == judged(service, tmp_path) == 0.75
     [(path, headers, body)] = service.requests
@@ -120,7 +120,7 @@ def test_a_verdict_is_asked_for_once(service: Service, tmp_path: Path) -> None:
     assert len(service.requests) == 3
 
 
-def test_a_damaged_file_of_the_cache_is_asked_for_anew(service: Service, tmp_path: Path) -> None:
+def test_a_damaged_file_of_the_cache_is_requested_again(service: Service, tmp_path: Path) -> None:
     service.script = [(200, "score: 10")]
     judged(service, tmp_path)
     [file] = tmp_path.rglob("*.json")
@@ -130,7 +130,7 @@ def test_a_damaged_file_of_the_cache_is_asked_for_anew(service: Service, tmp_pat
 
 
 @pytest.mark.parametrize("first", [500, 503, 429])
-def test_a_service_that_fails_is_asked_again_after_a_while(
+def test_a_failed_request_is_retried_after_a_pause(
     service: Service, tmp_path: Path, without_pauses: mock.Mock, first: int
 ) -> None:
     service.script = [(first, "busy"), (200, b"<html>"), (200, b"{}"), (200, "score: 5")]
@@ -143,7 +143,7 @@ def test_a_service_that_fails_is_asked_again_after_a_while(
     [
         ((500, b"out of order"), "gave no answer in 2 attempts; the last: 500 .*: out of order"),
         ((401, b"who are you"), "refused: 401 Unauthorized: who are you"),
-        ((200, b"[]"), r"gave no answer in 2 attempts; the last: not an answer of chat compl"),
+        ((200, b"[]"), r"gave no answer in 2 attempts; the last: not a chat compl"),
         ((0, "score: 5"), "gave no answer in 2 attempts; the last: .*timed out"),
         ((200, "wonderful"), "the judge gave no score: 'wonderful'"),
         ((200, "score: 11"), "the judge's score 11 is not within 0 and 10: 'score: 11'"),
@@ -160,7 +160,7 @@ def test_without_a_verdict_there_is_no_reward_and_nothing_is_kept(
     assert list(tmp_path.rglob("*.json")) == []
 
 
-def test_nobody_is_sent_elsewhere_with_the_key(
+def test_no_redirect_is_followed_with_the_key(
     service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("A_KEY", "abc123")
@@ -170,7 +170,7 @@ def test_nobody_is_sent_elsewhere_with_the_key(
     assert len(service.requests) == 1
 
 
-def test_an_answer_without_end_is_not_read_to_it(
+def test_an_endless_answer_is_cut_off(
     service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stages.rewards.kinds.judge.LONGEST_ANSWER", 1 << 20)
@@ -180,7 +180,7 @@ def test_an_answer_without_end_is_not_read_to_it(
 
 
 @pytest.mark.parametrize("key", ["abc\n123", "cl\u00e9", ""])
-def test_a_key_that_is_none_is_not_shown(
+def test_an_invalid_key_is_not_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
     monkeypatch.setenv("A_KEY", key)
@@ -191,23 +191,21 @@ def test_a_key_that_is_none_is_not_shown(
     )
 
 
-def test_a_service_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_service_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(
         RewardError, match=r"127\.0\.0\.1:9/v1/chat/completions gave no answer in 4"
     ):
         judged("http://127.0.0.1:9/v1", tmp_path)
 
 
-def test_a_rubric_may_have_a_scale_and_a_verdict_of_its_own(
-    service: Service, tmp_path: Path
-) -> None:
+def test_a_rubric_may_set_its_scale_and_verdict(service: Service, tmp_path: Path) -> None:
     service.script = [(200, "[[2]]")]
     scale = {"verdict": r"\[\[(\d)\]\]", "lowest": 1, "highest": 5}
     assert judged(service, tmp_path, **scale) == 0.25
 
 
 @pytest.mark.parametrize("stated", ["file", "variable"])
-def test_the_key_is_sent_and_written_nowhere(
+def test_the_key_is_sent_and_never_written(
     service: Service, tmp_path: Path, stated: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service.script = [(200, "score: 5")]
@@ -236,7 +234,7 @@ def test_the_key_is_sent_and_written_nowhere(
         (200, b'{"choices": [{"message": {"content": "FORM score: 99"}}]}'),
     ],
 )
-def test_the_key_stands_in_no_message(
+def test_no_message_contains_the_key(
     service: Service,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -254,7 +252,7 @@ def test_the_key_stands_in_no_message(
     assert b"FORM" not in said or "[key]" in written or b"x" in said
 
 
-def test_the_key_is_kept_in_no_file_though_the_judge_repeats_it(
+def test_no_file_contains_the_key_though_the_judge_repeats_it(
     service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("A_KEY", KEY)
@@ -266,9 +264,7 @@ def test_the_key_is_kept_in_no_file_though_the_judge_repeats_it(
     assert len(service.requests) == 1
 
 
-def test_a_verdict_that_takes_forever_is_ended_with_its_worker(
-    service: Service, tmp_path: Path
-) -> None:
+def test_an_endless_verdict_is_ended_with_its_worker(service: Service, tmp_path: Path) -> None:
     service.script = [(200, "a" * 60)]
     settings = JudgeReward(
         base_url=service.base_url,
@@ -287,9 +283,7 @@ def test_a_verdict_that_takes_forever_is_ended_with_its_worker(
     assert "rewards.style: took more than 1 seconds and was killed" in failure
 
 
-def test_a_key_that_goes_unencrypted_is_told(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unencrypted_key_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for url, told in [("http://node7:8000/v1", 1), ("https://node7/v1", 0), ("http://[::1]/v1", 0)]:
         settings = JudgeReward(base_url=url, model="large", rubric=RUBRIC, api_key_variable="A_KEY")
         RewardPool({"essays": {"style": settings}}, RewardPoolSettings(), tmp_path).close()
@@ -297,6 +291,6 @@ def test_a_key_that_goes_unencrypted_is_told(
         assert capfd.readouterr().err.count(line) == told
 
 
-def test_a_key_that_is_missing(tmp_path: Path) -> None:
+def test_a_missing_key_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DomainError, match=r"domains\.essays\.rewards\.style: NO_KEY is not set"):
         judged("http://127.0.0.1:9/v1", tmp_path, api_key_variable="NO_KEY")

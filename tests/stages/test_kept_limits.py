@@ -21,13 +21,13 @@ from stages.settings import SamplingSettings
         (0, 1.0, 151_936, (0, 0)),
     ],
 )
-def test_as_many_log_probabilities_are_asked_for_as_tokens_may_be_kept(
+def test_log_probabilities_are_requested_for_every_token_that_may_be_kept(
     top_k: int, top_p: float, vocabulary: int, expected: tuple[int, int]
 ) -> None:
     assert kept_limits(top_k, top_p, vocabulary) == expected
 
 
-def test_sets_that_came_as_large_as_was_asked_for_are_counted() -> None:
+def test_sets_of_the_requested_size_are_counted() -> None:
     """They may have been larger: 20 and 64 ties."""
     sizes = [20, 84, 83, 21]
     sample = Sample("a", np.arange(3), np.arange(4), kept=[np.arange(size) for size in sizes])

@@ -52,5 +52,5 @@ def test_the_last_line_says_why(error: str, status: int, line: str, tmp_path: Pa
     assert (tmp_path / "log").read_text().splitlines()[-1] == line
 
 
-def test_it_ends_even_where_the_log_is_full() -> None:
+def test_a_rank_exits_even_where_the_log_is_full() -> None:
     assert leave(ERRORS["domain"], Path("/dev/full")) == 1

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.mark.parametrize("how", ["sequence_mean", "token_mean", "constant", "lambda"])
-def test_what_was_cut_off_teaches_nothing_and_is_still_compared_with(
+def test_a_truncated_response_is_not_learned_but_counts_in_the_baseline(
     how: str, tmp_path: Path
 ) -> None:
     """Its tokens have no gradient, and its reward is in the others' advantages."""
@@ -54,7 +54,7 @@ def test_what_was_cut_off_teaches_nothing_and_is_still_compared_with(
 
 
 @pytest.mark.parametrize("how", ["sequence_mean", "constant", "token_mean"])
-def test_a_masked_response_counts_where_responses_are_counted(how: str, tmp_path: Path) -> None:
+def test_a_masked_response_counts_in_the_number_of_responses(how: str, tmp_path: Path) -> None:
     """Beside one that is masked a response weighs half, unless tokens are what is counted."""
     norms, metrics = {}, {}
     for masked in (True, False):
@@ -71,7 +71,7 @@ def test_a_masked_response_counts_where_responses_are_counted(how: str, tmp_path
         assert metrics[True][name] == pytest.approx(metrics[False][name], rel=1e-5)
 
 
-def test_a_step_of_nothing_but_cut_off_responses_changes_nothing(tmp_path: Path) -> None:
+def test_a_step_of_truncated_responses_changes_nothing(tmp_path: Path) -> None:
     stage = expert(tmp_path, {"mask_truncated": True, "scaling": "edge"})
     split_updates = stage.split_updates
 
@@ -87,7 +87,7 @@ def test_a_step_of_nothing_but_cut_off_responses_changes_nothing(tmp_path: Path)
     assert not {"ratio", "entropy", "clip_fraction"} & found.keys()  # of nothing
 
 
-def test_what_is_masked_has_no_advantage_to_teach() -> None:
+def test_a_masked_response_has_no_advantage() -> None:
     samples = drawn([3, 2])
     one = group(samples, [1.0, 0.0])
     samples[1].finished = False
@@ -102,7 +102,7 @@ def test_what_is_masked_has_no_advantage_to_teach() -> None:
     assert has_zero_advantages(one, GrpoSettings(), mask_truncated=True)
 
 
-def test_edge_leaves_out_what_is_not_learned() -> None:
+def test_edge_excludes_masked_responses() -> None:
     """Of three in a group one was cut off: the others' mean is theirs alone."""
     samples = drawn([2, 3, 4], groups=[0, 0, 0])
     samples[1].loss_mask = np.zeros(3, bool)

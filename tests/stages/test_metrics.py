@@ -25,7 +25,7 @@ def job(directory: Path, wandb: Literal["offline", "disabled"] = "disabled") -> 
     )
 
 
-def test_an_undeclared_metric_is_refused(tmp_path: Path) -> None:
+def test_an_undeclared_metric_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="rewrad"):
         MetricsLog(job(tmp_path), steps=3, start=0).write(1, {"rewrad": 1.0})
     assert (tmp_path / "metrics.jsonl").read_text() == ""
@@ -59,7 +59,7 @@ def test_a_step_does_not_wait_for_weights_and_biases_but_its_metrics_do(
     assert logged == [(1, {"loss": 2.0})]
 
 
-def test_weights_and_biases_that_does_not_start_is_an_error_and_one_that_dies_is_not(
+def test_a_failed_start_of_weights_and_biases_is_an_error_and_its_later_death_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(**_: object) -> None:

@@ -55,7 +55,7 @@ def test_every_sample_of_one_step_is_graded_and_written(tmp_path: Path) -> None:
         assert sample["finished"] or sample["tokens"] == 8
 
 
-def test_what_another_model_drew_is_not_shown(tmp_path: Path) -> None:
+def test_samples_of_another_model_are_not_shown(tmp_path: Path) -> None:
     """Fake engines make their log-probabilities up."""
     with pytest.raises(MismatchError):
         run(job(tmp_path, bound=1e-4))

@@ -79,7 +79,7 @@ def run(directory: Path, engine: FakeEngine, **how: Any) -> list[dict[str, float
 
 
 @pytest.mark.parametrize("deterministic", tiered([False, True], {True}))
-def test_killed_in_two_steps_it_ends_with_the_same_weights(
+def test_a_stage_killed_in_two_steps_ends_with_the_same_weights(
     deterministic: bool, tmp_path: Path
 ) -> None:
     calm = FakeEngine()
@@ -124,7 +124,7 @@ def disagreeing(stage: Expert, *found: float) -> None:
     stage._accept = accepted  # type: ignore[method-assign]
 
 
-def test_what_the_policy_would_not_have_drawn_is_drawn_anew(tmp_path: Path) -> None:
+def test_replayed_samples_that_fail_the_logprob_check_are_sampled_again(tmp_path: Path) -> None:
     """That is no attempt at a refit: there are two more."""
     with pytest.raises(Killed):
         run(tmp_path, FakeEngine(trouble=after(2 * A_STEP + 5)))
@@ -147,7 +147,9 @@ def test_what_the_policy_would_not_have_drawn_is_drawn_anew(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("mode", tiered(["overlap", "async"], {"async"}))
-def test_of_what_older_weights_drew_only_the_first_is_replayed(mode: str, tmp_path: Path) -> None:
+def test_only_the_first_step_sampled_by_older_weights_is_replayed(
+    mode: str, tmp_path: Path
+) -> None:
     """The weights that a stage resumes with are those of before; the next ones are not."""
     stage, _ = expert(tmp_path, FakeEngine(), mode=mode)
     for step in range(1, 6):

@@ -70,7 +70,7 @@ def graded(pool: RewardPool, *texts: str) -> list[Grade]:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_the_pool_says_what_one_process_says_in_the_same_order(
+def test_the_pool_grades_as_one_process_does_in_the_same_order(
     pool: Made, workers: int, tmp_path: Path
 ) -> None:
     given = {"odd": own("does", weight=2.0), "steps": own("lines"), "short": {"kind": "length"}}
@@ -115,14 +115,14 @@ def test_a_reward_that_fails_drops_its_own_sample_alone(
     assert failed.failure.split(" for problem")[0] in said
 
 
-def test_every_worker_may_be_lost_many_times_and_nothing_else_is(pool: Made) -> None:
+def test_every_worker_may_be_lost_many_times(pool: Made) -> None:
     texts = [("die 1" if i % 5 == 0 else "hang" if i % 13 == 0 else f"{i:03}") for i in range(60)]
     found = graded(pool(seconds=LIMIT, workers=2, odd=own("does", timed_out=None)), *texts)
     for text, grade in zip(texts, found, strict=True):
         assert (grade.reward is None) == (text in ("die 1", "hang"))
 
 
-def test_what_a_killed_reward_started_is_killed_too(pool: Made, tmp_path: Path) -> None:
+def test_children_of_a_killed_reward_are_killed_too(pool: Made, tmp_path: Path) -> None:
     [grade] = graded(pool(seconds=1, odd=own("does")), f"child {tmp_path / 'number'}")
     assert grade.reward == 0
     child = int((tmp_path / "number").read_text())
@@ -130,14 +130,14 @@ def test_what_a_killed_reward_started_is_killed_too(pool: Made, tmp_path: Path) 
     assert not status.exists() or ") Z " in status.read_text()
 
 
-def test_a_reward_has_a_time_limit_of_its_own(pool: Made) -> None:
+def test_a_reward_may_have_its_own_time_limit(pool: Made) -> None:
     quick = own("does", timeout_seconds=0.3, timed_out=None)
     [grade] = graded(pool(seconds=60, quick=quick, slow=own("length")), "sleep 5")
     assert grade.failure is not None
     assert "rewards.quick: took more than 0.3 seconds" in grade.failure
 
 
-def test_a_response_that_takes_too_long_to_grade_earns_what_the_reward_says(
+def test_a_response_whose_grading_times_out_earns_the_reward_s_timed_out(
     pool: Made, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Else whatever makes its grader hang is not trained on, which is better than being wrong."""
@@ -149,20 +149,20 @@ def test_a_response_that_takes_too_long_to_grade_earns_what_the_reward_says(
     assert "it earns -0.5 (timed_out)" in said
 
 
-def test_slow_rewards_run_side_by_side(pool: Made, tmp_path: Path) -> None:
+def test_slow_rewards_run_in_parallel(pool: Made, tmp_path: Path) -> None:
     """Each waits until all of them are there, which none would be after another."""
     found = graded(pool(workers=8, odd=own("does")), *(f"meet {tmp_path}/{i}" for i in range(8)))
     assert [grade.reward for grade in found] == [8.0] * 8
 
 
-def test_no_worker_knows_torch(pool: Made) -> None:
+def test_no_worker_imports_torch(pool: Made) -> None:
     [torch, problems] = graded(
         pool(odd=own("does"), whole={"kind": "length"}), "modules torch", "modules stages.rewards"
     )
     assert (torch.parts["odd"], problems.parts["odd"]) == (0.0, 1.0)
 
 
-def test_a_reward_that_cannot_be_loaded_is_told_to_all_who_wait(pool: Made) -> None:
+def test_a_reward_that_cannot_be_loaded_fails_every_future(pool: Made) -> None:
     broken = pool(odd=own("no_such"))
     for _ in range(2):
         [future] = broken.submit(problem(), [response("x")])
@@ -173,7 +173,7 @@ def test_a_reward_that_cannot_be_loaded_is_told_to_all_who_wait(pool: Made) -> N
     assert broken.owed == 0
 
 
-def test_a_pool_that_is_closed_leaves_no_process(pool: Made, tmp_path: Path) -> None:
+def test_a_closed_pool_leaves_no_process(pool: Made, tmp_path: Path) -> None:
     made = pool(odd=own("does"))
     made.submit(problem(), [response(f"child {tmp_path / 'number'}")])
     deadline = time.monotonic() + SECONDS
@@ -188,7 +188,7 @@ def test_a_pool_that_is_closed_leaves_no_process(pool: Made, tmp_path: Path) -> 
         time.sleep(0.01)
 
 
-def test_what_a_reward_leaves_behind_ends_with_the_pool(pool: Made, tmp_path: Path) -> None:
+def test_processes_that_a_reward_leaves_end_with_the_pool(pool: Made, tmp_path: Path) -> None:
     made = pool(odd=own("does"))
     [grade] = graded(made, f"daemon {tmp_path / 'number'}")
     assert grade.reward == 1.0
@@ -205,7 +205,7 @@ def test_a_reward_that_forks_answers_once(pool: Made) -> None:
     assert [grade.reward for grade in found] == [4.0, *[3.0] * 100]
 
 
-def test_what_a_reward_writes_into_its_problem_nobody_reads(pool: Made) -> None:
+def test_a_reward_s_changes_to_its_problem_reach_no_other_reward(pool: Made) -> None:
     found = graded(pool(first=own("notes"), second=own("notes")), *["a"] * 50)
     assert [grade.parts for grade in found] == [{"first": 1.0, "second": 1.0}] * 50
 
@@ -217,7 +217,7 @@ def test_a_sum_of_rewards_is_finite(pool: Made) -> None:
     assert "rewards.odd: returned 1e+308, which makes the sum of rewards inf" in grade.failure
 
 
-def test_a_worker_that_is_stopped_is_replaced(pool: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_worker_is_replaced(pool: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stages.rewards.worker.REST_SECONDS", 1.0)
     made = pool(odd=own("does"))
     graded(made, "one")
@@ -225,7 +225,7 @@ def test_a_worker_that_is_stopped_is_replaced(pool: Made, monkeypatch: pytest.Mo
     assert [grade.reward for grade in graded(made, "two", "three")] == [3.0, 5.0]
 
 
-def test_a_response_whose_worker_somebody_kills_is_graded_by_another(
+def test_a_response_whose_worker_is_killed_is_graded_by_another(
     pool: Made, capfd: pytest.CaptureFixture[str]
 ) -> None:
     made = pool(odd=own("does"))
@@ -243,14 +243,14 @@ def test_a_response_whose_worker_somebody_kills_is_graded_by_another(
     assert "dropped" not in capfd.readouterr().err
 
 
-def test_a_response_that_always_gets_its_worker_killed_is_dropped_alone(pool: Made) -> None:
+def test_a_response_whose_workers_are_always_killed_is_dropped_alone(pool: Made) -> None:
     before, failed, after = graded(pool(odd=own("does")), "one", "kill", "three")
     assert (before.reward, after.reward) == (3.0, 5.0)
     assert failed.failure is not None
     assert "its process was killed by SIGKILL (out of memory?)" in failed.failure
 
 
-def test_a_worker_may_use_the_memory_of_the_settings_and_no_more(pool: Made) -> None:
+def test_a_worker_s_memory_is_limited_by_the_settings(pool: Made) -> None:
     text = f"reserve {1 << 31}"
     [enough] = graded(pool(odd=own("does")), text)
     assert enough.reward == 1 << 31
@@ -269,8 +269,8 @@ def test_a_signal_to_the_whole_process_group_ends_no_reward(pool: Made) -> None:
     assert [grade.reward for grade in graded(made, "two", "three")] == [3.0, 5.0]
 
 
-@pytest.mark.parametrize(("number", "why"), [(9, "was killed by SIGKILL"), (19, "said nothing")])
-def test_a_nursery_that_is_gone_ends_the_stage(
+@pytest.mark.parametrize(("number", "why"), [(9, "was killed by SIGKILL"), (19, "not answered")])
+def test_a_lost_forkserver_ends_the_stage(
     pool: Made, number: int, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stages.rewards.pool.FORKSERVER_SECONDS", 1.0)
@@ -284,7 +284,7 @@ def test_a_nursery_that_is_gone_ends_the_stage(
     made.close()
 
 
-def test_a_nursery_whose_connection_breaks_before_it_has_ended_says_how_it_ended(
+def test_a_forkserver_s_exit_is_awaited_after_its_connection_breaks(
     pool: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As the kernel ends a process: it closes its files, and a while later it can be waited for."""
@@ -300,24 +300,24 @@ def test_a_nursery_whose_connection_breaks_before_it_has_ended_says_how_it_ended
         future.result(SECONDS)
 
 
-def test_what_stops_a_stage() -> None:
+def test_too_many_failures_stop_a_stage() -> None:
     pool = RewardPool.__new__(RewardPool)
     pool._settings = RewardPoolSettings(max_failed_fraction=0.25)
-    pool.hold_to_limit([], 0)
-    pool.hold_to_limit(["a"], 4)
+    pool.check_failures([], 0)
+    pool.check_failures(["a"], 4)
     with pytest.raises(RewardError, match=r"2 of 4 samples have no reward, and rewards\.max_fail"):
-        pool.hold_to_limit(["a", "b"], 4)
+        pool.check_failures(["a", "b"], 4)
     pool._settings = RewardPoolSettings()
-    pool.hold_to_limit(["a"], 4)  # one may always lack it
-    pool.hold_to_limit(["a", "b"], 100)
+    pool.check_failures(["a"], 4)  # one may always lack it
+    pool.check_failures(["a", "b"], 100)
     with pytest.raises(RewardError, match="2 of 99"):
-        pool.hold_to_limit(["a", "b"], 99)
+        pool.check_failures(["a", "b"], 99)
     pool._settings = RewardPoolSettings(max_failed_fraction=0)
     with pytest.raises(RewardError, match="1 of 99"):
-        pool.hold_to_limit(["a"], 99)
+        pool.check_failures(["a"], 99)
 
 
-def test_parts_add_up_by_weight_and_a_cut_off_response_is_what_each_says(tmp_path: Path) -> None:
+def test_parts_add_up_by_weight_and_each_decides_on_truncated_responses(tmp_path: Path) -> None:
     given = rewards(
         length=own("length", weight=0.5),
         anyway=own("length", unfinished="score"),
@@ -342,7 +342,7 @@ def test_parts_add_up_by_weight_and_a_cut_off_response_is_what_each_says(tmp_pat
         ("kill", "its process was killed by SIGKILL"),
     ],
 )
-def test_a_reward_that_only_watches_takes_no_sample_along(
+def test_a_failed_reward_of_weight_0_drops_no_sample(
     pool: Made, text: str, reason: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     given = {"odd": own("does", weight=0.0), "size": own("length"), "late": own("does", weight=0.0)}
@@ -353,11 +353,11 @@ def test_a_reward_that_only_watches_takes_no_sample_along(
     for name, line in zip(("odd", "late"), failed.watch_failures, strict=True):
         assert line.startswith(f"domains.sums.rewards.{name}: {reason}")
     said = capfd.readouterr().err
-    assert said.count("it only watches, so no sample is dropped for it") == 2
+    assert said.count("its weight is 0, so no sample is dropped") == 2
     assert "the sample is dropped" not in said
 
 
-def test_steps_that_only_watch_are_nobody_s(tmp_path: Path) -> None:
+def test_steps_of_weight_0_are_not_used(tmp_path: Path) -> None:
     given = rewards(watched=own("lines", weight=0.0), steps=own("lines", weight=2.0))
     grade = Grader("sums", given, tmp_path).grade(problem(), response("ab,c"))
     assert grade == Grade(4.0, {"watched": 2.0, "steps": 2.0}, steps=((3, 6.0), (4, 2.0)))
@@ -371,7 +371,7 @@ def test_steps_that_only_watch_are_nobody_s(tmp_path: Path) -> None:
         (["lines", "lines"], "only one reward of a domain may return steps"),
     ],
 )
-def test_steps_that_are_none(functions: list[str], reason: str, tmp_path: Path) -> None:
+def test_invalid_steps_are_errors(functions: list[str], reason: str, tmp_path: Path) -> None:
     given = rewards(**{f"r{i}": own(function) for i, function in enumerate(functions)})
     grade = Grader("sums", given, tmp_path).grade(problem(), response("a,b"))
     assert grade.reward is None
@@ -379,7 +379,7 @@ def test_steps_that_are_none(functions: list[str], reason: str, tmp_path: Path) 
     assert reason in grade.failure
 
 
-def test_steps_end_where_their_text_ends(tmp_path: Path) -> None:
+def test_steps_end_at_the_tokens_of_their_text(tmp_path: Path) -> None:
     grader = Grader("sums", rewards(steps=own("lines", weight=2.0)), tmp_path)
     grade = grader.grade(problem(), response("ab,c"))
     assert grade == Grade(4.0, {"steps": 2.0}, steps=((3, 6.0), (4, 2.0)))
@@ -387,7 +387,7 @@ def test_steps_end_where_their_text_ends(tmp_path: Path) -> None:
     assert nothing == Grade(0.0, {"steps": 0.0}, steps=((0, 0.0),))
 
 
-def test_what_rewards_print_is_logged_up_to_a_limit(
+def test_the_output_of_rewards_is_logged_up_to_a_limit(
     pool: Made, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reward_output, "LARGEST", 100_000)
@@ -398,4 +398,4 @@ def test_what_rewards_print_is_logged_up_to_a_limit(
     printed = capfd.readouterr().err
     assert "x" * 500 in printed
     assert printed.count("x") < 100_100
-    assert printed.count("printed more than 100000 bytes, and the log takes no more") == 1
+    assert printed.count("printed more than 100000 bytes; the rest is not logged") == 1

@@ -52,7 +52,7 @@ def score(made: Reward, text: str, asked: Problem | None = None) -> Score:
     return made(asked or problem(), Response(text, len(text) + 1))
 
 
-def test_every_kind_can_be_made_and_says_what_a_cut_off_response_earns() -> None:
+def test_every_kind_can_be_made_and_scores_truncated_responses() -> None:
     given: dict[str, dict[str, Any]] = {
         "judge": {"base_url": "http://localhost/v1", "model": "m", "rubric": "{response}"},
         "python": {"function": "tests.stages.small_rewards:length"},
@@ -73,7 +73,7 @@ def test_every_kind_can_be_made_and_says_what_a_cut_off_response_earns() -> None
 # Correctness
 
 
-def test_reasoning_gym_gives_partial_credit_where_it_is_told_to() -> None:
+def test_reasoning_gym_gives_partial_credit_where_it_is_set() -> None:
     prompts = ReasoningGymPromptSettings(dataset="chain_sum", config={"min_terms": 3})
     [asked] = PromptStream(prompts, CharacterTokenizer(), "math", 0, "rl").take(1)
     near = f"<>{asked.answer}0"
@@ -102,7 +102,7 @@ def test_mathematics_is_compared_as_such(answer: str, response: str, right: int)
     assert score(reward("math"), response, problem(answer)) == right
 
 
-def test_only_what_is_boxed_counts_where_it_is_asked() -> None:
+def test_only_boxed_answers_count_with_boxed() -> None:
     assert score(reward("math", boxed=True), "it is 3", problem("3")) == 0.0
     assert score(reward("math", boxed=True), r"it is \boxed{3}", problem("3")) == 1.0
 
@@ -113,7 +113,7 @@ def test_senseless_mathematics_is_wrong(text: str) -> None:
 
 
 @pytest.mark.parametrize("answer", ["", "  "])
-def test_a_problem_without_an_answer_has_no_mathematics(answer: str) -> None:
+def test_a_problem_without_a_readable_answer_is_an_error(answer: str) -> None:
     with pytest.raises(RewardError, match="cannot read the problem's answer"):
         score(reward("math"), "3", problem(answer))
 
@@ -139,14 +139,14 @@ SCHEMA = {
     ],
 )
 @pytest.mark.parametrize("stated", ["field", "text", "settings"])
-def test_json_is_held_to_its_schema(text: str, right: int, stated: str) -> None:
+def test_json_is_validated_against_its_schema(text: str, right: int, stated: str) -> None:
     asked = {"field": problem(shape=SCHEMA), "text": problem(shape=json.dumps(SCHEMA))}
     default = SCHEMA if stated == "settings" else None
     made = reward("json_schema", schema_field="shape", default_schema=default)
     assert score(made, text, asked.get(stated)) == right
 
 
-def test_no_response_is_too_strange_for_its_schema() -> None:
+def test_unusual_json_is_scored() -> None:
     tree = {"items": {"$ref": "#"}, "multipleOf": 0.01}
     deep = "[" * 400 + "]" * 400
     for text in (deep, "1e999"):
@@ -155,7 +155,7 @@ def test_no_response_is_too_strange_for_its_schema() -> None:
         valid("1", {"$ref": "#"})
 
 
-def test_a_schema_that_is_none() -> None:
+def test_an_invalid_schema_is_an_error() -> None:
     with pytest.raises(RewardError, match="has no field 'schema'"):
         score(reward("json_schema"), "{}")
     with pytest.raises(RewardError, match="not a JSON schema: 'objekt' is not valid"):
@@ -252,7 +252,7 @@ def test_every_instruction_is_tried_above() -> None:
     assert {case[0] for case in tried} == set(CHECKS)
 
 
-def test_all_instructions_or_the_share_that_is_kept() -> None:
+def test_credit_for_all_instructions_or_for_their_share() -> None:
     row = {
         "instruction_id_list": ["punctuation:no_comma", "startend:quotation"],
         "kwargs": [None, {}],
@@ -281,7 +281,7 @@ def test_all_instructions_or_the_share_that_is_kept() -> None:
         ),
     ],
 )
-def test_instructions_that_are_none(row: dict[str, Any], message: str) -> None:
+def test_invalid_instructions_are_errors(row: dict[str, Any], message: str) -> None:
     with pytest.raises(RewardError, match=message):
         score(reward("instruction"), "x", problem(**row))
 
@@ -293,7 +293,7 @@ def test_instructions_that_are_none(row: dict[str, Any], message: str) -> None:
     ("length", "expected"),
     [(0, 0), (16384, 0), (18432, -0.5), (20480, -1), (20481, -1), (10**6, -1)],
 )
-def test_soft_overlong_is_that_of_the_vectors(length: int, expected: float) -> None:
+def test_soft_overlong_matches_the_vectors(length: int, expected: float) -> None:
     assert soft_overlong(length, 20480, 4096) == expected
     made = reward("overlong", max_tokens=20480, buffer_tokens=4096)
     assert made(problem(), Response("", length)) == expected
@@ -315,7 +315,7 @@ def test_length_falls_over_its_slack(unit: str, text: str, expected: float) -> N
     assert score(reward("length", unit=unit, at_least=2, at_most=3, slack=1), text) == expected
 
 
-def test_a_format_is_the_whole_response_s() -> None:
+def test_a_format_matches_the_whole_response() -> None:
     made = reward("format", pattern=r"<think>.+</think>\d+")
     assert score(made, "<think>a\nb</think>12") == 1.0
     for text in ["<think>a</think>12!", "<think></think>1", *GARBAGE]:
@@ -360,7 +360,7 @@ def test_a_function_that_cannot_be_loaded(function: str, message: str) -> None:
         reward("python", function=function)
 
 
-def test_what_counts_as_solved() -> None:
+def test_solved_counts_the_rewards_that_judge_the_answer() -> None:
     def kinds(*given: str, weight: float = 1.0) -> dict[str, RewardBase]:
         judge = {"base_url": "http://j", "model": "m", "rubric": "{response}"}
         own: dict[str, dict[str, Any]] = {"format": {"pattern": "x"}, "judge": judge}

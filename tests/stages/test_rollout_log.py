@@ -86,7 +86,7 @@ def same(found: Sample | None, entry: Answered) -> bool:
     return True
 
 
-def test_what_was_written_is_read_whatever_it_was(tmp_path: Path) -> None:
+def test_every_written_answer_is_read(tmp_path: Path) -> None:
     entries = [answered(seed) for seed in range(60)]
     written(tmp_path, entries)
     log = opened(tmp_path)
@@ -97,7 +97,7 @@ def test_what_was_written_is_read_whatever_it_was(tmp_path: Path) -> None:
     log._notify.assert_not_called()
 
 
-def test_an_answer_is_given_to_its_own_question_alone(tmp_path: Path) -> None:
+def test_an_answer_matches_only_its_own_question(tmp_path: Path) -> None:
     question, given = answered(5)
     written(tmp_path, [(question, given)])
     cooler = msgspec.structs.replace(SAMPLING, temperature=0.5)
@@ -113,7 +113,7 @@ def test_an_answer_is_given_to_its_own_question_alone(tmp_path: Path) -> None:
     assert same(log.take(3, [question])[0], (question, given))
 
 
-def test_a_file_that_ends_anywhere_in_its_last_frame_loses_that_alone(tmp_path: Path) -> None:
+def test_a_file_truncated_in_its_last_frame_loses_only_that_frame(tmp_path: Path) -> None:
     first, second, last = (answered(seed) for seed in (1, 2, 3))
     path = written(tmp_path, [first, second, last])
     whole = path.read_bytes()
@@ -128,7 +128,7 @@ def test_a_file_that_ends_anywhere_in_its_last_frame_loses_that_alone(tmp_path: 
         assert path.read_bytes() == whole
 
 
-def test_after_a_flipped_bit_nothing_is_believed_and_a_person_is_told(tmp_path: Path) -> None:
+def test_entries_after_a_flipped_bit_are_dropped_and_reported(tmp_path: Path) -> None:
     entries = [answered(seed) for seed in range(4)]
     path = written(tmp_path, entries)
     whole = path.read_bytes()
@@ -191,7 +191,7 @@ DEEP = b"\x91" * 100_000 + b"\xc0"  # lists in lists
 
 
 @pytest.mark.parametrize("told", nonsense())
-def test_a_whole_frame_of_nonsense_is_told_and_put_aside(told: str, tmp_path: Path) -> None:
+def test_an_invalid_frame_is_reported_and_put_aside(told: str, tmp_path: Path) -> None:
     good, other = answered(0), answered(2)
     path = written(tmp_path, [good])
     whole = path.read_bytes()
@@ -215,7 +215,7 @@ def test_a_whole_frame_of_nonsense_is_told_and_put_aside(told: str, tmp_path: Pa
         (None, "its first frame is not an origin"),
     ],
 )
-def test_a_log_that_begins_with_nonsense_is_begun_anew(
+def test_a_log_with_an_invalid_origin_is_restarted(
     first: object, told: str, tmp_path: Path
 ) -> None:
     entry = answered(1)
@@ -241,7 +241,7 @@ def test_a_log_of_another_origin_is_not_used(tmp_path: Path) -> None:
     assert again.take(3, [entry[0]]) == [None]  # it was begun anew
 
 
-def test_what_several_weights_drew_is_left_out(tmp_path: Path) -> None:
+def test_answers_sampled_by_several_weights_are_dropped(tmp_path: Path) -> None:
     seeds = [seed for seed in range(9) if len(answered(seed)[1].tokens) > 4]  # of a token or more
     log = opened(tmp_path)
     for seed in seeds:
@@ -249,7 +249,7 @@ def test_what_several_weights_drew_is_left_out(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_covered_goes_and_what_comes_of_other_weights_is_forgotten(tmp_path: Path) -> None:
+def test_covered_entries_and_those_of_other_weights_are_forgotten(tmp_path: Path) -> None:
     def versions() -> list[str]:
         return sorted(path.stem.removeprefix("version_") for path in tmp_path.iterdir())
 
@@ -272,7 +272,7 @@ def test_what_is_covered_goes_and_what_comes_of_other_weights_is_forgotten(tmp_p
     assert versions() == ["4"]
 
 
-def test_where_bits_count_a_version_is_used_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_deterministic_run_uses_a_version_whole_or_not_at_all(tmp_path: Path) -> None:
     entries = [answered(seed) for seed in range(4)]
     questions = [question for question, _ in entries]
     written(tmp_path, entries, deterministic=True)
@@ -285,7 +285,7 @@ def test_where_bits_count_a_version_is_used_whole_or_not_at_all(tmp_path: Path) 
     assert all(map(same, log.take(3, questions), entries))
 
 
-def test_a_full_disk_is_told_with_the_path(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_with_the_path(tmp_path: Path) -> None:
     log = opened(tmp_path)
     full = mock.patch.object(log, "_write", side_effect=OSError(28, "No space left on device"))
     with full, pytest.raises(OSError, match=r"No space left on device: .*version_3\.log"):
@@ -331,7 +331,7 @@ def drawn(made: StageEngines, groups: list[Group]) -> list[Sample]:
     return made.wait_for(groups, 1)
 
 
-def test_after_a_kill_the_missing_are_asked_for_with_their_own_seeds(tmp_path: Path) -> None:
+def test_after_a_kill_missing_responses_are_requested_with_their_seeds(tmp_path: Path) -> None:
     first = SlowestLast(trouble=after(11))
     with pytest.raises(Killed):
         drawn(opened_engines(tmp_path, first), prompts(8))
@@ -347,7 +347,7 @@ def test_after_a_kill_the_missing_are_asked_for_with_their_own_seeds(tmp_path: P
     assert sorted(heard) == [(100 + 4 * group, index) for group in range(8) for index in range(4)]
 
 
-def test_interruptions_leave_the_lengths_of_responses_as_they_are(tmp_path: Path) -> None:
+def test_interruptions_do_not_change_the_lengths_of_responses(tmp_path: Path) -> None:
     peaceful = drawn(opened_engines(tmp_path / "peaceful", SlowestLast()), prompts(30))
     expected = [sample.response.tolist() for sample in peaceful]
     draw, total, kills = random.Random(4), Counter[int](), 0
@@ -399,7 +399,7 @@ def test_probes_are_never_answered_from_the_log(tmp_path: Path) -> None:
     assert not (tmp_path / "log").exists()
 
 
-def test_a_disk_that_is_full_ends_the_stage(tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_stage(tmp_path: Path) -> None:
     made = opened_engines(tmp_path, FakeEngine())
     full = mock.patch.object(made.log, "_write", side_effect=OSError(28, "No space left on device"))
     with full, pytest.raises(OSError, match=r"No space left on device: .*version_1\.log"):

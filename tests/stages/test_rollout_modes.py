@@ -56,7 +56,7 @@ def run(stage: Expert) -> list[dict[str, float]]:
     return [stage.step(step) for step in range(1, STEPS + 1)]
 
 
-def test_in_turn_trains_on_what_its_own_weights_drew(tmp_path: Path) -> None:
+def test_in_turn_trains_on_samples_of_its_own_weights(tmp_path: Path) -> None:
     stage, fleet = expert(tmp_path, FakeEngine())
     for metrics in run(stage):
         assert metrics["staleness_0"] == 1.0
@@ -68,7 +68,7 @@ def test_in_turn_trains_on_what_its_own_weights_drew(tmp_path: Path) -> None:
     assert stage.state()["begun"] == {"sums": []}
 
 
-def test_one_ahead_draws_a_batch_wholly_by_the_weights_before(tmp_path: Path) -> None:
+def test_one_ahead_samples_a_batch_by_the_previous_weights(tmp_path: Path) -> None:
     engine = FakeEngine(pace=0.002)
     stage, fleet = expert(tmp_path, engine, mode="overlap")
     refit = fleet.refit
@@ -107,12 +107,12 @@ def test_continuous_stays_within_its_bound_and_accounts_for_every_prompt(
     stage.close()
 
 
-def test_continuous_draws_no_earlier_than_it_has_to(tmp_path: Path) -> None:
+def test_continuous_samples_no_earlier_than_needed(tmp_path: Path) -> None:
     stage, _ = expert(tmp_path, FakeEngine(), mode="async", max_staleness=3)
     assert [metrics["staleness_mean"] for metrics in run(stage)] == [0, 1, 1, 1]
 
 
-def test_oversampling_leaves_what_is_late_for_the_next_step(tmp_path: Path) -> None:
+def test_oversampling_keeps_late_groups_for_the_next_step(tmp_path: Path) -> None:
     stage, _ = expert(tmp_path, FakeEngine(pace=0.001), oversampling=1.5)
     measured = run(stage)
     begun = stage.state()["begun"]["sums"]
@@ -123,7 +123,7 @@ def test_oversampling_leaves_what_is_late_for_the_next_step(tmp_path: Path) -> N
     stage.close()
 
 
-def test_dynamic_sampling_reports_what_it_replaced(tmp_path: Path) -> None:
+def test_dynamic_sampling_reports_replaced_groups(tmp_path: Path) -> None:
     plain, _ = expert(tmp_path / "plain", FakeEngine())
     flat = plain.step(1)["zero_variance"]
     assert 0 < flat < 1
@@ -167,9 +167,7 @@ def test_engines_that_disagree_twice_end_the_stage(mode: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("mode", ["sync", "overlap", "async"])
-def test_a_resumed_stage_goes_on_with_the_prompts_that_were_begun(
-    mode: str, tmp_path: Path
-) -> None:
+def test_a_resumed_stage_continues_with_the_prompts_in_flight(mode: str, tmp_path: Path) -> None:
     make: Callable[[Path], tuple[Expert, RefittedFleet]] = partial(expert, mode=mode)
     whole, _ = make(tmp_path / "whole", FakeEngine())
     run(whole)

@@ -230,7 +230,7 @@ def complete(program: str, sentinel: subprocess.Popen[bytes]) -> str:
 
 
 @pytest.mark.parametrize("name", GIVES_UP)
-def test_what_it_wants_it_does_not_get(
+def test_a_program_cannot_escape(
     name: str, sentinel: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BRAID_TEST_SECRET", SANDBOX_SECRET)
@@ -249,7 +249,9 @@ def test_what_it_wants_it_does_not_get(
 
 
 @pytest.mark.parametrize("name", GOES_ON)
-def test_what_goes_on_is_ended_at_the_limit(name: str, sentinel: subprocess.Popen[bytes]) -> None:
+def test_an_endless_program_is_ended_at_the_limit(
+    name: str, sentinel: subprocess.Popen[bytes]
+) -> None:
     before, started = children(), time.monotonic()
     outcome = run(GOES_ON[name], "", HASTY)
     assert HASTY.wall_seconds <= time.monotonic() - started < HASTY.wall_seconds + BOUND_SECONDS
@@ -264,7 +266,7 @@ def test_cpu_time_counts_for_all_processes_together() -> None:
     assert outcome.ending == "timeout" and outcome.seconds < limits.wall_seconds
 
 
-def test_cpu_time_of_children_that_nobody_waits_for_counts_too() -> None:
+def test_cpu_time_of_unreaped_children_counts_too() -> None:
     """Where SIGCHLD is ignored, the kernel would put their time into nobody's account."""
     program = """
 import os, signal, time
@@ -310,13 +312,13 @@ supervisor._usage = _usage
     assert "cannot be watched: ValueError('a line that nobody has thought of')" in outcome.errors
 
 
-def test_memory_counts_where_it_is_held() -> None:
+def test_memory_in_use_counts() -> None:
     status = b"Name:\t\rRssAnon: -9\nVmRSS:\t 99 kB\nRssAnon:\t 1 kB\nRssFile:\t 99 kB\n"
     status += b"RssShmem:\t 20 kB\nVmSwap:\t 300 kB\nHugetlbPages:\t 4000 kB\n"
     assert supervisor.memory_held(status) == 4321 << 10
 
 
-def test_an_honest_program_has_what_it_needs() -> None:
+def test_an_ordinary_program_runs() -> None:
     program = """
 import asyncio, collections, dataclasses, decimal, hashlib, itertools, os, random, re, subprocess
 import sys, tempfile, threading, zlib
@@ -347,19 +349,19 @@ exit()
     ]
 
 
-def test_only_scratch_is_mounted_for_writing() -> None:
+def test_only_scratch_is_writable() -> None:
     program = "import os\nprint([os.statvfs(p).f_flag & os.ST_RDONLY for p in ('/', '.')])"
     assert run(program, "", Limits()).output == b"[1, 0]\n"
 
 
-def test_the_smallest_limits_are_enough_for_a_small_program() -> None:
+def test_the_smallest_limits_suffice_for_a_small_program() -> None:
     limits = Limits(memory_mebibytes=64, processes=1, output_bytes=2)
     assert run("print(1)", "", limits).output == b"1\n"
     assert run("print(10)", "", limits).ending == "output"
     assert score("x = 1", ["assert x == 1"] * 9, limits).passed == 1
 
 
-def test_runs_side_by_side_do_not_count_against_each_other() -> None:
+def test_parallel_runs_have_separate_limits() -> None:
     program = """
 import os, time
 started = 1
@@ -378,7 +380,7 @@ except OSError:
     assert [outcome.output for outcome in outcomes] == [b"8\n"] * 4
 
 
-def test_a_stage_that_is_killed_takes_its_programs_along(
+def test_the_programs_of_a_killed_stage_end(
     sentinel: subprocess.Popen[bytes],
 ) -> None:
     before = children()
@@ -409,11 +411,11 @@ def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.02)
 
 
-def test_input_that_nobody_reads_is_no_obstacle() -> None:
+def test_unread_input_is_ignored() -> None:
     assert run("print(1)", "x" * (8 << 20), Limits()).output == b"1\n"
 
 
-def test_this_machine_contains() -> None:
+def test_this_machine_can_contain_programs() -> None:
     sandbox.check()
 
 
@@ -437,7 +439,7 @@ kernel.unshare = unshare
 
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs util-linux")
-def test_where_namespaces_are_refused_nothing_runs(tmp_path: Path) -> None:
+def test_no_program_runs_where_namespaces_are_refused(tmp_path: Path) -> None:
     """In a user namespace that may have no further ones, of which this process is one user."""
     ran = tmp_path / "ran"
     program = f"open({str(ran)!r}, 'w')"
@@ -454,7 +456,7 @@ def test_where_namespaces_are_refused_nothing_runs(tmp_path: Path) -> None:
     assert not ran.exists()
 
 
-def test_a_sandbox_at_fault_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_sandbox_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     host = {**sandbox._host(), "files": [("/nowhere/python", "/nowhere/python")]}
     monkeypatch.setattr(sandbox, "_host", lambda: host)
     with pytest.raises(SandboxError, match=r"cannot build the file system: .*/nowhere/python"):

@@ -8,7 +8,7 @@ from stages.rewards.sandbox import Limits, score
 from tests.stages.conftest import children
 
 
-def test_pairs_are_scored_apart_and_ends_of_lines_do_not_count() -> None:
+def test_pairs_are_scored_separately_and_trailing_space_is_ignored() -> None:
     program = "x = int(input())\nprint(x + 1, end=' \\n\\n')\nif x == 2: raise ValueError(x)"
     pairs = [{"input": "1", "output": "2"}, {"input": "2", "output": "3"}]
     pairs += [{"input": "3\n", "output": "5\n"}, {"input": "4\n", "output": "5\n"}]
@@ -59,7 +59,7 @@ LIMIT = 10 ** 30
         "def check(candidate):\n  assert candidate(2, 2) == 4\ncheck(add)",
     ],
 )
-def test_asserts_see_the_programs_own_names(test: str) -> None:
+def test_asserts_see_the_program_s_names(test: str) -> None:
     result = score(HONEST, [test, f"assert not add\n{test}"], Limits())
     assert result.verdicts == ("passed", "wrong"), result.errors
 
@@ -162,7 +162,7 @@ SUMS = [
 
 @pytest.mark.usefixtures("sentinel")
 @pytest.mark.parametrize("name", FAKES)
-def test_no_assert_is_passed_by_pretending(name: str) -> None:
+def test_no_program_passes_an_assert_by_cheating(name: str) -> None:
     before = children()
     result = score(FAKES[name], SUMS, Limits(wall_seconds=1.0, memory_mebibytes=256))
     assert len(result.verdicts) == len(SUMS)
@@ -170,7 +170,7 @@ def test_no_assert_is_passed_by_pretending(name: str) -> None:
     assert children() == before
 
 
-def test_tests_that_are_none_are_a_fault_of_the_problem() -> None:
+def test_invalid_tests_are_errors_of_the_problem() -> None:
     wrong = [
         [],
         [{"input": "1"}],

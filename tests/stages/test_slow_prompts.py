@@ -128,7 +128,7 @@ def share_of_slow(groups: list[Group]) -> float:
         ("overlap", 2, 1.5, 0.5, 8),
     ],
 )
-def test_slow_prompts_are_trained_on_as_often_as_they_are_drawn(
+def test_slow_prompts_are_trained_on_as_often_as_they_are_sampled(
     mode: str, staleness: int, oversampling: float, short: float, long: float
 ) -> None:
     settings = RolloutSettings.model_validate(

@@ -52,7 +52,7 @@ def test_no_accuracy(correct: int, n: int) -> None:
 @pytest.mark.parametrize("after", [0, 1, 60, 100])
 @pytest.mark.parametrize("before", [0, 37, 99, 100])
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.95, 1.0])
-def test_a_share_of_the_other_is_taken_off(after: int, before: int, share: float) -> None:
+def test_a_share_of_the_other_is_subtracted(after: int, before: int, share: float) -> None:
     one, other = wilson(after, 100), wilson(before, 100)
     found = difference(one, other, share)
     assert found.difference == pytest.approx(one.accuracy - share * other.accuracy)
@@ -64,7 +64,7 @@ def test_a_share_of_the_other_is_taken_off(after: int, before: int, share: float
     assert found.high - found.low >= alone.high - alone.low - 1e-12
 
 
-def test_several_answers_to_a_problem_narrow_the_interval_as_far_as_they_differ() -> None:
+def test_several_responses_to_a_problem_narrow_the_interval_as_far_as_they_differ() -> None:
     single = [1] * 30 + [0] * 70
     assert of_problems(single, 1).low == pytest.approx(wilson(30, 100).low, abs=2e-3)
     # All four answers to a problem alike: they say no more than one.

@@ -74,7 +74,7 @@ CHAT = [
 ]
 
 
-def test_the_template_of_characters_is_the_one_that_is_exported(tmp_path: Path) -> None:
+def test_the_exported_template_is_the_character_tokenizer_s(tmp_path: Path) -> None:
     ours = CharacterTokenizer()
     ours.save(tmp_path)
     theirs = HuggingFaceTokenizer(tmp_path)
@@ -110,7 +110,7 @@ def model(tokenizer: Path | str, vocabulary: int = 10) -> ModelSettings:
     return ModelSettings.model_construct(tokenizer=str(tokenizer), vocabulary_size=vocabulary)
 
 
-def test_a_folder_s_tokenizer_reads_text_as_it_stands(words: Path) -> None:
+def test_a_directory_s_tokenizer_adds_no_special_tokens(words: Path) -> None:
     tokenizer = load_tokenizer(model(words))
     assert (tokenizer.end_token, tokenizer.pad_token, tokenizer.vocabulary_size) == (9, 9, 10)
     assert tokenizer.encode("one plus two") == [2, 4, 3]
@@ -122,13 +122,13 @@ def test_a_folder_s_tokenizer_reads_text_as_it_stands(words: Path) -> None:
         tokenizer.render(CHAT, generation_prompt=True)
 
 
-def test_what_is_saved_is_loaded_alike(words: Path, tmp_path: Path) -> None:
+def test_a_saved_tokenizer_loads_equal(words: Path, tmp_path: Path) -> None:
     load_tokenizer(model(words)).save(tmp_path)
     again = load_tokenizer(model(tmp_path))
     assert again.encode("one</s>") == [2, 9]
 
 
-def test_a_tokenizer_that_cannot_serve_says_why(words: Path, tmp_path: Path) -> None:
+def test_an_unusable_tokenizer_is_an_error(words: Path, tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"vocabulary_size: 9 is less than the 10 ids of the"):
         load_tokenizer(model(words, vocabulary=9))
     with pytest.raises(TokenizerError, match=r"vocabulary_size: 79 is less than the 80 ids"):

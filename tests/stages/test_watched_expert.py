@@ -69,7 +69,7 @@ def saved(directory: Path) -> tuple[int, dict[str, Any]]:
     return newest.step, json.loads((newest.path / "state.json").read_text())
 
 
-def test_a_guard_that_stops_leaves_the_step_and_can_be_told_to_go_on(tmp_path: Path) -> None:
+def test_a_guard_stops_after_saving_the_step_and_may_be_set_to_continue(tmp_path: Path) -> None:
     with pytest.raises(GuardStopped, match=r"^step 3 of experts.sums: guard mismatch: high_ratio"):
         run(tmp_path)
     step, state = saved(tmp_path)
@@ -81,7 +81,7 @@ def test_a_guard_that_stops_leaves_the_step_and_can_be_told_to_go_on(tmp_path: P
     assert saved(tmp_path)[0] == STEPS
 
 
-def test_a_rule_ends_a_stage_which_is_then_done(
+def test_a_rule_ends_a_stage_which_is_then_finished(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     rule = {"metric": "reward/parity", "at_least": 0.0, "window": 2}
@@ -96,7 +96,7 @@ def test_a_rule_ends_a_stage_which_is_then_done(
     assert saved(tmp_path) == (step, state)
 
 
-def test_a_rule_s_window_goes_on_after_a_signal(tmp_path: Path) -> None:
+def test_a_rule_s_window_continues_after_a_signal(tmp_path: Path) -> None:
     rule = {"at_least": 0.0, "window": 3}
     with pytest.raises(StageStopped):
         run(tmp_path, stop_after=2, guards=QUIET, stop=rule)
@@ -106,7 +106,7 @@ def test_a_rule_s_window_goes_on_after_a_signal(tmp_path: Path) -> None:
     assert saved(tmp_path)[1]["ended"].startswith("done at step 3 of 4: reward is ")
 
 
-def test_a_resumed_stage_remembers_and_takes_the_same_prompts(tmp_path: Path) -> None:
+def test_a_resumed_stage_restores_its_state_and_takes_the_same_prompts(tmp_path: Path) -> None:
     small = {"window": 2}
     given: dict[str, Any] = {
         "guards": {**QUIET, "reward_collapse": small, "length_inflation": small},

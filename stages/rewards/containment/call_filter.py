@@ -1,8 +1,8 @@
-"""The seccomp filter: which system calls a contained program may make.
+"""The seccomp filter of the system calls that a contained program may make.
 
-The namespaces contain; the filter takes away what they leave open (sockets, memory that is in no
-process, CPU time that is in no account, tracing a process of the same user) and the parts of the
-kernel that escapes were made of.
+The filter refuses what the namespaces leave open (sockets, memory that is in no process, CPU time
+that is in no account, tracing a process of the same user) and the parts of the kernel that past
+escapes used.
 """
 
 from __future__ import annotations
@@ -71,8 +71,9 @@ _REFUSED: dict[str, tuple[int, int | None]] = {
     "ioperm": (173, None),
     "modify_ldt": (154, None),
 }
-# From 424 on a call has one number everywhere; the unknown ones are the future's. ENOSYS, since
-# libraries then fall back: glibc from clone3, whose flags no filter can read, to clone.
+# From 424 on a call has one number on all architectures; unknown numbers may be future calls. They
+# get ENOSYS, on which libraries fall back: glibc from clone3, whose flags no filter can read, to
+# clone.
 _FIRST_COMMON = 424
 _ALLOWED_COMMON = (436, 437, 439, 441, 449)  # close_range, openat2, faccessat2, epoll_pwait2, ...
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
@@ -91,19 +92,19 @@ _REFUSE = 0x00050000  # | errno
 
 
 def supported() -> bool:
-    """Whether the numbers of this machine's system calls are known here."""
+    """Return whether the filter knows the system call numbers of this machine."""
     return os.uname().machine in _ARCHITECTURES
 
 
 def instructions() -> bytes:
-    """The filter for this machine, in classic BPF."""
+    """Return the filter for this machine, in classic BPF."""
     column, architecture = _ARCHITECTURES[os.uname().machine]
     no = _RETURN, 0, 0, _REFUSE | errno.EPERM
     yes = _RETURN, 0, 0, _ALLOW
     code = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, architecture),
-        (_RETURN, 0, 0, _KILL),  # 32-bit calls, whose numbers are others
+        (_RETURN, 0, 0, _KILL),  # 32-bit calls, which have other numbers
         (_LOAD, 0, 0, _CALL_NUMBER),
     ]
     # On x86_64 the numbers of the x32 calls start at 2^30, so they end here too.
@@ -116,7 +117,7 @@ def instructions() -> bytes:
             code += [(_EQUAL, 0, 1, number), no]
     argument = _LOAD, 0, 0, _FIRST_ARGUMENT  # its lower half; both architectures are little-endian
     code += [(_EQUAL, 0, 4, _CLONE[column]), argument, (_ANY_BIT, 0, 1, _NEW_NAMESPACES), no, yes]
-    # A pair of sockets is a pipe (asyncio wakes its loop with one); limits only of the caller.
+    # A socket pair is a pipe (asyncio wakes its loop with one); prlimit only of the caller.
     code += [(_EQUAL, 0, 4, _SOCKETPAIR[column]), argument, (_EQUAL, 1, 0, _UNIX), no, yes]
     code += [(_EQUAL, 0, 4, _PRLIMIT[column]), argument, (_EQUAL, 1, 0, 0), no, yes]
     # Shared anonymous memory that a process hands back with MADV_DONTNEED stays in memory, and is
@@ -125,7 +126,7 @@ def instructions() -> bytes:
     both = [(_AND, 0, 0, _SHARED_ANONYMOUS), (_EQUAL, 0, 1, _SHARED_ANONYMOUS)]
     code += [(_EQUAL, 0, 5, _MMAP[column]), flags, *both, no, yes]
     # Where SIGCHLD is ignored, or SA_NOCLDWAIT set, the CPU time of children is lost when they end.
-    # No filter reads which of these is wanted, so nobody may set it; a null pointer only asks.
+    # A filter cannot read the action, so setting any is refused; a null pointer only reads it.
     action, upper = [(_LOAD, 0, 0, _SECOND_ARGUMENT + half) for half in (0, _UPPER_HALF)]
     code += [(_EQUAL, 0, 8, _SIGACTION[column]), argument, (_EQUAL, 0, 5, _CHILD_HAS_ENDED)]
     code += [action, (_EQUAL, 0, 2, 0), upper, (_EQUAL, 1, 0, 0), no, yes]

@@ -1,15 +1,14 @@
-"""Both ends of a test by asserts, each in a process of its own: the program's and the tests'.
+"""The two processes of a test by asserts: the program's and the examiner's.
 
-What a program may reach in its own process it may also change, so the asserts are not there. They
-run in the examiner's process, where the program's functions stand as `Remote`s: calling one sends
-the arguments, as plain data, and gets plain data back. The examiner compares. The program never
-sees what is expected, and nothing of its making is code in the examiner's process.
+A program can change anything in its own process, so the asserts run in the examiner's, where the
+program's functions are `Remote`s: a call sends the arguments as plain data and receives plain data.
+The program never sees the expected values, and none of its code runs in the examiner's process.
 
 Plain data are None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset and dict.
-Anything else stays where it is and travels as a number to call it by. Lists, dicts and sets that a
-function changes in place are changed on the examiner's side too.
+Any other object stays in its process and is sent as a number to call it by. Lists, dicts and sets
+that a function changes in place change in the examiner's process too.
 
-Runs inside the sandbox as a script, with the name of the end: imports only the standard library.
+Runs inside the sandbox as a script, `program` or `tests`; imports only the standard library.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ if TYPE_CHECKING:
 MESSAGE_BYTES = 64 << 20
 MUTABLE = (list, dict, set)
 LARGE = 1 << 1024  # Python refuses to read decimals of thousands of digits
-ATOMS = (bool, int, str)  # as JSON has them; float too, except that others must read NaN
+ATOMS = (bool, int, str)  # JSON's own; floats are sent as such too
 COLLECTIONS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 QUALIFIER = re.compile(r"(?<![\w.])(\w+)\s*\.")  # `math` in `math.pi`
-# What the examiner may have the program's end do with an object, other than call it.
+# The operations on the program's objects that the examiner may request, besides calls.
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "getattr": getattr,
     "getitem": operator.getitem,
@@ -47,14 +46,14 @@ PASSED, WRONG, ERROR = b"p", b"w", b"e"
 
 
 class ProgramError(Exception):
-    """The program raised what is no exception of Python's own."""
+    """An exception of the program that is not one of Python's own."""
 
 
 class Channel:
-    """Calls over two pipes: one line of JSON for a call, one for its result; calls may nest.
+    """A channel of calls over two pipes: a line of JSON for a call, one for its result; may nest.
 
-    `Remote`s of the other end are resolved here: it may call what was sent to it as a number. Only
-    the program's end lets it do more than call (`open_house`).
+    The other end may call the objects that were sent to it as numbers. Only the program's end
+    allows it other operations (`open_house`).
     """
 
     def __init__(self, reading: int, writing: int, open_house: bool) -> None:
@@ -69,7 +68,7 @@ class Channel:
         self._writer.flush()
 
     def receive(self) -> list[Any]:
-        """The next message. Raises EOFError where the other end is gone, or says too much."""
+        """Return the next message. Raises EOFError where there is none, or it is too long."""
         line = self._reader.readline(MESSAGE_BYTES)
         if not line.endswith(b"\n"):
             self.ended = True
@@ -77,7 +76,7 @@ class Channel:
         return list(json.loads(line))
 
     def request(self, operation: str, target: int, *arguments: Any, **named: Any) -> Any:
-        """Have the other end do `operation` with its object `target`; meanwhile serve its calls."""
+        """Return the result of `operation` on the other end's `target`, serving its calls."""
         self.send(["do", operation, target, self.encode(arguments), self.encode(named)])
         while True:
             kind, *content = self.receive()
@@ -91,7 +90,7 @@ class Channel:
                 return value
 
     def serve(self, content: list[Any]) -> None:
-        """Do what the other end asks, and answer."""
+        """Answer a request of the other end."""
         try:
             operation, target, arguments, named = content
             arguments, named = self.decode(arguments), self.decode(named)
@@ -115,12 +114,12 @@ class Channel:
         if isinstance(kind, type) and issubclass(kind, Exception):
             try:
                 return kind(text) if text else kind()
-            except TypeError:  # it wants other arguments, as UnicodeDecodeError does
+            except TypeError:  # it needs other arguments, as UnicodeDecodeError does
                 pass
         return ProgramError(f"{name}: {text}")
 
     def encode(self, value: Any) -> Any:
-        """`value` as JSON: itself, or an object of one key, its type."""
+        """Return `value` as JSON: itself, or an object whose one key is its type."""
         if isinstance(value, int) and not -LARGE < value < LARGE:
             return {"int": hex(value)}
         if value is None or isinstance(value, ATOMS):
@@ -145,7 +144,7 @@ class Channel:
         return {"mine": len(self._objects) - 1}
 
     def decode(self, encoded: Any) -> Any:
-        """What `encode` made; raises ValueError for anything else."""
+        """Return the value that `encode` encoded. Raises ValueError for anything else."""
         if not isinstance(encoded, dict):
             return encoded
         ((name, content),) = encoded.items()
@@ -169,10 +168,10 @@ class Channel:
 
 
 class Remote:
-    """An object of the other end, which is equal to nothing but itself.
+    """An object of the other end, which equals only itself.
 
-    Comparing is left out on purpose: the other end would learn what it is compared with, and answer
-    what it likes. `in` compares on this side with what iteration brings.
+    It has no comparisons on purpose: the other end would see the expected value and could answer
+    anything. `in` compares in this process, with the items of the iteration.
     """
 
     def __init__(self, channel: Channel, number: int) -> None:
@@ -190,7 +189,7 @@ class Remote:
     def __iter__(self) -> Iterator[Any]:
         iterator = self._channel.request("iter", self._number)
         if not isinstance(iterator, Remote):
-            raise TypeError("it is no iterator")
+            raise TypeError("it is not an iterator")
         while True:
             try:
                 yield self._channel.request("next", iterator._number)
@@ -218,7 +217,7 @@ def _changeable(arguments: Any) -> list[Any]:
 
 
 def _change(arguments: tuple[Any, ...], afterwards: Any) -> None:
-    """Make the mutable `arguments` what they are at the other end, after a call."""
+    """Update the mutable `arguments` after a call, as the other end changed them."""
     for before, after in zip(arguments, afterwards, strict=True):
         if type(before) is not type(after) or before == after:
             continue
@@ -230,10 +229,10 @@ def _change(arguments: tuple[Any, ...], afterwards: Any) -> None:
 
 
 def run_program() -> None:
-    """The program's end: run it, tell its names, serve the examiner's calls until it leaves."""
+    """Run the program, send its names, and serve the examiner's calls until it exits."""
     channel = Channel(3, 4, open_house=True)
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # as `site` would
-    # Not __main__: what a program does when it is started itself is not under test.
+    # Not __main__: the code that a program runs as a script is not under test.
     module = types.ModuleType("program")
     sys.modules["program"] = module
     with open("/program.py", encoding="utf-8") as file:
@@ -249,7 +248,7 @@ def run_program() -> None:
 
 
 def run_tests() -> None:
-    """The examiner's end: run each test, write one letter for each (PASSED, WRONG or ERROR)."""
+    """Run the tests; write one letter for each (PASSED, WRONG or ERROR)."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     with open(0, encoding="utf-8") as file:
@@ -261,7 +260,7 @@ def run_tests() -> None:
         space |= _taken(channel.decode(names), tests)
     except Exception as error:
         channel.ended = True
-        print(f"no tests were run: {error!r}", file=sys.stderr)
+        print(f"no test was run: {error!r}", file=sys.stderr)
     for test in tests:
         os.write(5, ERROR if channel.ended else _verdict(test, space, channel))
 
@@ -279,9 +278,9 @@ def _verdict(test: str, space: dict[str, Any], channel: Channel) -> bytes:
 
 
 def _taken(names: dict[str, Any], tests: list[str]) -> dict[str, Any]:
-    """What the tests may use of the program's `names`.
+    """Return the program's `names` that the tests may use.
 
-    Never what Python itself has: a program's `abs` or `math` would decide what is equal.
+    Python's own names are excluded: a program's `abs` or `math` would decide what is equal.
     """
     qualifiers = {name for test in tests for name in QUALIFIER.findall(test)}
     own = {name: __import__(name) for name in qualifiers & sys.stdlib_module_names & names.keys()}

@@ -1,7 +1,7 @@
-"""The inside of the sandbox: builds what a program sees, starts it, and is its first process.
+"""The first process inside the sandbox, which builds the file system and starts the program.
 
-This process is number 1 of its process-id namespace: when it ends, the kernel kills whatever the
-program has left behind, and no signal from inside reaches it.
+It is process 1 of its process-id namespace: when it ends, the kernel kills all processes that the
+program leaves, and no signal from inside reaches it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Any
 
-OUTSIDE = "/outside"  # the host's files while the room is built
+OUTSIDE = "/outside"  # the host's files while the file system is built
 SCRATCH = "/scratch"
 PROGRAM, EXAMINER = "/program.py", "/examiner.py"
 FLAGS = ("-I", "-S", "-B", "-X", "utf8")
@@ -26,23 +26,23 @@ START = (
     "import builtins, sys; builtins.exit = builtins.quit = sys.exit; "
     f"exec(compile(open({PROGRAM!r}, encoding='utf-8').read(), {PROGRAM!r}, 'exec'))"
 )
-# Where descriptors wait before they take their place; above any that a program is given.
+# The first number of copied descriptors, above all that a program is given.
 WAITING = 64
 SCRATCH_FILES = 1024
 STACK_BYTES = 64 << 20
-OURS = 2  # processes of ours that count as the program's where all are of one user
+OURS = 2  # processes of the sandbox that count as the program's where all are of one user
 
 
 def live(request: dict[str, Any], pipes: dict[str, int]) -> None:
-    """Build the room, run the program (and the examiner), report. Never returns.
+    """Build the file system, run the program (and the examiner), report. Never returns.
 
-    `pipes` are the writing ends of output, errors, verdicts and report. A report is one line:
-    `failed REASON` where the sandbox is at fault, `ended STATUS` (of wait) otherwise.
+    `pipes` are the write ends of output, errors, verdicts and report. A report is one line:
+    `failed REASON` for an error of the sandbox, `ended STATUS` (of wait) otherwise.
     """
     report = fcntl.fcntl(pipes["report"], fcntl.F_DUPFD_CLOEXEC, WAITING)
     try:
         kernel.die_with_parent()
-        kernel.handle_no_interrupt()  # a signal that is handled gets in here from inside
+        kernel.handle_no_interrupt()  # process 1 receives from inside only signals it handles
         os.umask(0o022)
         with _Step("make namespaces of mounts"):
             kernel.unshare(kernel.NEW_MOUNTS)
@@ -57,7 +57,7 @@ def live(request: dict[str, Any], pipes: dict[str, int]) -> None:
 
 
 class _Step:
-    """Says in an OSError what could not be done."""
+    """A context manager that adds to an OSError what could not be done."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -76,19 +76,19 @@ class _Step:
 
 
 def _build(request: dict[str, Any]) -> tuple[int, int]:
-    """Replace the root by a small one; returns descriptors of standard input and of the tests.
+    """Replace the root by a small one; return descriptors of standard input and of the tests.
 
-    Both are read through descriptors alone: their files have no name any more.
+    The files of both are unlinked: only the descriptors can read them.
     """
     kernel.mount("none", "/", flags=kernel.RECURSIVE | kernel.PRIVATE)
-    kernel.mount("room", "/tmp", "tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, "mode=755")
+    kernel.mount("root", "/tmp", "tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, "mode=755")
     os.chdir("/tmp")
     os.mkdir(OUTSIDE[1:], 0o700)
     kernel.pivot_root(".", OUTSIDE[1:])
     os.chdir("/")
-    for folder, real in request["folders"]:
-        os.makedirs(folder, exist_ok=True)
-        kernel.mount(OUTSIDE + real, folder, flags=kernel.BIND)
+    for directory, real in request["directories"]:
+        os.makedirs(directory, exist_ok=True)
+        kernel.mount(OUTSIDE + real, directory, flags=kernel.BIND)
     for hidden in request["hidden"]:
         kernel.mount("hidden", hidden, "tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, "mode=755")
     for file, real in (*request["files"], ("/dev/null", "/dev/null")):
@@ -130,7 +130,7 @@ def _nameless(content: bytes) -> int:
 def _start_all(
     request: dict[str, Any], pipes: dict[str, int], report: int, questions: int, tests: int
 ) -> int:
-    """Start the program, alone or with an examiner; the process whose end is the end of the run."""
+    """Start the program, alone or with an examiner; return the process that the run ends with."""
     nothing = os.open("/dev/null", os.O_RDWR)
     python = request["python"]
     if not request["tests"]:
@@ -146,7 +146,7 @@ def _start_all(
         "examiner",
         report,
     )
-    # Neither the tests nor a verdict's pipe is open in what starts now.
+    # The program has no descriptor of the tests or of the verdicts.
     _start(
         [python, *FLAGS, EXAMINER, "program"],
         {**descriptors, 1: pipes["output"], 3: asked, 4: answers},
@@ -191,7 +191,7 @@ def _start(
 
 
 def _give_up_rights(user: int | None) -> None:
-    """Become `user`, who has no rights; None where only one user is to be had in here."""
+    """Become `user`, who has no rights; None where the namespace has only one user."""
     kernel.forbid_new_privileges()
     kernel.bound_capabilities()
     if user is not None:
@@ -224,7 +224,7 @@ def _limit(request: dict[str, Any]) -> None:
 
 
 def _wait_for(main: int) -> int:
-    """The wait status of `main`; what else ends meanwhile is reaped."""
+    """Return the wait status of `main`; reap all others that end meanwhile."""
     while True:
         process, status = os.wait()
         if process == main:

@@ -1,4 +1,4 @@
-"""The system calls that Python 3.11 has no name for. Each raises OSError, which names the call."""
+"""The system calls that Python 3.11 lacks; each raises an OSError that names the call."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def unmount(target: str) -> None:
-    """Take the mount and all below it out of sight."""
+    """Detach the mount and all below it."""
     _call("umount2", target.encode(), ctypes.c_int(_DETACH))
 
 
@@ -61,7 +61,7 @@ def make_read_only(target: str) -> None:
 
 
 def pivot_root(new_root: str, old_root: str) -> None:
-    """Make `new_root` the root; what was the root is at `old_root`, a folder in it."""
+    """Make `new_root` the root; the old root is then at `old_root`, a directory in it."""
     _system_call(_PIVOT_ROOT[os.uname().machine], new_root.encode(), old_root.encode())
 
 
@@ -71,12 +71,12 @@ def die_with_parent() -> None:
 
 
 def handle_no_interrupt() -> None:
-    """Leave SIGINT to the kernel, as all other signals are; Python has a handler for it."""
+    """Restore the default action of SIGINT, for which Python installs a handler."""
     _libc.signal(_INTERRUPT, None)
 
 
 def bound_capabilities() -> None:
-    """No program started from here on has a capability, whoever its user is."""
+    """Empty the bounding set: no program started later has a capability, whoever its user is."""
     for capability in range(_LAST_CAPABILITY + 1):
         try:
             _prctl(_DROP_BOUNDING, capability)
@@ -90,12 +90,12 @@ def drop_capabilities() -> None:
 
 
 def forbid_new_privileges() -> None:
-    """No program started from here on gains rights by being set-user-id."""
+    """Prevent programs started later from gaining rights by being set-user-id."""
     _prctl(_SET_NO_NEW_PRIVILEGES, 1)
 
 
 def install_filter(instructions: bytes) -> None:
-    """Put a seccomp filter (8 bytes an instruction) on this process and all it starts."""
+    """Install a seccomp filter (8 bytes an instruction) on this process and all it starts."""
     code = ctypes.create_string_buffer(instructions, len(instructions))
     header = struct.pack("HxxxxxxP", len(instructions) // 8, ctypes.addressof(code))
     _call("prctl", ctypes.c_int(_SET_SECCOMP), ctypes.c_ulong(_FILTER_MODE), header)

@@ -1,8 +1,8 @@
-"""Outside the sandbox: makes the namespaces, watches what runs inside, ends it, tells the outcome.
+"""The process outside the sandbox, which makes its namespaces, watches it, and reports the outcome.
 
-Started by `stages.rewards.sandbox` for each program: reads a request from standard input and
-writes the outcome to standard output, both as `marshal` writes them; both ends are ours. An exit
-status of 1 with a line on standard error is a fault of the sandbox.
+`stages.rewards.sandbox` starts one for each program. It reads a request from standard input and
+writes the outcome to standard output, both by `marshal`, since both ends are trusted. Exit status
+1 with a line on standard error is an error of the sandbox.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import select
 import sys
 import time
 
-from stages.rewards.containment import jail as room
-from stages.rewards.containment import kernel
+from stages.rewards.containment import jail, kernel
 
 TYPE_CHECKING = False  # as typing's, whose import costs more than a run should
 if TYPE_CHECKING:
@@ -29,10 +28,10 @@ NAMESPACES = (
     kernel.NEW_CGROUP | kernel.NEW_HOST_NAME | kernel.NEW_IPC | kernel.NEW_PIDS | kernel.NEW_NETWORK
 )
 NOBODY, EXAMINER = 65534, 65533
-# Without a user namespace the limit on processes counts all of a user's, so each run has users of
-# its own, far above any that a host gives to people.
+# Without a user namespace the limit on processes counts all of a user's, so each run has separate
+# users, far above those of people.
 OWN_USERS = 0x60000000
-# Refusals: by the kernel's settings or a container's filter, and by a limit on how many there are.
+# Refusals by the kernel's settings, by a container's filter, or by a limit on namespaces.
 REFUSALS = (errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSPC, errno.ENOSYS, errno.EUSERS)
 
 
@@ -54,7 +53,7 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
     if first == 0:
         for reading, _ in ends.values():
             os.close(reading)
-        room.live(request, {name: writing for name, (_, writing) in ends.items()})
+        jail.live(request, {name: writing for name, (_, writing) in ends.items()})
     for _, writing in ends.values():
         os.close(writing)
     watch = RoomSupervisor(request, first, {reading: name for name, (reading, _) in ends.items()})
@@ -63,10 +62,10 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _enter_namespaces() -> dict[str, int]:
-    """Leave the host's namespaces; returns the users to run as, none where there is but one.
+    """Leave the host's namespaces; return the users to run as, {} where there is only one.
 
-    Root may map any user into a namespace, everybody else only himself. Where user namespaces are
-    refused, root needs none.
+    Root may map any user into a namespace, other users only themselves. Root needs no user
+    namespace where they are refused.
     """
     root = os.geteuid() == 0
     own = os.geteuid()
@@ -123,7 +122,7 @@ def _write(path: str, text: str) -> None:
 def _enter_as_root(root: bool, refusal: OSError) -> dict[str, int]:
     if not root or refusal.errno not in REFUSALS:
         raise OSError(
-            f"no user namespace is to be had here ({refusal.strerror}): allow them"
+            f"cannot create a user namespace ({refusal.strerror}); allow user namespaces"
             " (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone,"
             " kernel.apparmor_restrict_unprivileged_userns; in a container, its seccomp profile)"
         )
@@ -131,16 +130,15 @@ def _enter_as_root(root: bool, refusal: OSError) -> dict[str, int]:
         kernel.unshare(NAMESPACES)
     except OSError as error:
         raise OSError(
-            f"neither user namespaces ({refusal.strerror}) nor others ({error.strerror}) are to be"
-            " had here: the container needs either CAP_SYS_ADMIN or a seccomp profile that allows"
-            " unshare"
+            f"cannot create user namespaces ({refusal.strerror}) or others ({error.strerror}); give"
+            " the container CAP_SYS_ADMIN or a seccomp profile that allows unshare"
         ) from error
     user = OWN_USERS + 2 * os.getpid()
     return {"program": user, "examiner": user + 1}
 
 
 class RoomSupervisor:
-    """Reads what the room says until it has ended, and ends it at the first limit passed."""
+    """A reader of the sandbox's pipes, which ends the sandbox at the first limit exceeded."""
 
     def __init__(self, request: dict[str, Any], first: int, pipes: dict[int, str]) -> None:
         self._request = request
@@ -148,17 +146,17 @@ class RoomSupervisor:
         self._pipes = pipes
         self._kept = {name: bytearray() for name in pipes.values()}
         self._started = time.monotonic()
-        self._cause: str | None = None  # the limit that was passed
+        self._cause: str | None = None  # the limit exceeded
         self._poll = select.poll()
         for descriptor in pipes:
             os.set_blocking(descriptor, False)
             self._poll.register(descriptor, select.POLLIN)
 
     def until_ended(self) -> None:
-        """Return when no process of the room is left.
+        """Return when no process of the sandbox is left.
 
-        Whatever keeps the program from being watched ends it, as one that was killed. Were that a
-        fault of the sandbox, a program could choose to have no reward instead of a bad one.
+        An error while watching ends the program as killed. Were it an error of the sandbox, a
+        program could choose to have no reward instead of a bad one.
         """
         try:
             self._watch()
@@ -181,7 +179,7 @@ class RoomSupervisor:
                 self._look()
 
     def outcome(self) -> dict[str, Any]:
-        """How the run ended. Raises OSError where the room could not be built."""
+        """Return the outcome of the run. Raises OSError where the sandbox could not be built."""
         report = self._kept["report"].decode(errors="replace").splitlines()
         for line in report:
             if line.startswith("failed "):
@@ -221,18 +219,18 @@ class RoomSupervisor:
             self._end("killed")
 
     def _end(self, cause: str) -> None:
-        """Kill the first process: its namespace goes with it."""
+        """Kill the first process, and thereby all others of its namespace."""
         if self._cause is None:
             self._cause = cause
             os.kill(self._first, kernel.KILL)
 
 
 def _usage(first: int) -> tuple[int, int, float]:
-    """Threads, bytes of memory and seconds of CPU time of all below process `first`.
+    """Return the threads, bytes of memory and seconds of CPU time of all below process `first`.
 
-    Pages that a process shares with its parent since a fork count twice. The CPU time of those that
-    have ended is in their parents' account, and in the end in that of `first`: the filter lets
-    nobody ignore SIGCHLD, by which the kernel would put it into none.
+    Pages that a process shares with its parent since a fork count twice. The CPU time of ended
+    processes is added to their parents', and finally to that of `first`: the filter refuses to
+    ignore SIGCHLD, with which the kernel would drop it.
     """
     threads, memory, ticks = 0, 0, 0
     found, unseen = set(), [first]
@@ -248,7 +246,7 @@ def _usage(first: int) -> tuple[int, int, float]:
             tasks = [f"/proc/{process}/task/{each}" for each in os.listdir(f"/proc/{process}/task")]
             if process != first:
                 threads += int(after_name[17])
-                # A first thread that has ended has no memory any more, and the others have it.
+                # A first thread that has ended reports no memory; the other threads do.
                 held = (memory_held(_read_if_there(f"{task}/status")) for task in tasks)
                 memory += next(filter(None, held), 0)
             for task in tasks:
@@ -259,11 +257,10 @@ def _usage(first: int) -> tuple[int, int, float]:
 
 
 def memory_held(status: bytes) -> int:
-    """Bytes of memory that are not a file's, by a /proc/PID/status: those of the heap, stacks and
-    shared mappings, swapped out or not.
+    """Return the bytes of heap, stacks and shared mappings in a /proc/PID/status, also swapped out.
 
-    The lines end with a newline and nothing else: `splitlines` would break one at a carriage return
-    in the process's name, which could then pass for a line of its own.
+    Only newlines end a line: `splitlines` would also split at a carriage return in the process's
+    name, so that a name could forge a line.
     """
     counted = (b"RssAnon:", b"RssShmem:", b"VmSwap:", b"HugetlbPages:")
     lines = [line for line in status.split(b"\n") if line.startswith(counted)]
@@ -271,7 +268,7 @@ def memory_held(status: bytes) -> int:
 
 
 def _read_if_there(path: str) -> bytes:
-    """Nothing where a thread has just ended: else one after another would hide all the rest."""
+    # A thread that has just ended must not hide the others.
     try:
         return _read(path)
     except (FileNotFoundError, ProcessLookupError):

@@ -15,8 +15,8 @@ from stages.rewards.reward import Reward, register
 from stages.rewards.settings import Pattern, RewardBase, Unfinished
 
 LETTERS = re.compile(r"[^\W\d_]+")
-# Unicode's names of scripts that differ from ours, and the scripts without spaces between words, in
-# which every letter counts as a word.
+# Scripts that Unicode names otherwise, and scripts without spaces between words, in which every
+# letter counts as a word.
 UNICODE_NAMES = {"CJK": "han", "IDEOGRAPHIC": "han"}
 WITHOUT_SPACES = frozenset({"han", "hiragana", "katakana", "thai"})
 
@@ -79,8 +79,7 @@ def make_language(settings: LanguageReward, _directory: Path) -> Reward:
 
 
 def consistency(text: str, expected: frozenset[str]) -> float:
-    """Return the share of the words of `text` with letters of `expected` scripts alone; 1 without
-    words, since nothing is then in another script."""
+    """Return the share of words with letters of `expected` scripts alone; 1 without words."""
     words = list(_words(text))
     return sum(scripts <= expected for scripts in words) / len(words) if words else 1.0
 

@@ -1,6 +1,6 @@
 """Verifiable instructions under the names of IFEval (arXiv 2311.07911).
 
-A problem names them as IFEval's data do: `instruction_id_list`, and `kwargs`, a mapping for each.
+A problem lists them as IFEval's data do: `instruction_id_list`, and `kwargs`, a mapping for each.
 Where IFEval counts words and sentences with a trained tokenizer, these count runs of letters and
 digits, and the pieces between `.`, `!` and `?`.
 """
@@ -33,8 +33,10 @@ CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 
 class InstructionReward(RewardBase):
-    """The constraints in the problem's fields `instruction_id_list` and `kwargs` (IFEval, arXiv
-    2311.07911): 1 where the response meets all, or the share of them that it meets."""
+    """1 where the response meets all IFEval constraints of the problem, or the share that it meets.
+
+    The problem's fields `instruction_id_list` and `kwargs` list them (arXiv 2311.07911).
+    """
 
     kind: Literal["instruction"] = "instruction"
     credit: Literal["all", "fraction"] = Field(
@@ -70,7 +72,7 @@ def _check(name: str, arguments: dict[str, Any], text: str) -> Callable[[], bool
     check = CHECKS.get(name)
     if check is None:
         raise RewardError(f"unknown instruction {name!r}; known are {', '.join(CHECKS)}")
-    # Tables of many instructions give each the arguments of all, null where they are another's.
+    # A Parquet row gives each instruction the arguments of all, null where they do not apply.
     stated = {key: value for key, value in arguments.items() if value is not None}
 
     def checked() -> bool:

@@ -108,7 +108,7 @@ def make(settings: JudgeReward, directory: Path) -> Reward:
 
 
 class _Staying(urllib.request.HTTPRedirectHandler):
-    """A handler that follows no redirect: it would send the key on, without the request's body."""
+    """A handler that follows no redirect, which would forward the key without the body."""
 
     def redirect_request(self, *_: Any) -> None:
         """Return None: the redirect stays an error."""
@@ -118,10 +118,10 @@ _opener = urllib.request.build_opener(_Staying)
 
 
 class Judge:
-    """A client of the endpoint that asks once: an answer with a score is cached by its request.
+    """A client of the endpoint; an answer with a score is cached by its request.
 
-    The key is removed from all that the endpoint says, since it may repeat the key in an error's
-    message, the reason of a status, or its answer.
+    The key is removed from everything that the endpoint returns, since it may repeat the key in an
+    error's message, the reason of a status, or its answer.
     """
 
     def __init__(self, settings: JudgeReward, cache: Path) -> None:
@@ -176,14 +176,14 @@ class Judge:
         )
 
     def _content(self, answer: Any) -> str:
-        """The text of an answer. Raises ValueError where it is not one of chat completions."""
+        """Return the answer's text. Raises ValueError where it is not a chat completion."""
         try:
             content = answer["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
             content = None
         if not isinstance(content, str):
             said = self._hide(json.dumps(answer, ensure_ascii=False))
-            raise ValueError(f"not an answer of chat completions: {said[:SHOWN]}")
+            raise ValueError(f"not a chat completion: {said[:SHOWN]}")
         return self._hide(content)
 
     def _refusal(self, error: urllib.error.HTTPError) -> str:
@@ -194,7 +194,7 @@ class Judge:
                 said = error.read(LONGEST_REFUSAL).decode(errors="replace")
             except (OSError, HTTPException):  # it broke off
                 said = ""
-        # What is shown is cut off last: half a key is no longer found.
+        # Hide the key before cutting the text: half a key would not be found.
         return f"{error.code} {self._hide(error.reason)[:SHOWN]}: {self._hide(said)[:SHOWN]}"
 
     def _verdict(self, said: str) -> float:
@@ -230,7 +230,7 @@ def _key(settings: JudgeReward) -> str | None:
 
 
 def _read(answer: HTTPResponse) -> Any:
-    """The JSON of an answer. Raises ValueError where it is none, or has no end."""
+    """Return the JSON of an answer. Raises ValueError where it is invalid or too long."""
     body = answer.read(LONGEST_ANSWER + 1)
     if len(body) > LONGEST_ANSWER:
         raise ValueError(f"its answer is longer than {LONGEST_ANSWER >> 20} MiB")
@@ -238,7 +238,7 @@ def _read(answer: HTTPResponse) -> Any:
 
 
 def _kept(file: Path) -> str | None:
-    """What the judge said before; None where it was not asked, or the file is damaged."""
+    """Return the judge's cached answer; None where there is none or the file is damaged."""
     try:
         said = json.loads(file.read_text())["said"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,7 +1,7 @@
-"""Mathematical equality by math-verify: sympy's, of what can be read as LaTeX or an expression.
+"""Mathematical equality of LaTeX or plain expressions, by math-verify and sympy.
 
 math-verify's time limits are signals, which need a process's main thread and miss code that does
-not return to Python. They are off: the pool kills a worker whose time is up.
+not return to Python. They are off: the pool kills a worker at its time limit.
 """
 
 from __future__ import annotations
