@@ -1,5 +1,7 @@
-"""How text reaches a terminal: keys of a YAML file, causes in a ledger, file names, logs and bodies
-of HTTP errors may hold any character, and none of them may act on the terminal."""
+"""Output of text that must not act on the terminal.
+
+YAML keys, causes in a ledger, file names, logs and bodies of HTTP errors may hold any character.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,10 @@ _ACTS = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2
 
 
 def visible(text: str, keep: str = "") -> str:
-    """Return the text with every character that would act on a terminal, a line break among them,
-    as its escape in Python, such as `\\x1b`. Those in `keep` stay."""
+    r"""Return the text with Python escapes such as `\x1b` for characters that act on a terminal.
+
+    Line breaks are among them. Characters in `keep` stay.
+    """
 
     def escaped(found: re.Match[str]) -> str:
         letter = found[0]
@@ -25,19 +29,19 @@ def visible(text: str, keep: str = "") -> str:
 
 
 def say(*texts: str, file: TextIO | None = None, flush: bool = False) -> None:
-    """Print texts, each from a new line; a text may have several lines."""
+    """Print texts, each on a new line; a text may have several lines."""
     print(*(visible(text, keep="\n\t") for text in texts), sep="\n", file=file, flush=flush)
 
 
 def encode_anything() -> None:
-    """Have both outputs print as an escape what their encoding lacks, such as `◆` in ASCII."""
+    """Make both outputs escape characters that their encoding lacks, such as `◆` in ASCII."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def clock(seconds: float) -> str:
-    """A duration as a person says it: `48 s`, `3 min 05 s`, `2 h 10 min`."""
+    """Return a duration in words: `48 s`, `3 min 05 s`, `2 h 10 min`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

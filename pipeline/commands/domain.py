@@ -33,6 +33,8 @@ DOMAIN_HELP = """\
 `check` scores the reference answers, an empty response and a wrong one; the exit code is 1 where a
 reward does not distinguish them. With --run it also samples one step's responses from a model and
 shows their rewards. `new` never overwrites.
+
+JSON of `check`: {"valid", "errors": [TEXT], "preview": the samples and rewards, or null}.
 """
 GROUPS["domain"] = ("write a domain's file, and check one", DOMAIN_HELP)
 
@@ -94,7 +96,7 @@ def _errors(
     """Show the domain; return where its rewards do not tell right from wrong."""
     path: Path = arguments.file
     domain = load_domain(path, pool)
-    # A signal that ended this process by itself would leave the temporary directory behind.
+    # An unhandled signal would end this process and leave the temporary directory behind.
     with Signals() as signals, tempfile.TemporaryDirectory(prefix="braid-domain-") as temporary:
         job = DomainCheckJob(
             domain=path.stem,

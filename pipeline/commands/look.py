@@ -34,7 +34,8 @@ from stages.rewards.registry import cautions
 @command(
     "validate",
     "check a configuration and list every error in it",
-    CONFIG_HELP + "  braid validate configs/quickstart.yaml domains.chain_sum.loop.steps=80",
+    CONFIG_HELP + "  braid validate configs/quickstart.yaml domains.chain_sum.loop.steps=80\n\n"
+    'JSON: {"valid": true, "stages", "domains", "warnings"} or {"valid": false, "errors"}.',
     Argument("--resolved", action="store_true", help="print it with every default written out"),
     JSON,
     *CONFIG,
@@ -73,7 +74,10 @@ def validate(arguments: Namespace) -> None:
     "  braid plan configs/quickstart.yaml --dot | dot -Tsvg > quickstart.svg\n\n"
     "Does it fit? The memory of each rank and of the engine, before anything is started:\n"
     "  braid plan configs/quickstart.yaml --memory\n"
-    "  braid plan configs/quickstart.yaml --memory layout.recompute=full",
+    "  braid plan configs/quickstart.yaml --memory layout.recompute=full\n\n"
+    'JSON: as `braid status RUN --json`, each stage also with "next" and "seconds_left"; with\n'
+    '--memory {"stages": {STAGE: [{"parameters", "gradients", "optimizer", "frozen",\n'
+    '"activations"}]}}, in bytes by pipeline rank.',
     Argument("--memory", action="store_true", help="show the memory of every stage instead"),
     Argument("--dot", action="store_true", help="print the graph for Graphviz instead"),
     JSON,
@@ -118,7 +122,8 @@ def _show_memory(arguments: Namespace) -> None:
     "  srun --gres=gpu:1 braid doctor             on the nodes that will run the stages\n\n"
     "✓ works, · is a note, ✗ keeps stages from running and makes the exit code 1: a login node\n"
     "without torch has one too, and still validates, plans and shows runs.\n"
-    "`make install` builds an environment for the CPU in which everything works.",
+    "`make install` builds an environment for the CPU in which everything works.\n\n"
+    'JSON: {"errors": COUNT, "sections": {HEADING: [{"name", "value", "verdict", "fix"}]}}.',
     JSON,
 )
 def doctor(arguments: Namespace) -> None:
@@ -140,7 +145,10 @@ def doctor(arguments: Namespace) -> None:
 @command(
     "status",
     "show the state of a run, or of all runs",
-    "  braid status\n  braid status quickstart",
+    "  braid status\n  braid status quickstart\n\n"
+    'JSON: {"runs": {RUN: {STATE: COUNT}}}; of one run {"run", "running", "stages": [{"name",\n'
+    '"kind", "needs", "steps", "state", "cause", "attempts", "step", "job", "minutes"}],\n'
+    '"results": {MODEL: {DOMAIN: {"accuracy", "low", "high", "n"}}} or null}.',
     Argument("run", metavar="RUN", nargs="?", help="the run's name or directory"),
     JSON,
 )
@@ -188,7 +196,9 @@ def _counts(path: Path) -> dict[str, Any]:
 @command(
     "why",
     "explain a stage's state: its inputs, its versions and its history",
-    "  braid why quickstart merge",
+    "  braid why quickstart merge\n\n"
+    'JSON: {"stage", "state", "cause", "attempts", "step", "job", "checkpoint", "inputs",\n'
+    '"after", "code", "versions", "events"}.',
     RUN,
     STAGE,
     JSON,
@@ -207,7 +217,8 @@ def why(arguments: Namespace) -> None:
 @command(
     "diff",
     "show what differs between two runs: settings, data, parents, code, versions",
-    "  braid diff quickstart no-kl",
+    "  braid diff quickstart no-kl\n\n"
+    'JSON: {"settings": {KEY: [RUN, OTHER_RUN]}, "stages": {STAGE: {FIELD: [RUN, OTHER_RUN]}}}.',
     RUN,
     Argument("other", metavar="OTHER_RUN", help="the other run's name or directory"),
     JSON,
@@ -250,7 +261,7 @@ def logs(arguments: Namespace) -> None:
     def is_running() -> bool:
         if states_now(run.refresh())[stage.name].state in ("running", "submitted"):
             return True
-        # The job prints its last lines after the ledger has its stage as done.
+        # The job prints its last lines after its stage is recorded as done.
         return of_job and (job := _newest_job(run, stage)) is not None and is_queued(run, job)
 
     def output() -> Path | None:

@@ -59,7 +59,8 @@ GROUPS["gate"] = ("override a gate that has stopped a run", GATE_HELP)
     "  braid run configs/quickstart.yaml --only cold_start --only experts.chain_sum\n"
     "  braid run configs/quickstart.yaml domains.chain_sum.loop.steps=80 --from experts.chain_sum\n"
     "  braid run configs/quickstart.yaml --name no-kl --fork quickstart "
-    "domains.spell_backward.objective.kl.coefficient=0",
+    "domains.spell_backward.objective.kl.coefficient=0\n\n"
+    "JSON, at the end: as `braid status RUN --json`.",
     Argument(
         "--dry-run",
         action="store_true",
@@ -95,7 +96,8 @@ def run(arguments: Namespace) -> None:
     "  braid resume quickstart\n"
     "  braid resume /scratch/runs/quickstart\n\n"
     "To resume with other settings, `braid run` the configuration with them under the same name.\n"
-    f"These may change, since they decide no result:\n{MAY_CHANGE}",
+    f"These may change, since they decide no result:\n{MAY_CHANGE}\n\n"
+    "JSON, at the end: as `braid status RUN --json`.",
     *SELECTION,
     PARALLEL,
     RUN,
@@ -119,7 +121,8 @@ def resume(arguments: Namespace) -> None:
     "  braid evaluate quickstart --stage merge --problems 5000\n"
     "  braid evaluate quickstart --stage cold_start --domain chain_sum --samples 8\n"
     "  braid evaluate quickstart --stage experts.chain_sum --step 40\n\n"
-    "The run's own results.json does not change.",
+    "The run's own results.json does not change.\n\n"
+    'JSON: {"models": {MODEL: {DOMAIN: {"accuracy", "low", "high", "n"}}}, "results": FILE}.',
     RUN,
     TRUST,
     Argument("--stage", help="only this stage's model (default: all finished ones)"),
@@ -205,7 +208,8 @@ def export(arguments: Namespace) -> None:
     "advantages, KL, corrections, routing losses, gradients, the optimizer and the weights.\n"
     "It needs a run with logging.auditable=true and the checkpoint that the step started from\n"
     "(loop.checkpoint_every=1); with the step's own checkpoint, weights are compared too.\n"
-    "The exit code is 1 where something differs.",
+    "The exit code is 1 where something differs.\n\n"
+    'JSON: [{"stage", "step", "rows", "notes", "refused": why it cannot be audited, or null}].',
     RUN,
     TRUST,
     Argument("stage", metavar="STAGE", nargs="?", help="only this stage (default: all)"),

@@ -37,8 +37,7 @@ IN_FLIGHT: tuple[State, ...] = ("submitted", "running")
 
 @dataclass(frozen=True)
 class _Submission:
-    """A request of `braid submit`: the `wanted` stages, the names of those to `rerun`, and the
-    stages to be `reused` from the `other` run."""
+    """A request of `braid submit`, with the names to `rerun` and to be `reused` from `other`."""
 
     run: Run
     profile: Path
@@ -64,7 +63,9 @@ class _Submission:
     "Each stage is a job of one of the scripts in slurm/ and waits for the jobs of its inputs.\n"
     "--dry-run shows the sbatch commands and writes nothing; --prepare writes the run's directory\n"
     "with the commands in runs/NAME/slurm/submit.sh, to be run by hand.\n"
-    "See docs/explanation/slurm.md.",
+    "See docs/explanation/slurm.md.\n\n"
+    'JSON: {"run", "jobs": {STAGE: NUMBER}}; with --dry-run {"run", "commands": [{"stages",\n'
+    '"command"}], "note"}; with --prepare {"run", "script"}.',
     Argument(
         "--cluster",
         type=Path,
@@ -91,10 +92,10 @@ def submit(arguments: Namespace) -> None:
     asked = _asked(arguments)
     run = asked.run
     if arguments.dry_run:
-        _preview(asked)
+        _preview(asked, arguments)
         return
     warn_of_readers(run)
-    if not run.settings_file.exists():  # then no directory is made for what cannot start
+    if not run.settings_file.exists():  # checked early, so that no directory is created in vain
         _check_dependencies(asked.wanted, asked.planned(run.states))
     with run.lock(shared=True), run.lock_submission() as lock:
         states = _settled(asked)
@@ -104,11 +105,13 @@ def submit(arguments: Namespace) -> None:
         if arguments.prepare:
             write_atomically(run.submitting, "")
             say(f"nothing is submitted; the commands are in {shown(run.submission)}")
+            if arguments.json:
+                print_json(arguments, {"run": str(run.path), "script": str(run.submission)})
             return
         numbers = {}
         for stage, number in submitting.submit(run, jobs, asked.cluster, asked.profile, lock):
             numbers[stage.name] = number
-            with suppress(BrokenPipeError):  # nobody reads, and the other stages are submitted too
+            with suppress(BrokenPipeError):  # a closed pipe must not stop the other submissions
                 say(f"{stage.name}: job {number}", flush=True)
     for stage in asked.wanted:
         state = states[stage.name]
@@ -134,7 +137,7 @@ def submit(arguments: Namespace) -> None:
     ),
 )
 def stage(arguments: Namespace) -> None:
-    """Run one stage here, as the stage scripts do; of several, that of this array task."""
+    """Run one stage here, as the stage scripts do; of several, the one of this array task."""
     name = stage_of_task(arguments.stages)
     try:
         common.find(arguments.runs_dir, arguments.run)
@@ -203,8 +206,8 @@ def _asked(arguments: Namespace) -> _Submission:
     return _Submission(run, profile, cluster, wanted, arguments.rerun, other, fork.reused)
 
 
-def _preview(asked: _Submission) -> None:
-    """Show the submission, or raise BraidError as it would; write nothing."""
+def _preview(asked: _Submission, arguments: Namespace) -> None:
+    """Show the submission, or raise the error that it would raise; write nothing."""
     run = asked.run
     _check_queued_settings(run)
     check_settings(run, asked.rerun)
@@ -212,7 +215,15 @@ def _preview(asked: _Submission) -> None:
     check_stale(run, [each for each in asked.wanted if each not in again], record=False)
     queued, unasked = queue_of(run)
     jobs = _submissions(asked, asked.planned(run.states_with(queued)))
-    _show(run, jobs, unasked)
+    if arguments.json:
+        commands = [
+            {"stages": [each.name for each in job.stages], "command": command}
+            for job, command in zip(jobs, submitting.shell_commands(jobs), strict=True)
+        ]
+        found = {"run": str(run.path), "commands": commands, "note": unasked}
+        print_json(arguments, found)
+    else:
+        _show(run, jobs, unasked)
 
 
 def _settled(asked: _Submission) -> dict[str, StageState]:
@@ -230,7 +241,7 @@ def _settled(asked: _Submission) -> dict[str, StageState]:
     in_flight = {name for name, state in before.items() if state.job and state.state in IN_FLIGHT}
     with_jobs = [each for each in run.stages if each.name in in_flight]
     _check_queued_profile(run, asked.cluster, with_jobs)
-    # Stale stages are refused with an error of their own.
+    # `check_stale` refuses stale stages.
     _check_dependencies(asked.wanted, as_done(asked.planned(before), "stale"))
     check_settings(run, asked.rerun)
     run.write_settings()
@@ -298,7 +309,7 @@ def _check_queued_settings(run: Run) -> None:
 def _check_queued_profile(
     run: RunDirectory, cluster: ClusterSettings, queued: Sequence[Stage]
 ) -> None:
-    """Raise BraidError where jobs would read a profile that they were not submitted with."""
+    """Raise BraidError where jobs in the queue would read a changed cluster profile."""
     if not queued or not run.cluster.exists():
         return
     theirs = load_cluster(run.cluster)

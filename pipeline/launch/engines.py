@@ -1,4 +1,4 @@
-"""The engine processes: they stay up from stage to stage and are restarted when they fail."""
+"""The engine processes, which stay up from stage to stage and are restarted when they fail."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Report = Callable[[str], None]
 
 
 class EngineSupervisor:
-    """The engines of a launcher, in numbered directories; none runs before the first `begin`."""
+    """The engines of a launcher, in numbered directories; `begin` starts them."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class EngineSupervisor:
         return [directory.address.absolute() for directory in self._directories]
 
     def begin(self, report: Report) -> None:
-        """Start every engine that does not run, for a new attempt whose restarts count from 0.
+        """Start every engine that does not run, and reset the count of restarts.
 
         Raises:
             BraidError: the machine has too few cores for the engines.
@@ -57,12 +57,12 @@ class EngineSupervisor:
                 engine.start()
 
     def restart_failed(self, report: Report) -> ProcessFailure | None:
-        """Restart the engines that failed; return the failure of one that must not be."""
+        """Restart the engines that failed; return the failure of one that must not restart."""
         for engine in self._engines:
             if (failure := engine.failure()) is None:
                 continue
             if not engine.was_ready and not failure.lost:
-                return failure  # it would fail the next time too
+                return failure  # an engine that never started would fail again
             bound = self._settings.engine.max_restarts
             if engine.restarts >= bound:
                 return replace(failure, cause=f"{failure.cause}; {_worn_out(bound)}")
@@ -88,7 +88,7 @@ class EngineSupervisor:
 
 
 class SupervisedEngine:
-    """One engine through all of its restarts; `was_ready` means that it can run at all."""
+    """An engine through all its restarts; `was_ready` means that it has started before."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class SupervisedEngine:
         self.start()
 
     def start(self) -> None:
-        """Start the engine, after ending the one before and removing its address."""
+        """Stop the previous process, remove its address and start a new one."""
         self.stop()
         self._directory.address.unlink(missing_ok=True)
         self._directory.restart.unlink(missing_ok=True)
@@ -127,13 +127,14 @@ class SupervisedEngine:
             self._process = None
 
     def failure(self) -> ProcessFailure | None:
-        """Return why the engine cannot be used any more; None while it can.
+        """Return why the engine is unusable; None while it is usable.
 
-        It ended, it did not get ready in time, or a rank gave up on it.
+        It ended, it was not ready in time, or a rank requested its restart.
         """
         assert self._process is not None
         ended = self._process.status() is not None
-        ready = self._directory.address.exists()  # checked last: it may have ended just now
+        # Checked after the status: an engine may get ready and end between the two checks.
+        ready = self._directory.address.exists()
         self.was_ready = self.was_ready or ready
         if ended:
             failure = self._process.failure()
@@ -141,7 +142,7 @@ class SupervisedEngine:
             return replace(failure, cause=f"{self._name}: {failure.cause}") if named else failure
         if ready:
             return self._complaint()
-        # While the engine starts, a request for a restart means the engine before it.
+        # While the engine starts, a restart request concerns the process before it.
         self._directory.restart.unlink(missing_ok=True)
         if time.monotonic() < self._started + self._start_seconds:
             return None

@@ -1,7 +1,7 @@
 """The launcher's side of the fork servers: `parallel.forkserver` is the other.
 
-A stage and an engine each have a server of their own, since they import different packages under
-different environments. None is used where CUDA is, whose contexts do not survive a fork.
+Stages and engines use separate servers, since they import different packages under different
+environments. On machines with CUDA no server is used: a CUDA context does not survive a fork.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from parallel.engine.environment import PROCESS_ENVIRONMENT
 from parallel.status_pipe import STATUS_DESCRIPTOR
 from pipeline.launch.processes import Child, Forked, ForkLost
 
-GPU_FILE = Path("/dev/nvidiactl")  # the driver's, whatever torch thinks of it
-FORK_SECONDS = 60.0  # what a server may take for its imports and a fork
+GPU_FILE = Path("/dev/nvidiactl")  # the driver's: torch is not imported here
+FORK_SECONDS = 60.0  # timeout of a server's imports and one fork
 
-# By the module that a command runs with `python -m`: what imports all that it needs.
+# The module that a command runs with `python -m`, and the module that imports all it needs.
 PRELOADS = {"stages.main": "stages.preload", "parallel.engine.server": "parallel.engine.preload"}
-# NumPy's OpenBLAS and Arrow's jemalloc would each start a thread when they are loaded. OpenMP reads
-# its number of threads then: a rank's is 1.
+# A process with threads cannot be forked safely, and NumPy's OpenBLAS and Arrow's jemalloc would
+# each start one when they are loaded. OpenMP reads its number of threads then: a rank's is 1.
 ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
@@ -42,13 +42,13 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class ForkServer:
-    """A server of one program. It never waits: `RequestedFork.poll` awaits a requested fork."""
+    """A fork server of one program; no method of it blocks."""
 
     def __init__(self, module: str, log: Path) -> None:
         self._module = module
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # A server that still imports takes no requests yet: what its buffer has no room for is
-        # started with exec.
+        # A server that still imports reads no requests: those that its buffer has no room for
+        # are started with exec.
         self._control.setblocking(False)
         descriptor = str(theirs.fileno())
         with theirs:
@@ -68,8 +68,11 @@ class ForkServer:
         output: int,
         status: int,
     ) -> RequestedFork:
-        """Ask for a process that runs the program, with its output and its status lines on these
-        descriptors. Raises OSError where the server cannot be asked."""
+        """Request a process of the program that writes to these `output` and `status` descriptors.
+
+        Raises:
+            OSError: the request cannot be sent.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         request = {
             "launcher": os.getpid(),
@@ -90,24 +93,24 @@ class ForkServer:
 
     @property
     def state(self) -> str:
-        """`running`; `killed`, and another may be started; or `unfit`: its imports failed."""
+        """The state: `running`, `killed` (a new one may start) or `unfit` (its imports failed)."""
         status = self._process.status()
         if status is None:
             return "running"
         return "killed" if status < 0 else "unfit"
 
     def kill(self) -> None:
-        """Have the server replaced: it does not answer."""
+        """Kill a server that does not answer; `ForkServers.of` starts a new one."""
         self._process.send(signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill the server, and nothing that it forked."""
+        """Kill the server, but not the processes that it forked."""
         self._control.close()
         self._process.reap()
 
 
 class RequestedFork:
-    """A process that was asked for, until it is there."""
+    """A requested process that may not have been forked yet."""
 
     def __init__(self, link: socket.socket, server: ForkServer) -> None:
         self._link = link
@@ -116,8 +119,11 @@ class RequestedFork:
         self._deadline = time.monotonic() + FORK_SECONDS
 
     def poll(self) -> Forked | None:
-        """The process, once it is there and this process's child. Raises ForkLost where it will
-        not come."""
+        """Return the process once it is a child of this one; None before.
+
+        Raises:
+            ForkLost: the server ended or did not answer within FORK_SECONDS.
+        """
         try:
             answer = self._link.recv(64)
         except BlockingIOError:
@@ -131,24 +137,21 @@ class RequestedFork:
         if not answer:
             self.cancel()
             raise ForkLost("the fork server has ended")
-        with suppress(OSError):  # it was killed meanwhile, which its status will tell
+        with suppress(OSError):  # it was killed meanwhile: its exit status shows that
             self._link.send(b"!")
         self._link.close()
         return Forked(int(answer))
 
     def cancel(self) -> None:
-        """Stop waiting. The process, should it still come, exits before it does anything."""
+        """Cancel the request; a process that is forked nevertheless exits at once."""
         self._link.close()
 
 
 class ForkServers:
-    """Context in which ranks and engines may be forked; the servers end with it.
+    """A context in which ranks and engines are forked where possible; servers log to `logs`."""
 
-    `folder` is for the servers' logs.
-    """
-
-    def __init__(self, folder: Path, wanted: bool) -> None:
-        self._folder = folder
+    def __init__(self, logs: Path, wanted: bool) -> None:
+        self._logs = logs
         self._wanted = wanted and not GPU_FILE.exists()
         self._servers: dict[str, ForkServer] = {}
 
@@ -165,8 +168,10 @@ class ForkServers:
             server.close()
 
     def of(self, command: Sequence[str]) -> ForkServer | None:
-        """The server of what a command runs, started where it was not or was killed; None for a
-        command that has none and where servers are off or of no use."""
+        """Return the running server of a command's program, started if necessary.
+
+        None where the program has no server, or servers are disabled or unfit.
+        """
         module = command[2] if command[:2] == [sys.executable, "-m"] else None
         if not self._wanted or module not in PRELOADS:
             return None
@@ -175,7 +180,8 @@ class ForkServers:
             server.close()
             server = None
         if server is None:
-            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what is forked becomes our child
-            server = ForkServer(module, self._folder / f"{module}.log")
+            # Forked processes are orphaned by their server and become our children.
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+            server = ForkServer(module, self._logs / f"{module}.log")
             self._servers[module] = server
         return server if server.state == "running" else None

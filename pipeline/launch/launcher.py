@@ -1,4 +1,4 @@
-"""A launcher: it runs one job at a time, the ranks of a stage, beside engines that stay up."""
+"""The launcher, which runs one job (the ranks of a stage) at a time beside persistent engines."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from pipeline.run.graph import Stage
 from pipeline.run.run import Run
 from stages.settings import RunSettings, StageJob
 
-Work = Generator[None, None, None]  # yields whenever it can only wait
+Work = Generator[None, None, None]  # yields while it waits
 
 SAVE_SECONDS = 30.0  # for the checkpoint of a stage that is asked to stop
-SETTLE_SECONDS = 1.0  # for the other ranks to report too, after one failed
-SIGN_SECONDS = 1.0  # between touches of the job's file, which date the end of a killed run
+SETTLE_SECONDS = 1.0  # for the other ranks to report, after one failed
+SIGN_SECONDS = 1.0  # between touches of the job's file, which date the end of a killed attempt
 
 
 class MissingCheckpoint(BraidError):
@@ -99,20 +99,20 @@ class Launcher:
         self._engines.stop()
 
     def check(self) -> None:
-        """Raises Stopped when a signal asked for it."""
+        """Raise Stopped if a stop signal was received."""
         self._signals.check()
 
     def execute(
         self, job: StageJob, view: StageView, record: Callable[[str], None] = lambda _: None
     ) -> Work:
-        """Run a job to its end, yielding whenever it can only wait.
+        """Run a job to its end, yielding while it waits.
 
-        No rank runs any more when this returns, raises or is closed. Notices of the ranks and
+        All ranks have ended when this returns, raises or is closed. Notices of the ranks and
         restarts of engines are shown and passed to `record`.
 
         Raises:
-            JobFailed: a rank failed, or an engine more often than it may be restarted.
-            Stopped: a signal asked for it; the ranks had time to save.
+            JobFailed: a rank failed, or an engine exceeded its restarts.
+            Stopped: a stop signal was received; the ranks had time to save.
         """
 
         def report(notice: str) -> None:
@@ -177,7 +177,7 @@ class Launcher:
 
 
 def run_to_the_end(work: Work) -> None:
-    """Run one job's work to its end, sleeping whenever it yields."""
+    """Run a job to its end, sleeping whenever it yields."""
     for _ in work:
         time.sleep(POLL_SECONDS)
 

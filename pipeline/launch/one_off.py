@@ -1,4 +1,4 @@
-"""The jobs beside the graph, on finished stages of a run: evaluations, exports, previews."""
+"""The jobs outside the graph, on finished stages of a run: evaluations, exports, previews."""
 
 from __future__ import annotations
 

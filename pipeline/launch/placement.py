@@ -1,4 +1,4 @@
-"""Where the processes of a job run: on this machine, or as steps of a job of Slurm's."""
+"""The placement of a job's processes: on this machine, or as steps of a Slurm job."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ from pipeline.launch.processes import Child, Process, kill
 
 
 class Placement(Protocol):
-    """Starts the processes of a job. `interface` is where they listen: `parallel.network`."""
+    """A place to start the processes of a job; they listen on `interface`: `parallel.network`."""
 
     interface: str
 
     def start_ranks(
         self, command: Sequence[str], world: int, directory: Path, beside_engines: bool
     ) -> list[Process]:
-        """The ranks of a stage, with their logs in `directory`."""
+        """Start the ranks of a stage, with their logs in `directory`."""
 
     def start_engine(self, name: str, index: int, command: Sequence[str], log: Path) -> Process:
-        """An engine.
+        """Start an engine.
 
         Raises:
-            BraidError: there is no place for it.
+            BraidError: no cores or nodes are left for it.
         """
 
 
 class ThisMachine:
-    """Children of this process, on all of the cores it may use or on some of them; forked from
-    `servers`, where there are any."""
+    """A placement on this machine, on the given `cores` or all that this process may use.
+
+    Processes are forked from `servers` where there are any.
+    """
 
     interface = LOOPBACK
 
@@ -59,7 +61,7 @@ class ThisMachine:
             "OMP_NUM_THREADS": "1",
             **environment_of(self.interface),
         }
-        # Beside engines that have nothing to do, the ranks may use every core.
+        # Engines of a stage that does not sample are idle, so the ranks may use every core.
         cores = share_out(self._engine, self._cores).ranks if beside_engines else None
         ranks: list[Process] = []
         try:
@@ -86,7 +88,7 @@ class ThisMachine:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Return a TCP port that is free now."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

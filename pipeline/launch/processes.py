@@ -1,4 +1,4 @@
-"""Child processes that never outlive their parent, and that take their own children with them."""
+"""Child processes that end with this process, together with everything that they started."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _libc = ctypes.CDLL(None)
 
 @dataclass(frozen=True)
 class ProcessFailure:
-    """Why a process ended badly, for a person.
+    """The cause of a process's failure, to be shown.
 
-    `stated` means that the process gave the cause itself; else `tail` is the end of its log. What
-    was `lost` did nothing wrong itself: it was killed, or another one that it needs was.
+    `stated` means that the process reported the cause itself; otherwise `tail` has the last lines
+    of its log. `lost` means that the process was killed, or lost a process that it needs.
     """
 
     cause: str
@@ -43,36 +43,35 @@ class ProcessFailure:
 
 
 class ForkLost(Exception):
-    """A fork that was asked for will not come."""
+    """A requested fork will not arrive."""
 
 
 @dataclass
 class Forked:
-    """A process that a fork server has forked for this one, whose child it is; the part of Popen
-    that `Child` needs."""
+    """A child process that came from a fork server; it has the part of Popen that `Child` uses."""
 
     pid: int
     returncode: int | None = None
 
     def wait(self) -> int:
-        """Return the exit status, or minus the signal that killed it, when it has ended."""
+        """Wait for the process to end; return its exit status, or minus the signal's number."""
         if self.returncode is None:
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
 
 
 class PendingFork(Protocol):
-    """A fork that was asked for."""
+    """A requested fork."""
 
     def poll(self) -> Forked | None:
-        """The process, once it is there. Raises ForkLost where it will not come."""
+        """Return the process once it is there; raise ForkLost where it will not arrive."""
 
     def cancel(self) -> None:
-        """Stop waiting; the process never runs."""
+        """Cancel the request; the process never runs."""
 
 
 class ProgramForker(Protocol):
-    """What forks a program on request: `pipeline.launch.forkserver`."""
+    """The interface of `pipeline.launch.forkserver.ForkServer`, which imports this module."""
 
     def fork(
         self,
@@ -82,38 +81,37 @@ class ProgramForker(Protocol):
         output: int,
         status: int,
     ) -> PendingFork:
-        """Ask for a process. Raises OSError where the server cannot be asked."""
+        """Request a process; raise OSError where the request cannot be sent."""
 
 
 class Process(Protocol):
-    """What runs for a launcher: a child on this machine, or the tasks of a step of Slurm's."""
+    """A process of a launcher: a child on this machine, or the tasks of a Slurm step."""
 
     name: str
     log: Path
 
     def status(self) -> int | None:
-        """None while it runs; then its exit status, or minus the signal that killed it."""
+        """Return its exit status, or minus the signal that killed it; None while it runs."""
 
     def send(self, number: signal.Signals) -> None:
         """Signal it and everything it started."""
 
     def reap(self) -> None:
-        """Kill what is left of it and of everything it started, and wait for it."""
+        """Kill it and everything it started, and wait for it."""
 
     def notices(self) -> list[str]:
-        """What it said since the last call that a person should know, though it goes on."""
+        """Return the notices that it reported since the last call."""
 
     def failure(self) -> ProcessFailure:
-        """Why it failed, once it has ended: its own last word, if it had one."""
+        """Return the cause of an ended process's failure: the one it reported, if any."""
 
 
 class Child:
-    """A process in a session of its own, with its output in a log file.
+    """A process in a new session, with its output in a log file.
 
-    A session of its own keeps the terminal's Ctrl-C from it: the launcher decides how it ends.
-    It and everything it starts run on the given `cores`, or wherever the launcher may. Where there
-    is a fork `server` of the command's program, the process is forked there; it is started with
-    exec where there is none, and where the server is lost.
+    In a new session the terminal's Ctrl-C does not reach it: the launcher decides how it ends. It
+    and everything it starts run on the given `cores`, or on all of the launcher's. It is forked by
+    `server` where one is given, and started with exec otherwise or when the server is lost.
     """
 
     def __init__(
@@ -126,7 +124,7 @@ class Child:
         server: ProgramForker | None = None,
         keep: Sequence[int] = (),
     ) -> None:
-        """`keep` are further descriptors that a command started with exec inherits."""
+        """Start the process; one started with exec also inherits the descriptors in `keep`."""
         log.parent.mkdir(parents=True, exist_ok=True)
         self.name = name
         self.log = log
@@ -149,12 +147,12 @@ class Child:
             raise
 
     def status(self) -> int | None:
-        """None while it runs; then its exit status, or minus the signal that killed it."""
+        """Return the exit status, or minus the signal that killed it; None while it runs."""
         if (process := self._started()) is None:
             return None
         if process.returncode is not None:
             return process.returncode
-        # The ended process is left unreaped, so that nobody else can get its group's number
+        # The ended process is left unreaped, so that its process group's number is not reused
         # before `reap` has signalled the group.
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT
         ended = os.waitid(os.P_PID, process.pid, options)
@@ -163,26 +161,26 @@ class Child:
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def send(self, number: signal.Signals) -> None:
-        """Signal the process and everything it started. One that is not there yet never comes."""
+        """Signal the process and everything it started; a pending fork is cancelled instead."""
         if self._fork is not None and not self._arrived():
             self._cancel(number)
         elif (process := self._process) is not None and process.returncode is None:
             os.killpg(process.pid, number)
 
     def send_alone(self, number: signal.Signals) -> None:
-        """Signal the process, and nothing that it started."""
+        """Signal the process only; a pending fork is cancelled instead."""
         if self._fork is not None and not self._arrived():
             self._cancel(number)
         elif (process := self._process) is not None and process.returncode is None:
             os.kill(process.pid, number)
 
     def reap(self) -> None:
-        """Kill what is left of the process and of everything it started, and wait for it."""
+        """Kill the process and everything it started, and wait for it."""
         self.send(signal.SIGKILL)
         assert self._process is not None
         self._process.wait()
         with contextlib.suppress(ChildProcessError):
-            # What it started and left became our children, if we are a subreaper.
+            # Its orphans became our children if we are a subreaper.
             while self._process.pid and os.waitpid(-self._process.pid, os.WNOHANG)[0]:
                 pass
         self._listen()
@@ -190,7 +188,7 @@ class Child:
         self._last_word = -1
 
     def _ask(self, server: ProgramForker) -> bool:
-        """Ask the server for the process; whether it could be asked."""
+        """Request the process from the server; return whether the request was sent."""
         arguments = self._command[3:]  # after python -m MODULE
         with self.log.open("ab") as output, contextlib.suppress(OSError):
             self._fork = server.fork(
@@ -199,7 +197,7 @@ class Child:
         return self._fork is not None
 
     def _arrived(self) -> bool:
-        """Whether the process is there; one whose fork is lost is not started only to be ended."""
+        """Return whether the fork has arrived; a lost one is not replaced only to be ended."""
         assert self._fork is not None
         try:
             self._process = self._fork.poll()
@@ -212,7 +210,7 @@ class Child:
         return True
 
     def _started(self) -> subprocess.Popen[bytes] | Forked | None:
-        """The process, or None while the fork server has not given it."""
+        """Return the process; None while its fork is pending."""
         if self._process is None and self._fork is not None:
             try:
                 self._process = self._fork.poll()
@@ -225,8 +223,7 @@ class Child:
         return self._process
 
     def _execute_late(self) -> None:
-        """Start the process with exec, since its fork is lost. Where that fails too, it has ended,
-        and its log says why."""
+        """Start the process with exec after its fork was lost; an error counts as its failure."""
         try:
             self._execute()
         except OSError as error:
@@ -234,7 +231,6 @@ class Child:
             self._process = Forked(0, returncode=1)
 
     def _execute(self) -> None:
-        """Start the process with exec."""
         try:
             with self.log.open("ab") as output:
                 self._process = subprocess.Popen(
@@ -258,27 +254,27 @@ class Child:
         self._close_theirs()
 
     def _close_theirs(self) -> None:
-        """Let go of the status pipe's other end, which the process has now."""
+        """Close the writing end of the status pipe, which the process has inherited."""
         if self._theirs >= 0:
             os.close(self._theirs)
             self._theirs = -1
 
     def notices(self) -> list[str]:
-        """What it said since the last call that a person should know, though it goes on."""
+        """Return the notices that the process reported since the last call."""
         self._listen()
         heard, self._notices = self._notices, []
         return heard
 
     def failure(self) -> ProcessFailure:
-        """Why the ended process failed: its own last word, if it had one."""
+        """Return the cause of the ended process's failure: the one it reported, if any."""
         self._listen()
         killed = (self.status() or 0) < 0
         ending = f"{self.name} {self._ending()}"
         return told_failure(ending, killed, self.log, self._log_start, self._said)
 
     def _listen(self) -> None:
-        """Take in what was said, which reaches us even where the log could not be written."""
-        with contextlib.suppress(OSError):  # nothing was said, or it was taken in already
+        """Read the status pipe, which works even where the log cannot be written."""
+        with contextlib.suppress(OSError):  # empty or closed
             while heard := os.read(self._last_word, 1 << 16):
                 self._unread += heard
         *lines, self._unread = self._unread.split(b"\n")
@@ -300,8 +296,7 @@ class Child:
 def told_failure(
     ending: str, killed: bool, log: Path, start: int, said: str = ""
 ) -> ProcessFailure:
-    """The last word of a process that it `said`, or wrote to its log from byte `start` on; else
-    how it ended, with the end of the log."""
+    """Return the cause that a process `said` or logged from byte `start` on, else its `ending`."""
     with log.open("rb") as file:
         file.seek(start)
         lines = file.read().decode(errors="replace").rstrip().splitlines()
@@ -313,18 +308,18 @@ def told_failure(
 
 
 def lost_another(tail: Sequence[str]) -> bool:
-    """Whether a rank's last lines say that another one went away."""
+    """Return whether a rank's last lines report a lost connection to another rank."""
     return any(LOST_PEER in line for line in tail)
 
 
 def ask_to_stop(children: Sequence[Process]) -> None:
-    """Send SIGTERM to all; a stage then saves what it has."""
+    """Send SIGTERM to all; a stage then saves a checkpoint."""
     for child in children:
         child.send(signal.SIGTERM)
 
 
 def kill(children: Sequence[Process]) -> None:
-    """End all at once, with everything they started."""
+    """Kill all of them, with everything they started."""
     for child in children:
         child.send(signal.SIGKILL)
     for child in children:
@@ -334,7 +329,7 @@ def kill(children: Sequence[Process]) -> None:
 def wait_for_all(
     children: Sequence[Process], seconds: float, cut_short: Callable[[], bool] = lambda: False
 ) -> None:
-    """Return when every child has ended, after so many seconds, or when `cut_short` says so."""
+    """Wait until every child has ended, `seconds` have passed or `cut_short` returns true."""
     deadline = time.monotonic() + seconds
     while any(child.status() is None for child in children):
         if time.monotonic() > deadline or cut_short():
@@ -343,12 +338,12 @@ def wait_for_all(
 
 
 def python_module(module: str, argument: Path) -> list[str]:
-    """The command that runs a module of this installation with one argument."""
+    """Return the command that runs a module of this installation with one argument."""
     return [sys.executable, "-m", module, str(argument)]
 
 
 def _prepared(parent: int, cores: Sequence[int] | None) -> Callable[[], None]:
-    """Run between fork and exec, so that the kernel kills the child when the launcher ends."""
+    """Return a `preexec_fn` that has the kernel kill the child when its parent ends."""
 
     def prepare() -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -370,9 +365,9 @@ class Stopped(BraidError):
 
 
 class Signals:
-    """A context in which stop signals are only noted.
+    """A context in which stop signals are only recorded.
 
-    An exception from a handler could fall between starting a process and storing it.
+    An exception raised by a handler could strike between starting a process and storing it.
     """
 
     def __init__(self, numbers: Sequence[int] = STOP_SIGNALS) -> None:
@@ -395,11 +390,11 @@ class Signals:
             signal.signal(number, handler)
 
     def count(self, number: int) -> int:
-        """Return how often a signal came."""
+        """Return how often a signal was received."""
         return self._received.count(number)
 
     def check(self) -> None:
-        """Raise Stopped when a signal came; a request to stop comes before the time limit."""
+        """Raise Stopped if a signal was received; a stop request precedes the time limit."""
         for number in sorted(self._received, key=lambda number: number == TIME_IS_UP):
             raise Stopped(number)
 

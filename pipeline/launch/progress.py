@@ -1,4 +1,4 @@
-"""What a person sees while a stage runs: a live line on a terminal, else a line now and then."""
+"""The progress display of running stages: a live line on a terminal, else a periodic line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipeline.text import clock
 
 LIVE_SECONDS = 0.25
 PLAIN_SECONDS = 10.0
-CLOCKS_DIFFER_SECONDS = 1.0  # ours from that of the files, at most
+CLOCKS_DIFFER_SECONDS = 1.0  # at most, between this machine and the file system
 LATEST_BYTES = 1 << 15
 SHOWN_METRICS = ("reward", "loss")
 ACCURACY = "accuracy"
@@ -29,7 +29,7 @@ ACCURACY = "accuracy"
 
 @dataclass
 class Progress:
-    """Where a stage stands, from its metrics."""
+    """The progress of a stage, from its metrics."""
 
     started: float
     steps: int | None
@@ -37,7 +37,7 @@ class Progress:
     last: Line | None = None
 
     def add(self, line: Line) -> None:
-        """Take in one line of metrics."""
+        """Add one line of metrics."""
         self.first = self.first or line
         self.last = line
         self.steps = line.get("steps", self.steps)
@@ -48,25 +48,26 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """At the pace since the first step seen; None before there is one, or after the clock was
-        set back."""
+        """The time left at the pace since the first step seen.
+
+        None before there are two steps, and after the clock was set back.
+        """
         if not (self.first and self.last and self.steps) or self.last["step"] <= self.first["step"]:
             return None
         pace = (self.last["time"] - self.first["time"]) / (self.last["step"] - self.first["step"])
         left = float(pace * (self.steps - self.last["step"]))
-        # Not finite where the times lie further apart than a float reaches.
+        # A damaged line may have times whose difference overflows.
         return left if pace >= 0 and math.isfinite(left) else None
 
     def describe(self, awaited: str = "the first step") -> str:
-        """The step, the time left and the newest values, in words; before there are any, what is
-        waited for."""
+        """Return the step, the time left and the newest values; before those, what is `awaited`."""
         if self.last is None:
             return f"starting: {awaited} ({time.monotonic() - self.started:.0f} s)"
         labels = [self.last[name] for name in LABELS if name in self.last]
-        unit = "problem" if labels else "step"  # a measurement counts what it has asked
+        unit = "problem" if labels else "step"  # an evaluation counts problems
         parts = [f"{unit} {self.step}/{self.steps}", *labels]
         if self.step == self.steps:
-            # Its checkpoint may take minutes; a measurement leaves next to nothing.
+            # A checkpoint may take minutes; an evaluation writes one small file.
             parts += [] if labels else [f"saving step {self.step}"]
         elif self.seconds_left is not None:
             parts.append(f"{clock(self.seconds_left)} left")
@@ -77,7 +78,7 @@ class Progress:
 
 
 class StageView:
-    """One stage as it goes by."""
+    """The display of one running stage."""
 
     def __init__(self, screen: Screen, title: str, steps: int | None, metrics: Path) -> None:
         self._screen = screen
@@ -90,12 +91,11 @@ class StageView:
         self._next = 0.0
 
     def expect(self, engines: Sequence[Path]) -> None:
-        """Name the files that the engines, which the stage samples from, write when they are
-        ready."""
+        """Set the address files that the stage's engines write when they are ready."""
         self._engines = engines
 
     def poll(self) -> None:
-        """Take in what the stage wrote, and show it if it is time to."""
+        """Read the stage's new metrics, and show them when the next update is due."""
         for line in self._tail.read():
             self._progress.add(line)
         if time.monotonic() < self._next:
@@ -107,7 +107,7 @@ class StageView:
             self.say(self._progress.describe(self._awaited()))
 
     def say(self, text: str) -> None:
-        """Print a line about the stage that stays."""
+        """Print a permanent line about the stage."""
         self._screen.say(f"{self._title}  {text}")
 
     def say_done(self) -> None:
@@ -115,15 +115,15 @@ class StageView:
         self.say(f"done in {clock(time.monotonic() - self._progress.started)}")
 
     def line(self) -> Table:
-        """Its line of the screen."""
+        """Return the stage's line of the screen."""
         line = Table.grid(padding=(0, 1))
         bar = ProgressBar(total=self._progress.steps or 1, completed=self._progress.step, width=24)
         line.add_row(Text(self._title), bar, Text(self._progress.describe(self._awaited())))
         return line
 
     def _awaited(self) -> str:
-        """What a stage without a line of metrics is at. It touches their file when it has loaded
-        its model."""
+        """Return what a stage without metrics yet waits for."""
+        # A stage touches its metrics file when it has loaded its model.
         touched = self._metrics.stat().st_mtime if self._metrics.exists() else 0.0
         ready = sum(address.exists() for address in self._engines)
         parts = [] if touched >= self._begun - CLOCKS_DIFFER_SECONDS else ["the ranks load"]
@@ -133,7 +133,7 @@ class StageView:
 
 
 class Screen:
-    """Context in which stages are shown: on a terminal, a line for each that it redraws."""
+    """A context in which stages are shown; on a terminal each has one live line."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -158,15 +158,15 @@ class Screen:
                 self._live.stop()
 
     def say(self, line: str) -> None:
-        """Print a line that stays. A terminal that is gone is no reason to end a stage."""
-        try:
+        """Print a permanent line."""
+        try:  # a lost terminal must not end the stage
             self.console.print(line, markup=False, highlight=False)
         except OSError:
             self.console.quiet = True
 
     @contextmanager
     def watching(self, title: str, steps: int | None, metrics: Path) -> Iterator[StageView]:
-        """Show a stage while it runs, and how long it took if it ends well."""
+        """Show a stage while it runs, and its duration if it succeeds."""
         view = StageView(self, title, steps, metrics)
         self._views.append(view)
         try:
@@ -176,7 +176,7 @@ class Screen:
         view.say_done()
 
     def redraw(self) -> bool:
-        """Draw every stage's line anew; returns whether there is a terminal for it."""
+        """Redraw every stage's line; return whether the output is a terminal."""
         if self._live is None:
             return False
         try:
@@ -194,7 +194,7 @@ def watching(console: Console, title: str, steps: int | None, metrics: Path) -> 
 
 
 def latest(metrics: Path) -> str:
-    """Where a running stage stands, from the last lines of its metrics, however many there are."""
+    """Return a running stage's progress in words, from the last lines of its metrics."""
     progress = Progress(time.monotonic(), None)
     for line in newest_lines(metrics, LATEST_BYTES):
         progress.add(line)

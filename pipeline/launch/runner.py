@@ -1,4 +1,4 @@
-"""The runner: it takes a run's stages to their ends and records each attempt in the ledger."""
+"""The runner, which runs a run's stages and records each attempt in the ledger."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run_stages(
             CPU cores for `parallel` stages.
         JobFailed: a stage failed; the stages that do not depend on it are done.
         GateStopped: a gate stopped, now or before; likewise.
-        Stopped: a signal asked to stop.
+        Stopped: a stop signal was received.
     """
     close_killed_attempts(run, run.stages)
     wanted = run.chosen(only)
@@ -58,7 +58,7 @@ def run_stages(
         servers = stack.enter_context(
             ForkServers(run.fork_servers, run.settings.launch.fork_servers)
         )
-        if unfinished:  # the imports start now, beside the first stage
+        if unfinished:  # start the servers' imports now, in parallel with the first stage
             servers.of(programs.stage(run.path))
         if any(stage.needs_engine for stage in unfinished):
             servers.of(programs.engine(run.path))
@@ -179,15 +179,15 @@ def attempt(
     slurm_job: str | None = None,
     patience: float = LOCK_PATIENCE_SECONDS,
 ) -> Work:
-    """Try a stage, yielding whenever it can only wait.
+    """Run one attempt at a stage, yielding while it waits.
 
-    Another launcher that holds the stage may take `patience` seconds to end.
+    Another launcher that holds the stage has `patience` seconds to end.
 
     Raises:
         StaleStages: the settings or inputs of its output, or of an input, changed.
-        JobFailed: it failed.
-        Stopped: a signal asked to stop.
-        RunLocked: another launcher holds it.
+        JobFailed: the attempt failed.
+        Stopped: a stop signal was received.
+        RunLocked: another launcher holds the stage.
     """
     with run.lock_stage(stage.name, patience, launcher.check):
         # The launcher that held the lock may have written to the stage since the states were read.
@@ -211,10 +211,10 @@ def attempt(
 
 @contextmanager
 def _recorded(run: Run, stage: Stage, slurm_job: str | None) -> Iterator[int]:
-    """Write the lineage of a new attempt, and its start and its end into the ledger."""
+    """Write a new attempt's manifest, and record its start and end in the ledger."""
     directory, ledger = run.stage(stage.name), run.ledger
     number = directory.attempts() + 1
-    directory.verdict.unlink(missing_ok=True)  # the last one does not belong to this attempt
+    directory.verdict.unlink(missing_ok=True)  # it belongs to an earlier attempt
     write_manifest(directory, run.lineage(stage))
     ledger.append(stage.name, "running", start_of(directory), number, job=slurm_job)
     started = time.monotonic()
@@ -225,7 +225,7 @@ def _recorded(run: Run, stage: Stage, slurm_job: str | None) -> Iterator[int]:
         cause = ending(run, stage)
     except BaseException as error:
         state: State = "pending" if isinstance(error, Stopped) else "failed"
-        why = "its launcher was ended"
+        why = "its launcher was interrupted"
         if isinstance(error, Exception):
             why = error.cause if isinstance(error, JobFailed) else reason(error)
         try:
@@ -237,7 +237,7 @@ def _recorded(run: Run, stage: Stage, slurm_job: str | None) -> Iterator[int]:
 
 
 def start_of(directory: StageDirectory) -> str:
-    """Return where an attempt that starts now starts from, in words."""
+    """Return where a new attempt resumes from, in words."""
     if checkpoint := directory.newest_checkpoint():
         return f"from step {checkpoint.step}"
     measured = len(list(directory.measured.glob("*.json")))

@@ -74,7 +74,7 @@ class StageDirectory:
 
     @property
     def measured(self) -> Path:
-        """The accuracies that an unfinished evaluation has so far, one file per model."""
+        """The accuracies that an unfinished evaluation has measured so far, one file per model."""
         return self.path / "models"
 
     @property
@@ -83,7 +83,7 @@ class StageDirectory:
         return self.path / "huggingface"
 
     def is_running(self) -> bool:
-        """Return whether a launcher holds the stage, as far as file locks reach."""
+        """Return whether a launcher holds the stage, on any machine whose file locks are shared."""
         return _is_locked(self.lock)
 
     def job(self, attempt: int) -> Path:
@@ -113,9 +113,9 @@ class StageDirectory:
 
 
 def ended_early(checkpoint: Checkpoint) -> str | None:
-    """Return why the stage stopped at this checkpoint, before its last step; None where it did not.
+    """Return why the stage stopped at this checkpoint before its last step; None if it did not.
 
-    A damaged state.json also gives None: the error is raised when a stage loads it.
+    A damaged state.json gives None too: the stage that loads it raises the error.
     """
     try:
         state = json.loads(read_text(checkpoint.path / STATE))
@@ -147,7 +147,7 @@ class EngineDirectory:
 
     @property
     def restart(self) -> Path:
-        """The reason that a rank writes to have an engine restarted that it gave up on."""
+        """The reason that a rank writes to request the restart of an engine."""
         return self.path / RESTART_REQUEST
 
 
@@ -235,7 +235,7 @@ class RunDirectory:
     def create(self) -> None:
         """Create the directory with access for this user alone, unless it exists."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # A mode given to mkdir is only narrowed by the umask: nobody else ever gets in.
+        # Set at creation, not by a later chmod, so that nobody else ever has access.
         self.path.mkdir(mode=PRIVATE, exist_ok=True)
 
     @contextmanager
@@ -271,7 +271,7 @@ class RunDirectory:
 
     @contextmanager
     def lock_submission(self) -> Iterator[int]:
-        """Hold the run's submissions for this process alone; yields the lock's descriptor.
+        """Hold the run's submissions for this process alone; yield the lock's descriptor.
 
         A process that inherits the descriptor keeps the lock when this one is killed.
 
@@ -302,7 +302,7 @@ def _locked(
     with path.open("a+b", buffering=0) as file:
         deadline = time.monotonic() + patience
         while not _try_lock(file.fileno(), fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
-            # `_is_locked` of another process may hold the lock for an instant.
+            # `_is_locked` in another process holds the lock for an instant.
             if time.monotonic() > deadline:
                 file.seek(0)
                 holder = (
@@ -313,7 +313,7 @@ def _locked(
             check()
             time.sleep(0.05)
         file.truncate(0)
-        if not shared:  # of several holders, naming one would mislead
+        if not shared:  # the name of one of several holders would mislead
             with naming(path):
                 file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield file.fileno()

@@ -26,9 +26,9 @@ LEFT_BEHIND = (
 
 @dataclass(frozen=True)
 class RunFork:
-    """The stages that a run can reuse from another one, with the ledger's cause for each.
+    """The stages that a run can reuse from another one, each with its cause for the ledger.
 
-    `held` has the stages that could be reused too if a gate were done, each with that gate.
+    `held` maps the stages that could be reused if a gate were done to that gate.
     """
 
     reused: dict[str, str] = field(default_factory=dict)
@@ -45,7 +45,7 @@ def find_fork(run: Run, other: RunDirectory) -> RunFork:
     done = {name for name, state in run.states.items() if state.state == "done"}
     checkpoints: dict[str, Checkpoint | None] = {}
     found = RunFork()
-    for stage in run.stages:  # what it waits for comes first
+    for stage in run.stages:  # dependencies come first
         ours, theirs = run.stage(stage.name), other.stage(stage.name)
         checkpoints[stage.name] = ours.newest_checkpoint()
         event = events.get(stage.name)
@@ -69,9 +69,9 @@ def find_fork(run: Run, other: RunDirectory) -> RunFork:
 def reuse_stages(run: Run, other: RunDirectory, fork: RunFork) -> None:
     """Copy the stages of a fork from the other run and record them as done.
 
-    Checkpoints are hard-linked where both runs are on one file system, since nobody writes into a
-    whole one. Where other users may write to the other run they are copied: through a link, they
-    could change this run's.
+    Checkpoints are hard-linked where both runs are on one file system, since a whole checkpoint
+    never changes. If other users may write to the other run they are copied: through a link, those
+    users could change this run.
 
     Raises:
         OSError: the disk is full or not writable.

@@ -3,11 +3,10 @@
 The stage itself only measures, as `stages.evaluate` does. The verdict is a pure function of the
 measured accuracies, the expert's metrics and the settings.
 
-- An expert passes where the lower bound of the 95 % interval of its gain is at least `min_gain`: a
-  gain that may be chance is none, and an expert without a gain has nothing to teach.
-- A merge only has to show that it lost nothing, and no number of problems proves two models equal:
-  it is warned of below `min_kept` of a teacher's accuracy, and stops where the upper bound of the
-  95 % interval is below that.
+- An expert passes if the lower bound of the 95 % interval of its gain is at least `min_gain`: a
+  gain within chance does not count, and an expert without a gain has nothing to teach.
+- No number of problems proves that a merge equals its teachers. Below `min_kept` of a teacher's
+  accuracy the gate warns; it stops if the upper bound of the 95 % interval is below that too.
 """
 
 from __future__ import annotations
@@ -43,15 +42,15 @@ Steps = Sequence[Mapping[str, Any]]
 
 
 class GateStopped(BraidError):
-    """A gate stopped, and nothing that waits for it starts; the message is its verdict."""
+    """A gate stopped the stages that wait for it; the message is its verdict."""
 
     def __init__(self, run: RunDirectory, stage: Stage, verdict: GateVerdict) -> None:
         super().__init__(verdict.text)
         where = shown(run.path)
         self.add_note(
-            f"nothing starts that waits for {stage.name}. Rerun {stage.gated} with --from "
-            f"{stage.gated}, after an edit\nof its settings, or the gate with --from {stage.name}, "
-            "after an edit of the gate; or override it:\n"
+            f"stages that wait for {stage.name} do not start. Edit the settings of {stage.gated} "
+            f"and rerun it with\n--from {stage.gated}, or edit the gate and rerun it with --from "
+            f"{stage.name}, or override the gate:\n"
             f'  braid gate override {where} {stage.name} --reason "..."\n'
             f"  {run.resume_command()}"
         )
@@ -86,7 +85,7 @@ def gate_of(stage: Stage, settings: RunSettings) -> ExpertGateSettings | MergeGa
 
 
 def ending(run: Run, stage: Stage) -> str:
-    """Return why a stage whose attempt ended well is done; a gate is judged here and nowhere else.
+    """Return why a stage whose attempt succeeded is done; this judges and writes a gate's verdict.
 
     Raises:
         GateStopped: the stage is a gate and its verdict is to stop.
@@ -108,7 +107,7 @@ def ending(run: Run, stage: Stage) -> str:
 
 
 def report_verdict(run: RunDirectory, stage: Stage, say: Callable[[str], None]) -> None:
-    """Say the verdict of a gate that is done."""
+    """Report the verdict of a gate that is done; `say` takes one line."""
     if verdict := read_verdict(run.stage(stage.name)):
         say(verdict.text)
 
@@ -231,7 +230,7 @@ def _bounds(stage: Stage, gate: ExpertGateSettings, steps: Steps, key: str) -> I
 
 
 def _accuracies(stage: Stage, models: Models, domain: str) -> tuple[Accuracy, Accuracy]:
-    """Return the accuracy of the gated model on a domain, and of the one it is compared with."""
+    """Return the accuracies of the gated model on a domain and of the model it is compared with."""
     assert stage.gated is not None
     names = (stage.gated, stage.against[domain])
     gated, other = (Accuracy(**models[name][domain]) for name in names)
@@ -258,6 +257,6 @@ def _stopped(run: RunDirectory, stage: Stage, state: StageState) -> GateVerdict 
         return None
     try:
         verdict = read_verdict(run.stage(stage.name))
-    except DamagedVerdict:  # its state says so, and the gate runs again
+    except DamagedVerdict:  # the stage's state reports it, and the gate runs again
         return None
     return verdict if verdict and verdict.outcome == "stopped" else None

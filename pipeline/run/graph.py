@@ -5,12 +5,12 @@ cold_start ─┬─ mixed (where there is one; evaluated, and no teacher)
             ├─ experts.B ─┼─ merge ─┬─ evaluate (of every model)
             └─ experts.C ─┘         └─ export
 
-Without a cold start the first stage is `initial`, which takes in `model.initial_weights`.
-An expert may grow from another one (`from: experts.A`), there may be no merge, and with `rounds`
-experts and a merge grow again from the merge before: round_2.experts.A, round_2.merge.
+Without a cold start the first stage is `initial`, which imports `model.initial_weights`. An expert
+may start from another one (`from: experts.A`). The merge is optional. With `rounds`, experts and a
+merge are trained again from the previous merge: round_2.experts.A, round_2.merge.
 
-Where a domain has a `gate`, the stage gates.A measures its expert against the parent, and what is
-made from the expert waits for it; gates.merge measures the merge against its teachers.
+Where a domain has a `gate`, the stage gates.A compares its expert with the parent, and the stages
+that load the expert wait for it; gates.merge compares the merge with its teachers.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from stages.kinds import (
 if TYPE_CHECKING:  # building the settings classes takes longer than all of `braid status`
     from stages.settings import DomainSettings, MergeSettings, PolicySettings, RunSettings
 
-# What each kind of stage reads. A key stands for everything below it, `*` for every domain,
-# `{domain}` for the stage's own, or every domain where it has none, and `{gated}` for the block
-# whose gate it is. A stage's result depends on these keys and on its input checkpoints and on
-# nothing else, so that a change elsewhere leaves it valid.
+# The settings that each kind of stage reads. A key stands for everything below it, `*` for every
+# domain, `{domain}` for the stage's domain (every domain where it has none) and `{gated}` for the
+# block that has the gate. A stage's result depends only on these keys and its input checkpoints,
+# so a change elsewhere leaves it valid.
 READS: dict[Kind, tuple[str, ...]] = {
     "import": ("model",),
     "sft": (
@@ -131,9 +131,12 @@ PROBLEMS = ("domains.*.prompts", "domains.*.demonstrations")
 
 @dataclass(frozen=True)
 class Stage:
-    """One node of the graph. `parent`, `teachers` and `models` name the stages it starts from,
-    and `after` the gates that it waits for and takes nothing from. A gate holds the model `gated`,
-    on every domain of `against`, to the model that is named there."""
+    """A node of the graph.
+
+    `parent`, `teachers` and `models` name the stages whose checkpoints it loads, `after` the gates
+    that it waits for without loading anything. A gate compares the model `gated`, on every domain
+    of `against`, with the model named there.
+    """
 
     name: str
     kind: Kind
@@ -150,13 +153,13 @@ class Stage:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Every stage whose checkpoint this one loads."""
+        """The stages whose checkpoints this one loads."""
         parents = [self.parent] if self.parent else []
         return tuple(dict.fromkeys([*parents, *self.teachers.values(), *self.models.values()]))
 
     @property
     def waits_for(self) -> tuple[str, ...]:
-        """Every stage that has to be done before this one starts."""
+        """The stages that must be done before this one starts."""
         return (*self.inputs, *self.after)
 
     @property
@@ -169,32 +172,29 @@ class Stage:
 
     @property
     def measures(self) -> bool:
-        """Whether the stage leaves accuracies."""
         return self.kind in MEASURING
 
     @property
     def trains(self) -> bool:
-        """Whether the stage leaves checkpoints."""
         return self.kind in LEAVING_CHECKPOINTS
 
     @property
     def needs_engine(self) -> bool:
-        """Whether the stage samples."""
         return self.kind in SAMPLING
 
     @property
     def config_digest(self) -> str:
-        """Changes when anything the stage reads changes."""
+        """The digest of all settings that the stage reads."""
         return digest(self.reads)
 
     @property
     def data_digest(self) -> str:
-        """Changes when the stage's problems or demonstrations change."""
+        """The digest of the settings of the stage's problems and demonstrations."""
         return digest(problems(self.reads))
 
 
 def compile_graph(settings: RunSettings) -> tuple[Stage, ...]:
-    """The run's stages in the order they run: each after all that it waits for."""
+    """Return the run's stages in the order they run: each after all that it waits for."""
     tree = settings.model_dump(mode="json")
 
     @cache  # most stages read the model, and several all domains
@@ -238,14 +238,14 @@ def compile_graph(settings: RunSettings) -> tuple[Stage, ...]:
 
 
 def matches(key: str, pattern: str) -> bool:
-    """Whether `key` is what `pattern` names, or stands below it."""
+    """Return whether `pattern` names `key` or a key above it."""
     parts, wanted = key.split("."), pattern.split(".")
     below = len(parts) >= len(wanted)
     return below and all(w in ("*", p) for p, w in zip(parts, wanted, strict=False))
 
 
 def problems(reads: dict[str, Any]) -> dict[str, Any]:
-    """Of the settings that a stage reads those that name its problems and demonstrations."""
+    """Return the settings of a stage's problems and demonstrations among all that it reads."""
     return {
         key: value
         for key, value in reads.items()
@@ -254,13 +254,13 @@ def problems(reads: dict[str, Any]) -> dict[str, Any]:
 
 
 def digest(value: Any) -> str:
-    """SHA-256 of the value as canonical JSON."""
+    """Return the SHA-256 of the value as canonical JSON."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _parents_first(experts: dict[str, DomainSettings]) -> list[str]:
-    """The domains as they are written, but for those that another one grows from."""
+    """Return the domains in the configuration's order, except that a parent precedes its child."""
     found: dict[str, None] = {}
 
     def add(domain: str) -> None:
@@ -277,9 +277,11 @@ def _parents_first(experts: dict[str, DomainSettings]) -> list[str]:
 def _experts(
     settings: RunSettings, prefix: str, base: str, opened: list[str]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """What the stages of a round's experts are, and of their gates, which come after all experts:
-    one that stops the run should not keep others from training. Only those of experts that another
-    grows from stand among them. `opened` is what everything waits for that grows from `base`.
+    """Return the fields of a round's stages: its experts, and the gates to run after all experts.
+
+    A gate that stops the run must not keep other experts from training, so only the gate of an
+    expert that another one starts from is among the experts. `opened` names the gates that every
+    stage with the parent `base` waits for.
     """
     origins = {expert.from_ for expert in settings.domains.values()}
     experts: list[dict[str, Any]] = []
@@ -298,7 +300,7 @@ def _experts(
 def _expert(
     settings: RunSettings, domain: str, prefix: str, base: str, opened: list[str]
 ) -> dict[str, Any]:
-    """What the stage of a domain's expert is; `base` is what all grow from in this round."""
+    """Return the fields of a domain's expert stage; `base` is the default parent of the round."""
     expert = settings.domains[domain]
     parent = expert.from_ or base
     after = opened if parent == base else []
@@ -318,7 +320,7 @@ def _expert(
 
 
 def _gate(name: str, gated: str, against: dict[str, str], block: str) -> dict[str, Any]:
-    """What the stage of a gate is; `block` is the key of the settings whose gate it is."""
+    """Return the fields of a gate's stage; `block` is the key of the settings with the gate."""
     return {
         "name": name,
         "kind": "gate",
@@ -330,14 +332,14 @@ def _gate(name: str, gated: str, against: dict[str, str], block: str) -> dict[st
 
 
 def _first(settings: RunSettings) -> str:
-    """The stage that `cold_start` means where a model is asked for."""
+    """Return the name of the stage that `cold_start` means where a setting names a model."""
     return INITIAL if settings.cold_start is None else COLD_START
 
 
 def _policy(settings: RunSettings, policy: PolicySettings, parent: str) -> dict[str, Any]:
-    """What the stages of policies that learn from rewards have in common."""
+    """Return the fields that expert and mixed stages share."""
     kl = policy.objective.kl
-    # The model that a KL penalty is measured against, where it is not the parent.
+    # The reference of a KL penalty is an input only where it is not the parent.
     elsewhere = kl.coefficient > 0 and kl.reference == COLD_START
     return {
         "parent": parent,

@@ -1,4 +1,4 @@
-"""The append-only history of a run: one JSON line for every change of state of every stage."""
+"""The append-only history of a run: one JSON line per change of a stage's state."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from parallel.files import naming, read_text
 State = Literal["pending", "submitted", "running", "done", "failed", "stale"]
 
 JOB = re.compile(r"[0-9]+([_+][0-9]+)*")
-# More than an attempt can take, about a century: the sum of any ledger's seconds stays finite.
+# About a century, more than any attempt takes: the sum of a damaged ledger's seconds stays finite.
 MOST_SECONDS = 3e9
-PUT_ASIDE = "put aside as "  # what the cause of a stage that is made anew begins with
+PUT_ASIDE = "put aside as "  # starts the cause of a stage that is rerun
 
 
 @dataclass(frozen=True)
 class Event:
     """A stage entered a state.
 
-    `seconds` is the wall time of the attempt that ended with this event, and absent from events
-    that end none. `job` is the number of the job that Slurm has for it, where there is one.
+    `seconds` is the wall time of the attempt that this event ended; None where it ended none. `job`
+    is the number of the stage's Slurm job, if any.
     """
 
     time: str
@@ -61,23 +61,26 @@ class Ledger:
         seconds: float | None = None,
         job: str | None = None,
     ) -> None:
-        """Write one line, durably. Writers of any machine that shares the file take turns."""
+        """Append one line and fsync; a file lock orders the writers of all machines."""
         rounded = None if seconds is None else round(seconds, 3)
         with naming(self.path), self.path.open("a+b", buffering=0) as file, _alone(file):
             _write(file, Event(_now(), stage, state, cause, attempt, rounded, job))
 
     def submitted(self, stage: str, cause: str, attempt: int, job: str) -> None:
-        """Write that Slurm has `job` for a stage, unless the ledger names that: a job may begin,
-        and end, before we have heard its number, and what it said itself is newer."""
+        """Record that Slurm has `job` for a stage, unless the ledger's newest job is that one.
+
+        A job may start, and end, before sbatch returns its number: its own events are newer.
+        """
         with naming(self.path), self.path.open("a+b", buffering=0) as file, _alone(file):
-            file.seek(0)  # of another descriptor of the file, the end would be that of the lock
+            # Closing a second descriptor of the file would release the lock: read through this one.
+            file.seek(0)
             events = _events(file.read().decode(errors="replace"))
             named = [each.job for each in events if each.stage == stage and each.job]
             if job not in named[-1:]:
                 _write(file, Event(_now(), stage, "submitted", cause, attempt, job=job))
 
     def events(self) -> list[Event]:
-        """Every whole line. A line cut short by a crash says nothing that can be relied on."""
+        """Return the events of all whole lines; a line that a crash cut short is ignored."""
         if not self.path.exists():
             return []
         return _events(read_text(self.path, errors="replace"))
@@ -88,7 +91,7 @@ def _events(text: str) -> list[Event]:
 
 
 def _write(file: IO[bytes], event: Event) -> None:
-    """Append one line to the file, which the caller holds alone."""
+    """Append one line to the file, which the caller has locked."""
     fields = {name: value for name, value in asdict(event).items() if value is not None}
     line = (json.dumps(fields) + "\n").encode()
     if _ends_in_half_a_line(file):
@@ -99,10 +102,10 @@ def _write(file: IO[bytes], event: Event) -> None:
 
 
 def _event(line: str) -> Event | None:
-    """What a line says; None for one that was cut short or damaged."""
+    """Return the event of a line; None for a line that was cut short or damaged."""
     try:
         event = Event(**json.loads(line))
-        _ = event.timestamp  # which the first and the last day of the calendar may lack
+        _ = event.timestamp  # overflows on the first and the last day of the calendar
     except (ValueError, TypeError, OverflowError, RecursionError):
         return None
     texts, seconds = (event.stage, event.cause), event.seconds
@@ -113,18 +116,20 @@ def _event(line: str) -> Event | None:
 
 
 def _is_job(number: Any) -> bool:
-    """Return whether it is a job's number as Slurm writes it, which goes into a script of shell:
-    `17`, `17_2` of an array, `17+1` of a heterogeneous job."""
+    """Return whether it is a Slurm job number: `17`, `17_2` (array), `17+1` (heterogeneous).
+
+    The number is written into a shell script, so nothing else may pass.
+    """
     return isinstance(number, str) and JOB.fullmatch(number) is not None
 
 
 def latest(events: Iterable[Event]) -> dict[str, Event]:
-    """Each stage's newest event. Staleness is left out: it is found anew from the lineage."""
+    """Return each stage's newest event, except `stale`, which is derived from the lineage."""
     return {event.stage: event for event in events if event.state != "stale"}
 
 
 def minutes(events: Iterable[Event]) -> dict[str, float]:
-    """Each stage's wall time over all attempts at what it has now, without those put aside."""
+    """Return each stage's wall time in minutes, over all attempts since it was put aside."""
     total: dict[str, float] = {}
     for event in events:
         if event.state == "pending" and event.cause.startswith(PUT_ASIDE):
@@ -135,15 +140,14 @@ def minutes(events: Iterable[Event]) -> dict[str, float]:
 
 
 def took(events: Iterable[Event]) -> dict[str, float]:
-    """The seconds of each stage's newest attempt that ended well: one that failed may have done
-    next to nothing."""
+    """Return the seconds of each stage's newest successful attempt."""
     return {e.stage: e.seconds for e in events if e.state == "done" and e.seconds is not None}
 
 
 @contextmanager
 def _alone(file: IO[bytes]) -> Iterator[None]:
-    """Hold the file, by a lock that NFS and Lustre know too, which the kernel gives back when this
-    process ends. Where there are none at all, a line is still a single write."""
+    """Lock the file for this process; the kernel releases the lock when the process ends."""
+    # lockf, not flock: NFS and Lustre have it too. Without any locks a line is still one write.
     try:
         fcntl.lockf(file, fcntl.LOCK_EX)
     except OSError as error:

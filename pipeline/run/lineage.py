@@ -1,8 +1,7 @@
 """The lineage of a stage: the parents, files and settings that decide its result.
 
-It is written to manifest.json when the stage starts and compared before the result is used again. A
-file is compared by a digest of its content, so a stage is stale when its data or its tokenizer is
-replaced under an unchanged name.
+It is written to manifest.json when the stage starts and compared before the result is reused. Files
+are compared by content, so a stage is stale when its data or tokenizer changes under the same name.
 """
 
 from __future__ import annotations
@@ -49,16 +48,16 @@ TOKENIZER_FILES = (
     "chat_template*",
     "additional_chat_templates/*",
 )
-# `braid status` digests every data file of a run: of longer ones only size, beginning and end.
+# `braid status` digests every data file of a run: size, head and tail of files over WHOLE_BYTES.
 WHOLE_BYTES, END_BYTES = 1 << 20, 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lineage:
-    """The things that decide a stage's result; when any of them changes, the result is stale.
+    """The inputs that decide a stage's result, which is stale when any of them changes.
 
-    Except `layout`: the ranks that the stage last ran on; a checkpoint loads on any layout. `files`
-    are digests of the data and the tokenizer.
+    `layout` is the exception: a checkpoint loads on any layout. `files` are digests of the data and
+    the tokenizer.
     """
 
     stage: str
@@ -71,9 +70,9 @@ class Lineage:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest(Lineage):
-    """A recorded lineage, with digests of all settings (`config`) and of those that name data.
+    """A recorded lineage, with digests of all settings (`config`) and of the `data` settings.
 
-    `code` and `versions` are for people and make nothing stale: otherwise every commit and every
+    `code` and `versions` are informative and make nothing stale: otherwise every commit and every
     upgrade would discard finished training.
     """
 
@@ -144,7 +143,7 @@ def changes(recorded: Lineage, now: Lineage) -> Iterator[str]:
         yield f"{name} is no longer an input"
     for key, files in now.files.items():
         if files is not None and recorded.files.get(key, files) != files:
-            yield f"the files of {key} have changed"
+            yield f"the files of {key} changed"
     if recorded.settings != now.settings:
         keys = recorded.settings.keys() | now.settings.keys()
         for key in sorted(keys):
@@ -215,7 +214,7 @@ def template_digest(directory: Path) -> str | None:
 
 
 def _digest(files: Iterable[Path], whole: bool = False) -> str | None:
-    """Return the SHA-256 of the files' names and contents, whatever directory they are in."""
+    """Return the SHA-256 of the files' names and contents, independent of their directory."""
     digests = []
     for file in sorted(files):
         if file.is_file():

@@ -1,4 +1,4 @@
-"""What a stage logs: metrics.jsonl, one line a step, as the launcher reads it."""
+"""The reader of metrics.jsonl, in which a stage logs one line per step."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from parallel.files import open_file
 from pipeline.config.violations import shown
 from pipeline.errors import BraidError
 
-LABELS = ("model", "domain")  # text; all else is a number
-MOST_STEPS = 10**12  # no stage has more, and arithmetic on them stays within a float
+LABELS = ("model", "domain")  # text; every other value is a number
+MOST_STEPS = 10**12  # arithmetic on larger ones might overflow a float
 Line = dict[str, Any]
 UNREADABLE = (ValueError, RecursionError, OverflowError)
 
 
 class MetricsTail:
-    """The new lines of a growing file."""
+    """A reader of the new lines of a growing file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = path.stat().st_size if path.exists() else 0
 
     def read(self) -> list[Line]:
-        """Whole lines since the last call."""
+        """Return the whole lines since the last call."""
         if not self._path.exists():
             return []
         # A resumed stage may cut off the lines after its checkpoint.
@@ -41,7 +41,7 @@ class MetricsTail:
 
 
 def newest_lines(path: Path, most_bytes: int) -> list[Line]:
-    """The last lines of a file, however many it has; none where it is not there."""
+    """Return the lines in the last `most_bytes` of a file; none if it does not exist."""
     try:
         with open_file(path) as file:
             file.seek(0, 2)
@@ -52,19 +52,19 @@ def newest_lines(path: Path, most_bytes: int) -> list[Line]:
 
 
 def all_lines(path: Path) -> list[Line]:
-    """All lines of a finished stage. Raises BraidError for one that is damaged."""
+    """Return all lines of a finished stage; raise BraidError for a damaged one."""
     found = []
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             found.append(_read(line))
         except UNREADABLE as error:
             where = f"{shown(path)}:{number}"
-            raise BraidError(f"{where}: is damaged, and a gate reads it: {error}") from error
+            raise BraidError(f"{where}: damaged, and a gate reads it: {error}") from error
     return found
 
 
 def _whole(lines: bytes) -> Iterator[Line]:
-    """Those that can be read: the first may be cut off by us, and the last by its writer."""
+    """Yield the readable lines: the reader may cut off the first and the writer the last."""
     for line in lines.split(b"\n"):
         try:
             yield _read(line)
@@ -73,24 +73,24 @@ def _whole(lines: bytes) -> Iterator[Line]:
 
 
 def _read(line: bytes) -> Line:
-    """Raises one of UNREADABLE where it is not what a stage logs."""
+    """Return the values of a line; raise one of UNREADABLE where it is not a stage's metrics."""
     found = json.loads(line)
     if not isinstance(found, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("not a JSON object")
     for name, value in found.items():
-        if type(value) is float or type(value) is int:  # nearly all; a bool is neither
+        if type(value) is float or type(value) is int:  # a bool is neither
             wrong = name in LABELS
-            float(value)  # a whole number may be larger than any
+            float(value)  # raises OverflowError for an integer beyond a float
         else:
             wrong = name not in LABELS or not isinstance(value, str)
         if wrong:
-            raise ValueError(f"{name} is no {'text' if name in LABELS else 'number'}")
+            raise ValueError(f"{name} must be a {'string' if name in LABELS else 'number'}")
     for name in ("step", "steps"):
         step = found.get(name, 0)
         if not isinstance(step, int) or not 0 <= step <= MOST_STEPS:
-            raise ValueError(f"{name} is not a whole number from 0 to {MOST_STEPS}")
+            raise ValueError(f"{name} must be an integer from 0 to {MOST_STEPS}")
     if missing := {"step", "time"} - found.keys():
-        raise ValueError(f"it has no {' and no '.join(sorted(missing))}")
+        raise ValueError(f"missing {' and '.join(sorted(missing))}")
     if not math.isfinite(found["time"]):
-        raise ValueError("time is no number")
+        raise ValueError("time must be finite")
     return found

@@ -15,7 +15,7 @@ from pipeline.run.run import Run
 from pipeline.run.states import StageState, as_done
 from pipeline.text import say
 
-# The settings that decide how a stage runs, and nothing of its result beyond rounding.
+# Settings that affect a stage's result only by rounding.
 ENGINE_KEYS = (
     "count",
     "tensor",
@@ -85,16 +85,16 @@ def check_selection(
     """
     wanted = run.chosen(only)
     run.chosen(rerun)
-    # Stale stages are refused with an error of their own.
+    # `check_stale` refuses stale stages.
     check_dependencies(wanted, as_done(planned_states(run, run.states, reused, rerun), "stale"))
 
 
 def check_dependencies(
     wanted: Sequence[Stage],
     states: Mapping[str, StageState],
-    remedy: str = "name those too with --only, or run without it",
+    remedy: str = "add them with --only, or run without --only",
 ) -> None:
-    """Raise BraidError where a wanted stage needs, or waits for, one that will not be done."""
+    """Raise BraidError where a wanted stage depends on one that will not be done."""
     running = {stage.name for stage in wanted}
     lines = [
         f"  {stage.name} {'waits for' if name in stage.after else 'needs'} {name}, which is "
@@ -121,9 +121,9 @@ def check_stale(run: Run, wanted: Sequence[Stage], *, record: bool = True) -> No
 
 
 def check_settings(run: Run, rerun: Sequence[str] = ()) -> None:
-    """Raise BraidError where stages have work of other settings and are not to be rerun.
+    """Raise BraidError where stages have output of other settings and are not in `rerun`.
 
-    `run` has the settings that are asked for; its run.yaml has those of the work.
+    `run` has the requested settings; its run.yaml has the settings of the output.
     """
     if not run.settings_file.exists():
         return
@@ -144,8 +144,8 @@ def check_settings(run: Run, rerun: Sequence[str] = ()) -> None:
     raise BraidError(
         "\n".join([f"{shown(run.path)} was started with a different config:", *lines])
         + f"\nthese finished or started stages depend on it: {', '.join(stale)}"
-        + "\nchoose another name with --name NAME, resume the run as it was started with "
-        + f"`braid resume {shown(run.path)}`,\nor rerun what depends on it with "
+        + "\nchoose another name with --name NAME, resume with the original settings with "
+        + f"`braid resume {shown(run.path)}`,\nor rerun the dependent stages with "
         + f"{rerun_options(run, stale)};\n"
         + f"without a rerun, only these settings may change:\n{MAY_CHANGE}"
     )
@@ -161,7 +161,7 @@ def planned_states(
 
 
 def stale_among(states: Mapping[str, StageState], wanted: Sequence[Stage]) -> dict[str, StageState]:
-    """Return the stale ones of the wanted stages and their inputs."""
+    """Return the stale stages among the wanted ones and their inputs."""
     touched = {name for stage in wanted for name in (stage.name, *stage.inputs)}
     return {
         name: state for name, state in states.items() if name in touched and state.state == "stale"
@@ -169,7 +169,7 @@ def stale_among(states: Mapping[str, StageState], wanted: Sequence[Stage]) -> di
 
 
 def rerun_options(run: Run, names: Iterable[str]) -> str:
-    """Return the fewest `--from` options that rerun the named stages."""
+    """Return the shortest list of `--from` options that rerun the named stages."""
     left, options = set(names), []
     for stage in run.stages:
         if stage.name in left:

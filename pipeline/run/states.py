@@ -37,7 +37,6 @@ class QueuedJob:
 
     @property
     def waits(self) -> bool:
-        """Whether the job has not started, or is to start again."""
         return self.state in WAITING
 
     def describe(self) -> str:
@@ -93,7 +92,7 @@ def derive(
     newest = latest(events)
     states: dict[str, StageState] = {}
     checkpoints: dict[str, Checkpoint | None] = {}
-    jobs = {job.stage: job for job in (queue or {}).values()}  # by the jobs' own arguments
+    jobs = {job.stage: job for job in (queue or {}).values()}  # by the jobs' comments
     for stage in stages:  # inputs come first
         directory = run.stage(stage.name)
         checkpoints[stage.name] = directory.newest_checkpoint()
@@ -101,7 +100,7 @@ def derive(
         left = _Output(directory, checkpoints[stage.name], directory.attempts())
         event = newest.get(stage.name)
         found = _state(stage, left, event, now, states)
-        if found.state not in ("done", "stale"):  # which no job changes
+        if found.state not in ("done", "stale"):  # no job changes these two
             found = _queued_state(run, left, event, queue, jobs.get(stage.name)) or found
         states[stage.name] = found
     return states
@@ -116,7 +115,7 @@ def as_done(states: Mapping[str, StageState], *these: State) -> dict[str, StageS
 
 
 def missing_output(stage: Stage, directory: StageDirectory) -> str | None:
-    """Return what a stage that should be done has not written; None where all is there."""
+    """Return which output of a stage that should be done is missing; None if it is complete."""
     return _missing_output(stage, directory, directory.newest_checkpoint())
 
 
@@ -132,16 +131,16 @@ def read_verdict(directory: StageDirectory) -> GateVerdict | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        why = reason(error) if isinstance(error, OSError) else f"it is no JSON ({error})"
-        raise DamagedVerdict(f"{shown(path)} is damaged: {why}") from error
+        why = reason(error) if isinstance(error, OSError) else f"not JSON ({error})"
+        raise DamagedVerdict(f"{shown(path)}: damaged: {why}") from error
     outcome, reasons = None, None
     if isinstance(found, dict) and found.keys() == {"outcome", "reasons"}:
         outcome, reasons = found["outcome"], found["reasons"]
     texts = isinstance(reasons, list) and all(isinstance(each, str) for each in reasons)
     if outcome is None or outcome not in get_args(Outcome) or not texts or not reasons:
         raise DamagedVerdict(
-            f"{shown(path)} is damaged: it is not an outcome ({', '.join(get_args(Outcome))}) with "
-            "its reasons"
+            f"{shown(path)}: damaged: not an outcome ({', '.join(get_args(Outcome))}) with its "
+            "reasons"
         )
     return GateVerdict(outcome, tuple(reasons))
 
@@ -156,7 +155,7 @@ def damaged_verdict(directory: StageDirectory, event: Event) -> str | None:
     try:
         read_verdict(directory)
     except DamagedVerdict as error:
-        return f"{error}; the gate is asked again"
+        return f"{error}; the gate runs again"
     return None
 
 
@@ -192,9 +191,9 @@ def _queued_state(
         return None
     if queue is None:
         return left.stands("submitted", event.cause, event.job)
-    cause = f"job {event.job} left the queue before it began"
+    cause = f"job {event.job} left the queue before it started"
     if output := run.output_of(event.job):
-        cause = f"job {event.job} ended before the stage began: {shown(output)} says why"
+        cause = f"job {event.job} ended before the stage started; see {shown(output)}"
     return left.stands("failed", cause, event.job)
 
 
@@ -231,7 +230,7 @@ def _state(
         if missing:  # a damaged last checkpoint was removed, and an older one is still there
             return left.stands("pending", missing)
     if event is None:
-        return left.stands("pending", "it has output, but no line in the ledger")
+        return left.stands("pending", "it has output but no line in the ledger")
     if stage.kind == "gate" and (damage := damaged_verdict(left.directory, event)):
         return left.stands("pending", damage)
     if event.state == "running" and not left.directory.is_running():
@@ -249,5 +248,5 @@ def _missing_output(
     if checkpoint is None:
         return "it has no checkpoint"
     if checkpoint.step != stage.steps and ended_early(checkpoint) is None:
-        return f"its newest checkpoint is of step {checkpoint.step} of {stage.steps}"
+        return f"its newest checkpoint is at step {checkpoint.step} of {stage.steps}"
     return None

@@ -1,8 +1,8 @@
-"""Whose run it is: a run directory that other users could have written is refused.
+"""The check that no other user could have written a run directory.
 
-A run decides what its commands do: run.yaml names the functions of its rewards, the stage scripts
-source its setup.sh. Whoever continues, evaluates or exports it therefore trusts all who may write
-to it. What only looks at a run (`status`, `why`, `logs`, `plan`) does not ask.
+A run contains code: run.yaml names its reward functions, and the stage scripts source its setup.sh.
+Commands that resume, evaluate or export a run therefore trust everyone who may write to it, and
+check first. Commands that only read it (`status`, `why`, `logs`, `plan`) do not check.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ from pipeline.text import say
 OPTION = "--trust-run"
 ROOT = 0  # may write everywhere in any case
 OTHERS_WRITE, OTHERS_READ, OTHERS_ENTER = 0o022, 0o044, 0o011
-# What decides in a run: its own files, those of stages, and checkpoints.
+# The files that affect what a command does: the run's, the stages' and the checkpoints.
 DECIDING = ("*", "stages/*", "stages/*/*", "stages/*/checkpoints/*", "stages/*/checkpoints/*/*")
-RUNS_AS = "what is in a run runs as whoever works on it"
+RUNS_AS = "code in a run runs as whoever works on the run"
 
 
 def check_owner(run: RunDirectory, trusted: bool) -> None:
-    """Raise BraidError where users other than this one and root own a run or may write to it, and
-    it is not `trusted`; its message has what to type."""
+    """Raise BraidError where others than this user and root could have written an untrusted run.
+
+    The message has the command that fixes the permissions.
+    """
     if not trusted and (found := exposure(run)) is not None:
         raise BraidError(found)
 
 
 def exposure(run: RunDirectory) -> str | None:
-    """Return who else may have written what is in a run, and what to do; None where nobody has."""
+    """Return who else may have written to a run, and the fix; None if nobody."""
     closed = False
     for path, status in _looked_at(run.path):
         mode = status.st_mode & 0o777
@@ -43,20 +45,22 @@ def exposure(run: RunDirectory) -> str | None:
         if status.st_uid not in (os.geteuid(), ROOT):
             who = f"belongs to {_name(status.st_uid)}"
             return f"{shown(path)}: {who}, and {RUNS_AS}; if you trust them, add {OPTION}"
-        # In a closed directory a file that the group may write to, as under a umask of 002, is no
-        # harm; one that belongs to somebody else is, who may still have it open.
+        # In a closed directory a group-writable file, as under umask 002, is harmless. Another
+        # user's file is not: that user may still have it open.
         if mode & OTHERS_WRITE and not (closed and path != run.path):
             return (
                 f"{shown(path)}: other users may write to it (mode {mode:o}), and {RUNS_AS}; if "
-                f"nobody else has, type: chmod -R go-w {shown(run.path)}\n"
+                f"nobody else has, run: chmod -R go-w {shown(run.path)}\n"
                 f"or add {OPTION} to trust them"
             )
     return None
 
 
 def warn_of_readers(run: RunDirectory) -> None:
-    """Say on standard error that others can read a run, as those of older versions could be; it is
-    left so, since it may be shared on purpose."""
+    """Warn on standard error if others can read a run.
+
+    Older versions created runs like that; the mode stays, since it may be intended.
+    """
     mode = run.path.stat().st_mode & 0o777 if run.path.exists() else 0
     if mode & (OTHERS_READ | OTHERS_ENTER):
         here = shown(run.path)
@@ -68,7 +72,7 @@ def warn_of_readers(run: RunDirectory) -> None:
 
 
 def _looked_at(run: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """The run's directory, and what decides in it."""
+    """Yield the run's directory and the files in DECIDING, with their status."""
     try:
         found = run.stat()
     except FileNotFoundError:
@@ -77,7 +81,7 @@ def _looked_at(run: Path) -> Iterator[tuple[Path, os.stat_result]]:
     for path in (each for pattern in DECIDING for each in run.glob(pattern)):
         try:
             yield path, path.stat()
-        except OSError:  # gone with a stage that runs, or a link that whoever reads it will name
+        except OSError:  # removed by a running stage, or a dangling link that its reader reports
             continue
 
 

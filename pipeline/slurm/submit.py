@@ -170,11 +170,16 @@ def submit(
 def script_of(submissions: Sequence[Submission]) -> str:
     """Return a shell script of the commands that submit everything."""
     lines = ["#!/bin/bash", "# The commands of `braid submit`.", "set -euo pipefail"]
-    variables = [f"${{job_{index}}}" for index in range(len(submissions))]
-    for index, submission in enumerate(submissions):
-        names = " ".join(stage.name for stage in submission.stages)
-        lines += ["", f"# {names}", f"job_{index}=$({submission.shell(variables)})"]
+    for index, command in enumerate(shell_commands(submissions)):
+        names = " ".join(stage.name for stage in submissions[index].stages)
+        lines += ["", f"# {names}", f"job_{index}=$({command})"]
     return "\n".join(lines) + "\n"
+
+
+def shell_commands(submissions: Sequence[Submission]) -> list[str]:
+    """Return the shell command of each submission; `${job_N}` is the number of the Nth."""
+    variables = [f"${{job_{index}}}" for index in range(len(submissions))]
+    return [submission.shell(variables) for submission in submissions]
 
 
 def write_scripts(

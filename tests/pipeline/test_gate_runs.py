@@ -323,40 +323,40 @@ def test_a_plan_shows_gates(braid: Braid, config: Path) -> None:
 
 
 NONSENSE = {
-    "no JSON": "it is no JSON",
-    "[" * 100_000: "it is no JSON",
-    "\xff": "it is no JSON",
-    "null": "it is not an outcome (passed, warned, stopped) with its reasons",
-    "NaN": "it is not an outcome",
-    '{"outcome": "passed"}': "it is not an outcome",
-    '{"outcome": "fine", "reasons": ["a"]}': "it is not an outcome",
-    '{"outcome": ["passed"], "reasons": ["a"]}': "it is not an outcome",
-    '{"outcome": "passed", "reasons": [NaN, 3]}': "it is not an outcome",
-    '{"outcome": "passed", "reasons": "all"}': "it is not an outcome",
-    '{"outcome": "passed", "reasons": []}': "it is not an outcome",
+    "no JSON": "not JSON",
+    "[" * 100_000: "not JSON",
+    "\xff": "not JSON",
+    "null": "not an outcome (passed, warned, stopped) with its reasons",
+    "NaN": "not an outcome",
+    '{"outcome": "passed"}': "not an outcome",
+    '{"outcome": "fine", "reasons": ["a"]}': "not an outcome",
+    '{"outcome": ["passed"], "reasons": ["a"]}': "not an outcome",
+    '{"outcome": "passed", "reasons": [NaN, 3]}': "not an outcome",
+    '{"outcome": "passed", "reasons": "all"}': "not an outcome",
+    '{"outcome": "passed", "reasons": []}': "not an outcome",
 }
 
 
 @pytest.mark.parametrize("text", NONSENSE)
-def test_a_verdict_of_nonsense_is_told_and_the_gate_is_asked_again(
+def test_a_damaged_verdict_is_reported_and_the_gate_runs_again(
     text: str, braid: Braid, config: Path, stopped: Path
 ) -> None:
     verdict = stopped / "stages" / "gates.sums" / "verdict.json"
     sound = verdict.read_bytes()
     verdict.write_bytes(text.encode("latin-1"))
-    told = f"{verdict} is damaged: {NONSENSE[text]}"
+    message = f"{verdict}: damaged: {NONSENSE[text]}"
     for command in (("why", "small", "gates.sums"), ("status", "small")):
         code, out, err = braid(*command)
         assert (code, err) == (0, "")
-        assert told.replace(" ", "") in "".join(out.split()) or command[0] == "status"
+        assert message.replace(" ", "") in "".join(out.split()) or command[0] == "status"
         assert "pending" in out
     assert " done " not in braid("status", "small")[1].partition("gates.sums")[2].splitlines()[0]
     code, out, err = braid("plan", config, *GATES)
     assert (code, err) == (0, "")
     code, _, err = braid("gate", "override", "small", "gates.sums", "--reason", "why not")
     assert code == 1
-    assert told in err
-    assert "; the gate is asked again\n" in err
+    assert message in err
+    assert "; the gate runs again\n" in err
     assert braid("resume", "small", actions=FALLS_SHORT)[0] == 1
     assert attempts(stopped)["gates.sums"] == 2
     assert verdict.read_bytes() == sound
@@ -376,14 +376,14 @@ def test_a_gate_whose_verdict_was_damaged_has_not_passed(
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("5", "it is no JSON object"),
-        ("null", "it is no JSON object"),
-        ('["kl"]', "it is no JSON object"),
+        ("5", "not a JSON object"),
+        ("null", "not a JSON object"),
+        ('["kl"]', "not a JSON object"),
         ('{"kl": ', "Expecting value"),
-        ('{"step": 3, "time": 1.0, "kl": "0.1"}', "kl is no number"),
-        ('{"step": 3, "time": 1.0, "kl": null}', "kl is no number"),
-        ('{"step": 3.5, "time": 1.0}', "step is not a whole number"),
-        ('{"step": 3}', "it has no time"),
+        ('{"step": 3, "time": 1.0, "kl": "0.1"}', "kl must be a number"),
+        ('{"step": 3, "time": 1.0, "kl": null}', "kl must be a number"),
+        ('{"step": 3.5, "time": 1.0}', "step must be an integer"),
+        ('{"step": 3}', "missing time"),
         ("[" * 100_000, "maximum recursion depth"),
     ],
 )
@@ -397,7 +397,7 @@ def test_a_damaged_line_of_metrics_is_named_by_the_gate_that_reads_it(
         file.write(f"{line}\n")
     code, _, err = braid("resume", "small")
     assert code == 1
-    assert f"{metrics}:3: is damaged, and a gate reads it: {why}" in err
+    assert f"{metrics}:3: damaged, and a gate reads it: {why}" in err
 
 
 def test_a_damaged_verdict_takes_no_override_back(braid: Braid, stopped: Path) -> None:

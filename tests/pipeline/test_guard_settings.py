@@ -119,7 +119,7 @@ def test_an_early_end_is_done_until_its_rule_changes(config: Path, run: RunDirec
         checkpoint.mkdir(parents=True)
         (checkpoint / "checksums.json").write_text(json.dumps({"digest": name, "files": {}}))
     expert = run.stage(EXPERT)
-    assert missing_output(stages[EXPERT], expert) == "its newest checkpoint is of step 1 of 2"
+    assert missing_output(stages[EXPERT], expert) == "its newest checkpoint is at step 1 of 2"
     (checkpoint / "state.json").write_text(json.dumps({"step": 1, "ended": "good enough"}))
     assert missing_output(stages[EXPERT], expert) is None
     assert expert.ended_early() == "good enough"

@@ -149,7 +149,7 @@ def test_queued_stages_are_waited_for_and_not_submitted_again(
     ("queue", "state", "cause"),
     [
         (None, "submitted", "as job 7"),
-        ({}, "failed", "job 7 left the queue before it began"),
+        ({}, "failed", "job 7 left the queue before it started"),
         ({"7": QueuedJob("7", "RUNNING", "None", "1:02", "4:00", "n3")}, "running", "on n3, 1:02"),
     ],
 )

@@ -53,7 +53,7 @@ def test_work_that_the_ledger_has_lost_is_not_taken_for_that_of_other_settings(
     assert found["merge"].state == "pending"
     assert (found["merge"].step, found["merge"].cause) == (
         2,
-        "it has output, but no line in the ledger",
+        "it has output but no line in the ledger",
     )
     other = settings.model_copy(update={"seed": 7})
     found = Run(run.path, other).states
@@ -127,7 +127,7 @@ def test_a_finished_stage_whose_last_checkpoint_is_gone_trains_on(
     (checkpoints / "step_2").rename(checkpoints / "step_1")
     found = Run(run.path, settings).states
     assert found["experts.words"].state == "pending"
-    assert found["experts.words"].cause == "its newest checkpoint is of step 1 of 2"
+    assert found["experts.words"].cause == "its newest checkpoint is at step 1 of 2"
     assert found["merge"].state == "stale"
 
 
@@ -153,11 +153,11 @@ def test_other_data_under_the_same_name_makes_its_readers_stale(
     (folder / "model.safetensors").write_text("weights beside it")
     assert causes() == {}
     data.write_text("two")
-    changed = "the files of domains.words.demonstrations.path have changed"
+    changed = "the files of domains.words.demonstrations.path changed"
     assert causes()["cold_start"] == changed
     data.write_text("one")
     (folder / "tokenizer_config.json").write_text('{"chat_template": "b"}')
-    assert "the files of model.tokenizer have changed" in causes()["experts.sums"]
+    assert "the files of model.tokenizer changed" in causes()["experts.sums"]
     folder.rename(tmp_path / "elsewhere")  # as on a machine that has none of it
     assert causes() == {}
 

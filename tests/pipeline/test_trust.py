@@ -107,8 +107,8 @@ def test_commands_that_change_a_run_refuse_one_writable_by_others(
     assert (code, out, err) == (
         1,
         "",
-        f"braid: {done.path}: other users may write to it (mode 770), and what is in a run runs "
-        "as whoever works on it; if nobody else has, type: "
+        f"braid: {done.path}: other users may write to it (mode 770), and code in a run runs "
+        "as whoever works on the run; if nobody else has, run: "
         f"chmod -R go-w {done.path}\nor add --trust-run to trust them\n",
     )
     assert sorted(done.path.rglob("*")) == before
@@ -131,7 +131,7 @@ def test_a_run_of_another_user_is_refused(
     assert code == 1
     assert err.startswith(f"braid: {done.path}: belongs to ")
     assert err.endswith(
-        ", and what is in a run runs as whoever works on it; if you trust them, add --trust-run\n"
+        ", and code in a run runs as whoever works on the run; if you trust them, add --trust-run\n"
     )
     assert braid("resume", "small", "--trust-run")[0] == 0
 

@@ -216,7 +216,7 @@ def test_a_failed_stage_blocks_its_dependents_and_is_submitted_again(
     cluster.wait_until(lambda: cluster.state(jobs["merge"]) == "CANCELLED")
     cluster.wait_until(lambda: cluster.state(jobs["experts.sums"]) == "COMPLETED")
     status = braid("status", "small")
-    assert "left the queue before it began" in status
+    assert "left the queue before it started" in status
     (model / "checkpoints").unlink()
     again = braid.submit()
     assert list(again) == ["experts.words", "merge", "evaluate", "export"]
@@ -253,7 +253,7 @@ def test_a_job_that_ends_before_its_stage_begins_shows_why(braid: Braid, cluster
     braid.profile.write_text(braid.profile.read_text().replace("setup: [", setup))
     jobs = braid.submit("--only", "cold_start")
     cluster.wait_until(lambda: cluster.state(jobs["cold_start"]) == "FAILED")
-    assert "ended before the stage began: " in braid("status", "small")
+    assert "ended before the stage started; see " in braid("status", "small")
     assert "no such module" in braid("logs", "small", "cold_start")
 
 
