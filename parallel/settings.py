@@ -1,7 +1,6 @@
-"""What a person may set about the machine: model, layout, optimizer, engine. Never imports torch.
+"""The settings of model, layout, optimizer and engine, and the rules between them.
 
-Settings live with the floor that reads them; `pipeline` imports them from here to validate a
-configuration on a login node that may have no torch at all.
+This module never imports torch: `pipeline` validates a configuration on login nodes without it.
 """
 
 from __future__ import annotations
@@ -15,37 +14,36 @@ from pydantic import BaseModel, ConfigDict, Field
 from parallel.files import CHARACTERS
 from parallel.network import LOOPBACK
 
-# Every integer has an upper bound: a slip of a digit is an error at once, and not a loop without
-# end or a full memory. The bounds are far above any model or machine there is.
+# Every integer has an upper bound, far above any model or machine: a mistyped digit is an error at
+# once, not an endless loop or a full memory.
 MOST = 1_000_000
 Count = Annotated[int, Field(gt=0, le=MOST)]
 Natural = Annotated[int, Field(ge=0, le=MOST)]
 Experts = Annotated[int, Field(gt=0, le=10_000)]
 Tokens = Annotated[int, Field(gt=0, le=100_000_000)]
 Mebibytes = Annotated[int, Field(gt=0, le=1 << 20)]
-# So many of the sizes that would fit are shown in a message.
-SHOWN_SIZES = 20
+SHOWN_SIZES = 20  # sizes to choose from that a message lists
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Settings(BaseModel):
-    """Base of every settings block: frozen, and an unknown key is an error.
+    """The base class of settings blocks: frozen, and an unknown key is an error.
 
-    `renamed` maps a key that there was to what is written now. A field whose key is a word of
-    Python has that key for its alias, which is read and written.
+    `renamed` maps former keys to their new names. A field whose key is a Python keyword has the key
+    as its alias, for reading and writing.
     """
 
     renamed: ClassVar[dict[str, str]] = {}
     model_config = ConfigDict(frozen=True, extra="forbid", serialize_by_alias=True)
 
 
-# Of the tokenizer of single characters.
+# Of the tokenizer `characters`.
 PAD_TOKEN, END_TOKEN, TOKENIZER_SIZE = 0, 1, 80
 
 
 class InitializationSettings(Settings):
-    """Standard deviations of a random start; linear layers use hidden_size ** -0.5."""
+    """Standard deviations of random initial weights; linear layers use hidden_size ** -0.5."""
 
     embedding_std: Annotated[float, Field(gt=0)] = Field(
         default=0.5, description="of the embedding's weights"
@@ -56,24 +54,24 @@ class InitializationSettings(Settings):
 
 
 class ModelSettings(Settings):
-    """A mixture-of-experts decoder of one family, in Hugging Face's terms."""
+    """The architecture of a mixture-of-experts decoder, in Hugging Face's terms."""
 
     family: Literal["qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"] = Field(
         default="qwen3_moe",
-        description="the architecture; import, export and weight sync know its names",
+        description="the architecture, with its tensor names in import, export and weight sync",
     )
     tokenizer: str = Field(
         default=CHARACTERS,
-        description="characters, or the folder of a Hugging Face tokenizer",
+        description="characters, or the directory of a Hugging Face tokenizer",
     )
     vocabulary_size: Count = Field(
-        description="rows of the embedding; at least the tokenizer's ids"
+        description="rows of the embedding; at least the tokenizer's token ids"
     )
     hidden_size: Count = Field(description="width of the residual stream")
     layers: Annotated[int, Field(gt=0, le=2000)] = Field(description="number of decoder layers")
     attention_heads: Count = Field(description="query heads")
-    key_value_heads: Count = Field(description="key-value heads; they divide attention_heads")
-    head_dim: Count = Field(description="width of a head; even")
+    key_value_heads: Count = Field(description="key-value heads; must divide attention_heads")
+    head_dim: Count = Field(description="width of a head; must be even")
     experts: Experts = Field(description="experts per routed layer")
     experts_per_token: Experts = Field(description="experts that a token is routed to")
     expert_hidden_size: Count = Field(description="width of an expert's MLP")
@@ -86,142 +84,145 @@ class ModelSettings(Settings):
     )
     precision: Literal["fp32", "bf16"] = Field(
         default="fp32",
-        description="of weights and activations; optimizer, gradients and routing stay fp32",
+        description="of weights and activations; optimizer, gradients and routing are fp32",
     )
     architecture: dict[str, Any] = Field(
         default_factory=dict,
-        description="further keys of the family's config.json, as Hugging Face calls them",
+        description="further keys of the family's Hugging Face config.json",
     )
     initialization: InitializationSettings = Field(
-        default=InitializationSettings(), description="of a random start"
+        default=InitializationSettings(), description="of random initial weights"
     )
     initial_weights: Path | None = Field(
-        default=None, description="Hugging Face checkpoint to start from; null starts at random"
+        default=None,
+        description="directory of a Hugging Face checkpoint; null initializes at random",
     )
 
 
 class LayoutSettings(Settings):
-    """How the ranks share the policy, in Megatron's terms. What is left over is data parallel.
+    """The parallel layout of the policy in Megatron's terms; the remaining factor is data parallel.
 
     Dense layers are split over tensor x context x pipeline ranks, and experts over expert_tensor x
-    expert x pipeline ranks; both must divide `ranks`. Sequence parallelism follows `tensor`, since
-    Megatron demands it of mixture-of-experts models.
+    expert x pipeline ranks; both must divide `ranks`. Sequence parallelism is on whenever
+    tensor > 1: Megatron requires it for mixture-of-experts models.
     """
 
     ranks: Count = Field(default=1, description="processes of a stage")
     tensor: Count = Field(default=1, description="tensor parallelism (TP)")
     pipeline: Count = Field(default=1, description="pipeline parallelism (PP)")
     virtual_pipeline: Count = Field(
-        default=1, description="parts of the model a pipeline rank holds; more shrink the bubble"
+        default=1, description="model chunks per pipeline rank; more shrink the pipeline bubble"
     )
     context: Count = Field(
-        default=1, description="context parallelism (CP): ranks that share every sequence"
+        default=1, description="context parallelism (CP): ranks that share each sequence"
     )
     expert: Count = Field(default=1, description="expert parallelism (EP)")
-    expert_tensor: Count = Field(
-        default=1, description="tensor parallelism of the experts alone (ETP)"
-    )
+    expert_tensor: Count = Field(default=1, description="tensor parallelism of the experts (ETP)")
     distributed_optimizer: bool = Field(
         default=True, description="split Adam's state over the data-parallel ranks"
     )
     recompute: Literal["none", "attention", "full"] = Field(
-        default="none", description="which activations are computed again instead of kept"
+        default="none", description="activations that are recomputed in the backward pass"
     )
 
     @property
     def data(self) -> int:
-        """Data-parallel ranks: each trains on its own share of the samples."""
+        """The number of data-parallel ranks."""
         return self.ranks // (self.tensor * self.pipeline * self.context)
 
 
 class RoutingLossSettings(Settings):
-    """What keeps the routers stable (section 6 of the algorithms); 0 leaves a loss out."""
+    """The auxiliary losses of the routers; a coefficient of 0 disables a loss."""
 
     load_balance: Annotated[float, Field(ge=0)] = Field(
         default=0.0, description="coefficient of the load-balancing loss"
     )
     z_loss: Annotated[float, Field(ge=0)] = Field(
-        default=0.0, description="coefficient of the routers' z-loss"
+        default=0.0, description="coefficient of the router z-loss"
     )
 
 
 class OptimizerSettings(Settings):
-    """One optimizer step: gradient clipping, update rule, learning-rate schedule."""
+    """The optimizer: gradient clipping, update rule and learning-rate schedule."""
 
     algorithm: Literal["adam", "sgd"] = Field(default="adam", description="the update rule")
     learning_rate: Annotated[float, Field(gt=0)] = Field(
-        description="highest learning rate of the schedule"
+        description="peak learning rate of the schedule"
     )
     betas: tuple[Decay, Decay] = Field(
-        default=(0.9, 0.95), description="Adam's decay rates of the first and second moment"
+        default=(0.9, 0.95), description="Adam's decay rates of the first and second moments"
     )
-    momentum: Fraction = Field(default=0.9, description="SGD's")
+    momentum: Fraction = Field(default=0.9, description="momentum of SGD")
     weight_decay: Annotated[float, Field(ge=0)] = Field(
         default=0.0, description="decoupled weight decay"
     )
-    warmup_steps: Natural = Field(default=0, description="steps of linear warm-up from 0")
+    warmup_steps: Natural = Field(default=0, description="optimizer steps of linear warm-up from 0")
     decay: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="schedule after the warm-up"
     )
     final_ratio: Fraction = Field(
-        default=0.0, description="learning rate of the last step, as a share of the highest"
+        default=0.0, description="learning rate of the last step, as a fraction of the peak"
     )
     clip_norm: Annotated[float, Field(gt=0)] = Field(
-        default=1.0, description="largest norm of a step's whole gradient"
+        default=1.0, description="maximum norm of a step's whole gradient"
     )
 
 
 class EngineSettings(Settings):
-    """The rollout engines: how many, where, their limits, and how closely they match the policy."""
+    """The rollout engines: their number, placement, limits, and tolerance to the policy."""
 
     count: Annotated[int, Field(gt=0, le=10_000)] = Field(
-        default=1, description="engines side by side, each with a whole model"
+        default=1, description="engines in parallel, each with a whole model"
     )
     tensor: Count = Field(default=1, description="tensor-parallel ranks of each engine")
     placement: Literal["shared", "own"] = Field(
         default="shared",
-        description="shared: on the trainer's devices, in turn; own: on devices (CPU: cores) of "
-        "their own",
+        description="shared: alternate with the trainer on its devices; own: dedicated devices "
+        "(CPU: cores)",
     )
-    max_model_tokens: Tokens = Field(default=64, description="prompt and response together")
-    max_sequences: Count = Field(default=256, description="of each engine at once")
+    max_model_tokens: Tokens = Field(
+        default=64, description="maximum of prompt and response together"
+    )
+    max_sequences: Count = Field(default=256, description="maximum sequences in flight per engine")
     kv_cache_mebibytes: Mebibytes | None = Field(
         default=None,
-        description="of each engine rank; null is enough for max_sequences of max_model_tokens",
+        description="per engine rank; null fits max_sequences of max_model_tokens",
     )
     start_timeout_seconds: Count = Field(
-        default=300, description="for an engine to report that it is ready"
+        default=300, description="until an engine must report ready"
     )
-    request_timeout_seconds: Count = Field(default=600, description="of a refit as a whole")
+    request_timeout_seconds: Count = Field(default=600, description="of a whole refit")
     hang_timeout_seconds: Annotated[int, Field(ge=5, le=MOST)] = Field(
-        default=120,  # several beats of an engine
-        description="an engine that was asked for something and is silent so long is restarted",
+        default=120,  # several of an engine's heartbeats
+        description="an engine without a heartbeat for this long during a request is restarted",
     )
     max_restarts: Natural = Field(
-        default=3, description="of each engine within one attempt at a stage, which then fails"
+        default=3, description="per engine and attempt at a stage; beyond it the stage fails"
     )
     transport: Literal["auto", "shared_memory", "messages"] = Field(
         default="auto",
-        description="how the bytes of a refit travel; messages: gloo on CPU, NCCL on GPU",
+        description="of a refit's bytes; messages: gloo on CPU, NCCL on GPU",
     )
     check_refit: bool = Field(
         default=False,
-        description="compare every engine tensor with the trainer's, by checksum, after each refit",
+        description="compare every engine tensor's checksum with the trainer's after each refit",
     )
     max_logprob_difference: Annotated[float, Field(gt=0)] = Field(
         default=1e-4,
-        description="largest |log mu - log pi| at the first batch after a refit, in nats",
+        description="maximum |log mu - log pi| on the first batch after a refit, in nats",
     )
 
 
 class EngineJob(Settings):
-    """What an engine's process reads; it writes the file `address` when it is ready."""
+    """The job of an engine process, which writes the file `address` when it is ready."""
 
     model: ModelSettings
     engine: EngineSettings
     index: int
     address: Path
-    interface: str = Field(default=LOOPBACK, description="where it listens: parallel.network")
+    interface: str = Field(
+        default=LOOPBACK, description="interface to listen on, see parallel.network"
+    )
     seed: int
 
 
@@ -232,14 +233,14 @@ def divisors(count: int) -> list[int]:
 
 
 def one_of(sizes: list[int]) -> str:
-    """Return the end of a message that lists the sizes to choose from, the smallest of many."""
+    """Return the end of a message: the sizes to choose from, the smallest if there are many."""
     more = len(sizes) - SHOWN_SIZES
-    larger = f" or of {more} larger ones" if more > 0 else ""
+    larger = f" or {more} larger" if more > 0 else ""
     return f"use one of {sizes[:SHOWN_SIZES]}{larger}"
 
 
 def layout_violations(model: ModelSettings, layout: LayoutSettings) -> list[tuple[str, str]]:
-    """Every reason the layout cannot hold the model: (dotted key, message with the mend)."""
+    """Return every reason why the layout does not fit the model, as (dotted key, message)."""
     found = []
 
     def divides(key: str, size: int, whole: str, count: int) -> None:
@@ -263,7 +264,7 @@ def layout_violations(model: ModelSettings, layout: LayoutSettings) -> list[tupl
         model.attention_heads,
     )
     if layout.virtual_pipeline > 1 and layout.pipeline == 1:
-        found.append(("layout.virtual_pipeline", "needs layout.pipeline of 2 or more"))
+        found.append(("layout.virtual_pipeline", "requires layout.pipeline of 2 or more"))
     else:
         parts = layout.pipeline * layout.virtual_pipeline
         if layout.virtual_pipeline == 1:
@@ -286,7 +287,9 @@ def layout_violations(model: ModelSettings, layout: LayoutSettings) -> list[tupl
                 (f"layout.{asked[-1][0]}", f"{shown} does not divide layout.ranks = {layout.ranks}")
             )
     if model.head_dim % 2:
-        found.append(("model.head_dim", f"{model.head_dim} is odd; rotary positions turn pairs"))
+        found.append(
+            ("model.head_dim", f"{model.head_dim} must be even (rotary embeddings rotate pairs)")
+        )
     if model.experts_per_token > model.experts:
         found.append(
             (

@@ -1,4 +1,4 @@
-"""What a person says of a cluster: `configs/clusters/*.yaml`. None of it changes a result."""
+"""The schema of a cluster profile, `configs/clusters/*.yaml`. No setting in it changes a result."""
 
 from __future__ import annotations
 
@@ -12,34 +12,37 @@ from pydantic_core import PydanticCustomError
 from parallel.settings import Count, Natural, Settings
 from stages.kinds import Kind
 
-WALLTIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")  # as sbatch --time takes it
-MOST_WARNING_SECONDS = 65_535  # that sbatch --signal takes
+WALLTIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")  # the form of sbatch --time
+MOST_WARNING_SECONDS = 65_535  # the limit of sbatch --signal
 FORMS = '"D-HH:MM:SS", "HH:MM:SS" or "MINUTES"'
-# What a job reads of its profile when it begins, each time anew; the rest is said to sbatch.
+# Keys that a job reads from its profile at every start; the others are options of sbatch.
 READ_BY_JOBS = (
     *("ranks_per_node", "gpus_per_node", "cpus_per_rank", "warning_seconds", "restarts"),
     *("network_interface", "setup", "container"),
 )
-# Options of sbatch that Braid gives every job, and where a person says something of the same.
+# Options of sbatch that Braid sets on every job, and what to use instead.
 _OWN = {
     ("-a", "--array"): "see experts_at_once",
-    ("-d", "--dependency", "--kill-on-invalid-dep"): "what waits for what is the run's `from`",
+    ("-d", "--dependency", "--kill-on-invalid-dep"): "dependencies follow the run's graph",
     ("--comment",): "it records a job's run and stage",
     ("-J", "--job-name"): "a job is named after its run and stage",
-    ("-o", "--output", "-e", "--error", "--open-mode"): "`braid logs` reads what a job prints",
+    ("-o", "--output", "-e", "--error", "--open-mode"): "`braid logs` reads a job's output",
     ("--signal",): "see warning_seconds",
     ("-t", "--time"): "see walltime",
     ("-N", "--nodes", "-n", "--ntasks", "--ntasks-per-node"): "see ranks_per_node",
     ("-c", "--cpus-per-task"): "see cpus_per_rank",
     ("--gpus-per-node",): "see gpus_per_node",
-    ("--requeue", "--no-requeue"): "a job that stops early goes back into the queue",
-    ("--parsable", "--test-only", "--wrap", "-W", "--wait"): "a stage script is submitted as it is",
+    ("--requeue", "--no-requeue"): "Braid requeues a job that stops early",
+    ("--parsable", "--test-only", "--wrap", "-W", "--wait"): "stage scripts are submitted as is",
 }
 OWN_OPTIONS = {name: instead for names, instead in _OWN.items() for name in names}
 
 
 def seconds_of(walltime: str) -> int:
-    """What sbatch makes of it: `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M` or `D-H:M:S`; 0 is no limit."""
+    """Return a walltime in seconds, read like sbatch --time; 0 is no limit.
+
+    Its forms are `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M` and `D-H:M:S`.
+    """
     days, dash, rest = walltime.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if dash:
@@ -52,23 +55,23 @@ def seconds_of(walltime: str) -> int:
 
 
 def _walltime(value: Any) -> Any:
-    """Refuse a number: sbatch takes 90 for minutes, and a reader may take it for seconds."""
+    """Reject a number: sbatch reads 90 as minutes, and a person may mean seconds."""
     if type(value) in (int, float):
-        message = f"should be text: {FORMS}"
+        message = f"must be text: {FORMS}"
         raise PydanticCustomError("walltime", message)
     if isinstance(value, str) and not WALLTIME.fullmatch(value):
-        raise PydanticCustomError("walltime", f"should be {FORMS}")
+        raise PydanticCustomError("walltime", f"must be {FORMS}")
     return value
 
 
 def _option(value: str) -> str:
-    """The last of an option counts, so that these would undo what Braid says of a job."""
+    """Reject options that Braid sets: sbatch takes the last one given, and would override it."""
     given = value.strip()
     name = given[:2] if given[1:2] != "-" else re.split(r"[=\s]", given)[0]
     for own, instead in OWN_OPTIONS.items():
-        # sbatch takes the beginning of a name for the whole of it, unless it is a name itself.
+        # sbatch accepts abbreviations: a prefix selects the option unless it is an option itself.
         if name == own or (len(name) > 3 and own.startswith(name) and name != "--gpus"):
-            raise PydanticCustomError("option", f"{own} is Braid's own to give; {instead}")
+            raise PydanticCustomError("option", f"{own} is set by Braid; {instead}")
     return value
 
 
@@ -77,18 +80,18 @@ Option = Annotated[str, AfterValidator(_option)]
 
 
 class ContainerSettings(Settings):
-    """The image that ranks and engines run in; the launcher itself runs outside, beside srun."""
+    """The image that ranks and engines run in; the launcher runs on the host, next to srun."""
 
     runtime: Literal["pyxis", "apptainer"] = Field(description="what starts the container")
     image: str = Field(description="path or name of the image")
     mounts: tuple[str, ...] = Field(
-        default=(), description="HOST:CONTAINER; the run's folder has to be seen under its own path"
+        default=(), description="HOST:CONTAINER; the run directory must keep its host path"
     )
-    python: str = Field(default="python3", description="the interpreter in there that has braid")
+    python: str = Field(default="python3", description="the image's interpreter that has braid")
 
 
 class KindSettings(Settings):
-    """What stages of a kind ask for otherwise; null is what the others ask for."""
+    """Overrides of the profile for stages of one kind; null overrides nothing."""
 
     account: str | None = None
     partition: str | None = None
@@ -96,7 +99,7 @@ class KindSettings(Settings):
     constraint: str | None = None
     memory_per_node: str | None = None
     options: tuple[Option, ...] = Field(
-        default=(), description="of sbatch, behind those of every stage: the last one counts"
+        default=(), description="sbatch options, after the profile's: the last one takes effect"
     )
     ranks_per_node: Count | None = None
     gpus_per_node: Natural | None = None
@@ -106,67 +109,66 @@ class KindSettings(Settings):
 
 
 class ClusterSettings(Settings):
-    """How stages become jobs of Slurm's."""
+    """The profile of a cluster: the resources of a stage's Slurm job."""
 
     renamed: ClassVar[dict[str, str]] = {"walltimes": "kinds: {KIND: {walltime: ...}}"}
 
     account: str | None = Field(default=None, description="sbatch --account")
     partition: str | None = Field(default=None, description="sbatch --partition")
     qos: str | None = Field(default=None, description="sbatch --qos")
-    constraint: str | None = Field(default=None, description="features of nodes, such as a100|h100")
+    constraint: str | None = Field(default=None, description="node features, such as a100|h100")
     memory_per_node: str | None = Field(
         default=None,
-        description='as sbatch --mem: "900G"; "0" is all of it, null the cluster\'s own',
+        description='sbatch --mem: "900G"; "0" is all memory, null the cluster\'s default',
     )
     options: tuple[Option, ...] = Field(
         default=(), description="further options of sbatch, such as --exclusive"
     )
-    ranks_per_node: Count = Field(
-        default=8, description="ranks, of the trainer and of engines, that a node has room for"
-    )
+    ranks_per_node: Count = Field(default=8, description="trainer and engine ranks per node")
     gpus_per_node: Natural = Field(
-        default=0, description="0 asks for none: ranks and engines then run on the CPU"
+        default=0, description="0 requests none: ranks and engines run on the CPU"
     )
     gpu_type: str | None = Field(default=None, description="such as h100; null is any")
     cpus_per_rank: Count = Field(default=1, description="CPU cores of each rank")
     walltime: Walltime = Field(
         default="4:00:00",
-        description='"D-HH:MM:SS", "HH:MM:SS" or "MINUTES"; a longer stage saves and is requeued',
+        description='"D-HH:MM:SS", "HH:MM:SS" or "MINUTES"; longer stages are requeued',
     )
     kinds: dict[Kind, KindSettings] = Field(
-        default_factory=dict, description="of stages what they ask for otherwise"
+        default_factory=dict, description="overrides for stages of a kind"
     )
     warning_seconds: Annotated[int, Field(ge=60, le=MOST_WARNING_SECONDS)] = Field(
-        default=300, description="before the walltime ends, to save in; Slurm may be 60 s early"
+        default=300,
+        description="time to checkpoint in before the walltime; Slurm may be 60 s early",
     )
     restarts: Natural = Field(
         default=3,
-        description="how often a stage may start from the same step again, after a failure that"
-        " nothing explains, a lost node or too short a walltime",
+        description="restarts of a stage from the same step, after an unexplained failure, a lost"
+        " node or too short a walltime",
     )
     experts_at_once: Count | None = Field(
-        default=None, description="of an array of experts; null is as many as Slurm has room for"
+        default=None, description="array tasks of experts in parallel; null is Slurm's limit"
     )
     network_interface: str | None = Field(
         default=None,
-        description="where ranks and engines listen; null is the one the host's name resolves to",
+        description="on which ranks and engines listen; null is the host name's",
     )
     setup: tuple[str, ...] = Field(
-        default=(), description="lines of shell before a stage: modules, an environment"
+        default=(), description="shell lines to run before a stage: modules, an environment"
     )
     container: ContainerSettings | None = Field(default=None, description="null runs on the host")
 
     def of_kind(self, kind: Kind) -> ClusterSettings:
-        """What stages of a kind go by: this, with what is said of the kind laid over it."""
+        """Return the profile with the overrides for stages of a kind applied."""
         if (own := self.kinds.get(kind)) is None:
             return self
-        said = {name: value for name, value in own if value is not None and name != "options"}
-        return self.model_copy(update={**said, "options": (*self.options, *own.options)})
+        changed = {name: value for name, value in own if value is not None and name != "options"}
+        return self.model_copy(update={**changed, "options": (*self.options, *own.options)})
 
 
 def too_short(cluster: ClusterSettings) -> Iterator[tuple[str, str]]:
-    """Every walltime that has no room for the warning before its end: (dotted key, message)."""
+    """Yield every walltime that is shorter than the warning, as (dotted key, message)."""
     others = [(f"kinds.{kind}.walltime", own.walltime) for kind, own in cluster.kinds.items()]
     for key, walltime in [("walltime", cluster.walltime), *others]:
         if walltime is not None and 0 < seconds_of(walltime) <= cluster.warning_seconds:
-            yield key, f"{walltime} should be more than warning_seconds = {cluster.warning_seconds}"
+            yield key, f"{walltime} must be more than warning_seconds = {cluster.warning_seconds}"

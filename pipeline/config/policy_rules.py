@@ -1,4 +1,4 @@
-"""Rules about how a policy is trained: its steps, its samples, its objective and when it stops."""
+"""Rules of a policy's training: steps, samples, objective, rewards and stop rule."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def policy_rules(
     layout: LayoutSettings | None,
     engine: EngineSettings | None,
 ) -> Found:
-    """Those of a policy that learns from rewards of these names."""
+    """Yield the broken rules of a policy trained on the named rewards, as (dotted key, message)."""
     updates = policy.updates_per_rollout
     yield from schedule_rules(key, policy.optimizer, policy.loop, updates)
     yield from sampling_rules(f"{key}.sampling", policy.sampling, layout, engine, updates)
@@ -43,12 +43,12 @@ def policy_rules(
         yield (
             f"{key}.updates_per_rollout",
             f"{updates} does not divide {key}.sampling.prompts_per_step = "
-            f"{policy.sampling.prompts_per_step}, and every update takes as many whole groups",
+            f"{policy.sampling.prompts_per_step}; every update takes the same number of groups",
         )
 
 
 def policy_cautions(settings: RunSettings) -> Iterator[str]:
-    """What a person should know of how policies are trained, a line each."""
+    """Yield a line for each valid setting of a policy with an effect that is easy to miss."""
     policies = {f"domains.{name}": domain for name, domain in settings.domains.items()}
     precision = settings.model.precision
     for key, policy in {**policies, "mixed": settings.mixed}.items():
@@ -60,27 +60,27 @@ def policy_cautions(settings: RunSettings) -> Iterator[str]:
             if replay == "none":
                 why = "routing.replay is none"
             yield (
-                f"{key}.objective.correction: all samples are weighed by pi_old / mu, not only "
-                f"stale ones, since {why}; samples: stale weighs those alone"
+                f"{key}.objective.correction: all samples are weighted by pi_old / mu, not only "
+                f"stale ones, since {why}; set samples: stale to weight only those"
             )
 
 
 def _group_rules(key: str, policy: PolicySettings) -> Found:
-    """A critic compares with its values, `reinforce_pp` with the batch, all else within a group."""
+    """Check the group size: only `gae` and `reinforce_pp` have a baseline outside the group."""
     alone = policy.sampling.group_size < 2
     advantage = policy.objective.advantage
     if alone and advantage.baseline == "group":
         yield (
             f"{key}.sampling.group_size",
-            "a group of one has no advantage, since it is its own mean; use 2 or more, or the "
-            "advantage reinforce_pp or gae",
+            "a group of one has no advantage: it is its own mean; use 2 or more, or advantage "
+            "reinforce_pp or gae",
         )
         return
     if alone and policy.rollout.dynamic_sampling:
         yield (
             f"{key}.rollout.dynamic_sampling",
-            f"{policy.rollout.dynamic_sampling} replaces every prompt, since the samples of a group"
-            " of one all earn the same; use 0",
+            f"{policy.rollout.dynamic_sampling} replaces every prompt, since a group of one has no "
+            "variance; use 0",
         )
     if not isinstance(advantage, GaeSettings):
         return
@@ -88,7 +88,7 @@ def _group_rules(key: str, policy: PolicySettings) -> Found:
     if warmup >= steps:
         yield (
             f"{key}.objective.advantage.critic.warmup_steps",
-            f"{warmup} should be less than {key}.loop.steps = {steps}, or the policy never learns",
+            f"{warmup} must be less than {key}.loop.steps = {steps}, or the policy never trains",
         )
     yield from schedule_rules(
         f"{key}.objective.advantage.critic",
@@ -104,11 +104,11 @@ def _stop_rules(key: str, policy: PolicySettings, rewards: Collection[str]) -> F
         return
     reward = policy.stop.metric.removeprefix("reward/")
     if "/" in policy.stop.metric and reward not in rewards:
-        yield f"{key}.metric", f"there is no reward {reward}; {hint(reward, rewards)}"
+        yield f"{key}.metric", f"no such reward: {reward}; {hint(reward, rewards)}"
     if policy.stop.window > policy.loop.steps:
         yield (
             f"{key}.window",
-            f"{policy.stop.window} is more than loop.steps = {policy.loop.steps}, and only a full "
+            f"{policy.stop.window} is more than loop.steps = {policy.loop.steps}; only a full "
             "window ends the stage",
         )
 
@@ -123,22 +123,22 @@ def sampling_rules(
     if engine and sampling.max_response_tokens >= engine.max_model_tokens:
         yield (
             f"{key}.max_response_tokens",
-            f"{sampling.max_response_tokens} leaves no room for a prompt: it should be less than "
+            f"{sampling.max_response_tokens} leaves no room for a prompt; it must be less than "
             f"engine.max_model_tokens = {engine.max_model_tokens}",
         )
     drawn = sampling.prompts_per_step * sampling.group_size
     if drawn > MOST:
         yield (
             f"{key}.prompts_per_step",
-            f"{sampling.prompts_per_step} prompts x {sampling.group_size} samples are {drawn} a "
-            f"step; at most {MOST} can be held",
+            f"{sampling.prompts_per_step} prompts x {sampling.group_size} samples are {drawn} per "
+            f"step; at most {MOST} are allowed",
         )
     samples = drawn // updates
     if layout and samples < layout.data:
         yield (
             f"{key}.prompts_per_step",
             f"{sampling.prompts_per_step} prompts x {sampling.group_size} samples in {updates} "
-            f"updates make {samples} an update, {too_few(layout)}",
+            f"updates are {samples} per update, {too_few(layout)}",
         )
 
 
@@ -156,26 +156,26 @@ def rollout_rules(key: str, rollout: MergeRolloutSettings, deterministic: bool) 
     if deterministic and rollout.mode != "sync":
         yield (
             f"{key}.mode",
-            f"{rollout.mode} cannot be repeated bit by bit, since samples are drawn while the "
-            "weights change; use sync, or deterministic: false",
+            f"{rollout.mode} is not reproducible bit for bit, since weights change while sampling; "
+            "use sync, or deterministic: false",
         )
     if deterministic and oversampling > 1:
         yield (
             f"{key}.oversampling",
-            f"{oversampling:g} takes what ends first, which cannot be repeated bit by bit; use 1, "
-            "or deterministic: false",
+            f"{oversampling:g} takes the groups that finish first, which is not reproducible bit "
+            "for bit; use 1, or deterministic: false",
         )
     if rollout.max_staleness > 1 and rollout.mode == "overlap":
         yield (
             f"{key}.max_staleness",
-            f"{rollout.max_staleness} should be 1: overlap draws each step's samples with the "
-            "weights before; async may fall further behind",
+            f"{rollout.max_staleness} must be 1: overlap samples each step with the previous "
+            "weights; use async for a larger policy lag",
         )
     if rollout.max_staleness > 1 and rollout.mode == "sync" and oversampling == 1:
         yield (
             f"{key}.max_staleness",
-            f"{rollout.max_staleness} changes nothing: sync leaves no sample for a later step, "
-            "unless oversampling is above 1",
+            f"{rollout.max_staleness} has no effect: sync keeps no sample for a later step unless "
+            "oversampling is above 1",
         )
 
 
@@ -190,40 +190,42 @@ def schedule_rules(
     if optimizer.warmup_steps >= updates:
         yield (
             f"{key}.optimizer.warmup_steps",
-            f"{optimizer.warmup_steps} should be less than the {updates} updates of "
-            f"{loop_key or f'{key}.loop'}.steps = {loop.steps}, or the learning rate never arrives",
+            f"{optimizer.warmup_steps} must be less than the {updates} updates of "
+            f"{loop_key or f'{key}.loop'}.steps = {loop.steps}, or the warm-up never ends",
         )
 
 
 def reward_rules(key: str, domain: DomainSettings, pool: RewardPoolSettings | None) -> Found:
-    """Every broken rule of a domain's rewards, which stand at `key`, as (dotted key, message)."""
+    """Yield the broken rules of a domain's rewards at `key`, as (dotted key, message)."""
     if not any(reward.weight for reward in domain.rewards.values()):
-        yield key, "every weight is 0, so that no response is better than another"
+        yield key, "every weight is 0, so that all responses score the same; give one a weight"
     for name, reward in domain.rewards.items():
         own = f"{key}.{name}"
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
             yield (
                 own,
-                "a reward's name is made of letters, digits, _ and -, since it names a metric",
+                "a reward's name must be letters, digits, _ or -, since it names a metric",
             )
         longest = domain.sampling.max_response_tokens
         yield from reward.rules(own, domain.prompts.source, longest, pool)
 
 
 def step_rules(key: str, domain: DomainSettings, objective: str) -> Found:
-    """What the advantage `process` of an objective asks of the rewards at `key`."""
+    """Check that the rewards at `key` score steps, as advantage `process` requires."""
     own = [reward for reward in domain.rewards.values() if isinstance(reward, PythonReward)]
     if not own:
-        yield key, f"{objective}.advantage process compares steps, which only kind: python judges"
+        yield (
+            key,
+            f"{objective}.advantage process requires step rewards, which only kind: python has",
+        )
     elif all(each.unfinished == "zero" or each.timed_out is not None for each in own):
         yield (
             key,
-            f"{objective}.advantage process compares steps, and a response that was cut off or took"
-            " too long to judge has none: give the reward that judges them unfinished: score and"
-            " timed_out: null",
+            f"{objective}.advantage process requires step rewards, and a truncated or timed-out "
+            "response has none; set unfinished: score and timed_out: null in the reward with steps",
         )
 
 
 def too_few(layout: LayoutSettings) -> str:
-    """The end of a message about a number that every rank takes its part of."""
-    return f"less than the {layout.data} data-parallel ranks of layout, and each needs one"
+    """Return the end of a message about a number that is split over the data-parallel ranks."""
+    return f"less than the {layout.data} data-parallel ranks of layout; each needs at least one"

@@ -1,8 +1,8 @@
-"""YAML files as a tree that remembers where every key was written, with `extends: FILE` resolved.
+"""YAML files as a tree with the source location of every key and `extends: FILE` resolved.
 
-A tree is made of `Mapping` and `Leaf`. A list is a leaf: an extending file replaces it whole.
-Reading collects errors in `Reader.violations`, so that a person sees all of them at once. It raises
-only where a file, or what it extends, is too large to be a configuration.
+A tree consists of `Mapping` and `Leaf`. A list is a leaf: an extending file replaces it whole.
+`Reader.violations` collects all errors, so that they are reported together; reading raises only
+where a file and the files it extends are too large.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ from pipeline.config.yaml_core import (
 MOST_BYTES = 8 << 20  # of a file
 
 Key = tuple[str, ...]
-MOST_EXTENDING = 32  # files, each by the one before: Python's stack holds some hundred
-MOST_ERRORS = 1000  # then no further file is read; nor put into words, which takes longest
+MOST_EXTENDING = 32  # files in a chain of extends; each is several frames of Python's stack
+MOST_ERRORS = 1000  # then no further file is read, and no further message is formatted
 
-# The mappings whose names a person chooses and which hold blocks; `*` stands for every domain.
+# Mappings from free names to blocks, where null deletes an inherited name. Everywhere else null is
+# a value, such as `merge: null`. `*` stands for every domain.
 FREE_NAMES: tuple[Key, ...] = (("domains",), ("domains", "*", "rewards"))
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A scalar or a list, and where it was written; `replaces` a whole mapping, or nothing."""
+    """A scalar or a list at its source location; `replaces` says that it overrides a mapping."""
 
     value: Any
     place: SourceLocation
@@ -48,7 +49,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Mapping:
-    """A mapping's entries by key, and where the mapping was written."""
+    """The entries of a mapping, by key, at its source location."""
 
     entries: dict[str, Node]
     place: SourceLocation
@@ -58,40 +59,40 @@ Node = Leaf | Mapping
 
 
 class Reader:
-    """Reads files and command-line values into trees.
+    """A reader of files and command-line values into trees.
 
-    `violations` holds every fault found; `broken` is true when a file could not be read at all, so
-    that what is missing from the tree says nothing about the configuration.
+    `violations` holds every error. `broken` is true once a file could not be read: a key that is
+    missing from the tree may then be in that file.
     """
 
     def __init__(self) -> None:
         self.violations: list[Violation] = []
         self.broken = False
         self._open: list[Path] = []
-        self._nodes = 0  # of all documents, each as often as it is extended
-        # What many domains extend is read once, and its errors are reported once. With each file is
-        # how many nodes it has, and how deep it was: deeper, it may be nested too deeply.
-        self._faultless: dict[Path, tuple[Mapping, int, int]] = {}
+        self._nodes = 0  # of all documents, counted each time that one is extended
+        # A file that many domains extend is parsed once, if it has no errors. Its tree is kept with
+        # its nodes and its depth: further down it may exceed MOST_DEPTH and is read again.
+        self._valid: dict[Path, tuple[Mapping, int, int]] = {}
 
     def file(self, path: Path, key: Key = ()) -> Mapping:
-        """Return the mapping in a file, which stands at `key` of the whole, with its `extends`.
+        """Return the mapping in a file, with its `extends`, to stand at `key` of the configuration.
 
-        Raises ConfigError where the whole has more than MOST_NODES keys and values.
+        Raises ConfigError where all files together have more than MOST_NODES keys and values.
         """
-        if path in self._faultless and len(key) <= self._faultless[path][2]:
-            tree, nodes, _ = self._faultless[path]
+        if path in self._valid and len(key) <= self._valid[path][2]:
+            tree, nodes, _ = self._valid[path]
             self._count(nodes, SourceLocation(path))
             return tree
-        faults, before = len(self.violations), self._nodes
+        errors, before = len(self.violations), self._nodes
         tree = self._read(path, key)
-        if len(self.violations) == faults:
-            self._faultless[path] = tree, self._nodes - before, len(key)
+        if len(self.violations) == errors:
+            self._valid[path] = tree, self._nodes - before, len(key)
         return tree
 
     def _count(self, nodes: int, place: SourceLocation) -> None:
         self._nodes += nodes
         if self._nodes > MOST_NODES:
-            many = f"more than {MOST_NODES} keys and values, with those of extended files"
+            many = f"more than {MOST_NODES} keys and values, including extended files"
             raise ConfigError([Violation(place, "", many)])
 
     def _read(self, path: Path, key: Key) -> Mapping:
@@ -108,12 +109,9 @@ class Reader:
             self._open.pop()
 
     def value(self, text: str, key: Key) -> Node | None:
-        """A value given on the command line, or None where it is no YAML.
-
-        Relative paths in it start at the working directory.
-        """
+        """Return a value from the command line, or None where it is not valid YAML."""
         place = SourceLocation(None)
-        if has_surrogate(text):  # how Python takes in arguments that are no UTF-8
+        if has_surrogate(text):  # Python decodes invalid UTF-8 in arguments to surrogates
             self._note(place, key, "not UTF-8 text")
             return None
         try:
@@ -148,7 +146,7 @@ class Reader:
         node = self._node(composed, SourceLocation(path, composed.start_mark.line + 1), key)
         if isinstance(node, Mapping):
             return node
-        return self._unreadable(node.place, key, "the file should hold a mapping of keys to values")
+        return self._unreadable(node.place, key, "the file must be a mapping of keys to values")
 
     def _node(self, node: yaml.Node, place: SourceLocation, key: Key) -> Node:
         if not isinstance(node, yaml.MappingNode):
@@ -159,7 +157,7 @@ class Reader:
         return self._mapping(node, place, key)
 
     def _item(self, node: yaml.Node, place: SourceLocation, key: Key) -> Any:
-        """The plain value of a scalar, or of a list and of all that stands in it."""
+        """Return the plain value of a scalar, or of a list with everything in it."""
         if len(key) > MOST_DEPTH:
             self._note(place, key, str(TooDeep(0, key)))
         elif isinstance(node, yaml.ScalarNode):
@@ -200,13 +198,14 @@ class Reader:
     def _name(
         self, node: yaml.Node, place: SourceLocation, key: Key, taken: set[str]
     ) -> str | None:
-        """The name that a mapping at `key` gives an entry, or None where it cannot have it; it is
-        added to those that are `taken`."""
+        """Return the key of an entry and add it to `taken`, or note why it is invalid."""
         name = str(node.value)
         if has_surrogate(name):
-            self._note(place, (*key, name), "the key holds a surrogate, half of a character")
+            self._note(
+                place, (*key, name), "the key contains a lone surrogate, which UTF-8 cannot encode"
+            )
         elif name in taken:
-            self._note(place, (*key, name), "the key is given twice in this mapping")
+            self._note(place, (*key, name), "duplicate key in this mapping")
         else:
             taken.add(name)
             return name
@@ -214,21 +213,21 @@ class Reader:
 
     def _extended(self, node: yaml.Node, place: SourceLocation, key: Key) -> Mapping:
         if not isinstance(node, yaml.ScalarNode) or not node.value:
-            return self._unreadable(place, (*key, "extends"), "should be the path of one file")
-        if len(self.violations) >= MOST_ERRORS:  # files with errors are read each time again
+            return self._unreadable(place, (*key, "extends"), "must be the path of one file")
+        if len(self.violations) >= MOST_ERRORS:  # a file with errors is parsed every time
             self.broken = True
             return Mapping({}, place)
         path = place.beside(node.value)
         try:
             resolved, is_file = path.resolve(), path.is_file()
             missing = "not a file" if path.exists() else "no such file"
-        except (OSError, RuntimeError, ValueError) as error:  # no path at all, or a loop of links
+        except (OSError, RuntimeError, ValueError) as error:  # not a path, or a symlink loop
             return self._unreadable(place, (*key, "extends"), f"cannot be followed: {error}")
         if resolved in self._open:
             message = f"{SourceLocation(path)} extends itself through this line"
             return self._unreadable(place, (*key, "extends"), message)
         if len(self._open) >= MOST_EXTENDING:
-            message = f"more than {MOST_EXTENDING} files extend one another; shorten the chain"
+            message = f"a chain of more than {MOST_EXTENDING} files; extend fewer"
             return self._unreadable(place, (*key, "extends"), message)
         if not is_file:
             message = f"{missing}: {SourceLocation(path)}"
@@ -245,33 +244,34 @@ class Reader:
 
 
 def merge(base: Mapping, over: Mapping) -> Mapping:
-    """`over` laid upon `base`: mappings are merged key by key, everything else is replaced."""
+    """Merge `over` into `base`: mappings key by key, everything else is replaced."""
     entries = dict(base.entries)
     for name, node in over.entries.items():
         entries[name] = _over(entries.get(name), node)
     return Mapping(entries, over.place)
 
 
-def lay(tree: Mapping, key: Key, node: Node) -> Mapping:
-    """The tree with `node` laid over what stands at `key`; the mappings around it stay."""
+def override_at(tree: Mapping, key: Key, node: Node) -> Mapping:
+    """Return the tree with the value at `key` overridden by `node`."""
     name, rest = key[0], key[1:]
     below = tree.entries.get(name)
     if rest:
-        node = lay(below if isinstance(below, Mapping) else Mapping({}, node.place), rest, node)
+        below = below if isinstance(below, Mapping) else Mapping({}, node.place)
+        node = override_at(below, rest, node)
     else:
         node = _over(below, node)
     return Mapping({**tree.entries, name: node}, tree.place)
 
 
 def plain(node: Node) -> Any:
-    """The tree as dictionaries, lists and scalars."""
+    """Return the tree as dictionaries, lists and scalars."""
     if isinstance(node, Leaf):
         return node.value
     return {name: plain(child) for name, child in node.entries.items()}
 
 
 def find(node: Node, key: tuple[str | int, ...]) -> Node | None:
-    """What stands at `key`, or None."""
+    """Return the node at `key`, or None."""
     for part in key:
         if not isinstance(node, Mapping) or part not in node.entries:
             return None
@@ -280,7 +280,7 @@ def find(node: Node, key: tuple[str | int, ...]) -> Node | None:
 
 
 def nearest(node: Node, key: tuple[str | int, ...]) -> SourceLocation:
-    """Where `key` was written, or else the deepest mapping on the way to it."""
+    """Return the location of `key`, or else of the deepest mapping above it."""
     for part in key:
         if not isinstance(node, Mapping) or part not in node.entries:
             break
@@ -288,17 +288,16 @@ def nearest(node: Node, key: tuple[str | int, ...]) -> SourceLocation:
     return node.place
 
 
-def without_dropped(tree: Mapping) -> tuple[Mapping, list[Violation]]:
-    """The tree without the names that are null, and a fault for every one that drops nothing."""
-    faults: list[Violation] = []
+def apply_deletions(tree: Mapping) -> tuple[Mapping, list[Violation]]:
+    """Return the tree without names that are null, and an error for each that deletes nothing."""
+    errors: list[Violation] = []
     for pattern in FREE_NAMES:
-        for key in _named(tree, pattern):
-            tree = _without(tree, key, _dropped(tree, key, faults))
-    return tree, faults
+        for key in _free_mappings(tree, pattern):
+            tree = _without(tree, key, _deleted_names(tree, key, errors))
+    return tree, errors
 
 
-def _named(tree: Mapping, pattern: Key) -> Iterator[Key]:
-    """Every mapping of the tree that a pattern names."""
+def _free_mappings(tree: Mapping, pattern: Key) -> Iterator[Key]:
     domains = find(tree, ("domains",))
     names = list(domains.entries) if isinstance(domains, Mapping) else []
     for name in names if "*" in pattern else [""]:
@@ -307,17 +306,15 @@ def _named(tree: Mapping, pattern: Key) -> Iterator[Key]:
             yield key
 
 
-def _dropped(tree: Mapping, key: Key, faults: list[Violation]) -> set[str]:
-    """The names in the mapping at `key` that are null."""
+def _deleted_names(tree: Mapping, key: Key, errors: list[Violation]) -> set[str]:
     mapping = find(tree, key)
     assert isinstance(mapping, Mapping)
     nulls = {n: e for n, e in mapping.entries.items() if isinstance(e, Leaf) and e.value is None}
     known = [n for n, e in mapping.entries.items() if n not in nulls or _replaces(e)]
     for name, leaf in nulls.items():
         if not leaf.replaces:
-            message = "null drops what an extended file defines, and none defines it"
-            message += f"; {hint(name, known)}"
-            faults.append(Violation(leaf.place, dotted((*key, name)), message))
+            message = f"null deletes an inherited name, and there is none; {hint(name, known)}"
+            errors.append(Violation(leaf.place, dotted((*key, name)), message))
     return set(nulls)
 
 
@@ -341,11 +338,11 @@ def _over(below: Node | None, node: Node) -> Node:
 
 
 def _text(path: Path) -> str:
-    """Return a file's text. Raises OSError, and ValueError with the reason, where it has none."""
+    """Return a file's text. Raises OSError, or ValueError with the reason."""
     with open_file(path) as file:
         data = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
-        raise ValueError(f"has more than {MOST_BYTES >> 20} MiB")
+        raise ValueError(f"larger than {MOST_BYTES >> 20} MiB")
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -353,7 +350,7 @@ def _text(path: Path) -> str:
 
 
 def _problem(error: Exception) -> str:
-    """What is wrong, on one line; `but found another document` says nothing without its context."""
+    """Return a YAML error on one line, with its context where the problem begins with `but`."""
     problem, context = (getattr(error, name, None) for name in ("problem", "context"))
     whole = f"{context}, {problem}" if problem and problem.startswith("but ") else problem
     return " ".join(str(whole or error).split())

@@ -1,4 +1,4 @@
-"""Rules between blocks, checked on settings that are valid by their schema."""
+"""Rules between blocks of settings that are valid by their schema."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ def violations(run: RunSettings) -> Found:
         for name in merge.domain_weights.keys() - run.domains.keys():
             yield (
                 f"merge.domain_weights.{name}",
-                f"there is no domain {name}; {hint(name, run.domains)}",
+                f"no such domain: {name}; {hint(name, run.domains)}",
             )
     yield from evaluation_rules(run.evaluation, layout)
 
 
 def domain_violations(name: str, domain: DomainSettings, pool: RewardPoolSettings) -> Found:
-    """Yield the broken rules of a domain without a run, as (dotted key, message)."""
+    """Yield the broken rules of a domain outside a run, as (dotted key, message)."""
     yield from _domain_rules(name, domain, pool, None)
     yield from origin_rules({name: domain})
     yield from bound_rules(f"domains.{name}", domain)
@@ -109,14 +109,14 @@ def _domain_rules(
 
 
 def evaluation_rules(evaluation: EvaluationSettings, layout: LayoutSettings) -> Found:
-    """What an evaluation cannot do, as (dotted key, message)."""
+    """Yield the broken rules of an evaluation, as (dotted key, message)."""
     if evaluation.problems < layout.data:
         yield "evaluation.problems", f"{evaluation.problems} is {too_few(layout)}"
     if evaluation.samples_per_problem > 1 and evaluation.temperature == 0:
         yield (
             "evaluation.samples_per_problem",
-            f"{evaluation.samples_per_problem}: a greedy answer is always the same; have one answer"
-            " to a problem, or a temperature above 0",
+            f"{evaluation.samples_per_problem} greedy answers to a problem are identical; use 1, "
+            "or a temperature above 0",
         )
 
 
@@ -126,32 +126,32 @@ def graph_rules(run: RunSettings) -> Found:
     if run.cold_start is None and run.model.initial_weights is None:
         yield (
             "cold_start",
-            "null needs a model that can already answer: name one as model.initial_weights, or "
-            "describe a cold start",
+            "null requires model.initial_weights; name a checkpoint there, or configure a cold "
+            "start",
         )
     if run.rounds > 1 and run.merge is None:
-        yield "rounds", f"{run.rounds} rounds need a merge, from which the next one grows"
+        yield "rounds", f"{run.rounds} rounds require a merge, which the next round starts from"
 
 
 def origin_rules(domains: Mapping[str, DomainSettings]) -> Found:
-    """Yield every `from` of a domain that names no stage, or leads back to itself."""
+    """Yield every `from` of a domain that names no stage, or is part of a cycle."""
     known = [COLD_START, *(f"{EXPERT}{name}" for name in domains)]
     origins = {f"{EXPERT}{name}": each.from_ for name, each in domains.items()}
     for name, origin in origins.items():
         key = f"{settings_key(name)}.from"
         if origin is not None and origin not in known:
             yield key, f"no such stage: {origin}; {hint(origin, known)}"
-        elif circle := _circle(name, origins):
-            yield key, f"grows out of itself: {' from '.join(circle)}"
+        elif cycle := _cycle(name, origins):
+            yield key, f"dependency cycle: {' -> '.join(cycle)}"
 
 
-def _circle(name: str, origins: Mapping[str, str | None]) -> list[str]:
-    """The way from a stage back to itself, or nothing."""
-    way, origin = [name], origins.get(name)
-    while origin is not None and origin not in way:
-        way.append(origin)
+def _cycle(name: str, origins: Mapping[str, str | None]) -> list[str]:
+    """Return the path from a stage back to itself, or an empty list."""
+    path, origin = [name], origins.get(name)
+    while origin is not None and origin not in path:
+        path.append(origin)
         origin = origins.get(origin)
-    return [*way, name] if origin == name else []
+    return [*path, name] if origin == name else []
 
 
 def gate_rules(run: RunSettings) -> Found:
@@ -159,59 +159,55 @@ def gate_rules(run: RunSettings) -> Found:
     gates = {f"domains.{name}.gate": each.gate for name, each in run.domains.items()}
     for key, gate in {**gates, "merge.gate": run.merge and run.merge.gate}.items():
         if gate and gate.problems < run.layout.data:
-            yield (
-                f"{key}.problems",
-                f"{gate.problems} is less than the {run.layout.data} data-parallel ranks of layout,"
-                " and each needs one",
-            )
+            yield f"{key}.problems", f"{gate.problems} is {too_few(run.layout)}"
     for name, domain in run.domains.items():
         yield from bound_rules(f"domains.{name}", domain)
     namesake = run.domains.get("merge")
     if namesake and namesake.gate and run.merge and run.merge.gate:
         yield (
             "domains.merge",
-            "its gate and that of the merge are both gates.merge; rename the domain",
+            "its gate and the merge's gate would both be gates.merge; rename the domain",
         )
 
 
 def bound_rules(key: str, domain: DomainSettings) -> Found:
-    """Bounds of metrics that the expert never logs."""
+    """Yield the gate's limits on metrics that the domain never logs."""
     gate, kl, rollout = domain.gate, domain.objective.kl, domain.rollout
     if gate is None:
         return
     if gate.max_kl is not None and kl.coefficient == 0:
         yield (
             f"{key}.gate.max_kl",
-            f"{gate.max_kl:g} bounds a metric that is not logged with "
+            f"{gate.max_kl:g} limits a metric that is not logged with "
             f"{key}.objective.kl.coefficient = 0; use null, or a coefficient above 0",
         )
     if gate.max_drift is not None and rollout.mode == "sync" and rollout.oversampling == 1:
         yield (
             f"{key}.gate.max_drift",
-            f"{gate.max_drift:g} bounds a metric that is not logged with {key}.rollout.mode = sync "
-            "and no oversampling, where no sample is old; use null",
+            f"{gate.max_drift:g} limits a metric that is not logged with {key}.rollout.mode = sync "
+            "and no oversampling, where no sample is stale; use null",
         )
     if gate.min_router_agreement is not None and domain.routing.replay != "r3":
         yield (
             f"{key}.gate.min_router_agreement",
-            f"{gate.min_router_agreement:g} bounds a metric that is not logged with "
+            f"{gate.min_router_agreement:g} limits a metric that is not logged with "
             f"{key}.routing.replay = {domain.routing.replay}; use null, or r3",
         )
     if gate.max_router_movement is not None and not domain.objective.ratio.needs_router_shift:
         yield (
             f"{key}.gate.max_router_movement",
-            f"{gate.max_router_movement:g} bounds a metric that is logged with "
-            f"{key}.objective.ratio.name = rspo alone; use null",
+            f"{gate.max_router_movement:g} limits a metric that is only logged with "
+            f"{key}.objective.ratio.name = rspo; use null",
         )
 
 
 def tokenizer_rules(model: ModelSettings) -> Found:
-    """A folder's tokenizer is loaded, and held to the model, by the stages that use it."""
+    """Check the vocabulary of `characters`; stages check a tokenizer from a directory."""
     if model.tokenizer == CHARACTERS and model.vocabulary_size != TOKENIZER_SIZE:
         yield (
             "model.vocabulary_size",
-            f"{model.vocabulary_size} should be {TOKENIZER_SIZE}, the number of ids of the "
-            "tokenizer",
+            f"{model.vocabulary_size} must be {TOKENIZER_SIZE}, the number of token ids of "
+            f"tokenizer: {CHARACTERS}",
         )
 
 
@@ -222,7 +218,7 @@ def data_rules(
     engine: EngineSettings | None,
     others: Iterable[MergeSettings | MixedSettings | None],
 ) -> Found:
-    """What a domain's prompts ask of the other blocks; `others` sample them too."""
+    """Check a domain's prompts against the other blocks; `others` sample the prompts too."""
     prompts = domain.prompts
     if isinstance(prompts, ReasoningGymPromptSettings) and prompts.dataset not in FORMATS:
         yield f"{key}.prompts.dataset", f"unknown dataset; {hint(prompts.dataset, FORMATS)}"
@@ -232,14 +228,13 @@ def data_rules(
         if prompts.max_prompt_tokens + response > engine.max_model_tokens:
             yield (
                 f"{key}.prompts.max_prompt_tokens",
-                f"{prompts.max_prompt_tokens} and a response of {response} tokens are more than "
+                f"{prompts.max_prompt_tokens} prompt and {response} response tokens exceed "
                 f"engine.max_model_tokens = {engine.max_model_tokens}",
             )
 
 
 def demonstration_rules(key: str, domain: DomainSettings, model: ModelSettings | None) -> Found:
-    """What a domain's demonstrations ask of its prompts and of the model, where a cold start learns
-    from them."""
+    """Check a cold start's demonstrations against the domain's prompts and the model."""
     demonstrations = domain.demonstrations
     if isinstance(demonstrations, FileDemonstrationSettings):
         longest = demonstrations.max_tokens
@@ -251,29 +246,29 @@ def demonstration_rules(key: str, domain: DomainSettings, model: ModelSettings |
     elif not isinstance(domain.prompts, ReasoningGymPromptSettings):
         yield (
             f"{key}.demonstrations.source",
-            "generated demonstrations need prompts of reasoning_gym, not of "
-            f"{domain.prompts.source}; use jsonl or parquet, or cold_start: null in a run with "
+            "generated demonstrations require prompts.source: reasoning_gym, not "
+            f"{domain.prompts.source}; use jsonl or parquet, or cold_start: null with "
             "model.initial_weights",
         )
 
 
 def _family_rules(model: ModelSettings, layout: LayoutSettings) -> Found:
-    faults = list(_architecture_faults(model))
-    yield from faults or family_violations(model, layout)
+    wrong = list(_architecture_violations(model))
+    yield from wrong or family_violations(model, layout)
 
 
-def _architecture_faults(model: ModelSettings) -> Found:
+def _architecture_violations(model: ModelSettings) -> Found:
     try:
         architecture(model)
     except ValidationError as error:
         known = FAMILIES[model.family].further.model_fields
-        for fault in error.errors():
-            key = ".".join(map(str, ("model.architecture", *fault["loc"])))
-            if fault["type"] == "extra_forbidden" and len(fault["loc"]) == 1:
-                yield key, f"unknown key of {model.family}; {hint(str(fault['loc'][0]), known)}"
+        for each in error.errors():
+            key = ".".join(map(str, ("model.architecture", *each["loc"])))
+            if each["type"] == "extra_forbidden" and len(each["loc"]) == 1:
+                yield key, f"unknown key of {model.family}; {hint(str(each['loc'][0]), known)}"
             else:
-                should = fault["msg"].removeprefix("Input ")
-                yield key, f"{should}, not {json.dumps(fault['input'], default=str)}"
+                should = each["msg"].removeprefix("Input ")
+                yield key, f"{should}, not {json.dumps(each['input'], default=str)}"
 
 
 def _engine_rules(model: ModelSettings, engine: EngineSettings) -> Found:
@@ -282,15 +277,15 @@ def _engine_rules(model: ModelSettings, engine: EngineSettings) -> Found:
             "engine.max_model_tokens",
             f"{engine.max_model_tokens} is more than model.max_positions = {model.max_positions}",
         )
-    if list(_architecture_faults(model)):
+    if any(_architecture_violations(model)):
         return
     yield from engine_violations(model, engine.tensor)
     room = cached_tokens(model, engine) // CACHE_BLOCK * CACHE_BLOCK - CACHE_BLOCK
     if room < engine.max_model_tokens:
         yield (
             "engine.kv_cache_mebibytes",
-            f"{engine.kv_cache_mebibytes} hold the keys and values of {max(room, 0)} tokens, less "
-            f"than engine.max_model_tokens = {engine.max_model_tokens}",
+            f"{engine.kv_cache_mebibytes} MiB cache the keys and values of {max(room, 0)} tokens, "
+            f"less than engine.max_model_tokens = {engine.max_model_tokens}",
         )
 
 
@@ -298,15 +293,14 @@ def _name_rules(name: str) -> Found:
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", name):
         yield (
             f"domains.{name}",
-            "a domain's name is made of letters, digits, _ and -, 100 at most, since it names a"
-            " folder",
+            "a domain's name must be 1 to 100 letters, digits, _ or -, since it names a directory",
         )
 
 
 def _step_rules(
     name: str, domain: DomainSettings, *policies: tuple[str, PolicySettings | None]
 ) -> Found:
-    """Those of the first of the policies, which learn from a domain, that compares steps."""
+    """Check the rewards for the first policy that learns from a domain's step rewards."""
     for key, policy in policies:
         if policy and policy.objective.advantage.needs_step_rewards:
             yield from step_rules(f"domains.{name}.rewards", domain, f"{key}.objective")
@@ -314,15 +308,15 @@ def _step_rules(
 
 
 def _split_rules(domains: dict[str, DomainSettings]) -> Found:
-    """Prompts are split by their text: with one fraction, two domains that share some agree."""
+    """Require one fraction, since the split is by text and two domains may share prompts."""
     first, *others = domains
     shared = domains[first].prompts.held_out_fraction
     for name in others:
         if (own := domains[name].prompts.held_out_fraction) != shared:
             yield (
                 f"domains.{name}.prompts.held_out_fraction",
-                f"{own} should be {shared}, as that of domains.{first}, or one domain could train "
-                "on what another is evaluated on",
+                f"{own} must be {shared}, as in domains.{first}, or one domain could train on "
+                "another's evaluation prompts",
             )
 
 
@@ -331,5 +325,5 @@ def _demonstration_rules(domains: dict[str, DomainSettings], layout: LayoutSetti
     if total < layout.data:
         yield (
             "domains",
-            f"all demonstrations.sequences_per_step together are {total}, {too_few(layout)}",
+            f"the sum of demonstrations.sequences_per_step is {total}, {too_few(layout)}",
         )

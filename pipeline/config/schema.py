@@ -1,4 +1,4 @@
-"""The settings classes seen as a tree of dotted keys."""
+"""Settings classes, and plain values, as trees of dotted keys."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Key = tuple[str | int, ...]
 
 
 def type_at(root: type[BaseModel], key: Key) -> Any:
-    """The annotation at `key`, or None where the key is unknown. A free mapping takes any name.
+    """Return the annotation at `key`, or None for an unknown key.
 
-    Of a union of settings classes any key is known, unless `key` names the class that is meant, as
-    the locations of pydantic's errors do.
+    A mapping of free names has every name. A union of settings classes has the keys of all, unless
+    `key` includes the class's tag, as the locations of pydantic's errors do.
     """
     annotation: Any = root
     for part in key:
@@ -31,7 +31,7 @@ def type_at(root: type[BaseModel], key: Key) -> Any:
 
 
 def fields(annotation: Any) -> dict[Any, Any]:
-    """The keys of a settings class, or of all classes of a union, with their annotations."""
+    """Return the keys of a settings class, or of all classes of a union, with annotations."""
     own = [annotation] if _is_settings(annotation) else []
     classes = [*own, *_arms(annotation).values()]
     return {
@@ -42,12 +42,12 @@ def fields(annotation: Any) -> dict[Any, Any]:
 
 
 def renamed(annotation: Any, name: str) -> str | None:
-    """What is written now in place of the key `name` that a settings class had; None of others."""
+    """Return the new name of a settings class's former key, or None."""
     return annotation.renamed.get(name) if _is_settings(annotation) else None
 
 
 def without_arms(root: type[BaseModel], location: Key) -> Key:
-    """The key that a person wrote: pydantic's locations also name the class of a union."""
+    """Return one of pydantic's locations without the tags of unions: the key in the file."""
     return tuple(
         part
         for depth, part in enumerate(location)
@@ -56,7 +56,7 @@ def without_arms(root: type[BaseModel], location: Key) -> Key:
 
 
 def tag(annotation: Any) -> str:
-    """The key whose value says which settings class of a union is meant, such as `name`."""
+    """Return the key that selects the class of a union, such as `name`."""
     return _tag(_classes(annotation))
 
 
@@ -65,7 +65,7 @@ def _is_settings(annotation: Any) -> bool:
 
 
 def _arms(annotation: Any) -> dict[Any, type[BaseModel]]:
-    """The settings classes of a union, each by its tag's value; nothing for other annotations."""
+    """Return the settings classes of a union by their tag's value; empty for no union."""
     classes = _classes(annotation)
     return {each.model_fields[_tag(classes)].default: each for each in classes}
 
@@ -77,18 +77,18 @@ def _classes(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _tag(classes: list[type[BaseModel]]) -> str:
-    """The key that is a literal in all classes, with another default in each."""
+    """Return the key that is a literal in all classes, with a different default in each."""
     for name, field in classes[0].model_fields.items():
         defaults = {
             each.model_fields[name].default for each in classes if name in each.model_fields
         }
         if get_origin(field.annotation) is Literal and len(defaults) == len(classes):
             return name
-    raise TypeError(f"nothing tells {classes} apart")
+    raise TypeError(f"no literal field distinguishes {classes}")
 
 
 def _bare(annotation: Any) -> Any:
-    """The annotation without `Annotated` and `| None`."""
+    """Return the annotation without `Annotated` and `| None`."""
     if get_origin(annotation) is Annotated:
         return _bare(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
@@ -98,7 +98,7 @@ def _bare(annotation: Any) -> Any:
 
 
 def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf of nested mappings as (dotted key, value); an empty mapping is a leaf."""
+    """Yield every leaf of nested mappings as (dotted key, value); an empty mapping is a leaf."""
     if not isinstance(value, dict) or (prefix and not value):
         yield prefix, value
         return
@@ -107,8 +107,7 @@ def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def leaves(tree: dict[str, Any], pattern: str) -> Iterator[tuple[str, Any]]:
-    """Every leaf that a dotted pattern names, or that stands below what it names, as `flatten`
-    gives them; `*` stands for any one name."""
+    """Yield every leaf at or below a dotted pattern, like `flatten`; `*` matches one name."""
     found = [("", tree)]
     for part in pattern.split("."):
         found = [

@@ -1,4 +1,4 @@
-"""From YAML files and command-line overrides to one validated `RunSettings`, and to run.yaml."""
+"""The loader of configurations: YAML files and overrides to validated settings, and to run.yaml."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from pipeline.config.read import (
     Leaf,
     Mapping,
     Reader,
+    apply_deletions,
     find,
-    lay,
     nearest,
+    override_at,
     plain,
-    without_dropped,
 )
 from pipeline.config.schema import flatten
 from pipeline.config.violations import (
@@ -43,9 +43,11 @@ from stages.settings import DomainSettings, RunSettings
 
 Root = TypeVar("Root", bound=Settings)
 MAPPING = "a mapping of keys to values"
-OF_KEY = "[key]"  # ends pydantic's location of a key; only a cluster's kinds are a closed set
+OF_KEY = (
+    "[key]"  # ends pydantic's location of a wrong key; only a cluster's kinds have a closed set
+)
 TOKENIZER: Key = ("model", "tokenizer")
-# Paths that are written relative to the file that states them; `*` stands for every name.
+# Paths relative to the file in which they are written; `*` stands for every name.
 PATHS: tuple[Key, ...] = (
     ("model", "initial_weights"),
     TOKENIZER,
@@ -59,9 +61,9 @@ def load(path: Path, overrides: Sequence[str] = (), *, to_start: bool = True) ->
     """Read a run's settings.
 
     Args:
-        path: the YAML file; what it `extends` is read with it.
-        overrides: `dotted.key=value`, each laid over the file; values are YAML.
-        to_start: also look for what the stages will need around them, such as a reward's module.
+        path: the YAML file.
+        overrides: `dotted.key=value` in order; values are YAML.
+        to_start: also check the environment, such as the module of a reward.
 
     Raises:
         ConfigError: with every violation in the files and the overrides.
@@ -72,22 +74,21 @@ def load(path: Path, overrides: Sequence[str] = (), *, to_start: bool = True) ->
 
 
 def load_domain(path: Path, pool: RewardPoolSettings) -> DomainSettings:
-    """Read a domain's file by itself, as that of the domain it is named after.
+    """Read a domain's file by itself, as the domain that the file is named after.
 
-    What a run would add around it (the model, the engine, the other domains) is not there, and the
-    rules that need it are not asked. Raises ConfigError as `load` does.
+    Rules that need a run's other blocks are skipped. Raises ConfigError like `load`.
     """
     reader = Reader()
     tree = _with_domain(Mapping({}, SourceLocation(path)), path, reader)
     tree, settings = _valid(_Domains, tree, reader)
     domain = settings.domains[path.stem]
     found = rules.domain_violations(path.stem, domain, pool)
-    _check_rules(tree, chain(found, environment.domain_surroundings(path.stem, domain)))
+    _check_rules(tree, chain(found, environment.domain_violations(path.stem, domain)))
     return domain
 
 
 def load_cluster(path: Path) -> ClusterSettings:
-    """Read what is said of a cluster. Raises ConfigError as `load` does."""
+    """Read a cluster profile. Raises ConfigError like `load`."""
     reader = Reader()
     tree = reader.file(path)
     settings, invalid, more = _validated(ClusterSettings, tree, complete=not reader.broken)
@@ -101,45 +102,44 @@ def load_cluster(path: Path) -> ClusterSettings:
 
 
 def place_in_cluster(path: Path, key: Key) -> SourceLocation:
-    """Where the profile in a file says something."""
+    """Return the location of a key in a cluster profile."""
     return nearest(Reader().file(path), key)
 
 
 def load_with_domain(run: Path, path: Path, samples: int | None = None) -> RunSettings:
-    """A run's settings with the domain of a file in place of all of the run's own, and with so many
-    samples of a prompt.
+    """Read a run's settings with a file's domain in place of all of its domains.
 
-    Raises ConfigError as `load` does.
+    `samples` overrides the domain's `sampling.group_size`. Raises ConfigError like `load`.
     """
     reader = Reader()
     tree = _with_domain(reader.file(run), path, reader)
     if samples is not None:
         key = ("domains", path.stem, "sampling", "group_size")
-        tree = lay(tree, key, Leaf(samples, SourceLocation(None)))
+        tree = override_at(tree, key, Leaf(samples, SourceLocation(None)))
     return _settings(tree, reader, to_start=False)
 
 
 class _Domains(Settings):
-    """What of a run's settings domains are."""
+    """The schema of `domains` alone."""
 
     domains: dict[str, DomainSettings]
 
 
 def _settings(tree: Mapping, reader: Reader, *, to_start: bool = True) -> RunSettings:
-    """Return the run's settings in a tree that `reader` has read, valid and within every rule."""
+    """Return a tree's settings. Raises ConfigError for the schema, then for the rules."""
     tree, settings = _valid(RunSettings, tree, reader)
     found = rules.violations(settings)
-    _check_rules(tree, chain(found, environment.surroundings(settings) if to_start else ()))
+    _check_rules(tree, chain(found, environment.violations(settings) if to_start else ()))
     return settings
 
 
 def _valid(root: type[Root], tree: Mapping, reader: Reader) -> tuple[Mapping, Root]:
-    """Return the tree without what it deletes, and its settings, valid by their schema."""
-    tree, undropped = without_dropped(_with_absolute_paths(tree))
+    """Return the tree with its deletions applied, and its settings, valid by their schema."""
+    tree, nothing_deleted = apply_deletions(_with_absolute_paths(tree))
     settings, invalid, more = _validated(root, tree, complete=not reader.broken)
-    if not reader.broken and not more:  # else an unreadable file may define what is deleted
-        invalid += undropped
-    # What is no value at all is not also one of the wrong type.
+    if not reader.broken and not more:  # else an unreadable file may define the deleted name
+        invalid += nothing_deleted
+    # A value that could not be read is not also reported as one of the wrong type.
     noted = {(violation.place.file, violation.key) for violation in reader.violations}
     invalid = [each for each in invalid if (each.place.file, each.key) not in noted]
     found = [*reader.violations, *invalid]
@@ -149,7 +149,7 @@ def _valid(root: type[Root], tree: Mapping, reader: Reader) -> tuple[Mapping, Ro
 
 
 def _check_rules(tree: Mapping, broken: Iterable[tuple[str, str]]) -> None:
-    """Raise ConfigError with every (dotted key, message) at its place in the tree, if any."""
+    """Raise ConfigError with every (dotted key, message) at its location, if there is one."""
     found = [
         Violation(nearest(tree, tuple(key.split("."))), key, message) for key, message in broken
     ]
@@ -164,18 +164,17 @@ def _with_domain(tree: Mapping, path: Path, reader: Reader) -> Mapping:
 
 
 def dump_resolved(settings: RunSettings) -> str:
-    """The settings as YAML with every default written out; `load` reads it back unchanged."""
+    """Return the settings as YAML with every default; `load` reads it back unchanged."""
     return yaml_core.dump(settings.model_dump(mode="json"))
 
 
 def dump_differing(settings: Settings) -> str:
-    """What of settings differs from the defaults, as YAML. What says which settings a block has,
-    such as a reward's `kind`, stands with every block that is there."""
+    """Return the settings that differ from their defaults, and every tag (`kind`), as YAML."""
     return yaml_core.dump(_differing(settings))
 
 
 def differing_keys(old: RunSettings, new: RunSettings) -> dict[str, tuple[Any, Any]]:
-    """Every dotted key whose value differs, with both values; None stands for an absent key."""
+    """Return every dotted key whose value differs, with both values; None for an absent key."""
     before = dict(flatten(old.model_dump(mode="json")))
     after = dict(flatten(new.model_dump(mode="json")))
     keys = [*before, *(key for key in after if key not in before)]
@@ -206,7 +205,7 @@ def _with_overrides(tree: Mapping, overrides: Iterable[str], reader: Reader) -> 
         name, equals, text = override.partition("=")
         key = tuple(name.split("."))
         if not equals or not all(key):
-            message = "an override is written dotted.key=value"
+            message = "an override must be written dotted.key=value"
             reader.violations.append(Violation(SourceLocation(None), override, message))
         elif len(key) > yaml_core.MOST_DEPTH:
             reader.violations.append(Violation(SourceLocation(None), name, "nested too deeply"))
@@ -214,12 +213,12 @@ def _with_overrides(tree: Mapping, overrides: Iterable[str], reader: Reader) -> 
             if violation not in reader.violations:
                 reader.violations.append(violation)
         elif node := reader.value(text, key):
-            tree = lay(tree, key, node)
+            tree = override_at(tree, key, node)
     return tree
 
 
 def _unknown_override(tree: Mapping, key: Key) -> Violation | None:
-    """An override may name any field of the schema, but in a mapping only the names it has."""
+    """Check an override's key: any field of the schema, and in free mappings an existing name."""
     for depth, name in enumerate(key):
         parent = schema.type_at(RunSettings, key[:depth])
         if fields := schema.fields(parent):
@@ -244,12 +243,12 @@ def _with_absolute_paths(tree: Mapping) -> Mapping:
                 continue
             if pattern != TOKENIZER or leaf.value != CHARACTERS:
                 path = leaf.place.beside(leaf.value).absolute()
-                tree = lay(tree, key, Leaf(str(path), leaf.place))
+                tree = override_at(tree, key, Leaf(str(path), leaf.place))
     return tree
 
 
 def _matching(tree: Mapping, pattern: Key) -> Iterator[Key]:
-    """Yield the keys of a tree that a pattern stands for."""
+    """Yield the keys of a tree that match a pattern."""
     first, rest = pattern[0], pattern[1:]
     for name in tree.entries if first == "*" else (first,):
         if not rest:
@@ -261,12 +260,12 @@ def _matching(tree: Mapping, pattern: Key) -> Iterator[Key]:
 def _validated(
     root: type[Root], tree: Mapping, *, complete: bool
 ) -> tuple[Root | None, list[Violation], int]:
-    """The settings, or the first MOST_ERRORS violations and how many more there are.
+    """Return the settings, or the first MOST_ERRORS violations and the number of further ones.
 
-    A missing key counts only in a complete tree: else the unreadable file may have stated it.
+    A missing key is an error only in a complete tree: else an unreadable file may define it.
     """
-    # A YAML document has JSON's types, and JSON's strict mode is the one that knows a list may be
-    # a tuple and a string a path, but neither "3" nor true a number.
+    # YAML has JSON's types, and only pydantic's strict mode for JSON accepts a list as a tuple and
+    # a string as a path, but neither "3" nor true as a number.
     try:
         text = json.dumps(plain(tree), default=str)
         return root.model_validate_json(text, strict=True), [], 0
@@ -277,20 +276,19 @@ def _validated(
             for each in listed
             if each["type"] == "extra_forbidden" and (now := _renamed(root, each["loc"]))
         }
-        told = [
+        reported = [
             each
             for each in listed
             if each["type"] != "missing" or (complete and each["loc"] not in renamed)
         ]
-        first = told[:MOST_ERRORS]
+        first = reported[:MOST_ERRORS]
         found = [_violation(root, tree, details) for details in first]
         found += (each for details in first for each in _below(root, tree, details))
-        return None, found, len(told) - len(first)
+        return None, found, len(reported) - len(first)
 
 
 def _below(root: type[Settings], tree: Mapping, error: ErrorDetails) -> Iterator[Violation]:
-    """Of a block that is no known one, which pydantic looks no further into: the keys that no block
-    in its place has."""
+    """Yield the unknown keys of a block with an unknown tag, into which pydantic does not look."""
     if error["type"] != "union_tag_invalid":
         return
     root = _schema_of(root)
@@ -316,7 +314,7 @@ def _violation(root: type[Settings], tree: Mapping, error: ErrorDetails) -> Viol
 
 
 def _schema_of(root: type[Settings]) -> type[Settings]:
-    """A domain by itself is validated as a part of a run, whose keys it names."""
+    """Return the schema that violations' keys belong to: a domain's are those in a run."""
     return ClusterSettings if root is ClusterSettings else RunSettings
 
 
@@ -345,7 +343,7 @@ def _message(root: type[Settings], error: ErrorDetails) -> str:
 
 
 def _renamed(root: type[Settings], location: tuple[str | int, ...]) -> str | None:
-    """Return what is written now in place of the key at one of pydantic's locations, if any."""
+    """Return the new name of the former key at one of pydantic's locations, or None."""
     return schema.renamed(schema.type_at(root, location[:-1]), str(location[-1]))
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration: where, which key, and how to mend it."""
+"""Configuration errors: the file and line, the key, the problem and its fix."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from pipeline.errors import BraidError
 from pipeline.text import visible
 
-# Of a message: what a screen shows, whatever stands in a file.
+# Limits that keep a message on one screen, whatever a file holds.
 MOST_SHOWN = 50
 LONGEST_KEY = 200
 LONGEST_MESSAGE = 1000
@@ -20,19 +20,19 @@ LONGEST_VALUE = 200
 
 @dataclass(frozen=True)
 class SourceLocation:
-    """A file and a line; no file means the command line."""
+    """A file and a line; the file is None for the command line."""
 
     file: Path | None
     line: int | None = None
 
     def at(self, line: int) -> SourceLocation:
-        """The same file at another line."""
+        """Return another line of this file."""
         return self if self.file is None else SourceLocation(self.file, line)
 
     def beside(self, path: str) -> Path:
-        """A path written here: relative paths start at this file's folder."""
-        folder = Path() if self.file is None else self.file.parent
-        return Path(os.path.normpath(folder / path))
+        """Resolve a path that is written here: relative to this file's directory."""
+        directory = Path() if self.file is None else self.file.parent
+        return Path(os.path.normpath(directory / path))
 
     def __str__(self) -> str:
         if self.file is None:
@@ -42,7 +42,7 @@ class SourceLocation:
 
 @dataclass(frozen=True)
 class Violation:
-    """One fault, printed as `file:line: key: message`, on one line whatever a key is."""
+    """One error, printed on one line as `file:line: key: message`, whatever the key holds."""
 
     place: SourceLocation
     key: str
@@ -54,15 +54,15 @@ class Violation:
 
 
 class ConfigError(BraidError):
-    """A configuration that cannot run; `violations` lists the reasons, without `more` of the same.
+    """An invalid configuration. Its message shows the first MOST_SHOWN violations.
 
-    The message shows the first MOST_SHOWN.
+    `more` counts violations that were found and are not in `violations`.
     """
 
     def __init__(self, violations: Sequence[Violation], more: int = 0) -> None:
         self.violations = tuple(violations)
         count = len(self.violations) + more
-        title = f"the configuration has {count} fault{'s' if count > 1 else ''}:"
+        title = f"{count} configuration error{'s' if count > 1 else ''}:"
         lines = [title, *map(str, self.violations[:MOST_SHOWN])]
         if len(lines) <= count:
             lines.append(f"... and {count + 1 - len(lines)} more")
@@ -70,26 +70,26 @@ class ConfigError(BraidError):
 
 
 def shortened(text: str, longest: int) -> str:
-    """Return a text of at most about `longest` characters: the end of a longer one is left out."""
+    """Return a text, cut off after `longest` characters."""
     return text if len(text) <= longest else f"{text[:longest]}..."
 
 
 def dotted(key: Iterable[str | int]) -> str:
-    """`("layout", "ranks")` as a person writes it: `layout.ranks`."""
+    """Return `("layout", "ranks")` as `layout.ranks`."""
     return ".".join(map(str, key))
 
 
 def shown(path: Path) -> str:
-    """A path as a person would type it: relative when it lies below the working directory."""
+    """Return a path as text, relative where it is below the working directory."""
     absolute, here = path.absolute(), Path.cwd()
     return str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute)
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """The nearest known name, or all of them: the end of a message about an unknown name."""
+    """Return the end of a message about an unknown name: the nearest known one, or all."""
     names = list(known)
-    # What looks like a known name may have letters of another alphabet.
-    other = "" if name.isascii() else f"{name!a} has letters beyond ASCII; "
+    # A name may look like a known one and have a Cyrillic or Greek letter.
+    other = "" if name.isascii() else f"{name!a} has non-ASCII letters; "
     if near := difflib.get_close_matches(name, names, n=1):
         return f'{other}did you mean "{near[0]}"?'
-    return f"{other}known: {', '.join(names)}" if names else f"{other}nothing is known here"
+    return f"{other}known: {', '.join(names)}" if names else f"{other}none is defined"

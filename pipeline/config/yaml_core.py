@@ -1,8 +1,7 @@
-"""YAML documents as PyYAML's nodes with the scalars of YAML 1.2, and their writing.
+"""YAML documents as PyYAML nodes with the scalars of YAML 1.2's core schema, and their writer.
 
-PyYAML reads YAML 1.1, in which 010 is 8, 1:30 is 90 and `no` is false. Here a scalar is what the
-core schema of YAML 1.2 makes of it. Aliases and tags are errors: an alias would give one value two
-places, and a tag could only say what the scalar's form says already.
+PyYAML reads YAML 1.1, in which 010 is 8, 1:30 is 90 and `no` is false. Aliases and tags are errors:
+an alias would give one value two source locations, and a tag could only repeat the scalar's form.
 """
 
 from __future__ import annotations
@@ -18,15 +17,16 @@ from yaml.reader import Reader
 from yaml.resolver import BaseResolver
 from yaml.scanner import Scanner
 
-# Of one document, and of all that a configuration extends: some seconds of reading. A domain with
-# every key written out has 270.
+# In one document, and in all files of a configuration: some seconds of reading. A domain with every
+# key written out has 270.
 MOST_NODES = 150_000
-MOST_DEPTH = 64  # pydantic reads JSON of at most twice as much
-# PyYAML's own parser has the better messages and reads some 100 KiB a second.
+MOST_DEPTH = 64  # pydantic reads JSON of at most twice this depth
+# Beyond this size the C parser's message stands: PyYAML's own parser has better messages, and reads
+# some 100 KiB/s.
 SLOWLY_READ = 1 << 18
 SURROGATE = re.compile("[\ud800-\udfff]")
 
-CORE: dict[str, tuple[str, str]] = {  # by tag: its scalars, and the characters they begin with
+CORE: dict[str, tuple[str, str]] = {  # by tag: the form, and its first characters
     "null": (r"~|null|Null|NULL|", "~nN"),
     "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
     "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
@@ -38,10 +38,7 @@ CORE: dict[str, tuple[str, str]] = {  # by tag: its scalars, and the characters 
 
 
 class TooDeep(Exception):
-    """Lists in lists, or mappings in mappings, beyond MOST_DEPTH.
-
-    `line` is where, and `key` the keys on the way to it, up to the first list.
-    """
+    """A document nested deeper than MOST_DEPTH, at `line` and below `key` (up to a list)."""
 
     def __init__(self, line: int, key: tuple[str, ...]) -> None:
         super().__init__("nested too deeply")
@@ -50,7 +47,7 @@ class TooDeep(Exception):
 
 
 class TooMany(Exception):
-    """A document of more than MOST_NODES keys and values; `line` is where the last one stands."""
+    """A document of more than MOST_NODES keys and values; `line` exceeds the limit."""
 
     def __init__(self, line: int) -> None:
         super().__init__(f"more than {MOST_NODES} keys and values")
@@ -58,11 +55,11 @@ class TooMany(Exception):
 
 
 class BadScalar(ValueError):
-    """A scalar that is no value of a configuration; the message says why."""
+    """A scalar that no setting can have; the message says why."""
 
 
 class _Composer(Composer):
-    """Composes a document without aliases and tags, up to MOST_NODES and MOST_DEPTH."""
+    """A composer that refuses aliases, tags, and more than MOST_NODES or MOST_DEPTH."""
 
     def compose_node(self: Any, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event: Any = self.peek_event()
@@ -71,7 +68,7 @@ class _Composer(Composer):
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
         if (tag := event.tag) is not None:
             shown = tag.replace("tag:yaml.org,2002:", "!!")
-            problem = f"the tag {shown} is not supported; write the value alone, and text in quotes"
+            problem = f"the tag {shown} is not supported; write the plain value, and quote text"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
         line = event.start_mark.line + 1
         self.nodes += 1
@@ -84,15 +81,15 @@ class _Composer(Composer):
         self.path.pop()
         is_key = isinstance(parent, yaml.MappingNode) and index is None
         if is_key and not isinstance(node, yaml.ScalarNode):
-            problem = "a key should be text"
+            problem = "keys must be text"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
         return node
 
 
 def _keys(path: list[Any]) -> tuple[str, ...]:
-    """Return the mappings' keys that a path of the composer starts with."""
+    """Return the mapping keys at the start of the composer's path, up to the first list."""
     keys = []
-    for index in path[1:]:  # the first is the document's
+    for index in path[1:]:  # the first is the document
         if not isinstance(index, yaml.ScalarNode):
             break
         keys.append(str(index.value))
@@ -100,11 +97,11 @@ def _keys(path: list[Any]) -> tuple[str, ...]:
 
 
 class _Core(BaseResolver):
-    """Resolves plain scalars as the core schema of YAML 1.2."""
+    """A resolver of plain scalars by YAML 1.2's core schema."""
 
 
 class _Loader(Reader, Scanner, Parser, _Composer, _Core):
-    """A document over PyYAML's own parser."""
+    """A loader on PyYAML's own parser."""
 
     def __init__(self, text: str) -> None:
         Reader.__init__(self, text)
@@ -116,14 +113,14 @@ class _Loader(Reader, Scanner, Parser, _Composer, _Core):
         self.path: list[Any] = []
 
 
-# The fastest first: any that reads the text will do, and the last one says what is wrong with it,
-# so that the message is the same whatever PyYAML was built with.
+# The fastest comes first. The last one reports the error, so that the message does not depend on
+# how PyYAML was built.
 LOADERS: list[Any] = [_Loader]
 if yaml.__with_libyaml__:
     from yaml._yaml import CParser
 
     class _FastLoader(_Composer, CParser, _Core):
-        """A document over the C library's parser."""
+        """A loader on libyaml's parser."""
 
         def __init__(self, text: str) -> None:
             CParser.__init__(self, text)
@@ -136,9 +133,9 @@ if yaml.__with_libyaml__:
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    """Quotes what is text here and another value to a reader of YAML 1.1 or 1.2.
+    """A dumper that quotes text which YAML 1.1 or 1.2 would read as another value.
 
-    The C library's, where PyYAML was built with it, is ten times as fast and writes the same.
+    libyaml's dumper is ten times as fast as PyYAML's own and writes the same bytes.
     """
 
 
@@ -152,9 +149,9 @@ for _tag, (_form, _first) in CORE.items():
 
 
 def compose(text: str) -> tuple[yaml.Node | None, int]:
-    """Return the document as a tree, or None where it is empty, and how many nodes it has.
+    """Return the document's root, or None where it is empty, and the number of nodes.
 
-    Raises YAMLError, TooDeep and TooMany.
+    Raises YAMLError, TooDeep or TooMany.
     """
     *faster, last = LOADERS
     for loader in faster:
@@ -174,12 +171,12 @@ def _composed_by(loader: Any) -> tuple[yaml.Node | None, int]:
 
 
 def dump(values: Any) -> str:
-    """Return plain values as YAML that `compose` and `scalar` read back unchanged."""
+    """Return plain values as YAML that reads back unchanged."""
     return str(yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=100))
 
 
 def scalar(node: yaml.ScalarNode) -> Any:
-    """Return a scalar's value. Raises BadScalar where no configuration holds such a one."""
+    """Return a scalar's value. Raises BadScalar where no setting can have it."""
     text, tag = str(node.value), node.tag.rpartition(":")[2]
     if tag == "null":
         return None
@@ -190,29 +187,29 @@ def scalar(node: yaml.ScalarNode) -> Any:
     if tag == "float":
         return _number(text)
     if has_surrogate(text):
-        raise BadScalar("holds a surrogate, half of a character")
+        raise BadScalar("contains a lone surrogate, which UTF-8 cannot encode")
     return text
 
 
 def has_surrogate(text: str) -> bool:
-    """Return whether a text has half of a character, which UTF-8 cannot write."""
+    """Return whether a text has a lone surrogate, which UTF-8 cannot encode."""
     return SURROGATE.search(text) is not None
 
 
 def _integer(text: str) -> int:
     if re.fullmatch(r"[-+]?0[0-9]+", text):
         raise BadScalar(
-            f"{text} has a leading zero, which makes it octal in YAML 1.1 and decimal in 1.2; leave"
-            " the zero out, or quote what is text"
+            f"{text} has a leading zero: octal in YAML 1.1, decimal in 1.2; remove the zero, or "
+            "quote text"
         )
     number = 2**63 if len(text) > 66 else int(text, 0)
     if abs(number) >= 2**63:
-        raise BadScalar("too large a number")
+        raise BadScalar("the integer does not fit in 64 bits")
     return number
 
 
 def _number(text: str) -> float:
     number = float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
     if not math.isfinite(number):
-        raise BadScalar(f"{number} is not a finite number, text, true, false or null")
+        raise BadScalar(f"{number} is not finite; use a finite number")
     return number

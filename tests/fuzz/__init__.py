@@ -1,4 +1,4 @@
-"""Fuzzers of what a person hands to Braid: configurations, and run directories that were damaged.
+"""Fuzzers of Braid's inputs: configurations and damaged run directories.
 
-`python -m tests.fuzz --help` says what they do; `make fuzz` runs them at full length.
+`python -m tests.fuzz --help` describes them; `make fuzz` runs them at full length.
 """

@@ -1,15 +1,15 @@
-"""Fuzz what a person hands to Braid: configurations, and run directories that were damaged.
+"""Fuzzers of Braid's inputs: configurations and damaged run directories.
 
 configs: damaged copies of configs/ through load, load_domain or load_cluster, the graph, the memory
-report and the resolved run.yaml. Each is accepted, and its run.yaml then loads as equal settings,
-or refused by a ConfigError whose every line names a file or a key.
+report and the resolved run.yaml. Each is accepted, and its run.yaml loads as equal settings, or
+raises a ConfigError in which every line names a file or a key.
 
 runs: damaged copies of run directories through status, plan, why, diff and logs. Each command ends
-with exit code 0, or with a message that begins with `braid:`; neither changes a file.
+with exit code 0, or with a message that begins with `braid:`, and changes no file.
 
-Failures are: another exception, 5 s of processor time for a step or 20 s asleep, 3 GiB more
-than at the start, a changed file, a control character in a message. A case depends on its number
-and the seed alone, and each failure prints the command that repeats it.
+Failures are: another exception, a step of 5 s CPU time or 20 s asleep, 3 GiB more memory than at
+the start, a changed file, a control character in a message. A case depends only on its number and
+the seed, and each failure prints the command that repeats it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .worker import Case, FuzzStep, run
 
 FUZZERS = {"configs": configs.cases, "runs": run_directories.cases}
 PROGRESS_SECONDS = 10.0
-SHOWN = 3  # failures of one cause; the others are only counted
+SHOWN = 3  # failures printed per cause; the others are only counted
 
 
 def main() -> int:
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 class _Report:
-    """The outcomes of one fuzzer, counted, and its failures by cause."""
+    """The counted outcomes of one fuzzer, and its failures by cause."""
 
     def __init__(self, name: str, arguments: Namespace, count: int) -> None:
         self.name, self.seed, self.count = name, arguments.seed, count
@@ -58,8 +58,8 @@ class _Report:
         self.failures: list[dict[str, Any]] = []
 
     def of(self, case: Case) -> dict[str, Any]:
-        """Run all cases. Return the report as JSON has it."""
-        begun = shown = time.monotonic()
+        """Run all cases. Return the report for JSON."""
+        started = shown = time.monotonic()
         for number, step in run(case, range(self.count)):
             self.counts[f"{step.name}: {step.verdict}"] += 1
             if step.failed:
@@ -67,7 +67,7 @@ class _Report:
             if time.monotonic() - shown > PROGRESS_SECONDS:
                 shown = time.monotonic()
                 self._say(f"{self.name} {number}/{self.count}, {len(self.failures)} failures")
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - started
         pace = self.count / max(seconds, 1e-9)
         self._say(f"{self.name}: {self.count} cases in {seconds:.0f} s, {pace:.1f} a second")
         for outcome, count in sorted(self.counts.items()):
@@ -96,7 +96,7 @@ class _Report:
 
 
 def _repeat(arguments: Namespace) -> int:
-    """Run one case, say all of it, and leave its files."""
+    """Run one case with full output, and keep its files."""
     name, _, number = arguments.case.partition("/")
     folder = Path(tempfile.mkdtemp(prefix="braid-fuzz-"))
     failed = False
@@ -114,7 +114,7 @@ def _arguments() -> Namespace:
     )
     parser.add_argument("--configs", type=int, default=0, metavar="N", help="configurations to try")
     parser.add_argument("--runs", type=int, default=0, metavar="N", help="run directories to try")
-    parser.add_argument("--seed", type=int, default=0, help="what all cases are drawn from")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all cases")
     parser.add_argument(
         "--case", metavar="FUZZER/K", help="run this case alone, such as configs/17"
     )

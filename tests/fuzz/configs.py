@@ -1,9 +1,8 @@
-"""The fuzzer of configurations: damaged copies of configs/ through everything that reads them.
+"""The fuzzer of configurations: damaged copies of configs/, through everything that reads them.
 
-A case is made of a few edits. An edit knows the settings' schema (which keys there are, of which
-types and bounds), what YAML makes of a text, or how files extend each other. Whatever comes of it,
-the settings are either accepted, and then resolve to a file that loads as the same settings, or
-refused by a ConfigError whose every violation names a file or a key.
+A case is a few edits. An edit knows the settings' schema (keys, types, bounds), YAML's syntax, or how
+files extend each other. The settings are either accepted, and their run.yaml loads as equal
+settings, or raise a ConfigError in which every violation names a file or a key.
 """
 
 from __future__ import annotations
@@ -48,8 +47,10 @@ ROOTS: dict[str, type[BaseModel]] = {
 
 @dataclass
 class Config:
-    """One case: files by name, the one that is loaded, and overrides. `links` are symlinks by name,
-    or FIFOs where they point to nothing."""
+    """A case: files by name, the one to load, and overrides.
+
+    `links` are symlinks by name, or FIFOs where the target is empty.
+    """
 
     entry: str
     trees: dict[str, dict[str, Any]]
@@ -58,7 +59,7 @@ class Config:
     overrides: list[str] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
-        """Write all files below a folder."""
+        """Write all files below a directory."""
         texts = {name: encoded(tree) for name, tree in self.trees.items()}
         for name, text in {**texts, **self.texts}.items():
             path = folder / name
@@ -83,7 +84,7 @@ def generate(random: Random) -> Config:
 
 
 def cases(seed: int, folder: Path, *, keep: bool = False) -> Case:
-    """Return the case of a number, which works below `folder`."""
+    """Return the function from a number to its case, which writes below `folder`."""
 
     def case(number: int) -> Iterator[FuzzStep]:
         shutil.rmtree(folder, ignore_errors=True)
@@ -98,7 +99,7 @@ def cases(seed: int, folder: Path, *, keep: bool = False) -> Case:
 
 
 def check(folder: Path, entry: str, overrides: list[str]) -> Iterator[FuzzStep]:
-    """Load the file as what it is. Yield how each part of that ended."""
+    """Load the file as a run, domain or cluster profile. Yield the outcome of each step."""
     kind = entry.partition("/")[0] if "/" in entry else "run"
     try:
         yield from _loaded(kind, folder / entry, overrides)
@@ -109,7 +110,7 @@ def check(folder: Path, entry: str, overrides: list[str]) -> Iterator[FuzzStep]:
 
 
 def _loaded(kind: str, path: Path, overrides: list[str]) -> Iterator[FuzzStep]:
-    """Load a file, use the settings, and compare them once they were written and read again."""
+    """Load a file, use the settings, and compare them with themselves after a round trip."""
     settings: BaseModel
     if kind == "domains":
         settings = load_domain(path, RewardPoolSettings())
@@ -133,25 +134,27 @@ def _loaded(kind: str, path: Path, overrides: list[str]) -> Iterator[FuzzStep]:
 def _compared(name: str, found: BaseModel, settings: BaseModel) -> FuzzStep:
     if found == settings:
         return FuzzStep(name, "accepted")
-    return FuzzStep(name, "difference", "it loads as other settings", f"{found!r}\n{settings!r}")
+    return FuzzStep(
+        name, "difference", "it loads as different settings", f"{found!r}\n{settings!r}"
+    )
 
 
 def _judged(kind: str, error: ConfigError) -> FuzzStep:
-    """Return whether a refusal says where, in one line of printable characters each."""
+    """Return whether each violation has a location, on one line of printable characters."""
     for violation in error.violations:
         text = str(violation)
-        said = violation.key or "an override is written" in text
-        if not said and violation.place.file is None:
-            return FuzzStep(kind, "unclear", "a refusal names neither file nor key", text)
+        named = violation.key or "an override must be written" in text
+        if not named and violation.place.file is None:
+            return FuzzStep(kind, "unclear", "a violation names neither file nor key", text)
         if CONTROL.search(text) or "\n" in text:
             return FuzzStep(
-                kind, "control", "a refusal prints control characters", repr(text)[:2000]
+                kind, "control", "a violation prints control characters", repr(text)[:2000]
             )
     return FuzzStep(kind, "refused", detail=str(error)[:2000])
 
 
 def _set_value(random: Random, config: Config) -> None:
-    """Give a key that the schema knows another value, mostly one of its type."""
+    """Change the value of a key of the schema, mostly to one of its type."""
     name = _file(random, config)
     path, annotation, bounds = _spot(random, _root(name))
     value = plausible(random, annotation, bounds) if random.random() < 0.6 else scalar(random)
@@ -159,7 +162,7 @@ def _set_value(random: Random, config: Config) -> None:
 
 
 def _damage_key(random: Random, config: Config) -> None:
-    """Misspell, drop, move or repeat a key that is there."""
+    """Misspell, delete, move or copy an existing key."""
     tree = config.trees[_file(random, config)]
     mappings = [tree, *(value for value in tree.values() if isinstance(value, dict) and value)]
     mapping = random.choice(mappings)
@@ -175,7 +178,7 @@ def _damage_key(random: Random, config: Config) -> None:
 
 
 def _override(random: Random, config: Config) -> None:
-    """Add an override, right or wrong."""
+    """Add a valid or an invalid override."""
     path, annotation, bounds = _spot(random, RunSettings)
     dotted = ".".join(path)
     value = scalar(random) if random.random() < 0.4 else flow(plausible(random, annotation, bounds))
@@ -191,7 +194,7 @@ def _override(random: Random, config: Config) -> None:
 
 
 def _extend(random: Random, config: Config) -> None:
-    """Let a mapping extend what it should not, or what is no plain file."""
+    """Let a mapping extend a wrong file, or something that is not a file."""
     name = _file(random, config)
     up = "../" * name.count("/")
     targets = [
@@ -211,7 +214,7 @@ def _extend(random: Random, config: Config) -> None:
 
 
 def _chain(random: Random, config: Config) -> None:
-    """Let a file extend a long chain of files, a cycle of them, or many of them many times."""
+    """Let a file extend a long chain of files, a cycle, or a tree that multiplies."""
     length = random.choice([2, 5, 9, 50, 200])
     width = 1 if length > 9 else random.choice([1, 2, 10])
     nodes = [f"chain/c{number}.yaml" for number in range(length)]
@@ -235,7 +238,7 @@ def _damage_text(random: Random, config: Config) -> None:
 
 
 def _rename(random: Random, config: Config) -> None:
-    """Load the file under another name, which a domain takes its own from."""
+    """Load the file under another name; a domain is named after its file."""
     new = f"{random.choice(NAMES).replace('/', '')}.yaml"
     folder, slash, _ = config.entry.rpartition("/")
     name = f"{folder}{slash}{new}"
@@ -260,7 +263,7 @@ def _root(name: str) -> type[BaseModel]:
 
 
 def _file(random: Random, config: Config) -> str:
-    """Return a file that is read with the entry: itself, what it extends, or a domain."""
+    """Return a file that is read with the entry: itself, an extended one, or a domain."""
     folder, _, _ = config.entry.rpartition("/")
     if folder == "clusters":
         return config.entry
@@ -271,7 +274,7 @@ def _file(random: Random, config: Config) -> str:
 
 
 def _spot(random: Random, root: type[BaseModel]) -> tuple[list[str], Any, list[Any]]:
-    """Return a key of the schema, as a path, its annotation and its bounds."""
+    """Return a random key of the schema as a path, its annotation and its bounds."""
     path: list[str] = []
     annotation, bounds = root, []
     while True:
@@ -339,7 +342,7 @@ def _number(random: Random, annotation: type, bounds: list[Any]) -> float:
 
 
 def _arms(annotation: Any) -> list[Any]:
-    """Return the members of a union; none for another annotation."""
+    """Return the members of a union, or none for another annotation."""
     if get_origin(annotation) is Annotated:
         return _arms(get_args(annotation)[0])
     return [*get_args(annotation)] if get_origin(annotation) in (Union, UnionType) else []
@@ -350,7 +353,7 @@ def _is_settings(annotation: Any) -> bool:
 
 
 def _put(tree: dict[str, Any], path: list[str], value: Any) -> None:
-    """Set what stands at a path, in new mappings where there are none."""
+    """Set the value at a path, and create mappings on the way."""
     for name in path[:-1]:
         if not isinstance(tree.get(name), dict):
             tree[name] = {}

@@ -1,9 +1,9 @@
-"""The fuzzer of run directories: damaged copies of real ones under the commands that only read.
+"""The fuzzer of run directories: damaged copies of real ones under the read-only commands.
 
-The runs are those of configs/smoke.yaml with the fake stages of tests/pipeline: one that is done,
-one with a failed expert, one that a gate stopped. A case damages one of them in a few places and
-asks each command about it. A command ends with exit code 0, or with one message that begins with
-`braid:`, and leaves every file as it was.
+The runs are of configs/smoke.yaml with the fake stages of tests/pipeline: one is done, one has a
+failed expert, one was stopped by a gate. A case damages one of them in a few places and runs each
+command on it. A command ends with exit code 0, or with one message that begins with `braid:`, and
+changes no file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .worker import CONTROL, REPOSITORY, Case, FuzzStep, raised
 from .yaml_traps import damaged_text
 
 FAKES = {"cold_start": {"0": "end_early"}}
-ENDINGS: dict[str, dict[str, dict[str, str]]] = {  # of a run: what a rank of a stage does
+ENDINGS: dict[str, dict[str, dict[str, str]]] = {  # by run: the action of each stage's rank
     "done": FAKES,
     "failed": {**FAKES, "experts.spell_backward": {"0": "save_then_break"}},
     "stopped": {**FAKES, "gates.chain_sum": {"0": "fall_short"}},
@@ -49,10 +49,10 @@ NAMES = [
 
 
 def cases(seed: int, folder: Path, *, keep: bool = False) -> Case:
-    """Return the case of a number: a generator of a step for each command, below `folder`."""
+    """Return the function from a number to its case, which has a step for each command."""
     ended = folder / "ended"
     _make_runs(ended)
-    cli.parser = cache(cli.parser)  # which takes longer to build than most commands take to answer
+    cli.parser = cache(cli.parser)  # building it takes longer than most commands
     runs = folder / "runs"
     shutil.copytree(ended / "whole", runs / "whole")
 
@@ -64,7 +64,7 @@ def cases(seed: int, folder: Path, *, keep: bool = False) -> Case:
         done = [_damage(random, damaged) for _ in range(random.choice([1, 1, 2, 4]))]
         if keep:
             print("\n".join(ascii(each) for each in done))
-        # What Slurm says of the jobs that a ledger names would be no part of the seed.
+        # Slurm's answer about the jobs in a ledger would not depend on the seed alone.
         os.environ["PATH"] = ""
         before = snapshot(runs)
         for command in _commands(random, damaged):
@@ -79,7 +79,7 @@ def cases(seed: int, folder: Path, *, keep: bool = False) -> Case:
 
 
 def ask(command: list[str], runs: Path) -> FuzzStep:
-    """Run one command in this process. Return how it ended."""
+    """Run one command in this process. Return its outcome."""
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
     name = command[0]
     try:
@@ -96,14 +96,12 @@ def ask(command: list[str], runs: Path) -> FuzzStep:
             name, "control", f"{name} prints control characters", ascii(text + message)[:4000]
         )
     if command == ["status"] and "\nwhole: " not in f"\n{text}":
-        return FuzzStep(
-            name, "unclear", "status says nothing of a whole run beside a damaged one", text
-        )
+        return FuzzStep(name, "unclear", "status omits a whole run next to a damaged one", text)
     return FuzzStep(name, f"exit code {code}", detail=(text + message)[:4000])
 
 
 def snapshot(folder: Path) -> dict[str, tuple[Any, ...]]:
-    """Return what is known of every file below a folder: a change of any changes it."""
+    """Return the metadata and content digest of every file below a directory."""
     found: dict[str, tuple[Any, ...]] = {}
     for path in [folder, *folder.rglob("*")]:
         entry = path.lstat()
@@ -117,7 +115,7 @@ def snapshot(folder: Path) -> dict[str, tuple[Any, ...]]:
 
 
 def _make_runs(folder: Path) -> None:
-    """Make the runs that cases copy."""
+    """Create the runs that cases copy."""
     config = REPOSITORY / "configs" / "smoke.yaml"
     wanted = [(folder / ending, "damaged", actions) for ending, actions in ENDINGS.items()]
     for runs, name, actions in [*wanted, (folder, "whole", FAKES)]:
@@ -133,7 +131,7 @@ def _make_runs(folder: Path) -> None:
 
 
 def _timeless(line: str) -> str:
-    """Return a line of a ledger or of metrics as every run of a seed has it."""
+    """Return a line of a ledger or of metrics with fixed times."""
     fields = json.loads(line)
     stamp = "2026-01-01T00:00:00.000+00:00" if "stage" in fields else 1.7e9 + fields["step"]
     fields |= {"time": stamp, **({"seconds": 0.5} if "seconds" in fields else {})}
@@ -141,7 +139,7 @@ def _timeless(line: str) -> str:
 
 
 def _commands(random: Random, damaged: Path) -> list[list[str]]:
-    """Return the commands of a case, the damaged run in each."""
+    """Return the commands of a case."""
     stage, name = random.choice(STAGES), random.choice(["damaged", str(damaged)])
     log = random.choice([[], [], ["--rank", "1"], ["--engine", "0"]])
     runs = random.choice([["damaged", "whole"], ["whole", "damaged"]])
@@ -156,11 +154,11 @@ def _commands(random: Random, damaged: Path) -> list[list[str]]:
 
 
 def _damage(random: Random, run: Path) -> str:
-    """Damage a run in one place. Return what was done, for a person."""
+    """Damage a run in one place. Return a description of the damage."""
     known = sorted(path for path in run.rglob("*") if "job.json" not in path.name)
     files = [path for path in known if path.is_file() and not path.is_symlink()]
     path = random.choice([*files, random.choice(known)]) if random.random() < 0.5 else None
-    # Most files are logs and locks; the ones with structure have most of the code behind them.
+    # Most files are logs and locks, but most code reads the structured ones.
     structured = [p for p in files if p.suffix in (".json", ".jsonl", ".yaml")]
     path = path or random.choice(structured or files or [run])
     whole = [_replaced, _renamed, _with_another]
@@ -170,7 +168,7 @@ def _damage(random: Random, run: Path) -> str:
 
 
 def _json(random: Random, path: Path) -> str:
-    """Put another value or another key into a JSON file, or into a line of one."""
+    """Change a value or a key in a JSON file, or in a line of a JSON Lines file."""
     lines = path.read_text(errors="replace").split("\n") if path.suffix == ".jsonl" else []
     at = random.randrange(len(lines)) if lines else 0
     try:
@@ -188,7 +186,7 @@ def _json(random: Random, path: Path) -> str:
             holder[random.choice(TEXTS)] = kept
     else:
         holder[name] = value
-    # A placeholder, since json writes nothing as deep as a file may be.
+    # A placeholder: json.dumps does not write such depths.
     text = json.dumps(tree).replace('"deep"', _deep(random))
     path.write_text("\n".join([*lines[:at], text, *lines[at + 1 :]]) if lines else text)
     return f"{name}"
@@ -205,7 +203,7 @@ def _deep(random: Random) -> str:
 
 
 def _nodes(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield every place in a JSON value, as what holds it and its key there."""
+    """Yield every node of a JSON value as its container and its key in it."""
     names: Any = tree if isinstance(tree, dict) else ()
     for name in range(len(tree)) if isinstance(tree, list) else names:
         yield tree, name
@@ -213,7 +211,7 @@ def _nodes(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _line(random: Random, path: Path) -> str:
-    """Drop, repeat or swap lines, or add one."""
+    """Delete, repeat or replace lines, or add one."""
     lines = path.read_bytes().split(b"\n")
     event: dict[str, Any] = {"time": "2026-01-01T00:00:00+00:00"}
     event |= {"state": random.choice(["done", "failed", "running", "submitted", "x"])}
@@ -234,7 +232,7 @@ def _bytes(random: Random, path: Path) -> str:
 
 
 def _replaced(random: Random, path: Path) -> str:
-    """Put something that is no such file in its place."""
+    """Replace a file with something else."""
     _remove(path)
     kinds = ["nothing", "nothing", "folder", "fifo", "loop", "dangling", "zero", "empty"]
     kind = random.choice(kinds)
@@ -259,7 +257,7 @@ def _renamed(random: Random, path: Path) -> str:
 
 
 def _with_another(random: Random, path: Path) -> str:
-    """Add a file or a folder beside it, or in it."""
+    """Add a file or a directory next to it, or in it."""
     new = (path if path.is_dir() else path.parent) / random.choice(NAMES)
     if os.path.lexists(new):
         return "nothing"

@@ -1,4 +1,4 @@
-"""A part of what `make fuzz` tries, and that the watchdog sees what goes wrong."""
+"""Some cases of `make fuzz`, and the failures that its watchdog detects."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from . import configs, run_directories, worker
 from .worker import REPOSITORY, FuzzStep, run
 
 
-def test_a_part_of_what_make_fuzz_tries() -> None:
+def test_some_cases_of_make_fuzz_pass() -> None:
     command = [sys.executable, "-m", "tests.fuzz", "--configs", "250", "--runs", "50", "--json"]
     found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert (found.returncode, found.stderr.count("FAILURE ")) == (0, 0), found.stderr
     report = json.loads(found.stdout)
     assert (report["configs"]["cases"], report["runs"]["cases"]) == (250, 50)
-    # Else the fuzzer tries only what the first check refuses.
+    # Else the fuzzer only reaches the first check.
     assert report["configs"]["outcomes"]["run: accepted"] > 25
     assert report["runs"]["outcomes"]["why: exit code 0"] > 25
 
 
 def faulty(number: int) -> Iterator[FuzzStep]:
-    """A case of each kind of failure, between others that are well."""
+    """Yield the steps of a case: each kind of failure, among passing ones."""
     yield FuzzStep("first", "accepted")
     if number == 1:
         time.sleep(600)
@@ -50,14 +50,14 @@ def faulty(number: int) -> Iterator[FuzzStep]:
     yield FuzzStep("second", "accepted")
 
 
-def test_hangs_deaths_and_tracebacks_are_found_and_the_rest_runs(
+def test_hangs_deaths_and_tracebacks_are_reported_and_other_cases_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(worker, "STEP_SECONDS", 0.5)
     monkeypatch.setattr(worker, "BLOCKED_SECONDS", 1.0)
     found = [(number, step.name, step.verdict) for number, step in run(faulty, range(7))]
-    well = {(number, name, "accepted") for number in (0, 6) for name in ("first", "second")}
-    assert set(found) == well | {(number, "first", "accepted") for number in range(7)} | {
+    passing = {(number, name, "accepted") for number in (0, 6) for name in ("first", "second")}
+    assert set(found) == passing | {(number, "first", "accepted") for number in range(7)} | {
         (1, "after first", "hang"),
         (2, "after first", "death"),
         (3, "case", "traceback"),
@@ -66,13 +66,13 @@ def test_hangs_deaths_and_tracebacks_are_found_and_the_rest_runs(
     }
 
 
-def test_a_case_depends_on_its_number_and_the_seed_alone() -> None:
+def test_a_case_depends_only_on_its_number_and_the_seed() -> None:
     one, same, other = (configs.generate(Random(f"configs {seed} 7")) for seed in (1, 1, 2))
     assert one == same
     assert one != other
 
 
-def test_a_file_that_changes_is_seen(tmp_path: Path) -> None:
+def test_a_changed_file_is_detected(tmp_path: Path) -> None:
     file = tmp_path / "a"
     file.write_text("x")
     before = run_directories.snapshot(tmp_path)
@@ -93,14 +93,14 @@ def test_every_failure_fails_the_fuzzer(verdict: str, monkeypatch: pytest.Monkey
     assert fuzz.main() == (verdict != "accepted")
 
 
-def test_a_command_that_changes_a_run_is_seen(
+def test_a_command_that_changes_a_run_is_detected(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def careless(command: list[str], runs: Path) -> FuzzStep:
         (runs / "damaged" / "left").touch()
         return FuzzStep(command[0], "exit code 0")
 
-    # Cases are for a process of their own: what they replace is put back after the test.
+    # Cases expect a process to themselves: what they replace is restored after the test.
     monkeypatch.setattr(cli, "parser", cli.parser)
     monkeypatch.setattr(commands, "PROGRAMS", commands.PROGRAMS)
     monkeypatch.setenv("PATH", "")

@@ -1,7 +1,7 @@
-"""A process that runs fuzz cases under a memory limit, and the watchdog that ends the stuck ones.
+"""A process that runs fuzz cases under a memory limit, and the watchdog that kills stuck ones.
 
-A case is a generator of steps. A step that neither ends nor yields in time is a failure like a
-traceback is: the process is killed, a new one is forked, and the next case runs.
+A case is a generator of steps. A step that does not end in time is a failure like a traceback: the
+process is killed, a new one is forked, and the next case runs.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-STEP_SECONDS = 5.0  # of processor time: this machine may be busy
-BLOCKED_SECONDS = 20.0  # asleep, which a step is not that only waits for its turn or for the disk
+STEP_SECONDS = 5.0  # of CPU time: this machine may be busy
+BLOCKED_SECONDS = 20.0  # in state S: a step that waits for a CPU or the disk is in R or D
 LOOK_SECONDS = 0.25
-MEMORY_BYTES = 3 << 30  # of address space beyond what a worker begins with
+MEMORY_BYTES = 3 << 30  # of address space beyond a worker's at its start
 REPOSITORY = Path(__file__).parents[2]
 FLOORS = tuple(f"{REPOSITORY}/{floor}/" for floor in ("pipeline", "stages", "parallel"))
-# What acts on a terminal or breaks a line: control characters, separators, marks that reorder text.
+# Characters that act on a terminal or break a line: control characters, separators, marks that reorder text.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 FAILURES = ("traceback", "hang", "death", "unclear", "control", "changed", "difference")
 
 
 @dataclass(frozen=True)
 class FuzzStep:
-    """The outcome of one step of a case: `verdict` is counted, and a failure where it is one of
-    FAILURES; `where` is what failures of one cause have in common."""
+    """The outcome of one step of a case, a failure if `verdict` is one of FAILURES.
+
+    Failures with one `where` have one cause.
+    """
 
     name: str
     verdict: str
@@ -51,19 +53,19 @@ Case = Callable[[int], Iterator[FuzzStep]]
 
 
 def raised(name: str, error: BaseException) -> FuzzStep:
-    """Return the step that an exception of no known class ended, with its traceback."""
+    """Return the failure of a step that raised an unexpected exception."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if _is_project(frame.filename)]
     place = own[-1] if own else frames[-1]
     file = os.path.relpath(place.filename, REPOSITORY)
     where = f"{type(error).__name__} at {file}:{place.lineno} in {place.name}"
-    # Of a RecursionError the ends say it all, and formatting all of it may take too long.
+    # A RecursionError's last frames suffice, and formatting all of them may take too long.
     text = "".join(traceback.format_exception(error, limit=-12))
     return FuzzStep(name, "traceback", where, text)
 
 
 def run(case: Case, numbers: Iterable[int]) -> Iterator[tuple[int, FuzzStep]]:
-    """Yield every step of every case, in order; a case that hangs or dies ends with a failure."""
+    """Yield every step of every case in order; a case that hangs or dies ends with a failure."""
     worker: _FuzzWorker | None = None
     for number in numbers:
         worker = worker or _FuzzWorker(case)
@@ -78,7 +80,7 @@ def run(case: Case, numbers: Iterable[int]) -> Iterator[tuple[int, FuzzStep]]:
 
 
 class _FuzzWorker:
-    """One forked process, and the watch over it."""
+    """A forked process and its watchdog."""
 
     def __init__(self, case: Case) -> None:
         fork = multiprocessing.get_context("fork")
@@ -109,14 +111,14 @@ class _FuzzWorker:
             yield step
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the process."""
         self._process.kill()
         self._process.join()
         self._pipe.close()
         self._stack.close()
 
     def _wait(self) -> str | None:
-        """Wait for the next message. Return how the step is stuck, or None when it is not."""
+        """Wait for the next message. Return why the step counts as stuck, or None."""
         asleep, used = 0.0, self._processor_seconds()
         while not self._pipe.poll(LOOK_SECONDS):
             if self._processor_seconds() - used >= STEP_SECONDS:

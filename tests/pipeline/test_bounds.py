@@ -18,7 +18,7 @@ from parallel.settings import LayoutSettings, ModelSettings, Settings
 from parallel.weights.needs import engine_violations
 from pipeline.report.memory import memory_report
 from stages.settings import RunSettings
-from tests.pipeline.test_config import faults
+from tests.pipeline.test_config import errors
 
 INTERNAL = {"EngineJob", "StageJob", "DomainCheckJob"}  # written by programs alone
 
@@ -62,7 +62,7 @@ def within(seconds: float) -> Iterator[None]:
 )
 def test_a_slip_in_a_size_is_one_clear_error_at_once(config: Path, key: str, value: int) -> None:
     with within(4):
-        found = faults(config, f"{key}={value}")
+        found = errors(config, f"{key}={value}")
     assert any(
         each.startswith(f"command line: {key}: should be less than or equal to ")
         and each.endswith(f", not {value}")
@@ -127,7 +127,7 @@ def test_divisors_of_large_sizes_are_found_at_once_and_few_are_shown(config: Pat
         found = dict(engine_violations(model, 17))
         [other] = [
             each
-            for each in faults(config, "model.key_value_heads=720720", "layout.tensor=19")
+            for each in errors(config, "model.key_value_heads=720720", "layout.tensor=19")
             if "model.key_value_heads = 720720" in each
         ]
     assert found["engine.tensor"].endswith(

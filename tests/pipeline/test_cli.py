@@ -31,7 +31,7 @@ def test_faults_are_listed_on_standard_error(braid: Braid, config: Path) -> None
     code, out, err = braid("run", config, "--name", "other", "sed=1", "layout.rank=1")
     assert (code, out) == (1, "")
     assert err == (
-        "braid: the configuration has 2 faults:\n"
+        "braid: 2 configuration errors:\n"
         'command line: sed: unknown key; did you mean "seed"?\n'
         'command line: layout.rank: unknown key; did you mean "ranks"?\n'
     )
@@ -222,7 +222,7 @@ def test_a_run_that_cannot_be_read_hides_no_other(braid: Braid, config: Path, ru
     (runs / "old" / "run.yaml").write_text("nam: old\n")
     code, out, err = braid("status")
     assert (code, err) == (0, "")
-    assert out.startswith("old: the configuration has ")
+    assert out.startswith("old: 6 configuration errors:")
     assert 'run.yaml:1: nam: unknown key; did you mean "name"?\n' in out
     assert out.endswith("\nsmall: 2 done, 1 failed, 3 pending\n")
 

@@ -1,4 +1,4 @@
-"""What a person reads when a configuration is wrong, word for word, and what `extends` does."""
+"""Messages of configuration errors, word for word, and the behaviour of `extends`."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ JUDGE = (
 )
 
 
-def faults(path: Path, *overrides: str) -> list[str]:
-    """Every violation of a configuration, with the test's folder cut off."""
+def errors(path: Path, *overrides: str) -> list[str]:
+    """Return every violation of a configuration, paths relative to the test's directory."""
     with pytest.raises(ConfigError) as caught:
         load(path, overrides)
     return [str(violation).replace(f"{path.parent}/", "") for violation in caught.value.violations]
@@ -40,17 +40,17 @@ def edited(config: Path, old: str, new: str) -> Path:
 
 
 def own(function: str) -> str:
-    """An override that gives a domain a reward of one's own."""
+    """Return an override that gives a domain a custom Python reward."""
     return f"domains.sums.rewards={{own: {{kind: python, function: {function}}}}}"
 
 
 def rewards(reward: str) -> str:
-    """An override that gives a domain one reward, called a."""
+    """Return an override that gives a domain one reward, called a."""
     return f"domains.sums.rewards={{a: {reward}}}"
 
 
 def judge(**changes: object) -> str:
-    """The same, of a judge."""
+    """Return an override that gives a domain one judge, called a."""
     settings = {"kind": "judge", "base_url": "http://x/v1", "model": "m", "rubric": "{response}?"}
     return rewards(json.dumps({**settings, **changes}))
 
@@ -61,7 +61,7 @@ def line_of(path: Path, text: str) -> int:
 
 
 @pytest.mark.parametrize("name", ["quickstart", "smoke"])
-def test_the_shipped_configurations_are_valid(name: str, tmp_path: Path) -> None:
+def test_shipped_configurations_are_valid(name: str, tmp_path: Path) -> None:
     settings = load(REPOSITORY / "configs" / f"{name}.yaml")
     resolved = tmp_path / "run.yaml"
     resolved.write_text(dump_resolved(settings))
@@ -76,29 +76,29 @@ def test_the_shipped_configurations_are_valid(name: str, tmp_path: Path) -> None
         ("seed: 0", "seed: true", "seed: should be a valid integer, not true"),
         ("seed: 0", "seed:", "seed: should be a valid integer, not null"),
         ("seed: 0", "seed: [1]", "seed: should be a valid integer, not [1]"),
-        ("seed: 0", "seed: 0\nseed: 1", "seed: the key is given twice in this mapping"),
-        ("seed: 0", "seed: .inf", "seed: inf is not a finite number, text, true, false or null"),
+        ("seed: 0", "seed: 0\nseed: 1", "seed: duplicate key in this mapping"),
+        ("seed: 0", "seed: .inf", "seed: inf is not finite; use a finite number"),
         ("seed: 0", "layout: 2", "layout: should be a mapping of keys to values, not 2"),
         ("seed: 0", "seed: {a: 1}", "seed: should be a valid integer, not a mapping"),
         (
             "seed: 0",
             "model: {initial_weights: nowhere}",
-            "model.initial_weights: no such folder: nowhere",
+            "model.initial_weights: no such directory: nowhere",
         ),
         ("seed: 0", "seed: 0\nx: *y", "not valid YAML: aliases are not supported"),
         ("seed: 0", "seed: 0: 1", "not valid YAML: mapping values are not allowed here"),
     ],
 )
-def test_one_fault_is_one_line_with_its_place(
+def test_an_error_is_one_line_with_its_location(
     config: Path, old: str, new: str, message: str
 ) -> None:
     base = config.with_name("base.yaml")
     config.rename(base)
     config.write_text(f"# a comment\nextends: base.yaml\n{old}\n")
     edited(config, old, new)
-    found = faults(config)
-    assert any(message in fault for fault in found), found
-    assert all(fault.startswith(("small.yaml:3: ", "small.yaml:4: ")) for fault in found)
+    found = errors(config)
+    assert any(message in error for error in found), found
+    assert all(error.startswith(("small.yaml:3: ", "small.yaml:4: ")) for error in found)
 
 
 def test_a_mistyped_key_in_an_extended_file_is_reported_there(config: Path) -> None:
@@ -106,32 +106,32 @@ def test_a_mistyped_key_in_an_extended_file_is_reported_there(config: Path) -> N
     domain.write_text("prompts: {dataset: chain_sum}\nobjective:\n  kl:\n    coeficient: 0.1\n")
     edited(config, "prompts: {dataset: chain_sum}", "extends: sums.yaml")
     message = 'objective.kl.coeficient: unknown key; did you mean "coefficient"?'
-    assert faults(config) == [f"sums.yaml:4: domains.sums.{message}"]
+    assert errors(config) == [f"sums.yaml:4: domains.sums.{message}"]
 
 
-def test_all_errors_of_the_schema_are_listed_at_once_and_then_all_of_the_rules(
+def test_schema_errors_are_reported_together_and_hide_broken_rules(
     config: Path,
 ) -> None:
     edited(config, "name: small", "nam: small")
     edited(config, "expert: 2", "expert: 3")
     edited(config, "steps: 2", "steps: two")
-    assert faults(config, "engine.max_model_tokens=20") == [
+    assert errors(config, "engine.max_model_tokens=20") == [
         "small.yaml:1: name: required key is missing",
         'small.yaml:1: nam: unknown key; did you mean "name"?',
         'small.yaml:15: cold_start.loop.steps: should be a valid integer, not "two"',
     ]
     edited(config, "nam: small", "name: small")
     edited(config, "steps: two", "steps: 2")
-    assert faults(config, "engine.max_model_tokens=20") == [
+    assert errors(config, "engine.max_model_tokens=20") == [
         "small.yaml:12: layout.expert: 3 does not divide model.experts = 8; use one of "
         "[1, 2, 4, 8]",
         "small.yaml:12: layout.expert: expert 3 does not divide layout.ranks = 2",
-        "small.yaml:17: domains.sums.sampling.max_response_tokens: 24 leaves no room for a prompt: "
-        "it should be less than engine.max_model_tokens = 20",
+        "small.yaml:17: domains.sums.sampling.max_response_tokens: 24 leaves no room for a prompt; "
+        "it must be less than engine.max_model_tokens = 20",
         "small.yaml:21: domains.words.sampling.max_response_tokens: 24 leaves no room for a "
-        "prompt: it should be less than engine.max_model_tokens = 20",
-        "small.yaml:25: merge.sampling.max_response_tokens: 24 leaves no room for a prompt: it "
-        "should be less than engine.max_model_tokens = 20",
+        "prompt; it must be less than engine.max_model_tokens = 20",
+        "small.yaml:25: merge.sampling.max_response_tokens: 24 leaves no room for a prompt; it "
+        "must be less than engine.max_model_tokens = 20",
     ]
 
 
@@ -139,15 +139,18 @@ def test_all_errors_of_the_schema_are_listed_at_once_and_then_all_of_the_rules(
     ("override", "message"),
     [
         ("layout.expert=16", "layout.expert: 16 does not divide model.experts = 8"),
-        ("layout.ranks=66", "domains: all demonstrations.sequences_per_step together are 64, less"),
+        ("layout.ranks=66", "domains: the sum of demonstrations.sequences_per_step is 64, less"),
         ("layout.ranks=34", "merge.sampling.prompts_per_step: 32 prompts x 1 samples in 1 updates"),
         ("evaluation.problems=1", "evaluation.problems: 1 is less than the 2 data-parallel ranks"),
         ("model.max_positions=32", "engine.max_model_tokens: 64 is more than model.max_positions"),
         ("engine.tensor=3", "engine.tensor: 3 does not divide model.attention_heads = 4"),
-        ("engine={count: 9999, placement: own}", "engine.placement: own needs 10000 cores, one"),
+        (
+            "engine={count: 9999, placement: own}",
+            "engine.placement: own needs 10000 CPU cores, one",
+        ),
         (
             "engine={kv_cache_mebibytes: 1, max_model_tokens: 99}\tmodel.layers=16",
-            "engine.kv_cache_mebibytes: 1 hold the keys and values of 96 tokens, less than engine",
+            "engine.kv_cache_mebibytes: 1 MiB cache the keys and values of 96 tokens, less than e",
         ),
         ("domains.sums.sampling.temperature=0.009", "should be greater than or equal to 0.01, not"),
         ("merge.sampling.temperature=2.1", "merge.sampling.temperature: should be less than or eq"),
@@ -163,17 +166,20 @@ def test_all_errors_of_the_schema_are_listed_at_once_and_then_all_of_the_rules(
             "model={family: glm4_moe, architecture: {n_group: two}}",
             'model.architecture.n_group: should be a valid integer, not "two"',
         ),
-        ("model.vocabulary_size=96", "model.vocabulary_size: 96 should be 80, the number of ids"),
+        (
+            "model.vocabulary_size=96",
+            "model.vocabulary_size: 96 must be 80, the number of token ids",
+        ),
         ("domains.sums.sampling.group_size=1", "a group of one has no advantage"),
         ("domains.sums.updates_per_rollout=3", "3 does not divide domains.sums.sampling.prompts_p"),
         (
             "merge.rollout={mode: overlap, max_staleness: 2}",
-            "merge.rollout.max_staleness: 2 should be",
+            "merge.rollout.max_staleness: 2 must be 1: overlap samples each step with",
         ),
-        ("merge.rollout.max_staleness=2", "2 changes nothing: sync leaves no sample for a later"),
+        ("merge.rollout.max_staleness=2", "2 has no effect: sync keeps no sample for a later"),
         ("merge.rollout={oversampling: 2}", "merge.rollout.oversampling: unknown key"),
         ("domains.sums.rollout.mode=asink", "should be 'sync', 'overlap' or 'async'"),
-        ("domains.words.prompts.held_out_fraction=0.5", "0.5 should be 0.25, as that of domains.s"),
+        ("domains.words.prompts.held_out_fraction=0.5", "0.5 must be 0.25, as in domains.sums, or"),
         (own("stages.domains.reward:exact"), "no module stages.domains.reward in"),
         (own("stages.data.prompts:exakt"), "prompts.py defines no exakt"),
         (rewards("{kind: math, weight: 0}"), "domains.sums.rewards: every weight is 0, so that no"),
@@ -192,7 +198,7 @@ def test_all_errors_of_the_schema_are_listed_at_once_and_then_all_of_the_rules(
         ),
         (
             "merge.sampling={prompts_per_step: 2000, group_size: 1000}",
-            "merge.sampling.prompts_per_step: 2000 prompts x 1000 samples are 2000000 a step; at ",
+            "merge.sampling.prompts_per_step: 2000 prompts x 1000 samples are 2000000 per step; at",
         ),
         ("merge.loop.steps=1000000000000", "steps: should be less than or equal to 1000000, not"),
         ("rewards.workers=1000000", "rewards.workers: should be less than or equal to 1024, not"),
@@ -220,7 +226,7 @@ def test_all_errors_of_the_schema_are_listed_at_once_and_then_all_of_the_rules(
             "domains.sums.rewards.a.scripts.0: should",
         ),
         ("domains.sums.rewards={}", "domains.sums.rewards: should have at least 1 item"),
-        ("domains.sums.rewards={a b: {kind: math}}", "a reward's name is made of letters, digits,"),
+        ("domains.sums.rewards={a b: {kind: math}}", "a reward's name must be letters, digits, _"),
         (judge(lowest=10), "domains.sums.rewards.a.lowest: 10 must be less than highest = 10"),
         (judge(verdict="good"), "a.verdict: should have a group, (...), which is the score"),
         (judge(base_url="http://"), "a.base_url: string should match pattern"),
@@ -289,23 +295,23 @@ def test_all_errors_of_the_schema_are_listed_at_once_and_then_all_of_the_rules(
             "domains.sums.reward=a:b",
             "domains.sums.reward: renamed to rewards: {NAME: {kind: python, function: package.",
         ),
-        ("merge.optimizer.warmup_steps=2", "2 should be less than the 2 updates of merge.loop.ste"),
-        ("domains.sums.optimizer.warmup_steps=2", "2 should be less than the 2 updates of domai"),
+        ("merge.optimizer.warmup_steps=2", "2 must be less than the 2 updates of merge.loop.step"),
+        ("domains.sums.optimizer.warmup_steps=2", "2 must be less than the 2 updates of domains"),
     ],
 )
 def test_rules_between_blocks(config: Path, override: str, message: str) -> None:
-    assert any(message in fault for fault in faults(config, *override.split("\t")))
+    assert any(message in error for error in errors(config, *override.split("\t")))
 
 
-def test_a_key_that_has_another_name_now_says_so_where_it_stands(config: Path) -> None:
+def test_a_renamed_key_is_reported_at_its_line(config: Path) -> None:
     edited(
         config, "prompts: {dataset: chain_sum}", "prompts: {dataset: chain_sum}\n    reward: a:b"
     )
-    [fault] = faults(config)
-    assert fault.startswith("small.yaml:19: domains.sums.reward: renamed to rewards: {NAME: ")
+    [error] = errors(config)
+    assert error.startswith("small.yaml:19: domains.sums.reward: renamed to rewards: {NAME: ")
 
 
-def test_several_rewards_are_kept_as_they_are_written(config: Path) -> None:
+def test_several_rewards_round_trip(config: Path) -> None:
     settings = load(config, ["domains.sums.rewards={right: {kind: math}, b: {kind: length}}"])
     assert [reward.unfinished for reward in settings.domains["sums"].rewards.values()] == [
         "zero",
@@ -316,16 +322,17 @@ def test_several_rewards_are_kept_as_they_are_written(config: Path) -> None:
     assert load(config) == settings
 
 
-def test_what_cannot_be_repeated_is_not_called_deterministic(config: Path) -> None:
-    found = faults(
+def test_a_deterministic_run_rejects_what_is_not_reproducible(config: Path) -> None:
+    found = errors(
         config,
         "deterministic=true",
         "merge.rollout.mode=async",
         "domains.sums.rollout={mode: overlap, oversampling: 1.5}",
     )
-    assert [fault.partition(" cannot be repeated")[0] for fault in found] == [
+    assert [error.partition(" is not reproducible bit for bit")[0] for error in found] == [
         "command line: domains.sums.rollout.mode: overlap",
-        "command line: domains.sums.rollout.oversampling: 1.5 takes what ends first, which",
+        "command line: domains.sums.rollout.oversampling: 1.5 takes the groups that finish first, "
+        "which",
         "command line: merge.rollout.mode: async",
     ]
     load(config, ["deterministic=true", "domains.sums.rollout.dynamic_sampling=2"])
@@ -333,29 +340,29 @@ def test_what_cannot_be_repeated_is_not_called_deterministic(config: Path) -> No
     load(config, ["domains.sums.rollout={oversampling: 1.5, max_staleness: 2}"])
 
 
-def test_what_every_rank_and_every_update_needs(config: Path) -> None:
+def test_every_rank_and_update_needs_a_sample(config: Path) -> None:
     sampling = "domains.sums.sampling={prompts_per_step: 2, group_size: 2}"
     several = [sampling, "domains.sums.updates_per_rollout=2"]
     load(config, [*several, "domains.sums.optimizer.warmup_steps=3"])
-    assert faults(config, *several, "layout.ranks=4") == [
+    assert errors(config, *several, "layout.ranks=4") == [
         "command line: domains.sums.sampling.prompts_per_step: 2 prompts x 2 samples in 2 updates "
-        "make 2 an update, less than the 4 data-parallel ranks of layout, and each needs one"
+        "are 2 per update, less than the 4 data-parallel ranks of layout; each needs at least one"
     ]
     load(config, ["layout={ranks: 6, expert: 2}"])
     load(config, [*several, "layout={ranks: 8, tensor: 2, pipeline: 2}"])
 
 
-def test_the_old_key_of_the_domains_names_the_new_one(config: Path) -> None:
+def test_the_former_key_of_domains_names_the_new_one(config: Path) -> None:
     config = edited(config, "\ndomains:\n", "\nexperts:\n")
-    assert faults(config) == ["small.yaml:16: experts: renamed to domains"]
+    assert errors(config) == ["small.yaml:16: experts: renamed to domains"]
     config = edited(config, "\nexperts:\n", "\ndomains:\n")
     old = ("experts.sums.loop.steps=3", "experts.words.loop.steps=3", "experts={}")
     for override in old:
-        assert faults(config, override) == ["command line: experts: renamed to domains"]
-    assert faults(config, *old) == ["command line: experts: renamed to domains"]
+        assert errors(config, override) == ["command line: experts: renamed to domains"]
+    assert errors(config, *old) == ["command line: experts: renamed to domains"]
     child = config.with_name("child.yaml")
     child.write_text("extends: small.yaml\nexperts: {sums: {loop: {steps: 3}}}\n")
-    assert faults(child) == ["child.yaml:2: experts: renamed to domains"]
+    assert errors(child) == ["child.yaml:2: experts: renamed to domains"]
 
 
 @pytest.mark.parametrize(
@@ -385,20 +392,20 @@ def test_the_old_key_of_the_domains_names_the_new_one(config: Path) -> None:
         ),
         ("seed=-1", "seed: should be greater than or equal to 0, not -1"),
         ("seed.low=1", "seed: should be a valid integer, not a mapping"),
-        ("seed", "seed: an override is written dotted.key=value"),
-        (".seed=1", ".seed=1: an override is written dotted.key=value"),
+        ("seed", "seed: an override must be written dotted.key=value"),
+        (".seed=1", ".seed=1: an override must be written dotted.key=value"),
         ("seed=[", "seed: not a YAML value: expected the node content, but found '<stream end>'"),
     ],
 )
 def test_a_wrong_override_is_reported(config: Path, override: str, message: str) -> None:
-    assert faults(config, override) == [f"command line: {message}"]
+    assert errors(config, override) == [f"command line: {message}"]
 
 
-def test_a_mistyped_key_of_one_ratio_is_reported_where_it_stands(config: Path) -> None:
+def test_a_mistyped_key_of_a_ratio_is_reported_at_its_line(config: Path) -> None:
     old = "prompts: {dataset: chain_sum}"
     edited(config, old, f"{old}\n    objective: {{ratio: {{name: token, clip_hi: 1}}}}")
     message = 'ratio.clip_hi: unknown key; did you mean "clip_high"?'
-    assert faults(config) == [f"small.yaml:19: domains.sums.objective.{message}"]
+    assert errors(config) == [f"small.yaml:19: domains.sums.objective.{message}"]
 
 
 @pytest.mark.parametrize(
@@ -409,19 +416,19 @@ def test_a_mistyped_key_of_one_ratio_is_reported_where_it_stands(config: Path) -
         ("domains.sums.objective.ratio={}", SequenceRatioSettings(clip_high=4e-4)),
     ],
 )
-def test_each_ratio_has_clips_of_its_own(config: Path, override: str, ratio: object) -> None:
+def test_each_ratio_has_its_own_clip_defaults(config: Path, override: str, ratio: object) -> None:
     settings = load(config, [override])
     assert settings.domains["sums"].objective.ratio == ratio
     config.write_text(dump_resolved(settings))
     assert load(config) == settings
 
 
-def test_a_judges_key_lies_beside_the_file_that_names_it(config: Path) -> None:
-    folder = config.parent / "domains"
-    folder.mkdir()
-    (folder / "key").write_text("secret")
+def test_a_judges_key_file_is_relative_to_the_file_that_names_it(config: Path) -> None:
+    directory = config.parent / "domains"
+    directory.mkdir()
+    (directory / "key").write_text("secret")
     judge = "{kind: judge, base_url: 'http://x/v1', model: m, rubric: '{response}?', "
-    (folder / "_base.yaml").write_text(f"rewards: {{a: {judge}api_key_file: key}}}}\n")
+    (directory / "_base.yaml").write_text(f"rewards: {{a: {judge}api_key_file: key}}}}\n")
     edited(
         config,
         "prompts: {dataset: chain_sum}",
@@ -430,22 +437,22 @@ def test_a_judges_key_lies_beside_the_file_that_names_it(config: Path) -> None:
     )
     rewards = load(config).domains["sums"].rewards
     files = [rewards[name].api_key_file for name in "ab"]  # type: ignore[union-attr]
-    assert files == [folder / "key"] * 2
-    (folder / "key").unlink()
-    missing = f"a.api_key_file: no such file: {folder / 'key'}".replace(f"{config.parent}/", "")
-    assert any(missing in each for each in faults(config))
+    assert files == [directory / "key"] * 2
+    (directory / "key").unlink()
+    missing = f"a.api_key_file: no such file: {directory / 'key'}".replace(f"{config.parent}/", "")
+    assert any(missing in each for each in errors(config))
 
 
-def test_validate_says_that_a_key_goes_unencrypted(
+def test_validate_warns_of_a_key_sent_unencrypted(
     config: Path, braid: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("A_KEY", "secret")
-    for url, told in (("http://node7/v1", 1), ("http://127.0.0.1:80/v1", 0), ("https://x/v1", 0)):
+    for url, count in (("http://node7/v1", 1), ("http://127.0.0.1:80/v1", 0), ("https://x/v1", 0)):
         given = judge(base_url=url, api_key_variable="A_KEY")
         code, out, _ = braid("validate", str(config), given)
         assert code == 0
         line = "domains.sums.rewards.a.base_url: the key goes to node7 unencrypted; use https\n"
-        assert out.count(line) == told
+        assert out.count(line) == count
 
 
 @pytest.mark.parametrize(
@@ -459,15 +466,15 @@ def test_validate_says_that_a_key_goes_unencrypted(
         "https://judge/@team/v1",
     ],
 )
-def test_addresses_that_a_judge_may_have(config: Path, url: str) -> None:
+def test_valid_base_urls_of_a_judge(config: Path, url: str) -> None:
     load(config, [judge(base_url=url)])
 
 
-def test_the_merge_takes_one_sample_a_prompt(config: Path) -> None:
+def test_the_merge_samples_one_response_per_prompt(config: Path) -> None:
     assert load(config, ["merge.sampling.prompts_per_step=16"]).merge.sampling.group_size == 1
 
 
-def test_overrides_lie_over_the_file_in_order(config: Path) -> None:
+def test_overrides_apply_to_the_file_in_order(config: Path) -> None:
     overrides = [
         "domains.sums.objective.kl.coefficient=1e-3",
         "domains.sums.prompts.config.max_terms=4",
@@ -485,10 +492,10 @@ def test_overrides_lie_over_the_file_in_order(config: Path) -> None:
 
 
 def test_extends_merges_mappings_and_replaces_lists(config: Path) -> None:
-    folder = config.parent / "domains"
-    folder.mkdir()
-    (folder / "_base.yaml").write_text("optimizer: {learning_rate: 1, betas: [0.1, 0.2]}\n")
-    (folder / "sums.yaml").write_text(
+    directory = config.parent / "domains"
+    directory.mkdir()
+    (directory / "_base.yaml").write_text("optimizer: {learning_rate: 1, betas: [0.1, 0.2]}\n")
+    (directory / "sums.yaml").write_text(
         "extends: _base.yaml\nprompts: {config: {min_terms: 1, max_terms: 1}}\n"
     )
     edited(
@@ -510,8 +517,8 @@ def test_a_mistyped_choice_hides_no_mistyped_key(config: Path) -> None:
         "prompts: {dataset: chain_sum}\n    objective:\n      ratio:\n        name: gpso\n"
         "        clip_hihg: 1\n        cap: 2\n    rewards: {a: {kind: mth, boxt: true}}",
     )
-    found = faults(config, "merge.loop.stepz=3")
-    assert [fault.partition(": should")[0] for fault in found] == [
+    found = errors(config, "merge.loop.stepz=3")
+    assert [error.partition(": should")[0] for error in found] == [
         'command line: merge.loop.stepz: unknown key; did you mean "steps"?',
         "small.yaml:21: domains.sums.objective.ratio.name",
         "small.yaml:22: domains.sums.objective.ratio.clip_hihg: unknown key; did you mean "
@@ -521,42 +528,42 @@ def test_a_mistyped_choice_hides_no_mistyped_key(config: Path) -> None:
     ]
 
 
-def test_files_that_extend_each_other_are_refused(config: Path) -> None:
+def test_files_that_extend_each_other_are_an_error(config: Path) -> None:
     config.with_name("other.yaml").write_text("seed: 1\nextends: small.yaml\n")
     edited(config, "name: small", "name: small\nextends: other.yaml")
-    assert [fault.replace(f"{config.parent}/", "") for fault in faults(config)] == [
+    assert [error.replace(f"{config.parent}/", "") for error in errors(config)] == [
         "other.yaml:2: extends: small.yaml extends itself through this line"
     ]
 
 
-def test_a_long_chain_of_files_is_refused(config: Path) -> None:
+def test_a_long_chain_of_extends_is_an_error(config: Path) -> None:
     for number in range(200):
         below = config.with_name(f"c{number}.yaml")
         below.write_text(f"extends: c{number + 1}.yaml\n")
     config.with_name("c200.yaml").write_text("seed: 1\n")
     edited(config, "name: small", "name: small\nextends: c0.yaml")
-    assert faults(config) == [
+    assert errors(config) == [
         "c30.yaml:1: extends: more than 32 files extend one another; shorten the chain"
     ]
 
 
-def test_a_cycle_that_is_met_many_times_is_reported_up_to_a_bound(config: Path) -> None:
+def test_reports_of_one_cycle_of_extends_are_limited(config: Path) -> None:
     for number in range(4):
         entries = "".join(f"k{key}: {{extends: c{(number + 1) % 4}.yaml}}\n" for key in range(10))
         config.with_name(f"c{number}.yaml").write_text(entries)
     edited(config, "name: small", "name: small\nextends: c0.yaml")
-    found = [fault for fault in faults(config) if "extends itself" in fault]
+    found = [error for error in errors(config) if "extends itself" in error]
     assert len(found) == 1000
 
 
-def test_missing_files_are_named_and_hide_no_other_fault(config: Path) -> None:
+def test_missing_files_are_reported_with_the_other_errors(config: Path) -> None:
     edited(config, "prompts: {dataset: chain_sum}", "extends: none.yaml")
     edited(config, "steps: 2", "steps: two")
-    assert faults(config) == [
+    assert errors(config) == [
         'small.yaml:15: cold_start.loop.steps: should be a valid integer, not "two"',
         "small.yaml:18: domains.sums.extends: no such file: none.yaml",
     ]
-    assert faults(config.with_name("absent.yaml"), "seed=1") == [
+    assert errors(config.with_name("absent.yaml"), "seed=1") == [
         "absent.yaml: cannot be read: No such file or directory"
     ]
 
@@ -570,16 +577,16 @@ def test_missing_files_are_named_and_hide_no_other_fault(config: Path) -> None:
         ("domains.sums.rewards.j.api_key_file", JUDGE),
     ],
 )
-def test_a_path_that_cannot_be_looked_up_is_an_error_of_its_key(
-    config: Path, key: str, value: str
-) -> None:
+def test_an_unreadable_path_is_an_error_of_its_key(config: Path, key: str, value: str) -> None:
     block = key.removesuffix(".path").removesuffix(".j.api_key_file")
-    [fault] = faults(config, f"{block}={value.format('x' * 300)}")
-    assert fault.startswith(f"command line: {key}: ")
-    assert fault.endswith("x cannot be read: File name too long")
+    [error] = errors(config, f"{block}={value.format('x' * 300)}")
+    assert error.startswith(f"command line: {key}: ")
+    assert error.endswith("x cannot be read: File name too long")
 
 
-def test_initial_weights_stand_beside_the_file_that_states_them(config: Path, start: Path) -> None:
+def test_initial_weights_are_relative_to_the_file_that_names_them(
+    config: Path, start: Path
+) -> None:
     models = config.parent / "models"
     models.mkdir()
     start.rename(models / "start")
@@ -588,7 +595,7 @@ def test_initial_weights_stand_beside_the_file_that_states_them(config: Path, st
     assert load(config).model.initial_weights == models / "start"
 
 
-def test_a_run_can_be_read_where_it_could_not_start(config: Path) -> None:
+def test_a_run_is_readable_where_it_could_not_start(config: Path) -> None:
     settings = load(config)
     model = settings.model.model_copy(update={"initial_weights": Path("/removed")})
     words = settings.domains["words"].model_copy(
@@ -598,7 +605,7 @@ def test_a_run_can_be_read_where_it_could_not_start(config: Path) -> None:
     elsewhere = settings.model_copy(update={"model": model, "domains": domains})
     config.write_text(dump_resolved(elsewhere))
     assert load(config, to_start=False) == elsewhere
-    assert len(faults(config)) == 2
+    assert len(errors(config)) == 2
 
 
 def test_differing_keys_name_both_values(config: Path) -> None:
@@ -610,7 +617,7 @@ def test_differing_keys_name_both_values(config: Path) -> None:
     }
 
 
-def test_a_runs_settings_are_read_as_run_yaml_has_them(config: Path, run: RunDirectory) -> None:
+def test_a_runs_settings_are_those_of_run_yaml(config: Path, run: RunDirectory) -> None:
     settings = load(config)
     Run(run.path, settings).write_settings()
     assert Run.read(run.path).settings == settings

@@ -107,9 +107,10 @@ def test_a_starter_for_files_names_exactly_what_to_fill_in(
     places = [number for number, line in enumerate(lines, 1) if "FILL IN" in line]
     assert code == 1
     assert err == (
-        "braid: the configuration has 2 faults:\n"
-        f"{path}:{places[0]}: domains.mine.prompts.path: no file at {tmp_path}/data/mine.{source}\n"
-        f"{path}:{places[1]}: domains.mine.demonstrations.path: no file at "
+        "braid: 2 configuration errors:\n"
+        f"{path}:{places[0]}: domains.mine.prompts.path: no such file: "
+        f"{tmp_path}/data/mine.{source}\n"
+        f"{path}:{places[1]}: domains.mine.demonstrations.path: no such file: "
         f"{tmp_path}/data/mine_demonstrations.{source}\n"
     )
 

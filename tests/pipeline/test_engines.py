@@ -212,7 +212,7 @@ def test_engines_get_their_cores(engine: dict[str, Any], shared: Cores) -> None:
 
 def test_the_ranks_need_a_core_too() -> None:
     engine = EngineSettings(placement="own", count=2)
-    with pytest.raises(BraidError, match=r"placement: own needs 3 cores, .* and here are 2;"):
+    with pytest.raises(BraidError, match=r"placement: own needs 3 CPU cores, .* 2 available;"):
         share_out(engine, [0, 1])
 
 

@@ -285,7 +285,7 @@ def test_a_flipped_bit_of_run_yaml_starts_nothing(finished: RunDirectory, braid:
     finished.settings_file.write_bytes(flipped(whole, whole.index(b"seed")))
     code, _, err = braid("status", "small")
     assert code == 1
-    assert err.startswith("braid: the configuration has 1 fault:\n")
+    assert err.startswith("braid: 1 configuration error:\n")
     assert "small/run.yaml:" in err
     assert ': weed: unknown key; did you mean "seed"?\n' in err
     finished.settings_file.write_bytes(whole)

@@ -1,8 +1,8 @@
-"""What `braid validate` says of wrong configurations, whole and word for word: golden/.
+"""The whole output of `braid validate` for invalid configurations, in golden/.
 
-A case is golden/NAME.yaml, which may begin with a line `# overrides: KEY=VALUE ...`; a name that
-begins with _ is of a file that cases use. What is to be printed stands in golden/NAME.txt. When a
-message has changed, `make golden` writes these anew: read their diff, it is what a person will see.
+A case is golden/NAME.yaml, which may begin with a line `# overrides: KEY=VALUE ...`; its output is
+golden/NAME.txt. Files that cases extend begin with _. After a change of a message `make golden`
+rewrites the outputs; read their diff.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pipeline import cli
 GOLDEN = Path(__file__).parent / "golden"
 CASES = sorted(path.stem for path in GOLDEN.glob("[!_]*.yaml"))
 OVERRIDES = "# overrides: "
-# A line of a fault: where it was written, which key, and what is wrong with it.
-FAULT = re.compile(r"(command line|[\w./]+\.yaml(:\d+)?): .+")
+# A line of an error: its location, the key and the problem.
+ERROR = re.compile(r"(command line|[\w./]+\.yaml(:\d+)?): .+")
 
 
 def message(case: str) -> str:
-    """What a person reads, of a machine with two cores."""
+    """Return what `braid validate` prints on a machine with two cores."""
     path = Path(f"{case}.yaml")
     printed = io.StringIO()
     with (
@@ -42,7 +42,7 @@ def message(case: str) -> str:
 
 
 def renew() -> None:
-    """Write what is printed now."""
+    """Rewrite the outputs."""
     for old in GOLDEN.glob("*.txt"):
         old.unlink()
     for case in CASES:
@@ -50,29 +50,28 @@ def renew() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_message_is_the_one_that_was_agreed_on(case: str) -> None:
+def test_the_output_is_golden(case: str) -> None:
     assert message(case) == (GOLDEN / f"{case}.txt").read_text()
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_fault_has_its_place(case: str) -> None:
-    title, *faults = (GOLDEN / f"{case}.txt").read_text().splitlines()
-    assert title.startswith(f"braid: the configuration has {len(faults)} fault")
-    for fault in faults:
-        assert (found := FAULT.fullmatch(fault)), fault
-        assert found[1] == "command line" or found[2] or "cannot be read" in fault, fault
+def test_every_error_has_its_location(case: str) -> None:
+    title, *errors = (GOLDEN / f"{case}.txt").read_text().splitlines()
+    assert title.startswith(f"braid: {len(errors)} configuration error")
+    for error in errors:
+        assert (found := ERROR.fullmatch(error)), error
+        assert found[1] == "command line" or found[2] or "cannot be read" in error, error
 
 
-def test_a_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_file_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     with contextlib.chdir(GOLDEN):
         assert cli.main(["validate", "nowhere.yaml"]) == 1
     assert capsys.readouterr().err == (
-        "braid: the configuration has 1 fault:\n"
-        "nowhere.yaml: cannot be read: No such file or directory\n"
+        "braid: 1 configuration error:\nnowhere.yaml: cannot be read: No such file or directory\n"
     )
 
 
-def test_no_message_is_left_of_a_case_that_is_gone() -> None:
+def test_every_output_has_its_case() -> None:
     assert sorted(path.stem for path in GOLDEN.glob("*.txt")) == CASES
 
 

@@ -1,4 +1,4 @@
-"""Guards may change in a started run, the stop rule may not; a stage that ended early is done."""
+"""Guards may change in a started run, the stop rule may not; an early end counts as done."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_settings_survive_a_round_trip(config: Path) -> None:
         ("stop.window=1", "stop.at_least: required key is missing"),
         (
             "stop={metric: reward/exakt, at_least: 1, window: 1}",
-            'stop.metric: there is no reward exakt; did you mean "exact"?',
+            'stop.metric: no such reward: exakt; did you mean "exact"?',
         ),
         ("stop={at_least: 1}", "stop.window: 10 is more than loop.steps = 2, and only a full"),
         ("curriculum.name=frontiers", "curriculum.name: should be 'none' or 'frontier', not"),
@@ -79,12 +79,12 @@ def test_a_wrong_setting_is_reported(config: Path, override: str, message: str) 
     ("override", "message"),
     [
         ("sampling.group_size=1", "mixed.sampling.group_size: a group of one has no advantage"),
-        ("stop.metric=reward/exakt", "mixed.stop.metric: there is no reward exakt; did you mean"),
-        ("optimizer.warmup_steps=2", "mixed.optimizer.warmup_steps: 2 should be less than the 2"),
+        ("stop.metric=reward/exakt", "mixed.stop.metric: no such reward: exakt; did you mean"),
+        ("optimizer.warmup_steps=2", "mixed.optimizer.warmup_steps: 2 must be less than the 2"),
         ("prompts.dataset=chain_sum", "mixed.prompts: unknown key"),
     ],
 )
-def test_the_baseline_obeys_the_rules_of_an_expert(
+def test_the_mixed_baseline_obeys_the_rules_of_a_domain(
     config: Path, override: str, message: str
 ) -> None:
     block = "{optimizer: {learning_rate: 1e-3}, loop: {steps: 2}, stop: {at_least: 1, window: 2}}"
@@ -108,7 +108,7 @@ def test_guards_change_no_digest(config: Path, override: str, changed: set[str])
     assert {old.name for old, new in pairs if old.config_digest != new.config_digest} == changed
 
 
-def test_an_early_end_is_done_until_its_rule_changes(config: Path, run: RunDirectory) -> None:
+def test_an_early_end_is_done_until_the_stop_rule_changes(config: Path, run: RunDirectory) -> None:
     settings = load(config, [STOP])
     stages = {stage.name: stage for stage in compile_graph(settings)}
     for name in ("cold_start", EXPERT):

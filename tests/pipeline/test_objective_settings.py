@@ -1,4 +1,4 @@
-"""Every objective validates by its name, and contradictions are errors."""
+"""Every objective is selected by name, and contradictory settings are errors."""
 
 from __future__ import annotations
 
@@ -97,11 +97,11 @@ def test_every_choice_has_a_function() -> None:
         ),
         (
             "advantage={name: gae, critic: {warmup_steps: 2}}",
-            "advantage.critic.warmup_steps: 2 should be less than domains.sums.loop.steps = 2",
+            "advantage.critic.warmup_steps: 2 must be less than domains.sums.loop.steps = 2",
         ),
         (
             "advantage={name: gae, critic: {optimizer: {learning_rate: 1, warmup_steps: 2}}}",
-            "advantage.critic.optimizer.warmup_steps: 2 should be less than the 2 updates of "
+            "advantage.critic.optimizer.warmup_steps: 2 must be less than the 2 updates of "
             "domains.sums.loop.steps = 2",
         ),
         ("kl.target=0.01", "kl.target: 0.01 is never reached from kl.coefficient = 0"),
@@ -122,7 +122,7 @@ def test_a_wrong_objective_is_reported(config: Path, override: str, message: str
 
 @pytest.mark.parametrize("ratio", ["sequence", "geometric", "rspo"])
 @pytest.mark.parametrize("advantage", ["process", "gae"])
-def test_a_ratio_per_response_contradicts_an_advantage_per_token(
+def test_a_response_level_ratio_contradicts_a_token_level_advantage(
     config: Path, advantage: str, ratio: str
 ) -> None:
     objective = f"objective={{advantage: {{name: {advantage}}}, ratio: {{name: {ratio}}}}}"
@@ -132,12 +132,14 @@ def test_a_ratio_per_response_contradicts_an_advantage_per_token(
     )
 
 
-def test_process_needs_rewards_of_steps(config: Path) -> None:
+def test_process_requires_step_rewards(config: Path) -> None:
     process = f"{EXPERT}.advantage.name=process"
-    start = f"domains.sums.rewards: {EXPERT}.advantage process compares steps, "
-    assert f"{start}which only kind: python judges" in violation(config, RATIO, process)
+    start = f"domains.sums.rewards: {EXPERT}.advantage process requires step rewards, "
+    assert f"{start}which only kind: python has" in violation(config, RATIO, process)
     cut_off = violation(config, RATIO, process, STEPS.replace("score", "zero"))
-    assert cut_off.startswith(f"command line: {start}and a response that was cut off or took too")
+    assert cut_off.startswith(
+        f"command line: {start}and a truncated or timed-out response has none;"
+    )
     late = violation(config, RATIO, process, STEPS.replace("timed_out: null", "timed_out: 0"))
     assert late == cut_off
     load(config, [RATIO, process, STEPS])
@@ -148,7 +150,7 @@ def test_process_needs_rewards_of_steps(config: Path) -> None:
     assert "words.rewards: mixed.objective.advantage process" in violation(config, mixed, STEPS)
 
 
-def test_a_critic_needs_no_group(config: Path) -> None:
+def test_a_critic_allows_groups_of_one(config: Path) -> None:
     critic = f"{EXPERT}.advantage={{name: gae, gamma: 0.9, lambda: 0.8}}"
     config.write_text(dump_resolved(load(config, [RATIO])))
     alone = "domains.sums.sampling.group_size=1"

@@ -47,7 +47,7 @@ def test_a_violation_is_one_line_whatever_its_key_and_value_hold(
     code, _, err = braid("validate", config, "seed=x\x1b[2J", "x\ny=1", "model.layers=\x1b")
     assert code == 1
     title, *lines = err.splitlines()
-    assert title == f"braid: the configuration has {len(lines)} faults:"
+    assert title == f"braid: {len(lines)} configuration errors:"
     assert not acts(err)
     assert any(r": a\nb\x1b[2J: unknown key" in line for line in lines)
     assert any(r"c\rd: unknown key" in line for line in lines)
@@ -166,7 +166,7 @@ def test_a_file_name_that_is_no_text_is_shown(tmp_path: Path) -> None:
     for encoding in ("ascii", "utf-8"):
         found = braid_in(tmp_path, {"PYTHONIOENCODING": encoding}, "status")
         assert (found.returncode, found.stderr) == (0, b"")
-        assert found.stdout.startswith(rb"bad\udcff\x1b[2J: the configuration has ")
+        assert found.stdout.startswith(rb"bad\udcff\x1b[2J: 6 configuration errors:")
         assert found.stdout.count(b"\x1b") == 0
 
 

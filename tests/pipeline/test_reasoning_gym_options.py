@@ -1,4 +1,4 @@
-"""Options of reasoning-gym's datasets are checked before anything is started."""
+"""Options of reasoning-gym datasets are checked before a run starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeline.config.validate import load
 from stages.data import reasoning_gym_options
 from stages.data.formats import FORMATS
 from stages.data.reasoning_gym_options import options
-from tests.pipeline.test_config import faults
+from tests.pipeline.test_config import errors
 
 KEY = "domains.sums.prompts.config"
 
@@ -34,18 +34,18 @@ KEY = "domains.sums.prompts.config"
         (
             "m\u0456n_t\u0435rm\u0455: 3",
             ".m\u0456n_t\u0435rm\u0455: unknown option of chain_sum; 'm\\u0456n_t\\u0435rm\\u0455' "
-            'has letters beyond ASCII; did you mean "min_terms"?',
+            'has non-ASCII letters; did you mean "min_terms"?',
         ),
     ],
 )
 def test_a_wrong_option_is_reported_by_validate(
     config: Path, config_override: str, message: str
 ) -> None:
-    [fault] = faults(config, f"{KEY}={{{config_override}}}")
-    assert fault.startswith(f"command line: {KEY}{message}")
+    [error] = errors(config, f"{KEY}={{{config_override}}}")
+    assert error.startswith(f"command line: {KEY}{message}")
 
 
-def test_right_options_are_valid_and_a_run_that_began_is_read_with_wrong_ones(config: Path) -> None:
+def test_valid_options_load_and_a_started_run_loads_with_wrong_ones(config: Path) -> None:
     load(config, [f"{KEY}={{min_terms: 3, allow_negation: true}}"])
     sorting = "{dataset: number_sorting, config: {max_value: 100000, min_value: -0.5}}"
     load(config, [f"domains.sums.prompts={sorting}"])
@@ -61,7 +61,7 @@ def test_without_reasoning_gym_options_are_not_checked(
     options.cache_clear()
 
 
-def test_options_are_those_of_the_datasets_own_config_classes() -> None:
+def test_options_match_the_datasets_config_classes() -> None:
     program = (
         "import json, warnings\n"
         "from dataclasses import fields\n"

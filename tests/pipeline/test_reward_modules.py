@@ -1,4 +1,4 @@
-"""Where a reward of one's own is looked for, before anything is started."""
+"""The lookup of a Python reward's function before a run starts."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.environment import function_fault
+from pipeline.config.environment import function_violation
 from pipeline.config.validate import load
 from pipeline.config.violations import ConfigError
 
 
 def own(function: str) -> str:
-    """An override that gives a domain a reward of one's own."""
+    """Return an override that gives a domain a Python reward."""
     return f"domains.sums.rewards={{own: {{kind: python, function: {function}}}}}"
 
 
-def test_a_reward_of_one_s_own_is_found_in_the_working_directory(
+def test_a_python_reward_is_found_in_the_working_directory(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(config.parent)
@@ -32,9 +32,8 @@ def test_a_reward_of_one_s_own_is_found_in_the_working_directory(
     )
     with pytest.raises(ConfigError) as caught:
         load(config, [own(".my:half")])
-    assert (
-        f"command line: {key}: no module .my in the working directory or among Python's packages"
-        in str(caught.value)
+    assert f"command line: {key}: no module .my in the working directory or on sys.path" in str(
+        caught.value
     )
 
 
@@ -49,13 +48,13 @@ def test_a_reward_of_one_s_own_is_found_in_the_working_directory(
         ("class Rewards:\n    half = print", False),
     ],
 )
-def test_a_reward_is_whatever_its_module_binds(
+def test_a_function_is_any_name_that_its_module_binds(
     config: Path, monkeypatch: pytest.MonkeyPatch, text: str, found: bool
 ) -> None:
     monkeypatch.chdir(config.parent)
     config.with_name("my_rewards.py").write_text(text)
-    fault = function_fault("my_rewards:half")
-    assert fault == (None if found else "my_rewards.py defines no half")
+    error = function_violation("my_rewards:half")
+    assert error == (None if found else "my_rewards.py defines no half")
 
 
 @pytest.mark.parametrize(
@@ -67,35 +66,31 @@ def test_a_reward_is_whatever_its_module_binds(
         ("x = '\0'", "is not valid Python: "),
     ],
 )
-def test_a_module_that_python_cannot_take_is_one_fault(
+def test_a_module_that_python_cannot_parse_is_one_error(
     config: Path, monkeypatch: pytest.MonkeyPatch, text: str, reason: str
 ) -> None:
     monkeypatch.chdir(config.parent)
     config.with_name("my_rewards.py").write_text(text)
-    fault = function_fault("my_rewards:half")
-    assert fault is not None and fault.startswith("my_rewards.py") and reason in fault
+    error = function_violation("my_rewards:half")
+    assert error is not None and error.startswith("my_rewards.py") and reason in error
 
 
-def test_a_module_in_what_is_no_package_is_said_to_be_there(
-    config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_used_as_a_package_is_named(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(config.parent)
     config.with_name("my_rewards.py").write_text("half = print")
-    assert function_fault("os.path:join") == (
-        "os is a module and no package: name the module whose file defines join, not os.path"
+    assert function_violation("os.path:join") == (
+        "os is a module, not a package; name the module whose file defines join, not os.path"
     )
-    assert function_fault("my_rewards.more:half") == (
-        "my_rewards is a module and no package: name the module whose file defines half, not "
+    assert function_violation("my_rewards.more:half") == (
+        "my_rewards is a module, not a package; name the module whose file defines half, not "
         "my_rewards.more"
     )
 
 
-def test_packages_around_a_reward_need_no_init(
-    config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_namespace_packages_are_searched(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(config.parent)
-    folder = config.parent / "outer_package" / "inner_package"
-    folder.mkdir(parents=True)
-    (folder / "my_rewards.py").write_text("half = print")
-    assert function_fault("outer_package.inner_package.my_rewards:half") is None
-    assert function_fault("outer_package.inner_package.others:half") is not None
+    directory = config.parent / "outer_package" / "inner_package"
+    directory.mkdir(parents=True)
+    (directory / "my_rewards.py").write_text("half = print")
+    assert function_violation("outer_package.inner_package.my_rewards:half") is None
+    assert function_violation("outer_package.inner_package.others:half") is not None

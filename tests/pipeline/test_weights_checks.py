@@ -1,4 +1,4 @@
-"""What is looked for in the folder of `model.initial_weights`, before anything is started."""
+"""Checks of the directory `model.initial_weights` before a run starts."""
 
 from __future__ import annotations
 
@@ -10,32 +10,31 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.validate import load
-from tests.pipeline.test_config import faults
+from tests.pipeline.test_config import errors
 
 INDEX = "model.safetensors.index.json"
 SEVERAL = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
 OTHER_FORMATS = (
-    f"start has neither a *.safetensors file nor {INDEX}; of other formats transformers makes "
-    "them with save_pretrained"
+    f"start has neither a *.safetensors file nor {INDEX}; convert other formats with "
+    "transformers' save_pretrained"
 )
 
 
 @pytest.mark.parametrize(
     ("files", "family", "message"),
     [
-        ({"config.json": None}, "qwen3_moe", "start has no config.json; name the folder of a "),
+        ({"config.json": None}, "qwen3_moe", "start has no config.json; name the directory of a "),
         ({"config.json": "{"}, "qwen3_moe", "start/config.json: is not valid JSON: Expecting "),
-        ({"config.json": "[]"}, "qwen3_moe", "start/config.json: is no JSON object; name the "),
+        ({"config.json": "[]"}, "qwen3_moe", "start/config.json: is not a JSON object; name "),
         (
             {"config.json": {"model_type": "qwen2_moe"}},
             "qwen3_moe",
-            'start/config.json: model_type: "qwen2_moe" is no family known here; did you mean '
-            '"qwen3_moe"?',
+            'start/config.json: model_type: unknown family "qwen2_moe"; did you mean "qwen3_moe"?',
         ),
         (
             {"config.json": {}},
             "qwen3_moe",
-            "start/config.json: model_type: null is no family known here; known: qwen3_moe, ",
+            "start/config.json: model_type: unknown family null; known: qwen3_moe, ",
         ),
         (
             {"config.json": {"model_type": "glm4_moe"}},
@@ -47,38 +46,38 @@ OTHER_FORMATS = (
         (
             {INDEX: {"weight_map": ["model.safetensors"]}},
             "qwen3_moe",
-            f"start/{INDEX}: weight_map: should name the file of every tensor",
+            f"start/{INDEX}: weight_map: must name the file of every tensor",
         ),
         (
             {INDEX: SEVERAL, "model-2.safetensors": ""},
             "qwen3_moe",
-            f"start/{INDEX}: weight_map: names model-1.safetensors, and no such file is there",
+            f"start/{INDEX}: weight_map: no such file: model-1.safetensors",
         ),
         (
             {INDEX: SEVERAL},
             "qwen3_moe",
-            f"start/{INDEX}: weight_map: names model-1.safetensors and 1 more, and no such file",
+            f"start/{INDEX}: weight_map: no such file: model-1.safetensors and 1 more",
         ),
         (
             {INDEX: {"weight_map": {}}},
             "qwen3_moe",
-            f"start/{INDEX}: weight_map: should name the file of every tensor",
+            f"start/{INDEX}: weight_map: must name the file of every tensor",
         ),
         (
             {"config.json": {"model_type": ["qwen3_moe"]}},
             "qwen3_moe",
-            "start/config.json: model_type: should be the name of a family",
+            "start/config.json: model_type: must be the name of a family",
         ),
         (
             {"config.json": {"model_type": {}}},
             "qwen3_moe",
-            "start/config.json: model_type: should be the name of a family",
+            "start/config.json: model_type: must be the name of a family",
         ),
         ({"config.json": "[" * 100_000}, "qwen3_moe", "start/config.json: is not valid JSON: "),
         ({INDEX: '{"a":' * 100_000}, "qwen3_moe", f"start/{INDEX}: is not valid JSON: "),
     ],
 )
-def test_a_folder_of_something_else_is_one_fault(
+def test_a_directory_that_is_not_a_checkpoint_is_one_error(
     config: Path,
     start: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -93,8 +92,8 @@ def test_a_folder_of_something_else_is_one_fault(
         else:
             text = content if isinstance(content, str) else json.dumps(content)
             (start / name).write_text(text)
-    [fault] = faults(config, "model.initial_weights=start", f"model.family={family}")
-    assert fault.startswith(f"command line: model.initial_weights: {message}")
+    [error] = errors(config, "model.initial_weights=start", f"model.family={family}")
+    assert error.startswith(f"command line: model.initial_weights: {message}")
 
 
 def huge(path: Path) -> None:
@@ -105,20 +104,20 @@ def huge(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "make", "message"),
     [
-        ("config.json", huge, "has more than 64 MiB"),
-        ("config.json", os.mkfifo, "is no file"),
-        ("config.json", Path.mkdir, "is no file"),
-        ("config.json", lambda path: path.symlink_to("blob"), "is a link to a file that is not"),
-        (INDEX, huge, "has more than 64 MiB"),
-        (INDEX, lambda path: path.symlink_to("blob"), "is a link to a file that is not there"),
+        ("config.json", huge, "larger than 64 MiB"),
+        ("config.json", os.mkfifo, "is not a file"),
+        ("config.json", Path.mkdir, "is not a file"),
+        ("config.json", lambda path: path.symlink_to("blob"), "is a broken symlink"),
+        (INDEX, huge, "larger than 64 MiB"),
+        (INDEX, lambda path: path.symlink_to("blob"), "is a broken symlink; download"),
         (
             "model.safetensors",
             lambda path: path.symlink_to("blob"),
-            "is a link to a file that is not there; download it once more",
+            "is a broken symlink; download the file again",
         ),
     ],
 )
-def test_a_name_without_a_file_that_could_be_read_is_one_fault(
+def test_an_unreadable_file_of_a_checkpoint_is_one_error(
     config: Path,
     start: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -129,19 +128,17 @@ def test_a_name_without_a_file_that_could_be_read_is_one_fault(
     monkeypatch.chdir(start.parent)
     (start / name).unlink(missing_ok=True)
     make(start / name)
-    [fault] = faults(config, "model.initial_weights=start")
-    assert fault.startswith(f"command line: model.initial_weights: start/{name}: {message}")
+    [error] = errors(config, "model.initial_weights=start")
+    assert error.startswith(f"command line: model.initial_weights: start/{name}: {message}")
 
 
 @pytest.mark.parametrize("family", ["[qwen3_moe]", "{a: 1}", "3"])
-def test_a_family_that_is_no_name_is_the_schema_s_fault_to_tell(
-    config: Path, start: Path, family: str
-) -> None:
-    [fault] = faults(config, f"model.initial_weights={start}", f"model.family={family}")
-    assert fault.startswith("command line: model.family: should be 'qwen3_moe', ")
+def test_a_family_of_another_type_is_a_schema_error(config: Path, start: Path, family: str) -> None:
+    [error] = errors(config, f"model.initial_weights={start}", f"model.family={family}")
+    assert error.startswith("command line: model.family: should be 'qwen3_moe', ")
 
 
-def test_a_checkpoint_of_several_files_is_taken(config: Path, start: Path) -> None:
+def test_a_sharded_checkpoint_is_valid(config: Path, start: Path) -> None:
     (start / "model.safetensors").unlink()
     (start / INDEX).write_text(json.dumps(SEVERAL))
     for name in SEVERAL["weight_map"].values():

@@ -1,4 +1,4 @@
-"""YAML as it is read: version 1.2's scalars, and one clear error for what no file should hold."""
+"""The YAML reader: scalars of version 1.2, and one clear error for invalid documents."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pipeline.config.read import Reader, plain
 from pipeline.config.validate import dump_resolved, load
 from pipeline.config.violations import ConfigError
 from tests.pipeline.test_bounds import within
-from tests.pipeline.test_config import edited, faults
+from tests.pipeline.test_config import edited, errors
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 def read(text: str) -> object:
-    """The value of an override, which has to have no error."""
+    """Return the value of an override that has no error."""
     reader = Reader()
     node = reader.value(text, ("key",))
     assert node is not None and not reader.violations, reader.violations
@@ -65,22 +65,22 @@ def test_scalars_are_those_of_yaml_1_2(text: str, value: object) -> None:
 
 
 @pytest.mark.parametrize("text", ["010", "-08", "00", "1:30", "1_0"])
-def test_numbers_that_yaml_versions_read_differently_are_no_integers(
+def test_numbers_that_differ_between_yaml_versions_are_not_integers(
     config: Path, text: str
 ) -> None:
-    [fault] = faults(config, f"seed={text}")
+    [error] = errors(config, f"seed={text}")
     if ":" in text or "_" in text:
-        assert fault == f'command line: seed: should be a valid integer, not "{text}"'
+        assert error == f'command line: seed: should be a valid integer, not "{text}"'
     else:
-        assert fault == (
-            f"command line: seed: {text} has a leading zero, which makes it octal in YAML 1.1 and "
-            "decimal in 1.2; leave the zero out, or quote what is text"
+        assert error == (
+            f"command line: seed: {text} has a leading zero: octal in YAML 1.1, decimal in 1.2; "
+            "remove the zero, or quote text"
         )
 
 
 @pytest.mark.parametrize("text", ["yes", "no", "on", "off", "Y"])
-def test_words_are_no_booleans(config: Path, text: str) -> None:
-    assert faults(config, f"deterministic={text}") == [
+def test_words_are_not_booleans(config: Path, text: str) -> None:
+    assert errors(config, f"deterministic={text}") == [
         f'command line: deterministic: should be true or false, not "{text}"'
     ]
 
@@ -88,7 +88,7 @@ def test_words_are_no_booleans(config: Path, text: str) -> None:
 @pytest.mark.parametrize(
     "name", ["1e5", "0o17", "010", "1_000", "yes", "1.5", "0x1F", "2026-01-01"]
 )
-def test_text_that_looks_like_another_value_is_written_in_quotes(config: Path, name: str) -> None:
+def test_text_that_looks_like_another_value_is_quoted(config: Path, name: str) -> None:
     settings = load(config, [f"name='{name}'"])
     config.write_text(dump_resolved(settings))
     assert load(config) == settings
@@ -103,25 +103,23 @@ def test_text_that_looks_like_another_value_is_written_in_quotes(config: Path, n
         ("seed: !custom 3", "2: not valid YAML: the tag !custom is not supported; write the val"),
         (
             "cold_start: {optimizer: {betas: [{a: 1, a: 2}]}}",
-            "2: cold_start.optimizer.betas.0.a: the key is given twice in this mapping",
+            "2: cold_start.optimizer.betas.0.a: duplicate key in this mapping",
         ),
-        ('name: "a\\ud800"', "2: name: holds a surrogate, half of a character"),
-        ('"na\\udfffme": 1', "2: na\\udfffme: the key holds a surrogate, half of a character"),
+        ('name: "a\\ud800"', "2: name: contains a lone surrogate, which"),
+        ('"na\\udfffme": 1', "2: na\\udfffme: the key contains a lone surrogate, which"),
         ("seed: " + "[" * 100 + "]" * 100, "2: seed: nested too deeply"),
         ("seed: " + "[" * 9000 + "]" * 9000, "2: seed: nested too deeply"),
         ("seed: " + "{a: " * 150 + "1" + "}" * 150, "2: seed.a.a.a"),
-        ("? [a, b]\n: 1", "2: not valid YAML: a key should be text"),
-        ("seed: " + "9" * 5000, "2: seed: too large a number"),
+        ("? [a, b]\n: 1", "2: not valid YAML: keys must be text"),
+        ("seed: " + "9" * 5000, "2: seed: the integer does not fit in 64 bits"),
         ("cold_start: {optimizer: {betas: [1, 9999999999999999999999]}}", "betas.1: too large a"),
     ],
 )
-def test_what_no_configuration_holds_is_named_with_its_place(
-    config: Path, line: str, message: str
-) -> None:
+def test_invalid_yaml_is_reported_with_its_location(config: Path, line: str, message: str) -> None:
     base = config.with_name("base.yaml")
     config.rename(base)
     config.write_text(f"extends: base.yaml\n{line}\n")
-    found = faults(config)
+    found = errors(config)
     assert any(f"small.yaml:{message}" in each or message in each for each in found), found
     assert not any("Invalid JSON" in each for each in found), found
     assert max(map(len, found)) < 1500
@@ -133,20 +131,20 @@ def test_depth_is_bounded_across_files_and_overrides(config: Path) -> None:
     nested = "{a: " * 40 + "{extends: deep.yaml}" + "}" * 40
     old = "prompts: {dataset: chain_sum"
     edited(config, old, f"{old}, config: {nested}")
-    assert any(": nested too deeply" in each for each in faults(config))
+    assert any(": nested too deeply" in each for each in errors(config))
     long = ".".join(["domains.sums.prompts.config", *"a" * 3000])
-    assert any(": nested too deeply" in each for each in faults(config, f"{long}=1"))
+    assert any(": nested too deeply" in each for each in errors(config, f"{long}=1"))
 
 
-def test_an_override_that_is_no_text_is_one_error(config: Path) -> None:
+def test_an_override_that_is_not_utf8_is_one_error(config: Path) -> None:
     raw = os.fsdecode(b"name=\xff\xfe")
-    assert faults(config, raw) == ["command line: name: not UTF-8 text"]
-    [fault] = faults(config, os.fsdecode(b"na\xffme=a"))
-    assert "unknown key" in fault
+    assert errors(config, raw) == ["command line: name: not UTF-8 text"]
+    [error] = errors(config, os.fsdecode(b"na\xffme=a"))
+    assert "unknown key" in error
 
 
 @pytest.mark.parametrize("what", ["directory", "pipe", "device", "absent", "not text"])
-def test_what_is_no_file_of_text_is_refused_at_once(tmp_path: Path, what: str) -> None:
+def test_a_path_that_is_not_a_text_file_is_an_error_at_once(tmp_path: Path, what: str) -> None:
     path, reason = tmp_path / "run.yaml", "not a regular file"
     if what == "directory":
         path.mkdir()
@@ -168,24 +166,24 @@ def test_what_is_no_file_of_text_is_refused_at_once(tmp_path: Path, what: str) -
     assert done.stderr.splitlines()[1:] == [f"{path}: cannot be read: {reason}"]
 
 
-def test_extends_that_multiply_are_refused_at_once(config: Path) -> None:
+def test_extends_that_multiply_are_an_error_at_once(config: Path) -> None:
     for number in range(9):
         keys = [f"k{key}: {{extends: f{number + 1}.yaml, x: 1}}" for key in range(10)]
         config.with_name(f"f{number}.yaml").write_text("\n".join(keys) + "\n")
     config.with_name("f9.yaml").write_text("a: 1\n")
     edited(config, "name: small", "name: small\nevaluation: {extends: f0.yaml}")
     with within(10):
-        [fault] = faults(config)
-    assert fault.startswith("f")
-    assert "more than 150000 keys and values, with those of extended files" in fault
+        [error] = errors(config)
+    assert error.startswith("f")
+    assert "more than 150000 keys and values, including extended files" in error
 
 
-def test_a_huge_file_is_refused_by_its_size_and_many_keys_by_their_number(tmp_path: Path) -> None:
+def test_the_size_and_the_keys_of_a_file_are_limited(tmp_path: Path) -> None:
     path = tmp_path / "huge.yaml"
     path.write_text("".join(f"key{number}: {number}\n" for number in range(2_600_000)))
     with within(2), pytest.raises(ConfigError) as caught:
         load(path)
-    assert str(caught.value).endswith("huge.yaml: cannot be read: has more than 8 MiB")
+    assert str(caught.value).endswith("huge.yaml: cannot be read: larger than 8 MiB")
     path.write_text("".join(f"k{number}: 1\n" for number in range(210_000)))
     with within(60), pytest.raises(ConfigError) as caught:
         load(path)
@@ -197,14 +195,14 @@ def test_errors_are_counted_and_the_first_are_shown(config: Path) -> None:
     with within(20), pytest.raises(ConfigError) as caught:
         load(config)
     title, *lines, last = str(caught.value).splitlines()
-    assert title == "the configuration has 3005 faults:"
+    assert title == "3005 configuration errors:"
     assert last == "... and 2955 more"
     assert len(lines) == 50
     assert all(": unknown key" in line or ": required key" in line for line in lines)
 
 
-def test_rules_read_valid_settings_alone(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise 75,000 empty domains take twice the five seconds that a file may take."""
+def test_rules_only_see_valid_settings(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else 75,000 empty domains take ten seconds, twice the limit for a file."""
     monkeypatch.setattr(rules, "violations", mock.Mock(side_effect=AssertionError))
     config.write_text("domains:\n" + "".join(f"  k{number}: {{}}\n" for number in range(500)))
     with pytest.raises(ConfigError, match=r"k9\.loop: required key is missing(.|\n)* more$"):
@@ -212,5 +210,5 @@ def test_rules_read_valid_settings_alone(config: Path, monkeypatch: pytest.Monke
 
 
 def test_a_long_value_or_key_is_shortened_in_the_message(config: Path) -> None:
-    found = faults(config, "seed=" + "x" * 100_000, f"{'y' * 100_000}=1", "seed=" + "[1, " * 60)
+    found = errors(config, "seed=" + "x" * 100_000, f"{'y' * 100_000}=1", "seed=" + "[1, " * 60)
     assert max(map(len, found)) < 1500

@@ -1,4 +1,4 @@
-"""`null` for a name of one's own drops what an extended file defines."""
+"""`null` for a domain or a reward deletes the inherited one."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pipeline.config.violations import ConfigError
 
 
 def child(config: Path, text: str) -> Path:
-    """A file that extends the configuration."""
+    """Write a file that extends the configuration."""
     path = config.with_name("child.yaml")
     path.write_text(f"extends: {config.name}\n{text}")
     return path
 
 
-def faults(path: Path, *overrides: str) -> list[str]:
+def errors(path: Path, *overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load(path, overrides)
     return [str(violation).replace(f"{path.parent}/", "") for violation in caught.value.violations]
 
 
 def with_brief(config: Path) -> Path:
-    """The configuration, whose first domain has two rewards."""
+    """Give the configuration's first domain two rewards."""
     rewards = (
         "  sums:\n    rewards:\n      exact: {kind: reasoning_gym}\n"
         "      brief: {kind: overlong, max_tokens: 20, buffer_tokens: 4}\n"
@@ -33,13 +33,13 @@ def with_brief(config: Path) -> Path:
     return config
 
 
-def test_an_inherited_expert_is_dropped(config: Path) -> None:
+def test_an_inherited_domain_is_deleted(config: Path) -> None:
     settings = load(child(config, "domains: {sums: null}\n"))
     assert list(settings.domains) == ["words"]
     assert list(load(config, ["domains.words=null"]).domains) == ["sums"]
 
 
-def test_a_dropped_expert_may_be_defined_again(config: Path) -> None:
+def test_a_deleted_domain_may_be_defined_again(config: Path) -> None:
     middle = child(config, "domains: {sums: null}\n")
     last = config.with_name("last.yaml")
     domain = "{prompts: {dataset: chain_sum}, optimizer: {learning_rate: 1e-2}, loop: {steps: 3}}"
@@ -47,32 +47,32 @@ def test_a_dropped_expert_may_be_defined_again(config: Path) -> None:
     assert load(last).domains["sums"].loop.steps == 3
 
 
-def test_an_inherited_reward_is_dropped(config: Path) -> None:
+def test_an_inherited_reward_is_deleted(config: Path) -> None:
     path = child(with_brief(config), "domains: {sums: {rewards: {brief: null}}}\n")
     assert list(load(path).domains["sums"].rewards) == ["exact"]
     assert list(load(config, ["domains.sums.rewards.exact="]).domains["sums"].rewards) == ["brief"]
 
 
-def test_a_null_that_drops_nothing_is_a_fault(config: Path) -> None:
+def test_a_null_that_deletes_nothing_is_an_error(config: Path) -> None:
     path = child(
         with_brief(config),
         "domains:\n  sumz: null\n  sums:\n    rewards: {breif: null}\n",
     )
-    drops = "null drops what an extended file defines, and none defines it; did you mean"
-    assert faults(path) == [
-        f'child.yaml:3: domains.sumz: {drops} "sums"?',
-        f'child.yaml:5: domains.sums.rewards.breif: {drops} "brief"?',
+    message = "null deletes an inherited name, and there is none; did you mean"
+    assert errors(path) == [
+        f'child.yaml:3: domains.sumz: {message} "sums"?',
+        f'child.yaml:5: domains.sums.rewards.breif: {message} "brief"?',
     ]
 
 
-def test_what_is_dropped_is_missed_by_what_names_it(config: Path) -> None:
-    assert faults(config, "domains.words.from=experts.sums", "domains.sums=null") == [
+def test_a_reference_to_a_deleted_domain_is_an_error(config: Path) -> None:
+    assert errors(config, "domains.words.from=experts.sums", "domains.sums=null") == [
         "command line: domains.words.from: no such stage: experts.sums; did you mean "
         '"experts.words"?'
     ]
 
 
-def test_something_is_left(config: Path) -> None:
-    assert faults(child(config, "domains: {sums: null, words: null}\n")) == [
+def test_one_domain_must_remain(config: Path) -> None:
+    assert errors(child(config, "domains: {sums: null, words: null}\n")) == [
         "child.yaml:2: domains: should have at least 1 item, not 0"
     ]
