@@ -1,7 +1,7 @@
 """The fuzzer of configurations: damaged copies of configs/, through everything that reads them.
 
-A case is a few edits. An edit knows the settings' schema (keys, types, bounds), YAML's syntax, or how
-files extend each other. The settings are either accepted, and their run.yaml loads as equal
+A case is a few edits. An edit knows the settings' schema (keys, types, bounds), YAML's syntax, or
+how files extend each other. The settings are either accepted, and their run.yaml loads as equal
 settings, or raise a ConfigError in which every violation names a file or a key.
 """
 

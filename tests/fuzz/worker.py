@@ -27,7 +27,7 @@ LOOK_SECONDS = 0.25
 MEMORY_BYTES = 3 << 30  # of address space beyond a worker's at its start
 REPOSITORY = Path(__file__).parents[2]
 FLOORS = tuple(f"{REPOSITORY}/{floor}/" for floor in ("pipeline", "stages", "parallel"))
-# Characters that act on a terminal or break a line: control characters, separators, marks that reorder text.
+# Characters that act on a terminal or break a line: controls, separators, reordering marks.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 FAILURES = ("traceback", "hang", "death", "unclear", "control", "changed", "difference")
 
