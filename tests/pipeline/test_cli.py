@@ -274,7 +274,7 @@ def test_one_more_evaluation_and_export(
     code, _, err = braid("evaluate", "small", "--domain", "sum")
     assert (code, err) == (1, 'braid: --domain sum: no such domain; did you mean "sums"?\n')
     code, _, err = braid("evaluate", "small", "--samples", 2, "--temperature", 0)
-    assert (code, err.startswith("braid: --samples 2: a greedy answer is always the same")) == (
+    assert (code, err.startswith("braid: --samples 2: 2 greedy answers to a problem are identical")) == (
         1,
         True,
     )

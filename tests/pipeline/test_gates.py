@@ -252,11 +252,11 @@ def test_a_change_of_a_gate_touches_it_alone(
         (["domains.sums.gate.min_gian=0"], 'unknown key; did you mean "min_gain"?'),
         (["domains.sums.gate.problems=1"], "gate.problems: 1 is less than the 2 data-parallel"),
         (["merge.gate.problems=1"], "merge.gate.problems: 1 is less than the 2 data-parallel"),
-        (["domains.sums.gate.max_kl=1"], "gate.max_kl: 1 bounds a metric that is not logged"),
-        (["domains.sums.gate.max_drift=1"], "gate.max_drift: 1 bounds a metric that is not"),
+        (["domains.sums.gate.max_kl=1"], "gate.max_kl: 1 limits a metric that is not logged"),
+        (["domains.sums.gate.max_drift=1"], "gate.max_drift: 1 limits a metric that is not"),
         (
             ["domains.sums.gate.max_router_movement=1"],
-            "is logged with domains.sums.objective.ratio",
+            "is only logged with domains.sums.objective.ratio",
         ),
         (
             ["domains.sums.gate.min_router_agreement=1", "domains.sums.routing.replay=none"],
@@ -269,7 +269,7 @@ def test_a_change_of_a_gate_touches_it_alone(
                 "domains={merge: {gate: {}, prompts: {dataset: chain_sum}, "
                 "optimizer: {learning_rate: 1}, loop: {steps: 1}}}",
             ],
-            "domains.merge: its gate and that of the merge are both gates.merge",
+            "domains.merge: its gate and the merge's gate would both be gates.merge",
         ),
     ],
 )

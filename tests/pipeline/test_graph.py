@@ -139,12 +139,12 @@ def test_experts_may_stay_unmerged(config: Path) -> None:
     [
         (["domains.sums.from=experts.sum"], 'no such stage: experts.sum; did you mean "experts.s'),
         (["domains.sums.from=merge"], "domains.sums.from: no such stage: merge"),
-        (["domains.sums.from=experts.sums"], "itself: experts.sums from experts.sums"),
+        (["domains.sums.from=experts.sums"], "dependency cycle: experts.sums -> experts.sums"),
         (
             ["domains.sums.from=experts.words", "domains.words.from=experts.sums"],
-            "experts.sums from experts.words from experts.sums",
+            "dependency cycle: experts.sums -> experts.words -> experts.sums",
         ),
-        (["rounds=2", "merge=null"], "rounds: 2 rounds need a merge"),
+        (["rounds=2", "merge=null"], "rounds: 2 rounds require a merge"),
     ],
 )
 def test_what_no_graph_can_be_made_of_is_refused(
@@ -246,6 +246,6 @@ def test_without_a_cold_start_there_must_be_initial_weights(config: Path) -> Non
     with pytest.raises(ConfigError) as caught:
         load(config, ["cold_start=null"])
     assert [str(violation) for violation in caught.value.violations] == [
-        "command line: cold_start: null needs a model that can already answer: name one as "
-        "model.initial_weights, or describe a cold start"
+        "command line: cold_start: null requires model.initial_weights; name a checkpoint "
+        "there, or configure a cold start"
     ]

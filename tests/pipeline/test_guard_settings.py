@@ -62,7 +62,7 @@ def test_settings_survive_a_round_trip(config: Path) -> None:
             "stop={metric: reward/exakt, at_least: 1, window: 1}",
             'stop.metric: no such reward: exakt; did you mean "exact"?',
         ),
-        ("stop={at_least: 1}", "stop.window: 10 is more than loop.steps = 2, and only a full"),
+        ("stop={at_least: 1}", "stop.window: 10 is more than loop.steps = 2; only a full"),
         ("curriculum.name=frontiers", "curriculum.name: should be 'none' or 'frontier', not"),
         (
             "curriculum={name: frontier, candidates: 1}",

@@ -242,7 +242,7 @@ def test_a_walltime_without_room_for_its_warning_is_refused(tmp_path: Path) -> N
         load_cluster(path)
     [line] = str(caught.value).splitlines()[1:]
     assert line.endswith(
-        "cluster.yaml:4: kinds.export.walltime: 0:05:00 should be more than warning_seconds = 300"
+        "cluster.yaml:4: kinds.export.walltime: 0:05:00 must be more than warning_seconds = 300"
     )
 
 
@@ -441,15 +441,15 @@ def test_stage_kinds_may_request_other_nodes(run: RunDirectory, settings: RunSet
     [
         (
             "walltime: 5400",
-            'walltime: should be text: "D-HH:MM:SS", "HH:MM:SS" or "MINUTES", not 5400',
+            'walltime: must be text: "D-HH:MM:SS", "HH:MM:SS" or "MINUTES", not 5400',
         ),
         (
             "kinds: {sft: {walltime: 90}}",
-            'kinds.sft.walltime: should be text: "D-HH:MM:SS", "HH:MM:SS" or "MINUTES", not 90',
+            'kinds.sft.walltime: must be text: "D-HH:MM:SS", "HH:MM:SS" or "MINUTES", not 90',
         ),
         (
             "walltime: 2h",
-            'walltime: should be "D-HH:MM:SS", "HH:MM:SS" or "MINUTES", not "2h"',
+            'walltime: must be "D-HH:MM:SS", "HH:MM:SS" or "MINUTES", not "2h"',
         ),
         (
             'walltimes: {export: "0:30:00"}',
