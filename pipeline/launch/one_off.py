@@ -98,7 +98,7 @@ def _changed(settings: RunSettings, changes: Mapping[str, Any]) -> EvaluationSet
         flag = FLAGS[str(first["loc"][0])]
         raise BraidError(f"{flag} {first['input']}: {first['msg'].lower()}") from None
     for key, message in evaluation_rules(evaluation, settings.layout):
-        raise BraidError(f"{FLAGS[key.removeprefix('evaluation.')]} {message}")
+        raise BraidError(f"{FLAGS[key.removeprefix('evaluation.')]}: {message}")
     return evaluation
 
 
