@@ -146,7 +146,7 @@ def test_without_top_p_or_top_k_every_id_is_kept(client: EngineClient, refit: Re
     [
         (LONG * 10, r"380 tokens, and with 12 more exceeds engine\.max_model_tokens = 256"),
         ([], "prompt 1 has no tokens"),
-        ([5, MODEL.vocabulary_size], "prompt 1 has tokens that model.vocabulary_size = 80"),
+        ([5, MODEL.vocabulary_size], r"prompt 1 has a token outside model\.vocabulary_size = 80"),
     ],
 )
 def test_an_invalid_prompt_is_refused_without_effect_on_others(
