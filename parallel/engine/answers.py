@@ -52,8 +52,7 @@ def sample_of(question: Question, answer: Generation, model: ModelSettings) -> S
     _check(_within(routes, 0, model.experts - 1), "an expert that the model does not have")
     _check(_within(tokens, 0, model.vocabulary_size - 1), "a token outside the vocabulary")
     _check(
-        _within(logprobs, LOWEST, ROUNDING),
-        "a log-probability that is above 0, infinite or NaN",
+        _within(logprobs, LOWEST, ROUNDING), "a log-probability that is above 0, infinite or NaN"
     )
     _check(bool((versions[1:] >= versions[:-1]).all()), "weight versions that decrease")
     _check_end(tokens, answer.finished, question.sampling)
