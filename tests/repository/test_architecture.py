@@ -1,4 +1,4 @@
-"""The floors: imports point down, the pipeline knows no torch, and a class name is unique."""
+"""The floors and their rooms: imports point down, no circles, unique class names."""
 
 from __future__ import annotations
 
@@ -10,8 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tools.structure import REPOSITORY, circles, depth, imports, rooms
 
-REPOSITORY = Path(__file__).parents[2]
+# The rooms of each floor: a room imports only rooms that stand before it. The audit recomputes a
+# step and imports no other room of stages/, so that it cannot repeat their errors.
+ROOMS = {
+    "pipeline": ["config", "run", "launch", "slurm", "report", "commands"],
+    "stages": ["audit", "data", "rewards", "objectives", "guards", "sampling"],
+    "parallel": ["cpu", "weights", "hugging_face", "model", "checkpoint", "engine"],
+}
+APART = {("engine", "checkpoint"), *(("audit", room) for room in ROOMS["stages"])}
+DEEPEST = {"pipeline": 12, "stages": 13, "parallel": 11}  # imports; a change may only lower them
 ABOVE = {"parallel": {"stages", "pipeline"}, "stages": {"pipeline"}, "pipeline": set()}
 ARITHMETIC = {f"parallel.weights.{name}" for name in ("names", "holdings", "needs", "planner")}
 WITHOUT_TORCH = {
@@ -64,6 +73,24 @@ def test_imports_point_down(floor: str) -> None:
     for path, tree in modules(floor):
         floors = {name.partition(".")[0] for name in imported(tree)}
         assert not floors & ABOVE[floor], path
+
+
+@pytest.mark.parametrize("floor", ROOMS)
+def test_rooms_of_a_floor_import_those_before_them(floor: str) -> None:
+    order = ROOMS[floor]
+    assert {path.parent.name for path in (REPOSITORY / floor).glob("*/__init__.py")} == set(order)
+    for room, others in rooms(imports()).items():
+        above, _, name = room.partition(".")
+        if above == floor:
+            below = {each.partition(".")[2] for each in others}
+            assert below <= set(order[: order.index(name)]), room
+            assert not {(name, each) for each in below} & APART, room
+
+
+def test_imports_have_no_circle_and_no_new_depth() -> None:
+    graph = imports()
+    assert circles(graph) == circles(rooms(graph)) == []
+    assert all(depth(graph, floor) <= deepest for floor, deepest in DEEPEST.items())
 
 
 def test_the_pipeline_takes_only_what_needs_no_torch_from_the_floors_below() -> None:
