@@ -84,7 +84,7 @@ def test_a_tampered_file_differs(odd: Path, tmp_path: Path) -> None:
     process = braid(tmp_path, "audit", "odd", "experts.chain_sum")
     printed, _ = process.communicate(timeout=300)
     assert process.returncode == 1
-    assert "braid: the audit finds something else than the run: experts.chain_sum: " in printed
+    assert "braid: the audit differs from the run: experts.chain_sum: " in printed
     assert "DIFFERS by more than 1e-05" in printed
 
 

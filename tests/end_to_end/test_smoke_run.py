@@ -278,7 +278,7 @@ def test_a_domain_is_tried_on_a_finished_stage(peaceful: SmokeRun) -> None:
     asked = ("--run", peaceful.plan.name, "--stage", "cold_start", "--samples", "4")
     output = finish(braid(peaceful.path.parent, "domain", "check", domain, *asked))
     assert "128 responses to 32 prompts" in output
-    assert "groups that teach nothing" in output
+    assert "zero-variance groups, which teach nothing: " in output
     assert "reward/exact: " in output
 
 
