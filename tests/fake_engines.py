@@ -42,8 +42,10 @@ PROMPTS, GROUP = 4, 4  # of a step of a toy domain
 
 
 def answer(prompt: Prompt, sampling: Sampling, first: int, last: int | None = None) -> Generation:
-    """A response that depends on the prompt and its seed alone; its first half was drawn with the
-    weights `first`, the rest with `last`."""
+    """Return a response that depends on the prompt and its seed alone.
+
+    Its first half is sampled with the weights `first`, the rest with `last`.
+    """
     draw = np.random.default_rng(prompt.seed)
     length = int(draw.integers(1, sampling.max_tokens + 1))
     tokens = draw.integers(2, 70, length, dtype=np.int32)
@@ -66,7 +68,7 @@ def answer(prompt: Prompt, sampling: Sampling, first: int, last: int | None = No
 
 @dataclass(eq=False)
 class FakeEngine:
-    """Answers as it is told: `trouble` may say, before every answer, what happens instead."""
+    """A fake engine; `trouble` may give, before every answer, what happens instead."""
 
     name: str = "engine 0"
     trouble: Callable[[Prompt], str | None] = lambda prompt: None
@@ -108,7 +110,7 @@ class FakeEngine:
 
 
 class FakeFleet:
-    """Any number of fake engines; `mend` is what a refit does to those that were lost."""
+    """Any number of fake engines; `restart` brings lost ones back, as a refit does."""
 
     def __init__(self, *engines: FakeEngine, sequences: int = 8) -> None:
         self.engines = engines
@@ -141,7 +143,7 @@ class FakeFleet:
 
 
 class RefittedFleet(FakeFleet):
-    """What a stage makes of its addresses; refits bring engines back."""
+    """The fleet that a stage builds from its addresses; refits bring engines back."""
 
     def __init__(self, engines: list[FakeEngine], *_: Any) -> None:
         super().__init__(*engines)
@@ -161,8 +163,10 @@ class RefittedFleet(FakeFleet):
 
 
 def toy_domain(**given: Any) -> DomainSettings:
-    """A domain of short sums, some of whose groups are flat; blocks that are given replace its
-    own."""
+    """Return a domain of short sums, some of whose groups have zero variance.
+
+    Blocks that are given replace the domain's.
+    """
     return DomainSettings.model_validate(
         {
             "prompts": {"dataset": "chain_sum"},
@@ -183,8 +187,10 @@ def toy_domain(**given: Any) -> DomainSettings:
 
 
 def toy_run(bound: float = 1e9, **domains: DomainSettings) -> RunSettings:
-    """A run of one rank. Fake engines make their log-probabilities up, which by default no `bound`
-    forbids."""
+    """Return a run of one rank.
+
+    Fake engines invent their log-probabilities, which by default no `bound` forbids.
+    """
     return RunSettings.model_construct(
         name="toy",
         seed=0,
@@ -199,7 +205,7 @@ def toy_run(bound: float = 1e9, **domains: DomainSettings) -> RunSettings:
 
 
 def toy_job(directory: Path, settings: RunSettings, *engines: FakeEngine, **given: Any) -> StageJob:
-    """The stage of the expert `sums`, unless other fields are given, in its first attempt."""
+    """Return the first attempt of the expert `sums`, or a job with other fields."""
     fields = {
         "stage": "experts.sums",
         "domain": "sums",

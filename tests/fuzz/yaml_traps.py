@@ -1,4 +1,4 @@
-"""Where YAML, Unicode and numbers surprise: raw text for a value, and ways to damage a file."""
+"""Surprises of YAML, Unicode and numbers: raw text for a value, and ways to damage a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pipeline's tests share: the smallest configuration and a run directory for it."""
+"""Fixtures of the pipeline's tests: the smallest configuration and a run directory for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that samples nothing: it writes its address and waits, or fails as it is told.
+"""An engine that samples nothing: it writes its address and waits, or fails on demand.
 
 python fake_engine.py ENGINE_JOB wait|die|fall|forget
 """

@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 
 
 def fake_programs(actions: dict[str, dict[str, str]], engine: str = "wait") -> Programs:
-    """The command lines of the fakes; actions are by stage and rank."""
+    """Return the command lines of the fakes; actions are by stage and rank."""
     return Programs(
         stage=lambda job: [
             sys.executable,

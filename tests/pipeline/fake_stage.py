@@ -1,4 +1,4 @@
-"""A stage's rank that trains nothing: it leaves the files a stage leaves, or fails as it is told.
+"""A stage's rank that trains nothing: it leaves the files a stage leaves, or fails on demand.
 
 python fake_stage.py JOB '{"STAGE": {"RANK": ACTION}}' ERROR_MARK
 """
@@ -48,7 +48,7 @@ def work(job: dict, rank: int) -> None:
 
 
 def measure(directory: Path, job: dict, first: float) -> None:
-    """The first of the models, which a gate is about, solves so many problems, the others half."""
+    """Write results: the first model solves the share `first` of the problems, the others half."""
     models = {}
     for name in job["models"]:
         domains = job["evaluated_on"].get(name, job["settings"]["domains"])
@@ -62,19 +62,19 @@ def score(accuracy: float) -> dict:
 
 
 def fall_short(job: dict, rank: int) -> None:
-    """A gate finds that the model it is about is worse than the others."""
+    """Write a gate's results in which its model is worse than the others."""
     if rank == 0:
         measure(Path(job["directory"]), job, first=0.3)
 
 
 def draw_level(job: dict, rank: int) -> None:
-    """A gate finds nearly what it wants."""
+    """Write a gate's results that nearly pass."""
     if rank == 0:
         measure(Path(job["directory"]), job, first=0.47)
 
 
 def preview(directory: Path, job: dict) -> None:
-    """Three groups: one all right, one all wrong, one of both."""
+    """Write three groups: one all right, one all wrong, one of both."""
     size = job["settings"]["domains"][job["domain"]]["sampling"]["group_size"]
     groups = [
         [
@@ -166,7 +166,7 @@ def be_killed(job: dict, rank: int) -> None:
 
 
 def engine_pid(address: Path) -> int | None:
-    """The process that wrote the address, while it stands."""
+    """Return the process that wrote the address, while the file exists."""
     try:
         return json.loads(address.read_text())["pid"]
     except FileNotFoundError:

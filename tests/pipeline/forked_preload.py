@@ -1,4 +1,4 @@
-"""What the fork server of `forked_program` imports; TEST_PRELOAD says how that goes."""
+"""The module that the fork server of `forked_program` imports; TEST_PRELOAD may make it fail."""
 
 import importlib
 import os

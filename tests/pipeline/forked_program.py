@@ -37,7 +37,7 @@ def main() -> None:
     if action == "wait":
         time.sleep(60)
     if action == "fail":
-        report_error("it was told to")
+        report_error("it was asked to")
         sys.exit(3)
 
 

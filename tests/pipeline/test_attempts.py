@@ -28,7 +28,7 @@ from tests.pipeline.fake_launcher import fake_programs
 
 
 def try_again(run: RunDirectory, settings: RunSettings, stage: int = 0) -> None:
-    """One more attempt, as of a job that found the stage undone before it waited for the lock."""
+    """Run one more attempt, by a job that saw the stage unfinished before it got the lock."""
     place = ThisMachine(settings.engine)
     with (
         Signals() as signals,
@@ -76,7 +76,7 @@ def test_a_job_that_waits_for_the_lock_ends_when_it_is_asked_to(run: RunDirector
 
 
 class Gone:
-    """What a closed terminal, or the reader of a pipe that has left, does."""
+    """A stream whose terminal, or whose pipe's reader, is closed."""
 
     encoding = "utf-8"
 
@@ -139,7 +139,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str
 
 
 def queue_line(fields: str) -> str:
-    """The program that prints them as squeue does."""
+    """Return a program that prints the fields as squeue does."""
     return f"echo '{fields.replace('|', SEPARATOR)}'"
 
 

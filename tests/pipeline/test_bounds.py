@@ -71,7 +71,7 @@ def test_a_slip_in_a_size_is_one_clear_error_at_once(config: Path, key: str, val
 
 
 def _integer(annotation: object) -> bool:
-    """Whether an annotation is `int`, however it is wrapped."""
+    """Return true if an annotation is `int`, however it is wrapped."""
     return annotation is int or any(map(_integer, get_args(annotation)))
 
 

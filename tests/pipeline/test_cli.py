@@ -58,7 +58,7 @@ def test_a_dry_run_shows_the_commands_and_leaves_nothing(
 
 def test_a_plan_names_every_parallelism(braid: Braid, config: Path) -> None:
     def title(*overrides: str) -> str:
-        # A title that is wider than its table goes on in the next line.
+        # A title that is wider than its table continues in the next line.
         return " ".join(braid("plan", config, *overrides)[1].partition("stage ")[0].split())
 
     assert title() == "small: seed 0, 2 ranks: data 2; experts: expert 2; 1 engine"
@@ -301,7 +301,7 @@ def test_one_more_evaluation_and_export(
 
 
 def job_of(run: Path, folder: str) -> dict[str, Any]:
-    """Of the newest evaluation or export."""
+    """Return the job of the newest evaluation or export."""
     newest = max((run / folder).glob("*/attempt_1/job.json"), key=lambda path: path.stat().st_mtime)
     return json.loads(newest.read_text())
 

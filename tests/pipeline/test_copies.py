@@ -19,7 +19,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def copy(braid: Braid, config: Path, runs: Path) -> Path:
-    """Of a run that has begun."""
+    """Return a copy of a run that has started."""
     assert braid("run", config, "--only", "cold_start")[0] == 0
     shutil.copytree(runs / "small", runs / "copy")
     return runs / "copy"

@@ -33,7 +33,7 @@ KILLED = "was killed by SIGKILL (out of memory?)"
 
 
 def with_engine(config: Path, **engine: Any) -> RunSettings:
-    """The settings of stages of one rank beside such engines."""
+    """Return the settings of stages of one rank beside such engines."""
     settings = load(config, ["layout={ranks: 1, expert: 1}"])
     return settings.model_copy(update={"engine": settings.engine.model_copy(update=engine)})
 
@@ -42,7 +42,7 @@ def with_engine(config: Path, **engine: Any) -> RunSettings:
 def launched(
     run: RunDirectory, settings: RunSettings, actions: dict[str, str], engine: str = "wait"
 ) -> Iterator[Execute]:
-    """A launcher; what is yielded executes a stage in it and returns what was told of it."""
+    """Yield a function that executes a stage in a launcher and returns the launcher's messages."""
     programs = fake_programs({stage: {"0": action} for stage, action in actions.items()}, engine)
     placement = ThisMachine(settings.engine)
     with (
@@ -51,7 +51,7 @@ def launched(
     ):
 
         def execute(stage: str, *, samples: bool = True) -> list[str]:
-            told: list[str] = []
+            messages: list[str] = []
             directory = run.stage(stage)
             job = StageJob(
                 stage=stage,
@@ -62,14 +62,14 @@ def launched(
                 settings=settings,
             )
             with watching(Console(quiet=True), stage, 2, directory.metrics) as view:
-                run_to_the_end(launcher.execute(job, view, told.append))
-            return told
+                run_to_the_end(launcher.execute(job, view, messages.append))
+            return messages
 
         yield execute
 
 
 def starts(run: RunDirectory, index: int) -> list[int]:
-    """The processes that an engine has been so far."""
+    """Return the processes that an engine has been so far."""
     return [int(pid) for pid in (run.engine(index).path / "starts").read_text().split()]
 
 

@@ -30,7 +30,7 @@ Braid = Callable[..., tuple[int, str, str]]
 
 @contextmanager
 def disk(folder: Path, options: str) -> Iterator[Path]:
-    """A file system of its own at `folder`; skips the test where this process may mount none."""
+    """Mount a separate file system at `folder`; skip the test where this process may mount none."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
     if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
@@ -269,7 +269,7 @@ def test_a_flipped_bit_of_a_manifest_is_never_believed_nor_a_crash(
 
 
 def stated(manifest: bytes) -> dict:
-    """What a manifest says; a setting that is null is as good as none."""
+    """Return a manifest without the settings that are null, which equal missing ones."""
     found = json.loads(manifest)
     given = {key: value for key, value in found.get("settings", {}).items() if value is not None}
     return {**found, "settings": given}
@@ -371,7 +371,7 @@ def test_checksums_that_cannot_be_opened_are_not_absent(
 
 
 def check_unreadable(run: RunDirectory, braid: Braid, checkpoint: Path, number: int) -> None:
-    """Every command says so, and none takes the checkpoint for gone."""
+    """Check that every command reports it, and none takes the checkpoint for missing."""
     sums = checkpoint / "checksums.json"
     said = (
         f"{sums}: cannot be read ({os.strerror(number)}); make it readable, or continue without "

@@ -67,13 +67,13 @@ def ended(child: Child) -> int:
     return status
 
 
-def told(child: Child) -> dict[str, Any]:
-    """What the program has printed."""
+def report_of(child: Child) -> dict[str, Any]:
+    """Return the last line that the program printed."""
     return json.loads(child.log.read_text().splitlines()[-1])
 
 
 def runs(directory: Path) -> list[int]:
-    """The processes that have run the program."""
+    """Return the processes that have run the program."""
     path = directory / "runs"
     return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -92,8 +92,8 @@ def test_what_is_forked_is_what_exec_would_have_started(start: Start, tmp_path: 
     executed = Child("other", command, tmp_path / "other.log", {"TEST_VALUE": "a=b\nc"}, [0])
     assert ended(executed) == 0
     executed.reap()
-    expected = {**told(executed), "forked": True}
-    assert told(forked) == expected
+    expected = {**report_of(executed), "forked": True}
+    assert report_of(forked) == expected
     assert expected["parent"] == os.getpid()
     assert expected["leads_its_session"]
 
@@ -109,7 +109,7 @@ def test_a_forked_process_is_found_by_its_command(start: Start, tmp_path: Path) 
 def test_its_exit_status_and_last_word_arrive(start: Start) -> None:
     failed = start("fail")
     assert ended(failed) == 3
-    assert failed.failure().cause == "it was told to"
+    assert failed.failure().cause == "it was asked to"
     assert failed.failure().stated
 
 
@@ -127,7 +127,7 @@ def test_killing_the_server_ends_nothing_that_it_forked(
     assert ended(waiting) == -signal.SIGTERM
     later = start("finish", name="later")
     assert ended(later) == 0
-    assert told(later)["forked"]
+    assert report_of(later)["forked"]
     assert server_process(servers) != first
 
 
@@ -151,12 +151,12 @@ def test_a_server_that_does_not_answer_is_done_without(
         monkeypatch.setattr(forkserver, "FORK_SECONDS", 0.5)
         child = start("finish")
     assert ended(child) == 0
-    assert not told(child)["forked"]
+    assert not report_of(child)["forked"]
     monkeypatch.delenv("TEST_PRELOAD", raising=False)
     monkeypatch.setattr(forkserver, "FORK_SECONDS", SECONDS)
     after = start("finish", name="after")  # by a new server
     assert ended(after) == 0
-    assert told(after)["forked"] or moment == "importing"
+    assert report_of(after)["forked"] or moment == "importing"
     assert len(runs(tmp_path)) == 2
 
 
@@ -189,8 +189,8 @@ def test_the_servers_own_environment_ends_with_the_fork(
     monkeypatch.setitem(forkserver.OWN_ENVIRONMENT, MODULE, {"TEST_OWN": "of the server"})
     forked = start("finish", TEST_VALUE="x")
     assert ended(forked) == 0
-    assert told(forked)["forked"]
-    assert told(forked)["environment"] == {"TEST_VALUE": "x"}
+    assert report_of(forked)["forked"]
+    assert report_of(forked)["environment"] == {"TEST_VALUE": "x"}
 
 
 def test_a_server_keeps_no_descriptor_of_what_it_forked(start: Start, servers: ForkServers) -> None:
@@ -235,7 +235,7 @@ def test_threads_are_counted_as_openmp_would(start: Start, monkeypatch: pytest.M
     monkeypatch.setenv("TEST_PRELOAD", "torch")
     child = start("finish", OMP_NUM_THREADS="3,2", TEST_PRELOAD="torch")
     assert ended(child) == 0
-    assert told(child)["threads"] == 3
+    assert report_of(child)["threads"] == 3
 
 
 @pytest.mark.parametrize("kind", ["raise", "thread"])
@@ -245,7 +245,7 @@ def test_what_cannot_be_forked_is_started_with_exec(
     monkeypatch.setenv("TEST_PRELOAD", kind)
     child = start("finish")
     assert ended(child) == 0
-    assert not told(child)["forked"]
+    assert not report_of(child)["forked"]
     assert servers.of([sys.executable, "-m", MODULE]) is None  # and not tried again
 
 

@@ -133,7 +133,7 @@ def test_an_override_is_recorded_and_the_run_goes_on(
 
 
 def table(out: str, width: int = 130) -> tuple[dict[str, list[str]], str]:
-    """The rows of a table by their stages, and what stands below them."""
+    """Return the rows of a table by their stages, and the text below them."""
     rows, _, below = out.partition("\n\n")
     assert max(map(len, rows.splitlines()[1:])) < width
     return {line.split()[0]: line.split() for line in rows.splitlines()[1:]}, below
@@ -249,7 +249,7 @@ def test_a_gate_may_be_added_to_a_run_that_is_done(braid: Braid, config: Path, r
 def test_a_fork_takes_nothing_past_a_gate_that_is_not_open(
     braid: Braid, config: Path, runs: Path, theirs: tuple[str, ...]
 ) -> None:
-    """In the other run the merge was made without the gate, or before it was asked anew."""
+    """In the other run the merge ran without the gate, or before the gate ran again."""
     assert braid("run", config, *theirs, "--name", "other")[0] == 0
     if theirs:
         again = braid("resume", "other", "--from", "gates.sums", actions=FALLS_SHORT)
@@ -259,8 +259,8 @@ def test_a_fork_takes_nothing_past_a_gate_that_is_not_open(
     code, out, err = braid(*forked, actions=FALLS_SHORT)
     assert code == 1
     assert err.startswith(f"braid: {SAID}")
-    told = f"reused from {runs}/other: cold_start, experts.sums, experts.words\n"
-    assert told in out
+    reported = f"reused from {runs}/other: cold_start, experts.sums, experts.words\n"
+    assert reported in out
     assert "not reused: merge, since it waits for gates.sums, which has to run first\n" in out
     assert attempts(runs / "small") == {
         **dict.fromkeys(("cold_start", "experts.sums", "experts.words"), 0),

@@ -1,4 +1,4 @@
-"""What a gate makes of what it measured: numbers in, a verdict with its reasons out."""
+"""A gate's verdict: numbers in, a verdict with its reasons out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def stages(config: Path) -> dict[str, Stage]:
 
 
 def solved(**correct: int) -> dict[str, Any]:
-    """Of 500 problems of every domain."""
+    """Return the results of N right answers to 500 problems of every domain."""
     return {domain: asdict(wilson(right, 500)) for domain, right in correct.items()}
 
 
@@ -114,7 +114,7 @@ def test_every_bound_holds_its_metric(
 
 @pytest.fixture
 def kept(stages: dict[str, Stage]) -> Callable[..., GateVerdict]:
-    """The verdict on a merge of so many right answers in each domain; teachers have 400."""
+    """Return the verdict on a merge with N right answers in a domain; teachers have 400."""
 
     def judge(sums: int, words: int, **gate: Any) -> GateVerdict:
         models = {

@@ -1,4 +1,4 @@
-"""What each stage reads: a change touches the stages that depend on it and no other."""
+"""The settings that stages read: a change touches the stages that depend on it and no other."""
 
 from __future__ import annotations
 

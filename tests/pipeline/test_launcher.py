@@ -67,7 +67,7 @@ def launch(
 
 
 def hanging_pids(run: RunDirectory, stage: str, ranks: int = 2) -> list[int]:
-    """The processes of a stage that hangs, and the engine, once all of them are up."""
+    """Return the processes of a hanging stage and of the engine, once all are up."""
     files = [run.stage(stage).path / f"pid_{rank}" for rank in range(ranks)]
     files.append(run.engine(0).path / "starts")
     wait_until(lambda: all(file.exists() and file.read_text() for file in files))
@@ -153,7 +153,7 @@ def test_a_rank_that_lost_the_other_is_not_blamed(run: RunDirectory, settings: R
     ("earlier", "later", "explained_by"),
     [
         ("exit(3)", "exit(4)", "earlier"),
-        ("exit(3)", f"exit({ERROR_MARK + 'what to mend'!r})", "later"),
+        ("exit(3)", f"exit({ERROR_MARK + 'how to fix it'!r})", "later"),
         ("exit(3)", "os.kill(os.getpid(), 9)", "later"),
         ("exit('RuntimeError: Connection closed by peer')", "exit(4)", "later"),
         ("exit('RuntimeError: Connection reset by peer')", "exit(4)", "later"),

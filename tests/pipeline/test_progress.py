@@ -1,4 +1,4 @@
-"""What a person is told while a stage runs."""
+"""The progress that is shown while a stage runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running some of a run's stages, making some anew, and taking over those of another run."""
+"""Running some of a run's stages, rerunning some, and reusing those of another run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Braid = Callable[..., tuple[int, str, str]]
 
 
 def digests(run: Path) -> dict[str, str]:
-    """Of the newest checkpoint of every stage that has one."""
+    """Return the digest of the newest checkpoint of every stage that has one."""
     found = sorted(run.glob("stages/*/checkpoints/step_*/checksums.json"))
     return {path.parts[-4]: json.loads(path.read_text())["digest"] for path in found}
 

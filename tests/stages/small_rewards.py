@@ -37,7 +37,7 @@ class Mute(Exception):
 
 
 def does(problem: Problem, response: str) -> Any:
-    """What the response says."""
+    """Do what the response says."""
     what, _, rest = response.partition(" ")
     if what == "raise":
         raise ZeroDivisionError(rest)
@@ -90,14 +90,14 @@ def does(problem: Problem, response: str) -> Any:
 
 
 def notes(problem: Problem, response: str) -> float:
-    """How often it was called with this problem, by what it has written there."""
+    """Return the number of calls with this problem, which it counts in the problem's fields."""
     seen: Any = problem.fields
     seen["calls"] = seen.get("calls", 0) + 1
     return float(seen["calls"])
 
 
 def lines(problem: Problem, response: str) -> Steps:
-    """A step a line, whose reward is its length."""
+    """Return one step for each line, whose reward is its length."""
     ends = [place + 1 for place, character in enumerate(response) if character == ","]
     ends.append(len(response))
     starts = [0, *ends[:-1]]

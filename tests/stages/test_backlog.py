@@ -1,4 +1,4 @@
-"""Which prompts a step takes: none twice, none lost, none too old, flat ones replaced."""
+"""The prompts that a step takes: none twice, none lost, none stale, zero-variance ones replaced."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_probes_leave_their_prompts_in_the_stream() -> None:
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_groups_keep_their_order_whatever_the_grades_order(order: int) -> None:
-    """Of two that are whole, the first is taken, though the second is graded long before."""
+    """The first of two whole groups is taken, though the second is graded long before."""
     engines = FakeEngines(lambda tokens: "sleep 0.3" if len(tokens) == 3 else "x")
     source = buffer(engines, "sums", slow=own("does"))
     source.request({"sums": 5})

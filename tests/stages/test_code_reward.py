@@ -25,7 +25,7 @@ ANSWERS_FOUR = "print(4)"
 
 
 def earned(tests: Any, response: str, **settings: Any) -> RewardScore:
-    """What a response earns at a problem with these tests."""
+    """Return the score of a response to a problem with these tests."""
     reward = make("code", "passes", CodeReward(**settings), Path("/nowhere"))
     problem = Problem("code", 0, "add", "", {"tests": tests})
     return reward(problem, Response(response, len(response) + 1))

@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def chat(*contents: str) -> list[Message]:
-    """The user and the assistant in turn."""
+    """Return messages of the user and the assistant in turn."""
     return [
         {"role": ("user", "assistant")[place % 2], "content": content}
         for place, content in enumerate(contents)
@@ -51,7 +51,7 @@ def chat(*contents: str) -> list[Message]:
 
 
 def learned(tokenizer: Any, sample: Sample) -> str:
-    """The text of what is learned, end tokens by name."""
+    """Return the text of the learned tokens, end tokens by name."""
     backend = tokenizer._tokenizer
     return backend.decode(sample.response[sample.learned], skip_special_tokens=False)
 
@@ -90,8 +90,8 @@ def test_the_character_tokenizer_learns_the_same_turns() -> None:
     sample = conversation_sample(CHARACTERS, chat("1+1", "2", "so?", "two"), "math")
     read = "".join(CHARACTERS._tokens[i] for i in [*sample.prompt, *sample.response])
     assert read == "user: 1+1 assistant: 2[END]user: so? assistant: two[END]"
-    told = "".join(CHARACTERS._tokens[i] for i in sample.response[sample.learned])
-    assert told == "2[END]two[END]"
+    trained_on = "".join(CHARACTERS._tokens[i] for i in sample.response[sample.learned])
+    assert trained_on == "2[END]two[END]"
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -1,4 +1,4 @@
-"""What `braid domain check` says of demonstrations."""
+"""The report of `braid domain check` on demonstrations."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def start_elsewhere(policy: Policy, _checkpoint: Path) -> None:
 
 
 def logged(directory: Path, **domains: DomainSettings) -> dict[str, list[dict[str, Any]]]:
-    """The metrics of each expert of a run with these domains, by its stage's name."""
+    """Return the metrics of each expert of a run with these domains, by stage name."""
     settings = toy_run(**domains)
     found = {}
     for name in domains:

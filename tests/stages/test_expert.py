@@ -1,4 +1,4 @@
-"""What an expert makes of its objective's settings: a real policy on what fake engines draw."""
+"""An expert obeys its objective's settings: a real policy on samples of fake engines."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_reference_is_the_named_model(tmp_path: Path) -> None:
 
 
 def test_one_forward_pass_equals_two(tmp_path: Path) -> None:
-    """Where there is one update, pi_old is the policy itself."""
+    """With a single update, pi_old is the policy itself."""
     objective = {
         "kl": {"coefficient": 0.1, "estimator": "unbiased_k3"},
         "correction": {"name": "tis", "samples": "all"},
@@ -220,7 +220,7 @@ def test_samples_without_a_reward_are_not_trained_on(tmp_path: Path) -> None:
         return gradients(samples, batches)
 
     def failing(batch: Batch, longest: int) -> StepSamples:
-        """Rewards fail on responses of so many tokens at most."""
+        """Rewards fail on responses of at most this many tokens."""
         for sample in (sample for each in batch.groups for sample in each.samples):
             if len(sample.response) <= longest:
                 sample.reward = None

@@ -149,7 +149,7 @@ def test_repeated_rows_are_dropped_and_counted(
 def test_prompts_over_the_limit_are_skipped_and_counted(
     stated: int | None, room: int | None, tmp_path: Path
 ) -> None:
-    """The limit is the settings', or what there is room for, whichever is less."""
+    """The limit is the settings' or the room in the context, whichever is less."""
     path = write_jsonl(tmp_path / "a.jsonl", rows(40))
     lengths = {row["answer"]: len(row["prompt"][1]["content"]) + 30 for row in rows(40)}
     limit = sorted(lengths.values())[30]
@@ -227,8 +227,8 @@ def test_a_bad_row_stops_with_file_and_line_or_is_counted(
     path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(DomainError) as caught:
         stream(jsonl(path))
-    mend = "fix it, or skip such rows with prompts.on_bad_row: skip"
-    assert str(caught.value) == f"domains.math.prompts: {path}:3: {message}; {mend}"
+    fix = "fix it, or skip such rows with prompts.on_bad_row: skip"
+    assert str(caught.value) == f"domains.math.prompts: {path}:3: {message}; {fix}"
     skipping = jsonl(path, on_bad_row="skip", held_out_fraction=1e-9)
     assert sorted(problem.answer for problem in stream(skipping).take(2)) == ["1", "4"]
     assert prompt_index(skipping, "math").counts.bad == 1

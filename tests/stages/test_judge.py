@@ -284,11 +284,15 @@ def test_an_endless_verdict_is_ended_with_its_worker(service: Service, tmp_path:
 
 
 def test_an_unencrypted_key_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    for url, told in [("http://node7:8000/v1", 1), ("https://node7/v1", 0), ("http://[::1]/v1", 0)]:
+    for url, count in [
+        ("http://node7:8000/v1", 1),
+        ("https://node7/v1", 0),
+        ("http://[::1]/v1", 0),
+    ]:
         settings = JudgeReward(base_url=url, model="large", rubric=RUBRIC, api_key_variable="A_KEY")
         RewardPool({"essays": {"style": settings}}, RewardPoolSettings(), tmp_path).close()
         line = "domains.essays.rewards.style.base_url: the key goes to node7 unencrypted; use https"
-        assert capfd.readouterr().err.count(line) == told
+        assert capfd.readouterr().err.count(line) == count
 
 
 def test_a_missing_key_is_an_error(tmp_path: Path) -> None:

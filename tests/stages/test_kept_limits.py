@@ -1,4 +1,4 @@
-"""How much an engine is asked to say of the sets that tokens are drawn from."""
+"""The limits on the kept-token sets that an engine is asked to return."""
 
 from __future__ import annotations
 

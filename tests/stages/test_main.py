@@ -1,4 +1,4 @@
-"""How a rank ends: one line for what a person can fix, a traceback for a bug."""
+"""The end of a rank: one line for an error that a person can fix, a traceback for a bug."""
 
 from __future__ import annotations
 

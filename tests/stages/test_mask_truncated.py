@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 def test_a_truncated_response_is_not_learned_but_counts_in_the_baseline(
     how: str, tmp_path: Path
 ) -> None:
-    """Its tokens have no gradient, and its reward is in the others' advantages."""
+    """The tokens have no gradient, and the reward is in the others' advantages."""
     seen: dict[bool, list[Sample]] = {True: [], False: []}
     for masked in seen:
         objective = {"mask_truncated": masked, "aggregation": how, "scaling": "edge"}
@@ -103,7 +103,7 @@ def test_a_masked_response_has_no_advantage() -> None:
 
 
 def test_edge_excludes_masked_responses() -> None:
-    """Of three in a group one was cut off: the others' mean is theirs alone."""
+    """One of three in a group is truncated: the mean is over the other two alone."""
     samples = drawn([2, 3, 4], groups=[0, 0, 0])
     samples[1].loss_mask = np.zeros(3, bool)
     for sample in samples:

@@ -1,4 +1,4 @@
-"""What a preview writes: a real policy and a real pool on what fake engines draw."""
+"""The files of a preview: a real policy and a real pool on samples of fake engines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def job(directory: Path, bound: float) -> StageJob:
-    """A preview of 3 prompts, 5 responses to each; engine and trainer may differ by `bound`."""
+    """Return a preview of 3 prompts, 5 responses each; engine and trainer differ by `bound`."""
     sampling = {"prompts_per_step": 3, "group_size": 5, "max_response_tokens": 8}
     settings = toy_run(bound, sums=toy_domain(sampling=sampling))
     return toy_job(directory, settings, stage="preview", parent=directory / "step_2")

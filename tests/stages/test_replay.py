@@ -40,7 +40,7 @@ def expert(
     bound: float = 1e9,
     **rollout: Any,
 ) -> tuple[Expert, int]:
-    """One that goes on from its newest checkpoint, as the loop does, and the step it has done."""
+    """Return an expert resumed from its newest checkpoint, as the loop does, and its last step."""
     settings = toy_run(bound, sums=toy_domain(rollout=rollout, loop={"steps": 6}))
     settings = settings.model_copy(update={"deterministic": deterministic})
     with mock.patch("stages.sampling.engines.Fleet", RefittedFleet):
@@ -125,7 +125,7 @@ def disagreeing(stage: Expert, *found: float) -> None:
 
 
 def test_replayed_samples_that_fail_the_logprob_check_are_sampled_again(tmp_path: Path) -> None:
-    """That is no attempt at a refit: there are two more."""
+    """The check of replayed samples is no attempt at a refit: there are two more."""
     with pytest.raises(Killed):
         run(tmp_path, FakeEngine(trouble=after(2 * A_STEP + 5)))
     OPENED.pop().close()

@@ -1,4 +1,4 @@
-"""What the loop makes of a checkpoint that another version wrote."""
+"""The loop resumes from a checkpoint that another version wrote, or refuses it."""
 
 from __future__ import annotations
 

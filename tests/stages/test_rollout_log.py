@@ -41,7 +41,7 @@ Answered = tuple[Question, Generation]
 
 
 def answered(seed: int, version: int = 3, later: int | None = None) -> Answered:
-    """A question and its answer; of every third one the tokens come with their sets."""
+    """Return a question and its answer; every third answer has the sets of its tokens."""
     draw = random.Random(seed)
     prompt = [draw.randrange(2, 70) for _ in range(draw.randrange(1, 9))]
     question = Question(draw.choice(("sums", "Wörter")), prompt, seed, SAMPLING)
@@ -55,12 +55,12 @@ def answered(seed: int, version: int = 3, later: int | None = None) -> Answered:
 
 
 def opened(directory: Path, origin: str = "a", deterministic: bool = False) -> Any:
-    """A log whose notices go to a mock."""
+    """Return a log whose notices go to a mock."""
     return RolloutLog(directory, origin, MODEL, deterministic, mock.Mock())
 
 
 def written(directory: Path, entries: Sequence[Answered], **how: Any) -> Path:
-    """The one file of a log with these entries."""
+    """Return the one file of a log with these entries."""
     log = opened(directory, **how)
     for entry in entries:
         log.add(*entry)
@@ -70,7 +70,7 @@ def written(directory: Path, entries: Sequence[Answered], **how: Any) -> Path:
 
 
 def same(found: Sample | None, entry: Answered) -> bool:
-    """Whether a sample is an answer to its very question, field by field."""
+    """Return true if a sample equals the entry's, field by field."""
     expected = vars(sample_of(*entry, MODEL))
     if found is None:
         return False
@@ -123,7 +123,7 @@ def test_a_file_truncated_in_its_last_frame_loses_only_that_frame(tmp_path: Path
         found = log.take(3, [first[0], second[0], last[0]])
         assert same(found[0], first) and same(found[1], second) and found[2] is None
         log._notify.assert_not_called()
-        log.add(*last)  # it goes on where the whole ones end
+        log.add(*last)  # it continues where the whole ones end
         log.close()
         assert path.read_bytes() == whole
 
@@ -144,18 +144,18 @@ def test_entries_after_a_flipped_bit_are_dropped_and_reported(tmp_path: Path) ->
         found = log.take(3, [question for question, _ in entries])
         for number, (sample, entry) in enumerate(zip(found, entries, strict=True)):
             assert same(sample, entry) if number < before else sample is None
-        [[told]] = [call.args for call in log._notify.call_args_list]
-        assert str(path) in told and "damaged at byte" in told
+        [[message]] = [call.args for call in log._notify.call_args_list]
+        assert str(path) in message and "damaged at byte" in message
         log.close()
 
 
 def changed(entry: Answered, **changes: Any) -> Answered:
-    """The same with other fields of the answer."""
+    """Return the entry with other fields of the answer."""
     return entry[0], msgspec.structs.replace(entry[1], **changes)
 
 
 def nonsense() -> dict[str, Any]:
-    """What a frame with the right checksum may hold, and what a person is told of it."""
+    """Return invalid contents of a frame with the right checksum, by a regex of their message."""
     entry = answered(1)
     plain: Any = msgspec.to_builtins(entry, builtin_types=(bytes,))
     return {
@@ -190,25 +190,25 @@ NO_TEXT = b"\xa1\xff"
 DEEP = b"\x91" * 100_000 + b"\xc0"  # lists in lists
 
 
-@pytest.mark.parametrize("told", nonsense())
-def test_an_invalid_frame_is_reported_and_put_aside(told: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("message", nonsense())
+def test_an_invalid_frame_is_reported_and_put_aside(message: str, tmp_path: Path) -> None:
     good, other = answered(0), answered(2)
     path = written(tmp_path, [good])
     whole = path.read_bytes()
-    path.write_bytes(whole + frame(nonsense()[told]) + frame(other))
+    path.write_bytes(whole + frame(nonsense()[message]) + frame(other))
     log = opened(tmp_path)
     [first, *rest] = log.take(3, [good[0], answered(1)[0], other[0]])
     assert same(first, good)
     assert rest == [None, None]
     [[said]] = [call.args for call in log._notify.call_args_list]
-    assert re.search(told, said), said
+    assert re.search(message, said), said
     assert said.startswith(f"{path}: ")
     log.close()
     assert path.read_bytes() == whole
 
 
 @pytest.mark.parametrize(
-    ("first", "told"),
+    ("first", "message"),
     [
         ({"format": 2, "digest": "a"}, "it has format 2, expected 1"),
         ({"format": "new"}, "its first frame is not an origin: Expected `int`, got `str`"),
@@ -216,7 +216,7 @@ def test_an_invalid_frame_is_reported_and_put_aside(told: str, tmp_path: Path) -
     ],
 )
 def test_a_log_with_an_invalid_origin_is_restarted(
-    first: object, told: str, tmp_path: Path
+    first: object, message: str, tmp_path: Path
 ) -> None:
     entry = answered(1)
     path = written(tmp_path, [entry])
@@ -224,7 +224,7 @@ def test_a_log_with_an_invalid_origin_is_restarted(
     path.write_bytes(frame(first) + frame(entry))
     log = opened(tmp_path)
     assert log.take(3, [entry[0]]) == [None]
-    assert told in log._notify.call_args.args[0]
+    assert message in log._notify.call_args.args[0]
     log.add(*entry)
     log.close()
     assert path.read_bytes() == sound
@@ -238,7 +238,7 @@ def test_a_log_of_another_origin_is_not_used(tmp_path: Path) -> None:
     assert "another model, parent or sampling" in log._notify.call_args.args[0]
     log.close()
     again = opened(tmp_path, origin="a")
-    assert again.take(3, [entry[0]]) == [None]  # it was begun anew
+    assert again.take(3, [entry[0]]) == [None]  # it was started again
 
 
 def test_answers_sampled_by_several_weights_are_dropped(tmp_path: Path) -> None:
@@ -312,7 +312,7 @@ def prompts(count: int) -> list[Group]:
 def opened_engines(
     directory: Path, engine: FakeEngine, deterministic: bool = False
 ) -> StageEngines:
-    """Those of a stage, refitted to version 1."""
+    """Return the engines of a stage, refitted to version 1."""
     settings = toy_run(sums=toy_domain()).model_copy(update={"deterministic": deterministic})
     with mock.patch("stages.sampling.engines.Fleet", RefittedFleet):
         log = opened(directory / "log", deterministic=deterministic)
@@ -323,7 +323,7 @@ def opened_engines(
 
 
 def drawn(made: StageEngines, groups: list[Group]) -> list[Sample]:
-    """What comes, unless the stage is killed, of a sampling of 24 tokens at most."""
+    """Return the samples of at most 24 tokens, unless the stage is killed."""
     made.request(groups, SamplingSettings(max_response_tokens=24))
     if made.log is not None and all(made.wait_for(groups, 1)):
         made.log.end(1)

@@ -1,4 +1,4 @@
-"""A real expert trains in every mode on what fake engines draw, which die as they are told."""
+"""A real expert trains in every mode on samples of fake engines, which die on demand."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STEPS = 4
 def expert(
     directory: Path, *engines: FakeEngine, bound: float = 1e9, **rollout: Any
 ) -> tuple[Expert, RefittedFleet]:
-    """An expert that begins with random weights."""
+    """Return an expert that starts from random weights, and its fleet."""
     settings = toy_run(bound, sums=toy_domain(rollout=rollout, loop={"steps": STEPS}))
     job = toy_job(directory, settings, *engines)
     with mock.patch("stages.sampling.engines.Fleet", RefittedFleet):
@@ -48,7 +48,7 @@ def expert(
 
 
 def prompts(directory: Path) -> list[str]:
-    """All prompts of all steps, sorted."""
+    """Return all prompts of all steps, sorted."""
     return sorted(prompt for step in trained(directory) for prompt in step)
 
 

@@ -27,7 +27,7 @@ BOUND_SECONDS = 30.0  # beyond the limit; the programs that must be ended sleep 
 # Every program prints "escaped" if it gets what it wants. By name: how it ends, and what it does.
 GIVES_UP = {
     "fork bomb": ("error killed timeout", "import os\nwhile True: os.fork()"),
-    "fork bomb that goes on": (
+    "fork bomb that continues": (
         "timeout killed memory",
         "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
     ),
@@ -267,7 +267,7 @@ def test_cpu_time_counts_for_all_processes_together() -> None:
 
 
 def test_cpu_time_of_unreaped_children_counts_too() -> None:
-    """Where SIGCHLD is ignored, the kernel would put their time into nobody's account."""
+    """The kernel accounts their time to nobody if SIGCHLD is ignored."""
     program = """
 import os, signal, time
 try: signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -298,7 +298,7 @@ def test_a_process_may_have_any_name(program: str) -> None:
 
 
 def test_a_program_that_cannot_be_watched_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What makes the watch fail is the program's doing: it has no reward of 0 to escape from."""
+    """The program makes the watch fail: it must not escape a reward of 0 this way."""
     failing = """
 from stages.rewards.containment import supervisor
 def _usage(first):
@@ -473,6 +473,6 @@ supervisor._write_maps = write_maps
 """
     path, start = sandbox.SUPERVISOR.split("; ", 2)[1:]
     monkeypatch.setattr(sandbox, "SUPERVISOR", f"import sys; {path}\n{alone}\n{start}")
-    program = "import os, time\nos.kill(1, 2)\ntime.sleep(0.3)\nprint('goes on')\n1 / 0"
+    program = "import os, time\nos.kill(1, 2)\ntime.sleep(0.3)\nprint('continues')\n1 / 0"
     outcome = run(program, "", PATIENT)
-    assert (outcome.ending, outcome.output) == ("error", b"goes on\n")
+    assert (outcome.ending, outcome.output) == ("error", b"continues\n")

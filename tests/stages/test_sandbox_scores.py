@@ -1,4 +1,4 @@
-"""What a program earns on tests, and that none earns it by pretending."""
+"""A program earns the score of its tests, and none earns it by pretending."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a prompt is trained on does not depend on how long its responses take, in any mode.
+"""A prompt is trained on however long its responses take, in every mode.
 
 Real buffers, collections and prefetching, in simulated time: a step of training takes 1, a group of
 responses as long as its prompt says.

@@ -26,7 +26,7 @@ QUIET = {"mismatch": {"action": "off"}}  # fake engines make their log-probabili
 
 
 def run(directory: Path, stop_after: int | None = None, **given: Any) -> Expert:
-    """An expert after its training; with `stop_after`, a signal comes in that step."""
+    """Return an expert after its training; with `stop_after`, a signal comes in that step."""
     domain = toy_domain(loop={"steps": STEPS, "async_checkpoints": False}, **given)
     stage, job = made(toy_job(directory, toy_run(sums=domain)))
     return looped(stage, job, stop_after)

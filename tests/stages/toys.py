@@ -151,7 +151,7 @@ def group(samples: list[Sample], rewards: list[float | None]) -> Group:
 
 
 def trained(directory: Path) -> list[list[str]]:
-    """The prompts of every step, as they were recorded; each once a sample."""
+    """Return the recorded prompts of every step, one for each sample."""
     files = sorted((directory / "rollouts").glob("step_*.jsonl"))
     return [[json.loads(line)["prompt"] for line in f.read_text().splitlines()] for f in files]
 
@@ -161,7 +161,7 @@ class Killed(Exception):
 
 
 def after(answers: int) -> Any:
-    """Trouble that kills after so many answers."""
+    """Return trouble that kills after N answers."""
     left = [answers]
 
     def trouble(_: Prompt) -> None:

@@ -70,7 +70,7 @@ def test_an_update_changes_the_coefficient_by_at_most_a_fiftieth(
 
 
 def test_the_coefficient_converges_at_the_target() -> None:
-    """Where the KL is 1 / coefficient, a target of 4 leads to 0.25."""
+    """A KL of 1 / coefficient and a target of 4 lead to 0.25."""
     coefficient = 1.0
     for _ in range(400):
         coefficient = kl_controller(coefficient, 1 / coefficient, target=4.0)

@@ -29,7 +29,7 @@ EVERYTHING = {
 
 
 def batch() -> Tokens:
-    """Everything that an objective may ask for; only `log_probs` has gradient, and is a leaf."""
+    """Return all tensors that an objective may read; only `log_probs`, a leaf, has gradient."""
     log_probs, old, engine, reference, advantages, kl, entropy, weights, movement = draws(9)
     return Tokens(
         log_probs=log_probs.requires_grad_(),
