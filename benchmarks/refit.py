@@ -157,7 +157,7 @@ def trainer(rank: int, layout: LayoutSettings, meeting: Callable[[str], Any]) ->
     import torch
 
     from parallel.model.policy import Policy
-    from parallel.weights.executor import outbox
+    from parallel.weights.executor import Outbox
     from parallel.weights.planner import EngineSizes, Plan
     from parallel.weights.transport import share
 
@@ -169,7 +169,7 @@ def trainer(rank: int, layout: LayoutSettings, meeting: Callable[[str], Any]) ->
         KEPT.callback(id, host_store(meeting(SHARED)))
         meeting(SHARED).store().set(SHARED, msgspec.msgpack.encode(shared).hex())
     boxes = {
-        way: outbox(
+        way: Outbox(
             Plan(MODEL, layout, EngineSizes((ENGINE_RANKS,))),
             rank,
             policy.named_weights(),
@@ -206,7 +206,7 @@ def engine(rank: int, layout: LayoutSettings, meeting: Callable[[str], Any]) -> 
     """A rank of the engine, with room for what it needs."""
     import torch
 
-    from parallel.weights.executor import inbox
+    from parallel.weights.executor import Inbox
     from parallel.weights.names import tensors
     from parallel.weights.needs import needed
     from parallel.weights.planner import EngineSizes, Plan
@@ -219,7 +219,7 @@ def engine(rank: int, layout: LayoutSettings, meeting: Callable[[str], Any]) -> 
     encoded = bytes.fromhex(meeting(SHARED).store().get(SHARED).decode())
     shared = msgspec.msgpack.decode(encoded, type=list[SharedMemory])
     boxes = {
-        way: inbox(
+        way: Inbox(
             MODEL, layout, plan, place, None if way == SHARED else meeting(way), shared, device
         )
         for way in WAYS[:2]

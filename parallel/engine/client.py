@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -26,8 +26,6 @@ from parallel.engine.wire import (
 from parallel.errors import UserError
 from parallel.files import RESTART_REQUEST, write_atomically
 from parallel.settings import EngineSettings
-
-Answer = TypeVar("Answer")
 
 POLL_SECONDS = 0.05
 LAUNCHER_SECONDS = 60.0  # in which the launcher notices that an engine is gone
@@ -76,7 +74,7 @@ class EngineClient:
         missing = f"{late}: {self.address_file} is missing"
         deadline = time.monotonic() + wait
         while time.monotonic() < deadline:
-            if (found := self._newcomer()) is None:
+            if (found := self.newcomer()) is None:
                 time.sleep(POLL_SECONDS)
                 continue
             self.address = found
@@ -91,35 +89,34 @@ class EngineClient:
         raise EngineError(f"{self.name} {missing}")
 
     def _describe_patiently(self) -> EngineDescription:
-        """Call `describe` until it answers.
+        """Call `describe` for at most engine.hang_timeout_seconds, or until a process replaced it.
 
-        Raises:
-            EngineRefused: as `describe`.
-            EngineError: no answer for engine.hang_timeout_seconds, or another process took over.
+        An engine may be silent because it is stopped, swapped out, or has just died.
         """
         allowed = self.settings.hang_timeout_seconds
         deadline = time.monotonic() + allowed
-        while not self.replaced():
+        while self.newcomer() is None:
             try:
                 return self.describe()
             except EngineRefused:
                 raise
-            except EngineError as error:  # it is stopped, swapped out, or has just died
+            except EngineError as error:
                 if time.monotonic() > deadline:
                     silence = f"it did not answer for {allowed:g} s (engine.hang_timeout_seconds)"
                     raise EngineError(f"{silence}; {error}") from error
             time.sleep(POLL_SECONDS)
         raise EngineError("another process took its place")
 
-    def replaced(self) -> bool:
-        """Return whether another process than the last known one has published its address."""
-        return self._newcomer() is not None
+    def newcomer(self) -> Address | None:
+        """Return the published address if it is of another process than the last known one."""
+        found, known = self._read_address(), self.address
+        return found if found and (known is None or found.instance != known.instance) else None
 
     def give_up(self, reason: str) -> None:
         """Ask the launcher to restart this engine; the next `connect` waits for the new process."""
         assert self.address is not None, "connect first"
         found = self._read_address()
-        if found is not None and found.instance == self.address.instance:  # not yet replaced
+        if found and found.instance == self.address.instance:  # not yet replaced
             write_atomically(self.address_file.with_name(RESTART_REQUEST), f"{reason}\n")
 
     def healthy(self) -> bool:
@@ -173,10 +170,6 @@ class EngineClient:
             )
         return described
 
-    def _newcomer(self) -> Address | None:
-        found, known = self._read_address(), self.address
-        return found if found and (known is None or found.instance != known.instance) else None
-
     def _read_address(self) -> Address | None:
         try:
             return msgspec.json.decode(self.address_file.read_bytes(), type=Address)
@@ -185,7 +178,7 @@ class EngineClient:
         except msgspec.MsgspecError as error:
             raise EngineError(f"{self.address_file} holds no engine's address: {error}") from error
 
-    def _call(self, name: str, body: Any, answer: type[Answer] | None, seconds: float) -> Any:
+    def _call(self, name: str, body: Any, answer: Any, seconds: float) -> Any:
         with self._answer(name, body, seconds) as stream:
             return msgspec.msgpack.decode(_whole(stream), type=answer or Any)
 
@@ -196,33 +189,30 @@ class EngineClient:
 
     @contextmanager
     def _answer(self, name: str, body: Any, seconds: float) -> Iterator[http.client.HTTPResponse]:
-        """Yield the answer to a call; errors while it is read become EngineErrors."""
-        with self._open(name, msgspec.msgpack.encode(body), seconds) as stream:
-            try:
-                yield stream
-            except (OSError, EOFError, http.client.HTTPException, msgspec.MsgspecError) as error:
-                raise EngineError(
-                    f"{self.name} broke off its answer to {name}: {error!r}"
-                ) from error
+        """Yield the unread answer to a call; each read times out after `seconds`.
 
-    def _open(self, name: str, body: bytes, seconds: float) -> http.client.HTTPResponse:
-        """Return the unread answer to a call; each read times out after `seconds`."""
+        Errors, also those while it is read, become EngineErrors.
+        """
         assert self.address is not None, "connect first"
-        connection = http.client.HTTPConnection(
-            self.address.host, self.address.port, timeout=seconds
-        )
+        host, port = self.address.host, self.address.port
+        connection = http.client.HTTPConnection(host, port, timeout=seconds)
         headers = {"Authorization": f"Bearer {self.address.token}"}
+        started = False
         try:
-            connection.request("POST", f"/{name}", body, headers)
-            response = connection.getresponse()
-            if response.status == http.HTTPStatus.OK:
-                return response
-            failure = msgspec.msgpack.decode(_whole(response), type=CallFailure)
-        except TimeoutError as error:
-            raise EngineError(f"{self.name} said nothing for {seconds:g} s after {name}") from error
-        except (OSError, http.client.HTTPException, msgspec.MsgspecError) as error:
-            raise EngineError(f"{self.name} did not answer {name}: {error!r}") from error
-        raise EngineRefused(f"{self.name} refused {name}: {failure.error}")
+            connection.request("POST", f"/{name}", msgspec.msgpack.encode(body), headers)
+            with connection.getresponse() as response:
+                if response.status != http.HTTPStatus.OK:
+                    failure = msgspec.msgpack.decode(_whole(response), type=CallFailure)
+                    raise EngineRefused(f"{self.name} refused {name}: {failure.error}")
+                started = True
+                yield response
+        except (OSError, EOFError, http.client.HTTPException, msgspec.MsgspecError) as error:
+            what = f"did not answer {name}: {error!r}"
+            if started:
+                what = f"broke off its answer to {name}: {error!r}"
+            elif isinstance(error, TimeoutError):
+                what = f"said nothing for {seconds:g} s after {name}"
+            raise EngineError(f"{self.name} {what}") from error
 
 
 def _whole(response: http.client.HTTPResponse) -> bytes:

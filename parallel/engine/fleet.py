@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
@@ -20,24 +20,20 @@ from parallel.network import LOOPBACK, address_of
 from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
 from parallel.status_pipe import report_notice
 from parallel.weights import checksums
-from parallel.weights import planner as plans
-from parallel.weights.executor import Outbox, outbox
+from parallel.weights.executor import Outbox
 from parallel.weights.names import EMBEDDING, HEAD
+from parallel.weights.planner import EngineSizes, Plan
 from parallel.weights.transport import Meeting, host_identity, share, shared_memory_room
 
 ATTEMPTS = 3  # of a refit that fails although no engine was lost
 JOIN_SECONDS = 120.0  # in which ranks meet, or receive a message
 
+# What every rank needs to join: the meeting, unless memory is shared, and the engines.
+Gathering = tuple[Meeting | None, EngineSizes]
+
 
 class RefitError(EngineError):
     """A refit after which the engines do not have the trainer's weights."""
-
-
-class _Gathering(NamedTuple):
-    """The data every rank needs to join: the meeting, unless memory is shared, and the sizes."""
-
-    meeting: Meeting | None
-    sizes: tuple[int, ...]
 
 
 class Fleet:
@@ -60,21 +56,21 @@ class Fleet:
         self.notify = notify
         self.descriptions: dict[EngineClient, EngineDescription] = {}  # of live engines
         self.losses = 0
+        self.reports: list[Refitted] = []  # of the last refit, by engine; main rank only
         self._clients: list[EngineClient] = []
-        self._joined: list[tuple[EngineClient, str]] = []  # members of the plan, with `instance`
+        self._joined: dict[EngineClient, str] = {}  # members of the plan, with their `instance`
         self._store: dist.TCPStore | None = None
         self._policy: Policy | None = None
         self._ranks: list[tuple[str, int]] = []  # host and bytes of weights, by rank
         self._transport = ""
         self._outbox: Outbox | None = None
-        self._plan: plans.Plan | None = None
-        self.reports: list[Refitted] = []  # of the last refit, by engine; main rank only
+        self._plan: Plan | None = None
         if is_main():
             self._clients = [EngineClient(address, settings) for address in addresses]
 
     def live(self) -> list[EngineClient]:
         """Return the engines that have the weights and are not lost. Main rank only."""
-        return [client for client, _ in self._joined if client in self.descriptions]
+        return [client for client in self._joined if client in self.descriptions]
 
     def lost(self, client: EngineClient, reason: str) -> None:
         """Have the launcher restart this engine. Main rank only."""
@@ -96,35 +92,44 @@ class Fleet:
             self._policy, self._outbox = policy, None
             weights = sum(tensor.nbytes for tensor in policy.named_weights().values())
             self._ranks = gather((host_identity(), weights))
-        failures, losses = 0, self.losses
-        while True:
+        asked = Refit(version, self.settings.check_refit)
+
+        def send() -> None:
+            assert self._outbox is not None
+            self._outbox.send()
+
+        failures, losses, answers = 0, self.losses, None
+        while answers is None:
             gathering = on_main(self._gather)
-            answers = self._join(gathering) if gathering else None
-            if not gathering or answers is not None:
-                answers = self._exchange(
-                    lambda client: client.refit(Refit(version, self.settings.check_refit)),
-                    self._send,
-                )
-            if answers is not None:
-                break
-            failures += 1
-            if failures == ATTEMPTS + broadcast(self.losses - losses):
-                raise RefitError("the engines live but refits fail; see their logs")
+            if gathering is None or self._join(policy, *gathering):
+                answers = self._exchange(lambda client: client.refit(asked), send)
+            if answers is None:
+                failures += 1
+                if failures == ATTEMPTS + broadcast(self.losses - losses):
+                    raise RefitError("the engines live but refits fail; see their logs")
         self.reports = answers
         if self.settings.check_refit:
-            self._compare(answers)
-        return broadcast(_measured(answers) if is_main() else None)
+            assert self._outbox is not None
+            given = gather(self._outbox.fingerprints())
+            on_main(lambda: self._check_fingerprints(given))
+        ranks = [rank for answer in answers for rank in answer.ranks]
+        return on_main(
+            lambda: {
+                "refit_bytes": float(max(rank.received_bytes for rank in ranks)),
+                "refit_staging_bytes": float(max(rank.staging_bytes for rank in ranks)),
+            }
+        )
 
-    def _gather(self) -> _Gathering | None:
+    def _gather(self) -> Gathering | None:
         """Connect to engines that have (re)started, and wait for one where none is live.
 
         Returns None where the members are unchanged. Main rank only.
         """
         for client in self._clients:
-            if client in self.descriptions:
-                continue
             # Do not wait for a restart while another engine is live.
-            if self._joined and self.descriptions and not client.replaced():
+            if client in self.descriptions or (
+                self._joined and self.descriptions and not client.newcomer()
+            ):
                 continue
             described = client.connect()
             if described.model != model_digest(self.model):
@@ -134,25 +139,21 @@ class Fleet:
                 )
             self.descriptions[client] = described
         members = [client for client in self._clients if client in self.descriptions]
-        joining = [(client, self.descriptions[client].instance) for client in members]
+        joining = {client: self.descriptions[client].instance for client in members}
         if joining == self._joined and self._outbox is not None:
             return None
         self._joined = joining
         sizes = tuple(self.descriptions[client].tensor for client in members)
         hosts = {self.descriptions[client].host for client in members}
         local = len(hosts.union(host for host, _ in self._ranks)) == 1
-        shared = self._choose_transport(local) == "shared_memory"
-        return _Gathering(None if shared else self._meet(sizes, local), sizes)
-
-    def _meet(self, sizes: tuple[int, ...], local: bool) -> Meeting:
-        """Return a new meeting in the store that this rank hosts."""
+        if self._choose_transport(local) == "shared_memory":
+            return None, EngineSizes(sizes, forwarding=False)
         host = address_of(LOOPBACK if local else self.interface)
         if self._store is None or self._store.host != host:
             self._store = host_store(host, 0, timedelta(seconds=JOIN_SECONDS))
-        ranks = self.layout.ranks
-        return Meeting(
-            host, self._store.port, secrets.token_hex(16), ranks, ranks + sum(sizes), JOIN_SECONDS
-        )
+        port, trainers = self._store.port, self.layout.ranks
+        prefix, ranks = secrets.token_hex(16), trainers + sum(sizes)
+        return Meeting(host, port, prefix, trainers, ranks, JOIN_SECONDS), EngineSizes(sizes)
 
     def _choose_transport(self, local: bool) -> str:
         """Return the transport; "auto" is shared memory where one host runs all and has room."""
@@ -172,28 +173,21 @@ class Fleet:
         self._transport = wanted
         return wanted
 
-    def _join(self, gathering: _Gathering) -> list[Any] | None:
-        """Have every rank and every engine make its part of the plan, and meet."""
-        assert self._policy is not None
-        meeting, sizes = gathering
-        parameters = self._policy.named_weights()
+    def _join(self, policy: Policy, meeting: Meeting | None, sizes: EngineSizes) -> bool:
+        """Have every rank and every engine make its part of the plan, and meet; return success."""
+        parameters = policy.named_weights()
         shared = [] if meeting else gather(share(parameters))
-        fleet = plans.EngineSizes(sizes, forwarding=meeting is not None)
-        self._plan = plan = plans.Plan(self.model, self.layout, fleet)
-        layout = self.layout.model_dump()
+        self._plan = plan = Plan(self.model, self.layout, sizes)
+        layout, members = self.layout.model_dump(), list(self._joined)
 
         def ask(client: EngineClient) -> None:
-            place = [member for member, _ in self._joined].index(client)
-            client.join(Join(layout, list(sizes), place, meeting, shared, JOIN_SECONDS))
+            place = members.index(client)
+            client.join(Join(layout, list(sizes.engines), place, meeting, shared, JOIN_SECONDS))
 
         def open_outbox() -> None:
-            self._outbox = outbox(plan, dist.get_rank(), parameters, meeting, device())
+            self._outbox = Outbox(plan, dist.get_rank(), parameters, meeting, device())
 
-        return self._exchange(ask, open_outbox)
-
-    def _send(self) -> None:
-        assert self._outbox is not None
-        self._outbox.send()
+        return self._exchange(ask, open_outbox) is not None
 
     def _exchange(
         self, ask: Callable[[EngineClient], Any], take_part: Callable[[], None]
@@ -205,7 +199,7 @@ class Fleet:
         """
         failed = False
         with ThreadPoolExecutor(max(1, len(self._joined))) as pool:
-            asked = {client: pool.submit(ask, client) for client, _ in self._joined}
+            asked = {client: pool.submit(ask, client) for client in self._joined}
             try:
                 take_part()
             except RuntimeError as error:  # from the process group: a member is gone
@@ -228,44 +222,27 @@ class Fleet:
             return None
         return [future.result() for future in asked.values()]
 
-    def _compare(self, answers: list[Refitted]) -> None:
-        """Compare every engine rank's fingerprints with the trainer's. Collective."""
-        assert self._outbox is not None
-        given = gather(self._outbox.fingerprints())
-        on_main(lambda: self._check_fingerprints(answers, given))
-
-    def _check_fingerprints(self, answers: list[Refitted], given: list[dict[str, int]]) -> None:
+    def _check_fingerprints(self, given: list[dict[str, int]]) -> None:
+        """Compare every engine rank's fingerprints with the trainer's `given` ones, by rank."""
         assert self._plan is not None
         expected: dict[str, int] = {}
         for found in given:
             for key, value in found.items():
                 expected[key] = checksums.add(expected.get(key, 0), value)
+        names = {EMBEDDING: "the embedding", HEAD: "the head"}
         place = 0
-        for (client, _), answer in zip(self._joined, answers, strict=True):
+        for client, answer in zip(self._joined, self.reports, strict=True):
             for rank, report in enumerate(answer.ranks):
                 source = self._plan.source(place)
                 place += 1
                 wrong = [
-                    key
-                    for key in {str(bucket) for bucket in self._plan.description.buckets}
-                    if report.fingerprints.get(key, "0") != str(expected.get(f"{source}/{key}", 0))
+                    names.get(key, f"layer {key}")
+                    for key in sorted(self._plan.description.buckets)
+                    if report.fingerprints.get(f"{key}", "0")
+                    != str(expected.get(f"{source}/{key}", 0))
                 ]
                 if wrong:
                     raise RefitError(
                         f"after a refit rank {rank} of {client.name} has other weights than the"
-                        f" trainer in {_named(wrong)}"
+                        f" trainer in {', '.join(wrong)}"
                     )
-
-
-def _named(buckets: list[str]) -> str:
-    numbers = sorted(int(key) for key in buckets)
-    names = {EMBEDDING: "the embedding", HEAD: "the head"}
-    return ", ".join(names.get(number, f"layer {number}") for number in numbers)
-
-
-def _measured(answers: list[Refitted]) -> dict[str, float]:
-    ranks = [rank for answer in answers for rank in answer.ranks]
-    return {
-        "refit_bytes": float(max(rank.received_bytes for rank in ranks)),
-        "refit_staging_bytes": float(max(rank.staging_bytes for rank in ranks)),
-    }

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import msgspec
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
@@ -24,7 +24,7 @@ from parallel.engine.loaders import Unread, copy_nothing
 from parallel.engine.wire import Join, RankReport, Refit
 from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights import checksums
-from parallel.weights.executor import Inbox, inbox, wire_dtype
+from parallel.weights.executor import Inbox, wire_dtype
 from parallel.weights.names import bucket, tensors
 from parallel.weights.needs import needed
 from parallel.weights.planner import Bucket, EngineSizes, Plan
@@ -44,13 +44,18 @@ class RefitExtension:
         Raises:
             RuntimeError: they differ; the plan does not fit this vLLM or this model.
         """
-        if _place()[1] > 1:  # a single rank is the engine's own process
-            _die_with_parent()
+        group = get_tp_group()
+        self._tensor_rank = rank = group.rank_in_group
+        ranks = group.world_size
+        if ranks > 1:  # a single rank is the engine's own process
+            # The kernel kills this worker with the engine. vLLM's workers check that the engine
+            # lives only between calls: one that waits in a collective, for ranks that are gone,
+            # would stay.
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         self._settings = ModelSettings.model_validate_json(model)
         self._shapes = tensors(self._settings)
         self._inbox: Inbox | None = None
         self._device = next(self.model_runner.model.parameters()).device
-        rank, ranks = _place()
         copied = set(self._copied())
         planned = set(needed(self._settings, ranks, rank))
         if copied != planned:
@@ -66,10 +71,10 @@ class RefitExtension:
         join = msgspec.msgpack.decode(message, type=Join)
         self.leave()
         layout = LayoutSettings.model_validate(join.layout)
-        rank = sum(join.fleet[: join.engine]) + _place()[0]
+        rank = sum(join.fleet[: join.engine]) + self._tensor_rank
         fleet = EngineSizes(tuple(join.fleet), forwarding=join.meeting is not None)
         plan = Plan(self._settings, layout, fleet)
-        self._inbox = inbox(
+        self._inbox = Inbox(
             self._settings, layout, plan, rank, join.meeting, join.shared, self._device
         )
 
@@ -86,8 +91,7 @@ class RefitExtension:
         if source is None:
             raise RuntimeError("the engine has joined no trainer")
         source.start()
-        started = time.perf_counter()
-        landed = _Landed(self._settings) if asked.check else None
+        landed: dict[tuple[str, Box], int] | None = {} if asked.check else None
         try:
             with self._bracket():
                 for each in source.buckets:
@@ -95,15 +99,12 @@ class RefitExtension:
         except Exception:
             self.leave()  # so that ranks that wait for this one fail too
             raise
-        return msgspec.msgpack.encode(
-            RankReport(
-                source.received_bytes,
-                source.messages_received,
-                source.staging_bytes,
-                time.perf_counter() - started,
-                landed.by_bucket() if landed else {},
-            )
-        )
+        summed: dict[int, int] = {}
+        for (name, _), value in (landed or {}).items():
+            summed[bucket(name)] = checksums.add(summed.get(bucket(name), 0), value)
+        fingerprints = {str(key): str(value) for key, value in summed.items()}
+        report = RankReport(source.received_bytes, source.staging_bytes, fingerprints)
+        return msgspec.msgpack.encode(report)
 
     def progress(self) -> dict[str, int]:
         """Return the number of tokens sampled of each request in flight."""
@@ -112,19 +113,29 @@ class RefitExtension:
         }
 
     def _load(
-        self, each: Bucket, contents: dict[str, torch.Tensor], landed: _Landed | None
+        self,
+        each: Bucket,
+        contents: dict[str, torch.Tensor],
+        landed: dict[tuple[str, Box], int] | None,
     ) -> None:
-        """Load one bucket, which holds whole modules."""
+        """Load one bucket, which holds whole modules.
+
+        Fingerprints of what its loaders have written are read back into `landed`.
+        """
 
         def copy(target: torch.Tensor, source: Unread) -> None:
             if target.is_meta:
                 copy_nothing(target, source)
             elif source.numel():  # empty where this rank has only padding of the vocabulary
-                view = source.as_seen(contents[source.tensor_name])
+                name = source.tensor_name
+                view = source.as_seen(contents[name])
                 with torch._C.DisableTorchFunctionSubclass():
                     target.copy_(view)
-                    if landed is not None:
-                        landed.note(source, target)
+                    if landed is not None:  # of a box that is written twice the last counts
+                        box, dtype = source.box(), wire_dtype(name, self._settings)
+                        written = torch.empty(box[1], dtype=dtype, device=target.device)
+                        source.as_seen(written).copy_(target)
+                        landed[name, box] = checksums.fingerprint(name, box, written)
 
         unread = ((name, self._unread(name, copy)) for name in each.tensors)
         self.model_runner.model.load_weights(unread)
@@ -190,42 +201,3 @@ class RefitExtension:
                     info.reset()
                 model._do_torchao_reload = model._original_do_torchao_reload
         return found
-
-
-class _Landed:
-    """Fingerprints of what the loaders have written to the engine's tensors."""
-
-    def __init__(self, settings: ModelSettings) -> None:
-        self._settings = settings
-        self._found: dict[tuple[str, Box], int] = {}
-
-    def note(self, source: Unread, target: torch.Tensor) -> None:
-        """Read back what a loader has just written; of a tensor written twice the last counts."""
-        name, box = source.tensor_name, source.box()
-        dtype = wire_dtype(name, self._settings)
-        contents = torch.empty(box[1], dtype=dtype, device=target.device)
-        source.as_seen(contents).copy_(target)
-        self._found[name, box] = checksums.fingerprint(name, box, contents)
-
-    def by_bucket(self) -> dict[str, str]:
-        """Return one fingerprint per bucket."""
-        summed: dict[int, int] = {}
-        for (name, _), value in self._found.items():
-            summed[bucket(name)] = checksums.add(summed.get(bucket(name), 0), value)
-        return {str(key): str(value) for key, value in summed.items()}
-
-
-def _die_with_parent() -> None:
-    """Have the kernel kill this worker with the engine.
-
-    vLLM's workers check that the engine lives only between calls: one that waits in a collective,
-    for ranks that are gone, would stay.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _place() -> tuple[int, int]:
-    """Return this rank's index in the engine's tensor parallelism, and the number of ranks."""
-    from vllm.distributed.parallel_state import get_tp_group
-
-    return get_tp_group().rank_in_group, get_tp_group().world_size

@@ -1,9 +1,10 @@
-"""The HTTP server of a rollout engine, a process that serves one stage after another.
+"""The process of a rollout engine: samples responses, and takes new weights between steps.
 
     python -m parallel.engine.server ENGINE.json
 
 ENGINE.json holds an `EngineJob`. When the engine is ready it writes its `Address` to the file named
-by "address"; until its first refit it rejects requests to generate.
+by "address"; until its first refit it rejects requests to generate. It serves one stage after
+another.
 """
 
 from __future__ import annotations
@@ -15,27 +16,169 @@ import os
 import secrets
 import sys
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from parallel.engine.engine import BEAT_SECONDS, Engine, StepFailed
+from parallel.engine.core import Core
 from parallel.engine.wire import (
     BEAT,
     LARGEST_MESSAGE,
+    PROTOCOL,
     Address,
     CallFailure,
+    EngineDescription,
     Generate,
+    Generation,
     Join,
     Refit,
     frame,
+    model_digest,
 )
 from parallel.network import address_of
 from parallel.settings import EngineJob
 from parallel.status_pipe import report_error
+from parallel.weights.transport import host_identity
+
+BEAT_SECONDS = 1.0  # between heartbeats
+LIFE_SECONDS = 0.5  # between checks that the processes live
+
+Answer = TypeVar("Answer")
+
+
+class StepFailed(RuntimeError):
+    """An error of vLLM in a step, after which the engine must be restarted."""
+
+
+# An item of a stream: the responses that ended in a step, by name, or why no more will.
+Handed = dict[str, Generation] | StepFailed
+
+
+class Engine:
+    """vLLM in a separate thread, which steps while requests are in flight.
+
+    That thread makes all calls to vLLM, in the order they were requested: a refit, a new request
+    and the next step wait for the current step.
+    """
+
+    def __init__(self, job: EngineJob) -> None:
+        self.model, self.settings = job.model, job.engine
+        self.instance = secrets.token_hex(8)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm")
+        self.core: Core = self._thread.submit(Core, job).result()
+        self._streams: dict[str, asyncio.Queue[Handed]] = {}
+        self._drawing: asyncio.Task | None = None
+        self._failure: StepFailed | None = None
+        self._stopping = False
+
+    async def ask(self, call: Callable[..., Answer], *arguments: Any) -> Answer:
+        """Call in vLLM's thread, after all earlier calls, and return the result."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
+
+    async def describe(self) -> EngineDescription:
+        """Return this engine's description."""
+        return EngineDescription(
+            protocol=PROTOCOL,
+            instance=self.instance,
+            host=host_identity(),
+            model=model_digest(self.model),
+            tensor=self.settings.tensor,
+            max_model_tokens=self.settings.max_model_tokens,
+            max_sequences=self.settings.max_sequences,
+            weight_version=self.core.weight_version,
+        )
+
+    async def health(self) -> bool:
+        """Raise RuntimeError when a step has failed, or a process of the engine has ended."""
+        if self._failure is not None:
+            raise self._failure
+        if self.core.lost_a_rank():
+            raise RuntimeError("a process of vLLM has ended")
+        return True
+
+    async def ended(self) -> StepFailed | None:
+        """Wait until vLLM fails or `stop` is called; return the failed step's error, if any."""
+        while not (self._failure or self.core.lost_a_rank() or self._stopping):
+            await asyncio.sleep(LIFE_SECONDS)
+        return self._failure
+
+    async def stop(self) -> None:
+        """Stop soon, once this call is answered."""
+        self._stopping = True
+
+    async def generate(self, asked: Generate) -> AsyncIterator[list[Generation]]:
+        """Return a stream of the responses to all prompts; an empty list is a heartbeat.
+
+        Raises:
+            NoWeights: there was no refit yet.
+            ValueError: a prompt is empty, too long, or has an unknown token.
+        """
+        most, vocabulary = self.settings.max_model_tokens, self.model.vocabulary_size
+        for prompt in asked.prompts:  # before any is admitted
+            length, further = len(prompt.tokens), asked.sampling.max_tokens
+            if length == 0:
+                raise ValueError(f"prompt {prompt.number} has no tokens")
+            if length + further > most:
+                raise ValueError(
+                    f"prompt {prompt.number} has {length} tokens, and with {further} more"
+                    f" exceeds engine.max_model_tokens = {most}"
+                )
+            # vLLM does not check: it would read past the embedding table.
+            if min(prompt.tokens) < 0 or max(prompt.tokens) >= vocabulary:
+                raise ValueError(
+                    f"prompt {prompt.number} has a token outside model.vocabulary_size ="
+                    f" {vocabulary}"
+                )
+        names = await self.ask(self.core.admit, asked)
+        stream: asyncio.Queue[Handed] = asyncio.Queue()
+        self._streams.update(dict.fromkeys(names, stream))
+        if self._drawing is None or self._drawing.done():
+            self._drawing = asyncio.create_task(self._draw())
+        return self._responses(set(names), stream)
+
+    async def _draw(self) -> None:
+        """Step until no request is in flight."""
+        try:
+            while self._streams:
+                if self.core.weight_version is None:  # a refit failed; another may follow
+                    await asyncio.sleep(LIFE_SECONDS)
+                    continue
+                ended: dict[asyncio.Queue[Handed], dict[str, Generation]] = {}
+                for name, generation in await self.ask(self.core.step):
+                    if stream := self._streams.pop(name, None):
+                        ended.setdefault(stream, {})[name] = generation
+                for stream, generations in ended.items():
+                    stream.put_nowait(generations)
+        except Exception as error:
+            traceback.print_exception(error)
+            self._failure = StepFailed(f"a step of vLLM failed: {error!r}")
+            for stream in set(self._streams.values()):
+                stream.put_nowait(self._failure)
+
+    async def _responses(
+        self, owed: set[str], stream: asyncio.Queue[Handed]
+    ) -> AsyncIterator[list[Generation]]:
+        try:
+            while owed:
+                try:
+                    handed = await asyncio.wait_for(stream.get(), BEAT_SECONDS)
+                except TimeoutError:
+                    await self.ask(self.core.lost_a_rank)  # answered between two steps
+                    handed = {}
+                if isinstance(handed, StepFailed):
+                    owed = set()  # there is nothing left to abort
+                    raise handed
+                owed -= handed.keys()
+                yield list(handed.values())
+        finally:
+            if owed:  # the client went away
+                for name in owed:
+                    self._streams.pop(name, None)
+                await self.ask(self.core.abort, owed)
 
 
 class EngineServer:
@@ -47,31 +190,31 @@ class EngineServer:
 
     def application(self) -> web.Application:
         """Return an application with one route per call, each behind the token."""
-        application = web.Application(middlewares=[self._guard], client_max_size=LARGEST_MESSAGE)
         engine = self.engine
-        application.add_routes(
-            [
-                web.post("/describe", _answering(None, engine.describe)),
-                web.post("/health", _answering(None, engine.health)),
-                web.post("/join", _answering(Join, engine.join)),
-                web.post("/refit", self._refit),
-                web.post("/stop", _answering(None, engine.stop)),
-                web.post("/generate", self._generate),
-            ]
-        )
+        calls = {
+            "describe": _answering(None, engine.describe),
+            "health": _answering(None, engine.health),
+            "join": _answering(Join, lambda join: engine.ask(engine.core.join, join)),
+            "refit": self._refit,
+            "stop": _answering(None, engine.stop),
+            "generate": self._generate,
+        }
+        application = web.Application(middlewares=[self._guard], client_max_size=LARGEST_MESSAGE)
+        application.add_routes([web.post(f"/{name}", call) for name, call in calls.items()])
         return application
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
         shown = request.headers.get("Authorization", "").encode(errors="replace")
-        if not hmac.compare_digest(shown, f"Bearer {self.token}".encode()):
-            return _failure(403, "wrong token")
-        try:
-            return await handler(request)
-        except web.HTTPException as error:
-            return _failure(error.status, f"{request.path}: {error.reason}")
-        except Exception as error:  # the client decides what it means
-            return _failure(500, f"{type(error).__name__}: {error}")
+        status, problem = 403, "wrong token"
+        if hmac.compare_digest(shown, f"Bearer {self.token}".encode()):
+            try:
+                return await handler(request)
+            except web.HTTPException as error:
+                status, problem = error.status, f"{request.path}: {error.reason}"
+            except Exception as error:  # the client decides what it means
+                status, problem = 500, f"{type(error).__name__}: {error}"
+        return web.Response(status=status, body=msgspec.msgpack.encode(CallFailure(problem)))
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         """Stream responses; the requests of a client that disconnects are aborted."""
@@ -92,20 +235,20 @@ class EngineServer:
         asked = msgspec.msgpack.decode(await request.read(), type=Refit)
         stream = web.StreamResponse()
         await stream.prepare(request)
-        refit = asyncio.ensure_future(self.engine.refit(asked))
-        refit.add_done_callback(_log)  # also when the client has disconnected
+        refit = asyncio.ensure_future(self.engine.ask(self.engine.core.refit, asked))
+        refit.add_done_callback(_print_error)  # also when the client has disconnected
         while not (await asyncio.wait({refit}, timeout=BEAT_SECONDS))[0]:
             await stream.write(BEAT)
-        if (error := refit.exception()) is None:
-            await stream.write(frame(refit.result()))
-        else:
+        if error := refit.exception():
             await stream.write(frame(CallFailure(f"{type(error).__name__}: {error}")))
+        else:
+            await stream.write(frame(refit.result()))
         await stream.write_eof()
         return stream
 
 
-def _log(call: asyncio.Future[Any]) -> None:
-    if not call.cancelled() and (error := call.exception()) is not None:
+def _print_error(call: asyncio.Future[Any]) -> None:
+    if not call.cancelled() and (error := call.exception()):
         traceback.print_exception(error)
 
 
@@ -118,10 +261,6 @@ def _answering(kind: Any, call: Callable[..., Awaitable[Any]]) -> Any:
     return handler
 
 
-def _failure(status: int, error: str) -> web.Response:
-    return web.Response(status=status, body=msgspec.msgpack.encode(CallFailure(error)))
-
-
 def main() -> None:
     """Start the engine named by the file in argv[1] and serve until killed."""
     job = EngineJob.model_validate_json(Path(sys.argv[1]).read_text())
@@ -130,12 +269,12 @@ def main() -> None:
     except Exception as error:
         report_error(f"the engine did not start with engine: {job.engine!r}: {error!r}")
         raise
-    asyncio.run(_serve(engine, job.address, job.interface))
+    asyncio.run(_serve(engine, job))
 
 
-async def _serve(engine: Engine, address: Path, interface: str) -> None:
+async def _serve(engine: Engine, job: EngineJob) -> None:
     try:
-        await engine.prepare()
+        await engine.ask(engine.core.prepare)
     except Exception as error:
         report_error(f"the engine cannot serve this run: {error}")
         raise
@@ -145,13 +284,11 @@ async def _serve(engine: Engine, address: Path, interface: str) -> None:
     server = EngineServer(engine)
     runner = web.AppRunner(server.application(), access_log=None)
     await runner.setup()
-    site = web.TCPSite(runner, address_of(interface), 0)
-    await site.start()
-    assert runner.addresses
+    await web.TCPSite(runner, address_of(job.interface), 0).start()
     host, port = runner.addresses[0][:2]
-    _publish(address, Address(host, port, server.token, os.getpid(), engine.instance))
+    _publish(job.address, Address(host, port, server.token, os.getpid(), engine.instance))
     failure = await engine.ended()  # vLLM cannot restart a process that ended
-    engine.shutdown()
+    engine.core.shutdown()
     if failure is not None:
         report_error(str(failure))
         sys.exit(1)

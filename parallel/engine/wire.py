@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any, BinaryIO
 
 import msgspec
 
 from parallel.settings import ModelSettings
 from parallel.weights.transport import Meeting, SharedMemory
 
-PROTOCOL = 5  # version of this file, the same at both ends
+PROTOCOL = 6  # version of this file, the same at both ends
 
 LARGEST_MESSAGE = 1 << 30  # bytes of a request, or of one message of a streamed answer
 LENGTH_BYTES = 4  # a frame of a streamed answer begins with its length, big-endian
@@ -81,9 +81,9 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """A request for one response: the prompt's tokens, and the seed to sample it with.
+    """A request for one response: its number in the answer, its tokens, and its seed.
 
-    `number` identifies it in the answer. Lower `priority` is scheduled first.
+    Lower `priority` is scheduled first.
     """
 
     number: int
@@ -153,14 +153,11 @@ class Refit(msgspec.Struct, frozen=True):
 class RankReport(msgspec.Struct, frozen=True):
     """The report of one tensor-parallel rank about a refit.
 
-    fingerprints: by bucket, of what was loaded (parallel.weights.checksums), as decimal text, since
-        they have 64 bits and a sign.
+    fingerprints: by bucket, of what was loaded (parallel.weights.checksums), as decimal text.
     """
 
     received_bytes: int
-    messages: int
     staging_bytes: int
-    seconds: float
     fingerprints: dict[str, str]
 
 
@@ -191,12 +188,7 @@ def frame(message: Any) -> bytes:
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 
-class Readable(Protocol):
-    def read(self, size: int) -> bytes:
-        """Return `size` bytes, or fewer at the end."""
-
-
-def frames(source: Readable) -> Iterator[Generation | Refitted | CallFailure | None]:
+def frames(source: BinaryIO) -> Iterator[Generation | Refitted | CallFailure | None]:
     """Yield the messages of a streamed answer, and None for a heartbeat.
 
     Raises:
@@ -213,12 +205,3 @@ def frames(source: Readable) -> Iterator[Generation | Refitted | CallFailure | N
         if len(header) < LENGTH_BYTES or len(data) < size:
             raise EOFError("the stream ended within a message")
         yield msgspec.msgpack.decode(data, type=Generation | Refitted | CallFailure)
-
-
-def prompts_of(tokens: Iterable[list[int]], samples: int, seed: int) -> list[Prompt]:
-    """Return `samples` requests per prompt, numbered consecutively, each with another seed."""
-    return [
-        Prompt(index * samples + sample, ids, seed + index * samples + sample)
-        for index, ids in enumerate(tokens)
-        for sample in range(samples)
-    ]

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from parallel.engine.answers import Question, sample_of
 from parallel.engine.client import EngineClient
-from parallel.engine.wire import Generate, Generation, Sampling, prompts_of
+from parallel.engine.wire import Generate, Generation, Prompt, Sampling
 from parallel.hugging_face.config import hugging_face_config
 from parallel.sample import Sample
 from parallel.settings import ModelSettings
@@ -25,7 +25,9 @@ TIE = 1e-4  # of routers' logits; without one log-probabilities differ by 1e-5 a
 
 
 def request(sampling: Sampling = SAMPLING, seed: int = 0) -> Generate:
-    return Generate(prompts_of(PROMPTS, SAMPLES, seed), sampling)
+    """Return a request for SAMPLES responses to each prompt, each with another seed."""
+    each = [tokens for tokens in PROMPTS for _ in range(SAMPLES)]
+    return Generate([Prompt(i, tokens, seed + i) for i, tokens in enumerate(each)], sampling)
 
 
 def draw(

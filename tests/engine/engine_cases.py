@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from parallel.engine.client import EngineError
 from parallel.engine.fleet import Fleet, RefitError
 from parallel.engine.wire import Generation, Sampling
 from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
+from parallel.weights.executor import Outbox
 from tests.engine.drawing import request
 from tests.engine.refit_cases import fleet, policy
 
@@ -61,29 +63,29 @@ def refused(address: Path, model: str, engine: str) -> str:
     raise AssertionError("the engine was refitted")
 
 
-class CorruptingFleet(Fleet):
-    """A fleet that flips one bit of layer 1."""
+class CorruptingOutbox(Outbox):
+    """An outbox that flips one bit of layer 1."""
 
-    def _send(self) -> None:
-        assert self._outbox is not None
-        parameter = self._outbox.parameters["0/decoder.layers.1.self_attention.linear_qkv.weight"]
+    def send(self) -> None:
+        parameter = self.parameters["0/decoder.layers.1.self_attention.linear_qkv.weight"]
         bits = parameter.data.view(torch.int32)
         bits[5, 7] ^= 1  # the lowest: no log-probability would show it
-        super()._send()
+        super().send()
         bits[5, 7] ^= 1
 
 
 def refit_corrupted(address: Path, model: str, engine: str) -> str:
     """Return the notices of a refit that corrupts a bit."""
     trained = policy(model, LAYOUT.model_dump_json())
-    engines = CorruptingFleet(
+    engines = Fleet(
         [address],
         ModelSettings.model_validate_json(model),
         LAYOUT,
         EngineSettings.model_validate_json(engine),
     )
     try:
-        engines.refit(trained, 1)
+        with mock.patch("parallel.engine.fleet.Outbox", CorruptingOutbox):
+            engines.refit(trained, 1)
     except RefitError as error:
         return str(error)
     raise AssertionError("nobody has seen it")

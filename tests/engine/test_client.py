@@ -16,8 +16,7 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from parallel.engine.client import EngineClient, EngineError, EngineRefused
-from parallel.engine.engine import Engine, StepFailed
-from parallel.engine.server import EngineServer
+from parallel.engine.server import Engine, EngineServer, StepFailed
 from parallel.engine.wire import (
     BEAT,
     LENGTH_BYTES,
