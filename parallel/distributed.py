@@ -12,17 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel.checkpoint.patches import patch_megatron
+from parallel.checkpoint.reader import patch_megatron
 from parallel.cpu import megatron
 from parallel.device import backend, device
 from parallel.settings import LayoutSettings
 
 # The variables that torch.distributed reads, and srun's names of them.
-SRUN = {
-    "RANK": "SLURM_PROCID",
-    "LOCAL_RANK": "SLURM_LOCALID",
-    "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
-}
+SRUN = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
@@ -104,21 +100,17 @@ def host_store(host: str, port: int, timeout: timedelta, ranks: int | None = Non
     [(family, *_, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     listening = socket.create_server(address[:2], family=family)
     port = listening.getsockname()[1]
+    wait = ranks is not None
+    descriptor = listening.detach()  # the store closes it
     return dist.TCPStore(
-        host,
-        port,
-        ranks,
-        is_master=True,
-        timeout=timeout,
-        wait_for_workers=ranks is not None,
-        master_listen_fd=listening.detach(),  # the store closes it
+        host, port, ranks, True, timeout, wait_for_workers=wait, master_listen_fd=descriptor
     )
 
 
-def broadcast(value: Any, source: int = 0) -> Any:
-    """Return `value` of rank `source`, on every rank."""
+def broadcast(value: Any, source: int = 0, group: Any = None) -> Any:
+    """Return `value` of rank `source`, on every rank of the group."""
     box = [value]
-    dist.broadcast_object_list(box, src=source)
+    dist.broadcast_object_list(box, src=source, group=group)
     return box[0]
 
 
@@ -139,7 +131,7 @@ def on_main(function: Callable[[], Any]) -> Any:
 
     Result and error must be picklable.
     """
-    answer, error = None, None
+    answer = error = None
     if is_main():
         try:
             answer = function()
@@ -180,13 +172,8 @@ def sum_over_data(values: dict[str, float]) -> dict[str, float]:
         dist.all_reduce(total, group=parallel_state.get_data_parallel_group_gloo())
         values = dict(zip(names, total.tolist(), strict=True))
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        box = [values]
-        dist.broadcast_object_list(
-            box,
-            src=parallel_state.get_pipeline_model_parallel_last_rank(),
-            group=parallel_state.get_pipeline_model_parallel_group(),
-        )
-        [values] = box
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        return broadcast(values, last, parallel_state.get_pipeline_model_parallel_group())
     return values
 
 
@@ -201,7 +188,7 @@ def any_rank(*flags: bool) -> list[bool]:
     """Return for each flag whether it is set on any rank; one reduction for all of them."""
     raised = torch.tensor(flags, dtype=torch.int32, device=device())
     dist.all_reduce(raised, op=dist.ReduceOp.MAX)
-    return [bool(flag) for flag in raised.tolist()]
+    return list(map(bool, raised.tolist()))
 
 
 def is_main() -> bool:

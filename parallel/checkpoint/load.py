@@ -51,13 +51,13 @@ def newest_verified(directory: Path) -> tuple[Path | None, list[str]]:
     Raises:
         UnreadableCheckpoint: the newest one exists and cannot be read.
     """
-    damaged = []
-    while (path := on_main(lambda: _newest(directory))) is not None:
-        if (damage := _damage(path)) is None:
-            break
-        aside = on_main(partial(_put_aside, path))
+    damaged: list[str] = []
+    while paths := on_main(lambda: checkpoint_directories(directory)):
+        if (damage := _damage(paths[-1])) is None:
+            return paths[-1], damaged
+        aside = on_main(partial(_put_aside, paths[-1]))
         damaged.append(f"damaged checkpoint: {damage}; it is put aside as {aside.name}")
-    return path, damaged
+    return None, damaged
 
 
 def training(policy: TrainedPolicy, checkpoint: Path) -> dict[str, Any]:
@@ -149,11 +149,6 @@ def _as_checkpoint_error(checkpoint: Path) -> Iterator[None]:
         raise CheckpointError(f"cannot read {checkpoint}: {reason(error)}") from error
 
 
-def _newest(directory: Path) -> Path | None:
-    paths = checkpoint_directories(directory)
-    return paths[-1] if paths else None
-
-
 def _put_aside(path: Path) -> Path:
     """Rename a damaged checkpoint, never onto one that was renamed before."""
     aside, number = path.with_name(f"damaged_{path.name}"), 1
@@ -175,10 +170,10 @@ def _damage(path: Path) -> str | None:
         damaged = _own_damage(path)
     except UnreadableCheckpoint as error:
         unread = str(error)
-    found = gather((damaged, unread))
-    if messages := sorted({message for _, message in found if message}):
-        raise UnreadableCheckpoint(messages[0])
-    return "; ".join(sorted({damage for damaged, _ in found for damage in damaged})) or None
+    damages, messages = zip(*gather((damaged, unread)), strict=True)
+    if any(messages):
+        raise UnreadableCheckpoint(min(filter(None, messages)))
+    return "; ".join(sorted(set().union(*damages))) or None
 
 
 def _own_damage(path: Path) -> list[str]:

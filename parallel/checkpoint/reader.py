@@ -1,17 +1,18 @@
-"""A reader of megatron-core's checkpoints as data: nothing in their files is called.
+"""The reading of megatron-core's checkpoints as data, and the patches of megatron-core 0.16.1.
 
 megatron-core unpickles three things: `.metadata`, the objects among the tensors (`*.distcp`), and
 `common.pt`. A pickle may call any function, and checksums.json does not help: whoever changed a
 file can update its checksum. So each of the three is read here by an unpickler that accepts only
-what such a file needs.
+what such a file needs: nothing in the files is called.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pickle
+import queue
 import re
-from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
@@ -25,6 +26,7 @@ from parallel.errors import UserError
 
 METADATA_FILE = ".metadata"
 COMMON_FILE = "common.pt"
+STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 # The classes in `.metadata`: torch's dataclasses and enums, which hold data and call nothing.
 NEEDED = {
     "torch": ("Size",),
@@ -81,15 +83,13 @@ class CheckpointReader(FileSystemReader):
         try:
             return super().read_data(plan, planner)
         except _ObjectRefused as refused:
-            file = Path(self.path) / self.storage_data[refused.item.storage_index].relative_path
-            raise _refusal(file, refused.held) from refused.__cause__
+            item, held = refused.args
+            file = Path(self.path) / self.storage_data[item.storage_index].relative_path
+            raise _refusal(file, _holds(held)) from refused.__cause__
 
 
 class _ObjectRefused(Exception):
-    def __init__(self, item: ReadItem, held: str) -> None:
-        super().__init__(held)
-        self.item = item
-        self.held = held
+    """The refusal of an object: its ReadItem, and the name of what it holds."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -102,11 +102,11 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         # By the whole name: that of protocol 4 may have dots, as `metadata.os.system` has.
         if (found := _needed().get((module, name))) is None:
-            raise _refusal(self._path, f"{module}.{name}")
+            raise _refusal(self._path, _holds(f"{module}.{name}"))
         return found
 
 
-@cache
+@functools.cache
 def _needed() -> dict[tuple[str, str], Any]:
     found = {
         (module, name): getattr(importlib.import_module(module), name)
@@ -127,16 +127,14 @@ def _read_metadata(checkpoint: Path) -> Any:
         except (CheckpointRefused, OSError):
             raise
         except Exception as error:  # a damaged pickle may raise anything
-            raise _damage(path, error) from error
+            raise _refusal(path, _damage(error)) from error
     # The checksums and the owner of the run answer for the files of the checkpoint alone.
     if elsewhere := [name for name in names if Path(name).name != name]:
-        raise CheckpointRefused(
-            f"{path}: names {elsewhere[0]}, which is not in the checkpoint; {_advice(checkpoint)}"
-        )
+        raise _refusal(path, f"names {elsewhere[0]}, which is not in the checkpoint")
     return found
 
 
-def load_object(self: Any, item: ReadItem, value: BytesIO) -> None:
+def _load_object(self: Any, item: ReadItem, value: BytesIO) -> None:
     """Load an object, such as the states of random generators; torch's own unpickles anything."""
     try:
         loaded = torch.load(value, weights_only=True)
@@ -146,17 +144,17 @@ def load_object(self: Any, item: ReadItem, value: BytesIO) -> None:
     traverse.set_element(self.original_state_dict, self.mappings[item.dest_index.fqn], loaded)
 
 
-def load_common(checkpoint: str | Path) -> Any:
+def _load_common(checkpoint: str | Path) -> Any:
     path = Path(checkpoint) / COMMON_FILE
     try:
         # weights_only is explicit: its default depends on an environment variable.
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise _refusal(path, _global_in(error)) from error
+        raise _refusal(path, _holds(_global_in(error))) from error
     except OSError:
         raise
     except Exception as error:  # a damaged pickle may raise anything
-        raise _damage(path, error) from error
+        raise _refusal(path, _damage(error)) from error
 
 
 def _global_in(error: pickle.UnpicklingError) -> str:
@@ -165,22 +163,50 @@ def _global_in(error: pickle.UnpicklingError) -> str:
     return found[1].rstrip(".") if found else "a pickle that torch.save does not write"
 
 
-def _refusal(path: Path, held: str) -> CheckpointRefused:
+def _holds(held: str) -> str:
+    return f"holds {held}, which no checkpoint needs and which may run commands when it is loaded"
+
+
+def _damage(error: Exception) -> str:
+    return f"is not what megatron-core writes ({type(error).__name__}: {error})"
+
+
+def _refusal(file: Path, what: str) -> CheckpointRefused:
     return CheckpointRefused(
-        f"{path}: holds {held}, which no checkpoint needs and which may run commands when it is "
-        f"loaded; {_advice(path.parent)}"
+        f"{file}: {what}; find out who changed it, then remove {file.parent} and resume the run: "
+        "its stage continues from the checkpoint before"
     )
 
 
-def _damage(path: Path, error: Exception) -> CheckpointRefused:
-    why = f"({type(error).__name__}: {error})"
-    return CheckpointRefused(
-        f"{path}: is not what megatron-core writes {why}; {_advice(path.parent)}"
-    )
+@functools.cache
+def patch_megatron() -> None:
+    """Make megatron-core write a checkpoint in the calling thread, and read it as data.
 
+    Its filesystem_async.py forks a process for every file and waits for each without a limit, so
+    that a killed one hangs its rank, and collects their answers in a manager process that takes
+    seconds to start and outlives a killed rank.
+    """
+    tensors: Any = importlib.import_module(f"{STRATEGIES}.torch")
+    tensors._get_filesystem_reader = lambda directory, **_: CheckpointReader(directory)
+    tensors.MCoreLoadPlanner.load_bytes = _load_object
+    common: Any = importlib.import_module(f"{STRATEGIES}.common")
+    common.TorchCommonLoadStrategy.load_common = lambda self, directory: _load_common(directory)
+    module: Any = importlib.import_module(f"{STRATEGIES}.filesystem_async")
+    writer = module.FileSystemWriterAsync
 
-def _advice(checkpoint: Path) -> str:
-    return (
-        f"find out who changed it, then remove {checkpoint} and resume the run: its stage "
-        "continues from the checkpoint before"
-    )
+    def write(
+        transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], answers: queue.Queue
+    ) -> None:
+        answer: dict[int, Any] = {}
+        for index, bucket in enumerate(buckets):
+            written: queue.Queue = queue.Queue()
+            pending: queue.Queue = queue.Queue()
+            pending.put(index)
+            writer.write_preloaded_data(transforms, index, bucket, written, pending, True)
+            _, answer[index] = written.get()
+            if isinstance(answer[index], Exception):
+                raise answer[index]
+        answers.put(answer)
+
+    writer.write_preloaded_data_multiproc = staticmethod(write)
+    module._get_write_results_queue = queue.Queue  # one for each checkpoint

@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,12 +50,13 @@ class Saver:
         self._asynchronous = asynchronous
         self._in_flight: _Writing | None = None
         self._removal = threading.Thread()
-        on_main(self._remove_leftovers)
+        on_main(lambda: _remove(directory.glob("tmp_*")))  # of a killed stage
 
     @property
     def writing(self) -> bool:
         """True while this rank writes or removes; call `finish` once no rank does."""
-        return self._removal.is_alive() or (self._in_flight is not None and self._in_flight.alive)
+        in_flight = self._in_flight
+        return self._removal.is_alive() or (in_flight is not None and in_flight.thread.is_alive())
 
     def begin(
         self, policy: Policy, step: int, state: dict[str, Any], score: float | None = None
@@ -74,7 +75,7 @@ class Saver:
         on_main(lambda: path.mkdir(parents=True))
         self._in_flight = _Writing(policy, path, document, copy=self._asynchronous)
         if self._asynchronous:
-            self._in_flight.start()
+            self._in_flight.thread.start()
         else:
             self._in_flight.run()
             self.finish()
@@ -115,10 +116,6 @@ class Saver:
         if not self._asynchronous:
             self._removal.join()
 
-    def _remove_leftovers(self) -> None:
-        """Remove the unfinished checkpoints of a killed stage."""
-        _remove(list(self._directory.glob("tmp_*")))
-
 
 class _Writing:
     """A checkpoint in flight."""
@@ -129,29 +126,22 @@ class _Writing:
         self.document = document
         self._error: str | None = None
         self._files: dict[str, str] = {}
-        self._thread = threading.Thread(target=self.run, daemon=True)
+        self.thread = threading.Thread(target=self.run, daemon=True)
         state = _state(policy)
-        in_use = {_memory(tensor) for tensor in _tensors(state)}
+        shards = [value for value in nested_values(state) if isinstance(value, ShardedBase)]
+        in_use = {_memory(shard.data) for shard in shards if torch.is_tensor(shard.data)}
         with _as_checkpoint_error(path):
+            strategy = FullyParallelSaveStrategyWrapper(  # replicas share the writing
+                get_default_save_sharded_strategy("torch_dist"),
+                parallel_state.get_data_parallel_group(with_context_parallel=True),
+            )
+            metadata = dict(METADATA)
             self._request = dist_checkpointing.save(
-                state,
-                str(path),
-                _strategy(),
-                async_sharded_save=True,
-                content_metadata=dict(METADATA),
+                state, str(path), strategy, async_sharded_save=True, content_metadata=metadata
             )
             self._buckets = self._request.preload_fn() if self._request.preload_fn else []
         if copy:
             self._buckets = _without(in_use, self._buckets)
-
-    @property
-    def alive(self) -> bool:
-        """True while the thread writes."""
-        return self._thread.is_alive()
-
-    def start(self) -> None:
-        """Write in a separate thread."""
-        self._thread.start()
 
     def run(self) -> None:
         """Write this rank's files and compute their checksums."""
@@ -166,8 +156,8 @@ class _Writing:
 
     def finish(self) -> dict[str, str]:
         """Wait for every rank's files, add the metadata, and return the files' checksums."""
-        if self._thread.ident is not None:
-            self._thread.join()
+        if self.thread.ident is not None:
+            self.thread.join()
         outcomes = gather((self._error, self._files))
         if errors := sorted({error for error, _ in outcomes if error}):
             raise on_main(lambda: _failure(self.path, "; ".join(errors)))
@@ -184,11 +174,8 @@ def kept(scores: Mapping[int, float | None], last: int, best: int) -> set[int]:
     `last` is at least 1.
     """
     newest = sorted(scores)[-last:]
-    comparable = {
-        step: score for step, score in scores.items() if score is not None and not math.isnan(score)
-    }
-    ranked = sorted(comparable, key=lambda step: (comparable[step], step), reverse=True)
-    return {*newest, *ranked[:best]}
+    found = [(s, step) for step, s in scores.items() if s is not None and not math.isnan(s)]
+    return {*newest, *(step for _, step in sorted(found, reverse=True)[:best])}
 
 
 def _state(policy: Policy) -> dict[str, Any]:
@@ -201,19 +188,6 @@ def _state(policy: Policy) -> dict[str, Any]:
         "random_numbers": checkpoint_state.random_numbers(),
         "layout": layout_sizes(),
     }
-
-
-def _strategy() -> FullyParallelSaveStrategyWrapper:
-    """Return the strategy in which replicas share the writing."""
-    return FullyParallelSaveStrategyWrapper(
-        get_default_save_sharded_strategy("torch_dist"),
-        parallel_state.get_data_parallel_group(with_context_parallel=True),
-    )
-
-
-def _tensors(state: dict[str, Any]) -> list[torch.Tensor]:
-    shards = [value for value in nested_values(state) if isinstance(value, ShardedBase)]
-    return [shard.data for shard in shards if torch.is_tensor(shard.data)]
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -253,8 +227,8 @@ def _failure(path: Path, why: str) -> CheckpointError:
     return CheckpointError(f"cannot write {path} ({free} MiB are free there): {why}")
 
 
-def _remove(paths: list[Path]) -> None:
-    for path in paths:
+def _remove(paths: Iterable[Path]) -> None:
+    for path in list(paths):
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -3,28 +3,40 @@
 Weights have the model's names and the optimizer's tensors `optimizer.state.NAME.WEIGHT`, whole,
 whether the optimizer is plain or distributed. An optimizer's rates, decays and betas come from the
 configuration and are not read back.
+
+A data-parallel rank of a distributed optimizer owns ranges of the flattened weights, which begin
+and end within a row. megatron-core's own layout-independent form (fully_reshardable) gathers all of
+that state on every data-parallel rank before it saves. But a range is a few boxes (the end of a
+row, whole rows, the beginning of a row), and a checkpoint may hold a tensor in any boxes: so no
+data needs to move.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import (
     dict_list_map_inplace,
     nested_items_iter,
     nested_values,
 )
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedTensorFactory,
+)
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import distributed as dist
 
-from parallel.checkpoint import optimizer_shards as optimizer_boxes
+from parallel.boxes import boxes
 from parallel.model.policy import Policy, TrainedPolicy
 
 # Makes megatron-core write a state that any layout can load. Always pass a copy: megatron-core
@@ -50,7 +62,8 @@ def weights(policy: Policy, head: bool = True) -> State:
         for name, shard in shards.items():
             # The objects of a layer are TransformerEngine's FP8 scales, which no policy uses, and
             # which TransformerEngine would unpickle.
-            if isinstance(shard, ShardedObject) or (not head and _of_head(name)):
+            without = not head and name.startswith("output_layer.")
+            if without or isinstance(shard, ShardedObject):
                 shards[name] = LocalNonpersistentObject(shard.data)
     return state
 
@@ -93,7 +106,7 @@ def optimizer_to_save(policy: TrainedPolicy) -> State:
         return optimizer_to_load(policy)
     model = filter(_is_weight, nested_values(weights(policy)))
     shards = {id(shard.data): shard for shard in model}
-    return {n: optimizer_boxes.shards(part, shards) for n, part in enumerate(_materialised(policy))}
+    return {n: _owned_shards(part, shards) for n, part in enumerate(_materialised(policy))}
 
 
 def optimizer_to_load(policy: TrainedPolicy) -> State:
@@ -105,8 +118,18 @@ def optimizer_to_load(policy: TrainedPolicy) -> State:
     state = policy.optimizer.sharded_state_dict(
         model, is_loading=_distributed(policy), metadata=dict(METADATA)
     )
-    _name_masters(state, model)
-    return dict_list_map_inplace(_only_shards, state)
+    # The distributed optimizer's master weights get the names of the plain one's, which keeps fp32
+    # copies of 16-bit weights only: an fp32 weight is its own master, and is read as such again.
+    dtypes = {shard.key: shard.data.dtype for shard in filter(_is_weight, nested_values(model))}
+    for entry, name, shard in list(nested_items_iter(state)):
+        if name == "param":
+            weight = shard.key.removeprefix("optimizer.state.param.")
+            prefix = "" if dtypes[weight] == torch.float32 else "optimizer.state.fp32_param."
+            entry[name] = replace(shard, key=prefix + weight)
+    kinds = (ShardedBase, LocalNonpersistentObject)
+    return dict_list_map_inplace(
+        lambda value: value if isinstance(value, kinds) else LocalNonpersistentObject(value), state
+    )
 
 
 def restore_optimizer(policy: TrainedPolicy, loaded: State, updates: int) -> None:
@@ -154,30 +177,64 @@ def _materialised(policy: TrainedPolicy) -> list[Any]:
     return policy.optimizer.chained_optimizers
 
 
-def _name_masters(state: State, model: State) -> None:
-    """Give the distributed optimizer's master weights the names of the plain optimizer's.
-
-    The plain one keeps fp32 copies of 16-bit weights only; an fp32 weight is its own master, and is
-    read a second time as such.
-    """
-    kinds = {shard.key: shard.data.dtype for shard in filter(_is_weight, nested_values(model))}
-    for entry, name, shard in list(nested_items_iter(state)):
-        if name == "param":
-            weight = shard.key.removeprefix("optimizer.state.param.")
-            prefix = "" if kinds[weight] == torch.float32 else "optimizer.state.fp32_param."
-            entry[name] = replace(shard, key=prefix + weight)
-
-
-def _of_head(name: str) -> bool:
-    return name.startswith("output_layer.")
-
-
 def _is_weight(shard: Any) -> bool:
     return isinstance(shard, ShardedBase) and torch.is_tensor(shard.data)
 
 
-def _only_shards(value: Any) -> Any:
-    """Keep a value that is not a shard out of checkpoints, and unchanged when loading."""
-    if isinstance(value, ShardedBase | LocalNonpersistentObject):
-        return value
-    return LocalNonpersistentObject(value)
+def _owned_shards(part: DistributedOptimizer, weights: dict[int, Any]) -> list[ShardedTensor]:
+    """Return this rank's shards of the optimizer's tensors; `weights` by the id of the parameter.
+
+    Without the master weights of fp32 parameters, which are the weights themselves.
+    """
+    found: list[ShardedTensor] = []
+    buckets = [b for buffer in part.gbuf_ranges for each in buffer.values() for b in each]
+    for parameter, ranges in (item for bucket in buckets for item in bucket["param_map"].items()):
+        start, stop = ranges["param"].start, ranges["param"].end  # that this rank updates
+        for weight in _pieces(weights[id(parameter)]):
+            begin = _position(weight, parameter)
+            first, last = max(start, begin), min(stop, begin + weight.data.numel())
+            for name, flat in part._get_main_param_and_optimizer_states(parameter).items():
+                if name == "param" and parameter.dtype == torch.float32:
+                    continue
+                named = f"optimizer.state.{'fp32_param' if name == 'param' else name}.{weight.key}"
+                held = flat[first - start : max(first, last) - start]
+                found += _cut(replace(weight, key=named, data=None), held, first - begin)
+    return found
+
+
+def _pieces(weight: Any) -> list[ShardedTensor]:
+    """Return the checkpoint tensors of a weight, two of a gated layer's; this rank owns each."""
+    owned = replace(weight, replica_id=(*weight.replica_id[:2], 0))  # the last is data-parallel
+    if isinstance(owned, ShardedTensorFactory):
+        return list(nested_values([owned.build()]))
+    return [owned]
+
+
+def _position(piece: ShardedTensor, parameter: torch.nn.Parameter) -> int:
+    """Return the offset of a piece in the flattened parameter.
+
+    Raises:
+        NotImplementedError: megatron-core rearranges the weight for its checkpoint.
+    """
+    memory = parameter.untyped_storage().data_ptr()
+    if piece.data.untyped_storage().data_ptr() != memory or not piece.data.is_contiguous():
+        raise NotImplementedError(f"{piece.key} is not a plain part of its parameter")
+    return (piece.data.data_ptr() - parameter.data_ptr()) // parameter.element_size()
+
+
+def _cut(piece: ShardedTensor, flat: torch.Tensor, start: int) -> Iterator[ShardedTensor]:
+    """Yield a range of a piece, from `start`, as separate shards."""
+    extra = piece.prepend_axis_num
+    for offsets, sizes in boxes(piece.local_shape, start, start + flat.numel()):
+        count = math.prod(sizes)
+        box, flat = flat[:count].view((1,) * extra + sizes), flat[count:]
+        inner = (at + by for at, by in zip(piece.global_offset[extra:], offsets, strict=True))
+        yield replace(
+            piece,
+            data=box,
+            dtype=box.dtype,
+            local_shape=tuple(box.shape),
+            global_offset=(*piece.global_offset[:extra], *inner),
+            axis_fragmentations=None,  # no regular grid
+            prepend_axis_num=0,
+        )
