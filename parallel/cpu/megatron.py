@@ -20,14 +20,14 @@ import functools
 import importlib
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.adam import adam
 
 from parallel.cpu import gloo
-from parallel.cpu.adam import GroupStepAdam
 from parallel.device import CPU
 
 SCOPED_PACKAGES = ("megatron", "mbridge")
@@ -47,48 +47,32 @@ ENTRY_POINTS = (
     "megatron.core.dist_checkpointing.strategies.torch",
     "mbridge",
 )
-FACTORIES = [
-    "arange",
-    "as_tensor",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "eye",
-    "full",
-    "full_like",
-    "linspace",
-    "ones",
-    "ones_like",
-    "rand",
-    "randint",
-    "randn",
-    "tensor",
-    "zeros",
-    "zeros_like",
-]
+FACTORIES = (
+    *("arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like"),
+    *("linspace", "ones", "ones_like", "rand", "randint", "randn", "tensor", "zeros", "zeros_like"),
+)
 
 
 @functools.cache
 def activate() -> None:
     """Make megatron-core and mbridge importable and runnable on this machine."""
-    if torch.cuda.is_available():
-        for name in ENTRY_POINTS:
-            importlib.import_module(name)
-        _count_adam_steps_by_group()
-        return
-    # torch.compile on a CPU costs more start-up time than its fusions save; it must be off before
-    # Megatron's modules are decorated with it.
-    importlib.import_module("megatron.core.jit").disable_jit_fuser()
-    _accept_cuda_on_tensors()
-    gloo.share_device()
+    cuda = torch.cuda.is_available()
+    if not cuda:
+        # torch.compile on a CPU costs more start-up time than its fusions save; it must be off
+        # before Megatron's modules are decorated with it.
+        importlib.import_module("megatron.core.jit").disable_jit_fuser()
+        _accept_cuda_on_tensors()
+        gloo.share_device()
     for name in ENTRY_POINTS:
         importlib.import_module(name)
+    _count_adam_steps_by_group()
+    if cuda:
+        return
     proxy = _TorchWithoutCuda()
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] in SCOPED_PACKAGES and getattr(module, "torch", None) is torch:
             vars(module)["torch"] = proxy
     _patch_megatron()
-    _count_adam_steps_by_group()
 
 
 class _CpuStream:
@@ -218,9 +202,8 @@ def _patch_megatron() -> None:
     # where expert-tensor-parallel ranks hold different numbers of tokens.
     mappings: Any = importlib.import_module("megatron.core.tensor_parallel.mappings")
     mappings._gather_along_first_dim = _gather_unequal(mappings._gather_along_first_dim)
-    mappings._reduce_scatter_along_first_dim = _scatter_unequal(
-        mappings._reduce_scatter_along_first_dim
-    )
+    scatter = _scatter_unequal(mappings._reduce_scatter_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = scatter
 
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     # megatron-core uses the name unguarded but defines it only with TransformerEngine.
@@ -247,6 +230,51 @@ def _count_adam_steps_by_group() -> None:
     distributed: Any = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = GroupStepAdam, False
     distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
+
+
+class GroupStepAdam(torch.optim.AdamW):
+    """torch's AdamW, bit for bit, with `step` in the parameter group instead of in every state.
+
+    Empty groups have it too, so that all ranks save the same keys.
+    """
+
+    def __init__(self, params: Iterable[Any], *, adam_w_mode: bool = True, **options: Any) -> None:
+        """Decouple the weight decay from the gradient if `adam_w_mode`, as apex does."""
+        super().__init__(params, **options)
+        self.adam_w_mode = adam_w_mode
+        for group in self.param_groups:
+            group["step"] = 0
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a state; skip torch's Adam, which requires a step for every parameter."""
+        torch.optim.Optimizer.__setstate__(self, state)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient; `closure` is ignored."""
+        for group in self.param_groups:
+            done = group["step"]
+            group["step"] = done + 1
+            parameters = [each for each in group["params"] if each.grad is not None]
+            for each in parameters:
+                if not self.state[each]:
+                    for name in ("exp_avg", "exp_avg_sq"):
+                        self.state[each][name] = torch.zeros_like(each)
+            states = [self.state[each] for each in parameters]
+            adam(
+                parameters,
+                [each.grad for each in parameters],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                max_exp_avg_sqs=[],
+                state_steps=[torch.tensor(float(done)) for _ in parameters],
+                decoupled_weight_decay=self.adam_w_mode,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                maximize=False,
+                **{name: group[name] for name in ("lr", "weight_decay", "eps")},
+            )
 
 
 def _gather_unequal(equal: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

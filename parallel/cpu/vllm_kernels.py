@@ -30,17 +30,12 @@ def unsupported(model: ModelSettings) -> str | None:
 
 def prefer(kernel_config: Any) -> None:
     """Register the norms; call in the engine's process, before the engine is created."""
+    from vllm import ir
     from vllm.platforms import current_platform
 
     current_platform.import_kernels()
-    _register()
     for operator in ("rms_norm", "fused_add_rms_norm"):
         setattr(kernel_config.ir_op_priority, operator, [NAME, "native"])
-
-
-def _register() -> None:
-    from vllm import ir
-
     if NAME in ir.ops.rms_norm.impls:
         return
     supported = hasattr(torch.ops._C, "rms_norm")
