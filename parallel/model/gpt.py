@@ -172,10 +172,7 @@ def _block_spec(config: Any, virtual_stage: int | None) -> Any:
     """Return the layer specs of one part of the model."""
     local = layer_specs() == "local"
     block = get_gpt_decoder_block_spec(
-        config,
-        use_transformer_engine=not local,
-        normalization="RMSNorm",
-        vp_stage=virtual_stage,
+        config, use_transformer_engine=not local, normalization="RMSNorm", vp_stage=virtual_stage
     )
     for layer in block.layer_specs:
         parts = layer.submodules

@@ -1,4 +1,4 @@
-"""A policy: a model under the stage's layout; if it trains, its optimizer and schedule."""
+"""The policy: a model under the stage's layout, with its optimizer if it trains; and the critic."""
 
 from __future__ import annotations
 
@@ -18,20 +18,17 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
+from torch.nn import functional
 
 from parallel import families
 from parallel.batch import MicroBatch, Responses
+from parallel.device import device
 from parallel.hugging_face import weights as hugging_face_weights
 from parallel.model import routing
 from parallel.model.gpt import build_bridge, build_chunks, initialize
 from parallel.model.routing import RouterAgreement, RouterMemory
 from parallel.model.vocabulary import HeadLogits
-from parallel.settings import (
-    LayoutSettings,
-    ModelSettings,
-    OptimizerSettings,
-    RoutingLossSettings,
-)
+from parallel.settings import LayoutSettings, ModelSettings, OptimizerSettings, RoutingLossSettings
 from parallel.weights import names
 
 # responses -> (loss divided by its global denominator, a value to return to the caller)
@@ -195,7 +192,10 @@ class TrainedPolicy(Policy):
             _optimizer_config(optimizer, layout, config), self.modules
         )
         self.schedule = _schedule(self.optimizer, optimizer, steps)
-        config.finalize_model_grads_func = _sum_gradients
+        # As Megatron does, without its division by a token count.
+        config.finalize_model_grads_func = lambda model, _, **keywords: finalize_model_grads(
+            model, None, **keywords
+        )
         config.grad_scale_func = self.optimizer.scale_loss
 
     def weights_changed(self) -> None:
@@ -214,7 +214,9 @@ class TrainedPolicy(Policy):
         self.optimizer.zero_grad()
         self.losses.start(tokens, len(batches))
         if self.losses.counts_first:
-            self._count(batches)
+            self._training = False
+            with self.losses.counting(), torch.no_grad():
+                self._run(batches, lambda _: (torch.zeros(()), None))
         self._training = True
         return self._run(batches, loss, forward_only=False)
 
@@ -259,17 +261,56 @@ class TrainedPolicy(Policy):
         """The learning rate of the next step."""
         return self.optimizer.param_groups[0]["lr"]
 
-    @torch.no_grad()
-    def _count(self, batches: list[MicroBatch]) -> None:
-        self._training = False
-        self.losses.start_counting()
-        self._run(batches, lambda _: (torch.zeros(()), None))
-        self.losses.finish_counting()
+
+class ValueHead(torch.nn.Module):
+    """The linear head from hidden states to values, initially 0, replacing the vocabulary head.
+
+    It is replicated on every tensor-parallel rank. All of them receive equal hidden states and
+    compute equal gradients, so no sum over ranks is needed.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        weight = torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device())
+        self.weight = torch.nn.Parameter(weight)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> tuple[torch.Tensor, None]:
+        """Return fp32 [n, 1, 1] for hidden [n, 1, H]; the signature is megatron-core's."""
+        return _linear(hidden, self.weight), None
 
 
-def _sum_gradients(model: list[Any], _tokens: torch.Tensor | None, **keywords: Any) -> None:
-    """Reduce gradients as Megatron does, without its division by a token count."""
-    finalize_model_grads(model, None, **keywords)
+class ValueModel(TrainedPolicy):
+    """A critic, trained like a policy with losses on `values`."""
+
+    def values(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
+        """Return the values of every micro-batch; as `evaluate`."""
+        return self.evaluate(batches, values)
+
+    def _build_chunks(self) -> list[GPTModel]:
+        chunks = super()._build_chunks()
+        if chunks[-1].post_process:
+            chunks[-1].output_layer = ValueHead(self.bridge.config)
+        return chunks
+
+
+def values(responses: Responses) -> torch.Tensor:
+    """Return the value of the text before every response token, fp32 [B, R].
+
+    Identical on all tensor- and context-parallel ranks; differentiable where the model trains.
+    """
+    found = responses.logits
+    if isinstance(found, HeadLogits):
+        found = _linear(found.hidden, found.weight)
+    return responses.batch.spread(found.squeeze(1))
+
+
+def _linear(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return functional.linear(hidden.float(), weight.float())
 
 
 def _distributed(settings: OptimizerSettings, layout: LayoutSettings) -> bool:

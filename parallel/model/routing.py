@@ -33,8 +33,6 @@ from parallel.device import device
 from parallel.packing import PackedRow
 from parallel.settings import RoutingLossSettings
 
-TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-
 SMALLEST = 1e-30  # probability, before its logarithm
 
 
@@ -57,7 +55,7 @@ class WatchedReplay(RouterReplay):
         topk: int,
         num_groups: int | None = None,
         group_topk: int | None = None,
-        default_compute_topk: TopK | None = None,
+        default_compute_topk: Callable[..., Any] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the values and indices, [tokens, K] each, that the pass uses."""
         replays = self.router_replay_action == RouterReplayAction.REPLAY_FORWARD
@@ -138,8 +136,8 @@ class RoutingLosses:
 
     The f_e of the load balance cover the whole step. A step of one micro-batch counts in its own
     forward pass, where every layer sums its counts over the ranks before attaching its loss. A step
-    of several micro-batches counts first, in forward passes without gradients between
-    `start_counting` and `finish_counting`. Both give the same bits.
+    of several micro-batches counts first, in forward passes without gradients inside `counting`.
+    Both give the same bits.
     """
 
     def __init__(self, settings: RoutingLossSettings, routers: list[Router]) -> None:
@@ -165,14 +163,16 @@ class RoutingLosses:
         self._one_batch = micro_batches == 1
         self._load = {}
 
-    def start_counting(self) -> None:
-        """Count the forward passes that follow."""
-        self._counting = True
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Only count in the forward passes inside the context, then sum over the ranks.
+
+        Collective over the ranks that hold the same layers.
+        """
         for router in self.routers:
             self._load[router] = torch.zeros(router.num_experts, device=router.weight.device)
-
-    def finish_counting(self) -> None:
-        """Sum the counts over the ranks that hold the same layers. Collective over these ranks."""
+        self._counting = True
+        yield
         self._counting = False
         if self.routers:
             every = torch.stack([self._load[router] for router in self.routers])
@@ -225,11 +225,10 @@ class RouterAgreement:
     """A count of the top-k slots in which the replayed experts are the router's own choice.
 
     Includes the forward passes between `start` and `shares` that replay routes (section 5 of the
-    algorithms).
+    algorithms). `layers` counts the routed layers of all ranks.
     """
 
     def __init__(self, routers: list[Router], layers: int) -> None:
-        """`layers` is the number of all layers that route, wherever they are."""
         self._replays = [router.router_replay for router in routers]
         # Per layer: the slots that agree, and all slots.
         self._counts = torch.zeros(layers, 2, dtype=torch.float64, device=device())
@@ -275,11 +274,11 @@ class RouterMemory:
 
     A "remember" pass stores with its row, for every layer of this rank, the chosen experts and
     their log-probabilities, [tokens, K] each; a "compare" pass sums the differences from the
-    current ones. Passes have no gradients. See section 6 of the algorithms.
+    current ones. Passes have no gradients. `layers` counts the routed layers of all ranks. See
+    section 6 of the algorithms.
     """
 
     def __init__(self, routers: list[Router], layers: int) -> None:
-        """`layers` is the number of all layers that route, wherever they are."""
         self._layers = layers
         self._task: Literal["remember", "compare"] | None = None
         for router in routers:

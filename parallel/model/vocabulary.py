@@ -50,12 +50,7 @@ Logits = Tensor | HeadLogits
 
 
 def log_probs(
-    logits: Logits,
-    targets: Tensor,
-    temperature: float = 1.0,
-    kept: Tensor | None = None,
-    *,
-    chunk_bytes: int = CHUNK_BYTES,
+    logits: Logits, targets: Tensor, temperature: float = 1.0, kept: Tensor | None = None
 ) -> Tensor:
     """Return log softmax(logits / temperature) at the targets, int64 [n] or [n, K]; their shape.
 
@@ -69,28 +64,17 @@ def log_probs(
     if kept is not None:
         has_set = (kept >= 0).any(1, keepdim=True)
         kept = torch.cat([kept, columns.where(has_set, -1)], 1)
-    result = _LogProbs.apply(*_parts(logits), columns, _How(temperature, kept, chunk_bytes))
-    return result.reshape(targets.shape)
+    how = _How(temperature, kept)
+    return _LogProbs.apply(*_parts(logits), columns, how).reshape(targets.shape)
 
 
-def entropy(
-    logits: Logits,
-    temperature: float = 1.0,
-    kept: Tensor | None = None,
-    *,
-    chunk_bytes: int = CHUNK_BYTES,
-) -> Tensor:
+def entropy(logits: Logits, temperature: float = 1.0, kept: Tensor | None = None) -> Tensor:
     """Return the entropy of softmax(logits / temperature) over `kept` (see log_probs), nats [n]."""
-    return _Entropy.apply(*_parts(logits), _How(temperature, kept, chunk_bytes))
+    return _Entropy.apply(*_parts(logits), _How(temperature, kept))
 
 
 def kl(
-    first: Logits,
-    second: Logits,
-    temperature: float = 1.0,
-    kept: Tensor | None = None,
-    *,
-    chunk_bytes: int = CHUNK_BYTES,
+    first: Logits, second: Logits, temperature: float = 1.0, kept: Tensor | None = None
 ) -> Tensor:
     """Return KL(softmax(first / temperature) || softmax(second / temperature)) in nats, [n].
 
@@ -98,13 +82,11 @@ def kl(
     renormalised. For equal logits the value and both gradients are exactly 0. Dtypes may differ.
     With the student first this is the reverse KL of DeepSeek-V4's Eq. 29.
     """
-    return _KL.apply(*_parts(first), *_parts(second), _How(temperature, kept, chunk_bytes))
+    return _KL.apply(*_parts(first), *_parts(second), _How(temperature, kept))
 
 
 @torch.no_grad()
-def top_k(
-    logits: Logits, k: int, temperature: float = 1.0, *, chunk_bytes: int = CHUNK_BYTES
-) -> tuple[Tensor, Tensor]:
+def top_k(logits: Logits, k: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and ids (int64) of the k most likely ids, both [n, k].
 
     Sorted by probability; ties by the lower id. Takes no gradient.
@@ -121,7 +103,7 @@ def top_k(
     largest, total = partials
     best = tensor.new_empty((len(tensor), min(k, size)), dtype=_wide(tensor))
     ids = torch.empty_like(best, dtype=torch.int64)
-    for rows, x in _chunks(tensor, head, _How(temperature, None, chunk_bytes)):
+    for rows, x in _chunks(tensor, head, _How(temperature, None)):
         ids[rows] = _largest_columns(x, best.shape[1])
         best[rows] = x.gather(1, ids[rows])
         largest[rows] = _shift(x)
@@ -140,7 +122,6 @@ class _How(NamedTuple):
 
     temperature: float
     kept: Tensor | None
-    chunk_bytes: int
 
 
 class _LogProbs(torch.autograd.Function):
@@ -180,10 +161,7 @@ class _LogProbs(torch.autograd.Function):
 
 
 class _Entropy(torch.autograd.Function):
-    """The function log sum e - mean, with mean = sum p (x - max x).
-
-    The gradient is -g p (x - max x - mean).
-    """
+    """The function log sum e - mean, mean = sum p (x - max x); gradient -g p (x - max x - mean)."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, head: Tensor | None, how: _How) -> Tensor:
@@ -284,7 +262,7 @@ def _chunks(logits: Tensor, head: Tensor | None, how: _How) -> Iterator[tuple[sl
     The caller may overwrite x, as the next chunk does.
     """
     size = _size(logits, head)
-    step = max(1, how.chunk_bytes // (4 * size))
+    step = max(1, CHUNK_BYTES // (4 * size))
     buffer = logits.new_empty((min(step, len(logits)), size), dtype=_wide(logits))
     for start in range(0, len(logits), step):
         rows = slice(start, min(start + step, len(logits)))
@@ -353,7 +331,6 @@ def _wide(logits: Tensor) -> torch.dtype:
 
 
 def _per_row(logits: Tensor, count: int) -> Tensor:
-    """Return an empty tensor for `count` numbers per row, [count, n]."""
     return logits.new_empty((count, len(logits)), dtype=_wide(logits))
 
 

@@ -8,8 +8,7 @@ from parallel.batch import MicroBatch, Responses
 from parallel.checkpoint import load
 from parallel.device import device
 from parallel.distributed import gather, sum_over_data
-from parallel.model.policy import TrainedPolicy
-from parallel.model.value_model import ValueModel, values
+from parallel.model.policy import TrainedPolicy, ValueModel, values
 from parallel.sample import Sample
 from stages.objectives.advantages.gae import GaeSettings, clipped_value_loss, gae
 from stages.objectives.aggregation import Totals, sequence_means, token_mean

@@ -15,7 +15,7 @@ from tests.layouts.expert_cases import start_elsewhere
 
 def build(layout: LayoutSettings, kind: str, seed: int = 0) -> tuple[Any, Any]:
     """Return a policy, and the critic that its checkpoints include."""
-    from parallel.model.value_model import ValueModel
+    from parallel.model.policy import ValueModel
 
     policy = KINDS[kind].build(layout, seed)
     layout = layout.model_copy(update={"distributed_optimizer": KINDS[kind].distributed})
@@ -27,7 +27,7 @@ def build(layout: LayoutSettings, kind: str, seed: int = 0) -> tuple[Any, Any]:
 
 def learn(policy: Any, critic: Any, steps: range) -> list[float]:
     """Train both, the critic twice as often, on given targets; return losses and norms."""
-    from parallel.model.value_model import values
+    from parallel.model.policy import values
     from stages.objectives.aggregation import Totals, token_mean
 
     measured = []

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 NAMES = ["log_probs", "log_probs_many", "entropy", "kl", "kl_lazy"]
 ROWS, SIZE, HIDDEN = 7, 24, 5
-ROW_BYTES = 4 * SIZE  # of the whole vocabulary; under TP a chunk of this size has more rows
 
 
 def own(whole: Tensor) -> Tensor:
@@ -83,20 +82,27 @@ def expected(name: str, drawn: dict[str, Any], temperature: float, kept: Tensor 
     return (p * (log_p - log_q)).sum(1)
 
 
-def computed(name: str, drawn: dict[str, Any], *how: Any, **keywords: Any) -> Tensor:
+def set_chunks(rows: int, size: int = SIZE) -> None:
+    """Make later calls use chunks of `rows` rows of a whole vocabulary; under TP they have more."""
+    from parallel.model import vocabulary
+
+    vocabulary.CHUNK_BYTES = rows * 4 * size
+
+
+def computed(name: str, drawn: dict[str, Any], *how: Any) -> Tensor:
     """Return Braid's result; `drawn` holds this rank's logits and head."""
     from parallel.model import vocabulary
 
     if name == "log_probs":
-        return vocabulary.log_probs(drawn["first"], drawn["targets"][:, 0], *how, **keywords)
+        return vocabulary.log_probs(drawn["first"], drawn["targets"][:, 0], *how)
     if name == "log_probs_many":
-        return vocabulary.log_probs(drawn["first"], drawn["targets"], *how, **keywords)
+        return vocabulary.log_probs(drawn["first"], drawn["targets"], *how)
     if name == "entropy":
-        return vocabulary.entropy(drawn["first"], *how, **keywords)
+        return vocabulary.entropy(drawn["first"], *how)
     second = drawn["second"]
     if name == "kl_lazy":
         second = vocabulary.HeadLogits(drawn["hidden"], drawn["head"])
-    return vocabulary.kl(drawn["first"], second, *how, **keywords)
+    return vocabulary.kl(drawn["first"], second, *how)
 
 
 def parts(drawn: dict[str, Any]) -> dict[str, Any]:
@@ -124,7 +130,8 @@ def errors(
         **drawn,
         **{name: drawn[name].clone().requires_grad_() for name in ("first", "second")},
     }
-    values = computed(name, mine, temperature, kept, chunk_bytes=rows * ROW_BYTES)
+    set_chunks(rows)
+    values = computed(name, mine, temperature, kept)
     truth = expected(name, whole, temperature, kept)
     upstream = drawn["upstream"] if values.dim() == 2 else drawn["upstream"][:, 0]
     (values * upstream).sum().backward()
@@ -151,8 +158,9 @@ def gradcheck(name: str, masked: bool) -> bool:
 
     def function(first: Tensor, second: Tensor) -> Tensor:
         held = {**drawn, "first": first, "second": second}
-        return computed(name, held, 0.7, kept, chunk_bytes=2 * ROW_BYTES)
+        return computed(name, held, 0.7, kept)
 
+    set_chunks(2)
     logits = [drawn[held].requires_grad_() for held in ("first", "second")]
     return torch.autograd.gradcheck(function, logits)
 
@@ -169,7 +177,8 @@ def likeliest(
     if lazy:
         whole = drawn["hidden"] @ drawn["head"].T
         logits = vocabulary.HeadLogits(drawn["hidden"], own(drawn["head"].T).T)
-    found, ids = vocabulary.top_k(logits, k, 0.7, chunk_bytes=rows * ROW_BYTES)
+    set_chunks(rows)
+    found, ids = vocabulary.top_k(logits, k, 0.7)
     order = whole.double().sort(dim=1, descending=True, stable=True).indices[:, :k]
     truth = expected_log_softmax(whole, 0.7, None).gather(1, order)
     return found.numpy(), ids.numpy(), distance(found, truth), torch.equal(ids, order)
@@ -236,7 +245,8 @@ def equal_sets(dtype: torch.dtype, masked: bool) -> list[bool]:
     drawn = draw(dtype=dtype)
     kept = drawn["kept"] if masked else None
     first, second = (own(drawn["first"]).requires_grad_() for _ in range(2))
-    value = vocabulary.kl(first, second, 0.7, kept, chunk_bytes=2 * ROW_BYTES)
+    set_chunks(2)
+    value = vocabulary.kl(first, second, 0.7, kept)
     value.sum().backward()
     lazy = vocabulary.HeadLogits(drawn["hidden"], own(drawn["head"].T).T)
     lazily = vocabulary.kl(lazy, lazy, 0.7, kept)
@@ -284,14 +294,15 @@ def collectives(rows: int) -> dict[str, list[str]]:
     """Return the collectives that each function uses, forward and backward."""
     from parallel.model import vocabulary
 
+    set_chunks(rows)
     used = {}
     for name in NAMES:
         mine = parts(draw())
         with calls() as seen:
-            computed(name, mine, chunk_bytes=rows * ROW_BYTES).sum().backward()
+            computed(name, mine).sum().backward()
         used[name] = seen
     with calls() as used["top_k"]:
-        vocabulary.top_k(mine["first"], 3, chunk_bytes=rows * ROW_BYTES)
+        vocabulary.top_k(mine["first"], 3)
     return used
 
 
@@ -332,12 +343,12 @@ def largest_temporaries(rows: int) -> dict[str, int]:
     from parallel.model import vocabulary
 
     mine = parts(draw(dtype=torch.bfloat16, size=40 * SIZE))
-    chunk_bytes = 4 * rows * mine["first"].shape[1]
+    set_chunks(rows, mine["first"].shape[1])
     used = {}
     for name in NAMES:
         with Largest() as seen:
-            computed(name, mine, 0.7, mine["kept"], chunk_bytes=chunk_bytes).sum().backward()
+            computed(name, mine, 0.7, mine["kept"]).sum().backward()
         used[name] = seen.elements
     with Largest() as seen:
-        vocabulary.top_k(mine["first"], 3, chunk_bytes=chunk_bytes)
+        vocabulary.top_k(mine["first"], 3)
     return {**used, "top_k": seen.elements}

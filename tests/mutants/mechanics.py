@@ -127,8 +127,8 @@ MUTANTS = [
     Mutant(
         "gradients are averaged over the data-parallel ranks",
         "parallel/model/policy.py",
-        "finalize_model_grads(model, None, **keywords)",
-        "finalize_model_grads(model, torch.tensor(2), **keywords)",
+        "            model, None, **keywords\n",
+        "            model, torch.tensor(2), **keywords\n",
         "tests/layouts/test_layouts.py",
     ),
     Mutant(

@@ -14,8 +14,7 @@ import torch
 from parallel.batch import MicroBatch, Responses, collate
 from parallel.checkpoint import load
 from parallel.checkpoint.save import Saver
-from parallel.model.policy import Policy
-from parallel.model.value_model import ValueModel, values
+from parallel.model.policy import Policy, ValueModel, values
 from parallel.packing import RankPlace
 from parallel.sample import Sample
 from parallel.settings import LayoutSettings, OptimizerSettings, RoutingLossSettings
