@@ -163,7 +163,7 @@ def collate(
         if sample.logprobs is not None:
             engine_logprobs[index, learned] = sample.logprobs[learned]
     if replay and samples:
-        row.routes = torch.from_numpy(_routes(samples, row)).to(device())
+        row.routes = _moved(_routes(samples, row))
     own_place = place[row.own]
     predicts = np.flatnonzero(own_place >= 0)
     return MicroBatch(
@@ -208,11 +208,8 @@ def _kept(samples: list[Sample], place: np.ndarray, longest: int) -> torch.Tenso
     """Return the kept sets of the tokens at `place` in [B * longest], padded with -1."""
     if all(sample.kept is None for sample in samples):
         return None
-    everything = np.empty(0, np.int32)
-    sets = []
-    for index, token in zip(*np.divmod(place, longest), strict=True):
-        own = samples[index].kept
-        sets.append(everything if own is None else own[token])
+    tokens = zip(*np.divmod(place, longest), strict=True)
+    sets = [() if (own := samples[index].kept) is None else own[token] for index, token in tokens]
     padded = np.full((len(sets), max(map(len, sets), default=0)), -1)
     for row, ids in zip(padded, sets, strict=True):
         row[: len(ids)] = ids
@@ -224,8 +221,7 @@ def _routes(samples: list[Sample], row: PackedRow) -> np.ndarray:
     if samples[0].routes is None:
         raise ValueError("routing replay needs samples with routes")
     layers, experts = samples[0].routes.shape[1:]
-    routes = np.empty((row.tokens, layers, experts), np.int64)
-    routes[:] = np.arange(experts)
+    routes = np.tile(np.arange(experts), (row.tokens, layers, 1))
     for sample, start in zip(samples, row.starts, strict=False):
         assert sample.routes is not None
         routes[start : start + sample.length] = sample.routes

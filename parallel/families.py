@@ -14,23 +14,22 @@ from parallel.settings import (
     LayoutSettings,
     ModelSettings,
     Natural,
+    Positive,
     Settings,
     Tokens,
 )
-
-PositiveFloat = Annotated[float, Field(gt=0)]
 
 
 class RopeScaling(Settings):
     """The parameters of YaRN (arXiv 2309.00071), named as in DeepSeek-V3's config.json."""
 
     type: Literal["yarn"] = "yarn"
-    factor: PositiveFloat
+    factor: Positive
     original_max_position_embeddings: Tokens
-    beta_fast: PositiveFloat = 32
-    beta_slow: PositiveFloat = 1
-    mscale: PositiveFloat = 1.0
-    mscale_all_dim: PositiveFloat = 1.0
+    beta_fast: Positive = 32
+    beta_slow: Positive = 1
+    mscale: Positive = 1.0
+    mscale_all_dim: Positive = 1.0
 
 
 class NothingFurther(Settings):
@@ -48,7 +47,7 @@ class Glm4MoeArchitecture(Settings):
     n_shared_experts: Experts = 1
     n_group: Experts = 1
     topk_group: Experts = 1
-    routed_scaling_factor: PositiveFloat = 1.0
+    routed_scaling_factor: Positive = 1.0
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 0.5
     attention_bias: bool = False
     use_qk_norm: bool = False
@@ -62,7 +61,7 @@ class DeepseekV3Architecture(Settings):
     n_shared_experts: Experts = 1
     n_group: Experts = 8
     topk_group: Experts = 4
-    routed_scaling_factor: PositiveFloat = 2.5
+    routed_scaling_factor: Positive = 2.5
     q_lora_rank: Count | None = 1536
     kv_lora_rank: Count = 512
     qk_nope_head_dim: Count = 128
@@ -149,48 +148,34 @@ def family_violations(settings: ModelSettings, layout: LayoutSettings) -> Iterat
     megatron-core and transformers route alike only within these rules. `model.architecture` must
     have been validated.
     """
-    chosen = settings.experts_per_token
+    chosen, heads = settings.experts_per_token, settings.attention_heads
+    epsilon, further = settings.norm_epsilon, architecture(settings)
     if chosen == 1:
         yield "model.experts_per_token", "1 gives the router no gradient; use 2 or more"
-    if settings.family == "deepseek_v3" and settings.key_value_heads != settings.attention_heads:
-        yield (
-            "model.key_value_heads",
-            f"{settings.key_value_heads} must be model.attention_heads = "
-            f"{settings.attention_heads}: multi-latent attention has no groups",
-        )
-    if settings.family == "deepseek_v3" and settings.norm_epsilon != 1e-6:
+    if settings.family == "deepseek_v3" and settings.key_value_heads != heads:
+        message = f"must be model.attention_heads = {heads}: multi-latent attention has no groups"
+        yield "model.key_value_heads", f"{settings.key_value_heads} {message}"
+    if settings.family == "deepseek_v3" and epsilon != 1e-6:
         # transformers builds the norms of compressed queries, keys and values without rms_norm_eps,
         # vLLM and megatron-core with it.
-        yield (
-            "model.norm_epsilon",
-            f"{settings.norm_epsilon:g} must be 1e-06, which transformers hard-codes in some norms"
-            " of this family",
-        )
-    further = architecture(settings)
+        message = "must be 1e-06, which transformers hard-codes in some norms of this family"
+        yield "model.norm_epsilon", f"{epsilon:g} {message}"
     if isinstance(further, NothingFurther):
         return
     key = "model.architecture"
-    if further.first_k_dense_replace >= settings.layers:
-        yield (
-            f"{key}.first_k_dense_replace",
-            f"{further.first_k_dense_replace} dense layers leave none of model.layers = "
-            f"{settings.layers} with experts",
-        )
-    if further.n_group > 1 and chosen != 2 * further.topk_group:
-        yield (
-            f"{key}.topk_group",
-            f"{further.topk_group} must be half of model.experts_per_token = {chosen}",
-        )
-    if further.topk_group > further.n_group:
-        yield f"{key}.topk_group", f"{further.topk_group} is more than n_group = {further.n_group}"
+    if (dense := further.first_k_dense_replace) >= settings.layers:
+        message = f"leave none of model.layers = {settings.layers} with experts"
+        yield f"{key}.first_k_dense_replace", f"{dense} dense layers {message}"
+    groups, top = further.n_group, further.topk_group
+    if groups > 1 and chosen != 2 * top:
+        yield f"{key}.topk_group", f"{top} must be half of model.experts_per_token = {chosen}"
+    if top > groups:
+        yield f"{key}.topk_group", f"{top} is more than n_group = {groups}"
+    shared = further.n_shared_experts * settings.expert_hidden_size
     for name, whole, parts in (
-        ("n_group", settings.experts, further.n_group),
+        ("n_group", settings.experts, groups),
         ("intermediate_size", further.intermediate_size, layout.tensor),
-        (
-            "n_shared_experts",
-            further.n_shared_experts * settings.expert_hidden_size,
-            layout.tensor,
-        ),
+        ("n_shared_experts", shared, layout.tensor),
     ):
         if whole % parts:
             yield f"{key}.{name}", f"{whole} is not a multiple of {parts}"

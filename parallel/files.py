@@ -8,7 +8,7 @@ import json
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -67,9 +67,8 @@ def unreachable(path: Path) -> str | None:
     Such as a name that is too long, or a directory without search permission.
     """
     try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL character
-        return None
+        with suppress(FileNotFoundError, NotADirectoryError, ValueError):  # a NUL
+            path.stat()
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     return None
@@ -92,12 +91,6 @@ def open_file(path: Path) -> BinaryIO:
     raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
-def read_file(path: Path) -> bytes:
-    """Return the content of a regular file; raise OSError as `open_file` does."""
-    with open_file(path) as file:
-        return file.read()
-
-
 def read_text(path: Path, errors: str = "strict") -> str:
     """Return the UTF-8 text of a regular file; `errors` are those of `bytes.decode`.
 
@@ -105,7 +98,8 @@ def read_text(path: Path, errors: str = "strict") -> str:
         OSError: as `open_file` does.
         UnicodeDecodeError: the file is not UTF-8.
     """
-    return read_file(path).decode(errors=errors)
+    with open_file(path) as file:
+        return file.read().decode(errors=errors)
 
 
 @contextmanager
@@ -141,8 +135,8 @@ def numbered(directory: Path, prefix: str) -> list[tuple[int, str]]:
             names = [entry.name for entry in entries if entry.name.startswith(prefix)]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    found = [(number, name) for name in names if (number := _number(name, prefix)) is not None]
-    return sorted(found)
+    found = ((name.removeprefix(prefix), name) for name in names)
+    return sorted((int(number), name) for number, name in found if number.isdecimal())
 
 
 def whole_checkpoints(directory: Path) -> list[Checkpoint]:
@@ -171,12 +165,11 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
         UnreadableCheckpoint: it exists and cannot be read. Treated as absent, its stage would
             rerun, or continue from an older one, because of a permission or a busy disk.
     """
-    step = _number(path.name, "step_")
-    if step is None:
+    if not (step := path.name.removeprefix("step_")).isdecimal():
         return None
     try:
         sums = json.loads(read_text(path / CHECKSUMS))
-        return Checkpoint(path, step, str(sums["digest"]), dict(sums["files"]))
+        return Checkpoint(path, int(step), str(sums["digest"]), dict(sums["files"]))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -187,10 +180,9 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
 
 def unreadable(file: Path, error: OSError) -> UnreadableCheckpoint:
     """Return the error for a file in a checkpoint that exists and cannot be read."""
-    checkpoint = file.parent
+    without = f"mv {file.parent} {file.parent}.unreadable"
     return UnreadableCheckpoint(
-        f"{_cannot_read(file, error)}, or continue without this checkpoint: "
-        f"mv {checkpoint} {checkpoint}.unreadable"
+        f"{_cannot_read(file, error)}, or continue without this checkpoint: {without}"
     )
 
 
@@ -201,8 +193,3 @@ def _cannot_read(path: Path, error: OSError) -> str:
 def digest_of(files: dict[str, str]) -> str:
     """Return the digest of a checkpoint whose files have these checksums."""
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
-
-
-def _number(name: str, prefix: str) -> int | None:
-    digits = name.removeprefix(prefix)
-    return int(digits) if digits.isdecimal() else None

@@ -7,7 +7,7 @@ included. Activations are an estimate: see `_layer_activations`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Literal
 
 from parallel.families import (
@@ -45,34 +45,28 @@ class RankMemory:
     @property
     def total(self) -> int:
         """All of them together."""
-        return self.parameters + self.gradients + self.optimizer + self.frozen + self.activations
+        return sum(astuple(self))
 
     def beside(self, other: RankMemory) -> RankMemory:
         """Add a model that trains in turn with this one: only one at a time has activations."""
-        return RankMemory(
-            self.parameters + other.parameters,
-            self.gradients + other.gradients,
-            self.optimizer + other.optimizer,
-            self.frozen + other.frozen,
-            max(self.activations, other.activations),
-        )
+        both = RankMemory(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+        return replace(both, activations=max(self.activations, other.activations))
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """A rank's share of some weights, as {elements of a tensor: how many such tensors}.
+    """A rank's share of some weights, as (elements of a tensor, number of such tensors).
 
     Experts have buffers of their own, since they are copied over other ranks than dense weights.
     """
 
-    dense: dict[int, int]
-    experts: dict[int, int]
+    dense: list[tuple[int, int]]
+    experts: list[tuple[int, int]]
 
     @property
     def elements(self) -> int:
         """All elements, without padding."""
-        both = (*self.dense.items(), *self.experts.items())
-        return sum(size * count for size, count in both)
+        return sum(size * count for size, count in self.dense + self.experts)
 
 
 def training_memory(
@@ -102,13 +96,13 @@ def training_memory(
     found = []
     for rank in range(layout.pipeline):
         chunks = _chunks(model, layout, rank, values)
-        buffers = sum(_buffered(chunk, layout) for chunk in chunks)
-        updated = sum(_updated(chunk, layout) for chunk in chunks)
+        sizes = [_buffers(chunk, layout) for chunk in chunks]
+        buffered, updated = (sum(each) for each in zip(*sizes, strict=True))
         weights = sum(chunk.elements for chunk in chunks)
         found.append(
             RankMemory(
-                parameters=precision * buffers,
-                gradients=FP32 * buffers,
+                parameters=precision * buffered,
+                gradients=FP32 * buffered,
                 optimizer=FP32 * states * updated,
                 frozen=weights * (precision * frozen_models + FP32 * averages),
                 activations=_activations(model, layout, rank, micro_batch_tokens, values),
@@ -153,11 +147,8 @@ def cached_tokens(model: ModelSettings, engine: EngineSettings) -> int:
 
 
 def _cached_token(model: ModelSettings, engine: EngineSettings) -> int:
-    """Return the bytes of a cached token on an engine rank.
-
-    The latent, or at least one key-value head, is on every rank.
-    """
     further = architecture(model)
+    # The latent, or at least one key-value head, is on every rank.
     each = 2 * max(1, model.key_value_heads // engine.tensor) * model.head_dim
     if isinstance(further, DeepseekV3Architecture):
         each = further.kv_lora_rank + model.head_dim
@@ -167,7 +158,6 @@ def _cached_token(model: ModelSettings, engine: EngineSettings) -> int:
 def _chunks(
     model: ModelSettings, layout: LayoutSettings, rank: int, values: bool = False
 ) -> list[Tensors]:
-    """Return the chunks of the model on a pipeline rank: `virtual_pipeline` of them."""
     return [
         _chunk(model, layout, part * layout.pipeline + rank, values)
         for part in range(layout.virtual_pipeline)
@@ -194,7 +184,7 @@ def _chunk(model: ModelSettings, layout: LayoutSettings, number: int, values: bo
     ]
     held = routed * model.experts // layout.expert
     part = model.expert_hidden_size * hidden // layout.expert_tensor
-    return Tensors(_counted(dense), _counted([(2 * part, held), (part, held)]))
+    return Tensors(dense, [(2 * part, held), (part, held)])
 
 
 def _dense_widths(model: ModelSettings, routed: int, layers: int) -> list[tuple[int, int]]:
@@ -237,42 +227,23 @@ def _attention(model: ModelSettings, tensor: int) -> list[int]:
     ]
 
 
-def _counted(tensors: list[tuple[int, int]]) -> dict[int, int]:
-    counts: dict[int, int] = {}
-    for size, count in tensors:
-        counts[size] = counts.get(size, 0) + count
-    return counts
+def _buffers(chunk: Tensors, layout: LayoutSettings) -> tuple[int, int]:
+    """Return the elements of a chunk's gradient buffers, and of the optimizer state on this rank.
 
-
-def _copies(layout: LayoutSettings) -> tuple[int, int]:
-    """Return the number of ranks that hold each dense weight, and each expert."""
-    dense = layout.ranks // (layout.tensor * layout.pipeline)
-    experts = layout.ranks // (layout.expert_tensor * layout.expert * layout.pipeline)
-    return dense, experts
-
-
-def _buffered(chunk: Tensors, layout: LayoutSettings) -> int:
-    """Return the elements of a chunk's gradient buffers (and weights, if the optimizer is sharded).
-
-    Each chunk has one buffer of dense weights and one of experts: without overlapped reduction
-    megatron-core does not cut them into buckets.
+    Of a sharded optimizer both are padded, as are the weights, and the rank has a share of the
+    state. Each chunk has one buffer of dense weights and one of experts: without overlapped
+    reduction megatron-core does not cut them into buckets.
     """
     if not layout.distributed_optimizer:
-        return chunk.elements
-    both = zip((chunk.dense, chunk.experts), _copies(layout), strict=True)
-    return sum(_padded(tensors, copies) for tensors, copies in both)
+        return chunk.elements, chunk.elements
+    dense = layout.ranks // (layout.tensor * layout.pipeline)  # ranks with a copy of each weight
+    experts = layout.ranks // (layout.expert_tensor * layout.expert * layout.pipeline)
+    sizes = _padded(chunk.dense, dense), _padded(chunk.experts, experts)
+    return sum(sizes), sizes[0] // dense + sizes[1] // experts
 
 
-def _updated(chunk: Tensors, layout: LayoutSettings) -> int:
-    """Return the elements whose optimizer state the rank holds: its share if it is sharded."""
-    if not layout.distributed_optimizer:
-        return chunk.elements
-    both = zip((chunk.dense, chunk.experts), _copies(layout), strict=True)
-    return sum(_padded(tensors, copies) // copies for tensors, copies in both)
-
-
-def _padded(tensors: dict[int, int], copies: int) -> int:
-    aligned = sum(count * _up(size, TENSOR_ALIGNMENT) for size, count in tensors.items())
+def _padded(tensors: list[tuple[int, int]], copies: int) -> int:
+    aligned = sum(count * _up(size, TENSOR_ALIGNMENT) for size, count in tensors)
     return _up(aligned, math.lcm(copies, BUFFER_ALIGNMENT))
 
 
@@ -284,8 +255,11 @@ def _activations(
     model: ModelSettings, layout: LayoutSettings, rank: int, tokens: int, values: bool
 ) -> int:
     """Return the bytes that forward passes keep for their backward passes on a pipeline rank."""
-    layers = model.layers // (layout.pipeline * layout.virtual_pipeline)
-    in_flight = _chunks_in_flight(layout, rank) * layers
+    # The most chunks between forward and backward pass (1F1B, a full pipeline).
+    in_flight = layout.pipeline - rank
+    if layout.virtual_pipeline > 1:
+        in_flight = 2 * in_flight - 1 + (layout.virtual_pipeline - 1) * layout.pipeline
+    in_flight *= model.layers // (layout.pipeline * layout.virtual_pipeline)
     share = tokens / (layout.context * layout.tensor)
     layer = share * _layer_activations(model, layout)
     if layout.recompute == "full":  # every layer keeps its input, and one at a time is recomputed
@@ -296,14 +270,6 @@ def _activations(
         # The logits, and in fp32 their exponentials, log-probabilities and gradient.
         kept += share * model.vocabulary_size * (BYTES[model.precision] + 3 * FP32)
     return round(kept)
-
-
-def _chunks_in_flight(layout: LayoutSettings, rank: int) -> int:
-    """Return the most chunks between forward and backward pass (1F1B, a full pipeline)."""
-    behind = layout.pipeline - 1 - rank
-    if layout.virtual_pipeline == 1:
-        return behind + 1
-    return 2 * behind + (layout.virtual_pipeline - 1) * layout.pipeline + 1
 
 
 def _layer_activations(model: ModelSettings, layout: LayoutSettings) -> float:
@@ -329,8 +295,8 @@ def _layer_activations(model: ModelSettings, layout: LayoutSettings) -> float:
 def _attention_activations(model: ModelSettings) -> int:
     """Return the numbers that a layer's attention keeps of a token.
 
-    Multi-latent: what is compressed, raw and
-    normalised; queries raw and rotated; keys and values joint and apart; the output.
+    Multi-latent: the compressed ones, raw and normalised; queries raw and rotated; keys and values
+    joint and apart; the output.
     """
     further, heads = architecture(model), model.attention_heads
     if isinstance(further, DeepseekV3Architecture):

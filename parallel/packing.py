@@ -88,7 +88,7 @@ def lay_out(lengths: list[int], place: RankPlace, slot: int | None = None) -> Pa
     Without sequences the row is padding only, so that a rank without samples still takes part in
     the collectives of a forward pass.
     """
-    slots = [_round_up(max(length, slot or 1), place.slot) for length in lengths]
+    slots = [-(-max(length, slot or 1) // place.slot) * place.slot for length in lengths]
     filler = -sum(slots) % place.row or (0 if slots else place.row)
     if filler:
         slots.append(filler)
@@ -117,11 +117,6 @@ def own_places(starts: np.ndarray, place: RankPlace) -> np.ndarray:
     pieces, rank = 2 * place.context, place.context_rank
     places = []
     for start, end in pairwise(starts):
-        size = (end - start) // pieces
-        for piece in (rank, pieces - 1 - rank):
-            places.append(np.arange(start + piece * size, start + (piece + 1) * size))
+        own = np.arange(start, end).reshape(pieces, -1)[[rank, pieces - 1 - rank]]
+        places.append(own.flatten())
     return np.concatenate(places)
-
-
-def _round_up(length: int, multiple: int) -> int:
-    return -(-length // multiple) * multiple

@@ -23,6 +23,8 @@ Experts = Annotated[int, Field(gt=0, le=10_000)]
 Tokens = Annotated[int, Field(gt=0, le=100_000_000)]
 Mebibytes = Annotated[int, Field(gt=0, le=1 << 20)]
 SHOWN_SIZES = 20  # sizes to choose from that a message lists
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -45,24 +47,19 @@ PAD_TOKEN, END_TOKEN, TOKENIZER_SIZE = 0, 1, 80
 class InitializationSettings(Settings):
     """Standard deviations of random initial weights; linear layers use hidden_size ** -0.5."""
 
-    embedding_std: Annotated[float, Field(gt=0)] = Field(
-        default=0.5, description="of the embedding's weights"
-    )
-    router_std: Annotated[float, Field(gt=0)] = Field(
-        default=0.02, description="of the routers' weights"
-    )
+    embedding_std: Positive = Field(0.5, description="of the embedding's weights")
+    router_std: Positive = Field(0.02, description="of the routers' weights")
 
 
 class ModelSettings(Settings):
     """The architecture of a mixture-of-experts decoder, in Hugging Face's terms."""
 
     family: Literal["qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"] = Field(
-        default="qwen3_moe",
+        "qwen3_moe",
         description="the architecture, with its tensor names in import, export and weight sync",
     )
     tokenizer: str = Field(
-        default=CHARACTERS,
-        description="characters, or the directory of a Hugging Face tokenizer",
+        CHARACTERS, description="characters, or the directory of a Hugging Face tokenizer"
     )
     vocabulary_size: Count = Field(
         description="rows of the embedding; at least the tokenizer's token ids"
@@ -75,27 +72,20 @@ class ModelSettings(Settings):
     experts: Experts = Field(description="experts per routed layer")
     experts_per_token: Experts = Field(description="experts that a token is routed to")
     expert_hidden_size: Count = Field(description="width of an expert's MLP")
-    max_positions: Tokens = Field(default=256, description="longest sequence, in tokens")
-    rope_base: Annotated[float, Field(gt=0)] = Field(
-        default=10000.0, description="base of the rotary embeddings"
-    )
-    norm_epsilon: Annotated[float, Field(gt=0)] = Field(
-        default=1e-6, description="epsilon of the norms"
-    )
+    max_positions: Tokens = Field(256, description="longest sequence, in tokens")
+    rope_base: Positive = Field(10000.0, description="base of the rotary embeddings")
+    norm_epsilon: Positive = Field(1e-6, description="epsilon of the norms")
     precision: Literal["fp32", "bf16"] = Field(
-        default="fp32",
-        description="of weights and activations; optimizer, gradients and routing are fp32",
+        "fp32", description="of weights and activations; optimizer, gradients and routing are fp32"
     )
     architecture: dict[str, Any] = Field(
-        default_factory=dict,
-        description="further keys of the family's Hugging Face config.json",
+        default_factory=dict, description="further keys of the family's Hugging Face config.json"
     )
     initialization: InitializationSettings = Field(
-        default=InitializationSettings(), description="of random initial weights"
+        InitializationSettings(), description="of random initial weights"
     )
     initial_weights: Path | None = Field(
-        default=None,
-        description="directory of a Hugging Face checkpoint; null initializes at random",
+        None, description="directory of a Hugging Face checkpoint; null initializes at random"
     )
 
 
@@ -107,22 +97,22 @@ class LayoutSettings(Settings):
     tensor > 1: Megatron requires it for mixture-of-experts models.
     """
 
-    ranks: Count = Field(default=1, description="processes of a stage")
-    tensor: Count = Field(default=1, description="tensor parallelism (TP)")
-    pipeline: Count = Field(default=1, description="pipeline parallelism (PP)")
+    ranks: Count = Field(1, description="processes of a stage")
+    tensor: Count = Field(1, description="tensor parallelism (TP)")
+    pipeline: Count = Field(1, description="pipeline parallelism (PP)")
     virtual_pipeline: Count = Field(
-        default=1, description="model chunks per pipeline rank; more shrink the pipeline bubble"
+        1, description="model chunks per pipeline rank; more shrink the pipeline bubble"
     )
     context: Count = Field(
-        default=1, description="context parallelism (CP): ranks that share each sequence"
+        1, description="context parallelism (CP): ranks that share each sequence"
     )
-    expert: Count = Field(default=1, description="expert parallelism (EP)")
-    expert_tensor: Count = Field(default=1, description="tensor parallelism of the experts (ETP)")
+    expert: Count = Field(1, description="expert parallelism (EP)")
+    expert_tensor: Count = Field(1, description="tensor parallelism of the experts (ETP)")
     distributed_optimizer: bool = Field(
-        default=True, description="split Adam's state over the data-parallel ranks"
+        True, description="split Adam's state over the data-parallel ranks"
     )
     recompute: Literal["none", "attention", "full"] = Field(
-        default="none", description="activations that are recomputed in the backward pass"
+        "none", description="activations that are recomputed in the backward pass"
     )
 
     @property
@@ -134,82 +124,65 @@ class LayoutSettings(Settings):
 class RoutingLossSettings(Settings):
     """The auxiliary losses of the routers; a coefficient of 0 disables a loss."""
 
-    load_balance: Annotated[float, Field(ge=0)] = Field(
-        default=0.0, description="coefficient of the load-balancing loss"
-    )
-    z_loss: Annotated[float, Field(ge=0)] = Field(
-        default=0.0, description="coefficient of the router z-loss"
-    )
+    load_balance: NonNegative = Field(0.0, description="coefficient of the load-balancing loss")
+    z_loss: NonNegative = Field(0.0, description="coefficient of the router z-loss")
 
 
 class OptimizerSettings(Settings):
     """The optimizer: gradient clipping, update rule and learning-rate schedule."""
 
-    algorithm: Literal["adam", "sgd"] = Field(default="adam", description="the update rule")
-    learning_rate: Annotated[float, Field(gt=0)] = Field(
-        description="peak learning rate of the schedule"
-    )
+    algorithm: Literal["adam", "sgd"] = Field("adam", description="the update rule")
+    learning_rate: Positive = Field(description="peak learning rate of the schedule")
     betas: tuple[Decay, Decay] = Field(
-        default=(0.9, 0.95), description="Adam's decay rates of the first and second moments"
+        (0.9, 0.95), description="Adam's decay rates of the first and second moments"
     )
-    momentum: Fraction = Field(default=0.9, description="momentum of SGD")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(
-        default=0.0, description="decoupled weight decay"
-    )
-    warmup_steps: Natural = Field(default=0, description="optimizer steps of linear warm-up from 0")
+    momentum: Fraction = Field(0.9, description="momentum of SGD")
+    weight_decay: NonNegative = Field(0.0, description="decoupled weight decay")
+    warmup_steps: Natural = Field(0, description="optimizer steps of linear warm-up from 0")
     decay: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="schedule after the warm-up"
+        "constant", description="schedule after the warm-up"
     )
     final_ratio: Fraction = Field(
-        default=0.0, description="learning rate of the last step, as a fraction of the peak"
+        0.0, description="learning rate of the last step, as a fraction of the peak"
     )
-    clip_norm: Annotated[float, Field(gt=0)] = Field(
-        default=1.0, description="maximum norm of a step's whole gradient"
-    )
+    clip_norm: Positive = Field(1.0, description="maximum norm of a step's whole gradient")
 
 
 class EngineSettings(Settings):
     """The rollout engines: their number, placement, limits, and tolerance to the policy."""
 
     count: Annotated[int, Field(gt=0, le=10_000)] = Field(
-        default=1, description="engines in parallel, each with a whole model"
+        1, description="engines in parallel, each with a whole model"
     )
-    tensor: Count = Field(default=1, description="tensor-parallel ranks of each engine")
+    tensor: Count = Field(1, description="tensor-parallel ranks of each engine")
     placement: Literal["shared", "own"] = Field(
-        default="shared",
+        "shared",
         description="shared: alternate with the trainer on its devices; own: dedicated devices "
         "(CPU: cores)",
     )
-    max_model_tokens: Tokens = Field(
-        default=64, description="maximum of prompt and response together"
-    )
-    max_sequences: Count = Field(default=256, description="maximum sequences in flight per engine")
+    max_model_tokens: Tokens = Field(64, description="maximum of prompt and response together")
+    max_sequences: Count = Field(256, description="maximum sequences in flight per engine")
     kv_cache_mebibytes: Mebibytes | None = Field(
-        default=None,
-        description="per engine rank; null fits max_sequences of max_model_tokens",
+        None, description="per engine rank; null fits max_sequences of max_model_tokens"
     )
-    start_timeout_seconds: Count = Field(
-        default=300, description="until an engine must report ready"
-    )
-    request_timeout_seconds: Count = Field(default=600, description="of a whole refit")
+    start_timeout_seconds: Count = Field(300, description="until an engine must report ready")
+    request_timeout_seconds: Count = Field(600, description="of a whole refit")
     hang_timeout_seconds: Annotated[int, Field(ge=5, le=MOST)] = Field(
-        default=120,  # several of an engine's heartbeats
+        120,  # several of an engine's heartbeats
         description="an engine without a heartbeat for this long during a request is restarted",
     )
     max_restarts: Natural = Field(
-        default=3, description="per engine and attempt at a stage; beyond it the stage fails"
+        3, description="per engine and attempt at a stage; beyond it the stage fails"
     )
     transport: Literal["auto", "shared_memory", "messages"] = Field(
-        default="auto",
-        description="of a refit's bytes; messages: gloo on CPU, NCCL on GPU",
+        "auto", description="of a refit's bytes; messages: gloo on CPU, NCCL on GPU"
     )
     check_refit: bool = Field(
-        default=False,
+        False,
         description="compare every engine tensor's checksum with the trainer's after each refit",
     )
-    max_logprob_difference: Annotated[float, Field(gt=0)] = Field(
-        default=1e-4,
-        description="maximum |log mu - log pi| on the first batch after a refit, in nats",
+    max_logprob_difference: Positive = Field(
+        1e-4, description="maximum |log mu - log pi| on the first batch after a refit, in nats"
     )
 
 
@@ -220,9 +193,7 @@ class EngineJob(Settings):
     engine: EngineSettings
     index: int
     address: Path
-    interface: str = Field(
-        default=LOOPBACK, description="interface to listen on, see parallel.network"
-    )
+    interface: str = Field(LOOPBACK, description="interface to listen on, see parallel.network")
     seed: int
 
 
@@ -242,59 +213,39 @@ def one_of(sizes: list[int]) -> str:
 def layout_violations(model: ModelSettings, layout: LayoutSettings) -> list[tuple[str, str]]:
     """Return every reason why the layout does not fit the model, as (dotted key, message)."""
     found = []
-
-    def divides(key: str, size: int, whole: str, count: int) -> None:
-        if count % size:
-            use = one_of(divisors(count))
-            found.append((key, f"{size} does not divide {whole} = {count}; {use}"))
-
-    divides("layout.expert", layout.expert, "model.experts", model.experts)
-    divides("layout.tensor", layout.tensor, "model.key_value_heads", model.key_value_heads)
-    divides("layout.tensor", layout.tensor, "model.vocabulary_size", model.vocabulary_size)
-    divides(
-        "layout.expert_tensor",
-        layout.expert_tensor,
-        "model.expert_hidden_size",
-        model.expert_hidden_size,
-    )
-    divides(
-        "model.key_value_heads",
-        model.key_value_heads,
-        "model.attention_heads",
-        model.attention_heads,
-    )
+    values = {f"layout.{name}": size for name, size in layout}
+    values |= {f"model.{name}": size for name, size in model}
+    must_divide = [
+        ("layout.expert", "model.experts"),
+        ("layout.tensor", "model.key_value_heads"),
+        ("layout.tensor", "model.vocabulary_size"),
+        ("layout.expert_tensor", "model.expert_hidden_size"),
+        ("model.key_value_heads", "model.attention_heads"),
+    ]
+    if layout.virtual_pipeline == 1:
+        must_divide.append(("layout.pipeline", "model.layers"))
+    for part, whole in must_divide:
+        if values[whole] % values[part]:
+            use = one_of(divisors(values[whole]))
+            message = f"{values[part]} does not divide {whole} = {values[whole]}; {use}"
+            found.append((part, message))
     if layout.virtual_pipeline > 1 and layout.pipeline == 1:
         found.append(("layout.virtual_pipeline", "requires layout.pipeline of 2 or more"))
-    else:
-        parts = layout.pipeline * layout.virtual_pipeline
-        if layout.virtual_pipeline == 1:
-            divides("layout.pipeline", parts, "model.layers", model.layers)
-        elif model.layers % parts:
-            found.append(
-                (
-                    "layout.virtual_pipeline",
-                    f"pipeline {layout.pipeline} x virtual_pipeline {layout.virtual_pipeline} does"
-                    f" not divide model.layers = {model.layers}",
-                )
-            )
+    elif layout.virtual_pipeline > 1 and model.layers % (layout.pipeline * layout.virtual_pipeline):
+        parts = f"pipeline {layout.pipeline} x virtual_pipeline {layout.virtual_pipeline}"
+        message = f"{parts} does not divide model.layers = {model.layers}"
+        found.append(("layout.virtual_pipeline", message))
     for names in (("tensor", "pipeline", "context"), ("expert_tensor", "expert", "pipeline")):
-        sizes = [getattr(layout, name) for name in names]
-        product = sizes[0] * sizes[1] * sizes[2]
-        if layout.ranks % product:
-            asked = [(n, size) for n, size in zip(names, sizes, strict=True) if size > 1]
-            shown = " x ".join(f"{name} {size}" for name, size in asked)
-            found.append(
-                (f"layout.{asked[-1][0]}", f"{shown} does not divide layout.ranks = {layout.ranks}")
-            )
+        sizes = {name: getattr(layout, name) for name in names}
+        if layout.ranks % math.prod(sizes.values()):
+            split = [name for name, size in sizes.items() if size > 1]
+            shown = " x ".join(f"{name} {sizes[name]}" for name in split)
+            message = f"{shown} does not divide layout.ranks = {layout.ranks}"
+            found.append((f"layout.{split[-1]}", message))
     if model.head_dim % 2:
-        found.append(
-            ("model.head_dim", f"{model.head_dim} must be even (rotary embeddings rotate pairs)")
-        )
-    if model.experts_per_token > model.experts:
-        found.append(
-            (
-                "model.experts_per_token",
-                f"{model.experts_per_token} is more than model.experts = {model.experts}",
-            )
-        )
+        message = f"{model.head_dim} must be even (rotary embeddings rotate pairs)"
+        found.append(("model.head_dim", message))
+    if (chosen := model.experts_per_token) > model.experts:
+        message = f"{chosen} is more than model.experts = {model.experts}"
+        found.append(("model.experts_per_token", message))
     return found
