@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import accumulate
 from statistics import fmean, pstdev, stdev
 from typing import Any
 
@@ -12,6 +11,8 @@ from stages.audit.recorded import NotAuditable, RecordedSample
 
 FLOOR = 1e-6  # beside a standard deviation
 NOTHING = 1e-9  # of a reward that is the mean of its steps, beyond it
+
+Value = float | list[float]  # of a response, or of each of its tokens
 
 
 def advantages(
@@ -24,37 +25,37 @@ def advantages(
     `settings` is the objective's block `advantage`, `weights` the weights of a reward's parts, by
     domain. Groups are of one prompt, and a batch baseline is taken within the domain.
     """
-    found: list[list[float]] = [[] for _ in samples]
-    domains: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for place, sample in enumerate(samples):
-        domains[sample.domain][sample.group].append(place)
-    for domain, groups in domains.items():
-        of_groups = [[samples[place] for place in group] for group in groups.values()]
-        values = _domain(of_groups, settings, weights.get(domain, {}))
-        for group, of_group in zip(groups.values(), values, strict=True):
-            for place, value in zip(group, of_group, strict=True):
-                tokens = len(samples[place].response)
-                found[place] = value if isinstance(value, list) else [value] * tokens
-    return found
-
-
-Value = float | list[float]
+    domains: dict[str, dict[int, list[RecordedSample]]] = defaultdict(lambda: defaultdict(list))
+    for sample in samples:
+        domains[sample.domain][sample.group].append(sample)
+    found: dict[RecordedSample, Value] = {}
+    for domain, by_group in domains.items():
+        groups = list(by_group.values())
+        values = _domain(groups, settings, weights.get(domain, {}))
+        for group, of_group in zip(groups, values, strict=True):
+            found |= zip(group, of_group, strict=True)
+    return [
+        value if isinstance(value := found[sample], list) else [value] * len(sample.response)
+        for sample in samples
+    ]
 
 
 def _domain(
     groups: list[list[RecordedSample]], settings: dict[str, Any], weights: dict[str, float]
-) -> list[list[Value]]:
+) -> Sequence[Sequence[Value]]:
+    """Return the advantages of a domain's groups; a response without others has 0."""
     name, std = settings["name"], settings.get("std", "sample")
     rewards = [[sample.fields["reward"] for sample in group] for group in groups]
     if name == "reinforce_pp":
-        flat = [reward for group in rewards for reward in group]
-        counts = [1] * len(flat)
-        if settings.get("over", "responses") == "tokens":
-            counts = [max(len(sample.response), 1) for group in groups for sample in group]
-        repeated = _standard(
-            [reward for reward, n in zip(flat, counts, strict=True) for _ in range(n)], std
-        )
-        return _like([repeated[end - 1] for end in accumulate(counts)], rewards)
+        of_tokens = settings.get("over", "responses") == "tokens"
+        repeated = [
+            sample.fields["reward"]
+            for group in groups
+            for sample in group
+            for _ in range(len(sample.response) if of_tokens else 1)
+        ]
+        advantage_of = dict(zip(repeated, _standard(repeated, std), strict=True))
+        return [[advantage_of[reward] for reward in group] for group in rewards]
     if name in ("reinforce_pp_baseline", "gdpo"):
         centred = (
             [_centred(group) for group in rewards]
@@ -62,7 +63,7 @@ def _domain(
             else [_parts(group, weights, std) for group in groups]
         )
         spread = _spread([value for group in centred for value in group], std)
-        return [_alone([value / (spread + FLOOR) for value in group]) for group in centred]
+        return [[value / (spread + FLOOR) for value in group] for group in centred]
     if name == "process":
         return [_process(group, std) for group in groups]
     if name == "gae":
@@ -76,12 +77,7 @@ def _domain(
         "mo_grpo": lambda group, reward: _parts(group, weights, std),
         "gfpo": lambda group, reward: _filtered(group, reward, settings, std),
     }[name]
-    return [_alone(of_group(group, reward)) for group, reward in zip(groups, rewards, strict=True)]
-
-
-def _alone(values: list[float]) -> list[Value]:
-    """Return advantages of 0: a response without others has nothing to compare with."""
-    return [0.0] if len(values) < 2 else list(values)
+    return list(map(of_group, groups, rewards))
 
 
 def _centred(values: Sequence[float]) -> list[float]:
@@ -92,9 +88,7 @@ def _centred(values: Sequence[float]) -> list[float]:
 
 
 def _spread(values: Sequence[float], std: str) -> float:
-    if len(values) < 2:
-        return 0.0
-    return stdev(values) if std == "sample" else pstdev(values)
+    return 0.0 if len(values) < 2 else stdev(values) if std == "sample" else pstdev(values)
 
 
 def _standard(values: Sequence[float], std: str) -> list[float]:
@@ -102,20 +96,12 @@ def _standard(values: Sequence[float], std: str) -> list[float]:
     return [value / (spread + FLOOR) for value in _centred(values)]
 
 
-def _like(flat: list[float], groups: list[list[float]]) -> list[list[Value]]:
-    rest = iter(flat)
-    return [[next(rest) for _ in group] for group in groups]
-
-
 def _parts(group: list[RecordedSample], weights: dict[str, float], std: str) -> list[float]:
-    names = sorted({name for sample in group for name in sample.fields["reward_parts"]})
     total = [0.0] * len(group)
-    for name in names:
-        weight = weights.get(name, 1.0)
-        if weight == 0:
-            continue
-        of_part = _standard([sample.fields["reward_parts"][name] for sample in group], std)
-        total = [value + weight * part for value, part in zip(total, of_part, strict=True)]
+    for name in sorted({name for sample in group for name in sample.fields["reward_parts"]}):
+        if weight := weights.get(name, 1.0):
+            of_part = _standard([sample.fields["reward_parts"][name] for sample in group], std)
+            total = [value + weight * part for value, part in zip(total, of_part, strict=True)]
     return total
 
 
@@ -126,13 +112,12 @@ def _filtered(
     merit = [-float(length) for length in lengths]
     if settings["by"] == "reward_per_token":
         merit = [reward / max(n, 1) for reward, n in zip(rewards, lengths, strict=True)]
-    order = sorted(range(len(group)), key=lambda place: -merit[place])[: settings["keep"]]
-    values = _standard([rewards[place] for place in sorted(order)], std)
-    among = dict(zip(sorted(order), values, strict=True))
+    kept = sorted(range(len(group)), key=lambda place: -merit[place])[: settings["keep"]]
+    among = dict(zip(kept, _standard([rewards[place] for place in kept], std), strict=True))
     return [among.get(place, 0.0) for place in range(len(group))]
 
 
-def _process(group: list[RecordedSample], std: str) -> list[Value]:
+def _process(group: list[RecordedSample], std: str) -> Sequence[Value]:
     if len(group) < 2:
         return [0.0] * len(group)
     steps = [sample.fields["step_rewards"] for sample in group]
@@ -142,13 +127,9 @@ def _process(group: list[RecordedSample], std: str) -> list[Value]:
         for sample, each in zip(group, steps, strict=True)
     ]
     others = _standard([0.0 if abs(value) < NOTHING else value for value in rest], std)
-    found: list[Value] = []
+    found = []
     for sample, each, other in zip(group, steps, others, strict=True):
         own = [(end, next(values)) for end, _ in each]
-        found.append(
-            [
-                other + sum(value for end, value in own if end >= place)
-                for place in range(len(sample.response))
-            ]
-        )
+        tokens = range(len(sample.response))
+        found.append([other + sum(value for end, value in own if end >= at) for at in tokens])
     return found

@@ -8,15 +8,8 @@ from typing import Any
 import torch
 
 from stages.audit import recorded
-from stages.audit.model import Model, from_megatron
-from stages.audit.recorded import (
-    NotAuditable,
-    RecordedRun,
-    RecordedSample,
-    document,
-    naming,
-    tensors,
-)
+from stages.audit.model import Model, parent_model
+from stages.audit.recorded import NotAuditable, RecordedRun, RecordedSample, document, naming
 from stages.audit.rows import Comparison, number
 from stages.audit.stage_audit import kind_of
 
@@ -35,31 +28,26 @@ def evaluation_rows(run: RecordedRun, stage: str) -> list[Comparison]:
     models = sorted((directory / "models").glob("*.json"))
     if not models:
         raise NotAuditable(f"no results at {directory}/models")
+    gate = kind_of(stage) == "gates"  # one answer to each problem
+    of_each = 1 if gate else run.settings["evaluation"]["samples_per_problem"]
     rows = []
     for file in models:
         name = file.name.removesuffix(".json")
-        accuracies = document(file)
-        held = tensors(run.parent(stage, name))
-        shape = run.settings["model"]
-        model = Model(shape, from_megatron(held, shape))
+        accuracies, model = document(file), parent_model(run, stage, name)
         for domain, found in accuracies.items():
             answers = _answers(directory / "samples" / name, domain)
             with naming(file):
                 accuracy, count = float(found["accuracy"]), float(found["n"])
             rows.append(_logprobs(f"{name} on {domain}: log p", model, run, answers))
-            solved = sum(_solved(run, answer) for answer in answers)
-            quantity = f"{name} on {domain}: accuracy"
-            rows.append(number(quantity, accuracy, solved / len(answers), scale=1.0))
-            gate = kind_of(stage) == "gates"  # one answer to each problem
-            of_each = 1 if gate else run.settings["evaluation"]["samples_per_problem"]
+            solved = sum(_solved(run, answer) for answer in answers) / len(answers)
+            rows.append(number(f"{name} on {domain}: accuracy", accuracy, solved, scale=1.0))
             rows.append(number(f"{name} on {domain}: n", count, len(answers) / of_each))
     return rows
 
 
 def _answers(directory: Path, domain: str) -> list[RecordedSample]:
-    files = sorted(
-        path for path in directory.glob("*.jsonl") if path.stem.rpartition("_")[0] == domain
-    )
+    paths = sorted(directory.glob("*.jsonl"))
+    files = [path for path in paths if path.stem.rpartition("_")[0] == domain]
     if not files:
         raise NotAuditable(
             f"no answers at {directory}; evaluate again with logging.auditable=true in the run"
@@ -75,8 +63,7 @@ def _logprobs(
     A greedy answer is compared with the most likely tokens instead.
     """
     temperature = run.settings["evaluation"]["temperature"]
-    engine, own, apart = 0.0, 0.0, 0.0
-    tokens = 0
+    engine, own, apart, tokens = 0.0, 0.0, 0.0, 0
     with torch.no_grad():
         for answer in answers[:COMPARED]:
             read = model.read(answer, replay=answer.routes is not None)
@@ -95,13 +82,13 @@ def _solved(run: RecordedRun, answer: RecordedSample) -> bool:
     An answer without a reward is not solved.
     """
     rewards: dict[str, Any] = run.settings["domains"][answer.domain]["rewards"]
-    parts = answer.fields["reward_parts"] or {}
     if answer.fields["reward"] is None:
         return False
-    counted = [name for name, each in rewards.items() if each["weight"]]
-    judging = [
-        name
-        for name in counted
-        if rewards[name]["kind"] not in WATCHING and rewards[name]["weight"] > 0
-    ]
+    parts = answer.fields["reward_parts"] or {}
+    counted = {name: each for name, each in rewards.items() if each["weight"]}
+    judging = {
+        name: each
+        for name, each in counted.items()
+        if each["kind"] not in WATCHING and each["weight"] > 0
+    }
     return all(parts.get(name, 0.0) >= 1 for name in judging or counted or rewards)

@@ -11,7 +11,6 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ from parallel.files import write_atomically
 from parallel.status_pipe import report_error, report_notice
 from stages.audit.evaluation import evaluation_rows
 from stages.audit.recorded import LONGEST, NotAuditable, RecordedRun, read_run
-from stages.audit.stage_audit import Audited, audit_step, auditable_steps, kind_of
+from stages.audit.stage_audit import Audited, audit_step, kind_of, newest_step
 
 MEASURING = ("evaluate", "gates")
 WIDE = 512
@@ -35,44 +34,28 @@ def main() -> None:
     found = []
     for stage in job["stages"]:
         report_notice(f"auditing {stage}")
+        audited, why = Audited(stage, None, [], []), None
         try:
-            found.append(_shown(_audited(run, stage, job["step"])))
+            audited = _audited(run, stage, job["step"])
         except NotAuditable as error:
-            found.append(_refused(stage, str(error)))
+            why = str(error)
         except KeyError as error:
             why = f"its files have no {error}: another version of Braid wrote them"
-            found.append(_refused(stage, why))
         except (CheckpointRefused, OSError) as error:
             report_error(str(error))
             sys.exit(1)
         except Exception as error:
             # Damaged files may raise anything in the arithmetic; intact ones raise nothing.
             why = f"its step cannot be recomputed: {repr(error)[:LONGEST]}"
-            found.append(_refused(stage, why))
+        rows = [{**asdict(row), "agrees": row.agrees} for row in audited.rows]
+        found.append({**asdict(audited), "rows": rows, "refused": why})
     write_atomically(Path(job["result"]), json.dumps(found) + "\n")
 
 
 def _audited(run: RecordedRun, stage: str, step: int | None) -> Audited:
     if kind_of(stage) in MEASURING:
         return Audited(stage, None, evaluation_rows(run, stage), [])
-    if step is None:
-        steps = auditable_steps(run, stage)
-        if not steps:
-            raise NotAuditable(
-                f"no step of {stage} has both its samples and a checkpoint of the step before; set "
-                "logging.auditable=true and loop.checkpoint_every=1, or name a --step"
-            )
-        step = steps[-1]
-    return audit_step(run, stage, step)
-
-
-def _refused(stage: str, why: str) -> dict[str, Any]:
-    return {"stage": stage, "step": None, "rows": [], "notes": [], "refused": why}
-
-
-def _shown(audited: Audited) -> dict[str, Any]:
-    rows = [{**asdict(row), "agrees": row.agrees} for row in audited.rows]
-    return {**asdict(audited), "rows": rows, "refused": None}
+    return audit_step(run, stage, newest_step(run, stage) if step is None else step)
 
 
 if __name__ == "__main__":

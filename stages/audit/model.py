@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from stages.audit.recorded import NotAuditable, RecordedSample
+from stages.audit import recorded
+from stages.audit.recorded import NotAuditable, RecordedRun, RecordedSample
 
 Weights = dict[str, torch.Tensor]
 
@@ -39,6 +41,13 @@ class Read:
     def distribution(self, temperature: float) -> torch.Tensor:
         """Return log p [learned, vocabulary] over the whole vocabulary."""
         return (self.logits / temperature).log_softmax(-1)[self.sample.learned]
+
+
+def _only(row: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """Return logits [vocabulary] with -inf for all but the kept tokens; an empty set keeps all."""
+    if not len(kept):
+        return row
+    return torch.full_like(row, -torch.inf).index_copy(0, kept, row[kept])
 
 
 class PlainRouter(nn.Module):
@@ -98,23 +107,42 @@ class Model:
         return {name: each.detach().clone() for name, each in self.parameters.items()}
 
 
-def from_megatron(tensors: Weights, settings: dict[str, Any]) -> Weights:
-    """Return megatron-core's tensors, stacked over layers, under transformers' names and shapes."""
+def parent_model(run: RecordedRun, stage: str, of: str) -> Model:
+    """Return the model of the stage `of` that `stage` was initialised from.
+
+    Raises:
+        NotAuditable: it started from another stage, or the checkpoint is gone.
+    """
+    shape = run.settings["model"]
+    return Model(shape, from_megatron(recorded.tensors(run.parent(stage, of)), shape))
+
+
+def norm(weights: Weights) -> float:
+    """Return the 2-norm of all tensors together."""
+    return math.sqrt(sum(float(each.square().sum()) for each in weights.values()))
+
+
+def from_megatron(tensors: Weights, settings: dict[str, Any], prefix: str = "") -> Weights:
+    """Return megatron-core's tensors, stacked over layers, under transformers' names and shapes.
+
+    `prefix` selects others of a checkpoint with weights' names; without any the result is empty.
+    """
+    if not any(name.startswith(prefix) for name in tensors):
+        return {}
     found = {
-        "model.embed_tokens.weight": tensors["embedding.word_embeddings.weight"],
-        "model.norm.weight": tensors["decoder.final_layernorm.weight"],
-        "lm_head.weight": tensors["output_layer.weight"],
+        "model.embed_tokens.weight": tensors[f"{prefix}embedding.word_embeddings.weight"],
+        "model.norm.weight": tensors[f"{prefix}decoder.final_layernorm.weight"],
+        "lm_head.weight": tensors[f"{prefix}output_layer.weight"],
     }
-    groups, width = settings["key_value_heads"], settings["head_dim"]
+    layers, groups = f"{prefix}decoder.layers.", settings["key_value_heads"]
     queries = settings["attention_heads"] // groups
     for layer in range(settings["layers"]):
         for own, theirs in _LAYER.items():
-            found[f"model.layers.{layer}.{own}"] = tensors[f"decoder.layers.{theirs}"][layer]
+            found[f"model.layers.{layer}.{own}"] = tensors[layers + theirs][layer]
         # Megatron fuses, for every query group, its queries, its key and its value.
-        packed = tensors["decoder.layers.self_attention.linear_qkv.weight"][layer]
-        rows = packed.unflatten(0, (groups, queries + 2, width))
-        parts = rows.split([queries, 1, 1], dim=1)
-        for name, part in zip("qkv", parts, strict=True):
+        packed = tensors[f"{layers}self_attention.linear_qkv.weight"][layer]
+        rows = packed.unflatten(0, (groups, queries + 2, settings["head_dim"]))
+        for name, part in zip("qkv", rows.split([queries, 1, 1], dim=1), strict=True):
             found[f"model.layers.{layer}.self_attn.{name}_proj.weight"] = part.flatten(0, 2)
     return found
 
@@ -150,12 +178,3 @@ def _config(settings: dict[str, Any]) -> Qwen3MoeConfig:
         attn_implementation="eager",
         experts_implementation="eager",  # the other implementations lack float64
     )
-
-
-def _only(row: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """Return logits [vocabulary] with -inf for all but the kept tokens; an empty set keeps all."""
-    if not len(kept):
-        return row
-    outside = torch.ones_like(row, dtype=torch.bool)
-    outside[kept] = False
-    return row.masked_fill(outside, -torch.inf)

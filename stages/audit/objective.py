@@ -14,8 +14,8 @@ LIMIT = 20.0  # of a log-ratio, in nats
 class Facts:
     """The inputs of the loss of one sample's n learned tokens, each [n], log-probabilities in nats.
 
-    Of the policy, with gradient; of pi_old; of the engine; of the reference, and the exact KL to it
-    where that is the penalty. `stale` is true where older weights sampled any of it.
+    `logprobs` are the policy's, with gradient; `stale` is true where older weights sampled any of
+    it; `full_kl` is the exact KL to the reference where that is the penalty.
     """
 
     logprobs: torch.Tensor
@@ -25,7 +25,6 @@ class Facts:
     stale: bool
     reference: torch.Tensor | None = None
     full_kl: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
     router_movement: torch.Tensor | None = None
 
 
@@ -33,7 +32,7 @@ class Facts:
 class Terms:
     """The loss of one sample's tokens [n] without its KL, the KL, and the metrics.
 
-    `masked` is the share of tokens that the sequence mask dropped.
+    `correction` and `masked`, the tokens that the sequence mask drops, are None where unused.
     """
 
     surrogate: torch.Tensor
@@ -41,21 +40,19 @@ class Terms:
     ratio: torch.Tensor
     clipped: torch.Tensor
     correction: torch.Tensor | None
-    masked: float
+    masked: torch.Tensor | None
 
 
 def terms(facts: Facts, objective: dict[str, Any], correct_all: bool) -> Terms:
     """Return the terms by the resolved settings of an objective."""
     loss, ratio, clipped = _surrogate(facts, objective["ratio"])
-    correction = _correction(facts, objective["correction"], correct_all)
-    if correction is not None:
+    if (correction := _correction(facts, objective["correction"], correct_all)) is not None:
         loss = loss * correction
-    masked = 0.0
+    masked = None
     if objective["sequence_mask"]["enabled"]:
         moved = (facts.engine - facts.logprobs.detach()).mean()
-        drop = (facts.advantages < 0) & (moved > objective["sequence_mask"]["delta"])
-        loss = torch.where(drop, torch.zeros_like(loss), loss)
-        masked = float(drop.double().mean())
+        masked = (facts.advantages < 0) & (moved > objective["sequence_mask"]["delta"])
+        loss = torch.where(masked, torch.zeros_like(loss), loss)
     kl = _penalty(facts, objective["kl"]["estimator"])
     return Terms(loss, kl, ratio.detach(), clipped, correction, masked)
 
@@ -80,8 +77,7 @@ def _surrogate(
         return -ratio * advantage, ratio, bounded != log_ratio
     if name == "cispo":
         ratio = _exp(log_ratio).detach()
-        weight = ratio.clamp(max=settings["cap"])
-        weight = weight.clamp(min=settings.get("floor", 0.0))
+        weight = ratio.clamp(max=settings["cap"]).clamp(min=settings.get("floor", 0.0))
         return -weight * advantage * facts.logprobs, ratio, weight != ratio
     if name == "token":
         ratio = _exp(log_ratio)
@@ -127,5 +123,5 @@ def _penalty(facts: Facts, estimator: str) -> torch.Tensor | None:
     k3 = _exp(difference) - difference - 1
     if estimator == "k3":
         return k3
-    drawn = facts.engine if facts.stale else facts.old
-    return _exp(facts.logprobs - drawn) * k3
+    sampled = facts.engine if facts.stale else facts.old
+    return _exp(facts.logprobs - sampled) * k3

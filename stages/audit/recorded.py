@@ -18,15 +18,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from parallel.checkpoint.reader import CheckpointReader, CheckpointRefused
-from parallel.files import (
-    Checkpoint,
-    open_file,
-    read_checkpoint,
-    read_text,
-    whole_checkpoints,
-)
+from parallel.files import open_file, read_checkpoint, read_text, whole_checkpoints
 
-ROUND = "round_"
 LONGEST = 300  # characters of a library's message
 
 
@@ -34,13 +27,12 @@ class NotAuditable(Exception):
     """The files lack what the audit needs; the message says what, and which key to set."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RecordedSample:
     """A sample as its step trained on it; tokens int64, log-probabilities in nats, float64.
 
     `learned` are the indices in the response of the learned tokens. `routes` [prompt + response -
-    1, layers, experts_per_token] and the `kept` sets of the response's tokens are there where
-    `logging.auditable` is true and the engine returned them.
+    1, layers, experts_per_token] and the response's `kept` sets need `logging.auditable`.
     """
 
     domain: str
@@ -75,26 +67,17 @@ class RecordedRun:
     def stage(self, name: str) -> Path:
         return self.path / "stages" / name
 
-    def manifest(self, name: str) -> dict[str, Any]:
-        """Return the lineage of a stage.
-
-        Raises:
-            NotAuditable: it has none.
-        """
-        path = self.stage(name) / "manifest.json"
-        if not path.exists():
-            raise NotAuditable(f"no {path}: {name} has not started")
-        found = document(path)
-        with naming(path):
-            return {**found, "parents": dict(found["parents"])}
-
     def parent(self, stage: str, of: str) -> Path:
         """Return the checkpoint of the stage `of` that `stage` was initialised from, by its digest.
 
         Raises:
             NotAuditable: it started from another stage, or the checkpoint is gone.
         """
-        digest = self.manifest(stage)["parents"].get(of)
+        path = self.stage(stage) / "manifest.json"
+        if not path.exists():
+            raise NotAuditable(f"no {path}: {stage} has not started")
+        with naming(path):
+            digest = dict(document(path)["parents"]).get(of)
         if digest is None:
             raise NotAuditable(
                 f"{stage} did not start from a checkpoint of {of}, its parent in run.yaml"
@@ -106,9 +89,7 @@ class RecordedRun:
 
     def checkpoint(self, stage: str, step: int) -> Path | None:
         """Return the complete checkpoint of a step, or None if it was not kept."""
-        found: Checkpoint | None = read_checkpoint(
-            self.stage(stage) / "checkpoints" / f"step_{step}"
-        )
+        found = read_checkpoint(self.stage(stage) / "checkpoints" / f"step_{step}")
         return found.path if found else None
 
 
@@ -160,7 +141,6 @@ def document(path: Path) -> dict[str, Any]:
 
 
 def read_run(path: Path) -> RecordedRun:
-    """Return the run in a directory."""
     with naming(path / "run.yaml"):
         settings = yaml.safe_load(read_text(path / "run.yaml"))
         if not isinstance(settings, dict):
@@ -196,7 +176,8 @@ def samples(path: Path) -> list[RecordedSample]:
     if not arrays.exists():
         return [_drawn(line, None, None) for line in lines]
     with naming(arrays), open_file(arrays) as file, np.load(file) as held:
-        routes = iter(_cut(held["routes"], [_length(line) for line in lines]))
+        lengths = [len(line.prompt_tokens) + len(line.response_tokens) - 1 for line in lines]
+        routes = iter(_cut(held["routes"], lengths))
         counts = held["kept_counts"].tolist()
         sets = iter(_cut(held["kept"], counts)) if counts else None
         return [_drawn(line, next(routes, None), sets) for line in lines]
@@ -204,17 +185,15 @@ def samples(path: Path) -> list[RecordedSample]:
 
 def _check_lengths(line: _Line, place: str) -> None:
     """Raise NotAuditable where the arrays of a sample differ from its tokens in length."""
-    count = len(line.response_tokens)
-    of_tokens = {"logprobs": line.logprobs or None, "advantages": line.advantages}
-    lengths = {name: len(each) for name, each in of_tokens.items() if each is not None}
+    count, lengths = len(line.response_tokens), {}
+    if line.logprobs:  # demonstrations have none
+        lengths["logprobs"] = len(line.logprobs)
+    if line.advantages is not None:
+        lengths["advantages"] = len(line.advantages)
     if not line.prompt_tokens or not count or set(lengths.values()) - {count}:
         raise NotAuditable(f"{place} is damaged: {count} response_tokens, {lengths}")
     if line.learned is not None and not set(line.learned) <= set(range(count)):
         raise NotAuditable(f"{place} is damaged: not all of `learned` are its tokens")
-
-
-def _length(line: _Line) -> int:
-    return len(line.prompt_tokens) + len(line.response_tokens) - 1
 
 
 def _cut(array: np.ndarray, counts: list[int]) -> list[np.ndarray]:
@@ -226,13 +205,13 @@ def _drawn(
     line: _Line, routes: np.ndarray | None, sets: Iterator[np.ndarray] | None
 ) -> RecordedSample:
     response = torch.tensor(line.response_tokens)
-    every = range(len(response))
+    learned = range(len(response)) if line.learned is None else line.learned
     return RecordedSample(
         domain=line.domain,
         prompt=torch.tensor(line.prompt_tokens),
         response=response,
         logprobs=torch.tensor(line.logprobs, dtype=torch.float64),
-        learned=torch.tensor(every if line.learned is None else line.learned, dtype=torch.int64),
+        learned=torch.tensor(learned, dtype=torch.int64),
         update=line.update,
         group=line.group,
         fields=msgspec.structs.asdict(line),
@@ -243,15 +222,14 @@ def _drawn(
     )
 
 
-def tensors(checkpoint: Path, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Return every tensor of a checkpoint under `prefix`, without it, unsharded and in float64."""
+def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Return every tensor of a checkpoint, unsharded and in float64."""
     reader = CheckpointReader(checkpoint)
-    known = reader.read_metadata().state_dict_metadata
     wanted = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in known.items()
-        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
     }
     with naming(checkpoint):
         dcp.load(wanted, storage_reader=reader, no_dist=True)
-    return {name.removeprefix(prefix): tensor.double() for name, tensor in wanted.items()}
+    return {name: tensor.double() for name, tensor in wanted.items()}

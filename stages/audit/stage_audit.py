@@ -9,12 +9,12 @@ from typing import Any
 
 from parallel.files import STATE
 from stages.audit import recorded
-from stages.audit.model import Model, Weights, from_megatron
-from stages.audit.optimizer import Optimizer, learning_rate
-from stages.audit.policy_step import PlainReference, PolicyStep, check_no_critic
-from stages.audit.recorded import NotAuditable, RecordedRun, document, tensors
+from stages.audit.model import Model, Weights, from_megatron, parent_model
+from stages.audit.policy_step import PolicyStep
+from stages.audit.recorded import NotAuditable, RecordedRun, document
 from stages.audit.rows import Comparison, buffers, change, number
 from stages.audit.token_steps import cold_start_step, merge_step
+from stages.audit.update import Optimizer
 
 BUFFERS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 # Adam divides by the root of a mean of squares: for a weight with tiny gradients,
@@ -33,32 +33,38 @@ class Audited:
     notes: list[str]
 
 
-@dataclass
-class StepStart:
-    """The state that a step starts from."""
-
-    policy: Model
-    optimizer: Optimizer
-    state: dict[str, Any]
-    checkpoint: Path
-
-
 def kind_of(stage: str) -> str:
     """Return the kind of a stage, by its name without the round."""
-    name = re.sub(r"^round_\d+\.", "", stage)
-    if name == COLD_START:
-        return "sft"
-    return {"mixed": "mixed", "merge": "distill"}.get(
-        name, "grpo" if name.startswith("experts.") else name.split(".")[0]
+    name = _parts(stage)[1]
+    kinds = {COLD_START: "sft", "mixed": "mixed", "merge": "distill"}
+    return kinds.get(name, "grpo" if name.startswith("experts.") else name.split(".")[0])
+
+
+def _parts(stage: str) -> tuple[str, str]:
+    """Return a stage's prefix of its round, as `round_2.` or empty, and the rest of its name."""
+    prefix = match[0] if (match := re.match(r"round_\d+\.", stage)) else ""
+    return prefix, stage.removeprefix(prefix)
+
+
+def newest_step(run: RecordedRun, stage: str) -> int:
+    """Return the newest step with recorded samples and kept weights before it.
+
+    Raises:
+        NotAuditable: no step has both.
+    """
+    grown = kind_of(stage) != "sft"
+    paths = _recordings(run, stage).glob("step_*.jsonl")
+    for step in sorted((int(path.stem.removeprefix("step_")) for path in paths), reverse=True):
+        if run.checkpoint(stage, step - 1) or (step == 1 and grown):
+            return step
+    raise NotAuditable(
+        f"no step of {stage} has both its samples and a checkpoint of the step before; set "
+        "logging.auditable=true and loop.checkpoint_every=1, or name a --step"
     )
 
 
-def auditable_steps(run: RecordedRun, stage: str) -> list[int]:
-    """Return the steps, ascending, with recorded samples and kept weights before them."""
-    recordings = run.stage(stage) / ("samples" if kind_of(stage) == "sft" else "rollouts")
-    steps = sorted(int(path.stem.removeprefix("step_")) for path in recordings.glob("step_*.jsonl"))
-    grown = kind_of(stage) != "sft"
-    return [s for s in steps if run.checkpoint(stage, s - 1) or (s == 1 and grown)]
+def _recordings(run: RecordedRun, stage: str) -> Path:
+    return run.stage(stage) / ("samples" if kind_of(stage) == "sft" else "rollouts")
 
 
 def audit_step(run: RecordedRun, stage: str, step: int) -> Audited:
@@ -67,46 +73,57 @@ def audit_step(run: RecordedRun, stage: str, step: int) -> Audited:
     Raises:
         NotAuditable: files or settings do not allow it.
     """
-    kind = kind_of(stage)
-    settings = _settings(run, stage)
-    start = _start(run, stage, step, settings)
-    recordings = run.stage(stage) / ("samples" if kind == "sft" else "rollouts")
-    samples = recorded.samples(recordings / f"step_{step:06d}.jsonl")
+    settings, shape = _settings(run, stage), run.settings["model"]
+    resumed = run.checkpoint(stage, step - 1)
+    if resumed is None and step > 1:
+        raise NotAuditable(
+            f"{stage} has no checkpoint of step {step - 1}, which step {step} starts from; set "
+            "loop.checkpoint_every=1 and loop.keep_last"
+        )
+    held = recorded.tensors(resumed or run.parent(stage, _parent(run, stage)))
+    policy = Model(shape, from_megatron(held, shape))
+    per_step = settings.get("updates_per_rollout", 1)
+    optimizer = Optimizer(
+        settings["optimizer"],
+        _buffers(held, shape) if resumed else {},
+        (step - 1) * per_step,
+        settings["loop"]["steps"] * per_step,
+    )
+    samples = recorded.samples(_recordings(run, stage) / f"step_{step:06d}.jsonl")
     logged = recorded.metrics(run.stage(stage), step)
-    rate = learning_rate(start.optimizer.settings, start.optimizer.updates, start.optimizer.total)
-    before = start.policy.weights()
-    rows = [number("learning_rate", logged["learning_rate"], rate, scale=0.0)]
-    reference = None
-    if kind == "sft":
-        rows += cold_start_step(settings, samples, start.policy, start.optimizer, logged)
+    rows = [number("learning_rate", logged["learning_rate"], optimizer.learning_rate(), scale=0.0)]
+    before, reference = policy.weights(), None
+    if (kind := kind_of(stage)) == "sft":
+        rows += cold_start_step(settings, samples, policy, optimizer, logged)
     elif kind == "distill":
-        teachers = _teachers(run, stage)
-        domains = list(run.settings["domains"])
-        rows += merge_step(
-            settings, domains, samples, start.policy, teachers, start.optimizer, step, logged
-        )
+        teachers = {
+            domain: parent_model(run, stage, f"{_parts(stage)[0]}experts.{domain}")
+            for domain in run.settings["domains"]
+        }
+        rows += merge_step(settings, samples, policy, teachers, optimizer, step, logged)
     else:
-        check_no_critic(settings)
-        reference = _reference(run, stage, settings, start)
-        policy_step = PolicyStep(
-            settings,
-            _reward_weights(run, stage),
-            run.settings["model"]["precision"],
-            step,
-            start.state,
-        )
-        rows += policy_step.run(samples, start.policy, reference, start.optimizer, logged)
+        state = document(resumed / STATE) if resumed else {}
+        reference = _reference(run, stage, settings["objective"]["kl"], held)
+        weights = _reward_weights(run, stage)
+        policy_step = PolicyStep(settings, weights, step, state, policy, reference, optimizer)
+        rows += policy_step.run(samples, logged)
     after = run.checkpoint(stage, step)
     if after is None:
-        return Audited(
-            stage, step, rows, [f"no checkpoint of step {step}: its weights are not compared"]
-        )
-    return Audited(stage, step, rows + _left(run, start, before, after, reference), [])
+        note = f"no checkpoint of step {step}: its weights are not compared"
+        return Audited(stage, step, rows, [note])
+    held = recorded.tensors(after)
+    bound = OF_ADAM if settings["optimizer"]["algorithm"] == "adam" else OF_SGD
+    rows.append(change("weights", before, from_megatron(held, shape), policy.weights(), bound))
+    for name, saved in _buffers(held, shape).items():
+        rows.append(buffers(name, saved, optimizer.buffers[name]))
+    if reference is not None and settings["objective"]["kl"]["reference"] == "ema":
+        rows.append(buffers("ema", from_megatron(held, shape, "ema."), reference.weights()))
+    return Audited(stage, step, rows, [])
 
 
 def _settings(run: RecordedRun, stage: str) -> dict[str, Any]:
     """Return the stage's block of run.yaml."""
-    name = re.sub(r"^experts\.", "domains.", re.sub(r"^round_\d+\.", "", stage))
+    name = re.sub(r"^experts\.", "domains.", _parts(stage)[1])
     block = run.settings
     for part in [name] if name in block else name.split(".", 1):
         if not isinstance(block, dict) or block.get(part) is None:
@@ -115,82 +132,33 @@ def _settings(run: RecordedRun, stage: str) -> dict[str, Any]:
     return block
 
 
-def _start(run: RecordedRun, stage: str, step: int, settings: dict[str, Any]) -> StepStart:
-    model = run.settings["model"]
-    checkpoint = run.checkpoint(stage, step - 1)
-    resumed = checkpoint is not None
-    if checkpoint is None:
-        if step > 1:
-            raise NotAuditable(
-                f"{stage} has no checkpoint of step {step - 1}, which step {step} starts from; set "
-                "loop.checkpoint_every=1 and loop.keep_last"
-            )
-        checkpoint = run.parent(stage, _parent(run, stage))
-    held = tensors(checkpoint)
-    per_step = settings.get("updates_per_rollout", 1)
-    optimizer = Optimizer(
-        settings["optimizer"],
-        _buffers(held, model) if resumed else {},
-        (step - 1) * per_step,
-        settings["loop"]["steps"] * per_step,
-    )
-    state = document(checkpoint / STATE) if resumed else {}
-    return StepStart(Model(model, from_megatron(held, model)), optimizer, state, checkpoint)
-
-
 def _parent(run: RecordedRun, stage: str) -> str:
     """Return the stage that one starts from, by run.yaml."""
-    origin = COLD_START if run.settings["cold_start"] is not None else INITIAL
-    prefix = match[0] if (match := re.match(r"round_(\d+)\.", stage)) else ""
-    if match and int(match[1]) > 1:
-        before = int(match[1]) - 1
-        origin = "merge" if before == 1 else f"round_{before}.merge"
-    if kind_of(stage) != "grpo":
-        return origin
-    named = _settings(run, stage)["from"]
-    if named is None:
-        return origin
-    return f"{prefix}{named}" if named.startswith("experts.") else str(named)
+    prefix, _ = _parts(stage)
+    named = _settings(run, stage)["from"] if kind_of(stage) == "grpo" else None
+    if named is not None:
+        return f"{prefix}{named}" if named.startswith("experts.") else str(named)
+    before = int(prefix[len("round_") : -1]) - 1 if prefix else 0
+    if before:
+        return "merge" if before == 1 else f"round_{before}.merge"
+    return INITIAL if run.settings["cold_start"] is None else COLD_START
 
 
-def _buffers(held: Weights, model: dict[str, Any]) -> dict[str, Weights]:
+def _buffers(held: Weights, shape: dict[str, Any]) -> dict[str, Weights]:
     """Return the optimizer's buffers in a checkpoint, under transformers' names."""
-    found = {}
-    for kind in BUFFERS:
-        prefix = f"optimizer.state.{kind}."
-        own = {n.removeprefix(prefix): t for n, t in held.items() if n.startswith(prefix)}
-        if own:
-            found[kind] = from_megatron(own, model)
-    return found
+    found = {kind: from_megatron(held, shape, f"optimizer.state.{kind}.") for kind in BUFFERS}
+    return {kind: own for kind, own in found.items() if own}
 
 
-def _teachers(run: RecordedRun, stage: str) -> dict[str, Model]:
-    prefix = match[0] if (match := re.match(r"round_\d+\.", stage)) else ""
-    return {
-        domain: _model(run, run.parent(stage, f"{prefix}experts.{domain}"))
-        for domain in run.settings["domains"]
-    }
-
-
-def _reference(
-    run: RecordedRun, stage: str, settings: dict[str, Any], start: StepStart
-) -> PlainReference | None:
-    kl = settings["objective"]["kl"]
+def _reference(run: RecordedRun, stage: str, kl: dict[str, Any], held: Weights) -> Model | None:
+    """Return the reference model of the KL penalty; `held` is what the step starts from."""
     if not kl["coefficient"]:
         return None
-    parent = _parent(run, stage)
-    if kl["reference"] == "cold_start":
-        return PlainReference(_model(run, run.parent(stage, COLD_START)))
-    if kl["reference"] == "parent":
-        return PlainReference(_model(run, run.parent(stage, parent)))
-    held = tensors(start.checkpoint, "ema.") or tensors(start.checkpoint)
-    model = run.settings["model"]
-    return PlainReference(Model(model, from_megatron(held, model)), kl["ema_decay"])
-
-
-def _model(run: RecordedRun, checkpoint: Path) -> Model:
-    model = run.settings["model"]
-    return Model(model, from_megatron(tensors(checkpoint), model))
+    if kl["reference"] != "ema":
+        of = COLD_START if kl["reference"] == "cold_start" else _parent(run, stage)
+        return parent_model(run, stage, of)
+    shape = run.settings["model"]
+    return Model(shape, from_megatron(held, shape, "ema.") or from_megatron(held, shape))
 
 
 def _reward_weights(run: RecordedRun, stage: str) -> dict[str, dict[str, float]]:
@@ -201,26 +169,3 @@ def _reward_weights(run: RecordedRun, stage: str) -> dict[str, dict[str, float]]
         domain: {name: reward["weight"] for name, reward in domains[domain]["rewards"].items()}
         for domain in own
     }
-
-
-def _left(
-    run: RecordedRun,
-    start: StepStart,
-    before: Weights,
-    after: Path,
-    reference: PlainReference | None,
-) -> list[Comparison]:
-    """Compare the results of a step: weights, the optimizer's buffers, the reference's average."""
-    model = run.settings["model"]
-    held = tensors(after)
-    weights = from_megatron(held, model)
-    bound = OF_ADAM if start.optimizer.settings["algorithm"] == "adam" else OF_SGD
-    rows = [change("weights", before, weights, start.policy.weights(), bound)]
-    rows += [
-        buffers(kind, saved, start.optimizer.buffers[kind])
-        for kind, saved in _buffers(held, model).items()
-    ]
-    if reference is not None and reference.decay is not None:
-        average = from_megatron(tensors(after, "ema."), model)
-        rows.append(buffers("ema", average, reference.model.weights()))
-    return rows

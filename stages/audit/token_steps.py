@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 
-from stages.audit.drawing import kept_sets, mismatch
 from stages.audit.model import Model, Read
-from stages.audit.optimizer import Optimizer, norm
 from stages.audit.recorded import RecordedSample
-from stages.audit.rows import Comparison, number
-from stages.audit.update import RouterLosses, gradients
+from stages.audit.rows import Comparison, kept_sets, mismatch, number
+from stages.audit.update import Optimizer, take_update
 
 
 def cold_start_step(
@@ -24,24 +22,20 @@ def cold_start_step(
 ) -> list[Comparison]:
     """Recompute the cross-entropy over the step's learned tokens, and update the policy."""
     tokens = sum(len(sample.learned) for sample in samples)
-    total = 0.0
+    parts = []
 
     def loss(read: Read) -> torch.Tensor:
-        nonlocal total
         value = -read.logprobs(1.0).sum() / tokens
-        total += float(value.detach())
+        parts.append(float(value.detach()))
         return value
 
-    losses = RouterLosses(settings["routing"], samples)
-    found = gradients(policy, samples, False, losses, loss)
-    quantities = {"loss": total, **losses.logged(), "gradient_norm": norm(found)}
-    _update(policy, optimizer, found)
+    shared = take_update(policy, optimizer, samples, settings["routing"], False, loss)
+    quantities = {"loss": sum(parts), **shared}
     return [number(name, logged[name], value) for name, value in quantities.items()]
 
 
 def merge_step(
     settings: dict[str, Any],
-    domains: Sequence[str],
     samples: Sequence[RecordedSample],
     policy: Model,
     teachers: Mapping[str, Model],
@@ -55,10 +49,16 @@ def merge_step(
     """
     counts = {
         name: sum(len(sample.learned) for sample in samples if sample.domain == name)
-        for name in domains
+        for name in teachers
     }
-    shares = _shares(settings, counts)
-    means = dict.fromkeys(domains, 0.0)
+    # They sum to 1, and a domain without tokens weighs 0.
+    by_tokens = settings["averaged_over"] == "tokens"
+    raw = {
+        name: settings["domain_weights"].get(name, 1.0) * (n if by_tokens else min(n, 1))
+        for name, n in counts.items()
+    }
+    shares = {name: value / sum(raw.values()) for name, value in raw.items()}
+    means = dict.fromkeys(teachers, 0.0)
 
     def loss(read: Read) -> torch.Tensor:
         domain = read.sample.domain
@@ -69,41 +69,21 @@ def merge_step(
         means[domain] += float(kl.detach())
         return shares[domain] * kl
 
-    losses = RouterLosses(settings["routing"], samples)
-    replay = settings["routing"]["replay"] == "r3"
+    replay, sampling = settings["routing"]["replay"] == "r3", settings["sampling"]
+    asked = sampling["prompts_per_step"] * sampling["group_size"] * len(teachers)
     fresh = [sample for sample in samples if sample.fields["weight_version"] == step]
-    drawing = kept_sets(fresh, policy, settings["sampling"], replay)
     with torch.no_grad():
-        temperature = settings["sampling"]["temperature"]
-        old = [policy.read(sample, replay).logprobs(temperature) for sample in samples]
-    drawing += mismatch(samples, old, logged)
-    found = gradients(policy, samples, replay, losses, loss)
-    asked = settings["sampling"]
-    drawn = asked["prompts_per_step"] * asked["group_size"] * len(domains)
+        old = [policy.read(each, replay).logprobs(sampling["temperature"]) for each in samples]
+    rows = [
+        number("samples", len(samples), asked),
+        *kept_sets(fresh, policy, sampling, replay),
+        *mismatch(samples, old, logged),
+    ]
+    shared = take_update(policy, optimizer, samples, settings["routing"], replay, loss)
     quantities = {
         "loss": sum(shares[name] * mean for name, mean in means.items()),
         **{f"teacher_kl/{name}": mean for name, mean in means.items()},
         **{f"token_share/{name}": n / sum(counts.values()) for name, n in counts.items()},
-        **losses.logged(),
-        "gradient_norm": norm(found),
+        **shared,
     }
-    _update(policy, optimizer, found)
-    rows = [number(name, logged[name], value) for name, value in quantities.items()]
-    return [number("samples", len(samples), drawn), *drawing, *rows]
-
-
-def _shares(settings: dict[str, Any], counts: Mapping[str, int]) -> dict[str, float]:
-    """Return each domain's weight; they sum to 1, and a domain without tokens weighs 0."""
-    by_tokens = settings["averaged_over"] == "tokens"
-    raw = {
-        name: settings["domain_weights"].get(name, 1.0) * (n if by_tokens else min(n, 1))
-        for name, n in counts.items()
-    }
-    return {name: value / sum(raw.values()) for name, value in raw.items()}
-
-
-def _update(policy: Model, optimizer: Optimizer, found: dict[str, torch.Tensor]) -> None:
-    after = optimizer.step(policy.weights(), found)
-    with torch.no_grad():
-        for name, parameter in policy.parameters.items():
-            parameter.copy_(after[name])
+    return rows + [number(name, logged[name], value) for name, value in quantities.items()]

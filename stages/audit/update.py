@@ -1,78 +1,131 @@
-"""Gradients of one update, sample by sample, including the routers' losses."""
+"""One update in float64: gradients by sample, the routers' losses, clipping, AdamW or SGD."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from stages.audit.model import Model, Read, Weights
+from stages.audit.model import Model, Read, Weights, norm
 from stages.audit.recorded import RecordedSample
 
+ADAM_EPSILON = 1e-8
+NORM_EPSILON = 1e-6  # beside the norm that gradients are clipped by
 
-class RouterLosses:
-    """Load balance and z-loss over all tokens of an update (spec, section 6).
 
-    E sum_e f_e P_e needs the experts' shares f of the whole update, so they are counted first.
-    """
+@dataclass
+class Optimizer:
+    """The state of AdamW or SGD after `updates` of `total` updates: buffers by name and weight."""
 
-    def __init__(self, settings: dict[str, Any], samples: Sequence[RecordedSample]) -> None:
-        self.settings = settings
-        self.tokens = sum(len(sample.tokens) for sample in samples)
-        self.shares: torch.Tensor | None = None  # [layers, experts]
-        self.sums = {"load_balance": 0.0, "z_loss": 0.0}
+    settings: dict[str, Any]
+    buffers: dict[str, Weights]
+    updates: int
+    total: int
 
-    def count(self, model: Model, samples: Sequence[RecordedSample], replay: bool) -> None:
-        """Count which experts the samples use."""
-        if not self.settings["load_balance"]:
-            return
-        counts: torch.Tensor | float = 0.0
-        slots = 0
+    def learning_rate(self) -> float:
+        """Return the learning rate of the next update.
+
+        It rises linearly from 1 / warmup_steps of the peak in the first update to the peak in the
+        update after the warmup, and falls from there to final_ratio of the peak after the last.
+        """
+        top = float(self.settings["learning_rate"])
+        warmup = min(self.settings["warmup_steps"], self.total - 1)
+        if self.updates < warmup:
+            start = top / max(1, self.settings["warmup_steps"])
+            return start + (top - start) * self.updates / warmup
+        if self.settings["decay"] == "constant":
+            return top
+        bottom = top * self.settings["final_ratio"]
+        done = min((self.updates - warmup) / (self.total - warmup), 1.0)
+        linear = self.settings["decay"] == "linear"
+        left = 1 - done if linear else (1 + math.cos(math.pi * done)) / 2
+        return bottom + (top - bottom) * left
+
+    def step(self, model: Model, gradients: Weights) -> float:
+        """Update a model and the buffers by unclipped gradients; return the gradients' 2-norm."""
+        rate, size = self.learning_rate(), norm(gradients)
+        scale = min(1.0, self.settings["clip_norm"] / (size + NORM_EPSILON))
+        self.updates += 1
+        update = self._adam if self.settings["algorithm"] == "adam" else self._sgd
         with torch.no_grad():
-            for sample in samples:
-                read = model.read(sample, replay)
-                experts = read.router_logits.shape[-1]
-                used = torch.nn.functional.one_hot(read.chosen, experts)
-                counts = counts + used.sum((1, 2)).double()
-                slots += read.chosen[0].numel()
-        assert isinstance(counts, torch.Tensor)
-        self.shares = counts / slots
+            for name, weight in model.parameters.items():
+                # Of one dimension, as norms and biases, none decays.
+                decay = float(self.settings["weight_decay"]) if weight.dim() > 1 else 0.0
+                weight.copy_(update(name, weight, gradients[name] * scale, rate, decay))
+        return size
 
-    def of(self, read: Read) -> torch.Tensor:
-        """Return one sample's part of both losses."""
-        logits = read.router_logits
-        total = logits.new_zeros(())
-        if self.shares is not None:
-            scores = logits.softmax(-1).sum(1) / self.tokens
-            balance = logits.shape[-1] * (scores * self.shares).sum()
-            total = total + self.settings["load_balance"] * balance
-            self.sums["load_balance"] += balance.item() / len(logits)
-        if self.settings["z_loss"]:
-            square = logits.logsumexp(-1).square().sum() / self.tokens
-            total = total + self.settings["z_loss"] * square
-            self.sums["z_loss"] += square.item() / len(logits)
-        return total
+    def _adam(
+        self, name: str, weight: torch.Tensor, gradient: torch.Tensor, rate: float, decay: float
+    ) -> torch.Tensor:
+        first, second = self.settings["betas"]
+        mean = first * self._buffer("exp_avg", name, weight) + (1 - first) * gradient
+        square = self._buffer("exp_avg_sq", name, weight)
+        square = second * square + (1 - second) * gradient.square()
+        self.buffers["exp_avg"][name], self.buffers["exp_avg_sq"][name] = mean, square
+        unbiased = mean / (1 - first**self.updates)
+        scale = (square / (1 - second**self.updates)).sqrt() + ADAM_EPSILON
+        return weight * (1 - rate * decay) - rate * unbiased / scale
 
-    def logged(self) -> dict[str, float]:
-        """Return the means over layers of the losses that are in use."""
-        return {name: value for name, value in self.sums.items() if self.settings[name]}
+    def _sgd(
+        self, name: str, weight: torch.Tensor, gradient: torch.Tensor, rate: float, decay: float
+    ) -> torch.Tensor:
+        kept = self.settings["momentum"] * self._buffer("momentum_buffer", name, weight)
+        momentum = kept + gradient + decay * weight
+        self.buffers["momentum_buffer"][name] = momentum
+        return weight - rate * momentum
+
+    def _buffer(self, kind: str, name: str, weight: torch.Tensor) -> torch.Tensor:
+        return self.buffers.setdefault(kind, {}).setdefault(name, torch.zeros_like(weight))
 
 
-def gradients(
+def take_update(
     model: Model,
+    optimizer: Optimizer,
     samples: Sequence[RecordedSample],
+    routing: dict[str, Any],
     replay: bool,
-    losses: RouterLosses,
     loss: Callable[[Read], torch.Tensor],
-) -> Weights:
-    """Return the summed gradients of every sample's part of the loss and the routers' losses."""
-    losses.count(model, samples, replay)
+) -> dict[str, float]:
+    """Update a model by the sum of every sample's loss and the routers' losses (spec, section 6).
+
+    Return the routers' losses in use, as means over layers, and the 2-norm of the gradients.
+    """
+    tokens = sum(len(sample.tokens) for sample in samples)
+    shares = _expert_shares(model, samples, replay) if routing["load_balance"] else 0.0
+    sums = {name: 0.0 for name in ("load_balance", "z_loss") if routing[name]}
     model.module.zero_grad(set_to_none=True)
     for sample in samples:
         read = model.read(sample, replay)
-        torch.autograd.backward(loss(read) + losses.of(read))
-    return {
-        name: torch.zeros_like(each) if each.grad is None else each.grad.detach().clone()
+        logits, value = read.router_logits, loss(read)
+        for name in sums:
+            part = (
+                logits.shape[-1] * (logits.softmax(-1).sum(1) * shares).sum()
+                if name == "load_balance"
+                else logits.logsumexp(-1).square().sum()
+            )
+            value = value + routing[name] * part / tokens
+            sums[name] += part.item() / tokens / len(logits)
+        torch.autograd.backward(value)
+    gradients = {
+        name: torch.zeros_like(each) if each.grad is None else each.grad
         for name, each in model.parameters.items()
     }
+    return {**sums, "gradient_norm": optimizer.step(model, gradients)}
+
+
+def _expert_shares(model: Model, samples: Sequence[RecordedSample], replay: bool) -> torch.Tensor:
+    """Return the share of an update's tokens that each expert processes, [layers, experts].
+
+    The load balance E sum_e f_e P_e needs these f of the whole update, so they are counted first.
+    """
+    counts = []
+    with torch.no_grad():
+        for sample in samples:
+            read = model.read(sample, replay)
+            used = torch.nn.functional.one_hot(read.chosen, read.router_logits.shape[-1])
+            counts.append(used.sum((1, 2)).double())
+    total = torch.stack(counts).sum(0)
+    return total / total[0].sum()

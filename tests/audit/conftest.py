@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.audit import stage_audit
+from stages.audit import recorded
 from tests.runs import braid, finish
 
 ODD = Path(__file__).parent / "odd.yaml"
@@ -24,4 +24,4 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read every checkpoint once, for many audits of one step."""
-    monkeypatch.setattr(stage_audit, "tensors", cache(stage_audit.tensors))
+    monkeypatch.setattr(recorded, "tensors", cache(recorded.tensors))
