@@ -88,7 +88,7 @@ class Evaluation:
         self._check_engine()
         solved = {domain: self._solved(name, domain) for domain in self.domains_of(name)}
         if is_main():
-            write_atomically(self.job.directory / "solved" / f"{name}.json", json.dumps(solved))
+            write_atomically(self.job.files.solved / f"{name}.json", json.dumps(solved))
             scores = {domain: self._score(right) for domain, right in solved.items()}
             write_atomically(self._result_file(name), json.dumps(scores, indent=2))
 
@@ -97,9 +97,7 @@ class Evaluation:
         if is_main():
             files = {name: self._result_file(name) for name in self.job.models}
             models = {name: json.loads(file.read_text()) for name, file in files.items()}
-            write_atomically(
-                self.job.directory / "results.json", json.dumps({"models": models}, indent=2)
-            )
+            write_atomically(self.job.files.results, json.dumps({"models": models}, indent=2))
             self.log.close()
         self.engines.close()
 
@@ -164,7 +162,7 @@ class Evaluation:
             self.engines.rewards.check_failures(failures, sum(len(group.drawn) for group in groups))
             watch_failures = sum(len(group.watch_failures) for group in groups)
             if self.job.settings.logging.auditable:
-                path = self.job.directory / "samples" / name / f"{domain}_{start:06d}.jsonl"
+                path = self.job.files.samples / name / f"{domain}_{start:06d}.jsonl"
                 answers = [sample for group in groups for sample in group.samples]
                 record(path, [answers], self.engines.tokenizer.decode, auditable=True)
             solved = [sum(map(self._is_solved, group.samples)) for group in groups]
@@ -200,4 +198,4 @@ class Evaluation:
         return sample.reward is not None and solved(rewards, sample.reward_parts or {})
 
     def _result_file(self, name: str) -> Path:
-        return self.job.directory / "models" / f"{name}.json"
+        return self.job.files.measured / f"{name}.json"

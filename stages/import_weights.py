@@ -23,7 +23,7 @@ def run(job: StageJob) -> None:
         look_for_held_out(job.settings, load_tokenizer(job.settings.model))
     policy = Policy(job.settings.model, job.settings.layout)
     policy.start_fresh(job.settings.seed)
-    saver = Saver(job.directory / "checkpoints", asynchronous=False)
+    saver = Saver(job.files.checkpoints, asynchronous=False)
     saver.begin(policy, 0, {})
 
 

@@ -2,17 +2,129 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["import", "sft", "grpo", "mixed", "distill", "gate", "evaluate", "export"]
 
-LEAVING_CHECKPOINTS: tuple[Kind, ...] = ("import", "sft", "grpo", "mixed", "distill")
-MEASURING: tuple[Kind, ...] = ("gate", "evaluate")
-SAMPLING: tuple[Kind, ...] = ("grpo", "mixed", "distill", *MEASURING)
-
 COLD_START, INITIAL = "cold_start", "initial"  # a run has one of the two, its first stage
 EXPERT = "experts."
 GATE = "gates."
+
+
+@dataclass(frozen=True)
+class StageKind:
+    """A kind of stage: the module that does the work, the settings it reads, what it leaves.
+
+    A key of `reads` stands for everything below it, `*` for every domain, `{domain}` for the
+    stage's domain (every domain where it has none) and `{gated}` for the block that has the gate. A
+    stage's result depends only on these keys and its input checkpoints, so a change elsewhere
+    leaves it valid.
+    """
+
+    module: str
+    reads: tuple[str, ...]
+    leaves: Literal["checkpoints", "results", "export"]
+    samples: bool = False  # on engines
+    script: str | None = None  # of `slurm/`, where it is another kind's
+
+    @property
+    def trains(self) -> bool:
+        """True where it leaves checkpoints for other stages."""
+        return self.leaves == "checkpoints"
+
+
+def _below(block: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{block}.{name}" for name in names.split())
+
+
+_TRAINING = ("seed", "deterministic", "model")
+_SAMPLING = (*_TRAINING, "engine.max_model_tokens")
+_POLICY = "sampling rollout objective routing optimizer updates_per_rollout loop.steps stop"
+_MEASURING = ("seed", "model", "engine.max_model_tokens")
+_MEASURED = "prompts rewards sampling.max_response_tokens"
+
+KINDS: dict[Kind, StageKind] = {
+    "import": StageKind("stages.import_weights", ("model",), "checkpoints"),
+    "sft": StageKind(
+        "stages.sft",
+        (
+            *_TRAINING,
+            *_below("cold_start", "routing optimizer loop.steps"),
+            *_below("domains.*", "prompts demonstrations"),
+        ),
+        "checkpoints",
+    ),
+    "grpo": StageKind(
+        "stages.grpo",
+        (*_SAMPLING, *_below("domains.{domain}", f"prompts rewards curriculum from {_POLICY}")),
+        "checkpoints",
+        samples=True,
+    ),
+    "mixed": StageKind(
+        "stages.grpo",
+        (
+            *_SAMPLING,
+            *_below("domains.*", "prompts rewards curriculum"),
+            *_below("mixed", _POLICY),
+        ),
+        "checkpoints",
+        samples=True,
+        script="grpo",
+    ),
+    "distill": StageKind(
+        "stages.distill",
+        (
+            *_SAMPLING,
+            "domains.*.prompts",
+            *_below("merge", "method averaged_over domain_weights sampling rollout"),
+            *_below("merge", "routing optimizer loop.steps"),
+        ),
+        "checkpoints",
+        samples=True,
+    ),
+    "gate": StageKind(
+        "stages.evaluate",
+        (
+            *_MEASURING,
+            *_below("domains.{domain}", _MEASURED),
+            *_below("evaluation", "temperature sampling_seed"),
+            "{gated}.gate",
+        ),
+        "results",
+        samples=True,
+    ),
+    "evaluate": StageKind(
+        "stages.evaluate",
+        (*_MEASURING, *_below("domains.*", _MEASURED), "evaluation"),
+        "results",
+        samples=True,
+    ),
+    "export": StageKind("stages.export", ("model",), "export"),
+}
+# Settings that no kind reads: they affect a result by rounding at most.
+ENGINE_KEYS = (
+    *("count", "tensor", "placement", "max_sequences", "kv_cache_mebibytes"),
+    *("start_timeout_seconds", "request_timeout_seconds", "hang_timeout_seconds", "max_restarts"),
+    *("transport", "check_refit", "max_logprob_difference"),
+)
+LOOP_KEYS = (
+    "micro_batch_tokens",
+    "checkpoint_every",
+    "keep_last",
+    "keep_best",
+    "async_checkpoints",
+)
+_LOOPS = ("cold_start", "domains.*", "mixed", "merge")
+NON_INVALIDATING_KEYS = (
+    *("name", "rounds", "layout", "logging", "launch", "rewards", "mixed.guards"),
+    "domains.*.guards",
+    *(f"engine.{key}" for key in ENGINE_KEYS),
+    *(f"{block}.loop.{key}" for block in _LOOPS for key in LOOP_KEYS),
+)
+# What `python -m stages.main` runs: the kinds, and the preview of a domain outside a run.
+MODULES: dict[str, str] = {name: kind.module for name, kind in KINDS.items()}
+MODULES["preview"] = "stages.preview"
 
 
 def settings_key(stage: str) -> str:

@@ -61,7 +61,7 @@ def train(
         NotFiniteError: a metric is not finite; the step is not saved.
         StageStopped: a rank received a signal.
     """
-    directory = job.directory / "checkpoints"
+    directory = job.files.checkpoints
     resumed = _load(stage, job, directory)
     start = resumed["step"]
     steps = start if ENDED in resumed else loop.steps
@@ -125,7 +125,7 @@ def _load(stage: TrainingStage, job: StageJob, directory: Path) -> dict[str, Any
 
 def _not_finite(job: StageJob, step: int, metrics: dict[str, float]) -> str:
     values = {name: value for name, value in metrics.items() if not math.isfinite(value)}
-    rollouts = job.directory / "rollouts" / f"step_{step:06d}.jsonl"
+    rollouts = job.files.rollouts / f"step_{step:06d}.jsonl"
     samples = f" (samples: {rollouts})" if rollouts.exists() else ""
     return (
         f"non-finite metrics at step {step} of {job.stage}{samples}: {values};"

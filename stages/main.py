@@ -15,20 +15,8 @@ from pathlib import Path
 from parallel.errors import UserError
 from parallel.settings import ModelSettings
 from parallel.status_pipe import report_error, report_notice
+from stages.kinds import KINDS, MODULES
 from stages.settings import StageJob
-
-MODULES = {
-    "import": "stages.import_weights",
-    "sft": "stages.sft",
-    "grpo": "stages.grpo",
-    "mixed": "stages.grpo",
-    "distill": "stages.distill",
-    "gate": "stages.evaluate",
-    "evaluate": "stages.evaluate",
-    "export": "stages.export",
-    "preview": "stages.preview",
-}
-BEFORE_ENGINES = ("import", "sft")
 
 
 def main() -> None:
@@ -41,7 +29,8 @@ def main() -> None:
 
     torch.use_deterministic_algorithms(job.settings.deterministic)
     with process_groups(job.settings.layout, job.settings.seed):
-        if job.kind in BEFORE_ENGINES and torch.distributed.get_rank() == 0:
+        kind = None if job.kind == "preview" else KINDS[job.kind]
+        if kind and kind.trains and not kind.samples and torch.distributed.get_rank() == 0:
             warn_of_engines(job.settings.model)
         try:
             importlib.import_module(MODULES[job.kind]).run(job)

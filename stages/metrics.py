@@ -24,7 +24,7 @@ class MetricsLog:
 
     def __init__(self, job: StageJob, steps: int, start: int) -> None:
         """Continue after step `start`; drop the lines of later steps, which will run again."""
-        self.path = job.directory / "metrics.jsonl"
+        self.path = job.files.metrics
         self.steps = steps
         _keep_until(self.path, start)
         self.path.parent.mkdir(parents=True, exist_ok=True)

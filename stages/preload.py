@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import warnings
 
-from stages.main import MODULES
+from stages.kinds import MODULES
 
 # Packages that a stage imports late.
 LATER = (

@@ -91,4 +91,4 @@ def _write(
     failures = [failure for group in groups for failure in group.failures]
     watch_failures = [failure for group in groups for failure in group.watch_failures]
     found = {"groups": samples, "failures": failures, "watch_failures": watch_failures}
-    write_atomically(job.directory / "results.json", json.dumps(found) + "\n")
+    write_atomically(job.files.results, json.dumps(found) + "\n")

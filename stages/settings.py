@@ -27,6 +27,7 @@ from stages.data.sources.settings import (
     GeneratedDemonstrationSettings,
     PromptSettings,
 )
+from stages.directory import StageDirectory
 from stages.guards.settings import (
     CurriculumSettings,
     ExpertGateSettings,
@@ -35,6 +36,7 @@ from stages.guards.settings import (
     NoCurriculumSettings,
     StopSettings,
 )
+from stages.kinds import Kind
 from stages.objectives.settings import ObjectiveSettings
 from stages.rewards.kinds.reasoning_gym import ReasoningGymReward
 from stages.rewards.registry import RewardSettings
@@ -338,9 +340,7 @@ class StageJob(Settings):
     """
 
     stage: str
-    kind: Literal[
-        "import", "sft", "grpo", "mixed", "distill", "gate", "evaluate", "export", "preview"
-    ]
+    kind: Kind | Literal["preview"]
     domain: str | None = None
     directory: Path
     attempt: Count
@@ -361,6 +361,11 @@ class StageJob(Settings):
         description="network interface between the main rank and the engines: parallel.network",
     )
     settings: RunSettings
+
+    @property
+    def files(self) -> StageDirectory:
+        """The paths below `directory`."""
+        return StageDirectory(self.directory)
 
 
 class DomainCheckJob(Settings):

@@ -66,7 +66,7 @@ class ColdStart:
         losses = self.policy.accumulate(batches, cross_entropy, read)
         norm = self.policy.step()
         if is_main() and self.settings.logging.auditable:
-            path = samples_file(self.job.directory / "samples", step)
+            path = samples_file(self.job.files.samples, step)
             record(path, [samples], self.tokenizer.decode, auditable=True)
         return {
             **sum_over_data({"loss": sum(losses)}),

@@ -12,11 +12,9 @@ from pipeline.config.validate import load
 from pipeline.config.violations import hint, shown
 from pipeline.errors import BraidError
 from pipeline.launch.launcher import Programs
-from pipeline.run.directory import RunDirectory
-from pipeline.run.fork import RunFork, find_fork, reuse_stages
+from pipeline.run.directory import TRUST_OPTION, RunDirectory, check_owner
 from pipeline.run.run import Run, check_run_directory
-from pipeline.run.select import put_aside
-from pipeline.run.trust import OPTION, check_owner
+from pipeline.run.select import RunFork, find_fork, put_aside, reuse_stages
 from pipeline.text import say
 from stages.settings import RunSettings
 
@@ -33,7 +31,7 @@ STEP = Argument(
     "a finished stage)",
 )
 TRUST = Argument(
-    OPTION,
+    TRUST_OPTION,
     action="store_true",
     help="work on the run although other users own it or may write to it",
 )

@@ -23,11 +23,11 @@ from pipeline.report.estimate import estimate, next_action
 from pipeline.report.memory import largest_memory, memory_report, stage_memory
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import minutes, took
-from pipeline.run.results import read_models
-from pipeline.run.run import Run
-from pipeline.run.states import StageState
+from pipeline.run.metrics import read_models
+from pipeline.run.run import Run, StageState
 from pipeline.slurm.queue import is_queued, queue_of
 from pipeline.text import say, visible
+from stages.directory import EngineDirectory
 from stages.rewards.registry import cautions
 
 
@@ -272,7 +272,7 @@ def logs(arguments: Namespace) -> None:
     directory = run.stage(stage.name)
     follow = is_running if arguments.follow else None
     if arguments.engine is not None:
-        own = directory.engines / str(arguments.engine) / "engine.log"
+        own = EngineDirectory(directory.engines / str(arguments.engine)).log
         explain.print_file(own if own.exists() else run.engine(arguments.engine).log, follow)
     else:
         explain.print_log(directory, f"rank_{arguments.rank or 0}.log", follow, output)

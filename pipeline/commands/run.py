@@ -31,10 +31,10 @@ from pipeline.report import tables as report
 from pipeline.report.explain import DryRun
 from pipeline.report.terminal import terminal
 from pipeline.run import gates
-from pipeline.run.results import write_results
+from pipeline.run.directory import TRUST_OPTION, check_owner, warn_of_readers
+from pipeline.run.metrics import write_results
 from pipeline.run.run import Run
 from pipeline.run.select import MAY_CHANGE, check_selection, check_settings
-from pipeline.run.trust import OPTION, check_owner, warn_of_readers
 from pipeline.slurm.queue import check_not_queued
 from pipeline.text import say
 
@@ -272,7 +272,7 @@ def _again(run: Run, arguments: Namespace) -> str:
     """Return the command that resumes the run with the options of this one."""
     only = [f"--only {name}" for name in arguments.only]
     parallel = [f"--parallel {arguments.parallel}"] if arguments.parallel > 1 else []
-    trust = [OPTION] if arguments.trust_run else []
+    trust = [TRUST_OPTION] if arguments.trust_run else []
     return " ".join(["braid resume", shown(run.path), *only, *parallel, *trust])
 
 

@@ -18,14 +18,12 @@ from pipeline.config.violations import shown
 from pipeline.errors import BraidError
 from pipeline.report import tables as report
 from pipeline.report.terminal import terminal
-from pipeline.run.directory import RunDirectory
+from pipeline.run.directory import RunDirectory, check_owner, warn_of_readers
 from pipeline.run.gates import check_stopped
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import State, latest
-from pipeline.run.run import Run
+from pipeline.run.run import QueuedJob, Run, StageState, as_done
 from pipeline.run.select import check_dependencies, check_settings, check_stale, planned_states
-from pipeline.run.states import QueuedJob, StageState, as_done
-from pipeline.run.trust import check_owner, warn_of_readers
 from pipeline.slurm import queue
 from pipeline.slurm import submit as submitting
 from pipeline.slurm.queue import adopt, job_numbers, queue_of

@@ -11,7 +11,7 @@ from parallel.files import write_atomically
 from parallel.settings import EngineJob
 from pipeline.launch.placement import Placement
 from pipeline.launch.processes import Process, ProcessFailure, kill
-from pipeline.run.directory import EngineDirectory
+from stages.directory import EngineDirectory
 from stages.settings import RunSettings
 
 Report = Callable[[str], None]

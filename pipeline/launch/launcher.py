@@ -27,10 +27,11 @@ from pipeline.launch.processes import (
     wait_for_all,
 )
 from pipeline.launch.progress import StageView
-from pipeline.run.directory import RunDirectory, StageDirectory
+from pipeline.run.directory import RunDirectory
 from pipeline.run.gates import gate_of
 from pipeline.run.graph import Stage
 from pipeline.run.run import Run
+from stages.directory import StageDirectory
 from stages.settings import RunSettings, StageJob
 
 Work = Generator[None, None, None]  # yields while it waits
@@ -241,7 +242,7 @@ def checkpoint_path(run: RunDirectory, stage: str, step: int | None = None) -> P
     if found is not None:
         return found.path.absolute()
     message = f"stage {stage} of {shown(run.path)} has no checkpoint"
-    if not (steps := directory.whole_steps()):
+    if not (steps := [each.step for each in directory.whole_checkpoints()]):
         raise MissingCheckpoint(f"{message} yet")
     kept = ", ".join(map(str, steps))
     raise MissingCheckpoint(f"{message} of step {step}: it has step{'s' * (len(steps) > 1)} {kept}")

@@ -20,9 +20,10 @@ from pipeline.launch.launcher import Launcher, Programs, checkpoint_path, run_to
 from pipeline.launch.placement import ThisMachine
 from pipeline.launch.processes import Signals
 from pipeline.launch.progress import watching
-from pipeline.run.directory import RunDirectory, StageDirectory
-from pipeline.run.results import Models
+from pipeline.run.directory import RunDirectory
+from pipeline.run.metrics import Models
 from pipeline.run.run import Run
+from stages.directory import StageDirectory
 from stages.settings import EvaluationSettings, RunSettings, StageJob
 
 # The settings of an evaluation that options of `braid evaluate` override.

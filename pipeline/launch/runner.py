@@ -17,14 +17,14 @@ from pipeline.launch.launcher import JobFailed, Launcher, Programs, Work, stage_
 from pipeline.launch.placement import ThisMachine
 from pipeline.launch.processes import POLL_SECONDS, Signals, Stopped
 from pipeline.launch.progress import Screen
-from pipeline.run.directory import LOCK_PATIENCE_SECONDS, RunDirectory, StageDirectory
+from pipeline.run.directory import LOCK_PATIENCE_SECONDS, RunDirectory
 from pipeline.run.gates import check_stopped, ending, report_verdict
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import State, latest
 from pipeline.run.lineage import write_manifest
-from pipeline.run.run import Run
+from pipeline.run.run import Run, missing_output
 from pipeline.run.select import check_dependencies, check_stale
-from pipeline.run.states import missing_output
+from stages.directory import StageDirectory
 
 KILLED = "its launcher was killed"
 
@@ -220,7 +220,7 @@ def _recorded(run: Run, stage: Stage, slurm_job: str | None) -> Iterator[int]:
     started = time.monotonic()
     try:
         yield number
-        if missing := missing_output(stage, directory):
+        if missing := missing_output(stage, directory, directory.newest_checkpoint()):
             raise BraidError(f"stage {stage.name} ended with exit status 0, but {missing}")
         cause = ending(run, stage)
     except BaseException as error:

@@ -10,8 +10,7 @@ from statistics import median
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage
 from pipeline.run.metrics import newest_lines
-from pipeline.run.run import Run
-from pipeline.run.states import STOPPED_MARK, StageState
+from pipeline.run.run import STOPPED_MARK, Run, StageState
 
 TAIL_BYTES = 1 << 14  # of a stage's metrics, some tens of steps
 

@@ -24,15 +24,15 @@ from pipeline.launch.runner import engine_directories
 from pipeline.report.estimate import blocked, estimate, next_action
 from pipeline.report.memory import largest_memory
 from pipeline.report.tables import left_line, plan_table
-from pipeline.run.directory import EngineDirectory, RunDirectory, StageDirectory
+from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import took
 from pipeline.run.lineage import Manifest, read_manifest
-from pipeline.run.run import Run
+from pipeline.run.run import Run, StageState
 from pipeline.run.select import StaleStages, planned_states, stale_among
-from pipeline.run.states import StageState
 from pipeline.slurm.queue import queue_of
 from pipeline.text import clock, say, visible
+from stages.directory import EngineDirectory, StageDirectory
 
 LOOK_SECONDS = 0.5  # between two reads of a growing log
 ASK_SECONDS = 5.0  # between two questions to Slurm's controller, which serves others too

@@ -19,9 +19,8 @@ from pipeline.launch.progress import latest
 from pipeline.report.estimate import Estimate
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import minutes
-from pipeline.run.results import Models
-from pipeline.run.run import Run
-from pipeline.run.states import STOPPED_MARK, StageState
+from pipeline.run.metrics import Models
+from pipeline.run.run import STOPPED_MARK, Run, StageState
 from pipeline.text import clock, visible
 from stages.kinds import EXPERT
 

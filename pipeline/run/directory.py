@@ -1,154 +1,38 @@
-"""The files and directories of a run, and the locks on them."""
+"""The files and directories of a run, the locks on them, and who may write to them."""
 
 from __future__ import annotations
 
 import fcntl
 import glob
-import json
 import os
+import pwd
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel.files import (
-    ENDED,
-    RESTART_REQUEST,
-    STATE,
-    Checkpoint,
-    naming,
-    newest_whole,
-    numbered,
-    open_file,
-    read_checkpoint,
-    read_text,
-    whole_checkpoints,
-)
+from parallel.files import naming, open_file
 from pipeline.config.violations import shown
 from pipeline.errors import BraidError
 from pipeline.run.ledger import Ledger
+from pipeline.text import say
+from stages.directory import Below, EngineDirectory, StageDirectory
 
 LOCK_PATIENCE_SECONDS = 0.5
 PRIVATE = 0o700  # the mode of a run's directory
+TRUST_OPTION = "--trust-run"
+ROOT = 0  # may write everywhere in any case
+OTHERS_WRITE, OTHERS_READ, OTHERS_ENTER = 0o022, 0o044, 0o011
+# The files that affect what a command does: the run's, the stages' and the checkpoints.
+DECIDING = ("*", "stages/*", "stages/*/*", "stages/*/checkpoints/*", "stages/*/checkpoints/*/*")
+RUNS_AS = "code in a run runs as whoever works on the run"
 
 
 class RunLocked(BraidError):
     """Another launcher holds the run or the stage."""
-
-
-@dataclass(frozen=True)
-class StageDirectory:
-    """The directory of one stage."""
-
-    path: Path
-
-    @property
-    def manifest(self) -> Path:
-        return self.path / "manifest.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def lock(self) -> Path:
-        """The lock that the launcher of the stage holds."""
-        return self.path / "stage.lock"
-
-    @property
-    def engines(self) -> Path:
-        """The directory of the engines that serve only this stage."""
-        return self.path / "engine"
-
-    @property
-    def results(self) -> Path:
-        """The accuracies that an evaluation or a gate measured."""
-        return self.path / "results.json"
-
-    @property
-    def verdict(self) -> Path:
-        """The verdict of a gate on what it measured."""
-        return self.path / "verdict.json"
-
-    @property
-    def measured(self) -> Path:
-        """The accuracies that an unfinished evaluation has measured so far, one file per model."""
-        return self.path / "models"
-
-    @property
-    def exported(self) -> Path:
-        """The Hugging Face checkpoint of an export."""
-        return self.path / "huggingface"
-
-    def is_running(self) -> bool:
-        """Return whether a launcher holds the stage, on any machine whose file locks are shared."""
-        return _is_locked(self.lock)
-
-    def job(self, attempt: int) -> Path:
-        """Return the path of an attempt's job; the logs of its processes are beside it."""
-        return self.path / f"attempt_{attempt}" / "job.json"
-
-    def attempts(self) -> int:
-        """Return the number of attempts so far."""
-        return max((number for number, _ in numbered(self.path, "attempt_")), default=0)
-
-    def newest_checkpoint(self) -> Checkpoint | None:
-        """Return the whole checkpoint with the highest step."""
-        return newest_whole(self.path / "checkpoints")
-
-    def checkpoint(self, step: int) -> Checkpoint | None:
-        """Return the whole checkpoint of a step."""
-        return read_checkpoint(self.path / "checkpoints" / f"step_{step}")
-
-    def whole_steps(self) -> list[int]:
-        """Return the steps of all whole checkpoints, the oldest first."""
-        return [found.step for found in whole_checkpoints(self.path / "checkpoints")]
-
-    def ended_early(self) -> str | None:
-        """Return why the stage stopped before its last step, from its newest checkpoint."""
-        checkpoint = self.newest_checkpoint()
-        return ended_early(checkpoint) if checkpoint else None
-
-
-def ended_early(checkpoint: Checkpoint) -> str | None:
-    """Return why the stage stopped at this checkpoint before its last step; None if it did not.
-
-    A damaged state.json gives None too: the stage that loads it raises the error.
-    """
-    try:
-        state = json.loads(read_text(checkpoint.path / STATE))
-    except (OSError, ValueError, RecursionError):
-        return None
-    found = state.get(ENDED) if isinstance(state, dict) else None
-    return found if isinstance(found, str) else None
-
-
-@dataclass(frozen=True)
-class EngineDirectory:
-    """The directory of one engine."""
-
-    path: Path
-
-    @property
-    def job(self) -> Path:
-        """The job that the engine's process reads."""
-        return self.path / "engine.json"
-
-    @property
-    def log(self) -> Path:
-        return self.path / "engine.log"
-
-    @property
-    def address(self) -> Path:
-        """The address that the engine writes when it is ready."""
-        return self.path / "address.json"
-
-    @property
-    def restart(self) -> Path:
-        """The reason that a rank writes to request the restart of an engine."""
-        return self.path / RESTART_REQUEST
 
 
 @dataclass(frozen=True)
@@ -157,61 +41,25 @@ class RunDirectory:
 
     path: Path
 
+    settings_file = Below("run.yaml")
+    results = Below("results.json")
+    replaced = Below("replaced")  # the outputs of stages that were rerun
+    engines = Below("engine")  # of the engines that stay up from stage to stage
+    fork_servers = Below("fork_servers")  # their logs
+    cluster = Below("cluster.yaml")  # the profile of the cluster that stages were submitted to
+    setup_script = Below("setup.sh")  # which stage scripts source before they run a stage
+    slurm = Below("slurm")  # the output of Slurm's jobs, and what submits them
+    submission = Below("slurm/submit.sh")  # the sbatch commands
+    submitting = Below("slurm/submitting")  # exists while Slurm may have jobs not in the ledger
+    lock_file = Below("run.lock")
+
     @property
     def name(self) -> str:
         return self.path.name
 
     @property
-    def settings_file(self) -> Path:
-        return self.path / "run.yaml"
-
-    @property
     def ledger(self) -> Ledger:
         return Ledger(self.path / "ledger.jsonl")
-
-    @property
-    def results(self) -> Path:
-        return self.path / "results.json"
-
-    @property
-    def replaced(self) -> Path:
-        """The directory of the outputs of stages that were rerun."""
-        return self.path / "replaced"
-
-    @property
-    def fork_servers(self) -> Path:
-        """The directory of the fork servers' logs."""
-        return self.path / "fork_servers"
-
-    @property
-    def engines(self) -> Path:
-        """The directory of the engines that stay up from stage to stage."""
-        return self.path / "engine"
-
-    @property
-    def cluster(self) -> Path:
-        """The profile of the cluster that stages were submitted to."""
-        return self.path / "cluster.yaml"
-
-    @property
-    def setup_script(self) -> Path:
-        """The script that stage scripts source before they run a stage."""
-        return self.path / "setup.sh"
-
-    @property
-    def slurm(self) -> Path:
-        """The directory of the output of Slurm's jobs and of the script that submits them."""
-        return self.path / "slurm"
-
-    @property
-    def submission(self) -> Path:
-        """The script of the sbatch commands."""
-        return self.slurm / "submit.sh"
-
-    @property
-    def submitting(self) -> Path:
-        """A file that exists while Slurm may have jobs that the ledger does not name."""
-        return self.slurm / "submitting"
 
     def output_of(self, job: str) -> Path | None:
         """Return the path of the output of a Slurm job; None if it never started."""
@@ -281,13 +129,17 @@ class RunDirectory:
         with _locked(self.path / "submit.lock", f"{shown(self.path)} is") as descriptor:
             yield descriptor
 
-    def is_running(self) -> bool:
-        """Return whether a launcher holds the run alone."""
-        return _is_locked(self.lock_file)
+    def is_running(self, stage: str | None = None) -> bool:
+        """Return whether a launcher, on any machine whose locks are shared, holds the run alone.
 
-    @property
-    def lock_file(self) -> Path:
-        return self.path / "run.lock"
+        With a stage: whether one holds that stage.
+        """
+        path = self.stage(stage).lock if stage else self.lock_file
+        try:
+            with open_file(path) as file:
+                return not _try_lock(file.fileno(), fcntl.LOCK_SH)
+        except FileNotFoundError:
+            return False
 
 
 @contextmanager
@@ -302,7 +154,7 @@ def _locked(
     with path.open("a+b", buffering=0) as file:
         deadline = time.monotonic() + patience
         while not _try_lock(file.fileno(), fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
-            # `_is_locked` in another process holds the lock for an instant.
+            # `is_running` in another process holds the lock for an instant.
             if time.monotonic() > deadline:
                 file.seek(0)
                 holder = (
@@ -319,17 +171,75 @@ def _locked(
         yield file.fileno()
 
 
-def _is_locked(path: Path) -> bool:
-    try:
-        with open_file(path) as file:
-            return not _try_lock(file.fileno(), fcntl.LOCK_SH)
-    except FileNotFoundError:
-        return False
-
-
 def _try_lock(descriptor: int, mode: int) -> bool:
     try:
         fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
+
+
+def check_owner(run: RunDirectory, trusted: bool) -> None:
+    """Raise BraidError where others than this user and root could have written an untrusted run.
+
+    The message has the command that fixes the permissions.
+    """
+    if not trusted and (found := exposure(run)) is not None:
+        raise BraidError(found)
+
+
+def exposure(run: RunDirectory) -> str | None:
+    """Return who else may have written to a run, and the fix; None if nobody."""
+    closed = False
+    for path, status in _looked_at(run.path):
+        mode = status.st_mode & 0o777
+        if path == run.path:
+            closed = not mode & OTHERS_ENTER
+        if status.st_uid not in (os.geteuid(), ROOT):
+            who = f"belongs to {_name(status.st_uid)}"
+            return f"{shown(path)}: {who}, and {RUNS_AS}; if you trust them, add {TRUST_OPTION}"
+        # In a closed directory a group-writable file, as under umask 002, is harmless. Another
+        # user's file is not: that user may still have it open.
+        if mode & OTHERS_WRITE and not (closed and path != run.path):
+            return (
+                f"{shown(path)}: other users may write to it (mode {mode:o}), and {RUNS_AS}; if "
+                f"nobody else has, run: chmod -R go-w {shown(run.path)}\n"
+                f"or add {TRUST_OPTION} to trust them"
+            )
+    return None
+
+
+def warn_of_readers(run: RunDirectory) -> None:
+    """Warn on standard error if others can read a run.
+
+    Older versions created runs like that; the mode stays, since it may be intended.
+    """
+    mode = run.path.stat().st_mode & 0o777 if run.path.exists() else 0
+    if mode & (OTHERS_READ | OTHERS_ENTER):
+        here = shown(run.path)
+        say(
+            f"{here}: other users can read this run (mode {mode:o}); to make it private: "
+            f"chmod 700 {here}",
+            file=sys.stderr,
+        )
+
+
+def _looked_at(run: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yield the run's directory and the files in DECIDING, with their status."""
+    try:
+        found = run.stat()
+    except FileNotFoundError:
+        return
+    yield run, found
+    for path in (each for pattern in DECIDING for each in run.glob(pattern)):
+        try:
+            yield path, path.stat()
+        except OSError:  # removed by a running stage, or a dangling link that its reader reports
+            continue
+
+
+def _name(user: int) -> str:
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return f"user {user}"

@@ -23,17 +23,17 @@ from pipeline.config.violations import shown
 from pipeline.errors import BraidError
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage
-from pipeline.run.metrics import all_lines
-from pipeline.run.results import Models
-from pipeline.run.run import Run
-from pipeline.run.states import (
+from pipeline.run.metrics import Models, all_lines
+from pipeline.run.run import (
     OVERRIDDEN,
     DamagedVerdict,
     GateVerdict,
     Outcome,
+    Run,
     StageState,
     read_verdict,
 )
+from stages.directory import ended_early
 from stages.guards.settings import ExpertGateSettings, GateSettings, MergeGateSettings
 from stages.settings import RunSettings
 from stages.statistics import Accuracy, Difference, difference
@@ -92,7 +92,7 @@ def ending(run: Run, stage: Stage) -> str:
     """
     directory = run.stage(stage.name)
     if stage.kind != "gate":
-        return directory.ended_early() or "finished"
+        return ended_early(directory.newest_checkpoint()) or "finished"
     gate = gate_of(stage, run.settings)
     models: Models = json.loads(directory.results.read_text())["models"]
     if isinstance(gate, MergeGateSettings):
@@ -195,36 +195,25 @@ def _kept(stage: Stage, gate: MergeGateSettings, models: Models, domain: str) ->
 
 
 def _bounds(stage: Stage, gate: ExpertGateSettings, steps: Steps, key: str) -> Iterator[_Finding]:
-    for name, metric, bound, over, how in (
-        ("max_mismatch", "mismatch_max", gate.max_mismatch, _highest, "reaches"),
-        (
-            "min_router_agreement",
-            "router_agreement",
-            gate.min_router_agreement,
-            _lowest,
-            "falls to",
-        ),
-        ("max_drift", "drift_high_ratio", gate.max_drift, fmean, "is on average"),
-        (
-            "max_router_movement",
-            "router_movement",
-            gate.max_router_movement,
-            fmean,
-            "is on average",
-        ),
-        ("max_kl", "kl", gate.max_kl, fmean, "is on average"),
+    """Yield the findings on the metrics of the last `steps`."""
+    last = f"in the last {len(steps)} steps of {stage.gated}"
+    for name, metric, over, how in (
+        ("max_mismatch", "mismatch_max", _highest, "reaches"),
+        ("min_router_agreement", "router_agreement", _lowest, "falls to"),
+        ("max_drift", "drift_high_ratio", fmean, "is on average"),
+        ("max_router_movement", "router_movement", fmean, "is on average"),
+        ("max_kl", "kl", fmean, "is on average"),
     ):
-        if bound is None:
+        if (bound := getattr(gate, name)) is None:
             continue
         values = [step[metric] for step in steps if metric in step]
-        last = f"in the last {len(steps)} steps of {stage.gated}"
         if not values:
             yield _Finding("stopped", f"{metric} is not logged {last}, and {key}.{name} bounds it")
             continue
-        said = f"{metric} {how} {over(values):.3g} {last}"
+        found, least = over(values), name.startswith("min_")
+        said = f"{metric} {how} {found:.3g} {last}"
         # A NaN is within no bound.
-        least = name.startswith("min_")
-        within = over(values) >= bound if least else over(values) <= bound
+        within = found >= bound if least else found <= bound
         beyond = f"{said}, {'below' if least else 'above'} {key}.{name} = {bound:g}"
         yield _Finding("passed", said) if within else _Finding("stopped", beyond)
 

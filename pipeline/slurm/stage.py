@@ -22,7 +22,7 @@ from pipeline.run.directory import LOCK_PATIENCE_SECONDS
 from pipeline.run.gates import check_stopped
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import PUT_ASIDE, Event, latest
-from pipeline.run.results import Models, write_results
+from pipeline.run.metrics import Models, write_results
 from pipeline.run.run import Run
 from pipeline.run.select import check_dependencies, check_stale
 from pipeline.slurm.nodes import Places, cpus_of, place, size_options, too_few_cpus

@@ -17,14 +17,13 @@ from pipeline.config.yaml_core import dump
 from pipeline.errors import BraidError
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage
-from pipeline.run.run import Run
-from pipeline.run.states import StageState
+from pipeline.run.run import Run, StageState
 from pipeline.slurm.nodes import size_options
 from pipeline.slurm.queue import SlurmError, call, comment_of
+from stages.kinds import KINDS
 from stages.settings import RunSettings
 
 SCRIPTS = Path(__file__).parents[2] / "slurm"
-SCRIPT_OF = {"mixed": "grpo"}  # kinds that share another kind's script
 IN_THE_QUEUE = ("submitted", "running")
 GPUS = ("gpus_per_node", "gpu_type")
 # Words of sbatch's refusals (slurm_errno.c and its option parser), in lower case, and the keys of a
@@ -196,7 +195,7 @@ def write_scripts(
 
 def script_for(stage: Stage) -> Path:
     """Return the path of the script that runs a stage."""
-    return SCRIPTS / f"{SCRIPT_OF.get(stage.kind, stage.kind)}.sbatch"
+    return SCRIPTS / f"{KINDS[stage.kind].script or stage.kind}.sbatch"
 
 
 def check_engines_fit(

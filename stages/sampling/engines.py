@@ -16,7 +16,7 @@ from parallel.engine.fleet import Fleet
 from parallel.engine.log import RolloutLog
 from parallel.engine.scheduler import NoEngine, Scheduler, Task
 from parallel.engine.wire import Generation, Sampling, model_digest
-from parallel.files import read_checkpoint, whole_checkpoints
+from parallel.files import read_checkpoint
 from parallel.model.policy import Policy
 from parallel.sample import Sample
 from stages.data.problem import DomainError, Problem
@@ -167,7 +167,7 @@ class StageEngines:
     def drop_covered_log(self) -> None:
         """Drop the log of steps that a checkpoint holds."""
         if self.log is not None:
-            found = whole_checkpoints(self.job.directory / "checkpoints")
+            found = self.job.files.whole_checkpoints()
             self.log.cover(found[-1].step if found else 0)
 
     def end_log(self, version: int) -> None:
@@ -199,7 +199,7 @@ class StageEngines:
     def record(self, updates: list[list[Sample]], step: int) -> None:
         """Write the samples of each update of the step."""
         auditable = self.job.settings.logging.auditable
-        path = samples_file(self.job.directory / "rollouts", step)
+        path = samples_file(self.job.files.rollouts, step)
         record(path, updates, self.tokenizer.decode, auditable)
 
     def close(self) -> None:
@@ -278,5 +278,5 @@ def rollout_log(job: StageJob, sampling: SamplingSettings, settings: RolloutSett
         settings.model_dump(),
     ]
     origin = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-    directory = job.directory / "rollouts" / "log"
+    directory = job.files.rollouts / "log"
     return RolloutLog(directory, origin, job.settings.model, job.settings.deterministic)

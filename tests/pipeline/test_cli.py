@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.run.select import NON_INVALIDATING_KEYS
+from stages.kinds import NON_INVALIDATING_KEYS
 
 Braid = Callable[..., tuple[int, str, str]]
 

@@ -13,10 +13,11 @@ import pytest
 
 from pipeline.config.validate import dump_resolved
 from pipeline.launch.progress import latest
-from pipeline.run.directory import RunDirectory, StageDirectory, ended_early
+from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import compile_graph
 from pipeline.run.lineage import read_manifest, write_manifest
 from pipeline.run.run import Run
+from stages.directory import StageDirectory, ended_early
 from stages.settings import RunSettings
 
 Braid = Callable[..., tuple[int, str, str]]

@@ -12,8 +12,7 @@ from pipeline.report.estimate import Estimate, estimate
 from pipeline.report.tables import left_line
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import compile_graph
-from pipeline.run.run import Run
-from pipeline.run.states import StageState
+from pipeline.run.run import Run, StageState
 from stages.settings import RunSettings
 
 Braid = Callable[..., tuple[int, str, str]]

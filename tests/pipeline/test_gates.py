@@ -12,8 +12,9 @@ import pytest
 
 from pipeline.config.validate import load
 from pipeline.config.violations import ConfigError
-from pipeline.run.gates import GateVerdict, Steps, judge_expert, judge_merge
+from pipeline.run.gates import Steps, judge_expert, judge_merge
 from pipeline.run.graph import Stage, compile_graph
+from pipeline.run.run import GateVerdict
 from stages.guards.settings import ExpertGateSettings, MergeGateSettings
 from stages.settings import RunSettings
 from stages.statistics import difference, wilson

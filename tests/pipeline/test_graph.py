@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -10,10 +12,10 @@ from pipeline.config.schema import flatten
 from pipeline.config.validate import load
 from pipeline.config.violations import ConfigError
 from pipeline.run.directory import RunDirectory
-from pipeline.run.graph import READS, compile_graph, matches
+from pipeline.run.graph import compile_graph, matches
 from pipeline.run.lineage import changes
 from pipeline.run.run import Run
-from pipeline.run.select import NON_INVALIDATING_KEYS
+from stages.kinds import KINDS, NON_INVALIDATING_KEYS, Kind
 from stages.settings import RunSettings
 
 DATASETS = ("number_sorting", "spell_backward")
@@ -184,11 +186,17 @@ def test_every_setting_is_read_by_a_stage_or_said_to_change_nothing(
     assert not read & neutral
 
 
+def test_every_kind_is_declared_with_its_module() -> None:
+    assert tuple(KINDS) == get_args(Kind)
+    for kind in KINDS.values():
+        assert find_spec(kind.module), kind
+
+
 def test_every_pattern_names_a_setting(with_baseline: RunSettings) -> None:
     settings = with_baseline
     keys = [key for key, _ in flatten(settings.model_dump(mode="json"))]
     of = {"domain": "sums", "gated": "merge"}
-    patterns = [pattern.format(**of) for reads in READS.values() for pattern in reads]
+    patterns = [pattern.format(**of) for kind in KINDS.values() for pattern in kind.reads]
     for pattern in [*patterns, *NON_INVALIDATING_KEYS]:
         assert any(matches(key, pattern) for key in keys), pattern
 

@@ -12,8 +12,8 @@ from pipeline.config.violations import ConfigError
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import compile_graph
 from pipeline.run.lineage import write_manifest
-from pipeline.run.run import Run
-from pipeline.run.states import missing_output
+from pipeline.run.run import Run, missing_output
+from stages.directory import ended_early
 from stages.guards.settings import FrontierSettings, NoCurriculumSettings, StopSettings
 
 EXPERT, KEY = "experts.sums", "domains.sums"
@@ -119,10 +119,13 @@ def test_an_early_end_is_done_until_the_stop_rule_changes(config: Path, run: Run
         checkpoint.mkdir(parents=True)
         (checkpoint / "checksums.json").write_text(json.dumps({"digest": name, "files": {}}))
     expert = run.stage(EXPERT)
-    assert missing_output(stages[EXPERT], expert) == "its newest checkpoint is at step 1 of 2"
+    assert (
+        missing_output(stages[EXPERT], expert, expert.newest_checkpoint())
+        == "its newest checkpoint is at step 1 of 2"
+    )
     (checkpoint / "state.json").write_text(json.dumps({"step": 1, "ended": "good enough"}))
-    assert missing_output(stages[EXPERT], expert) is None
-    assert expert.ended_early() == "good enough"
+    assert missing_output(stages[EXPERT], expert, expert.newest_checkpoint()) is None
+    assert ended_early(expert.newest_checkpoint()) == "good enough"
     found = Run(run.path, settings).states
     assert (found[EXPERT].state, found[EXPERT].step) == ("done", 1)
     assert found["merge"].state == "pending"

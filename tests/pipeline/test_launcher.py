@@ -22,7 +22,7 @@ from pipeline.launch.processes import Child, wait_for_all
 from pipeline.launch.runner import run_stages
 from pipeline.run.directory import RunDirectory, RunLocked
 from pipeline.run.ledger import Ledger, State
-from pipeline.run.results import write_results
+from pipeline.run.metrics import write_results
 from pipeline.run.run import Run
 from pipeline.run.select import StaleStages
 from stages.settings import RunSettings

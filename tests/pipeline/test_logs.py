@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.report import explain
-from pipeline.run.directory import StageDirectory
+from stages.directory import StageDirectory
 
 
 @pytest.fixture(autouse=True)

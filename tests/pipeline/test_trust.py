@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.run import trust
+from pipeline.run import directory
 from pipeline.run.directory import RunDirectory
 
 Braid = Callable[..., tuple[int, str, str]]
@@ -140,7 +140,7 @@ def test_a_run_of_another_user_is_refused(
 def test_a_run_with_files_of_another_user_is_refused(
     inside: str, done: RunDirectory, braid: Braid, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looked_at = trust._looked_at
+    looked_at = directory._looked_at
 
     def given_away(run: RunDirectory) -> Iterator[tuple[Path, os.stat_result]]:
         for path, status in looked_at(run):
@@ -149,7 +149,7 @@ def test_a_run_with_files_of_another_user_is_refused(
                 fields[stat.ST_UID] = STRANGER
             yield path, os.stat_result(fields)
 
-    monkeypatch.setattr(trust, "_looked_at", given_away)
+    monkeypatch.setattr(directory, "_looked_at", given_away)
     code, _, err = braid("resume", "small")
     assert code == 1
     assert err.startswith(f"braid: {done.path / inside}: belongs to ")

@@ -32,6 +32,7 @@ WITHOUT_TORCH = {
     "parallel.status_pipe",
     "parallel.engine.environment",
     "parallel.weights.needs",
+    "stages.directory",
     "stages.kinds",
     "stages.data.formats",
     "stages.objectives.advantages.gae",

@@ -1,0 +1,102 @@
+"""The directory of a stage: what a stage leaves, and where. Never imports torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from parallel.files import (
+    ENDED,
+    RESTART_REQUEST,
+    STATE,
+    Checkpoint,
+    newest_whole,
+    numbered,
+    read_checkpoint,
+    read_text,
+    whole_checkpoints,
+)
+
+
+class _Directory(Protocol):
+    @property
+    def path(self) -> Path: ...
+
+
+class Below:
+    """An attribute of a directory's class: the path of this name below the directory."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, directory: _Directory, _: object) -> Path:
+        return directory.path / self._name
+
+
+@dataclass(frozen=True)
+class StageDirectory:
+    """The directory of one stage, `runs/NAME/stages/STAGE`."""
+
+    path: Path
+
+    manifest = Below("manifest.json")  # its lineage
+    lock = Below("stage.lock")  # held by the stage's launcher
+    engines = Below("engine")  # of the engines that serve only this stage
+    metrics = Below("metrics.jsonl")  # one line per step
+    checkpoints = Below("checkpoints")
+    rollouts = Below("rollouts")  # the samples of every step
+    samples = Below("samples")  # of a cold start or an evaluation, for `braid audit`
+    results = Below("results.json")  # the accuracies that an evaluation or a gate measured
+    measured = Below("models")  # those so far, one file per model
+    solved = Below("solved")  # the problems that each model solved
+    verdict = Below("verdict.json")  # of a gate on what it measured
+    exported = Below("huggingface")  # the Hugging Face checkpoint of an export
+
+    def job(self, attempt: int) -> Path:
+        """Return the path of an attempt's job; the logs of its processes are beside it."""
+        return self.path / f"attempt_{attempt}" / "job.json"
+
+    def attempts(self) -> int:
+        """Return the number of attempts so far."""
+        return max((number for number, _ in numbered(self.path, "attempt_")), default=0)
+
+    def newest_checkpoint(self) -> Checkpoint | None:
+        """Return the whole checkpoint with the highest step."""
+        return newest_whole(self.checkpoints)
+
+    def checkpoint(self, step: int) -> Checkpoint | None:
+        """Return the whole checkpoint of a step."""
+        return read_checkpoint(self.checkpoints / f"step_{step}")
+
+    def whole_checkpoints(self) -> list[Checkpoint]:
+        """Return all whole checkpoints, the oldest first."""
+        return whole_checkpoints(self.checkpoints)
+
+
+def ended_early(checkpoint: Checkpoint | None) -> str | None:
+    """Return why the stage stopped at this checkpoint before its last step; None if it did not.
+
+    A damaged state.json gives None too: the stage that loads it raises the error.
+    """
+    if checkpoint is None:
+        return None
+    try:
+        state = json.loads(read_text(checkpoint.path / STATE))
+    except (OSError, ValueError, RecursionError):
+        return None
+    found = state.get(ENDED) if isinstance(state, dict) else None
+    return found if isinstance(found, str) else None
+
+
+@dataclass(frozen=True)
+class EngineDirectory:
+    """The directory of one engine."""
+
+    path: Path
+
+    job = Below("engine.json")  # which the engine's process reads
+    log = Below("engine.log")
+    address = Below("address.json")  # which the engine writes when it is ready
+    restart = Below(RESTART_REQUEST)  # the reason why a rank requests a restart
