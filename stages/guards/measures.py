@@ -1,75 +1,61 @@
-"""Metrics that the guards read from one step's samples; pure functions of graded groups."""
+"""Metrics that the guards read from one step's samples; pure functions of graded groups.
+
+Two responses are similar where they share shingles, runs of a few tokens (Jaccard). A long response
+is represented by the smallest hashes of its shingles (bottom-k sketches, Broder 1997), so that a
+pair costs the same at any length; a short one by all of them, exactly.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean, pstdev
 
+import numpy as np
+
 from parallel.sample import Sample
-from stages.guards.similarity import repeats
 from stages.objectives.groups import Group
 from stages.rewards.grading import solved
 from stages.rewards.registry import RewardSettings
 
+SHINGLE = 3  # tokens
+SKETCH = 256  # hashes; the estimate's standard error is then at most 0.03
 SIMILAR = 0.8  # share of common shingles of nearly equal responses
+_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)  # splitmix64's
 
 Rewards = Mapping[str, RewardSettings]
-Domains = Mapping[str, Rewards]
 
 
-def group_metrics(groups: Sequence[Group], rewards: Domains) -> dict[str, float]:
-    """Return the metrics of all groups sampled for a step.
+def group_metrics(groups: Sequence[Group], rewards: Mapping[str, Rewards]) -> dict[str, float]:
+    """Return the metrics of all groups sampled for a step, given the rewards of each domain.
 
-    A sample without a reward is in no metric of rewards. `rewards` are those of each domain.
+    A sample without a reward is in no metric of rewards; a metric of no sample is left out.
+    `reward_spread` is the mean population std of a group's rewards, `wrong_over_right` the ratio of
+    mean lengths. `identical_responses` and `similar_responses` are the shares of samples equal, or
+    nearly equal, to an earlier one of their group, among those that have an earlier one.
     """
-    return {
-        **rightness(groups, rewards),
-        **spread(groups),
-        **length_ratio(groups, rewards),
-        **repetition(groups),
-    }
-
-
-def rightness(groups: Sequence[Group], rewards: Domains) -> dict[str, float]:
-    """Return the shares of groups whose samples all solve their problem, and where none does."""
-    verdicts = [
-        [is_right(sample, rewards[sample.domain]) for sample in graded(group)] for group in groups
+    rated = [
+        [(sample, is_right(sample, rewards[sample.domain])) for sample in graded(group)]
+        for group in groups
     ]
-    count = max(len(groups), 1)
-    return {
-        "all_right": sum(all(each) for each in verdicts if each) / count,
-        "all_wrong": sum(not any(each) for each in verdicts if each) / count,
+    verdicts = [[right for _, right in group] for group in rated if group]
+    found = {
+        "all_right": sum(map(all, verdicts)) / max(len(groups), 1),
+        "all_wrong": sum(not any(each) for each in verdicts) / max(len(groups), 1),
     }
-
-
-def spread(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the mean population std of rewards, over groups with two graded samples."""
-    earned = [[sample.reward or 0.0 for sample in graded(group)] for group in groups]
-    deviations = [pstdev(rewards) for rewards in earned if len(rewards) >= 2]
-    return {"reward_spread": fmean(deviations)} if deviations else {}
-
-
-def length_ratio(groups: Sequence[Group], rewards: Domains) -> dict[str, float]:
-    """Return the mean length of wrong responses over that of right ones, if there are both."""
+    earned = [[sample.reward or 0.0 for sample, _ in group] for group in rated if len(group) >= 2]
+    if earned:
+        found["reward_spread"] = fmean(map(pstdev, earned))
     lengths: dict[bool, list[int]] = {True: [], False: []}
-    for sample in (sample for group in groups for sample in graded(group)):
-        lengths[is_right(sample, rewards[sample.domain])].append(len(sample.response))
-    if not (lengths[True] and lengths[False]):
-        return {}
-    return {"wrong_over_right": fmean(lengths[False]) / fmean(lengths[True])}
-
-
-def repetition(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the shares of samples equal, or nearly equal, to an earlier one of their group.
-
-    They are shares of the samples that have an earlier one.
-    """
-    found = [repeats([sample.response for sample in each.samples], SIMILAR) for each in groups]
+    for sample, right in (pair for group in rated for pair in group):
+        lengths[right].append(len(sample.response))
+    if lengths[True] and lengths[False]:
+        found["wrong_over_right"] = fmean(lengths[False]) / fmean(lengths[True])
+    counts = [repeats([sample.response for sample in each.samples], SIMILAR) for each in groups]
     later = max(sum(len(group.samples) - 1 for group in groups), 1)
-    return {
-        "identical_responses": sum(identical for identical, _ in found) / later,
-        "similar_responses": sum(alike for _, alike in found) / later,
-    }
+    found["identical_responses"] = sum(identical for identical, _ in counts) / later
+    found["similar_responses"] = sum(alike for _, alike in counts) / later
+    return found
 
 
 def graded(group: Group) -> list[Sample]:
@@ -80,3 +66,66 @@ def graded(group: Group) -> list[Sample]:
 def is_right(sample: Sample, rewards: Rewards) -> bool:
     """Return true where a graded sample solves its problem, as evaluation counts it."""
     return sample.reward_parts is not None and solved(rewards, sample.reward_parts)
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """The `SKETCH` smallest hashes of a response's shingles; `whole` where there are no others."""
+
+    hashes: frozenset[int]
+    whole: bool
+
+
+def sketch(tokens: np.ndarray) -> Sketch:
+    """Return the sketch of tokens, int [length]; fewer than `SHINGLE` tokens are one shingle."""
+    size = min(SHINGLE, len(tokens))
+    count = len(tokens) - size + 1
+    hashes = np.zeros(count if size else 0, np.uint64)
+    for place in range(size):
+        hashes = _mixed(hashes + tokens[place : place + count].astype(np.uint64) + np.uint64(1))
+    smallest = np.unique(hashes)
+    return Sketch(frozenset(smallest[:SKETCH].tolist()), len(smallest) <= SKETCH)
+
+
+def jaccard(one: Sketch, other: Sketch) -> float:
+    """Return the share of the shingles of either that both have, in [0, 1]; 1 if both are empty."""
+    either, both = one.hashes | other.hashes, one.hashes & other.hashes
+    if not either:
+        return 1.0
+    if one.whole and other.whole:
+        return len(both) / len(either)
+    smallest = sorted(either)[:SKETCH]
+    return sum(each in both for each in smallest) / len(smallest)
+
+
+def repeats(responses: list[np.ndarray], similar: float) -> tuple[int, int]:
+    """Count responses equal to an earlier one of the group, and those similar to an earlier one.
+
+    Similar ones share at least `similar` of their shingles; equal ones are among them.
+    """
+    seen: set[bytes] = set()
+    sketches: list[Sketch] = []
+    identical = alike = 0
+    for response in responses:
+        text = response.tobytes()
+        if text in seen:
+            identical += 1
+            continue
+        seen.add(text)
+        own = sketch(response)
+        alike += any(_alike(own, each, similar) for each in sketches)
+        sketches.append(own)
+    return identical, identical + alike
+
+
+def _alike(one: Sketch, other: Sketch, similar: float) -> bool:
+    """Return true where two unequal sketches are similar; most need no union."""
+    most = max(len(one.hashes), len(other.hashes))
+    return len(one.hashes & other.hashes) >= similar * most and jaccard(one, other) >= similar
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """Spread the bits over all 64; arithmetic is modulo 2^64."""
+    values = (values ^ (values >> np.uint64(30))) * _MIX_1
+    values = (values ^ (values >> np.uint64(27))) * _MIX_2
+    return values ^ (values >> np.uint64(31))

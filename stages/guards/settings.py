@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, create_model
 
 import stages.guards.rules  # noqa: F401  every guard registers itself
 from parallel.settings import Count, Fraction, Settings
-from stages.guards.registry import guards_model
+from stages.guards.registry import GUARDS
 
 AtLeastZero = Annotated[float, Field(ge=0)]
 
@@ -21,7 +21,13 @@ if TYPE_CHECKING:
     class GuardsSettings(Settings):
         def __getattr__(self, name: str) -> Any: ...
 else:
-    GuardsSettings = guards_model()
+    GuardsSettings = create_model(
+        "GuardsSettings",
+        __base__=Settings,
+        __doc__="The known ways in which reinforcement learning fails, a guard for each.",
+        __module__=__name__,
+        **{name: (each, each.model_validate({})) for name, each in GUARDS.items()},
+    )
 
 
 class StopSettings(Settings):

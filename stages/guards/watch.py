@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from parallel.status_pipe import report_notice
-from stages.guards.registry import GUARDS, GuardSettings, Trend, Window
-from stages.guards.settings import GuardsSettings
+from stages.guards.registry import GUARDS, GuardSettings, Window, WindowGuardSettings
 from stages.kinds import settings_key
 from stages.rewards.registry import RewardSettings
 from stages.settings import PolicySettings
@@ -23,32 +22,6 @@ class StepVerdict:
     end: str | None = None
 
 
-class Trends:
-    """The trends of a stage's guards, each under the metric of its guard."""
-
-    def __init__(self, settings: GuardsSettings, rewards: Mapping[str, RewardSettings]) -> None:
-        self._trends: dict[str, Trend] = {}
-        for name in GUARDS:
-            guard: GuardSettings = getattr(settings, name)
-            if (trend := guard.trend(rewards)) is not None:
-                self._trends[guard.metric] = trend
-
-    def add(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Take a step's metrics; return those of the windows that are full."""
-        found = {metric: trend.add(metrics) for metric, trend in self._trends.items()}
-        return {metric: value for metric, value in found.items() if value is not None}
-
-    def state(self) -> dict[str, Any]:
-        """Return the memory as JSON."""
-        return {metric: trend.state() for metric, trend in self._trends.items()}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a state; a guard that is newer than the checkpoint starts empty."""
-        for metric, trend in self._trends.items():
-            if metric in state:
-                trend.restore(state[metric])
-
-
 class GuardMonitor:
     """The reader of every step's metrics; only on the main rank, which all others follow."""
 
@@ -59,20 +32,21 @@ class GuardMonitor:
         self._stage, self._key = stage, settings_key(stage)
         self._steps = settings.loop.steps
         self._rule = settings.stop
-        self._reached = Window(settings.stop.window) if settings.stop else Window(1)
-        self._trends = Trends(settings.guards, rewards)
-        self._guards: dict[str, GuardSettings] = {
-            name: getattr(settings.guards, name) for name in GUARDS
+        self._reached = Window(settings.stop.window if settings.stop else 1)
+        self._guards: dict[str, GuardSettings] = dict(settings.guards)
+        self._trends = {  # by the metric that each computes
+            guard.metric: guard.trend(guard.window, rewards)
+            for guard in self._guards.values()
+            if isinstance(guard, WindowGuardSettings)
         }
         self._beyond = dict.fromkeys(GUARDS, 0)  # consecutive steps
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> StepVerdict:
         """Take the metrics of a step, print warnings, and return the verdict."""
-        found = self._trends.add(metrics)
+        computed = {metric: trend.add(metrics) for metric, trend in self._trends.items()}
+        found = {metric: value for metric, value in computed.items() if value is not None}
         every = {**metrics, **found}
-        stops = [
-            line for name in self._guards if (line := self._check(name, step, every)) is not None
-        ]
+        stops = [line for name in self._guards if (line := self._check(name, step, every))]
         self._reached.add(metrics.get(self._rule.metric) if self._rule else None)
         if stops:
             return StepVerdict(found, stop=stops[0])
@@ -81,17 +55,17 @@ class GuardMonitor:
     def state(self) -> dict[str, Any]:
         """Return the memory of the steps before, as JSON."""
         return {
-            "trends": self._trends.state(),
+            "trends": {metric: trend.state() for metric, trend in self._trends.items()},
             "beyond": dict(self._beyond),
-            "reached": list(self._reached.values),
+            "reached": list(self._reached),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a state."""
-        self._trends.restore(state["trends"])
+        """Continue from a state; a guard that is newer than the checkpoint starts empty."""
+        for metric in self._trends.keys() & state["trends"]:
+            self._trends[metric].restore(state["trends"][metric])
         self._beyond.update(state["beyond"])
-        self._reached.values.clear()
-        self._reached.values.extend(state["reached"])
+        self._reached.restore(state["reached"])
 
     def _check(self, name: str, step: int, metrics: Mapping[str, float]) -> str | None:
         """Return why a guard stops the stage; a step without its metric counts neither way."""
@@ -99,7 +73,8 @@ class GuardMonitor:
         value = metrics.get(guard.metric)
         if value is None or guard.action == "off":
             return None
-        if not guard.beyond(value):
+        above = guard.side == "above"
+        if not (value > guard.threshold if above else value < guard.threshold):
             self._beyond[name] = 0
             return None
         self._beyond[name] += 1

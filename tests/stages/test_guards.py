@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -10,11 +11,10 @@ import numpy as np
 import pytest
 
 from parallel.sample import Sample
-from stages.guards.measures import group_metrics
+from stages.guards.measures import SKETCH, group_metrics, jaccard, repeats, sketch
 from stages.guards.registry import GUARDS
 from stages.guards.settings import GuardsSettings
-from stages.guards.similarity import SKETCH, jaccard, repeats, sketch
-from stages.guards.watch import GuardMonitor, StepVerdict, Trends
+from stages.guards.watch import GuardMonitor, StepVerdict
 from stages.metric_definitions import METRICS
 from stages.objectives.groups import Group
 from stages.rewards.kinds.format import FormatReward
@@ -103,14 +103,19 @@ def test_groups_without_rewards_count_only_as_similar() -> None:
     }
 
 
-def trends(rewards: dict[str, RewardSettings], **windows: int) -> Trends:
+def trends(
+    rewards: dict[str, RewardSettings], **windows: int
+) -> Callable[[dict[str, float]], dict[str, float]]:
+    """Return a function that takes a step's metrics and returns those of the full windows."""
     given = {name: {"window": window} for name, window in windows.items()}
-    return Trends(GuardsSettings.model_validate(given), rewards)
+    settings = domain_settings(guards=given)
+    monitor = GuardMonitor("experts.sums", settings, rewards)
+    return lambda metrics: monitor.observe(1, metrics).metrics
 
 
 def test_the_reward_drop_is_measured_from_the_best_window() -> None:
     watched = trends(REWARDS, reward_collapse=2)
-    found = [watched.add({"reward": reward}) for reward in (0.0, 1.0, 1.0, 0.0, 0.0)]
+    found = [watched({"reward": reward}) for reward in (0.0, 1.0, 1.0, 0.0, 0.0)]
     assert found[0] == {}
     assert [each["reward_drop"] for each in found[1:]] == [0, 0, 0.5, 1]
 
@@ -119,7 +124,7 @@ def test_length_inflation_is_relative_to_the_first_window() -> None:
     watched = trends(REWARDS, length_inflation=2)
     steps = [{"wrong_over_right": ratio} for ratio in (1.0, 1.0, 2.0, 2.0)]
     steps.insert(2, {})  # no right answer, or no wrong one
-    found = [watched.add(step).get("length_inflation") for step in steps]
+    found = [watched(step).get("length_inflation") for step in steps]
     assert found == [None, 1, 1, 1.5, 2]
 
 
@@ -127,7 +132,7 @@ def test_a_format_gain_is_reduced_by_a_gain_of_the_answers() -> None:
     rewards = {"right": MathReward(), "form": FormatReward(pattern="x", weight=0.5)}
     steps = [(0.2, 0.4), (0.2, 0.8), (0.5, 0.9), (0.3, 1.0)]
     watched = trends(rewards, format_gain=1)
-    found = [watched.add({"reward/right": a, "reward/form": b}) for a, b in steps]
+    found = [watched({"reward/right": a, "reward/form": b}) for a, b in steps]
     assert found[0] == {}
     gains = [each["format_gain"] for each in found[1:]]
     assert gains == pytest.approx([0.2, 0.0, 0.05])
@@ -137,17 +142,21 @@ def test_a_format_gain_is_reduced_by_a_gain_of_the_answers() -> None:
     ):
         watched = trends(unwatched, format_gain=1)
         metrics = {f"reward/{name}": 1.0 for name in unwatched}
-        assert [watched.add(metrics) for _ in range(3)] == [{}] * 3
+        assert [watched(metrics) for _ in range(3)] == [{}] * 3
 
 
-def watch(steps: int = 9, **given: Any) -> GuardMonitor:
+def domain_settings(steps: int = 9, **given: Any) -> DomainSettings:
     domain = {
         "prompts": {"dataset": "chain_sum"},
         "optimizer": {"learning_rate": 1.0},
         "loop": {"steps": steps},
         **given,
     }
-    settings = DomainSettings.model_validate(domain)
+    return DomainSettings.model_validate(domain)
+
+
+def watch(**given: Any) -> GuardMonitor:
+    settings = domain_settings(**given)
     return GuardMonitor("experts.sums", settings, settings.rewards)
 
 

@@ -305,7 +305,9 @@ def test_too_many_failures_stop_a_stage() -> None:
     pool._settings = RewardPoolSettings(max_failed_fraction=0.25)
     pool.check_failures([], 0)
     pool.check_failures(["a"], 4)
-    with pytest.raises(RewardError, match=r"2 of 4 samples have no reward, and rewards\.max_fail"):
+    with pytest.raises(
+        RewardError, match=r"2 of 4 samples have no reward, which exceeds rewards\.m"
+    ):
         pool.check_failures(["a", "b"], 4)
     pool._settings = RewardPoolSettings()
     pool.check_failures(["a"], 4)  # one may always lack it

@@ -8,6 +8,7 @@ digits, and the pieces between `.`, `!` and `?`.
 from __future__ import annotations
 
 import json
+import operator
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -20,13 +21,11 @@ from stages.rewards.kinds.format import unfenced
 from stages.rewards.reward import Response, Reward, RewardError, register
 from stages.rewards.settings import RewardBase
 
-Check = Callable[..., bool]
-CHECKS: dict[str, Check] = {}
 RELATIONS: dict[str, Callable[[int, int], bool]] = {
-    "at least": lambda count, bound: count >= bound,
-    "less than": lambda count, bound: count < bound,
-    "at most": lambda count, bound: count <= bound,
-    "exactly": lambda count, bound: count == bound,
+    "at least": operator.ge,
+    "less than": operator.lt,
+    "at most": operator.le,
+    "exactly": operator.eq,
 }
 WORD = re.compile(r"\w+(?:['\u2019-]\w+)*")
 CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
@@ -49,47 +48,30 @@ def make(settings: InstructionReward, _directory: Path) -> Reward:
     """Return the reward."""
 
     def reward(problem: Problem, response: Response) -> float:
-        kept = [check() for check in _checks(problem, response.text)]
+        names = problem.fields.get("instruction_id_list")
+        given = problem.fields.get("kwargs") or [{} for _ in names or []]
+        if not names or len(names) != len(given):
+            raise RewardError(
+                "the problem's fields instruction_id_list and kwargs must be lists of one length,"
+                f" not {names!r} and {given!r}"
+            )
+        if unknown := [name for name in names if name not in CHECKS]:
+            raise RewardError(f"unknown instruction {unknown[0]!r}; known are {', '.join(CHECKS)}")
+        kept = [
+            _kept(name, response.text, own or {}) for name, own in zip(names, given, strict=True)
+        ]
         return float(all(kept)) if settings.credit == "all" else sum(kept) / len(kept)
 
     return reward
 
 
-def _checks(problem: Problem, text: str) -> list[Callable[[], bool]]:
-    names = problem.fields.get("instruction_id_list")
-    given = problem.fields.get("kwargs") or [{} for _ in names or []]
-    if not names or len(names) != len(given):
-        raise RewardError(
-            "the problem's fields instruction_id_list and kwargs must be lists of one length, not"
-            f" {names!r} and {given!r}"
-        )
-    return [
-        _check(name, arguments or {}, text) for name, arguments in zip(names, given, strict=True)
-    ]
-
-
-def _check(name: str, arguments: dict[str, Any], text: str) -> Callable[[], bool]:
-    check = CHECKS.get(name)
-    if check is None:
-        raise RewardError(f"unknown instruction {name!r}; known are {', '.join(CHECKS)}")
+def _kept(name: str, text: str, arguments: dict[str, Any]) -> bool:
     # A Parquet row gives each instruction the arguments of all, null where they do not apply.
     stated = {key: value for key, value in arguments.items() if value is not None}
-
-    def checked() -> bool:
-        try:
-            return check(text, **stated)
-        except (TypeError, KeyError, ValueError) as error:
-            raise RewardError(f"{name} does not take {stated!r}: {error}") from error
-
-    return checked
-
-
-def _named(name: str) -> Callable[[Check], Check]:
-    def register(check: Check) -> Check:
-        CHECKS[name] = check
-        return check
-
-    return register
+    try:
+        return CHECKS[name](text, **stated)
+    except (TypeError, KeyError, ValueError) as error:
+        raise RewardError(f"{name} does not take {stated!r}: {error}") from error
 
 
 def _count_of(phrase: str, text: str) -> int:
@@ -97,45 +79,21 @@ def _count_of(phrase: str, text: str) -> int:
     return len(re.findall(rf"(?<!\w){re.escape(phrase)}(?!\w)", text, re.IGNORECASE))
 
 
-@_named("keywords:existence")
-def _keywords(text: str, keywords: list[str]) -> bool:
-    return all(_count_of(keyword, text) for keyword in keywords)
+def _compare(count: int, relation: str, bound: int) -> bool:
+    return RELATIONS[relation](count, bound)
 
 
-@_named("keywords:forbidden_words")
-def _forbidden(text: str, forbidden_words: list[str]) -> bool:
-    return not any(_count_of(word, text) for word in forbidden_words)
-
-
-@_named("keywords:frequency")
-def _frequency(text: str, keyword: str, frequency: int, relation: str = "at least") -> bool:
-    return RELATIONS[relation](_count_of(keyword, text), frequency)
-
-
-@_named("keywords:letter_frequency")
-def _letters(text: str, letter: str, let_frequency: int, let_relation: str = "at least") -> bool:
-    return RELATIONS[let_relation](text.lower().count(letter.lower()), let_frequency)
-
-
-@_named("length_constraints:number_words")
-def _words(text: str, num_words: int, relation: str = "at least") -> bool:
-    return RELATIONS[relation](len(WORD.findall(text)), num_words)
-
-
-@_named("length_constraints:number_sentences")
 def _sentences(text: str, num_sentences: int, relation: str = "at least") -> bool:
     count = sum(WORD.search(part) is not None for part in re.split(r"[.!?]+", text))
-    return RELATIONS[relation](count, num_sentences)
+    return _compare(count, relation, num_sentences)
 
 
-@_named("length_constraints:number_paragraphs")
 def _paragraphs(text: str, num_paragraphs: int) -> bool:
     # IFEval's prompts ask for `***` between paragraphs.
     parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", text)]
     return all(parts[1:-1]) and sum(map(bool, parts)) == num_paragraphs
 
 
-@_named("length_constraints:nth_paragraph_first_word")
 def _first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
     # Empty lines divide these paragraphs.
     parts = [part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()]
@@ -145,42 +103,11 @@ def _first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: 
     return first is not None and first[0].lower() == first_word.lower()
 
 
-@_named("detectable_content:number_placeholders")
-def _placeholders(text: str, num_placeholders: int) -> bool:
-    return len(re.findall(r"\[[^\[\]]+\]", text)) >= num_placeholders
+def _capitals(text: str, capital_frequency: int, capital_relation: str = "at least") -> bool:
+    count = sum(word.isupper() for word in WORD.findall(text))
+    return _compare(count, capital_relation, capital_frequency)
 
 
-@_named("detectable_content:postscript")
-def _postscript(text: str, postscript_marker: str) -> bool:
-    return any(line.lstrip().startswith(postscript_marker) for line in text.splitlines())
-
-
-@_named("detectable_format:number_bullet_lists")
-def _bullets(text: str, num_bullets: int) -> bool:
-    return len(re.findall(r"^[^\S\n]*(?:\*(?!\*)|-)[^\S\n]*\S", text, re.MULTILINE)) == num_bullets
-
-
-@_named("detectable_format:number_highlighted_sections")
-def _highlights(text: str, num_highlights: int) -> bool:
-    return len(re.findall(r"\*\*[^*\n]+\*\*|\*[^*\n]+\*", text)) >= num_highlights
-
-
-@_named("detectable_format:multiple_sections")
-def _sections(text: str, section_spliter: str, num_sections: int) -> bool:
-    return len(re.findall(rf"{re.escape(section_spliter)}\s?\d+", text)) >= num_sections
-
-
-@_named("detectable_format:constrained_response")
-def _constrained(text: str) -> bool:
-    return any(option in text for option in CONSTRAINED)
-
-
-@_named("detectable_format:title")
-def _title(text: str) -> bool:
-    return any(title.strip() for title in re.findall(r"<<([^<>\n]+)>>", text))
-
-
-@_named("detectable_format:json_format")
 def _json(text: str) -> bool:
     try:
         json.loads(unfenced(text))
@@ -189,50 +116,69 @@ def _json(text: str) -> bool:
     return True
 
 
-@_named("combination:repeat_prompt")
-def _repeat(text: str, prompt_to_repeat: str) -> bool:
-    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
-
-
-@_named("combination:two_responses")
-def _two(text: str) -> bool:
+def _two_responses(text: str) -> bool:
     parts = [part.strip() for part in text.split("******")]
     return len(parts) == 2 and all(parts) and parts[0] != parts[1]
 
 
-@_named("startend:start_checker")
-def _start(text: str, start_phrase: str) -> bool:
-    # An addition to IFEval's list.
-    return text.lstrip().lower().startswith(start_phrase.strip().lower())
-
-
-@_named("startend:end_checker")
-def _end(text: str, end_phrase: str) -> bool:
-    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
-
-
-@_named("startend:quotation")
 def _quotation(text: str) -> bool:
     stripped = text.strip()
     return len(stripped) > 1 and stripped[0] == stripped[-1] == '"'
 
 
-@_named("change_case:capital_word_frequency")
-def _capitals(text: str, capital_frequency: int, capital_relation: str = "at least") -> bool:
-    count = sum(word.isupper() for word in WORD.findall(text))
-    return RELATIONS[capital_relation](count, capital_frequency)
-
-
-@_named("change_case:english_capital")
-def _upper(text: str) -> bool:
-    return text.isupper()
-
-
-@_named("change_case:english_lowercase")
-def _lower(text: str) -> bool:
-    return text.islower()
-
-
-@_named("punctuation:no_comma")
-def _no_comma(text: str) -> bool:
-    return "," not in text
+# The parameters beside the text are IFEval's own names of an instruction's arguments.
+CHECKS: dict[str, Callable[..., bool]] = {
+    "keywords:existence": lambda text, keywords: all(_count_of(each, text) for each in keywords),
+    "keywords:forbidden_words": lambda text, forbidden_words: (
+        not any(_count_of(word, text) for word in forbidden_words)
+    ),
+    "keywords:frequency": lambda text, keyword, frequency, relation="at least": _compare(
+        _count_of(keyword, text), relation, frequency
+    ),
+    "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation="at least": (
+        _compare(text.lower().count(letter.lower()), let_relation, let_frequency)
+    ),
+    "length_constraints:number_words": lambda text, num_words, relation="at least": _compare(
+        len(WORD.findall(text)), relation, num_words
+    ),
+    "length_constraints:number_sentences": _sentences,
+    "length_constraints:number_paragraphs": _paragraphs,
+    "length_constraints:nth_paragraph_first_word": _first_word,
+    "detectable_content:number_placeholders": lambda text, num_placeholders: (
+        len(re.findall(r"\[[^\[\]]+\]", text)) >= num_placeholders
+    ),
+    "detectable_content:postscript": lambda text, postscript_marker: any(
+        line.lstrip().startswith(postscript_marker) for line in text.splitlines()
+    ),
+    "detectable_format:number_bullet_lists": lambda text, num_bullets: (
+        len(re.findall(r"^[^\S\n]*(?:\*(?!\*)|-)[^\S\n]*\S", text, re.MULTILINE)) == num_bullets
+    ),
+    "detectable_format:number_highlighted_sections": lambda text, num_highlights: (
+        len(re.findall(r"\*\*[^*\n]+\*\*|\*[^*\n]+\*", text)) >= num_highlights
+    ),
+    "detectable_format:multiple_sections": lambda text, section_spliter, num_sections: (
+        len(re.findall(rf"{re.escape(section_spliter)}\s?\d+", text)) >= num_sections
+    ),
+    "detectable_format:constrained_response": lambda text: any(
+        each in text for each in CONSTRAINED
+    ),
+    "detectable_format:title": lambda text: any(
+        title.strip() for title in re.findall(r"<<([^<>\n]+)>>", text)
+    ),
+    "detectable_format:json_format": _json,
+    "combination:repeat_prompt": lambda text, prompt_to_repeat: (
+        text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+    ),
+    "combination:two_responses": _two_responses,
+    "startend:start_checker": lambda text, start_phrase: (  # an addition to IFEval's list
+        text.lstrip().lower().startswith(start_phrase.strip().lower())
+    ),
+    "startend:end_checker": lambda text, end_phrase: (
+        text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+    ),
+    "startend:quotation": _quotation,
+    "change_case:capital_word_frequency": _capitals,
+    "change_case:english_capital": str.isupper,
+    "change_case:english_lowercase": str.islower,
+    "punctuation:no_comma": lambda text: "," not in text,
+}
