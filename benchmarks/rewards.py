@@ -30,8 +30,7 @@ from stages.rewards.kinds.math import MathReward
 from stages.rewards.kinds.reasoning_gym import ReasoningGymReward
 from stages.rewards.pool import RewardPool
 from stages.rewards.registry import RewardSettings
-from stages.rewards.reward import Response
-from stages.rewards.settings import RewardPoolSettings
+from stages.rewards.reward import Response, RewardPoolSettings
 
 DOMAIN, GROUP = "sums", 8
 Batch = list[tuple[Problem, list[Response]]]

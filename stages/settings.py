@@ -40,7 +40,7 @@ from stages.kinds import Kind
 from stages.objectives.settings import ObjectiveSettings
 from stages.rewards.kinds.reasoning_gym import ReasoningGymReward
 from stages.rewards.registry import RewardSettings
-from stages.rewards.settings import RewardPoolSettings
+from stages.rewards.reward import RewardPoolSettings
 
 
 class SamplingSettings(Settings):

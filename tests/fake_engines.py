@@ -24,7 +24,7 @@ from parallel.engine.wire import (
     Sampling,
 )
 from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
-from stages.rewards.settings import RewardPoolSettings
+from stages.rewards.reward import RewardPoolSettings
 from stages.settings import DomainSettings, LoggingSettings, RunSettings, StageJob
 
 MODEL = ModelSettings(

@@ -22,7 +22,7 @@ from pipeline.report.tables import Cell, table
 from pipeline.report.terminal import terminal
 from pipeline.slurm.queue import check_not_queued
 from pipeline.text import say
-from stages.rewards.settings import RewardPoolSettings
+from stages.rewards.reward import RewardPoolSettings
 from stages.settings import DomainCheckJob
 
 DOMAIN_HELP = """\

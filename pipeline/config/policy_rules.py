@@ -10,7 +10,7 @@ from pipeline.config.violations import hint
 from stages.objectives.advantages.gae import GaeSettings
 from stages.objectives.correction import ImportanceSettings
 from stages.rewards.kinds.python import PythonReward
-from stages.rewards.settings import RewardPoolSettings
+from stages.rewards.reward import RewardContext, RewardPoolSettings
 from stages.settings import (
     DomainSettings,
     LoopSettings,
@@ -207,7 +207,7 @@ def reward_rules(key: str, domain: DomainSettings, pool: RewardPoolSettings | No
                 "a reward's name must be letters, digits, _ or -, since it names a metric",
             )
         longest = domain.sampling.max_response_tokens
-        yield from reward.rules(own, domain.prompts.source, longest, pool)
+        yield from reward.rules(RewardContext(own, domain.prompts.source, longest, pool))
 
 
 def step_rules(key: str, domain: DomainSettings, objective: str) -> Found:

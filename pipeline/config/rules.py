@@ -37,7 +37,7 @@ from stages.data.sources.settings import (
     ReasoningGymPromptSettings,
 )
 from stages.kinds import COLD_START, EXPERT, settings_key
-from stages.rewards.settings import RewardPoolSettings
+from stages.rewards.reward import RewardPoolSettings
 from stages.settings import (
     DomainSettings,
     EvaluationSettings,

@@ -38,7 +38,7 @@ from pipeline.config.violations import (
     shortened,
 )
 from stages.kinds import Kind
-from stages.rewards.settings import RewardPoolSettings
+from stages.rewards.reward import RewardPoolSettings
 from stages.settings import DomainSettings, RunSettings
 
 Root = TypeVar("Root", bound=Settings)

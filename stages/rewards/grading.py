@@ -13,8 +13,7 @@ from types import MappingProxyType
 
 from stages.data.problem import Problem
 from stages.rewards.registry import RewardSettings, make
-from stages.rewards.reward import Response, RewardError, Score, Steps
-from stages.rewards.settings import RewardBase
+from stages.rewards.reward import Response, RewardBase, RewardError, Score, Steps
 
 SOLVED = 1.0
 LONGEST = 1000  # characters of what went wrong

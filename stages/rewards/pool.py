@@ -34,8 +34,7 @@ from stages.data.problem import Problem
 from stages.rewards.grading import Grade, failure
 from stages.rewards.output import pass_on
 from stages.rewards.registry import RewardSettings, cautions, check_machine
-from stages.rewards.reward import Response, RewardError
-from stages.rewards.settings import RewardPoolSettings
+from stages.rewards.reward import Response, RewardError, RewardPoolSettings
 from stages.rewards.worker import CLOCK_BYTES, Chunk, Clock, Setup, WorkerReady
 
 MOST_CORES, WAITING_WORKERS = 8, 16

@@ -18,8 +18,7 @@ from pydantic import Field
 
 from stages.data.problem import DomainError
 from stages.rewards import kinds
-from stages.rewards.reward import REGISTERED, Reward, RewardError
-from stages.rewards.settings import RewardBase
+from stages.rewards.reward import REGISTERED, Reward, RewardBase, RewardError
 
 for _module in iter_modules(kinds.__path__):
     import_module(f"{kinds.__name__}.{_module.name}")

@@ -13,8 +13,7 @@ from pathlib import Path
 from stages.data.problem import DomainError, Problem
 from stages.rewards.grading import Grade, Grader
 from stages.rewards.registry import RewardSettings
-from stages.rewards.reward import Response
-from stages.rewards.settings import RewardPoolSettings
+from stages.rewards.reward import Response, RewardPoolSettings
 
 FLUSH_SECONDS = 0.05  # longest wait of a grade for the rest of its chunk
 REST_SECONDS = 60.0  # time limit between two responses of a chunk

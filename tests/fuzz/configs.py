@@ -29,7 +29,7 @@ from pipeline.config.violations import ConfigError
 from pipeline.report.memory import memory_report
 from pipeline.report.terminal import terminal
 from pipeline.run.graph import compile_graph
-from stages.rewards.settings import RewardPoolSettings
+from stages.rewards.reward import RewardPoolSettings
 from stages.settings import DomainSettings, RunSettings
 
 from .worker import CONTROL, REPOSITORY, Case, FuzzStep, raised

@@ -19,7 +19,7 @@ from pipeline.config.validate import dump_differing, load_domain
 from pipeline.config.violations import ConfigError
 from pipeline.report import domain as domain_report
 from pipeline.report.domain import binned, demonstrated, described, errors, notes, previewed
-from stages.rewards.settings import RewardPoolSettings
+from stages.rewards.reward import RewardPoolSettings
 from stages.settings import DomainSettings
 from tests.repository.test_architecture import HEAVY
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from parallel.sample import Sample
-from stages.rewards.reward import RewardError
-from stages.rewards.settings import RewardPoolSettings
+from stages.rewards.reward import RewardError, RewardPoolSettings
 from stages.sampling.collection import Batch, Collection
 from stages.sampling.prompt_buffer import PromptBuffer
 from stages.sampling.sample_metrics import reward_metrics

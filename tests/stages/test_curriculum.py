@@ -11,7 +11,7 @@ import pytest
 
 from stages.data.problem import DomainError, Problem
 from stages.guards.settings import FrontierSettings
-from stages.rewards.settings import RewardPoolSettings
+from stages.rewards.reward import RewardPoolSettings
 from stages.sampling import frontier as module
 from stages.sampling.collection import Collection
 from stages.sampling.frontier import Frontier

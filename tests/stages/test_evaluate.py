@@ -13,8 +13,7 @@ import torch
 from parallel.checkpoint import load
 from parallel.model.policy import Policy
 from stages import evaluate
-from stages.rewards.reward import RewardError
-from stages.rewards.settings import RewardPoolSettings
+from stages.rewards.reward import RewardError, RewardPoolSettings
 from stages.sampling.logprob_check import MismatchError
 from stages.settings import EvaluationSettings, LoggingSettings, StageJob
 from tests.fake_engines import FakeEngine, RefittedFleet, toy_domain, toy_job, toy_run

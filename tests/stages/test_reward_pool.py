@@ -19,8 +19,7 @@ from stages.rewards import output as reward_output
 from stages.rewards.grading import Grade, Grader
 from stages.rewards.pool import RewardPool
 from stages.rewards.registry import RewardSettings
-from stages.rewards.reward import Response, RewardError
-from stages.rewards.settings import RewardPoolSettings
+from stages.rewards.reward import Response, RewardError, RewardPoolSettings
 
 Made = Callable[..., RewardPool]
 SECONDS = 60.0

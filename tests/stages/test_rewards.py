@@ -18,8 +18,7 @@ from stages.rewards.kinds.instruction import CHECKS
 from stages.rewards.kinds.json_schema import valid
 from stages.rewards.kinds.length import soft_overlong
 from stages.rewards.registry import RewardSettings, make, reward_kinds
-from stages.rewards.reward import Response, Reward, RewardError, Score
-from stages.rewards.settings import RewardBase
+from stages.rewards.reward import Response, Reward, RewardBase, RewardError, Score
 
 GARBAGE = [
     "",

@@ -13,8 +13,15 @@ from pydantic import Field
 from parallel.settings import Count
 from stages.data.problem import Problem
 from stages.rewards import sandbox
-from stages.rewards.reward import Response, Reward, RewardError, register
-from stages.rewards.settings import RewardBase, RewardPoolSettings, Seconds, time_rule
+from stages.rewards.reward import (
+    Response,
+    Reward,
+    RewardBase,
+    RewardContext,
+    RewardError,
+    Seconds,
+    register,
+)
 
 RunSeconds = Annotated[float, Field(gt=0, le=600)]
 
@@ -53,25 +60,26 @@ class CodeReward(RewardBase):
     )
     timeout_seconds: Seconds | None = 120.0
 
-    def rules(
-        self, key: str, source: str, max_response_tokens: int, pool: RewardPoolSettings | None
-    ) -> Iterator[tuple[str, str]]:
+    def rules(self, at: RewardContext) -> Iterator[tuple[str, str]]:
         """Yield the broken rules of the tests' source, the limits of time and the memory."""
-        if source == "reasoning_gym":
-            yield f"{key}.kind", "problems of reasoning_gym have no tests; use jsonl or parquet"
+        if at.source == "reasoning_gym":
+            yield (
+                f"{at.key}.kind",
+                "problems of reasoning_gym have no tests; use jsonl or parquet",
+            )
         total = self.tests_seconds
         for name in ("wall_seconds", "cpu_seconds"):
             if (seconds := getattr(self, name)) > total:
                 what = f"{seconds:g} for one run is more than tests_seconds = {total:g} for all"
-                yield f"{key}.{name}", f"{what} of them"
-        if pool and self.memory_mebibytes > pool.memory_mebibytes:
+                yield f"{at.key}.{name}", f"{what} of them"
+        if at.pool and self.memory_mebibytes > at.pool.memory_mebibytes:
             yield (
-                f"{key}.memory_mebibytes",
+                f"{at.key}.memory_mebibytes",
                 f"{self.memory_mebibytes} is more than rewards.memory_mebibytes = "
-                f"{pool.memory_mebibytes}, the limit of a worker and of all that it starts",
+                f"{at.pool.memory_mebibytes}, the limit of a worker and of all that it starts",
             )
         what = f"tests_seconds = {total:g} and the sandbox's own work may take"
-        yield from time_rule(key, self, pool, total + sandbox.MARGIN_SECONDS, what)
+        yield from self.time_rule(at, total + sandbox.MARGIN_SECONDS, what)
 
     def check_machine(self) -> None:
         """Raise RewardError where programs cannot be contained on this machine."""

@@ -11,8 +11,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from stages.rewards.reward import Reward, register
-from stages.rewards.settings import Pattern, RewardBase, Unfinished
+from stages.rewards.reward import Pattern, Reward, RewardBase, Unfinished, register
 
 LETTERS = re.compile(r"[^\W\d_]+")
 # Scripts that Unicode names otherwise, and scripts without spaces between words, in which every

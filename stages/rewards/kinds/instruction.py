@@ -18,8 +18,7 @@ from pydantic import Field
 
 from stages.data.problem import Problem
 from stages.rewards.kinds.format import unfenced
-from stages.rewards.reward import Response, Reward, RewardError, register
-from stages.rewards.settings import RewardBase
+from stages.rewards.reward import Response, Reward, RewardBase, RewardError, register
 
 RELATIONS: dict[str, Callable[[int, int], bool]] = {
     "at least": operator.ge,

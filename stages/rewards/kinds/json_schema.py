@@ -11,8 +11,7 @@ from pydantic import Field
 
 from stages.data.problem import Problem
 from stages.rewards.kinds.format import unfenced
-from stages.rewards.reward import Response, Reward, RewardError, register
-from stages.rewards.settings import RewardBase, RewardPoolSettings
+from stages.rewards.reward import Response, Reward, RewardBase, RewardContext, RewardError, register
 
 DEEPEST = 50  # nested lists and objects of an answer that can be valid
 
@@ -26,15 +25,13 @@ class JSONSchemaReward(RewardBase):
         default=None, description="schema of a problem without that field"
     )
 
-    def rules(
-        self, key: str, source: str, max_response_tokens: int, pool: RewardPoolSettings | None
-    ) -> Iterator[tuple[str, str]]:
+    def rules(self, at: RewardContext) -> Iterator[tuple[str, str]]:
         """Yield what is wrong with the default schema."""
         try:
             if self.default_schema is not None:
                 check_schema(self.default_schema)
         except RewardError as error:
-            yield f"{key}.default_schema", str(error)
+            yield f"{at.key}.default_schema", str(error)
 
 
 @register(JSONSchemaReward, imports=("jsonschema",))

@@ -10,10 +10,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from http.client import HTTPException, HTTPResponse
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
@@ -21,13 +24,23 @@ from pydantic_core import PydanticCustomError
 from parallel.files import write_atomically
 from parallel.settings import Tokens
 from stages.data.problem import Problem
-from stages.rewards.endpoint import address_error, hiding, unencrypted_host
-from stages.rewards.reward import Response, Reward, RewardError, register
-from stages.rewards.settings import Pattern, RewardBase, RewardPoolSettings, Seconds, time_rule
+from stages.rewards.reward import (
+    Pattern,
+    Response,
+    Reward,
+    RewardBase,
+    RewardContext,
+    RewardError,
+    Seconds,
+    register,
+)
 
 TRANSIENT = {408, 409, 425, 429}  # HTTP statuses that are retried, as all of 500 and above are
 SHOWN = 300  # characters of the judge's answer in an error
 LONGEST_ANSWER, LONGEST_REFUSAL = 16 << 20, 1 << 16  # bytes
+LONGEST_NAME = 253
+NAME = re.compile(r"\w([\w-]{0,61}\w)?(\.\w([\w-]{0,61}\w)?)*\.?", re.ASCII)
+FILLED = re.compile(r"\{(prompt|answer|response)\}")
 
 
 def _with_a_group(text: str) -> str:
@@ -70,26 +83,65 @@ class JudgeReward(RewardBase):
     request_timeout_seconds: Seconds = Field(default=60.0, description="time limit of one request")
     timeout_seconds: Seconds | None = 300.0
 
-    def rules(
-        self, key: str, source: str, max_response_tokens: int, pool: RewardPoolSettings | None
-    ) -> Iterator[tuple[str, str]]:
+    def rules(self, at: RewardContext) -> Iterator[tuple[str, str]]:
         """Yield the broken rules of the address, the rubric's range, the key and the time."""
-        if error := address_error(self.base_url):
-            yield f"{key}.base_url", error
-        if self.lowest >= self.highest:
-            yield f"{key}.lowest", f"{self.lowest:g} must be less than highest = {self.highest:g}"
+        if error := _address_error(self.base_url):
+            yield f"{at.key}.base_url", error
+        lowest, highest = self.lowest, self.highest
+        if lowest >= highest:
+            yield f"{at.key}.lowest", f"{lowest:g} must be less than highest = {highest:g}"
         if self.api_key_file is not None and self.api_key_variable is not None:
-            yield f"{key}.api_key_variable", "api_key_file is set too; keep one of the two"
+            yield f"{at.key}.api_key_variable", "api_key_file is set too; keep one of the two"
         what = f"{self.attempts} attempts and the pauses between them may take"
         longest = self.attempts * self.request_timeout_seconds + 2 ** (self.attempts - 1) - 1
-        yield from time_rule(key, self, pool, longest, what)
+        yield from self.time_rule(at, longest, what)
 
     def caution(self) -> str | None:
         """Return a warning where others on the network can read the key."""
-        if self.api_key_file is None and self.api_key_variable is None:
+        address = urlsplit(self.base_url)
+        host = address.hostname or ""
+        keyless = self.api_key_file is None and self.api_key_variable is None
+        if keyless or address.scheme != "http" or _is_loopback(host):
             return None
-        host = unencrypted_host(self.base_url)
-        return host and f"base_url: the key goes to {host} unencrypted; use https"
+        return f"base_url: the key goes to {host} unencrypted; use https"
+
+
+def _address_error(url: str) -> str | None:
+    """Return what is wrong with an address of http or https, or None.
+
+    The address is not repeated, since a password or a key may stand in it.
+    """
+    if not (url.isascii() and url.isprintable()):
+        return "must be printable ASCII: xn--NAME for an international host, %XX in a path"
+    if "?" in url or "#" in url:
+        return "must have no query (?) and no fragment (#); a key belongs in api_key_variable"
+    if "@" in url.split("/")[2]:
+        return "must have no user and no password (@); a key belongs in api_key_variable"
+    with suppress(ValueError):  # a bracket that is not closed, or an invalid address
+        address = urlsplit(url)
+        if _is_host(address.hostname or ""):
+            with suppress(ValueError):
+                return "must have a port from 1 to 65535" if address.port == 0 else None
+            return "must have a port from 1 to 65535"
+    return "has no valid host: a name, an IPv4 address, or an IPv6 address in brackets"
+
+
+def _is_host(host: str) -> bool:
+    """Return whether `host` is a valid name. Raises ValueError where it is an invalid address."""
+    if ":" in host:
+        IPv6Address(host)
+    elif re.fullmatch(r"(.*\.)?\d+\.?", host):  # a name does not end with a number
+        IPv4Address(host)
+    else:
+        return len(host) <= LONGEST_NAME and NAME.fullmatch(host) is not None
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
 
 
 @register(JudgeReward)
@@ -99,10 +151,7 @@ def make(settings: JudgeReward, directory: Path) -> Reward:
 
     def reward(problem: Problem, response: Response) -> float:
         texts = {"prompt": problem.prompt, "answer": problem.answer, "response": response.text}
-        filled = re.sub(
-            r"\{(prompt|answer|response)\}", lambda match: texts[match[1]], settings.rubric
-        )
-        return judge.score(filled)
+        return judge.score(FILLED.sub(lambda match: texts[match[1]], settings.rubric))
 
     return reward
 
@@ -129,10 +178,10 @@ class Judge:
         self._cache = cache
         self._url = f"{settings.base_url.rstrip('/')}/chat/completions"
         self._headers = {"Content-Type": "application/json"}
-        key = _key(settings)
-        self._hide = hiding(key)
-        if key is not None:
+        self._secret: re.Pattern[str] | None = None
+        if (key := _key(settings)) is not None:
             self._headers["Authorization"] = f"Bearer {key}"
+            self._secret = re.compile("".join(map(_written, key)), re.IGNORECASE)
 
     def score(self, rubric: str) -> float:
         """Return the score of a filled rubric, in [0, 1]. Raises RewardError without one."""
@@ -145,25 +194,23 @@ class Judge:
         text = json.dumps(body, sort_keys=True)
         name = hashlib.sha256(f"{self._url}\n{text}".encode()).hexdigest()
         file = self._cache / name[:2] / f"{name}.json"
-        said = _kept(file)
-        if said is None:
-            said = self._ask(text.encode())
-            score = self._verdict(said)
-            write_atomically(file, json.dumps({"request": body, "said": said}))
-            return score
-        return self._verdict(said)
+        with suppress(OSError, ValueError, KeyError, TypeError):  # no such file, or a damaged one
+            return self._verdict(json.loads(file.read_text())["said"])
+        said = self._ask(text.encode())
+        score = self._verdict(said)
+        write_atomically(file, json.dumps({"request": body, "said": said}))
+        return score
 
     def _ask(self, body: bytes) -> str:
         reason = ""
+        timeout = self._settings.request_timeout_seconds
         for attempt in range(self._settings.attempts):
             if attempt:
                 time.sleep(2 ** (attempt - 1))
             request = urllib.request.Request(self._url, body, self._headers)
             try:
-                with _opener.open(
-                    request, timeout=self._settings.request_timeout_seconds
-                ) as answer:
-                    return self._content(_read(answer))
+                with _opener.open(request, timeout=timeout) as answer:
+                    return self._content(answer)
             except urllib.error.HTTPError as error:
                 reason = self._refusal(error)
                 if error.code < 500 and error.code not in TRANSIENT:
@@ -175,27 +222,30 @@ class Judge:
             f"{self._url} gave no answer in {self._settings.attempts} attempts; the last: {reason}"
         )
 
-    def _content(self, answer: Any) -> str:
+    def _content(self, answer: HTTPResponse) -> str:
         """Return the answer's text. Raises ValueError where it is not a chat completion."""
-        try:
-            content = answer["choices"][0]["message"]["content"]
-        except (KeyError, IndexError, TypeError):
-            content = None
-        if not isinstance(content, str):
-            said = self._hide(json.dumps(answer, ensure_ascii=False))
-            raise ValueError(f"not a chat completion: {said[:SHOWN]}")
-        return self._hide(content)
+        body = answer.read(LONGEST_ANSWER + 1)
+        if len(body) > LONGEST_ANSWER:
+            raise ValueError(f"its answer is longer than {LONGEST_ANSWER >> 20} MiB")
+        said = json.loads(body)
+        with suppress(KeyError, IndexError, TypeError):
+            if isinstance(content := said["choices"][0]["message"]["content"], str):
+                return self._hide(content)
+        # Hide the key before cutting the text: half a key would not be found.
+        shown = self._hide(json.dumps(said, ensure_ascii=False))[:SHOWN]
+        raise ValueError(f"not a chat completion: {shown}")
 
     def _refusal(self, error: urllib.error.HTTPError) -> str:
+        said = ""
         if target := error.headers.get("Location"):
             said = f"it is moved to {target}; state that as base_url"
         else:
-            try:
+            with suppress(OSError, HTTPException):  # it broke off
                 said = error.read(LONGEST_REFUSAL).decode(errors="replace")
-            except (OSError, HTTPException):  # it broke off
-                said = ""
-        # Hide the key before cutting the text: half a key would not be found.
         return f"{error.code} {self._hide(error.reason)[:SHOWN]}: {self._hide(said)[:SHOWN]}"
+
+    def _hide(self, text: str) -> str:
+        return text if self._secret is None else self._secret.sub("[key]", text)
 
     def _verdict(self, said: str) -> float:
         found = list(re.finditer(self._settings.verdict, said))
@@ -218,10 +268,9 @@ def _key(settings: JudgeReward) -> str | None:
         key = settings.api_key_file.read_text(errors="replace").strip()
     elif settings.api_key_variable is not None:
         where = f"api_key_variable: {settings.api_key_variable}"
-        try:
-            key = os.environ[settings.api_key_variable].strip()
-        except KeyError:
-            raise RewardError(f"{settings.api_key_variable} is not set") from None
+        if (found := os.environ.get(settings.api_key_variable)) is None:
+            raise RewardError(f"{settings.api_key_variable} is not set")
+        key = found.strip()
     else:
         return None
     if not (key.isascii() and key.isprintable() and key):  # http.client would show it in an error
@@ -229,18 +278,7 @@ def _key(settings: JudgeReward) -> str | None:
     return key
 
 
-def _read(answer: HTTPResponse) -> Any:
-    """Return the JSON of an answer. Raises ValueError where it is invalid or too long."""
-    body = answer.read(LONGEST_ANSWER + 1)
-    if len(body) > LONGEST_ANSWER:
-        raise ValueError(f"its answer is longer than {LONGEST_ANSWER >> 20} MiB")
-    return json.loads(body)
-
-
-def _kept(file: Path) -> str | None:
-    """Return the judge's cached answer; None where there is none or the file is damaged."""
-    try:
-        said = json.loads(file.read_text())["said"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return said if isinstance(said, str) else None
+def _written(character: str) -> str:
+    """Return a pattern of one character, plain or escaped (JSON, URLs)."""
+    itself, code = re.escape(character), ord(character)
+    return rf"(?:{itself}|\\{itself}|\\u{code:04x}|%{code:02x})"

@@ -10,8 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from parallel.settings import Tokens
-from stages.rewards.reward import Response, Reward, register
-from stages.rewards.settings import RewardBase, RewardPoolSettings, Unfinished
+from stages.rewards.reward import Response, Reward, RewardBase, RewardContext, Unfinished, register
 
 Length = Annotated[int, Field(ge=0, le=1_000_000_000)]
 
@@ -31,18 +30,19 @@ class OverlongReward(RewardBase):
     buffer_tokens: Tokens = Field(description="c, the last tokens, over which the reward falls")
     unfinished: Unfinished = "score"
 
-    def rules(
-        self, key: str, source: str, max_response_tokens: int, pool: RewardPoolSettings | None
-    ) -> Iterator[tuple[str, str]]:
+    def rules(self, at: RewardContext) -> Iterator[tuple[str, str]]:
         """Yield the broken rules of the two limits."""
         limit = self.max_tokens
         if self.buffer_tokens > limit:
-            yield f"{key}.buffer_tokens", f"{self.buffer_tokens} is more than max_tokens = {limit}"
-        if limit > max_response_tokens:
             yield (
-                f"{key}.max_tokens",
+                f"{at.key}.buffer_tokens",
+                f"{self.buffer_tokens} is more than max_tokens = {limit}",
+            )
+        if limit > at.max_response_tokens:
+            yield (
+                f"{at.key}.max_tokens",
                 f"{limit} is more than the domain's sampling.max_response_tokens = "
-                f"{max_response_tokens}, where responses are truncated: it is never reached",
+                f"{at.max_response_tokens}, where responses are truncated: it is never reached",
             )
 
 
@@ -63,12 +63,13 @@ class LengthReward(RewardBase):
     )
     unfinished: Unfinished = "score"
 
-    def rules(
-        self, key: str, source: str, max_response_tokens: int, pool: RewardPoolSettings | None
-    ) -> Iterator[tuple[str, str]]:
+    def rules(self, at: RewardContext) -> Iterator[tuple[str, str]]:
         """Yield the broken rule of the two bounds."""
         if self.at_least > (self.at_most or math.inf):
-            yield f"{key}.at_least", f"{self.at_least} is more than at_most = {self.at_most}"
+            yield (
+                f"{at.key}.at_least",
+                f"{self.at_least} is more than at_most = {self.at_most}",
+            )
 
 
 @register(OverlongReward)

@@ -14,8 +14,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from stages.data.problem import Problem
-from stages.rewards.reward import Response, Reward, RewardError, register
-from stages.rewards.settings import RewardBase, Seconds
+from stages.rewards.reward import Response, Reward, RewardBase, RewardError, Seconds, register
 
 MARKED = re.compile(r"\$|\\boxed|\\\(|\\\[")  # LaTeX that marks its mathematics
 

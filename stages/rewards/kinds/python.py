@@ -9,8 +9,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from stages.rewards.reward import Reward, RewardError, register
-from stages.rewards.settings import RewardBase
+from stages.rewards.reward import Reward, RewardBase, RewardError, register
 
 
 class PythonReward(RewardBase):

@@ -11,8 +11,7 @@ from pydantic import Field
 
 from stages.data.problem import Problem
 from stages.data.reasoning_gym_source import score
-from stages.rewards.reward import Reward, register
-from stages.rewards.settings import RewardBase, RewardPoolSettings
+from stages.rewards.reward import Reward, RewardBase, RewardContext, register
 
 CORRECT = 0.999  # the scorers give partial credit, even for merely containing the answer
 RESPONSE = re.compile(r"<[^>]*>(?P<answer>.*)", re.DOTALL)
@@ -27,13 +26,11 @@ class ReasoningGymReward(RewardBase):
         description="whole: 1 for a right answer, else 0; partial: the scorer's number",
     )
 
-    def rules(
-        self, key: str, source: str, max_response_tokens: int, pool: RewardPoolSettings | None
-    ) -> Iterator[tuple[str, str]]:
+    def rules(self, at: RewardContext) -> Iterator[tuple[str, str]]:
         """Yield the broken rule of the problems' source."""
-        if source != "reasoning_gym":
+        if at.source != "reasoning_gym":
             yield (
-                f"{key}.kind",
+                f"{at.key}.kind",
                 "only prompts.source: reasoning_gym has this scorer; use other rewards",
             )
 
