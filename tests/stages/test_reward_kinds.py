@@ -12,7 +12,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[2]
 SHOUT = '''
 from typing import Literal
-from stages.rewards.reward import Response, RewardBase, RewardPoolSettings, register
+from stages.rewards.reward import RewardBase, register
 
 class ShoutReward(RewardBase):
     """1 where the response is in capitals."""
@@ -35,6 +35,7 @@ rewards = schema.validate_python({"loud": {"kind": "shout", "marks": 1}})
 heavy = {"torch", "numpy", "math_verify", "sympy", "jsonschema", "reasoning_gym", "transformers"}
 loaded = sorted(heavy & set(sys.modules))
 from stages.rewards.pool import RewardPool
+from stages.rewards.reward import Response, RewardPoolSettings
 pool = RewardPool({"words": rewards}, RewardPoolSettings(workers=1), Path.cwd())
 futures = pool.submit(Problem("words", 0, "say hi", "hi"), [Response("HI", 1), Response("hi", 1)])
 print(json.dumps({
