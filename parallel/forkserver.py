@@ -27,11 +27,13 @@ from typing import Any
 
 from setproctitle import setproctitle
 
+from parallel.status_pipe import STATUS_DESCRIPTOR
+
 LARGEST_REQUEST = 1 << 20  # bytes
 ADOPTION_SECONDS = 10.0
 
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+prctl = ctypes.CDLL(None).prctl
 
 
 def main() -> None:
@@ -54,9 +56,8 @@ def check_forkable() -> None:
     Threads do not survive a fork, while locks that they hold do; and CUDA cannot be used in a fork
     after it was initialized.
     """
-    threads = list(Path("/proc/self/task").iterdir())
-    if len(threads) > 1:
-        names = sorted((each / "comm").read_text().strip() for each in threads)
+    names = sorted(each.read_text().strip() for each in Path("/proc/self/task").glob("*/comm"))
+    if len(names) > 1:
         raise RuntimeError(f"an import has started threads: {names}")
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -88,23 +89,23 @@ def _become(request: dict[str, Any], link_descriptor: int, output: int, status: 
     deadline = time.monotonic() + ADOPTION_SECONDS
     while os.getppid() != request["launcher"] and time.monotonic() < deadline:
         time.sleep(0.001)
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != request["launcher"]:
         os._exit(1)
-    with socket.socket(fileno=link_descriptor) as link:
-        try:
+    try:
+        with socket.socket(fileno=link_descriptor) as link:
             link.send(b"%d" % os.getpid())
             if not link.recv(1):  # the launcher has stopped waiting, and does not know of us
                 os._exit(1)
-        except OSError:
-            os._exit(1)
+    except OSError:
+        os._exit(1)
     sys.argv = [request["module"], *request["arguments"]]
     print(os.getpid(), "runs", *sys.argv, flush=True)  # in the server's log still
     # The title that `ps` shows. Set before the environment changes: setproctitle locates its
     # memory by the environment.
     setproctitle(" ".join([sys.executable, "-m", *sys.argv]))
-    for standard in (sys.stdout.fileno(), sys.stderr.fileno()):
-        os.dup2(output, standard)
+    os.dup2(output, sys.stdout.fileno())
+    os.dup2(output, sys.stderr.fileno())
     os.close(output)
     if request["cores"] is not None:
         os.sched_setaffinity(0, request["cores"])
@@ -114,7 +115,7 @@ def _become(request: dict[str, Any], link_descriptor: int, output: int, status: 
         torch.set_num_threads(int(wanted) if wanted.isdecimal() else len(os.sched_getaffinity(0)))
     os.environ.clear()
     os.environ.update(request["environment"])
-    os.environ[request["status_variable"]] = str(status)
+    os.environ[STATUS_DESCRIPTOR] = str(status)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ environments. On machines with CUDA no server is used: a CUDA context does not s
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -16,10 +15,9 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 from parallel.engine.environment import PROCESS_ENVIRONMENT
-from parallel.status_pipe import STATUS_DESCRIPTOR
+from parallel.forkserver import PR_SET_CHILD_SUBREAPER, prctl
 from pipeline.launch.processes import Child, Forked, ForkLost
 
 GPU_FILE = Path("/dev/nvidiactl")  # the driver's: torch is not imported here
@@ -29,20 +27,15 @@ FORK_SECONDS = 60.0  # timeout of a server's imports and one fork
 PRELOADS = {"stages.main": "stages.preload", "parallel.engine.server": "parallel.engine.preload"}
 # A process with threads cannot be forked safely, and NumPy's OpenBLAS and Arrow's jemalloc would
 # each start one when they are loaded. OpenMP reads its number of threads then: a rank's is 1.
-ENVIRONMENT = {
-    "OPENBLAS_NUM_THREADS": "1",
-    "JE_ARROW_MALLOC_CONF": "background_thread:false",
-}
+ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 OWN_ENVIRONMENT = {
     "stages.main": {"OMP_NUM_THREADS": "1"},
     "parallel.engine.server": PROCESS_ENVIRONMENT,
 }
 
-_PR_SET_CHILD_SUBREAPER = 36
-
 
 class ForkServer:
-    """A fork server of one program; no method of it blocks."""
+    """A fork server of one program, a `process`; no method of it blocks."""
 
     def __init__(self, module: str, log: Path) -> None:
         self._module = module
@@ -52,7 +45,7 @@ class ForkServer:
         self._control.setblocking(False)
         descriptor = str(theirs.fileno())
         with theirs:
-            self._process = Child(
+            self.process = Child(
                 f"fork server of {module}",
                 [sys.executable, "-m", "parallel.forkserver", descriptor, PRELOADS[module]],
                 log,
@@ -80,7 +73,6 @@ class ForkServer:
             "arguments": list(arguments),
             "environment": dict(environment),
             "cores": None if cores is None else list(cores),
-            "status_variable": STATUS_DESCRIPTOR,
         }
         message = json.dumps(request).encode()
         with theirs:
@@ -89,33 +81,20 @@ class ForkServer:
             except OSError:
                 ours.close()
                 raise
-        return RequestedFork(ours, self)
-
-    @property
-    def state(self) -> str:
-        """The state: `running`, `killed` (a new one may start) or `unfit` (its imports failed)."""
-        status = self._process.status()
-        if status is None:
-            return "running"
-        return "killed" if status < 0 else "unfit"
-
-    def kill(self) -> None:
-        """Kill a server that does not answer; `ForkServers.of` starts a new one."""
-        self._process.send(signal.SIGKILL)
+        return RequestedFork(ours, self.process)
 
     def close(self) -> None:
         """Kill the server, but not the processes that it forked."""
         self._control.close()
-        self._process.reap()
+        self.process.reap()
 
 
 class RequestedFork:
     """A requested process that may not have been forked yet."""
 
-    def __init__(self, link: socket.socket, server: ForkServer) -> None:
-        self._link = link
+    def __init__(self, link: socket.socket, server: Child) -> None:
+        self._link, self._server = link, server
         self._link.setblocking(False)
-        self._server = server
         self._deadline = time.monotonic() + FORK_SECONDS
 
     def poll(self) -> Forked | None:
@@ -129,7 +108,7 @@ class RequestedFork:
         except BlockingIOError:
             if time.monotonic() > self._deadline:
                 self.cancel()
-                self._server.kill()
+                self._server.send(signal.SIGKILL)  # then `ForkServers.of` starts another
                 raise ForkLost(f"no fork after {FORK_SECONDS:g} s") from None
             return None
         except OSError:
@@ -158,12 +137,7 @@ class ForkServers:
     def __enter__(self) -> ForkServers:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for server in self._servers.values():
             server.close()
 
@@ -176,12 +150,10 @@ class ForkServers:
         if not self._wanted or module not in PRELOADS:
             return None
         server = self._servers.get(module)
-        if server is not None and server.state == "killed":
-            server.close()
-            server = None
-        if server is None:
+        if server is None or (server.process.status() or 0) < 0:  # it was killed
+            if server is not None:
+                server.close()
             # Forked processes are orphaned by their server and become our children.
-            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-            server = ForkServer(module, self._logs / f"{module}.log")
-            self._servers[module] = server
-        return server if server.state == "running" else None
+            prctl(PR_SET_CHILD_SUBREAPER, 1)
+            server = self._servers[module] = ForkServer(module, self._logs / f"{module}.log")
+        return server if server.process.status() is None else None

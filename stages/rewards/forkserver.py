@@ -4,31 +4,46 @@ It imports the rewards' heavy modules once, without torch, and forks a worker in
 runs no reward itself and so always answers. When the pool is gone it kills its workers, even those
 that hang, and all processes that rewards have started; where it is killed, the kernel kills its
 workers.
+
+Messages are plain tuples and lists: as __main__, this module shares no class with the pool's.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import gc
+import mmap
 import os
 import resource
 import signal
 import sys
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from typing import NoReturn
 
-from stages.rewards.registry import imports
-from stages.rewards.worker import Clock, Setup, serve
+from parallel.forkserver import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
+from stages.data.problem import DomainError, Problem
+from stages.rewards.grading import Grade, Grader
+from stages.rewards.registry import RewardSettings, imports
+from stages.rewards.reward import Response, RewardPoolSettings
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 REAPING_SECONDS = 1.0  # between two rounds of reaping
 ENDING_ROUNDS, ENDING_SECONDS = 100, 0.01  # of killing processes that still start others
-_libc = ctypes.CDLL(None)
+FLUSH_SECONDS = 0.05  # longest wait of a grade for the rest of its chunk
+REST_SECONDS = 60.0  # time limit between two responses of a chunk
+CLOCK_BYTES = 24
+
+# The message that starts the forkserver: each domain's rewards by name, the pool's settings, and
+# the directory of the rewards' files.
+Setup = tuple[Mapping[str, Mapping[str, RewardSettings]], RewardPoolSettings, Path]
+# Each response's number, and the rewards that are not run on it: the score of each, or None.
+Chunk = list[tuple[int, Problem, Response, dict[str, float | None]]]
+# A worker's first message: None once it is ready, or why it never will be; then its grades.
+Answer = str | None | list[tuple[int, Grade]]
 
 
 def main() -> None:
@@ -36,33 +51,37 @@ def main() -> None:
 
     As a subreaper this process becomes the parent of what rewards leave, so that none outlives it.
     """
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     for ignored in (signal.SIGINT, signal.SIGTERM):  # the stage decides when it ends
         signal.signal(ignored, signal.SIG_IGN)
     control = Connection(int(sys.argv[1]))
     setup: Setup = control.recv()
-    settings = [each for rewards in setup.rewards.values() for each in rewards.values()]
-    for module in imports(settings):
-        with contextlib.suppress(Exception):  # a worker reports the error
+    for module in imports(each for rewards in setup[0].values() for each in rewards.values()):
+        with suppress(Exception):  # a worker reports the error
             import_module(module)
     gc.freeze()  # else garbage collection would copy shared pages into every worker
     workers: set[int] = set()
-    with contextlib.suppress(EOFError, OSError):
+    with suppress(EOFError, OSError):
         while True:
             while not control.poll(REAPING_SECONDS):
                 _reap(_children(os.getpid()) - workers)
-            wanted: int | None = control.recv()
-            if wanted is None:
-                process = _forked(control, setup)
+            if (wanted := control.recv()) is None:
+                process = _fork(control, setup)
                 workers.add(process)
                 control.send(process)
             else:
-                control.send(_killed(wanted))
+                _kill([*_descendants(wanted), wanted])
+                control.send(os.waitstatus_to_exitcode(os.waitpid(wanted, 0)[1]))
                 workers.remove(wanted)
-    _end_all()
+    for _ in range(ENDING_ROUNDS):
+        if not (left := _descendants(os.getpid())):
+            break
+        _kill(left)
+        time.sleep(ENDING_SECONDS)
+        _reap(_children(os.getpid()))
 
 
-def _forked(control: Connection, setup: Setup) -> int:
+def _fork(control: Connection, setup: Setup) -> int:
     """Return the process id of a new worker on the two descriptors that the pool sends."""
     theirs, shared = recv_handle(control), recv_handle(control)
     process = os.fork()
@@ -74,22 +93,14 @@ def _forked(control: Connection, setup: Setup) -> int:
     return process
 
 
-def _killed(process: int) -> int:
-    """Kill a worker and its descendants; return its exit status, or minus its signal."""
-    for each in [*_descendants(process), process]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(each, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-
-
 def _work(setup: Setup, descriptor: int, shared: int) -> NoReturn:
     status = 1
     try:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        limit = setup.settings.memory_mebibytes << 20
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        limit = setup[1].memory_mebibytes << 20
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         connection = Connection(descriptor)  # open until the end, which the pool waits for
-        serve(setup, connection, Clock(shared))
+        _serve(setup, connection, Clock(shared))
         status = 0
     except (EOFError, OSError):
         status = 0  # the pool is gone
@@ -101,23 +112,68 @@ def _work(setup: Setup, descriptor: int, shared: int) -> NoReturn:
         os._exit(status)
 
 
-def _end_all() -> None:
-    """Kill all descendants of this process."""
-    for _ in range(ENDING_ROUNDS):
-        found = _descendants(os.getpid())
-        if not found:
-            return
-        for each in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(each, signal.SIGKILL)
-        time.sleep(ENDING_SECONDS)
-        _reap(_children(os.getpid()))
+class Clock:
+    """A worker's position, in memory shared with the pool.
+
+    The response's number, the reward's index among its domain's, and the deadline.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._shared = memoryview(mmap.mmap(descriptor, CLOCK_BYTES)).cast("d")
+
+    def begin(self, number: int, reward: int, seconds: float) -> None:
+        self._shared[1], self._shared[2] = reward, time.monotonic() + seconds
+        self._shared[0] = number
+
+    def rest(self) -> None:
+        self.begin(-1, 0, REST_SECONDS)
+
+    def read(self) -> tuple[int, int, float]:
+        """Return the number, -1 between responses; the reward; the deadline by CLOCK_MONOTONIC."""
+        return int(self._shared[0]), int(self._shared[1]), self._shared[2]
+
+
+def _serve(setup: Setup, connection: Connection, clock: Clock) -> None:
+    """Score chunks until the pool is gone."""
+    domains, settings, directory = setup
+    try:
+        graders = {domain: Grader(domain, own, directory) for domain, own in domains.items()}
+    except DomainError as error:
+        connection.send(str(error))
+        return
+    connection.send(None)
+    process = os.getpid()
+    while True:
+        chunk: Chunk = connection.recv()
+        grades: list[tuple[int, Grade]] = []
+        flushed = time.monotonic()
+        for number, problem, response, known in chunk:
+
+            def begin(reward: int, seconds: float | None, number: int = number) -> None:
+                clock.begin(number, reward, seconds or settings.timeout_seconds)
+
+            grade = graders[problem.domain].grade(problem, response, begin, known)
+            grades.append((number, grade))
+            if os.getpid() != process:  # a reward has forked, and its child returned
+                os._exit(0)
+            clock.rest()
+            if time.monotonic() - flushed > FLUSH_SECONDS:
+                connection.send(grades)
+                grades, flushed = [], time.monotonic()
+        if grades:
+            connection.send(grades)
+
+
+def _kill(processes: list[int]) -> None:
+    for each in processes:
+        with suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
 
 
 def _reap(processes: set[int]) -> None:
     """Reap the children that have exited."""
     for each in processes:
-        with contextlib.suppress(ChildProcessError):
+        with suppress(ChildProcessError):
             os.waitpid(each, os.WNOHANG)
 
 
@@ -130,9 +186,7 @@ def _descendants(process: int) -> list[int]:
 def _children(process: int) -> set[int]:
     try:
         threads = Path(f"/proc/{process}/task").iterdir()
-        return {
-            int(child) for thread in threads for child in (thread / "children").read_text().split()
-        }
+        return {int(child) for each in threads for child in (each / "children").read_text().split()}
     except OSError:  # it has ended, or the kernel does not list them
         return set()
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from stages.data.problem import Problem
 from stages.rewards.registry import RewardSettings, make
-from stages.rewards.reward import Response, RewardBase, RewardError, Score, Steps
+from stages.rewards.reward import Response, RewardError, Score, Steps
 
 SOLVED = 1.0
 LONGEST = 1000  # characters of what went wrong
@@ -64,14 +64,15 @@ class Grader:
         steps: tuple[tuple[int, float], ...] = ()
         watch_failures: list[str] = []
         for index, (name, settings) in enumerate(self._settings.items()):
-            if name in known and known[name] is None:
+            if (given := known.get(name)) is None and name in known:
                 continue
             try:
-                if (given := known.get(name)) is None:
+                score: float | Steps = 0.0 if given is None else given
+                if given is None:
                     begin(index, settings.timeout_seconds)
-                    score = self._score(name, settings, problem, response)
-                else:
-                    score = given
+                    if settings.unfinished == "score" or response.finished:
+                        returned = self._rewards[name](problem, response)
+                        score = _checked(returned, len(response.text))
                 if isinstance(score, Steps):
                     if settings.weight:
                         if steps:
@@ -79,26 +80,16 @@ class Grader:
                         weighted = [settings.weight * each for each in score.rewards]
                         steps = tuple(zip(score.ends, weighted, strict=True))
                     score = sum(score.rewards) / len(score.rewards)
+                parts[name] = score
+                total += settings.weight * score
+                if not isfinite(total):
+                    raise RewardError(f"returned {score!r}, which makes the sum of rewards {total}")
             except BaseException as error:  # also SystemExit: a reward must not end its worker
                 line = failure(problem, response, name, _said(error))
-                if settings.weight == 0:
-                    watch_failures.append(line)
-                    continue
-                return Grade(None, parts, (), line, tuple(watch_failures))
-            parts[name] = score
-            total += settings.weight * score
-            if not isfinite(total):
-                what = f"returned {score!r}, which makes the sum of rewards {total}"
-                line = failure(problem, response, name, what)
-                return Grade(None, parts, (), line, tuple(watch_failures))
+                if settings.weight:
+                    return Grade(None, parts, (), line, tuple(watch_failures))
+                watch_failures.append(line)
         return Grade(total, parts, steps, None, tuple(watch_failures))
-
-    def _score(
-        self, name: str, settings: RewardBase, problem: Problem, response: Response
-    ) -> float | Steps:
-        if settings.unfinished == "zero" and not response.finished:
-            return 0.0
-        return _checked(self._rewards[name](problem, response), len(response.text))
 
 
 def failure(problem: Problem, response: Response, reward: str, what: str) -> str:
@@ -122,9 +113,7 @@ def solved(settings: Mapping[str, RewardSettings], parts: Mapping[str, float]) -
 
 def _checked(score: Score, characters: int) -> float | Steps:
     if not isinstance(score, Steps):
-        if not isinstance(score, Real) or not isfinite(score):
-            raise RewardError(f"returned {score!r}, not a finite number")
-        return float(score)
+        return _finite(score)
     if len(score.ends) != len(score.rewards) or not score.ends:
         raise RewardError(f"returned {score!r}, which must have a reward for each of its ends")
     ends = [0 if characters else -1, *score.ends]  # no text is one step, which ends at 0
@@ -132,13 +121,13 @@ def _checked(score: Score, characters: int) -> float | Steps:
         raise RewardError(
             f"returned {score!r}, whose ends must rise from above 0 to {characters} at most"
         )
-    return Steps([int(end) for end in score.ends], [_number(each) for each in score.rewards])
+    return Steps([int(end) for end in score.ends], [_finite(each) for each in score.rewards])
 
 
-def _number(value: float) -> float:
-    checked = _checked(value, 0)
-    assert isinstance(checked, float)
-    return checked
+def _finite(score: float) -> float:
+    if not isinstance(score, Real) or not isfinite(score):
+        raise RewardError(f"returned {score!r}, not a finite number")
+    return float(score)
 
 
 def _said(error: BaseException) -> str:

@@ -2,7 +2,7 @@
 
 A thread sends chunks of responses to the workers and collects grades. A worker whose reward times
 out is killed and replaced; only that response is affected, the rest of its chunk goes to other
-workers. `forkserver` and `worker` are the processes at the other end.
+workers. `forkserver` is the other end.
 
 pebble's ProcessPool was tried (5.2.3): it leaves a killed worker's children and a daemonised
 process alive, a hanging worker outlives a stage that SIGKILL ends, an idle worker that is stopped
@@ -11,7 +11,6 @@ blocks its task for ever, and a timeout applies to a task, not to each of its re
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import pickle
@@ -24,18 +23,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.reduction import send_handle
 from pathlib import Path
 
-from parallel.status_pipe import STATUS_DESCRIPTOR, report_notice
+from parallel.status_pipe import ERRORS, STATUS_DESCRIPTOR, report_notice
 from stages.data.problem import Problem
+from stages.rewards.forkserver import CLOCK_BYTES, Answer, Chunk, Clock, Setup
 from stages.rewards.grading import Grade, failure
-from stages.rewards.output import pass_on
 from stages.rewards.registry import RewardSettings, cautions, check_machine
 from stages.rewards.reward import Response, RewardError, RewardPoolSettings
-from stages.rewards.worker import CLOCK_BYTES, Chunk, Clock, Setup, WorkerReady
 
 MOST_CORES, WAITING_WORKERS = 8, 16
 LONGEST_CHUNK = 32  # responses in one message
@@ -46,6 +45,7 @@ FORKSERVER_SECONDS = 60.0  # to fork a worker, or to kill one
 CLOSING_SECONDS = 5.0  # for the forkserver to kill all workers
 ENDING_SECONDS = 5.0  # for the forkserver to exit once its connection is broken
 PRINTING_SECONDS = 1.0  # to log the rest of the workers' output
+LARGEST_OUTPUT, PIECE = 16 << 20, 1 << 16  # bytes that the rewards of one attempt may print
 ATTEMPTS = 3  # lost workers after which a response fails, where no reward is to blame
 SHOWN_IN_FULL, SHOWN_CHARACTERS = 3, 300
 
@@ -56,13 +56,8 @@ class _Task:
     response: Response
     future: Future[Grade]
     attempts: int = 0
-    watch_failures: dict[str, str] = field(default_factory=dict)  # by the reward, of weight 0
-    timed_out: dict[str, float] = field(default_factory=dict)  # the scores of rewards that did
-
-    @property
-    def known(self) -> dict[str, float | None]:
-        """The scores that need no grading, as in a `Chunk`."""
-        return {**dict.fromkeys(self.watch_failures), **self.timed_out}
+    known: dict[str, float | None] = field(default_factory=dict)  # as in a `Chunk`
+    watch_failures: list[str] = field(default_factory=list)  # of rewards of weight 0
 
 
 @dataclass(eq=False)
@@ -70,15 +65,8 @@ class _Worker:
     process: int
     connection: Connection
     clock: Clock
-    born: float
     loaded: bool = False
     owed: dict[int, _Task] = field(default_factory=dict)
-
-    def overdue(self, now: float) -> bool:
-        """Return whether its time limit has passed."""
-        if not self.loaded:
-            return now > self.born + LOADING_SECONDS
-        return bool(self.owed) and now > self.clock.read()[2]
 
 
 class RewardPool:
@@ -100,13 +88,14 @@ class RewardPool:
             report_notice(line)
         self._rewards = {domain: dict(own) for domain, own in rewards.items()}
         self._settings = settings
-        self._setup = Setup(self._rewards, settings, directory)
+        self._setup: Setup = (self._rewards, settings, directory)
         self._on_graded = on_graded
-        self._size = settings.workers or _sensible_size(self._rewards)
+        waits = any(each.waits for own in rewards.values() for each in own.values())
+        cores = min(len(os.sched_getaffinity(0)), MOST_CORES)
+        self._size = settings.workers or (WAITING_WORKERS if waits else cores)
         self._lock = threading.Lock()  # guards the queue, the counts and the error
         self._queue: deque[tuple[int, _Task]] = deque()
-        self._submitted = 0
-        self._settled = 0
+        self._submitted = self._settled = 0
         self._error: Exception | None = None
         self._closing = False
         self._workers: list[_Worker] = []
@@ -114,7 +103,7 @@ class RewardPool:
         self._called = os.eventfd(0, os.EFD_NONBLOCK)
         self._control, theirs = Pipe()
         self._forkserver, printed = _start_forkserver(theirs)
-        self._output = threading.Thread(target=pass_on, args=(printed,), daemon=True)
+        self._output = threading.Thread(target=_copy_output, args=(printed,), daemon=True)
         self._output.start()
         self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
         self._thread.start()
@@ -155,24 +144,21 @@ class RewardPool:
         if self._closing:
             return
         self._closing = True
-        self._end_forkserver()
+        # Shut down, not closed: the pool's thread may be using it. The forkserver then kills all
+        # that rewards have started, and exits.
+        with socket.socket(fileno=os.dup(self._control.fileno())) as control:
+            control.shutdown(socket.SHUT_RDWR)
+        with suppress(subprocess.TimeoutExpired):
+            self._forkserver.wait(CLOSING_SECONDS if self._workers else 0)
+        self._forkserver.kill()  # and the kernel its workers
+        self._forkserver.wait()
+        self._output.join(PRINTING_SECONDS)
         os.eventfd_write(self._called, 1)
         self._thread.join()
         for worker in self._workers:
             worker.connection.close()
         self._control.close()
         os.close(self._called)
-
-    def _end_forkserver(self) -> None:
-        """Have the forkserver kill all that rewards have started, and then exit."""
-        # Shut down, not closed: the pool's thread may be using it.
-        with socket.socket(fileno=os.dup(self._control.fileno())) as control:
-            control.shutdown(socket.SHUT_RDWR)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._forkserver.wait(CLOSING_SECONDS if self._workers else 0)
-        self._forkserver.kill()  # and the kernel its workers
-        self._forkserver.wait()
-        self._output.join(PRINTING_SECONDS)
 
     def _run(self) -> None:
         try:
@@ -192,14 +178,14 @@ class RewardPool:
         shared = os.memfd_create("clock")
         os.ftruncate(shared, CLOCK_BYTES)
         clock = Clock(shared)
-        clock.rest()
+        clock.begin(-1, 0, LOADING_SECONDS)
         self._control.send(None)
         send_handle(self._control, theirs.fileno(), self._forkserver.pid)
         send_handle(self._control, shared, self._forkserver.pid)
         process = self._answer()
         theirs.close()
         os.close(shared)
-        self._workers.append(_Worker(process, ours, clock, time.monotonic()))
+        self._workers.append(_Worker(process, ours, clock))
 
     def _answer(self) -> int:
         """Return the forkserver's answer. Raises RewardError where none comes in time."""
@@ -214,8 +200,7 @@ class RewardPool:
         for worker in [each for each in self._workers if each.loaded and not each.owed]:
             with self._lock:
                 share = math.ceil(len(self._queue) / (TURNS * self._size))
-                count = min(share, LONGEST_CHUNK)
-                taken = [self._queue.popleft() for _ in range(count)]
+                taken = [self._queue.popleft() for _ in range(min(share, LONGEST_CHUNK))]
             if not taken:
                 return
             worker.owed = dict(taken)
@@ -223,10 +208,8 @@ class RewardPool:
             chunk: Chunk = [
                 (number, task.problem, task.response, task.known) for number, task in taken
             ]
-            try:
+            with suppress(OSError):  # it has just died, which `_listen` detects
                 worker.connection.send(chunk)
-            except OSError:  # it has just died, which `_listen` detects
-                continue
 
     def _listen(self) -> None:
         """Wait for grades, for submissions, or until the next check of the clocks."""
@@ -245,21 +228,20 @@ class RewardPool:
     def _hear(self, worker: _Worker) -> bool:
         """Handle one message; return False where the worker is gone."""
         try:
-            message = worker.connection.recv()
+            answer: Answer = worker.connection.recv()
         except (EOFError, OSError, pickle.UnpicklingError):
             return False
-        if isinstance(message, WorkerReady):
-            if message.error is not None:
-                raise RewardError(message.error)
-            worker.loaded = True
-            return True
-        for number, grade in message:
+        if isinstance(answer, str):
+            raise RewardError(answer)
+        worker.loaded = True
+        for number, grade in answer or []:
             self._settle(worker.owed.pop(number), grade)
         return True
 
     def _replace_overdue(self) -> None:
         now = time.monotonic()
-        overdue = [worker for worker in self._workers if worker.overdue(now)]
+        busy = [worker for worker in self._workers if worker.owed or not worker.loaded]
+        overdue = [worker for worker in busy if now > worker.clock.read()[2]]
         for worker in overdue:
             self._replace(worker, overdue=True)
         if overdue:
@@ -279,34 +261,26 @@ class RewardPool:
                 f"memory_mebibytes = {self._settings.memory_mebibytes} enough for it?"
             )
         number, reward, deadline = worker.clock.read()
-        late = time.monotonic() > deadline
         # A worker killed just as it starts the next response says nothing about either response.
-        found = number in worker.owed and (late or not overdue)
-        if found and not self._is_retried(worker.owed[number], overdue, status):
-            self._blame(number, worker.owed.pop(number), reward, None if overdue else status)
-        self._put_back(worker.owed, in_vain=not found)
-
-    def _put_back(self, owed: Mapping[int, _Task], in_vain: bool) -> None:
-        for number, task in reversed(list(owed.items())):
-            task.attempts += in_vain
+        found = number in worker.owed and (not overdue or time.monotonic() > deadline)
+        if found:
+            task = worker.owed[number]
+            # A SIGKILL that the pool did not send may be the kernel's (out of memory) or a
+            # person's: the response is to blame only after ATTEMPTS of them.
+            killed = not overdue and status == -signal.SIGKILL
+            task.attempts += killed
+            if not killed or task.attempts >= ATTEMPTS:
+                self._blame(number, worker.owed.pop(number), reward, None if overdue else status)
+        for number, task in reversed(worker.owed.items()):
+            task.attempts += not found
             if task.attempts == ATTEMPTS:
-                what = f"its process was lost {ATTEMPTS} times"
                 name = " + ".join(self._rewards[task.problem.domain])
-                self._settle(task, _failed(task, name, what))
+                what = f"its process was lost {ATTEMPTS} times"
+                line = failure(task.problem, task.response, name, what)
+                self._settle(task, Grade(None, {}, failure=line))
             else:
                 with self._lock:
                     self._queue.appendleft((number, task))
-
-    def _is_retried(self, task: _Task, overdue: bool, status: int) -> bool:
-        """Return whether a response is retried after a SIGKILL that the pool did not send.
-
-        The kernel (out of memory) or a person may have sent it; a response is to blame only after
-        ATTEMPTS of them.
-        """
-        if overdue or status != -signal.SIGKILL:
-            return False
-        task.attempts += 1
-        return task.attempts < ATTEMPTS
 
     def _blame(self, number: int, task: _Task, reward: int, status: int | None) -> None:
         """Settle a response whose reward ended its worker.
@@ -320,9 +294,10 @@ class RewardPool:
             what = f"its process {_ending(status)}"
         line = failure(task.problem, task.response, name, what)
         if not settings.weight:
-            task.watch_failures[name] = line
+            task.known[name] = None
+            task.watch_failures.append(line)
         elif status is None and settings.timed_out is not None:
-            task.timed_out[name] = settings.timed_out
+            task.known[name] = settings.timed_out
             self._report(f"{line}; it earns {settings.timed_out:g} (timed_out)")
         else:
             self._settle(task, Grade(None, {}, failure=line))
@@ -333,8 +308,7 @@ class RewardPool:
 
     def _settle(self, task: _Task, grade: Grade) -> None:
         if task.watch_failures:
-            lines = (*task.watch_failures.values(), *grade.watch_failures)
-            grade = replace(grade, watch_failures=lines)
+            grade = replace(grade, watch_failures=(*task.watch_failures, *grade.watch_failures))
         for line in grade.watch_failures:
             self._report(f"{line}; its weight is 0, so no sample is dropped")
         if grade.failure is not None:
@@ -356,7 +330,7 @@ class RewardPool:
         """Fail all futures, present and later ones, with the error."""
         if not isinstance(error, RewardError):
             # A process that is killed closes its connections before it can be waited for.
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with suppress(subprocess.TimeoutExpired):
                 self._forkserver.wait(ENDING_SECONDS)
             ended = self._forkserver.returncode
             why = repr(error) if ended is None else f"the forkserver {_ending(ended)}"
@@ -396,14 +370,23 @@ def _start_forkserver(theirs: Connection) -> tuple[subprocess.Popen[bytes], int]
     return process, printed
 
 
-def _sensible_size(rewards: Mapping[str, Mapping[str, RewardSettings]]) -> int:
-    if any(each.waits for own in rewards.values() for each in own.values()):
-        return WAITING_WORKERS
-    return min(len(os.sched_getaffinity(0)), MOST_CORES)
+def _copy_output(printed: int) -> None:
+    """Copy from a pipe until all writers are gone; report once that output is dropped.
 
-
-def _failed(task: _Task, reward: str, what: str) -> Grade:
-    return Grade(None, {}, failure=failure(task.problem, task.response, reward, what))
+    A reward that prints without end would otherwise fill the disk of the checkpoints.
+    """
+    left, reported = LARGEST_OUTPUT, False
+    with open(printed, "rb", buffering=0) as pipe:
+        while piece := pipe.read(PIECE):
+            with suppress(OSError):  # a full disk must not stop the rewards
+                os.write(ERRORS, piece[:left])
+            if len(piece) > left and not reported:
+                reported = True
+                report_notice(
+                    f"the rewards printed more than {LARGEST_OUTPUT} bytes; the rest is not logged:"
+                    " make them print less"
+                )
+            left = max(0, left - len(piece))
 
 
 def _ending(status: int) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import marshal
 import math
+import os
 import subprocess
 import sys
 import sysconfig
@@ -29,6 +30,7 @@ SUPERVISOR = (
     f"import sys; sys.path.append({str(REPOSITORY)!r}); "
     "from stages.rewards.containment.supervisor import main; main()"
 )
+PACKAGES = ("site-packages", "dist-packages")  # installed packages, hidden from programs
 OLDEST_KERNEL = (5, 14)  # the first that counts the limit on processes by user namespace
 MARGIN_SECONDS = 30  # for the supervisor on a busy machine, beyond the program's own time
 VERDICTS: dict[int, Verdict] = {
@@ -39,18 +41,14 @@ VERDICTS: dict[int, Verdict] = {
 # Prints every shared library that the interpreter and its extension modules load, by the loader's
 # names. Modules for graphics and line editing are omitted: no program here needs them.
 LIST_LIBRARIES = """
-import ctypes, importlib, os, sysconfig
+import contextlib, ctypes, importlib, os, sysconfig
 left_out = ("_test", "_tkinter", "_curses", "readline", "_gdbm", "_dbm", "nis", "_ctypes_test")
 for file in sorted(os.listdir(sysconfig.get_path("platstdlib") + "/lib-dynload")):
     if not file.startswith(left_out):
-        try:
+        with contextlib.suppress(ImportError):
             importlib.import_module(file.split(".")[0])
-        except ImportError:
-            pass
-try:
+with contextlib.suppress(OSError):
     ctypes.CDLL("libgcc_s.so.1")  # the C library loads it when a thread ends
-except OSError:
-    pass
 class Loaded(ctypes.Structure):
     _fields_ = [("address", ctypes.c_void_p), ("name", ctypes.c_char_p)]
 @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Loaded), ctypes.c_size_t, ctypes.c_void_p)
@@ -111,17 +109,8 @@ class Score:
 Tests = Sequence[Mapping[str, str]] | Sequence[str]
 
 
-def run(program: str, stdin: str, limits: Limits) -> Outcome:
-    """Run `program` once, with `stdin` to read. Raises SandboxError."""
-    return _run(program, stdin.encode(errors="replace"), b"", limits)
-
-
 def score(
-    program: str,
-    tests: Tests,
-    limits: Limits,
-    seconds: float = math.inf,
-    stop_early: bool = False,
+    program: str, tests: Tests, limits: Limits, seconds: float = math.inf, stop_early: bool = False
 ) -> Score:
     """Run `program` on `tests`: pairs of input and output, one run each, or asserts, one run.
 
@@ -139,7 +128,11 @@ def score(
         raise ValueError("there are no tests")
     if all(isinstance(test, str) for test in tests):
         limits = replace(limits, wall_seconds=min(limits.wall_seconds, seconds))
-        return _score_asserts(program, [str(test) for test in tests], limits)
+        outcome = run(program, "", limits, json.dumps(tests).encode())
+        # The run's ending is the verdict on the test that was running and on the tests after it.
+        rest: Verdict = "error" if outcome.ending == "exited" else outcome.ending
+        missing = len(tests) - len(outcome.verdicts)
+        return Score(outcome.verdicts + (rest,) * missing, outcome.errors)
     verdicts: list[Verdict] = []
     errors = ""
     for test in tests:
@@ -150,11 +143,16 @@ def score(
         wall_seconds = min(limits.wall_seconds, seconds)
         outcome = run(program, pair["input"], replace(limits, wall_seconds=wall_seconds))
         seconds -= outcome.seconds
-        verdicts.append(_verdict(outcome, pair["output"]))
-        if verdicts[-1] != "passed":
+        if outcome.ending != "exited":
+            verdict: Verdict = outcome.ending
+        else:
+            output = outcome.output.decode(errors="replace")
+            verdict = "passed" if _lines(output) == _lines(pair["output"]) else "wrong"
+        verdicts.append(verdict)
+        if verdict != "passed":
             errors = errors or outcome.errors
             if stop_early:
-                verdicts += [verdicts[-1]] * (len(tests) - len(verdicts))
+                verdicts += [verdict] * (len(tests) - len(verdicts))
                 break
     return Score(tuple(verdicts), errors)
 
@@ -174,9 +172,7 @@ import os, socket, threading, time
 def refused(what, call):
     try:
         call()
-    except OSError:
-        return
-    except RuntimeError:  # can't start new thread
+    except (OSError, RuntimeError):  # can't start new thread
         return
     raise SystemExit(f"it may {{what}}")
 refused("open a socket", lambda: socket.socket(socket.AF_INET))
@@ -206,40 +202,21 @@ def _pair(test: Any) -> Mapping[str, str]:
     return test
 
 
-def _verdict(outcome: Outcome, expected: str) -> Verdict:
-    if outcome.ending != "exited":
-        return outcome.ending
-    return (
-        "passed" if _lines(outcome.output.decode(errors="replace")) == _lines(expected) else "wrong"
-    )
-
-
 def _lines(text: str) -> list[str]:
     """Return the lines of a text without trailing white space and trailing empty lines."""
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-def _score_asserts(program: str, tests: list[str], limits: Limits) -> Score:
-    outcome = _run(program, b"", json.dumps(tests).encode(), limits)
-    missing = len(tests) - len(outcome.verdicts)
-    # The run's ending is the verdict on the test that was running and on the tests after it.
-    rest: Verdict = "error" if outcome.ending == "exited" else outcome.ending
-    return Score(outcome.verdicts + (rest,) * missing, outcome.errors)
-
-
-def _run(program: str, stdin: bytes, tests: bytes, limits: Limits) -> Outcome:
+def run(program: str, stdin: str, limits: Limits, asserts: bytes = b"") -> Outcome:
+    """Run `program` once, with `stdin` to read, or its `asserts` (JSON). Raises SandboxError."""
     host = _host()
     request = {
         **host,
+        **vars(limits),
         "program": program.encode(errors="replace"),
-        "input": stdin,
-        "tests": tests,
-        "wall_seconds": limits.wall_seconds,
-        "cpu_seconds": limits.cpu_seconds,
+        "input": stdin.encode(errors="replace"),
+        "tests": asserts,
         "memory_bytes": limits.memory_mebibytes << 20,
-        "processes": limits.processes,
-        "open_files": limits.open_files,
-        "output_bytes": limits.output_bytes,
         "scratch_bytes": limits.scratch_mebibytes << 20,
     }
     try:
@@ -259,10 +236,7 @@ def _run(program: str, stdin: bytes, tests: bytes, limits: Limits) -> Outcome:
     if supervisor.returncode:
         said = supervisor.stderr.decode(errors="replace").strip().splitlines()
         raise SandboxError(f"sandbox: {said[-1] if said else 'its supervisor was killed'}")
-    return _outcome(marshal.loads(supervisor.stdout))
-
-
-def _outcome(report: Mapping[str, Any]) -> Outcome:
+    report = marshal.loads(supervisor.stdout)
     status: int | None = report["status"]
     errors = report["errors"].decode(errors="replace")
     ending: Ending = "exited"
@@ -285,9 +259,14 @@ def _host() -> dict[str, Any]:
     """
     if not call_filter.supported():
         raise SandboxError("sandbox: needs a Linux machine of x86_64 or aarch64")
-    _check_kernel()
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    python = Path(sys.base_prefix, "bin", f"python{version}")
+    release = os.uname().release
+    kernel = tuple(int(part) for part in release.split("-")[0].split(".")[:2])
+    if kernel < OLDEST_KERNEL:
+        wanted = ".".join(map(str, OLDEST_KERNEL))
+        raise SandboxError(f"sandbox: needs Linux {wanted} or newer, not {release}")
+    if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
+        raise SandboxError("sandbox: needs a kernel with CONFIG_PROC_CHILDREN, to watch programs")
+    python = Path(sys.base_prefix, "bin", "python{}.{}".format(*sys.version_info))
     if not python.exists():
         raise SandboxError(f"sandbox: no interpreter at {python}")
     found = subprocess.run(
@@ -311,20 +290,6 @@ def _host() -> dict[str, Any]:
     }
 
 
-PACKAGES = ("site-packages", "dist-packages")  # installed packages, hidden from programs
-
-
 def _with_real_paths(paths: list[str]) -> list[tuple[str, str]]:
     # The sandbox keeps the names, but links would lead elsewhere inside.
     return [(path, str(Path(path).resolve())) for path in paths]
-
-
-def _check_kernel() -> None:
-    release = Path("/proc/sys/kernel/osrelease").read_text().strip()
-    kernel = tuple(int(part) for part in release.split("-")[0].split(".")[:2])
-    if kernel < OLDEST_KERNEL:
-        wanted = ".".join(map(str, OLDEST_KERNEL))
-        raise SandboxError(f"sandbox: needs Linux {wanted} or newer, not {release}")
-    threads = Path("/proc/self/task").iterdir()
-    if not (next(threads) / "children").exists():
-        raise SandboxError("sandbox: needs a kernel with CONFIG_PROC_CHILDREN, to watch programs")

@@ -169,7 +169,7 @@ MUTANTS = [
     Mutant(
         "rewards.memory_mebibytes is the default",
         "stages/rewards/forkserver.py",
-        "limit = setup.settings.memory_mebibytes << 20",
+        "limit = setup[1].memory_mebibytes << 20",
         "limit = 4096 << 20",
         "tests/stages/test_reward_pool.py",
     ),

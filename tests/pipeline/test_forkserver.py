@@ -80,7 +80,7 @@ def runs(directory: Path) -> list[int]:
 
 def server_process(servers: ForkServers) -> int:
     [server] = servers._servers.values()
-    process = server._process._process
+    process = server.process._process
     assert process is not None
     return process.pid
 

@@ -15,7 +15,6 @@ import pytest
 from pydantic import TypeAdapter
 
 from stages.data.problem import Problem
-from stages.rewards import output as reward_output
 from stages.rewards.grading import Grade, Grader
 from stages.rewards.pool import RewardPool
 from stages.rewards.registry import RewardSettings
@@ -217,7 +216,7 @@ def test_a_sum_of_rewards_is_finite(pool: Made) -> None:
 
 
 def test_a_stopped_worker_is_replaced(pool: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stages.rewards.worker.REST_SECONDS", 1.0)
+    monkeypatch.setattr("stages.rewards.forkserver.REST_SECONDS", 1.0)
     made = pool(odd=own("does"))
     graded(made, "one")
     os.kill(made._workers[0].process, signal.SIGSTOP)
@@ -391,7 +390,7 @@ def test_steps_end_at_the_tokens_of_their_text(tmp_path: Path) -> None:
 def test_the_output_of_rewards_is_logged_up_to_a_limit(
     pool: Made, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reward_output, "LARGEST", 100_000)
+    monkeypatch.setattr("stages.rewards.pool.LARGEST_OUTPUT", 100_000)
     made = pool(workers=2, own=own("does"))
     assert [grade.reward for grade in graded(made, "print 500")] == [9.0]
     graded(made, *["print 90000"] * 20)

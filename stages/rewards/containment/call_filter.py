@@ -12,65 +12,33 @@ import os
 import struct
 
 # (x86_64, aarch64); None: that architecture has no such call.
+# fmt: off
 _REFUSED: dict[str, tuple[int, int | None]] = {
     "socket": (41, 198),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "kcmp": (312, 272),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "sethostname": (170, 161),
-    "setdomainname": (171, 162),
-    "keyctl": (250, 219),
-    "add_key": (248, 217),
+    # Other processes, other namespaces and mounts, users' keys.
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
+    "kcmp": (312, 272), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
+    "chroot": (161, 51), "unshare": (272, 97), "setns": (308, 268), "sethostname": (170, 161),
+    "setdomainname": (171, 162), "keyctl": (250, 219), "add_key": (248, 217),
     "request_key": (249, 218),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "io_setup": (206, 0),
-    "memfd_create": (319, 279),  # memory that no process is charged with, as the three below
-    "shmget": (29, 194),
-    "msgget": (68, 186),
-    "semget": (64, 190),
+    # Parts of the kernel that escapes used.
+    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
+    "io_setup": (206, 0), "splice": (275, 76), "tee": (276, 77), "vmsplice": (278, 75),
+    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "fanotify_init": (300, 262),
+    "inotify_init1": (294, 26), "inotify_init": (253, None), "mbind": (237, 235),
+    "set_mempolicy": (238, 237), "migrate_pages": (256, 238), "move_pages": (279, 239),
+    "personality": (135, 92), "iopl": (172, None), "ioperm": (173, None), "modify_ldt": (154, None),
+    # Memory that no process is charged with.
+    "memfd_create": (319, 279), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190),
     "mq_open": (240, 180),
-    "splice": (275, 76),
-    "tee": (276, 77),
-    "vmsplice": (278, 75),
-    "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265),
-    "fanotify_init": (300, 262),
-    "inotify_init1": (294, 26),
-    "inotify_init": (253, None),
-    "mbind": (237, 235),
-    "set_mempolicy": (238, 237),
-    "migrate_pages": (256, 238),
-    "move_pages": (279, 239),
-    "personality": (135, 92),
-    "syslog": (103, 116),
-    "acct": (163, 89),
-    "quotactl": (179, 60),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "reboot": (169, 142),
-    "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "settimeofday": (164, 170),
-    "adjtimex": (159, 171),
-    "clock_settime": (227, 112),
-    "clock_adjtime": (305, 266),
-    "vhangup": (153, 58),
-    "iopl": (172, None),
-    "ioperm": (173, None),
-    "modify_ldt": (154, None),
+    # The administration of the machine.
+    "syslog": (103, 116), "acct": (163, 89), "quotactl": (179, 60), "swapon": (167, 224),
+    "swapoff": (168, 225), "reboot": (169, 142), "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294), "init_module": (175, 105), "finit_module": (313, 273),
+    "delete_module": (176, 106), "settimeofday": (164, 170), "adjtimex": (159, 171),
+    "clock_settime": (227, 112), "clock_adjtime": (305, 266), "vhangup": (153, 58),
 }
+# fmt: on
 # From 424 on a call has one number on all architectures; unknown numbers may be future calls. They
 # get ENOSYS, on which libraries fall back: glibc from clone3, whose flags no filter can read, to
 # clone.
@@ -112,8 +80,7 @@ def instructions() -> bytes:
     common += [(_RETURN, 0, 0, _REFUSE | errno.ENOSYS), yes]
     code += [(_AT_LEAST, 0, len(common), _FIRST_COMMON), *common]
     for numbers in _REFUSED.values():
-        number = numbers[column]
-        if number is not None:
+        if (number := numbers[column]) is not None:
             code += [(_EQUAL, 0, 1, number), no]
     argument = _LOAD, 0, 0, _FIRST_ARGUMENT  # its lower half; both architectures are little-endian
     code += [(_EQUAL, 0, 4, _CLONE[column]), argument, (_ANY_BIT, 0, 1, _NEW_NAMESPACES), no, yes]

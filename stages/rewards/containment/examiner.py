@@ -94,19 +94,18 @@ class Channel:
         try:
             operation, target, arguments, named = content
             arguments, named = self.decode(arguments), self.decode(named)
-            value = self._do(operation, self._objects[target], arguments, named)
-            answer = ["returned", self.encode(value), self.encode(_changeable(arguments))]
+            if operation == "call":
+                value = self._objects[target](*arguments, **named)
+            elif self._open_house:
+                value = OPERATIONS[operation](self._objects[target], *arguments)
+            else:
+                raise PermissionError(operation)
+            changed = [each if isinstance(each, MUTABLE) else None for each in arguments]
+            answer = ["returned", self.encode(value), self.encode(changed)]
         except Exception as error:
             sys.excepthook(*sys.exc_info())
             answer = ["raised", type(error).__name__, str(error)]
         self.send(answer)
-
-    def _do(self, operation: str, target: Any, arguments: Any, named: Any) -> Any:
-        if operation == "call":
-            return target(*arguments, **named)
-        if not self._open_house:
-            raise PermissionError(operation)
-        return OPERATIONS[operation](target, *arguments)
 
     @staticmethod
     def _exception(name: str, text: str) -> Exception:
@@ -212,10 +211,6 @@ class Remote:
         return True
 
 
-def _changeable(arguments: Any) -> list[Any]:
-    return [argument if isinstance(argument, MUTABLE) else None for argument in arguments]
-
-
 def _change(arguments: tuple[Any, ...], afterwards: Any) -> None:
     """Update the mutable `arguments` after a call, as the other end changed them."""
     for before, after in zip(arguments, afterwards, strict=True):
@@ -284,8 +279,8 @@ def _taken(names: dict[str, Any], tests: list[str]) -> dict[str, Any]:
     """
     qualifiers = {name for test in tests for name in QUALIFIER.findall(test)}
     own = {name: __import__(name) for name in qualifiers & sys.stdlib_module_names & names.keys()}
-    taken = {name: names[name] for name in names if not hasattr(builtins, name)}
-    return {name: item for name, item in taken.items() if not name.startswith("__")} | own
+    hidden = {name for name in names if hasattr(builtins, name) or name.startswith("__")}
+    return {name: item for name, item in names.items() if name not in hidden} | own
 
 
 if __name__ == "__main__":

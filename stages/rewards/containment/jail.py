@@ -14,7 +14,6 @@ from stages.rewards.containment import kernel
 
 TYPE_CHECKING = False  # as typing's, whose import costs more than a run should
 if TYPE_CHECKING:
-    from types import TracebackType
     from typing import Any
 
 OUTSIDE = "/outside"  # the host's files while the file system is built
@@ -49,7 +48,10 @@ def live(request: dict[str, Any], pipes: dict[str, int]) -> None:
         with _Step("build the file system"):
             questions, tests = _build(request)
         main = _start_all(request, pipes, report, questions, tests)
-        os.write(report, f"ended {_wait_for(main)}\n".encode())
+        process, status = os.wait()
+        while process != main:  # it reaps all others that end meanwhile
+            process, status = os.wait()
+        os.write(report, f"ended {status}\n".encode())
     except BaseException as error:
         os.write(report, f"failed {error}\n".encode())
     finally:
@@ -65,12 +67,7 @@ class _Step:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: object, _trace: object) -> None:
         if isinstance(error, OSError):
             raise OSError(f"cannot {self._what}: {error.strerror or error}") from error
 
@@ -138,33 +135,20 @@ def _start_all(
         return _start([python, *FLAGS, "-c", START], descriptors, request, "program", report)
     asked, asks = os.pipe()
     answered, answers = os.pipe()
-    descriptors = {0: nothing, 1: nothing, 2: pipes["errors"]}
-    examiner = _start(
-        [python, *FLAGS, EXAMINER, "tests"],
-        {**descriptors, 0: tests, 3: answered, 4: asks, 5: pipes["verdicts"]},
-        request,
-        "examiner",
-        report,
-    )
+    command = [python, *FLAGS, EXAMINER]
+    common = {0: nothing, 1: nothing, 2: pipes["errors"]}
+    own = {0: tests, 3: answered, 4: asks, 5: pipes["verdicts"]}
+    examiner = _start([*command, "tests"], common | own, request, "examiner", report)
     # The program has no descriptor of the tests or of the verdicts.
-    _start(
-        [python, *FLAGS, EXAMINER, "program"],
-        {**descriptors, 1: pipes["output"], 3: asked, 4: answers},
-        request,
-        "program",
-        report,
-    )
+    own = {1: pipes["output"], 3: asked, 4: answers}
+    _start([*command, "program"], common | own, request, "program", report)
     for descriptor in (asked, asks, answered, answers):
         os.close(descriptor)
     return examiner
 
 
 def _start(
-    command: list[str],
-    descriptors: dict[int, int],
-    request: dict[str, Any],
-    role: str,
-    report: int,
+    command: list[str], descriptors: dict[int, int], request: dict[str, Any], role: str, report: int
 ) -> int:
     process = os.fork()
     if process:
@@ -178,7 +162,12 @@ def _start(
             os.dup2(descriptor, number)
         os.setsid()
         with _Step("give up rights"):
-            _give_up_rights(request["users"].get(role))
+            kernel.forbid_new_rights()
+            if (user := request["users"].get(role)) is not None:  # None where there is only one
+                os.setgroups([])
+                os.setresgid(user, user, user)
+                os.setresuid(user, user, user)
+            kernel.drop_capabilities()
         _limit(request)
         with _Step("install the filter of system calls (CONFIG_SECCOMP_FILTER)"):
             kernel.install_filter(request["filter"])
@@ -188,17 +177,6 @@ def _start(
         os.write(report, f"failed {error}\n".encode())
     finally:
         os._exit(1)
-
-
-def _give_up_rights(user: int | None) -> None:
-    """Become `user`, who has no rights; None where the namespace has only one user."""
-    kernel.forbid_new_privileges()
-    kernel.bound_capabilities()
-    if user is not None:
-        os.setgroups([])
-        os.setresgid(user, user, user)
-        os.setresuid(user, user, user)
-    kernel.drop_capabilities()
 
 
 def _limit(request: dict[str, Any]) -> None:
@@ -221,11 +199,3 @@ def _limit(request: dict[str, Any]) -> None:
         if hard != resource.RLIM_INFINITY:
             limit = min(limit, hard)
         resource.setrlimit(kind, (limit, limit))
-
-
-def _wait_for(main: int) -> int:
-    """Return the wait status of `main`; reap all others that end meanwhile."""
-    while True:
-        process, status = os.wait()
-        if process == main:
-            return status

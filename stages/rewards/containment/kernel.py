@@ -50,14 +50,9 @@ def unmount(target: str) -> None:
 def make_read_only(target: str) -> None:
     """Turn the mount at `target` and all below it read-only, with no set-user-id programs."""
     wanted = struct.pack("QQQQ", _READ_ONLY_ATTRIBUTE | _NO_SETUID_ATTRIBUTE, 0, 0, 0)
-    _system_call(
-        _MOUNT_SETATTR,
-        ctypes.c_int(_HERE),
-        target.encode(),
-        ctypes.c_uint(_WHOLE_TREE),
-        wanted,
-        ctypes.c_size_t(len(wanted)),
-    )
+    here, tree = ctypes.c_int(_HERE), ctypes.c_uint(_WHOLE_TREE)
+    size = ctypes.c_size_t(len(wanted))
+    _system_call(_MOUNT_SETATTR, here, target.encode(), tree, wanted, size)
 
 
 def pivot_root(new_root: str, old_root: str) -> None:
@@ -75,8 +70,9 @@ def handle_no_interrupt() -> None:
     _libc.signal(_INTERRUPT, None)
 
 
-def bound_capabilities() -> None:
-    """Empty the bounding set: no program started later has a capability, whoever its user is."""
+def forbid_new_rights() -> None:
+    """Prevent programs started later from gaining rights: as set-user-id, or by a capability."""
+    _prctl(_SET_NO_NEW_PRIVILEGES, 1)
     for capability in range(_LAST_CAPABILITY + 1):
         try:
             _prctl(_DROP_BOUNDING, capability)
@@ -87,11 +83,6 @@ def bound_capabilities() -> None:
 def drop_capabilities() -> None:
     """Give up every capability."""
     _call("capset", struct.pack("Ii", _CAPABILITIES_VERSION, 0), bytes(24))
-
-
-def forbid_new_privileges() -> None:
-    """Prevent programs started later from gaining rights by being set-user-id."""
-    _prctl(_SET_NO_NEW_PRIVILEGES, 1)
 
 
 def install_filter(instructions: bytes) -> None:

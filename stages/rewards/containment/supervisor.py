@@ -56,9 +56,23 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
         jail.live(request, {name: writing for name, (_, writing) in ends.items()})
     for _, writing in ends.values():
         os.close(writing)
-    watch = RoomSupervisor(request, first, {reading: name for name, (reading, _) in ends.items()})
-    watch.until_ended()
-    return watch.outcome()
+    started = time.monotonic()
+    pipes = {reading: name for name, (reading, _) in ends.items()}
+    kept, cause = _watch(request, first, pipes, started)
+    report = kept["report"].decode(errors="replace").splitlines()
+    for line in report:
+        if line.startswith("failed "):
+            raise OSError(line.removeprefix("failed "))
+    if not report and cause is None:
+        raise OSError("the sandbox's first process was killed; is the host out of memory?")
+    return {
+        "cause": cause,
+        "status": os.waitstatus_to_exitcode(int(report[0].split()[1])) if report else None,
+        "output": bytes(kept["output"]),
+        "errors": bytes(kept["errors"][-ERROR_BYTES:]),
+        "verdicts": bytes(kept["verdicts"]),
+        "seconds": time.monotonic() - started,
+    }
 
 
 def _enter_namespaces() -> dict[str, int]:
@@ -67,8 +81,8 @@ def _enter_namespaces() -> dict[str, int]:
     Root may map any user into a namespace, other users only themselves. Root needs no user
     namespace where they are refused.
     """
-    root = os.geteuid() == 0
     own = os.geteuid()
+    root = own == 0
     ready, go = os.pipe()
     writer = os.fork()
     if writer == 0:  # stays outside, where root has the right to map users
@@ -93,7 +107,6 @@ MAPPED_MANY, MAPPED_ONE, MAPPED_NONE = range(3)
 
 
 def _write_maps(process: int, own: int, root: bool) -> int:
-    group = os.getegid()
     if root:
         many = f"0 0 1\n{EXAMINER} {EXAMINER} 2\n"
         try:
@@ -105,18 +118,15 @@ def _write_maps(process: int, own: int, root: bool) -> int:
     try:
         _write(f"/proc/{process}/setgroups", "deny")
         _write(f"/proc/{process}/uid_map", f"0 {own} 1\n")
-        _write(f"/proc/{process}/gid_map", f"0 {group} 1\n")
+        _write(f"/proc/{process}/gid_map", f"0 {os.getegid()} 1\n")
     except OSError:
         return MAPPED_NONE
     return MAPPED_ONE
 
 
 def _write(path: str, text: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY)
-    try:
-        os.write(descriptor, text.encode())
-    finally:
-        os.close(descriptor)
+    with open(path, "wb", buffering=0) as file:
+        file.write(text.encode())
 
 
 def _enter_as_root(root: bool, refusal: OSError) -> dict[str, int]:
@@ -137,92 +147,59 @@ def _enter_as_root(root: bool, refusal: OSError) -> dict[str, int]:
     return {"program": user, "examiner": user + 1}
 
 
-class RoomSupervisor:
-    """A reader of the sandbox's pipes, which ends the sandbox at the first limit exceeded."""
+def _watch(
+    request: dict[str, Any], first: int, pipes: dict[int, str], started: float
+) -> tuple[dict[str, bytearray], str | None]:
+    """Read the sandbox's pipes until none of its processes is left; end it at the first limit.
 
-    def __init__(self, request: dict[str, Any], first: int, pipes: dict[int, str]) -> None:
-        self._request = request
-        self._first = first
-        self._pipes = pipes
-        self._kept = {name: bytearray() for name in pipes.values()}
-        self._started = time.monotonic()
-        self._cause: str | None = None  # the limit exceeded
-        self._poll = select.poll()
-        for descriptor in pipes:
-            os.set_blocking(descriptor, False)
-            self._poll.register(descriptor, select.POLLIN)
+    Return what each pipe said, and the limit exceeded. An error while watching ends the program as
+    killed: were it an error of the sandbox, a program could choose to have no reward instead of a
+    bad one.
+    """
+    kept = {name: bytearray() for name in pipes.values()}
+    cause: str | None = None
+    poll = select.poll()
+    for descriptor in pipes:
+        os.set_blocking(descriptor, False)
+        poll.register(descriptor, select.POLLIN)
 
-    def until_ended(self) -> None:
-        """Return when no process of the sandbox is left.
-
-        An error while watching ends the program as killed. Were it an error of the sandbox, a
-        program could choose to have no reward instead of a bad one.
-        """
-        try:
-            self._watch()
-        except Exception as error:
-            self._kept["errors"] += f"\nthe program cannot be watched: {error!r}".encode()
-            self._end("killed")
-        os.waitpid(self._first, 0)  # after all others: the kernel makes it wait for them
-
-    def _watch(self) -> None:
-        deadline = self._started + self._request["wall_seconds"]
-        looked = self._started
-        while self._pipes:
-            for descriptor, _ in self._poll.poll(WATCH_SECONDS * 1000):
-                self._read(descriptor)
-            now = time.monotonic()
-            if self._cause is None and now >= deadline:
-                self._end("timeout")
-            if self._cause is None and now - looked >= WATCH_SECONDS:
-                looked = now
-                self._look()
-
-    def outcome(self) -> dict[str, Any]:
-        """Return the outcome of the run. Raises OSError where the sandbox could not be built."""
-        report = self._kept["report"].decode(errors="replace").splitlines()
-        for line in report:
-            if line.startswith("failed "):
-                raise OSError(line.removeprefix("failed "))
-        if not report and self._cause is None:
-            raise OSError("the sandbox's first process was killed; is the host out of memory?")
-        status = os.waitstatus_to_exitcode(int(report[0].split()[1])) if report else None
-        return {
-            "cause": self._cause,
-            "status": status,
-            "output": bytes(self._kept["output"]),
-            "errors": bytes(self._kept["errors"][-ERROR_BYTES:]),
-            "verdicts": bytes(self._kept["verdicts"]),
-            "seconds": time.monotonic() - self._started,
-        }
-
-    def _read(self, descriptor: int) -> None:
-        name = self._pipes[descriptor]
-        chunk = os.read(descriptor, CHUNK)
-        if not chunk:
-            self._poll.unregister(descriptor)
-            os.close(descriptor)
-            del self._pipes[descriptor]
-        elif self._cause is None or name == "report":
-            self._kept[name] += chunk
-            said = name in ("output", "errors") and len(self._kept[name])
-            if said > self._request["output_bytes"]:
-                self._end("output")
-
-    def _look(self) -> None:
-        processes, memory, seconds = _usage(self._first)
-        if seconds > self._request["cpu_seconds"]:
-            self._end("timeout")
-        elif memory > self._request["memory_bytes"]:
-            self._end("memory")
-        elif processes > self._request["processes"] + bool(self._request["tests"]):
-            self._end("killed")
-
-    def _end(self, cause: str) -> None:
+    def end(limit: str) -> None:
         """Kill the first process, and thereby all others of its namespace."""
-        if self._cause is None:
-            self._cause = cause
-            os.kill(self._first, kernel.KILL)
+        nonlocal cause
+        if cause is None:
+            cause = limit
+            os.kill(first, kernel.KILL)
+
+    looked = started
+    try:
+        while pipes:
+            for descriptor, _ in poll.poll(WATCH_SECONDS * 1000):
+                name, chunk = pipes[descriptor], os.read(descriptor, CHUNK)
+                if not chunk:
+                    poll.unregister(descriptor)
+                    os.close(descriptor)
+                    del pipes[descriptor]
+                elif cause is None or name == "report":
+                    kept[name] += chunk
+                    if name in ("output", "errors") and len(kept[name]) > request["output_bytes"]:
+                        end("output")
+            now = time.monotonic()
+            if now >= started + request["wall_seconds"]:
+                end("timeout")
+            if cause is None and now - looked >= WATCH_SECONDS:
+                looked = now
+                processes, memory, seconds = _usage(first)
+                if seconds > request["cpu_seconds"]:
+                    end("timeout")
+                elif memory > request["memory_bytes"]:
+                    end("memory")
+                elif processes > request["processes"] + bool(request["tests"]):
+                    end("killed")
+    except Exception as error:
+        kept["errors"] += f"\nthe program cannot be watched: {error!r}".encode()
+        end("killed")
+    os.waitpid(first, 0)  # after all others: the kernel makes it wait for them
+    return kept, cause
 
 
 def _usage(first: int) -> tuple[int, int, float]:
@@ -236,23 +213,23 @@ def _usage(first: int) -> tuple[int, int, float]:
     found, unseen = set(), [first]
     while unseen:
         process = unseen.pop()
-        if process in found:
+        # A process names itself, in any bytes but 0; the name ends at the last parenthesis.
+        after_name = _read(f"/proc/{process}/stat").rpartition(b")")[2].split()
+        if process in found or not after_name:
             continue
         found.add(process)
+        ticks += sum(map(int, after_name[11:15]))
         try:
-            # A process names itself, in any bytes but 0; the name ends at the last parenthesis.
-            after_name = _read(f"/proc/{process}/stat").rpartition(b")")[2].split()
-            ticks += sum(map(int, after_name[11:15]))
             tasks = [f"/proc/{process}/task/{each}" for each in os.listdir(f"/proc/{process}/task")]
-            if process != first:
-                threads += int(after_name[17])
-                # A first thread that has ended reports no memory; the other threads do.
-                held = (memory_held(_read_if_there(f"{task}/status")) for task in tasks)
-                memory += next(filter(None, held), 0)
-            for task in tasks:
-                unseen += map(int, _read_if_there(f"{task}/children").split())
         except (FileNotFoundError, ProcessLookupError):  # it has just ended
             continue
+        if process != first:
+            threads += int(after_name[17])
+            # A first thread that has ended reports no memory; the other threads do.
+            held = (memory_held(_read(f"{task}/status")) for task in tasks)
+            memory += next(filter(None, held), 0)
+        for task in tasks:
+            unseen += map(int, _read(f"{task}/children").split())
     return threads, memory, ticks / TICKS
 
 
@@ -267,20 +244,10 @@ def memory_held(status: bytes) -> int:
     return sum(int(line.split()[1]) << 10 for line in lines)
 
 
-def _read_if_there(path: str) -> bytes:
-    # A thread that has just ended must not hide the others.
+def _read(path: str) -> bytes:
+    """Return the content of a file; b"" where its process or thread has just ended."""
     try:
-        return _read(path)
+        with open(path, "rb", buffering=0) as file:
+            return file.readall()
     except (FileNotFoundError, ProcessLookupError):
         return b""
-
-
-def _read(path: str) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        content = b""
-        while chunk := os.read(descriptor, CHUNK):
-            content += chunk
-        return content
-    finally:
-        os.close(descriptor)

@@ -23,6 +23,7 @@ from stages.rewards.reward import (
     register,
 )
 
+LIMITS = {"wall_seconds", "cpu_seconds", "memory_mebibytes", "processes", "output_bytes"}
 RunSeconds = Annotated[float, Field(gt=0, le=600)]
 
 # The last fence, since the first ones are often drafts; a truncated one extends to the end.
@@ -51,8 +52,7 @@ class CodeReward(RewardBase):
         default=60.0, description="time limit of all runs of one response; tests left then fail"
     )
     memory_mebibytes: Annotated[int, Field(ge=64, le=1 << 20)] = Field(
-        default=512,
-        description="limit of a process's address space and of a run's memory in use",
+        default=512, description="limit of a process's address space and of a run's memory in use"
     )
     processes: Count = Field(default=16, description="limit of processes and threads of one run")
     output_bytes: Annotated[int, Field(gt=0, le=1 << 30)] = Field(
@@ -63,21 +63,17 @@ class CodeReward(RewardBase):
     def rules(self, at: RewardContext) -> Iterator[tuple[str, str]]:
         """Yield the broken rules of the tests' source, the limits of time and the memory."""
         if at.source == "reasoning_gym":
-            yield (
-                f"{at.key}.kind",
-                "problems of reasoning_gym have no tests; use jsonl or parquet",
-            )
-        total = self.tests_seconds
+            what = "problems of reasoning_gym have no tests; use jsonl or parquet"
+            yield f"{at.key}.kind", what
+        total, memory = self.tests_seconds, self.memory_mebibytes
         for name in ("wall_seconds", "cpu_seconds"):
             if (seconds := getattr(self, name)) > total:
                 what = f"{seconds:g} for one run is more than tests_seconds = {total:g} for all"
                 yield f"{at.key}.{name}", f"{what} of them"
-        if at.pool and self.memory_mebibytes > at.pool.memory_mebibytes:
-            yield (
-                f"{at.key}.memory_mebibytes",
-                f"{self.memory_mebibytes} is more than rewards.memory_mebibytes = "
-                f"{at.pool.memory_mebibytes}, the limit of a worker and of all that it starts",
-            )
+        if at.pool and memory > at.pool.memory_mebibytes:
+            what = f"{memory} is more than rewards.memory_mebibytes = {at.pool.memory_mebibytes}"
+            what += ", the limit of a worker and of all that it starts"
+            yield f"{at.key}.memory_mebibytes", what
         what = f"tests_seconds = {total:g} and the sandbox's own work may take"
         yield from self.time_rule(at, total + sandbox.MARGIN_SECONDS, what)
 
@@ -98,19 +94,16 @@ def make(settings: CodeReward, _directory: Path) -> Reward:
     The reward raises SandboxError where the program cannot be run, RewardError or ValueError where
     the problem has no tests: such a sample has no reward.
     """
-    limits = sandbox.Limits(
-        wall_seconds=settings.wall_seconds,
-        cpu_seconds=settings.cpu_seconds,
-        memory_mebibytes=settings.memory_mebibytes,
-        processes=settings.processes,
-        output_bytes=settings.output_bytes,
-    )
+    limits = sandbox.Limits(**settings.model_dump(include=LIMITS))
     everything = settings.credit == "all"
 
     def reward(problem: Problem, response: Response) -> float:
+        if (field := settings.tests_field) not in problem.fields:
+            raise RewardError(f"the problem has no field {field!r} with its tests")
+        tests: sandbox.Tests | str = problem.fields[field]  # a file may hold them as JSON text
         passed = sandbox.score(
             extract_program(response.text),
-            _tests(problem, settings.tests_field),
+            json.loads(tests) if isinstance(tests, str) else tests,
             limits,
             seconds=settings.tests_seconds,
             stop_early=everything,
@@ -124,12 +117,3 @@ def extract_program(response: str) -> str:
     """Return the content of the response's last ```python fence; all of it without a fence."""
     fences = FENCE.findall(response)
     return fences[-1] if fences else response
-
-
-def _tests(problem: Problem, field: str) -> sandbox.Tests:
-    """Return the problem's tests; a file may hold them as JSON text."""
-    if field not in problem.fields:
-        raise RewardError(f"the problem has no field {field!r} with its tests")
-    tests: sandbox.Tests | str = problem.fields[field]
-    found: sandbox.Tests = json.loads(tests) if isinstance(tests, str) else tests
-    return found

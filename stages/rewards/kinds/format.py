@@ -19,22 +19,10 @@ LETTERS = re.compile(r"[^\W\d_]+")
 UNICODE_NAMES = {"CJK": "han", "IDEOGRAPHIC": "han"}
 WITHOUT_SPACES = frozenset({"han", "hiragana", "katakana", "thai"})
 
-
 Script = Literal[
-    "arabic",
-    "bengali",
-    "cyrillic",
-    "devanagari",
-    "greek",
-    "han",
-    "hangul",
-    "hebrew",
-    "hiragana",
-    "katakana",
-    "latin",
-    "tamil",
-    "thai",
-]
+    "arabic", "bengali", "cyrillic", "devanagari", "greek", "han", "hangul", "hebrew", "hiragana",
+    "katakana", "latin", "tamil", "thai",
+]  # fmt: skip
 
 
 class FormatReward(RewardBase):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -46,9 +46,8 @@ def make(settings: JSONSchemaReward, _directory: Path) -> Reward:
             raise RewardError(
                 f"the problem has no field {settings.schema_field!r}, and default_schema is null"
             )
-        return float(
-            valid(response.text, json.loads(schema) if isinstance(schema, str) else schema)
-        )
+        schema = json.loads(schema) if isinstance(schema, str) else schema
+        return float(valid(response.text, schema))
 
     return reward
 
@@ -94,14 +93,9 @@ def _is_deep(value: Any) -> bool:
     """Return whether a value is nested more deeply than DEEPEST."""
     level = [value]
     for _ in range(DEEPEST):
-        level = [item for each in level for item in _items(each)]
+        nested = [list(each.values()) if isinstance(each, dict) else each for each in level]
+        level = [item for each in nested if isinstance(each, list) for item in each]
     return bool(level)
-
-
-def _items(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
 
 
 def _refuse(constant: str) -> NoReturn:

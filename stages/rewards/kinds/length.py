@@ -75,9 +75,8 @@ class LengthReward(RewardBase):
 @register(OverlongReward)
 def make_overlong(settings: OverlongReward, _directory: Path) -> Reward:
     """Return the reward."""
-    return lambda _, response: soft_overlong(
-        response.tokens, settings.max_tokens, settings.buffer_tokens
-    )
+    longest, buffer = settings.max_tokens, settings.buffer_tokens
+    return lambda _, response: soft_overlong(response.tokens, longest, buffer)
 
 
 @register(LengthReward)
@@ -96,8 +95,4 @@ def make_length(settings: LengthReward, _directory: Path) -> Reward:
 
 def soft_overlong(length: int, longest: int, buffer: int) -> float:
     """Return the soft overlong punishment (DAPO, arXiv 2503.14476), within [-1, 0]."""
-    if length <= longest - buffer:
-        return 0.0
-    if length <= longest:
-        return ((longest - buffer) - length) / buffer
-    return -1.0
+    return -1.0 if length > longest else min(0.0, ((longest - buffer) - length) / buffer)
