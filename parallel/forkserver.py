@@ -31,7 +31,6 @@ from parallel.status_pipe import STATUS_DESCRIPTOR
 
 LARGEST_REQUEST = 1 << 20  # bytes
 ADOPTION_SECONDS = 10.0
-
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 prctl = ctypes.CDLL(None).prctl
 
@@ -46,8 +45,22 @@ def main() -> None:
     check_forkable()
     gc.collect()
     gc.freeze()  # a garbage collection would copy the shared pages in every fork
-    request = _serve(control)
-    import_module(request["module"]).main()
+    while True:
+        # One message: the request, the link to the launcher, the log, and the status pipe.
+        message, (*descriptors,), _, _ = socket.recv_fds(control, LARGEST_REQUEST, 3)
+        if not message:
+            return  # the launcher is gone
+        if (intermediate := os.fork()) == 0:
+            if os.fork() > 0:
+                os._exit(0)  # the launcher, a subreaper, then adopts the grandchild
+            control.close()
+            request: dict[str, Any] = json.loads(message)
+            _become(request, *descriptors)
+            import_module(request["module"]).main()
+            return
+        os.waitpid(intermediate, 0)
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 def check_forkable() -> None:
@@ -62,25 +75,6 @@ def check_forkable() -> None:
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         raise RuntimeError("an import has initialized CUDA")
-
-
-def _serve(control: socket.socket) -> dict[str, Any]:
-    """Fork on request; return in each forked process, by then the launcher's child, its request."""
-    while True:
-        # One message: the request, the link to the launcher, the log, and the status pipe.
-        message, (*descriptors,), _, _ = socket.recv_fds(control, LARGEST_REQUEST, 3)
-        if not message:
-            sys.exit(0)  # the launcher is gone
-        if (intermediate := os.fork()) == 0:
-            if os.fork() > 0:
-                os._exit(0)  # the launcher, a subreaper, then adopts the grandchild
-            control.close()
-            request: dict[str, Any] = json.loads(message)
-            _become(request, *descriptors)
-            return request
-        os.waitpid(intermediate, 0)
-        for descriptor in descriptors:
-            os.close(descriptor)
 
 
 def _become(request: dict[str, Any], link_descriptor: int, output: int, status: int) -> None:

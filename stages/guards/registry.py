@@ -10,13 +10,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from statistics import fmean
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field
 
 from parallel.settings import Count, Settings
 from stages.rewards.registry import RewardSettings
 
+AtLeastZero = Annotated[float, Field(ge=0)]
 Action = Literal["warn", "stop", "off"]
 
 
@@ -52,15 +53,15 @@ class Window(deque[float]):
 class Trend(ABC):
     """A metric of several steps, whose memory is saved with the stage.
 
-    The memory is `windows` and the attributes that `saved` names.
+    The memory is a window of each metric `watched`, and the attributes that `saved` names.
     """
 
+    watched: ClassVar[tuple[str, ...]]
     saved: ClassVar[tuple[str, ...]] = ()
-    windows: dict[str, Window]
 
-    @abstractmethod
     def __init__(self, window: int, rewards: Mapping[str, RewardSettings]) -> None:
         """`rewards` are those of the stage's samples."""
+        self.windows = {name: Window(window) for name in self.watched}
 
     @abstractmethod
     def add(self, metrics: Mapping[str, float]) -> float | None:

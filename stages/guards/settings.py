@@ -11,9 +11,7 @@ from pydantic import Discriminator, Field, Tag, create_model
 
 import stages.guards.rules  # noqa: F401  every guard registers itself
 from parallel.settings import Count, Fraction, Settings
-from stages.guards.registry import GUARDS
-
-AtLeastZero = Annotated[float, Field(ge=0)]
+from stages.guards.registry import GUARDS, AtLeastZero
 
 # The blocks depend on the files that stand in `stages.guards.rules`.
 if TYPE_CHECKING:

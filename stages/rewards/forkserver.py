@@ -28,7 +28,7 @@ from typing import NoReturn
 from parallel.forkserver import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 from stages.data.problem import DomainError, Problem
 from stages.rewards.grading import Grade, Grader
-from stages.rewards.registry import RewardSettings, imports
+from stages.rewards.registry import KINDS, RewardSettings
 from stages.rewards.reward import Response, RewardPoolSettings
 
 REAPING_SECONDS = 1.0  # between two rounds of reaping
@@ -56,7 +56,8 @@ def main() -> None:
         signal.signal(ignored, signal.SIG_IGN)
     control = Connection(int(sys.argv[1]))
     setup: Setup = control.recv()
-    for module in imports(each for rewards in setup[0].values() for each in rewards.values()):
+    kinds = {each.kind for own in setup[0].values() for each in own.values()}
+    for module in sorted({module for kind in kinds for module in KINDS[kind].imports}):
         with suppress(Exception):  # a worker reports the error
             import_module(module)
     gc.freeze()  # else garbage collection would copy shared pages into every worker

@@ -168,7 +168,6 @@ class RewardPool:
                     self._fork()
                 self._deal()
                 self._listen()
-                self._replace_overdue()
         except Exception as error:
             if not self._closing:
                 self._give_up(error)
@@ -205,14 +204,12 @@ class RewardPool:
                 return
             worker.owed = dict(taken)
             worker.clock.rest()
-            chunk: Chunk = [
-                (number, task.problem, task.response, task.known) for number, task in taken
-            ]
+            chunk: Chunk = [(n, task.problem, task.response, task.known) for n, task in taken]
             with suppress(OSError):  # it has just died, which `_listen` detects
                 worker.connection.send(chunk)
 
     def _listen(self) -> None:
-        """Wait for grades, for submissions, or until the next check of the clocks."""
+        """Take grades and replace lost workers; wait for submissions or the next look at clocks."""
         busy = any(worker.owed or not worker.loaded for worker in self._workers)
         connections = {worker.connection: worker for worker in self._workers}
         ready = wait([*connections, self._called], LOOK_SECONDS if busy else None)
@@ -222,7 +219,12 @@ class RewardPool:
         for worker in heard:
             if not self._hear(worker):
                 self._replace(worker, overdue=False)
-        if heard:
+        now = time.monotonic()
+        working = [worker for worker in self._workers if worker.owed or not worker.loaded]
+        overdue = [worker for worker in working if now > worker.clock.read()[2]]
+        for worker in overdue:
+            self._replace(worker, overdue=True)
+        if heard or overdue:
             self._on_graded()
 
     def _hear(self, worker: _Worker) -> bool:
@@ -237,15 +239,6 @@ class RewardPool:
         for number, grade in answer or []:
             self._settle(worker.owed.pop(number), grade)
         return True
-
-    def _replace_overdue(self) -> None:
-        now = time.monotonic()
-        busy = [worker for worker in self._workers if worker.owed or not worker.loaded]
-        overdue = [worker for worker in busy if now > worker.clock.read()[2]]
-        for worker in overdue:
-            self._replace(worker, overdue=True)
-        if overdue:
-            self._on_graded()
 
     def _replace(self, worker: _Worker, overdue: bool) -> None:
         """Kill a worker, blame its current response, requeue the rest; `_run` forks another."""

@@ -6,7 +6,7 @@ and the generated reference.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import reduce
 from importlib import import_module
 from operator import or_
@@ -22,25 +22,20 @@ from stages.rewards.reward import REGISTERED, Reward, RewardBase, RewardError
 
 for _module in iter_modules(kinds.__path__):
     import_module(f"{kinds.__name__}.{_module.name}")
-_KINDS = dict(sorted(REGISTERED.items()))  # whichever was imported first
+KINDS = dict(sorted(REGISTERED.items()))  # whichever was imported first
 
 if TYPE_CHECKING:
     RewardSettings = RewardBase
 else:
     RewardSettings = Annotated[
-        reduce(or_, (each.settings for each in _KINDS.values())), Field(discriminator="kind")
+        reduce(or_, (each.settings for each in KINDS.values())), Field(discriminator="kind")
     ]
-
-
-def reward_kinds() -> dict[str, type[RewardBase]]:
-    """Return the settings class of each kind, by the kind's name; its docstring says what it is."""
-    return {kind: each.settings for kind, each in _KINDS.items()}
 
 
 def make(domain: str, name: str, settings: RewardSettings, directory: Path) -> Reward:
     """Return the reward called `name` of a domain. Raises DomainError where it cannot be made."""
     try:
-        return _KINDS[settings.kind].make(settings, directory)
+        return KINDS[settings.kind].make(settings, directory)
     except Exception as error:  # a library or a user's module may raise anything
         raise DomainError(domain, f"rewards.{name}", str(error) or repr(error)) from error
 
@@ -61,8 +56,3 @@ def cautions(rewards: Mapping[str, Mapping[str, RewardSettings]]) -> Iterator[st
         for name, settings in own.items():
             if caution := settings.caution():
                 yield f"domains.{domain}.rewards.{name}.{caution}"
-
-
-def imports(rewards: Iterable[RewardSettings]) -> list[str]:
-    """Return the heavy modules that these rewards import; no user's module is among them."""
-    return sorted({module for each in rewards for module in _KINDS[each.kind].imports})

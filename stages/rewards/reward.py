@@ -138,13 +138,10 @@ class RewardBase(Settings):
 
 @dataclass(frozen=True)
 class RewardKind:
-    """A kind's settings class, its maker of rewards, and the heavy modules that the maker imports.
-
-    `make` takes the settings and a directory for the reward's files.
-    """
+    """A kind's settings class, its maker of rewards, and the heavy modules that this imports."""
 
     settings: type[RewardBase]
-    make: Callable[[Any, Path], Reward]
+    make: Callable[[Any, Path], Reward]  # of the settings and a directory for the reward's files
     imports: tuple[str, ...]
 
 

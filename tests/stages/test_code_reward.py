@@ -97,7 +97,7 @@ def test_all_runs_together_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None
 
     def run(program: str, stdin: str, limits: Limits) -> Outcome:
         allowed.append(limits.wall_seconds)
-        return Outcome("exited", 0, b"3", "", (), limits.wall_seconds)
+        return Outcome("exited", b"3", "", (), limits.wall_seconds)
 
     monkeypatch.setattr(sandbox, "run", run)
     pairs = [{"input": "", "output": "3"}] * 5

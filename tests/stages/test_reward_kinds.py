@@ -27,7 +27,7 @@ PROGRAM = """
 import sys, json
 from pathlib import Path
 from stages.data.problem import Problem
-from stages.rewards.registry import reward_kinds
+from stages.rewards.registry import KINDS
 from stages.settings import DomainSettings
 from pydantic import TypeAdapter
 schema = TypeAdapter(DomainSettings.model_fields["rewards"].annotation)
@@ -39,7 +39,7 @@ from stages.rewards.reward import Response, RewardPoolSettings
 pool = RewardPool({"words": rewards}, RewardPoolSettings(workers=1), Path.cwd())
 futures = pool.submit(Problem("words", 0, "say hi", "hi"), [Response("HI", 1), Response("hi", 1)])
 print(json.dumps({
-    "kinds": {kind: each.__doc__ for kind, each in reward_kinds().items()},
+    "kinds": {kind: each.settings.__doc__ for kind, each in KINDS.items()},
     "settings": rewards["loud"].model_dump(),
     "scores": [future.result(60).reward for future in futures],
     "loaded": loaded,

@@ -17,7 +17,7 @@ from stages.rewards.grading import solved
 from stages.rewards.kinds.instruction import CHECKS
 from stages.rewards.kinds.json_schema import valid
 from stages.rewards.kinds.length import soft_overlong
-from stages.rewards.registry import RewardSettings, make, reward_kinds
+from stages.rewards.registry import KINDS, RewardSettings, make
 from stages.rewards.reward import Response, Reward, RewardBase, RewardError, Score
 
 GARBAGE = [
@@ -59,13 +59,9 @@ def test_every_kind_can_be_made_and_scores_truncated_responses() -> None:
         "format": {"pattern": "x"},
         "language": {"scripts": ["latin"]},
     }
-    scored = {
-        kind
-        for kind in reward_kinds()
-        if settings(kind, **given.get(kind, {})).unfinished == "score"
-    }
+    scored = {kind for kind in KINDS if settings(kind, **given.get(kind, {})).unfinished == "score"}
     assert scored == {"overlong", "length", "language"}
-    for kind in reward_kinds():
+    for kind in KINDS:
         assert callable(reward(kind, **given.get(kind, {})))
 
 

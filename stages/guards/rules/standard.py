@@ -6,15 +6,19 @@ docs/explanation/guards.md says where each comes from.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
 
 from pydantic import Field
 
 from parallel.settings import Count, Fraction
-from stages.guards.registry import Action, GuardSettings, Trend, Window, WindowGuardSettings, guard
+from stages.guards.registry import (
+    Action,
+    AtLeastZero,
+    GuardSettings,
+    Trend,
+    WindowGuardSettings,
+    guard,
+)
 from stages.rewards.registry import RewardSettings
-
-AtLeastZero = Annotated[float, Field(ge=0)]
 
 
 @guard("entropy_collapse")
@@ -30,11 +34,8 @@ class EntropyCollapseSettings(GuardSettings):
 class RewardDrop(Trend):
     """The best mean reward of a window less that of the last window."""
 
-    saved = ("best",)
+    watched, saved = ("reward",), ("best",)
     best: float | None = None
-
-    def __init__(self, window: int, rewards: Mapping[str, RewardSettings]) -> None:
-        self.windows = {"reward": Window(window)}
 
     def add(self, metrics: Mapping[str, float]) -> float | None:
         self.windows["reward"].add(metrics.get("reward"))
@@ -83,11 +84,8 @@ class FlatGroupsSettings(GuardSettings):
 class LengthInflation(Trend):
     """The mean `wrong_over_right` of the last window over that of the first full one."""
 
-    saved = ("first",)
+    watched, saved = ("wrong_over_right",), ("first",)
     first: float | None = None
-
-    def __init__(self, window: int, rewards: Mapping[str, RewardSettings]) -> None:
-        self.windows = {"wrong_over_right": Window(window)}
 
     def add(self, metrics: Mapping[str, float]) -> float | None:
         self.windows["wrong_over_right"].add(metrics.get("wrong_over_right"))
@@ -121,8 +119,10 @@ class SimilarResponsesSettings(GuardSettings):
 class FormatGain(Trend):
     """The rise of rewards that judge no answer, less that of the others, over two windows."""
 
+    watched = ("judged", "unjudged")
+
     def __init__(self, window: int, rewards: Mapping[str, RewardSettings]) -> None:
-        self.windows = {"judged": Window(2 * window), "unjudged": Window(2 * window)}
+        super().__init__(2 * window, rewards)
         self._weights: dict[str, dict[str, float]] = {"judged": {}, "unjudged": {}}
         for name, each in rewards.items():
             if each.weight:

@@ -111,10 +111,8 @@ def _build(request: dict[str, Any]) -> tuple[int, int]:
 
 
 def _write(path: str, content: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    while content:
-        content = content[os.write(descriptor, content) :]
-    os.close(descriptor)
+    with open(path, "wb") as file:
+        file.write(content)
 
 
 def _nameless(content: bytes) -> int:
@@ -128,20 +126,18 @@ def _start_all(
     request: dict[str, Any], pipes: dict[str, int], report: int, questions: int, tests: int
 ) -> int:
     """Start the program, alone or with an examiner; return the process that the run ends with."""
-    nothing = os.open("/dev/null", os.O_RDWR)
-    python = request["python"]
+    python = [request["python"], *FLAGS]
     if not request["tests"]:
         descriptors = {0: questions, 1: pipes["output"], 2: pipes["errors"]}
-        return _start([python, *FLAGS, "-c", START], descriptors, request, "program", report)
-    asked, asks = os.pipe()
-    answered, answers = os.pipe()
-    command = [python, *FLAGS, EXAMINER]
+        return _start([*python, "-c", START], descriptors, request, "program", report)
+    nothing = os.open("/dev/null", os.O_RDWR)
+    (asked, asks), (answered, answers) = os.pipe(), os.pipe()
     common = {0: nothing, 1: nothing, 2: pipes["errors"]}
     own = {0: tests, 3: answered, 4: asks, 5: pipes["verdicts"]}
-    examiner = _start([*command, "tests"], common | own, request, "examiner", report)
+    examiner = _start([*python, EXAMINER, "tests"], common | own, request, "examiner", report)
     # The program has no descriptor of the tests or of the verdicts.
     own = {1: pipes["output"], 3: asked, 4: answers}
-    _start([*command, "program"], common | own, request, "program", report)
+    _start([*python, EXAMINER, "program"], common | own, request, "program", report)
     for descriptor in (asked, asks, answered, answers):
         os.close(descriptor)
     return examiner

@@ -8,17 +8,15 @@ import struct
 
 NEW_MOUNTS, NEW_CGROUP, NEW_HOST_NAME, NEW_IPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
 NEW_USERS, NEW_PIDS, NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
-
 NO_SETUID, NO_DEVICES, NO_EXECUTION = 0x2, 0x4, 0x8
 BIND, RECURSIVE, PRIVATE = 0x1000, 0x4000, 0x40000
 
 KILL = 9
 _INTERRUPT = 2
-
 _DETACH = 2
 _READ_ONLY_ATTRIBUTE, _NO_SETUID_ATTRIBUTE = 0x1, 0x2
 _HERE, _WHOLE_TREE = -100, 0x8000
-_MOUNT_SETATTR = 442  # one number on every architecture
+_MOUNT_SETATTR = ctypes.c_long(442)  # one number on every architecture
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _SET_PARENT_DEATH_SIGNAL, _SET_SECCOMP, _DROP_BOUNDING, _SET_NO_NEW_PRIVILEGES = 1, 22, 24, 38
 _FILTER_MODE = 2
@@ -52,12 +50,13 @@ def make_read_only(target: str) -> None:
     wanted = struct.pack("QQQQ", _READ_ONLY_ATTRIBUTE | _NO_SETUID_ATTRIBUTE, 0, 0, 0)
     here, tree = ctypes.c_int(_HERE), ctypes.c_uint(_WHOLE_TREE)
     size = ctypes.c_size_t(len(wanted))
-    _system_call(_MOUNT_SETATTR, here, target.encode(), tree, wanted, size)
+    _call("syscall", _MOUNT_SETATTR, here, target.encode(), tree, wanted, size)
 
 
 def pivot_root(new_root: str, old_root: str) -> None:
     """Make `new_root` the root; the old root is then at `old_root`, a directory in it."""
-    _system_call(_PIVOT_ROOT[os.uname().machine], new_root.encode(), old_root.encode())
+    number = ctypes.c_long(_PIVOT_ROOT[os.uname().machine])
+    _call("syscall", number, new_root.encode(), old_root.encode())
 
 
 def die_with_parent() -> None:
@@ -95,10 +94,6 @@ def install_filter(instructions: bytes) -> None:
 def _prctl(option: int, value: int) -> None:
     zero = ctypes.c_ulong(0)
     _call("prctl", ctypes.c_int(option), ctypes.c_ulong(value), zero, zero, zero)
-
-
-def _system_call(number: int, *arguments: object) -> None:
-    _call("syscall", ctypes.c_long(number), *arguments)
 
 
 def _call(name: str, *arguments: object) -> None:

@@ -61,7 +61,6 @@ class CodeReward(RewardBase):
     timeout_seconds: Seconds | None = 120.0
 
     def rules(self, at: RewardContext) -> Iterator[tuple[str, str]]:
-        """Yield the broken rules of the tests' source, the limits of time and the memory."""
         if at.source == "reasoning_gym":
             what = "problems of reasoning_gym have no tests; use jsonl or parquet"
             yield f"{at.key}.kind", what

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from stages.rewards.reward import Pattern, Reward, RewardBase, Unfinished, register
+from stages.rewards.reward import Pattern, Response, Reward, RewardBase, Unfinished, register
 
 LETTERS = re.compile(r"[^\W\d_]+")
 # Scripts that Unicode names otherwise, and scripts without spaces between words, in which every
@@ -62,13 +62,12 @@ def make_format(settings: FormatReward, _directory: Path) -> Reward:
 def make_language(settings: LanguageReward, _directory: Path) -> Reward:
     """Return the reward."""
     expected = frozenset(settings.scripts)
-    return lambda _, response: consistency(response.text, expected)
 
+    def reward(_: object, response: Response) -> float:
+        words = list(_words(response.text))
+        return sum(scripts <= expected for scripts in words) / len(words) if words else 1.0
 
-def consistency(text: str, expected: frozenset[str]) -> float:
-    """Return the share of words with letters of `expected` scripts alone; 1 without words."""
-    words = list(_words(text))
-    return sum(scripts <= expected for scripts in words) / len(words) if words else 1.0
+    return reward
 
 
 def _words(text: str) -> Iterator[frozenset[str]]:

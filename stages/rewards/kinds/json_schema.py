@@ -26,7 +26,6 @@ class JSONSchemaReward(RewardBase):
     )
 
     def rules(self, at: RewardContext) -> Iterator[tuple[str, str]]:
-        """Yield what is wrong with the default schema."""
         try:
             if self.default_schema is not None:
                 check_schema(self.default_schema)
@@ -41,11 +40,10 @@ def make(settings: JSONSchemaReward, _directory: Path) -> Reward:
         check_schema(settings.default_schema)
 
     def reward(problem: Problem, response: Response) -> float:
-        schema = problem.fields.get(settings.schema_field, settings.default_schema)
+        field = settings.schema_field
+        schema = problem.fields.get(field, settings.default_schema)
         if schema is None:
-            raise RewardError(
-                f"the problem has no field {settings.schema_field!r}, and default_schema is null"
-            )
+            raise RewardError(f"the problem has no field {field!r}, and default_schema is null")
         schema = json.loads(schema) if isinstance(schema, str) else schema
         return float(valid(response.text, schema))
 

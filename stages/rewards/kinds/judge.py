@@ -38,7 +38,6 @@ from stages.rewards.reward import (
 TRANSIENT = {408, 409, 425, 429}  # HTTP statuses that are retried, as all of 500 and above are
 SHOWN = 300  # characters of the judge's answer in an error
 LONGEST_ANSWER, LONGEST_REFUSAL = 16 << 20, 1 << 16  # bytes
-LONGEST_NAME = 253
 NAME = re.compile(r"\w([\w-]{0,61}\w)?(\.\w([\w-]{0,61}\w)?)*\.?", re.ASCII)
 FILLED = re.compile(r"\{(prompt|answer|response)\}")
 
@@ -84,7 +83,6 @@ class JudgeReward(RewardBase):
     timeout_seconds: Seconds | None = 300.0
 
     def rules(self, at: RewardContext) -> Iterator[tuple[str, str]]:
-        """Yield the broken rules of the address, the rubric's range, the key and the time."""
         if error := _address_error(self.base_url):
             yield f"{at.key}.base_url", error
         lowest, highest = self.lowest, self.highest
@@ -133,7 +131,7 @@ def _is_host(host: str) -> bool:
     elif re.fullmatch(r"(.*\.)?\d+\.?", host):  # a name does not end with a number
         IPv4Address(host)
     else:
-        return len(host) <= LONGEST_NAME and NAME.fullmatch(host) is not None
+        return len(host) <= 253 and NAME.fullmatch(host) is not None
     return True
 
 
@@ -147,13 +145,7 @@ def _is_loopback(host: str) -> bool:
 @register(JudgeReward)
 def make(settings: JudgeReward, directory: Path) -> Reward:
     """Return the reward, which keeps the judge's answers in `directory`."""
-    judge = Judge(settings, directory / "judge")
-
-    def reward(problem: Problem, response: Response) -> float:
-        texts = {"prompt": problem.prompt, "answer": problem.answer, "response": response.text}
-        return judge.score(FILLED.sub(lambda match: texts[match[1]], settings.rubric))
-
-    return reward
+    return Judge(settings, directory / "judge")
 
 
 class _Staying(urllib.request.HTTPRedirectHandler):
@@ -183,8 +175,10 @@ class Judge:
             self._headers["Authorization"] = f"Bearer {key}"
             self._secret = re.compile("".join(map(_written, key)), re.IGNORECASE)
 
-    def score(self, rubric: str) -> float:
-        """Return the score of a filled rubric, in [0, 1]. Raises RewardError without one."""
+    def __call__(self, problem: Problem, response: Response) -> float:
+        """Return the score of a response, in [0, 1]. Raises RewardError without one."""
+        texts = {"prompt": problem.prompt, "answer": problem.answer, "response": response.text}
+        rubric = FILLED.sub(lambda match: texts[match[1]], self._settings.rubric)
         body = {
             "model": self._settings.model,
             "messages": [{"role": "user", "content": rubric}],
@@ -263,16 +257,15 @@ class Judge:
 
 
 def _key(settings: JudgeReward) -> str | None:
-    if settings.api_key_file is not None:
-        where = f"api_key_file: {settings.api_key_file}"
-        key = settings.api_key_file.read_text(errors="replace").strip()
-    elif settings.api_key_variable is not None:
-        where = f"api_key_variable: {settings.api_key_variable}"
-        if (found := os.environ.get(settings.api_key_variable)) is None:
-            raise RewardError(f"{settings.api_key_variable} is not set")
-        key = found.strip()
-    else:
+    file, variable = settings.api_key_file, settings.api_key_variable
+    if file is not None:
+        where, key = f"api_key_file: {file}", file.read_text(errors="replace").strip()
+    elif variable is None:
         return None
+    elif (found := os.environ.get(variable)) is None:
+        raise RewardError(f"{variable} is not set")
+    else:
+        where, key = f"api_key_variable: {variable}", found.strip()
     if not (key.isascii() and key.isprintable() and key):  # http.client would show it in an error
         raise RewardError(f"{where} holds no key, which is one line of ASCII")
     return key

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -31,19 +30,12 @@ class OverlongReward(RewardBase):
     unfinished: Unfinished = "score"
 
     def rules(self, at: RewardContext) -> Iterator[tuple[str, str]]:
-        """Yield the broken rules of the two limits."""
-        limit = self.max_tokens
-        if self.buffer_tokens > limit:
-            yield (
-                f"{at.key}.buffer_tokens",
-                f"{self.buffer_tokens} is more than max_tokens = {limit}",
-            )
-        if limit > at.max_response_tokens:
-            yield (
-                f"{at.key}.max_tokens",
-                f"{limit} is more than the domain's sampling.max_response_tokens = "
-                f"{at.max_response_tokens}, where responses are truncated: it is never reached",
-            )
+        limit, buffer, longest = self.max_tokens, self.buffer_tokens, at.max_response_tokens
+        if buffer > limit:
+            yield f"{at.key}.buffer_tokens", f"{buffer} is more than max_tokens = {limit}"
+        if limit > longest:
+            what = f"{limit} is more than the domain's sampling.max_response_tokens = {longest}"
+            yield f"{at.key}.max_tokens", f"{what}, where responses are truncated"
 
 
 class LengthReward(RewardBase):
@@ -64,12 +56,9 @@ class LengthReward(RewardBase):
     unfinished: Unfinished = "score"
 
     def rules(self, at: RewardContext) -> Iterator[tuple[str, str]]:
-        """Yield the broken rule of the two bounds."""
-        if self.at_least > (self.at_most or math.inf):
-            yield (
-                f"{at.key}.at_least",
-                f"{self.at_least} is more than at_most = {self.at_most}",
-            )
+        low, high = self.at_least, self.at_most
+        if high is not None and low > high:
+            yield f"{at.key}.at_least", f"{low} is more than at_most = {high}"
 
 
 @register(OverlongReward)

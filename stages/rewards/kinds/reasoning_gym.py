@@ -27,12 +27,9 @@ class ReasoningGymReward(RewardBase):
     )
 
     def rules(self, at: RewardContext) -> Iterator[tuple[str, str]]:
-        """Yield the broken rule of the problems' source."""
         if at.source != "reasoning_gym":
-            yield (
-                f"{at.key}.kind",
-                "only prompts.source: reasoning_gym has this scorer; use other rewards",
-            )
+            what = "only prompts.source: reasoning_gym has this scorer; use other rewards"
+            yield f"{at.key}.kind", what
 
 
 @register(ReasoningGymReward)
