@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 from parallel.hugging_face.config import hugging_face_config
 from parallel.settings import ModelSettings
 from stages.data.prompts import PromptStream
-from stages.data.sources.settings import ReasoningGymPromptSettings
+from stages.data.settings import ReasoningGymPromptSettings
 from stages.data.tokenizer import CharacterTokenizer
 
 CONFIGS = Path(__file__).parent.parent / "configs"

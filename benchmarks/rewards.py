@@ -23,7 +23,7 @@ from machine import measured
 
 from stages.data.problem import Problem
 from stages.data.prompts import PromptStream
-from stages.data.sources.settings import ReasoningGymPromptSettings
+from stages.data.settings import ReasoningGymPromptSettings
 from stages.data.tokenizer import CharacterTokenizer
 from stages.rewards.grading import Grader
 from stages.rewards.kinds.math import MathReward

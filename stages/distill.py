@@ -16,7 +16,7 @@ from parallel.sample import Sample
 from stages.guards.settings import NoCurriculumSettings
 from stages.loop import train
 from stages.objectives.aggregation import Totals, token_mean
-from stages.objectives.correction import NoCorrectionSettings
+from stages.objectives.surrogate import NoCorrectionSettings
 from stages.sampling.collection import Batch
 from stages.sampling.step import OnPolicyStage, StepSamples
 from stages.settings import MergeSettings, RolloutSettings, StageJob

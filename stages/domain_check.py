@@ -24,15 +24,18 @@ from parallel.errors import UserError
 from parallel.files import CHARACTERS, write_atomically
 from parallel.sample import Sample
 from parallel.status_pipe import report_error
-from stages.data.conversations import response_sample
-from stages.data.demonstrations import demonstrate, demonstrations
+from stages.data.demonstrations import (
+    ConversationStream,
+    conversation_index,
+    demonstrate,
+    demonstrations,
+    response_sample,
+)
 from stages.data.formats import FORMATS
 from stages.data.problem import DomainError, Problem
-from stages.data.prompts import PromptStream, split_of
-from stages.data.reasoning_gym_source import ReasoningGymSource
-from stages.data.sources.conversation_rows import ConversationStream, conversation_index
-from stages.data.sources.prompt_rows import problem_at, prompt_index
-from stages.data.sources.settings import (
+from stages.data.prompts import PromptStream, problem_at, prompt_index, split_of
+from stages.data.reasoning_gym import ReasoningGymSource
+from stages.data.settings import (
     FileDemonstrationSettings,
     GeneratedDemonstrationSettings,
     PromptSettings,

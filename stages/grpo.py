@@ -19,14 +19,15 @@ from stages.loop import train
 from stages.metrics import reduce_sums
 from stages.objectives.advantages.gae import GaeSettings
 from stages.objectives.aggregation import Totals
-from stages.objectives.assign_advantages import (
+from stages.objectives.critic import Critic
+from stages.objectives.groups import (
+    Group,
+    LengthWeights,
     assign_advantages,
     graded_samples,
     has_zero_advantages,
+    scale_by_entropy,
 )
-from stages.objectives.batch_weights import LengthWeights, scale_by_entropy
-from stages.objectives.critic import Critic
-from stages.objectives.groups import Group
 from stages.objectives.kl import kl_controller
 from stages.objectives.loss import MetricSum, policy_loss
 from stages.objectives.reference import Reference

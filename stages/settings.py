@@ -22,7 +22,7 @@ from parallel.settings import (
     Settings,
     Tokens,
 )
-from stages.data.sources.settings import (
+from stages.data.settings import (
     DemonstrationSettings,
     GeneratedDemonstrationSettings,
     PromptSettings,
@@ -37,7 +37,7 @@ from stages.guards.settings import (
     StopSettings,
 )
 from stages.kinds import Kind
-from stages.objectives.settings import ObjectiveSettings
+from stages.objectives.loss import ObjectiveSettings
 from stages.rewards.kinds.reasoning_gym import ReasoningGymReward
 from stages.rewards.registry import RewardSettings
 from stages.rewards.reward import RewardPoolSettings

@@ -13,11 +13,9 @@ from parallel.distributed import broadcast, is_main, sum_over_data
 from parallel.model.policy import TrainedPolicy
 from parallel.packing import RankPlace
 from parallel.sample import Sample
-from stages.data.conversations import response_sample
-from stages.data.demonstrations import demonstrations
+from stages.data.demonstrations import ConversationStream, demonstrations, response_sample
 from stages.data.prompts import PromptStream
-from stages.data.sources.conversation_rows import ConversationStream
-from stages.data.sources.settings import GeneratedDemonstrationSettings
+from stages.data.settings import GeneratedDemonstrationSettings
 from stages.data.tokenizer import Tokenizer, load_tokenizer
 from stages.import_weights import look_for_held_out
 from stages.loop import train

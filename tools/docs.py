@@ -22,7 +22,7 @@ from pipeline.config.cluster import ClusterSettings, KindSettings
 from stages.guards.registry import GUARDS, WindowGuardSettings
 from stages.guards.settings import GuardsSettings
 from stages.metric_definitions import METRICS
-from stages.objectives.settings import REGISTRIES
+from stages.objectives.loss import REGISTRIES
 from stages.settings import DomainSettings, RunSettings
 
 ROOT = Path(__file__).parents[1]

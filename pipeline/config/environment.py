@@ -21,8 +21,8 @@ from parallel.settings import EngineSettings, ModelSettings
 from pipeline.config.violations import hint, shown
 from pipeline.errors import BraidError
 from stages.data.formats import FORMATS
-from stages.data.reasoning_gym_options import options, value_violation
-from stages.data.sources.settings import (
+from stages.data.reasoning_gym import options, value_violation
+from stages.data.settings import (
     FileSettings,
     ReasoningGymPromptSettings,
     TooManyDirectories,

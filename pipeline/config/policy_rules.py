@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from parallel.settings import MOST, EngineSettings, LayoutSettings, ModelSettings, OptimizerSettings
 from pipeline.config.violations import hint
 from stages.objectives.advantages.gae import GaeSettings
-from stages.objectives.correction import ImportanceSettings
+from stages.objectives.surrogate import ImportanceSettings
 from stages.rewards.kinds.python import PythonReward
 from stages.rewards.reward import RewardContext, RewardPoolSettings
 from stages.settings import (

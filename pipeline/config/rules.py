@@ -31,7 +31,7 @@ from pipeline.config.policy_rules import (
 )
 from pipeline.config.violations import hint
 from stages.data.formats import FORMATS
-from stages.data.sources.settings import (
+from stages.data.settings import (
     FileDemonstrationSettings,
     FilePromptSettings,
     ReasoningGymPromptSettings,

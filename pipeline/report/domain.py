@@ -16,7 +16,7 @@ from pipeline.launch.processes import Signals
 from pipeline.report.audit import answer_of
 from pipeline.report.tables import table
 from pipeline.text import say, visible
-from stages.data.sources.settings import (
+from stages.data.settings import (
     FileDemonstrationSettings,
     FilePromptSettings,
     ReasoningGymPromptSettings,

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 
 from parallel.files import CHARACTERS, Checkpoint, read_text, write_atomically
 from pipeline.run.graph import Stage, digest, problems
-from stages.data.sources.settings import FileSettings
+from stages.data.settings import FileSettings
 from stages.directory import StageDirectory
 
 PACKAGES = (
@@ -165,10 +165,7 @@ def fingerprints(reads: dict[str, Any]) -> dict[str, str | None]:
 
 
 def template_digest(directory: Path) -> str | None:
-    """Return the SHA-256 of a tokenizer's chat template; None where it has none.
-
-    `stages.data.tokenizer` computes the digest likewise.
-    """
+    """Return the SHA-256 of a tokenizer's chat template; None where it has none."""
     try:
         template = (directory / "chat_template.jinja").read_text(encoding="utf-8")
     except OSError:

@@ -1,18 +1,31 @@
-"""The cold start's demonstrations: a mixture of careful and careless work.
+"""Demonstrations for the cold start, generated or from files, as SFT samples.
 
-Reinforcement learning then has something to select: a model shown only careful work gained nothing
-from it at this size.
+Generated ones are a mixture of careful and careless work, so that reinforcement learning has
+something to select: a model shown only careful work gained nothing from it at this size. Of a
+conversation, assistant turns are trained on and all other tokens are masked.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from random import Random
 
+import numpy as np
+
+from parallel.sample import Sample
 from stages.data.formats import FORMATS
-from stages.data.problem import Problem
+from stages.data.index import Order, RowIndex, build_index
+from stages.data.problem import ASSISTANT, DomainError, Message, Problem, content_key
 from stages.data.prompts import PromptStream
-from stages.data.sources.settings import GeneratedDemonstrationSettings
+from stages.data.rows import Row, RowError, column_of, messages_of, prompt_of
+from stages.data.settings import FileDemonstrationSettings, GeneratedDemonstrationSettings
+from stages.data.tokenizer import Tokenizer, TokenizerError
+
+PROBED = 32  # conversations that are rendered before training begins
+SHOWN = 60  # characters of a rendering in an error
+Shown = tuple[str, str] | list[Message]  # a prompt's text and a response's, or chat messages
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,188 @@ def demonstrate(problem: Problem, worked: bool, random: Random) -> Demonstration
     """Return `<working>answer` where `worked`, else `<>` and a careless, wrong answer."""
     form = FORMATS[problem.fields["dataset"]]
     if worked:
-        working = form.working(problem.fields["entry"])
-        return Demonstration(problem, f"<{working}>{problem.answer}", worked=True)
-    return Demonstration(problem, f"<>{form.careless(problem.answer, random)}", worked=False)
+        response = f"<{form.working(problem.fields['entry'])}>{problem.answer}"
+    else:
+        response = f"<>{form.careless(problem.answer, random)}"
+    return Demonstration(problem, response, worked)
+
+
+def response_sample(tokenizer: Tokenizer, prompt: str, response: str, domain: str) -> Sample:
+    """Return a text prompt and a text response, with an end token, as a sample."""
+    return Sample(
+        domain=domain,
+        prompt=np.array(tokenizer.encode(prompt), np.int32),
+        response=np.array([*tokenizer.encode(response), tokenizer.end_token], np.int32),
+    )
+
+
+def conversation_sample(tokenizer: Tokenizer, messages: Sequence[Message], domain: str) -> Sample:
+    """Return a conversation as a sample whose prompt ends before the first assistant turn.
+
+    The loss mask covers each assistant turn up to its end token. Segments are encoded one by one,
+    as a rollout's prompt and response are. Raises TokenizerError as `segments`, and where the
+    template ends an assistant turn without the end token, at which a rollout stops.
+    """
+    first, *rest = segments(tokenizer, messages)
+    ids: list[int] = []
+    learned: list[bool] = []
+    for segment in rest:
+        own = tokenizer.encode(segment.text)
+        upto = 0
+        if segment.learned:
+            if tokenizer.end_token not in own:
+                raise TokenizerError(
+                    "model.tokenizer: its chat template ends an assistant turn,"
+                    f" {segment.text[-SHOWN:]!r}, without the end token {tokenizer.end_token}; set"
+                    " eos_token in its tokenizer_config.json to what the template writes"
+                )
+            upto = len(own) - own[::-1].index(tokenizer.end_token)
+        ids += own
+        learned += [place < upto for place in range(len(own))]
+    while not learned[-1]:  # the template's suffix after the last end token
+        ids.pop()
+        learned.pop()
+    return Sample(
+        domain=domain,
+        prompt=np.array(tokenizer.encode(first.text), np.int32),
+        response=np.array(ids, np.int32),
+        loss_mask=None if all(learned) else np.array(learned),
+    )
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece of a conversation's text; `learned`: an assistant turn with the template's suffix."""
+
+    text: str
+    learned: bool
+
+
+def segments(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Segment]:
+    """Return the conversation up to the last assistant turn, as alternating segments.
+
+    An assistant turn begins after the template's generation prompt, where a rollout's prompt ends.
+    Raises TokenizerError where the template does not render the first turns as a prefix of the
+    whole: training would then see other tokens than sampling.
+    """
+    found: list[Segment] = []
+    text = ""
+    for place, message in enumerate(messages):
+        if message["role"] != ASSISTANT:
+            continue
+        asked = tokenizer.render(messages[:place], generation_prompt=True)
+        answered = tokenizer.render(messages[: place + 1], generation_prompt=False)
+        found.append(Segment(_continued(text, asked, place), learned=False))
+        found.append(Segment(_continued(asked, answered, place), learned=True))
+        text = answered
+    return found
+
+
+def _continued(before: str, after: str, place: int) -> str:
+    """Return `after` without its prefix `before`. Raises TokenizerError where it has another."""
+    if after.startswith(before):
+        return after[len(before) :]
+    same = next(i for i in range(len(before)) if before[i] != after[i : i + 1])
+    here, there = (repr(text[same : same + SHOWN]) for text in (before, after))
+    raise TokenizerError(
+        f"model.tokenizer: its chat template rewrites earlier turns: message {place + 1} turns"
+        f" {here} into {there}; split the conversation into rows that end with their only"
+        " assistant turn, or use a template that leaves earlier turns unchanged"
+    )
+
+
+class ConversationStream:
+    """An endless stream of a domain's conversations, each once an epoch in a seeded order.
+
+    The next conversation is a pure function of the settings, the seed and `cursor`. Conversations
+    with held-out prompts never come; `too_long` counts those skipped for more than `limit` tokens;
+    `rows` is the number of conversations, including those. Raises DomainError for unusable rows,
+    and TokenizerError for an unusable chat template.
+    """
+
+    def __init__(
+        self,
+        settings: FileDemonstrationSettings,
+        tokenizer: Tokenizer,
+        domain: str,
+        seed: int,
+        held_out_fraction: float,
+        limit: int,
+        cursor: int = 0,
+    ) -> None:
+        self.cursor = cursor
+        self.too_long = 0
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._limit = limit
+        self._index = conversation_index(settings, domain)
+        self._rows = self._index.split(False, held_out_fraction)
+        self.rows = len(self._rows)
+        self._order = Order(self._rows, seed)
+        for row in self._rows[:PROBED].tolist():
+            self._sample(row)
+
+    def draw(self, step: int, count: int) -> list[Sample]:
+        """Return the next `count` conversations, independent of `step`.
+
+        Raises DomainError where all are too long.
+        """
+        return [self._next() for _ in range(count)]
+
+    def all(self) -> Iterator[Sample]:
+        """Return every conversation once, in the order of the files."""
+        return map(self._sample, self._rows.tolist())
+
+    def _next(self) -> Sample:
+        for _ in range(2 * self.rows):  # consecutive rows that include a whole epoch
+            sample = self._sample(self._order.row(self.cursor))
+            self.cursor += 1
+            if sample.length <= self._limit:
+                return sample
+            self.too_long += 1
+        why = f"every conversation is longer than {self._limit} tokens"
+        raise DomainError(self._index.domain, "demonstrations.max_tokens", why)
+
+    def _sample(self, row: int) -> Sample:
+        shown = self._index.read(row, lambda found: _parsed(found, self._settings))
+        try:
+            if isinstance(shown, tuple):
+                return response_sample(self._tokenizer, *shown, self._index.domain)
+            return conversation_sample(self._tokenizer, shown, self._index.domain)
+        except TokenizerError as error:
+            raise TokenizerError(f"{error}; in {self._index.place(row)}") from error
+
+
+@cache
+def conversation_index(settings: FileDemonstrationSettings, domain: str) -> RowIndex:
+    """Return the index of a domain's demonstrations; the files are read once a process."""
+    response = settings.response
+    columns = [settings.messages] if response is None else [settings.prompt, response]
+
+    def identify(row: Row) -> tuple[str, str]:
+        shown, key = _parsed(row, settings)
+        return content_key("\0".join(shown) if isinstance(shown, tuple) else shown), key
+
+    return build_index(settings, domain, "demonstrations", columns, identify)
+
+
+def _parsed(row: Row, settings: FileDemonstrationSettings) -> tuple[Shown, str]:
+    """Return a row's demonstration, and the content hash of the turns before the first response.
+
+    Raises RowError where it has nothing to train on.
+    """
+    if settings.response is None:
+        messages = messages_of(row, settings.messages)
+        if messages[0]["role"] == ASSISTANT:
+            raise RowError(f"{settings.messages!r} must not start with an assistant turn")
+    else:
+        prompt, response = prompt_of(row, settings.prompt), column_of(row, settings.response)
+        if not isinstance(response, str) or not response:
+            raise RowError(f"{settings.response!r} is empty or not text")
+        if isinstance(prompt, str):
+            return (prompt, response), content_key(prompt)
+        messages = [*prompt, {"role": ASSISTANT, "content": response}]
+    roles = [each["role"] for each in messages]
+    if ASSISTANT not in roles:
+        raise RowError(f"{settings.messages!r} has no assistant turn to train on")
+    return messages, content_key(messages[: roles.index(ASSISTANT)])

@@ -2,7 +2,7 @@
 
 To add a dataset, add a `Format`. A response is `<working>answer`. Many of reasoning-gym's own
 scorers give the answer to `eval` or to sympy's `parse_expr`, which runs it as code in a reward
-worker: such a dataset is refused (`reasoning_gym_source`), whatever its `hand_in` accepts.
+worker: such a dataset is refused (`stages.data.reasoning_gym`), whatever its `hand_in` accepts.
 """
 
 from __future__ import annotations
@@ -34,10 +34,6 @@ class Format:
     hand_in: Callable[[str], str | None]
 
 
-def _sum_prompt(entry: Entry) -> str:
-    return f"c{entry['metadata']['expression'].replace(' ', '')}="
-
-
 def _running_totals(entry: Entry) -> str:
     """Return every intermediate result, left to right: `4 - 1 - 7` gives `3,-4`."""
     first, *rest = entry["metadata"]["expression"].split()
@@ -48,33 +44,8 @@ def _running_totals(entry: Entry) -> str:
     return ",".join(totals)
 
 
-def _off_by_a_little(answer: str, random: Random) -> str:
-    return str(int(answer) + random.choice([-3, -2, -1, 1, 2, 3]))
-
-
-def _hand_in_number(answer: str) -> str | None:
-    return answer if NUMBER.fullmatch(answer) else None
-
-
-def _spelling_prompt(entry: Entry) -> str:
-    return f"r{entry['metadata']['word'].lower()}="
-
-
-def _swap_letters(answer: str, random: Random) -> str:
-    return "".join(_swap_neighbours(answer, random))
-
-
-def _sorting_prompt(entry: Entry) -> str:
-    direction = entry["metadata"]["direction"][0]
-    return f"{direction}{_number_list(entry['metadata']['original_numbers'])}="
-
-
 def _number_list(numbers: Sequence[str]) -> str:
     return ",".join(number.removesuffix(".0") for number in numbers)
-
-
-def _swap_numbers(answer: str, random: Random) -> str:
-    return ",".join(_swap_neighbours(answer.split(","), random))
 
 
 def _hand_in_numbers(answer: str) -> str | None:
@@ -95,26 +66,29 @@ def _swap_neighbours(items: Sequence[str], random: Random) -> list[str]:
 FORMATS: dict[str, Format] = {
     "chain_sum": Format(
         module="arithmetic.chain_sum",
-        prompt=_sum_prompt,
+        prompt=lambda entry: f"c{entry['metadata']['expression'].replace(' ', '')}=",
         working=_running_totals,
         answer=lambda entry: entry["answer"],
-        careless=_off_by_a_little,
-        hand_in=_hand_in_number,
+        careless=lambda answer, random: str(int(answer) + random.choice([-3, -2, -1, 1, 2, 3])),
+        hand_in=lambda answer: answer if NUMBER.fullmatch(answer) else None,
     ),
     "spell_backward": Format(
         module="algorithmic.spell_backward",
-        prompt=_spelling_prompt,
+        prompt=lambda entry: f"r{entry['metadata']['word'].lower()}=",
         working=lambda entry: str(entry["metadata"]["word_len"]),
         answer=lambda entry: entry["answer"].lower(),
-        careless=_swap_letters,
+        careless=lambda answer, random: "".join(_swap_neighbours(answer, random)),
         hand_in=lambda answer: answer,
     ),
     "number_sorting": Format(
         module="algorithmic.number_sorting",
-        prompt=_sorting_prompt,
+        prompt=lambda entry: (  # `a` for ascending, `d` for descending
+            f"{entry['metadata']['direction'][0]}"
+            f"{_number_list(entry['metadata']['original_numbers'])}="
+        ),
         working=lambda entry: str(entry["metadata"]["numbers"]),
         answer=lambda entry: _number_list(entry["metadata"]["sorted_numbers"]),
-        careless=_swap_numbers,
+        careless=lambda answer, random: ",".join(_swap_neighbours(answer.split(","), random)),
         hand_in=_hand_in_numbers,
     ),
 }

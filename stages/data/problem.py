@@ -1,14 +1,18 @@
-"""A problem of a domain, and the error that names a domain's wrong setting."""
+"""A problem of a domain, its chat messages, and the error that names a domain's wrong setting."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import sha256
 from typing import Any
 
 from parallel.errors import UserError
-from stages.data.chat import Message, content_key
+
+Message = dict[str, Any]  # `{"role": ..., "content": ...}`, as every chat template reads it
+ASSISTANT = "assistant"
 
 
 class DomainError(UserError):
@@ -39,3 +43,23 @@ class Problem:
     def key(self) -> str:
         """The content hash of the prompt, 64 hexadecimal digits (see `content_key`)."""
         return content_key(self.prompt if self.messages is None else self.messages)
+
+
+def content_key(prompt: str | Sequence[Message]) -> str:
+    """Return the SHA-256 of a prompt's content, 64 hexadecimal digits.
+
+    It does not depend on the chat template or on whitespace, and a single user message hashes like
+    its text: the held-out split is the same however a file writes its prompts.
+    """
+    if isinstance(prompt, str):
+        text = _spaced(prompt)
+    elif len(prompt) == 1 and prompt[0] == {"role": "user", "content": prompt[0]["content"]}:
+        text = _spaced(prompt[0]["content"])
+    else:
+        messages = [{**each, "content": _spaced(each["content"])} for each in prompt]
+        text = json.dumps(messages, sort_keys=True, ensure_ascii=False)
+    return sha256(text.encode(errors="surrogatepass")).hexdigest()
+
+
+def _spaced(text: str) -> str:
+    return " ".join(text.split())

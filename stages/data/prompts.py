@@ -4,34 +4,21 @@ from __future__ import annotations
 
 from functools import cache
 from hashlib import sha256
-from typing import Literal, Protocol
+from typing import Literal
 
 from parallel.status_pipe import report_notice
-from stages.data.problem import DomainError, Problem
-from stages.data.reasoning_gym_source import ReasoningGymSource
-from stages.data.sources.prompt_rows import FileSource
-from stages.data.sources.settings import PromptSettings, ReasoningGymPromptSettings
-from stages.data.tokenizer import Tokenizer
+from stages.data.index import Order, RowIndex, build_index
+from stages.data.problem import DomainError, Message, Problem, content_key
+from stages.data.reasoning_gym import ReasoningGymSource
+from stages.data.rows import Row, answer_of, prompt_of
+from stages.data.settings import FilePromptSettings, PromptSettings, ReasoningGymPromptSettings
+from stages.data.tokenizer import Tokenizer, TokenizerError
 
 Split = Literal["train", "held_out", "gate"]
 
 GATE_SHARE = 0.2  # of the held-out prompts: gates decide by these, and no report includes them
 STREAM_SPACING_BITS = 32
 REMEDIES = {"held_out": ", or lower evaluation.problems", "gate": ", or lower gate.problems"}
-
-
-class Source(Protocol):
-    """An endless source of problems, each a pure function of the seed and its index.
-
-    `key` is the setting to fix where there are too few; the split is exhausted after `patience`
-    candidates without a usable one.
-    """
-
-    key: str
-    patience: int
-
-    def problem(self, index: int) -> Problem | None:
-        """Return the problem at `index`, or None where its prompt is too long."""
 
 
 class PromptStream:
@@ -64,8 +51,16 @@ class PromptStream:
         self._settings = settings
         self._encode = tokenizer.encode
         self._longest = longest
-        stream_seed = _stream_seed(seed, domain, purpose)
-        self._source = _source(settings, tokenizer, domain, stream_seed, split)
+        # A seed for reasoning-gym, at least 2^32 items away from every other stream's seed.
+        digest = sha256(f"{seed}/{domain}/{purpose}".encode()).digest()
+        seed = int.from_bytes(digest[:8]) << STREAM_SPACING_BITS
+        # A source is endless; a problem is a pure function of the seed and its index. Where
+        # `patience` candidates have no usable one, `key` is the setting to fix.
+        self._source: ReasoningGymSource | FileSource
+        if isinstance(settings, ReasoningGymPromptSettings):
+            self._source = ReasoningGymSource(settings, domain, seed)
+        else:
+            self._source = FileSource(settings, tokenizer, domain, seed, split != "train")
 
     def take(self, count: int) -> list[Problem]:
         """Return the next `count` problems. Raises DomainError when the split is exhausted."""
@@ -103,11 +98,79 @@ class PromptStream:
             f"{REMEDIES.get(self.split, '')}",
         )
 
+    def _in_split(self, problem: Problem) -> bool:
+        return split_of(problem, self._settings.held_out_fraction) == self.split
+
     def _has_no_room(self, problem: Problem) -> bool:
         return self._longest is not None and len(self._encode(problem.prompt)) > self._longest
 
-    def _in_split(self, problem: Problem) -> bool:
-        return split_of(problem, self._settings.held_out_fraction) == self.split
+
+class FileSource:
+    """An endless source of the rows of one split, each once an epoch in a seeded order.
+
+    Raises DomainError where the files or their rows cannot be used, or the split is empty.
+    """
+
+    key = "prompts.path"
+
+    def __init__(
+        self,
+        settings: FilePromptSettings,
+        tokenizer: Tokenizer,
+        domain: str,
+        seed: int,
+        held_out: bool,
+    ) -> None:
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._index = prompt_index(settings, domain)
+        rows = self._index.split(held_out, settings.held_out_fraction)
+        self._order = Order(rows, seed)
+        self.patience = 2 * len(rows)  # consecutive rows that include a whole epoch
+
+    def problem(self, index: int) -> Problem | None:
+        """Return the problem at `index`, or None where its prompt is too long.
+
+        Raises TokenizerError, naming the row, where it cannot be rendered or encoded.
+        """
+        row = self._order.row(index)
+        try:
+            problem = problem_at(self._index, self._settings, self._tokenizer, row, index)
+            tokens = len(self._tokenizer.encode(problem.prompt))
+        except TokenizerError as error:
+            raise TokenizerError(f"{error}; in {self._index.place(row)}") from error
+        limit = self._settings.max_prompt_tokens
+        return None if limit is not None and tokens > limit else problem
+
+
+@cache
+def prompt_index(settings: FilePromptSettings, domain: str) -> RowIndex:
+    """Return the index of a domain's prompts; the files are read once a process."""
+    columns = [settings.prompt, *([] if settings.answer is None else [settings.answer])]
+
+    def identify(row: Row) -> tuple[str, str]:
+        _, key = _parsed(row, settings)
+        return key, key
+
+    return build_index(settings, domain, "prompts", columns, identify)
+
+
+def problem_at(
+    index: RowIndex, settings: FilePromptSettings, tokenizer: Tokenizer, row: int, place: int
+) -> Problem:
+    """Return the problem of a row of the index, as number `place` of its stream."""
+    prompt, answer, fields = index.read(row, lambda fields: _parsed(fields, settings))
+    if isinstance(prompt, str):
+        return Problem(index.domain, place, prompt, answer, fields)
+    text = tokenizer.render(prompt, generation_prompt=True)
+    return Problem(index.domain, place, text, answer, fields, tuple(prompt))
+
+
+def _parsed(
+    row: Row, settings: FilePromptSettings
+) -> tuple[tuple[str | list[Message], str, Row], str]:
+    prompt = prompt_of(row, settings.prompt)
+    return (prompt, answer_of(row, settings.answer), row), content_key(prompt)
 
 
 def held_out_problems(
@@ -144,21 +207,3 @@ def _report_too_long(domain: str) -> None:  # once a process, which may have man
         f"domains.{domain}.prompts: skipping prompts that exceed max_prompt_tokens or leave no"
         " room for a response; the metric too_long counts them"
     )
-
-
-def _source(
-    settings: PromptSettings,
-    tokenizer: Tokenizer,
-    domain: str,
-    seed: int,
-    split: Split,
-) -> Source:
-    if isinstance(settings, ReasoningGymPromptSettings):
-        return ReasoningGymSource(settings, domain, seed)
-    return FileSource(settings, tokenizer, domain, seed, split != "train")
-
-
-def _stream_seed(seed: int, domain: str, purpose: str) -> int:
-    """Return a seed for reasoning-gym, at least 2^32 items away from every other stream's seed."""
-    digest = sha256(f"{seed}/{domain}/{purpose}".encode()).digest()
-    return int.from_bytes(digest[:8]) << STREAM_SPACING_BITS

@@ -1,4 +1,4 @@
-"""The tokenizers: the interface, the character tokenizer, and Hugging Face's.
+"""The tokenizers: the character tokenizer, and Hugging Face's.
 
 The character tokenizer is small enough for a model of a million parameters. It does not import
 transformers, and saves as an ordinary Hugging Face tokenizer, which `AutoTokenizer`, and so vLLM,
@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from hashlib import sha256
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from parallel.errors import UserError
 from parallel.files import CHARACTERS as CHARACTERS_NAME
 from parallel.settings import END_TOKEN, PAD_TOKEN, TOKENIZER_SIZE, ModelSettings
-from stages.data.chat import ASSISTANT, Message
+from stages.data.problem import ASSISTANT, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -38,42 +37,6 @@ class TokenizerError(UserError, ValueError):
     """A tokenizer that cannot be used, or text that it cannot encode."""
 
 
-class Tokenizer(Protocol):
-    """A tokenizer; ids are below `vocabulary_size`, and a response ends with `end_token`."""
-
-    @property
-    def end_token(self) -> int: ...
-
-    @property
-    def pad_token(self) -> int: ...
-
-    @property
-    def vocabulary_size(self) -> int: ...
-
-    @property
-    def template_digest(self) -> str:
-        """The SHA-256 of the chat template, of "" where there is none."""
-
-    def encode(self, text: str) -> list[int]:
-        """Return the text's ids, without special tokens that the text does not spell.
-
-        Raises TokenizerError where a character has no id.
-        """
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text before the first end token; other special ids are shown by name."""
-
-    def render(self, messages: Sequence[Message], generation_prompt: bool) -> str:
-        """Return the conversation rendered by the chat template.
-
-        `generation_prompt` appends the beginning of an assistant turn. Raises TokenizerError where
-        the template rejects the messages.
-        """
-
-    def save(self, directory: Path) -> None:
-        """Write the Hugging Face tokenizer's files into `directory`."""
-
-
 def load_tokenizer(model: ModelSettings) -> Tokenizer:
     """Return the tokenizer that `model.tokenizer` names.
 
@@ -90,14 +53,7 @@ def load_tokenizer(model: ModelSettings) -> Tokenizer:
 
 def tokenizer_named(name: str) -> Tokenizer:
     """Return the character tokenizer or a directory's, or raise TokenizerError."""
-    if name == CHARACTERS_NAME:
-        return CharacterTokenizer()
-    return HuggingFaceTokenizer(Path(name))
-
-
-def digest_of_template(template: str) -> str:
-    """Return a template's SHA-256, 64 hexadecimal digits."""
-    return sha256(template.encode()).hexdigest()
+    return CharacterTokenizer() if name == CHARACTERS_NAME else HuggingFaceTokenizer(Path(name))
 
 
 class CharacterTokenizer:
@@ -106,7 +62,6 @@ class CharacterTokenizer:
     end_token = END_TOKEN
     pad_token = PAD_TOKEN
     vocabulary_size = TOKENIZER_SIZE
-    template_digest = digest_of_template(CHAT_TEMPLATE)
 
     def __init__(self) -> None:
         named = [PAD, END, *CHARACTERS]
@@ -115,7 +70,10 @@ class CharacterTokenizer:
         self._ids = {token: i for i, token in enumerate(self._tokens)}
 
     def encode(self, text: str) -> list[int]:
-        """Return one id for each character or special name, without an end token."""
+        """Return one id for each character or special name, without an end token.
+
+        Raises TokenizerError where a character has no id.
+        """
         try:
             return [self._ids[piece] for piece in PIECE.findall(text)]
         except KeyError as unknown:
@@ -124,16 +82,14 @@ class CharacterTokenizer:
             ) from None
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text before the first end token."""
-        tokens = []
-        for i in ids:
-            if i == self.end_token:
-                break
-            tokens.append(self._tokens[i])
-        return "".join(tokens)
+        """Return the text before the first end token; special ids are shown by name."""
+        return "".join(self._tokens[i] for i in takewhile(lambda i: i != END_TOKEN, ids))
 
     def render(self, messages: Sequence[Message], generation_prompt: bool) -> str:
-        """Return the messages as `CHAT_TEMPLATE` renders them."""
+        """Return the messages as `CHAT_TEMPLATE` renders them.
+
+        `generation_prompt` appends the beginning of an assistant turn.
+        """
         turns = [
             f"{each['role']}: {each['content']}{END if each['role'] == ASSISTANT else ' '}"
             for each in messages
@@ -193,7 +149,6 @@ class HuggingFaceTokenizer:
         self.pad_token: int = loaded.pad_token_id if padded else loaded.eos_token_id
         self._known = frozenset(loaded.get_vocab().values())
         self.vocabulary_size = max(self._known) + 1
-        self.template_digest = digest_of_template(self._template())
 
     def encode(self, text: str) -> list[int]:
         """Return the text's ids, without added first or end tokens."""
@@ -201,11 +156,7 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text before the first end token; an id the tokenizer lacks is [UNKNOWN_id]."""
-        until_end = []
-        for i in ids:
-            if i == self.end_token:
-                break
-            until_end.append(int(i))
+        until_end = takewhile(lambda i: i != self.end_token, map(int, ids))
         pieces = []
         for known, run in groupby(until_end, self._known.__contains__):
             if known:
@@ -215,8 +166,11 @@ class HuggingFaceTokenizer:
         return "".join(pieces)
 
     def render(self, messages: Sequence[Message], generation_prompt: bool) -> str:
-        """Return the messages as the directory's chat template renders them."""
-        if not self._template():
+        """Return the messages as the directory's chat template renders them.
+
+        Raises TokenizerError where there is no template, or it rejects the messages.
+        """
+        if not (self._tokenizer.chat_template and self._tokenizer.get_chat_template()):
             raise TokenizerError(
                 f"model.tokenizer: {self._directory} has no chat template, which chat messages"
                 " need; add its chat_template.jinja, or write prompts as text"
@@ -237,10 +191,9 @@ class HuggingFaceTokenizer:
         self._tokenizer.save_pretrained(directory)
 
     def _decode_known(self, ids: list[int]) -> str:
-        text = self._tokenizer.decode(
-            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return str(text)
+        shown = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode(ids, **shown))
 
-    def _template(self) -> str:
-        return self._tokenizer.get_chat_template() if self._tokenizer.chat_template else ""
+
+# Ids are below `vocabulary_size`, and a response ends with `end_token`.
+Tokenizer = CharacterTokenizer | HuggingFaceTokenizer

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 class Totals:
     """The counts of one optimizer step, over all data-parallel ranks and micro-batches.
 
-    The caller reduces them across ranks before the first backward pass. Summed over ranks and
-    micro-batches, the aggregates below are then the mean over the whole step, however the step
-    was cut. `sequences` counts the responses, `tokens` their learned tokens, `learned` the
-    responses that have any, which metrics are means of; `longest` is the maximum number of tokens
-    of a response, which only `constant` reads.
+    The caller reduces them across ranks before the first backward pass: summed over ranks and
+    micro-batches, the aggregates are then the mean over the whole step, however it was cut.
+    `sequences` counts the responses, `tokens` their learned tokens, `learned` the responses that
+    have any, which metrics are means of; `longest`, the maximum number of tokens of a response,
+    is read by `constant` alone.
     """
 
     sequences: float
@@ -60,7 +60,7 @@ def constant(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
 def weighted_token_mean(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
     """Return the mean over tokens, whose responses have learned weights by length.
 
-    `stages.objectives.batch_weights` computes the weights; `values` are weighted already.
+    `values` are weighted already, by `stages.objectives.groups.LengthWeights`.
     """
     return token_mean(values, mask, totals)
 

@@ -5,13 +5,12 @@ Never imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from parallel.settings import Settings
+from stages.objectives.registry import AlgorithmSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,23 +20,16 @@ STD_FLOOR = 1e-6
 Std = Literal["population", "sample"]
 
 
-class AdvantageBase(Settings):
+class AdvantageBase(AlgorithmSettings):
     """The base of an advantage's settings; the class variables say what it needs.
 
     `baseline`: what a response is compared with. `per_token`: the tokens of a response differ in
     advantage. `needs_step_rewards`: a reward has to score the steps of every response.
     """
 
-    if TYPE_CHECKING:
-        name: str
-
     baseline: ClassVar[Literal["group", "batch", "critic"]] = "group"
     per_token: ClassVar[bool] = False
     needs_step_rewards: ClassVar[bool] = False
-
-    def violations(self, group_size: int) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for each contradiction between these settings."""
-        yield from ()
 
 
 class Standardised(AdvantageBase):
@@ -88,6 +80,13 @@ def centre(values: Tensor, mask: Tensor) -> Tensor:
     return (values - mean).masked_fill(~mask | constant(values, mask), 0.0)
 
 
+def constant(values: Tensor, mask: Tensor) -> Tensor:
+    """Return a bool [..., 1], true where `values` [..., N] are all equal where `mask`."""
+    highest = values.masked_fill(~mask, -float("inf")).amax(-1, keepdim=True)
+    lowest = values.masked_fill(~mask, float("inf")).amin(-1, keepdim=True)
+    return highest <= lowest
+
+
 def standardise(values: Tensor, mask: Tensor, std: Std) -> Tensor:
     """Return `values` [..., N] less their mean, over (their std + 1e-6), where `mask`; else 0."""
     return scale(centre(values, mask), mask, std)
@@ -103,10 +102,3 @@ def scale(centred: Tensor, mask: Tensor, std: Std) -> Tensor:
 def scale_over_batch(centred: Tensor, graded: Graded, std: Std) -> Tensor:
     """Return `centred` [groups, G], of mean 0 in each group, over (its batch std + 1e-6)."""
     return scale(centred.flatten(), graded.graded.flatten(), std).view(centred.shape)
-
-
-def constant(values: Tensor, mask: Tensor) -> Tensor:
-    """Return a bool [..., 1], true where `values` [..., N] are all equal where `mask`."""
-    highest = values.masked_fill(~mask, -float("inf")).amax(-1, keepdim=True)
-    lowest = values.masked_fill(~mask, float("inf")).amin(-1, keepdim=True)
-    return highest <= lowest

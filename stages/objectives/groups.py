@@ -1,14 +1,32 @@
-"""A prompt group: a prompt and all of its samples, as they come in."""
+"""Prompt groups, the advantages of their samples, and the weights of responses in their group."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import numpy as np
+import torch
+
+from parallel.batch import MicroBatch
+from parallel.device import device
+from parallel.distributed import sum_over_data
 from parallel.sample import Sample
 from stages.data.problem import Problem
+from stages.objectives.advantages import compute_advantages
+from stages.objectives.aggregation import sequence_means
+from stages.objectives.graded import AdvantageBase, Graded
 from stages.rewards.grading import Grade
+from stages.rewards.reward import RewardError
+
+SPREAD = 9.0  # divides the standard score of a length (arXiv 2510.06870)
+# No response counts more than ten times for its certainty: EDGE's formula has no bound, and a
+# response that was certain at every token would divide by 0.
+LEAST_RELATIVE_ENTROPY = 0.1
+
+Place = tuple[int, int]  # a sample's group and its number in the group
 
 
 @dataclass(eq=False)
@@ -46,8 +64,7 @@ class Group:
     @property
     def zero_variance(self) -> bool:
         """True where all rewards are equal, not counting samples whose reward failed."""
-        rewards = {sample.reward for sample in self.samples if sample.reward is not None}
-        return len(rewards) <= 1
+        return len({each.reward for each in self.samples if each.reward is not None}) <= 1
 
 
 def groups_of(problems: list[Problem], size: int, seed: int) -> list[Group]:
@@ -61,3 +78,215 @@ def seed_of(*parts: object) -> int:
     """Return a seed below 2^62 that no other purpose shares."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8]) >> 2
+
+
+def assign_advantages(
+    groups: list[Group],
+    settings: AdvantageBase,
+    weights: Mapping[str, float] | None = None,
+    first: int = 0,
+) -> list[list[Sample]]:
+    """Set the advantage of every graded sample, and return them as `graded_samples` does.
+
+    `weights` are those of a reward's parts, by name; without them each weighs 1.
+
+    Raises:
+        RewardError: the advantage compares steps, and a graded sample has none.
+    """
+    _check_steps(groups, settings)
+    found = compute_advantages(graded(groups, weights), settings).float().numpy()
+    for number, group in enumerate(groups):
+        for sample, values in zip(group.samples, found[number], strict=False):
+            if found.shape[-1] > 1:
+                sample.advantages = values = values[: len(sample.response)]
+            sample.advantage = float(values.mean())
+    return graded_samples(groups, first)
+
+
+def has_zero_advantages(
+    group: Group,
+    settings: AdvantageBase,
+    weights: Mapping[str, float] | None = None,
+    mask_truncated: bool = False,
+) -> bool:
+    """Return true where no learned token of a graded group has an advantage within the group.
+
+    With a critic, whose advantages are of no group: where all rewards are equal. With
+    `mask_truncated`, truncated responses are not learned.
+    """
+    learned = [sample.finished or not mask_truncated for sample in group.samples]
+    if mask_truncated and not any(learned):
+        return True
+    if settings.baseline == "critic":
+        return group.zero_variance
+    _check_steps([group], settings)
+    found = compute_advantages(graded([group], weights), settings)[0]
+    return not found[: len(learned)][learned].any()
+
+
+def graded_samples(groups: list[Group], first: int = 0) -> list[list[Sample]]:
+    """Return the graded samples of each group; number the groups of all samples from `first`."""
+    for number, group in enumerate(groups, first):
+        for sample in group.samples:
+            sample.group = number
+    return [[each for each in group.samples if each.reward is not None] for group in groups]
+
+
+def graded(groups: list[Group], weights: Mapping[str, float] | None = None) -> Graded:
+    """Return the rewards of the groups' samples; one whose reward is None is not graded.
+
+    `weights` are those of a reward's parts, by name; without them each weighs 1.
+    """
+    shape = (len(groups), max((len(group.drawn) for group in groups), default=0))
+    samples = {
+        (row, column): sample
+        for row, group in enumerate(groups)
+        for column, sample in enumerate(group.samples)
+        if sample.reward is not None
+    }
+    rewards, lengths, mask = np.zeros(shape), np.zeros(shape, np.int64), np.zeros(shape, bool)
+    for place, sample in samples.items():
+        rewards[place], lengths[place], mask[place] = sample.reward, len(sample.response), True
+    return Graded(
+        rewards=torch.from_numpy(rewards),
+        graded=torch.from_numpy(mask),
+        lengths=torch.from_numpy(lengths),
+        **_parts(samples, shape, weights or {}),
+        **_steps(samples, shape),
+    )
+
+
+def _check_steps(groups: list[Group], settings: AdvantageBase) -> None:
+    graded = [each for group in groups for each in group.samples if each.reward is not None]
+    without = [sample for sample in graded if not sample.step_rewards]
+    if not settings.needs_step_rewards or not without:
+        return
+    truncated = sum(not sample.finished for sample in without)
+    raise RewardError(
+        f"domains.{without[0].domain}.rewards: objective.advantage {settings.name} compares steps,"
+        f" but {len(without)} of {len(graded)} responses have none, {truncated} of which were"
+        " truncated; give the reward that scores steps unfinished: score, have it return Steps for"
+        " every response, or use another advantage"
+    )
+
+
+def _parts(
+    samples: dict[Place, Sample], shape: Place, weights: Mapping[str, float]
+) -> dict[str, torch.Tensor]:
+    """Return parts [groups, G, K] and their weights, where every sample has parts.
+
+    A part of weight 0 is not among them: it adds nothing, and a sample lacks it where it failed.
+    """
+    found = {name for sample in samples.values() for name in sample.reward_parts or {}}
+    used = {name: weights.get(name, 1.0) for name in sorted(found) if weights.get(name, 1.0)}
+    if not used or any(sample.reward_parts is None for sample in samples.values()):
+        return {}
+    parts = np.zeros((*shape, len(used)))
+    for place, sample in samples.items():
+        assert sample.reward_parts is not None
+        parts[place] = [sample.reward_parts[name] for name in used]
+    weighed = torch.tensor(list(used.values()), dtype=torch.float64)
+    return {"parts": torch.from_numpy(parts), "weights": weighed}
+
+
+def _steps(samples: dict[Place, Sample], shape: Place) -> dict[str, torch.Tensor]:
+    """Return step rewards and ends [groups, G, S], where every sample has steps."""
+    steps = {place: sample.step_rewards for place, sample in samples.items()}
+    if not steps or any(each is None for each in steps.values()):
+        return {}
+    most = max(len(each or ()) for each in steps.values())
+    rewards, ends = np.zeros((*shape, most)), np.full((*shape, most), -1)
+    for place, each in steps.items():
+        for index, (end, reward) in enumerate(each or ()):
+            rewards[place][index], ends[place][index] = reward, end
+    return {"step_rewards": torch.from_numpy(rewards), "step_ends": torch.from_numpy(ends)}
+
+
+class LengthWeights:
+    """The weights by length of one update's responses; their exponent learns from its loss."""
+
+    def __init__(self, samples: list[Sample], exponent: float) -> None:
+        self._exponent = torch.tensor(
+            exponent, dtype=torch.float32, device=device(), requires_grad=True
+        )
+        lengths = [float(len(sample.response)) for sample in samples]
+        self._lengths = torch.tensor(lengths, device=device())
+        groups = [sample.group for sample in samples]
+        self._groups = torch.tensor(groups, dtype=torch.int64, device=device())
+        self._places = {id(sample): place for place, sample in enumerate(samples)}
+
+    def __call__(self, part: MicroBatch) -> torch.Tensor:
+        """Return the weights of a micro-batch of the update, [B]."""
+        weights = length_weights(self._lengths, self._groups, self._exponent)
+        places = [self._places[id(sample)] for sample in part.samples]
+        return weights[torch.tensor(places, dtype=torch.int64, device=weights.device)]
+
+    def gradient(self) -> float:
+        """Return the derivative of the update's loss by the exponent. Collective."""
+        own = self._exponent.grad
+        return sum_over_data({"gradient": 0.0 if own is None else own.item()})["gradient"]
+
+
+def length_weights(
+    lengths: torch.Tensor, groups: torch.Tensor, exponent: torch.Tensor
+) -> torch.Tensor:
+    """Return f_i = G softmax(h^lambda), h_i = 1 + z_i / 9, of n responses: [n].
+
+    Lambda-GRPO (arXiv 2510.06870). z_i is the standard score of a response's length within its
+    group, in population standard deviations, and 0 where all are equally long; the softmax and its
+    mean are over the G responses of the group. `lengths` [n] floating point, in tokens; `groups`
+    int64 [n], the group of each, from 0; `exponent`, lambda, a scalar with gradient. At 0 every
+    weight is 1, above it long responses count for more, below it short ones.
+    """
+    size = int(groups.max()) + 1 if len(groups) else 0
+
+    def of_group(values: torch.Tensor) -> torch.Tensor:
+        """Return each response's sum over its group."""
+        return values.new_zeros(size).index_add(0, groups, values)[groups]
+
+    count = of_group(lengths.new_ones(lengths.shape))
+    centred = lengths - of_group(lengths) / count
+    deviation = (of_group(centred.square()) / count).sqrt()
+    score = centred / deviation.where(deviation > 0, 1.0)
+    # In large groups an outlier's h would fall below 0, which has no real power.
+    logits = (1 + score / SPREAD).clamp(min=1e-3) ** exponent
+    lowest = logits.new_full((size,), -float("inf"))
+    highest = lowest.scatter_reduce(0, groups, logits.detach(), "amax")[groups]
+    powers = (logits - highest).exp()
+    return count * powers / of_group(powers)
+
+
+def scale_by_entropy(samples: list[Sample], parts: list[MicroBatch]) -> None:
+    """Divide the advantages of this rank's micro-batches of `samples` by relative entropies.
+
+    Only learned tokens count. Collective.
+    """
+    sums = {str(sample.group): 0.0 for sample in samples}
+    counts = dict.fromkeys(sums, 0)
+    for sample in samples:
+        counts[str(sample.group)] += bool(len(sample.learned))
+    measured = []
+    for part in parts:
+        if part.old_entropies is None:  # not on the last pipeline stage
+            continue
+        entropies = sequence_means(part.old_entropies, part.mask)
+        measured.append((part, entropies))
+        for sample, entropy in zip(part.samples, entropies.tolist(), strict=True):
+            sums[str(sample.group)] += entropy
+    sums = sum_over_data(sums)
+    for part, entropies in measured:
+        names = [str(sample.group) for sample in part.samples]
+        of_group = entropies.new_tensor([sums[name] / max(counts[name], 1) for name in names])
+        part.advantages = edge(part.advantages, entropies, of_group)
+
+
+def edge(
+    advantages: torch.Tensor, entropies: torch.Tensor, group_means: torch.Tensor
+) -> torch.Tensor:
+    """Return A_i / H_i, H_i the response's mean token entropy over its group's mean (EDGE).
+
+    `advantages` [B, T]; `entropies` and `group_means` [B], in nats, of the policy that sampled.
+    Source: arXiv 2507.21848.
+    """
+    relative = entropies / group_means.clamp(min=1e-12)
+    return advantages / relative.clamp(min=LEAST_RELATIVE_ENTROPY).unsqueeze(-1)

@@ -1,22 +1,102 @@
-"""The loss of one micro-batch of responses: clipped surrogate, KL penalty, entropy bonus.
+"""The objective of a policy: its settings, and its loss of one micro-batch of responses.
 
-Never imports torch.
+The loss is the surrogate, weighted and masked off-policy, plus the KL penalty, less the entropy
+bonus, each aggregated alike. Every algorithm is imported by here. Never imports torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
+from pydantic import Field
+
+from parallel.settings import Settings
+from stages.objectives.advantages.grpo import GrpoSettings
 from stages.objectives.aggregation import Totals, masked_sum, sequence_means
-from stages.objectives.correction import sequence_mask
+from stages.objectives.graded import AdvantageBase
 from stages.objectives.kl import KLSettings
-from stages.objectives.registry import AGGREGATIONS, KL_ESTIMATORS, RATIOS
-from stages.objectives.settings import ObjectiveSettings
-from stages.objectives.surrogate import Surrogate, Tokens
+from stages.objectives.ratios.sequence import SequenceRatioSettings
+from stages.objectives.registry import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    CORRECTIONS,
+    KL_ESTIMATORS,
+    RATIOS,
+    AboveZero,
+    Registry,
+)
+from stages.objectives.surrogate import (
+    CorrectionSettings,
+    RatioBase,
+    SequenceMaskSettings,
+    Surrogate,
+    TisSettings,
+    Tokens,
+    sequence_mask,
+)
 
+# The type checker knows the base classes: the unions depend on the files in the packages.
 if TYPE_CHECKING:
     from torch import Tensor
+
+    AdvantageSettings = AdvantageBase
+    RatioSettings = RatioBase
+else:
+    AdvantageSettings = ADVANTAGES.settings_union(default="grpo")
+    RatioSettings = RATIOS.settings_union(default="sequence")
+
+REGISTRIES: tuple[Registry, ...] = (ADVANTAGES, RATIOS, AGGREGATIONS, KL_ESTIMATORS, CORRECTIONS)
+
+
+class ObjectiveSettings(Settings):
+    """The objective of a policy: advantages, loss and penalties."""
+
+    advantage: AdvantageSettings = GrpoSettings()
+    scaling: Literal["none", "edge"] = Field(
+        default="none", description="edge: divide advantages by the response's relative entropy"
+    )
+    ratio: RatioSettings = SequenceRatioSettings()
+    aggregation: Literal["sequence_mean", "token_mean", "constant", "lambda"] = Field(
+        default="sequence_mean", description="mean of the tokens' losses"
+    )
+    lambda_learning_rate: AboveZero = Field(
+        default=0.1, description="of the exponent that the aggregation `lambda` learns"
+    )
+    kl: KLSettings = KLSettings()
+    entropy_bonus: Annotated[float, Field(ge=0)] = Field(
+        default=0.0, description="coefficient of the entropy, over the whole vocabulary"
+    )
+    mask_truncated: bool = Field(
+        default=False,
+        description="train on no token of truncated responses, which still count in the baseline of"
+        " their group (DAPO's overlong filtering)",
+    )
+    correction: CorrectionSettings = TisSettings()
+    sequence_mask: SequenceMaskSettings = SequenceMaskSettings()
+
+    @property
+    def needs_entropies(self) -> bool:
+        """True where the entropies of pi_old are read, which cost a forward pass."""
+        return self.scaling == "edge"
+
+    @property
+    def learns_length_weights(self) -> bool:
+        """True where responses are weighted by a learned power of their length."""
+        return self.aggregation == "lambda"
+
+    def violations(self, group_size: int) -> Iterator[tuple[str, str]]:
+        """Yield (dotted key, message) for each contradiction between these settings."""
+        for block in ("advantage", "kl", "ratio", "correction"):
+            for key, message in getattr(self, block).violations(group_size):
+                yield f"{block}.{key}", message
+        if self.advantage.per_token and self.ratio.per_response:
+            yield (
+                "ratio.name",
+                f"{self.ratio.name} gives all tokens of a response one gradient, which undoes the"
+                f" advantage {self.advantage.name} of each; use token, sequence_token or cispo",
+            )
 
 
 @dataclass(frozen=True)
@@ -40,68 +120,64 @@ def policy_loss(
 ) -> PolicyLoss:
     """Return the loss of one micro-batch, normalised by the step's `totals`.
 
-    `kl_coefficient` is that of this update; the settings have only its initial value.
+    `kl_coefficient` is that of this update; the settings have only its initial value. The metrics
+    `ratio` and `clip_fraction` are averaged within each response first, so that a sequence ratio
+    counts once a response and the two kinds of ratio read alike. `entropy` is the mean of -log pi
+    over the sampled tokens, which estimates it on-policy.
 
     Raises:
         ValueError: the settings need an input that `tokens` lacks.
     """
     tokens = tokens.cleared()
+    mask = tokens.mask
 
     def aggregate(values: Tensor) -> Tensor:
         if tokens.length_weights is not None:
             values = values * tokens.length_weights.unsqueeze(-1)
-        total: Tensor = AGGREGATIONS[settings.aggregation](values, tokens.mask, totals)
+        total: Tensor = AGGREGATIONS[settings.aggregation](values, mask, totals)
         return total
 
-    if settings.ratio.needs_router_shift and tokens.router_movement is None:
-        raise ValueError(
-            f"objective.ratio is {settings.ratio.name}, but no router movements were given"
-        )
+    def per_token(values: Tensor) -> MetricSum:
+        return MetricSum(masked_sum(values.detach(), mask), "tokens")
+
+    def per_response(values: Tensor) -> MetricSum:
+        return MetricSum(sequence_means(values.detach(), mask).sum(), "sequences")
+
+    if settings.ratio.needs_router_shift:
+        _needed(tokens.router_movement, f"ratio is {settings.ratio.name}", "router movements")
     surrogate: Surrogate = RATIOS[settings.ratio.name](tokens, settings.ratio)
-    metrics = _policy_metrics(tokens, surrogate)
+    metrics = {
+        "ratio": per_response(surrogate.ratio),
+        "clip_fraction": per_response(surrogate.clipped.to(surrogate.ratio.dtype)),
+        "entropy": per_token(-tokens.log_probs),
+    }
     if tokens.router_movement is not None:
-        moved = masked_sum(tokens.router_movement, tokens.mask)
-        metrics["router_movement"] = MetricSum(moved, "tokens")
-    loss = aggregate(_corrected(tokens, surrogate.loss, settings, metrics))
+        metrics["router_movement"] = per_token(tokens.router_movement)
+    values = surrogate.loss
+    if tokens.weights is not None:
+        values = values * tokens.weights
+        metrics["correction"] = per_response(tokens.weights)
+    if settings.sequence_mask.enabled:
+        kept = sequence_mask(tokens, settings.sequence_mask)
+        values = values * kept
+        metrics["masked_sequences"] = per_response((~kept).to(values.dtype))
+    loss = aggregate(values)
     if kl_coefficient > 0:
         penalty = _penalty(tokens, settings.kl)
         loss = loss + kl_coefficient * aggregate(penalty)
-        metrics["kl"] = MetricSum(masked_sum(penalty.detach(), tokens.mask), "tokens")
+        metrics["kl"] = per_token(penalty)
     if settings.entropy_bonus > 0:
-        entropy = _needed(tokens.entropy, "entropy_bonus", "entropies")
+        entropy = _needed(tokens.entropy, "entropy_bonus is above 0", "entropies")
         loss = loss - settings.entropy_bonus * aggregate(entropy)
-        metrics["full_entropy"] = MetricSum(masked_sum(entropy.detach(), tokens.mask), "tokens")
+        metrics["full_entropy"] = per_token(entropy)
     return PolicyLoss(loss, metrics)
 
 
-def _corrected(
-    tokens: Tokens, values: Tensor, settings: ObjectiveSettings, metrics: dict[str, MetricSum]
-) -> Tensor:
-    """Return the surrogate times the correction's weights and the sequence mask."""
-    if tokens.weights is not None:
-        values = values * tokens.weights
-        means = sequence_means(tokens.weights, tokens.mask)
-        metrics["correction"] = MetricSum(means.sum(), "sequences")
-    if settings.sequence_mask.enabled:
-        kept = sequence_mask(
-            tokens.log_probs,
-            tokens.engine_log_probs,
-            tokens.advantages,
-            tokens.mask,
-            settings.sequence_mask,
-        )
-        values = values * kept
-        dropped = sequence_means((~kept).to(values.dtype), tokens.mask)
-        metrics["masked_sequences"] = MetricSum(dropped.sum(), "sequences")
-    return values
-
-
 def _penalty(tokens: Tokens, settings: KLSettings) -> Tensor:
+    why = "kl.coefficient is above 0"
     if settings.needs_logits:
-        return _needed(tokens.reference_kl, "kl.coefficient", "KL to the reference")
-    reference = _needed(
-        tokens.reference_log_probs, "kl.coefficient", "log-probabilities of the reference"
-    )
+        return _needed(tokens.reference_kl, why, "KL to the reference")
+    reference = _needed(tokens.reference_log_probs, why, "log-probabilities of the reference")
     drawn = tokens.old_log_probs if tokens.drawn_log_probs is None else tokens.drawn_log_probs
     penalty: Tensor = KL_ESTIMATORS[settings.estimator](tokens.log_probs, reference, drawn)
     return penalty
@@ -109,20 +185,5 @@ def _penalty(tokens: Tokens, settings: KLSettings) -> Tensor:
 
 def _needed(values: Tensor | None, setting: str, name: str) -> Tensor:
     if values is None:
-        raise ValueError(f"objective.{setting} is above 0, but no {name} were given")
+        raise ValueError(f"objective.{setting}, but no {name} were given")
     return values
-
-
-def _policy_metrics(tokens: Tokens, surrogate: Surrogate) -> dict[str, MetricSum]:
-    """Return ratio and clip fraction, averaged within each response first, and sampled entropy.
-
-    So a sequence ratio counts once a response, and the two kinds of ratio read alike. The entropy
-    is the mean of -log pi over the sampled tokens, which estimates it on-policy.
-    """
-    ratio = sequence_means(surrogate.ratio.detach(), tokens.mask)
-    clipped = sequence_means(surrogate.clipped.to(ratio.dtype), tokens.mask)
-    return {
-        "ratio": MetricSum(ratio.sum(), "sequences"),
-        "clip_fraction": MetricSum(clipped.sum(), "sequences"),
-        "entropy": MetricSum(masked_sum(-tokens.log_probs.detach(), tokens.mask), "tokens"),
-    }

@@ -1,4 +1,4 @@
-"""The registry of algorithms: the settings and the function of each, by its name in YAML.
+"""The registries of algorithms: the settings and the function of each, by its name in YAML.
 
 An algorithm is one file: a settings class with a literal `name`, and its function under a decorator
 of this module. Never imports torch.
@@ -9,10 +9,10 @@ from __future__ import annotations
 import importlib
 import operator
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import Discriminator, Field, Tag
 
@@ -20,6 +20,17 @@ from parallel.settings import Settings
 
 AboveZero = Annotated[float, Field(gt=0)]
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class AlgorithmSettings(Settings):
+    """The base of an algorithm's settings."""
+
+    if TYPE_CHECKING:
+        name: str
+
+    def violations(self, group_size: int) -> Iterator[tuple[str, str]]:
+        """Yield (key, message) for each contradiction between these settings."""
+        yield from ()
 
 
 @dataclass(frozen=True)
@@ -30,7 +41,6 @@ class Algorithm:
     and its formula.
     """
 
-    name: str
     function: Callable[..., Any]
     settings: type[Settings] | None
     source: str
@@ -47,21 +57,12 @@ class Algorithm:
         return _summary(self.function)
 
 
-class Registry(Mapping[str, Algorithm]):
-    """The algorithms that a YAML key such as `objective.ratio` chooses from."""
+class Registry(dict[str, Algorithm]):
+    """The algorithms that a YAML key such as `objective.ratio` chooses from, by name."""
 
     def __init__(self, key: str) -> None:
+        super().__init__()
         self.key = key
-        self._algorithms: dict[str, Algorithm] = {}
-
-    def __getitem__(self, name: str) -> Algorithm:
-        return self._algorithms[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._algorithms)
-
-    def __len__(self) -> int:
-        return len(self._algorithms)
 
     def register(
         self, named: str | type[Settings], source: str = ""
@@ -75,9 +76,9 @@ class Registry(Mapping[str, Algorithm]):
         name = named if isinstance(named, str) else str(named.model_fields["name"].default)
 
         def add(function: Function) -> Function:
-            if name in self._algorithms:
+            if name in self:
                 raise ValueError(f"{self.key}: {name} is registered twice; rename one of them")
-            self._algorithms[name] = Algorithm(name, function, settings, source)
+            self[name] = Algorithm(function, settings, source)
             return function
 
         return add

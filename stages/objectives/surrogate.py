@@ -1,17 +1,20 @@
-"""The tokens that a ratio reads, the surrogate it returns, and PPO's clip (arXiv 1707.06347).
+"""A ratio's tokens and surrogate, PPO's clip (arXiv 1707.06347), and the off-policy corrections.
 
-Never imports torch.
+A correction weighs the surrogate of tokens that pi_old did not sample: the engine or older weights
+did (section 4). Never imports torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from parallel.settings import Settings
+from stages.objectives.aggregation import sequence_means
+from stages.objectives.registry import CORRECTIONS, AboveZero, AlgorithmSettings, correction
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,26 +25,23 @@ LOG_RATIO_LIMIT = 20.0
 BelowOne = Annotated[float, Field(gt=0, le=1)]
 
 
-class RatioBase(Settings):
+class RatioBase(AlgorithmSettings):
     """The base of a ratio's settings; the class variables say what it needs.
 
     `per_response`: all tokens of a response get one gradient. `needs_router_shift`: it reads
     `Tokens.router_movement`, which costs a forward pass an update.
     """
 
-    if TYPE_CHECKING:
-        name: str
-
     per_response: ClassVar[bool] = False
     needs_router_shift: ClassVar[bool] = False
-
-    def violations(self, group_size: int) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for each contradiction between these settings."""
-        yield from ()
 
 
 class Clipped(RatioBase):
     """A ratio with PPO's clip, and a second bound where the advantage is negative."""
+
+    if TYPE_CHECKING:
+        clip_low: float
+        clip_high: float
 
     dual_clip: Annotated[float, Field(gt=1)] | None = Field(
         default=None,
@@ -60,7 +60,7 @@ class Tokens:
 
     `drawn_log_probs`, for the estimator `unbiased_k3`: pi_old's, but mu's where older weights
     sampled a token; None means pi_old's everywhere.
-    `weights`, of `stages.objectives.correction`, multiply the surrogate and not the KL.
+    `weights`, of a correction, multiply the surrogate and not the KL.
     `router_movement`: mean |log p - log p_old| in nats, over layers and the experts that the old
     router chose.
     `reference_kl` and `entropy`, over the whole vocabulary, have gradient.
@@ -111,18 +111,133 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def clipped_surrogate(
-    ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None
-) -> Surrogate:
-    """Return -min(r A, clip(r, 1 - low, 1 + high) A), elementwise over equal shapes.
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, settings: Clipped) -> Surrogate:
+    """Return -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), elementwise over equal shapes.
 
-    With `dual`, c, it is max(min(...), c A) where A is negative: a token that became much likelier
-    cannot outweigh a batch (dual clip, arXiv 1912.09729). There is no gradient where a clip binds.
+    With dual_clip, c, it is max(min(...), c A) where A is negative: a token that became much
+    likelier cannot outweigh a batch (arXiv 1912.09729). There is no gradient where a clip binds.
     """
     free = ratio * advantages
-    bound = ratio.clamp(1 - low, 1 + high) * advantages
+    bound = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantages
     gain, clipped = free.minimum(bound), bound < free
-    if dual is not None:
-        least = (dual * advantages).where(advantages < 0, -float("inf"))
+    if settings.dual_clip is not None:
+        least = (settings.dual_clip * advantages).where(advantages < 0, -float("inf"))
         gain, clipped = gain.maximum(least), clipped | (gain < least)
     return Surrogate(loss=-gain, ratio=ratio, clipped=clipped)
+
+
+class CorrectionBase(AlgorithmSettings):
+    """The base of a correction's settings."""
+
+    def applies_to_all(self, replay: str, precision: str) -> bool:
+        """Return true where it weighs every sample, and not only stale ones.
+
+        `replay` is `routing.replay` and `precision` is `model.precision`.
+        """
+        return False
+
+
+class NoCorrectionSettings(CorrectionBase):
+    """Every token weighs the same."""
+
+    name: Literal["none"] = "none"
+
+
+@correction(NoCorrectionSettings)
+def uncorrected(ratio: Tensor, settings: NoCorrectionSettings) -> Tensor:
+    """Return 1 for every token."""
+    return ratio.new_ones(ratio.shape)
+
+
+class ImportanceSettings(CorrectionBase):
+    """The ratios pi_old / mu that a correction takes, and the samples it takes them of."""
+
+    level: Literal["token", "sequence"] = Field(
+        default="token", description="sequence: the geometric mean over the response's tokens"
+    )
+    samples: Literal["auto", "stale", "all"] = Field(
+        default="auto",
+        description="stale: only samples that older weights generated, in part or whole. auto: all"
+        " where routing.replay is none or model.precision is bf16, since engine and trainer differ"
+        " then; else stale",
+    )
+
+    def applies_to_all(self, replay: str, precision: str) -> bool:
+        if self.samples == "auto":
+            return replay == "none" or precision == "bf16"
+        return self.samples == "all"
+
+
+class TisSettings(ImportanceSettings):
+    """Weights of pi_old / mu, no larger than `cap`."""
+
+    name: Literal["tis"] = "tis"
+    cap: AboveZero = Field(default=2.0, description="largest weight")
+
+
+@correction(TisSettings, source="DeepSeek-V3.2, arXiv 2512.02556")
+def truncated(ratio: Tensor, settings: TisSettings) -> Tensor:
+    """Return min(pi_old / mu, cap): truncated importance sampling."""
+    return ratio.clamp(max=settings.cap)
+
+
+class IcePopSettings(ImportanceSettings):
+    """Weights of pi_old / mu, 0 outside of [low, high]."""
+
+    name: Literal["icepop"] = "icepop"
+    samples: Literal["auto", "stale", "all"] = Field(
+        default="all", description="as for tis, whose default is auto"
+    )
+    low: AboveZero = Field(default=0.5, description="smallest kept weight")
+    high: AboveZero = Field(default=5.0, description="largest kept weight")
+
+    def violations(self, group_size: int) -> Iterator[tuple[str, str]]:
+        if self.low >= self.high:
+            yield "low", f"{self.low:g} must be less than high = {self.high:g}"
+
+
+@correction(IcePopSettings)
+def icepop(ratio: Tensor, settings: IcePopSettings) -> Tensor:
+    """Return pi_old / mu within [low, high], else 0."""
+    return ratio.masked_fill((ratio < settings.low) | (ratio > settings.high), 0.0)
+
+
+def correction_weights(
+    old_log_probs: Tensor, engine_log_probs: Tensor, mask: Tensor, settings: CorrectionBase
+) -> Tensor:
+    """Return the weight of every token's surrogate, [B, T], without gradient.
+
+    Both log-probabilities [B, T] in nats, pi_old's and mu's, `mask` [B, T] bool. The ratio of a
+    sequence is the geometric mean over its tokens: a product would vanish with their number.
+    """
+    log_ratio = (old_log_probs - engine_log_probs).detach().masked_fill(~mask, 0.0)
+    if isinstance(settings, ImportanceSettings) and settings.level == "sequence":
+        log_ratio = sequence_means(log_ratio, mask).unsqueeze(-1).expand_as(log_ratio)
+    weights: Tensor = CORRECTIONS[settings.name](bounded_exp(log_ratio), settings)
+    return weights
+
+
+class SequenceMaskSettings(Settings):
+    """Mask of bad responses that the policy has moved away from (DeepSeek-V3.2)."""
+
+    enabled: bool = Field(default=False, description="drop such responses from the policy gradient")
+    delta: AboveZero = Field(
+        default=0.5, description="nats a token by which mu may exceed the policy"
+    )
+
+
+def sequence_mask(tokens: Tokens, settings: SequenceMaskSettings) -> Tensor:
+    """Return M of DeepSeek-V3.2 (arXiv 2512.02556), [B, T] bool: the tokens that are kept.
+
+    False where the advantage is negative and mean_t(log mu - log pi_theta) of the response is above
+    delta: a bad response that the policy would hardly give any more teaches it nothing but noise.
+    """
+    behind = (tokens.engine_log_probs - tokens.log_probs).detach()
+    far = sequence_means(behind, tokens.mask) > settings.delta
+    return ~(far.unsqueeze(-1) & (tokens.advantages < 0))
+
+
+if TYPE_CHECKING:
+    CorrectionSettings = CorrectionBase
+else:
+    CorrectionSettings = CORRECTIONS.settings_union(default="tis")

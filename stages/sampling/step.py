@@ -18,8 +18,8 @@ from parallel.model.policy import TrainedPolicy
 from parallel.packing import RankPlace
 from parallel.sample import Sample
 from stages.metrics import token_efficiency
-from stages.objectives.correction import CorrectionSettings, correction_weights
 from stages.objectives.groups import Group
+from stages.objectives.surrogate import CorrectionSettings, correction_weights
 from stages.sampling.collection import Batch, Prefetcher
 from stages.sampling.engines import StageEngines, rollout_log
 from stages.sampling.logprob_check import MismatchError, compare, measure_mismatch

@@ -16,12 +16,10 @@ from stages.audit.objective import Facts, terms
 from stages.audit.recorded import RecordedSample
 from stages.objectives.advantages import compute_advantages
 from stages.objectives.aggregation import Totals
-from stages.objectives.correction import NoCorrectionSettings, correction_weights
 from stages.objectives.graded import Graded
-from stages.objectives.loss import policy_loss
+from stages.objectives.loss import ObjectiveSettings, policy_loss
 from stages.objectives.registry import ADVANTAGES, KL_ESTIMATORS, RATIOS
-from stages.objectives.settings import ObjectiveSettings
-from stages.objectives.surrogate import Tokens
+from stages.objectives.surrogate import NoCorrectionSettings, Tokens, correction_weights
 
 TOKENS = 12
 OF_REWARDS = [name for name in ADVANTAGES if name != "gae"]

@@ -114,8 +114,7 @@ def cross_entropy(totals: Any, responses: Any) -> tuple[torch.Tensor, float]:
 
 def sequence_policy(totals: Any, responses: Any) -> tuple[torch.Tensor, float]:
     from stages.objectives.kl import KLSettings
-    from stages.objectives.loss import policy_loss
-    from stages.objectives.settings import ObjectiveSettings
+    from stages.objectives.loss import ObjectiveSettings, policy_loss
     from stages.objectives.surrogate import Tokens
 
     settings = ObjectiveSettings(kl=KLSettings(coefficient=0.1, estimator="unbiased_k3"))

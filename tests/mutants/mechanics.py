@@ -28,16 +28,16 @@ MUTANTS = [
     ),
     Mutant(
         "IcePop keeps what is far off",
-        "stages/objectives/correction.py",
+        "stages/objectives/surrogate.py",
         "(ratio < settings.low) | (ratio > settings.high)",
         "(ratio < settings.low) & (ratio > settings.high)",
         "tests/stages/objectives/test_correction.py",
     ),
     Mutant(
         "the sequence mask compares with pi_old",
-        "stages/objectives/loss.py",
-        "            tokens.engine_log_probs,\n            tokens.advantages,",
-        "            tokens.old_log_probs,\n            tokens.advantages,",
+        "stages/objectives/surrogate.py",
+        "behind = (tokens.engine_log_probs - tokens.log_probs).detach()",
+        "behind = (tokens.old_log_probs - tokens.log_probs).detach()",
         "tests/stages/objectives/test_policy_loss.py",
     ),
     Mutant(

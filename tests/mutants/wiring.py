@@ -14,7 +14,7 @@ MUTANTS = [
     ),
     Mutant(
         "a masked response counts among the entropies of its group",
-        "stages/objectives/batch_weights.py",
+        "stages/objectives/groups.py",
         "counts[str(sample.group)] += bool(len(sample.learned))",
         "counts[str(sample.group)] += 1",
         "tests/stages/test_mask_truncated.py",

@@ -45,7 +45,7 @@ def test_the_search_below_a_directory_is_limited(
     edited(config, "prompts: {dataset: chain_sum}", prompts)
     here = ("cold_start=null", f"model.initial_weights={start}")
     assert load(config, here).domains["sums"].prompts.files()
-    monkeypatch.setattr("stages.data.sources.settings.MOST_DIRECTORIES", 3)
+    monkeypatch.setattr("stages.data.settings.MOST_DIRECTORIES", 3)
     [error] = errors(config, *here)
     message = "sums.prompts.path: data has more than 3 directories below it; name a smaller one"
     assert error.endswith(message)

@@ -14,8 +14,8 @@ from pipeline.config.violations import ConfigError
 from pipeline.run.graph import compile_graph
 from stages.objectives.advantages.gae import GaeSettings
 from stages.objectives.kl import KLSettings
+from stages.objectives.loss import REGISTRIES, ObjectiveSettings
 from stages.objectives.registry import AGGREGATIONS, KL_ESTIMATORS
-from stages.objectives.settings import REGISTRIES, ObjectiveSettings
 
 EXPERT = "domains.sums.objective"
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.validate import load
-from stages.data import reasoning_gym_options
+from stages.data import reasoning_gym
 from stages.data.formats import FORMATS
-from stages.data.reasoning_gym_options import options
+from stages.data.reasoning_gym import options
 from tests.pipeline.test_config import errors
 
 KEY = "domains.sums.prompts.config"
@@ -56,7 +56,7 @@ def test_without_reasoning_gym_options_are_not_checked(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options.cache_clear()
-    monkeypatch.setattr(reasoning_gym_options, "PACKAGE", "not_installed")
+    monkeypatch.setattr(reasoning_gym, "PACKAGE", "not_installed")
     load(config, [f"{KEY}={{max_term: 3}}"])
     options.cache_clear()
 

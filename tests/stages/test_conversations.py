@@ -15,12 +15,16 @@ import pytest
 from parallel.batch import collate
 from parallel.packing import RankPlace
 from parallel.sample import Sample
-from stages.data.chat import Message
-from stages.data.conversations import conversation_sample, response_sample, segments
-from stages.data.problem import DomainError
+from stages.data.demonstrations import (
+    ConversationStream,
+    conversation_index,
+    conversation_sample,
+    response_sample,
+    segments,
+)
+from stages.data.problem import DomainError, Message
 from stages.data.prompts import held_out_problems
-from stages.data.sources.conversation_rows import ConversationStream, conversation_index
-from stages.data.sources.settings import (
+from stages.data.settings import (
     JsonlDemonstrationSettings,
     JsonlPromptSettings,
     ParquetDemonstrationSettings,

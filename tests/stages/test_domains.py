@@ -13,7 +13,7 @@ from stages.data.demonstrations import demonstrate, demonstrations
 from stages.data.formats import FORMATS
 from stages.data.problem import DomainError, Problem
 from stages.data.prompts import PromptStream, is_held_out, split_of
-from stages.data.sources.settings import (
+from stages.data.settings import (
     GeneratedDemonstrationSettings,
     ReasoningGymPromptSettings,
 )

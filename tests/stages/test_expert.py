@@ -28,11 +28,16 @@ from stages.objectives.advantages.gae import GaeSettings
 from stages.objectives.advantages.grpo import GrpoSettings
 from stages.objectives.advantages.mo_grpo import MoGrpoSettings
 from stages.objectives.advantages.process import ProcessSettings
-from stages.objectives.assign_advantages import assign_advantages, graded, has_zero_advantages
-from stages.objectives.batch_weights import LengthWeights, scale_by_entropy
-from stages.objectives.correction import TisSettings
+from stages.objectives.groups import (
+    LengthWeights,
+    assign_advantages,
+    graded,
+    has_zero_advantages,
+    scale_by_entropy,
+)
 from stages.objectives.kl import KLSettings
 from stages.objectives.reference import Reference
+from stages.objectives.surrogate import TisSettings
 from stages.rewards.reward import RewardError
 from stages.sampling.collection import Batch
 from stages.sampling.logprob_check import measure_mismatch

@@ -16,10 +16,9 @@ import pyarrow.parquet as parquet
 import pytest
 
 from stages.data.problem import DomainError, Problem
-from stages.data.prompts import PromptStream, held_out_problems, is_held_out
-from stages.data.sources.prompt_rows import prompt_index
-from stages.data.sources.rows import ParquetRows
-from stages.data.sources.settings import (
+from stages.data.prompts import PromptStream, held_out_problems, is_held_out, prompt_index
+from stages.data.rows import ParquetRows
+from stages.data.settings import (
     JsonlPromptSettings,
     ParquetPromptSettings,
     ReasoningGymPromptSettings,
@@ -344,7 +343,7 @@ def test_old_row_groups_are_dropped_from_the_cache(
 ) -> None:
     made = rows(40)
     path = write_parquet(tmp_path / "a.parquet", made)
-    monkeypatch.setattr("stages.data.sources.rows.KEPT_BYTES", 1000)
+    monkeypatch.setattr("stages.data.rows.KEPT_BYTES", 1000)
     reader = ParquetRows()
     for at in [3, 39, 0, 21, 39]:
         assert reader.read(path, at)["answer"] == made[at]["answer"]

@@ -13,8 +13,7 @@ from parallel.batch import collate
 from parallel.packing import RankPlace
 from parallel.sample import Sample
 from stages.objectives.advantages.grpo import GrpoSettings
-from stages.objectives.assign_advantages import has_zero_advantages
-from stages.objectives.batch_weights import scale_by_entropy
+from stages.objectives.groups import has_zero_advantages, scale_by_entropy
 from stages.sampling.collection import Batch
 from stages.sampling.step import StepSamples
 from tests.stages.toys import drawn, expert, group

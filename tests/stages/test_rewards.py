@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from stages.data.problem import DomainError, Problem
 from stages.data.prompts import PromptStream
-from stages.data.sources.settings import ReasoningGymPromptSettings
+from stages.data.settings import ReasoningGymPromptSettings
 from stages.data.tokenizer import CharacterTokenizer
 from stages.rewards.grading import solved
 from stages.rewards.kinds.instruction import CHECKS

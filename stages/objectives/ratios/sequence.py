@@ -42,12 +42,10 @@ def sequence_ratio(tokens: Tokens, settings: SequenceRatioSettings) -> Surrogate
     Every token of a response carries the response's loss, so its mean over the tokens, and with it
     the aggregation `sequence_mean`, is exactly the loss of GSPO.
     """
-    ratio = response_ratio(tokens.log_ratio, tokens.mask).expand_as(tokens.log_probs)
-    return clipped_surrogate(
-        ratio, tokens.advantages, settings.clip_low, settings.clip_high, settings.dual_clip
-    )
+    ratio = response_ratio(tokens).expand_as(tokens.log_probs)
+    return clipped_surrogate(ratio, tokens.advantages, settings)
 
 
-def response_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
+def response_ratio(tokens: Tokens) -> Tensor:
     """Return s_i of every response, [B, 1]."""
-    return bounded_exp(sequence_means(log_ratio, mask)).unsqueeze(-1)
+    return bounded_exp(sequence_means(tokens.log_ratio, tokens.mask)).unsqueeze(-1)

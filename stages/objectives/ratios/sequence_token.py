@@ -34,7 +34,5 @@ def sequence_token_ratio(tokens: Tokens, settings: SequenceTokenRatioSettings) -
     own, each learns from its own.
     """
     own = bounded_exp(tokens.log_probs - tokens.log_probs.detach())
-    ratio = response_ratio(tokens.log_ratio, tokens.mask).detach() * own
-    return clipped_surrogate(
-        ratio, tokens.advantages, settings.clip_low, settings.clip_high, settings.dual_clip
-    )
+    ratio = response_ratio(tokens).detach() * own
+    return clipped_surrogate(ratio, tokens.advantages, settings)

@@ -29,6 +29,4 @@ class TokenRatioSettings(Clipped):
 def token_ratio(tokens: Tokens, settings: TokenRatioSettings) -> Surrogate:
     """Return min(r_t A, clip(r_t) A) of r_t = exp(log pi_theta - log pi_old)."""
     ratio = bounded_exp(tokens.log_ratio)
-    return clipped_surrogate(
-        ratio, tokens.advantages, settings.clip_low, settings.clip_high, settings.dual_clip
-    )
+    return clipped_surrogate(ratio, tokens.advantages, settings)

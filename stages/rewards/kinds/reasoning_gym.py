@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from stages.data.problem import Problem
-from stages.data.reasoning_gym_source import score
+from stages.data.reasoning_gym import score
 from stages.rewards.reward import Reward, RewardBase, RewardContext, register
 
 CORRECT = 0.999  # the scorers give partial credit, even for merely containing the answer

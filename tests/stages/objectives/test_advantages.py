@@ -13,8 +13,8 @@ from torch import Tensor
 
 from stages.objectives.advantages import compute_advantages as advantages
 from stages.objectives.graded import Graded
+from stages.objectives.loss import AdvantageSettings
 from stages.objectives.registry import ADVANTAGES
-from stages.objectives.settings import AdvantageSettings
 from tests.stages.objectives.objective_cases import assert_close, real
 
 VECTOR_1 = [1, 0, 1, 0.5]

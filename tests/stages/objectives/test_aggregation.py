@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stages.objectives.aggregation import Totals
-from stages.objectives.batch_weights import length_weights
+from stages.objectives.groups import length_weights
 from stages.objectives.registry import AGGREGATIONS
 from tests.stages.objectives.objective_cases import LENGTHS, MASK, assert_close, real, slope
 

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from stages.objectives.correction import (
+from stages.objectives.surrogate import (
     IcePopSettings,
     SequenceMaskSettings,
     TisSettings,
+    Tokens,
     correction_weights,
     sequence_mask,
 )
@@ -79,7 +80,7 @@ def test_a_response_without_tokens_has_a_finite_weight() -> None:
             weights = correction_weights(nothing, nothing, mask, kind(level=level))
             assert weights.tolist() == [[1.0, 1.0]]
     settings = SequenceMaskSettings(enabled=True, delta=0.1)
-    assert sequence_mask(nothing, nothing, -torch.ones(1, 2), mask, settings).all()
+    assert sequence_mask(Tokens(nothing, nothing, nothing, -torch.ones(1, 2), mask), settings).all()
 
 
 @pytest.mark.parametrize(
@@ -92,5 +93,5 @@ def test_vector_5(advantage: float, delta: float, kept: bool) -> None:
     mask = torch.tensor([[True, True, True, False]])
     settings = SequenceMaskSettings(enabled=True, delta=delta)
     advantages = torch.full_like(engine, advantage)
-    found = sequence_mask(log_probs, engine, advantages, mask, settings)
+    found = sequence_mask(Tokens(log_probs, log_probs, engine, advantages, mask), settings)
     assert found.tolist() == [[kept] * 4]

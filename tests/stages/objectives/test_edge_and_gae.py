@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from stages.objectives.advantages.gae import GaeSettings, clipped_value_loss, gae
-from stages.objectives.batch_weights import edge
+from stages.objectives.groups import edge
 from tests.stages.objectives.objective_cases import MASK, assert_close, draws, real, slope
 
 

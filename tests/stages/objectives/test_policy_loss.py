@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from stages.objectives.aggregation import Totals
-from stages.objectives.loss import PolicyLoss, policy_loss
-from stages.objectives.settings import ObjectiveSettings
+from stages.objectives.loss import ObjectiveSettings, PolicyLoss, policy_loss
 from stages.objectives.surrogate import Tokens
 from tests.stages.objectives.objective_cases import LENGTHS, MASK, draws, real, slope
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from stages.objectives.loss import REGISTRIES
 from stages.objectives.registry import Registry
-from stages.objectives.settings import REGISTRIES
 
 ROOT = Path(__file__).parents[3]
 NEW = {
@@ -94,7 +94,7 @@ from stages.objectives.advantages import compute_advantages
 from stages.objectives.aggregation import Totals
 from stages.objectives.graded import Graded
 from stages.objectives.loss import policy_loss
-from stages.objectives.settings import REGISTRIES
+from stages.objectives.loss import REGISTRIES
 from stages.objectives.surrogate import Tokens
 
 config, wrong, *overrides = sys.argv[1:]

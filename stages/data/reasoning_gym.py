@@ -1,28 +1,35 @@
 """Problems from reasoning-gym (arXiv 2505.24760), scored by reasoning-gym's own scorers.
 
-Importing reasoning_gym takes seconds, so only code that creates or scores problems imports it.
+Importing reasoning_gym takes seconds and numpy, so only code that creates or scores problems
+imports it. A dataset's options are parsed from its source in milliseconds: a login node validates a
+configuration at once. Never imports torch.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import fields
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from stages.data.formats import FORMATS, Entry
 from stages.data.problem import DomainError, Problem
-from stages.data.reasoning_gym_options import SET_BY_THE_STREAM, value_violation
-from stages.data.sources.settings import ReasoningGymPromptSettings
+from stages.data.settings import ReasoningGymPromptSettings
 
+PACKAGE = "reasoning_gym"
 UNBOUNDED = 2**62
-PATIENCE = 20_000
 EVALUATORS = {"eval", "exec", "parse_expr", "sympify"}  # sympy's call eval
+SET_BY_THE_STREAM = {"seed", "size"}
+# The largest integer option (numbers, digits or letters of a problem): the highest level of
+# reasoning-gym's own curricula. A million would take seconds for every problem.
+MOST = 1000
+TYPES: dict[str, Any] = {"int": int, "float": (int, float), "bool": bool, "str": str}
 
 
 class ReasoningGymSource:
@@ -35,7 +42,7 @@ class ReasoningGymSource:
     """
 
     key = "prompts.config"
-    patience = PATIENCE
+    patience = 20_000
 
     def __init__(self, settings: ReasoningGymPromptSettings, domain: str, seed: int) -> None:
         self._domain = domain
@@ -47,19 +54,10 @@ class ReasoningGymSource:
         try:
             entry: Entry = self._dataset[index]
         except Exception as error:
-            raise DomainError(
-                self._domain,
-                "prompts.config",
-                f"no prompts: reasoning-gym's {self._name} cannot draw a problem ({error})",
-            ) from error
-        form = FORMATS[self._name]
-        return Problem(
-            domain=self._domain,
-            index=index,
-            prompt=form.prompt(entry),
-            answer=form.answer(entry),
-            fields={"dataset": self._name, "entry": entry},
-        )
+            why = f"no prompts: reasoning-gym's {self._name} cannot draw a problem ({error})"
+            raise DomainError(self._domain, self.key, why) from error
+        form, fields = FORMATS[self._name], {"dataset": self._name, "entry": entry}
+        return Problem(self._domain, index, form.prompt(entry), form.answer(entry), fields)
 
 
 def score(problem: Problem, answer: str) -> float:
@@ -77,9 +75,43 @@ def score(problem: Problem, answer: str) -> float:
     return float(_scorer(dataset)(handed_in, problem.fields["entry"]))
 
 
-@cache
+@cache  # each is a new dataset
 def _scorer(dataset: str) -> Callable[[str, Entry], float]:
     return _reasoning_gym().get_score_answer_fn(dataset)
+
+
+@cache
+def options(dataset: str) -> dict[str, str] | None:
+    """Return the type of every option of a dataset of FORMATS, by name.
+
+    None: reasoning-gym is not installed, or in a version that this does not read.
+    """
+    spec = find_spec(PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    module = FORMATS[dataset].module.replace(".", "/")
+    path = Path(spec.submodule_search_locations[0]) / f"{module}.py"
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError):
+        return None
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Config"):
+            stated = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+            types = {ast.unparse(each.target): ast.unparse(each.annotation) for each in stated}
+            return {name: of for name, of in types.items() if name not in SET_BY_THE_STREAM}
+    return None
+
+
+def value_violation(kind: str, value: Any) -> str | None:
+    """Return what is wrong with an option's value, or None; `kind` is the option's type."""
+    if (expected := TYPES.get(kind)) is None:
+        return None
+    if not isinstance(value, expected) or (isinstance(value, bool) and kind != "bool"):
+        return f"should be {kind}, not {json.dumps(value, default=str)}"
+    if kind == "int" and not -MOST <= value <= MOST:
+        return f"should be between -{MOST} and {MOST}, not {value}"
+    return None
 
 
 def _create_dataset(settings: ReasoningGymPromptSettings, domain: str, seed: int) -> Any:
@@ -87,25 +119,20 @@ def _create_dataset(settings: ReasoningGymPromptSettings, domain: str, seed: int
     if name not in FORMATS:
         known = ", ".join(sorted(FORMATS))
         raise DomainError(domain, "prompts.dataset", f"unknown dataset {name!r}; known are {known}")
-    dataset_type, config_type = _reasoning_gym().factory.DATASETS[name]
-    if found := _evaluation(dataset_type):
+    if found := _evaluation(_reasoning_gym().factory.DATASETS[name][0]):
         raise DomainError(
             domain,
             "prompts.dataset",
             f"reasoning-gym's scorer would run a response's text: {found}; read the problems from"
             " a file and score them with your own reward",
         )
-    kinds = {
-        option.name: getattr(option.type, "__name__", str(option.type))
-        for option in fields(config_type)
-    }
-    options = sorted(set(kinds) - SET_BY_THE_STREAM)
-    for key, value in settings.config.items():
-        if key not in options:
-            message = f"{name} has no such option; it has {', '.join(options)}"
-            raise DomainError(domain, f"prompts.config.{key}", message)
-        if wrong := value_violation(kinds[key], value):
-            raise DomainError(domain, f"prompts.config.{key}", wrong)
+    if kinds := options(name):
+        for key, value in settings.config.items():
+            if key not in kinds:
+                wrong = f"{name} has no such option; it has {', '.join(sorted(kinds))}"
+                raise DomainError(domain, f"prompts.config.{key}", wrong)
+            if found := value_violation(kinds[key], value):
+                raise DomainError(domain, f"prompts.config.{key}", found)
     try:
         return _reasoning_gym().create_dataset(name, seed=seed, size=UNBOUNDED, **settings.config)
     except Exception as error:  # its configs reject values by assertions and other errors

@@ -11,7 +11,12 @@ from pydantic import Discriminator, Field, Tag
 
 from parallel.settings import Count, Fraction, Settings, Tokens
 
-HeldOutFraction = Annotated[float, Field(gt=0, lt=1)]
+HeldOutFraction = Annotated[
+    float,
+    Field(
+        gt=0, lt=1, description="share of the problems never trained on; the same in every domain"
+    ),
+]
 MOST_DIRECTORIES = 20_000  # that are searched for files, in a second or two
 
 
@@ -27,10 +32,7 @@ class ReasoningGymPromptSettings(Settings):
     config: dict[str, Any] = Field(
         default_factory=dict, description="options of the dataset's config class"
     )
-    held_out_fraction: HeldOutFraction = Field(
-        default=0.25,
-        description="share of the problems never trained on; the same in every domain",
-    )
+    held_out_fraction: HeldOutFraction = 0.25
 
 
 class FileSettings(Settings):
@@ -86,10 +88,7 @@ class FilePromptSettings(FileSettings):
         description="longer prompts are skipped and counted, as are those that leave no room for a"
         " response in engine.max_model_tokens",
     )
-    held_out_fraction: HeldOutFraction = Field(
-        default=0.25,
-        description="share of the problems never trained on; the same in every domain",
-    )
+    held_out_fraction: HeldOutFraction = 0.25
 
 
 class JsonlPromptSettings(FilePromptSettings):
@@ -148,30 +147,26 @@ class ParquetDemonstrationSettings(FileDemonstrationSettings):
     source: Literal["parquet"] = "parquet"
 
 
-def _prompt_source(given: Any) -> str:
-    return _source(given, "reasoning_gym")
+def _by_source(default: str) -> Discriminator:
+    """Return the choice of a settings class by its `source`, which may be left out."""
 
+    def source(given: Any) -> str:
+        if isinstance(given, dict):
+            return str(given.get("source", default))
+        return str(getattr(given, "source", default))
 
-def _demonstration_source(given: Any) -> str:
-    return _source(given, "generated")
-
-
-def _source(given: Any, default: str) -> str:
-    """Return the tag of the settings class; a block without `source` has the default."""
-    if isinstance(given, dict):
-        return str(given.get("source", default))
-    return str(getattr(given, "source", default))
+    return Discriminator(source)
 
 
 PromptSettings = Annotated[
     Annotated[ReasoningGymPromptSettings, Tag("reasoning_gym")]
     | Annotated[JsonlPromptSettings, Tag("jsonl")]
     | Annotated[ParquetPromptSettings, Tag("parquet")],
-    Discriminator(_prompt_source),
+    _by_source("reasoning_gym"),
 ]
 DemonstrationSettings = Annotated[
     Annotated[GeneratedDemonstrationSettings, Tag("generated")]
     | Annotated[JsonlDemonstrationSettings, Tag("jsonl")]
     | Annotated[ParquetDemonstrationSettings, Tag("parquet")],
-    Discriminator(_demonstration_source),
+    _by_source("generated"),
 ]

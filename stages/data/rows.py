@@ -1,19 +1,27 @@
-"""Sequential and random access to rows of JSONL and Parquet files; no file is loaded whole."""
+"""Rows of JSONL and Parquet files, read in order or at random, and their columns' contents.
+
+A reader's `scan` yields every row with its place `at`; `read` returns the whole row at `at`, or
+raises RowError where it no longer exists; `place` names a row's file and line in a message. No file
+is loaded whole.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet as parquet
+
+from stages.data.problem import ASSISTANT, Message
 
 Row = dict[str, Any]
 
@@ -26,21 +34,8 @@ class RowError(ValueError):
     """A row that cannot be used; the message says why."""
 
 
-class Rows(Protocol):
-    """A reader of one format's files; a file and the number `at` identify a row."""
-
-    def scan(self, file: Path, columns: Sequence[str]) -> Iterator[tuple[int, Row | RowError]]:
-        """Yield every row with `at`. Raises RowError where the file lacks one of the columns."""
-
-    def read(self, file: Path, at: int) -> Row:
-        """Return the whole row at `at`. Raises RowError where it no longer exists."""
-
-    def place(self, file: Path, at: int) -> str:
-        """Return the row's file and line, for a message."""
-
-
 class JsonlRows:
-    """A reader of one JSON object a line; `at` is the line's first byte. Skips empty lines."""
+    """The reader of one JSON object a line; `at` is the line's first byte. Skips empty lines."""
 
     def scan(self, file: Path, columns: Sequence[str]) -> Iterator[tuple[int, Row | RowError]]:
         at = 0
@@ -59,7 +54,6 @@ class JsonlRows:
         return row
 
     def place(self, file: Path, at: int) -> str:
-        """Return FILE:LINE; reads the file up to there."""
         number, passed = 1, 0
         with file.open("rb") as lines:
             while passed < at and (line := lines.readline()):
@@ -68,7 +62,7 @@ class JsonlRows:
 
 
 class ParquetRows:
-    """A reader of Parquet; `at` is the row's number, from 0. Loads whole row groups."""
+    """The reader of Parquet; `at` is the row's number, from 0. Loads whole row groups."""
 
     def __init__(self) -> None:
         self._groups: OrderedDict[tuple[Path, int], pyarrow.Table] = OrderedDict()
@@ -78,13 +72,16 @@ class ParquetRows:
             known = source.schema_arrow.names
             for column in columns:
                 if column not in known:
-                    raise missing(column, known)
+                    raise _missing(column, known)
             at = 0
             batches = source.iter_batches(batch_size=1000, columns=list(columns))
-            while rows := _next_rows(batches):
-                for row in rows:
-                    yield at, row
-                    at += 1
+            while True:
+                with _parquet_errors():  # not around the yields: the reader's errors are its own
+                    rows = next(filter(None, (batch.to_pylist() for batch in batches)), None)
+                if rows is None:
+                    return
+                yield from enumerate(rows, at)
+                at += len(rows)
 
     def read(self, file: Path, at: int) -> Row:
         ends = _group_ends(file)
@@ -97,7 +94,6 @@ class ParquetRows:
             return table.slice(place, 1).to_pylist()[0]
 
     def place(self, file: Path, at: int) -> str:
-        """Return `FILE, row N`, counted from 1."""
         return f"{file}, row {at + 1}"
 
     def _group(self, file: Path, group: int) -> pyarrow.Table:
@@ -111,11 +107,68 @@ class ParquetRows:
         return self._groups[file, group]
 
 
-ROWS: dict[str, Rows] = {"jsonl": JsonlRows(), "parquet": ParquetRows()}
+ROWS: dict[str, JsonlRows | ParquetRows] = {"jsonl": JsonlRows(), "parquet": ParquetRows()}
 
 
-def missing(column: str, known: Sequence[str]) -> RowError:
-    """Return the error of a row or a file that lacks a column."""
+def prompt_of(row: Row, column: str) -> str | list[Message]:
+    """Return a prompt's text or chat messages. Raises RowError where it is neither."""
+    value = column_of(row, column)
+    if isinstance(value, str):
+        if not value.strip():
+            raise RowError(f"{column!r} is blank")
+        return value
+    if not isinstance(value, list):
+        raise RowError(f"{column!r} is neither text nor a list of messages")
+    messages = messages_of(row, column)
+    if not any(message["content"].strip() for message in messages):
+        raise RowError(f"{column!r} has only blank messages")
+    if messages[-1]["role"] == ASSISTANT:
+        raise RowError(f"{column!r} must not end with an assistant turn")
+    return messages
+
+
+def messages_of(row: Row, column: str) -> list[Message]:
+    """Return a column's chat messages, without null keys, which Parquet cannot omit.
+
+    Raises RowError where there are none.
+    """
+    value = column_of(row, column)
+    if not isinstance(value, list) or not value:
+        raise RowError(f"{column!r} is not a list of messages")
+    messages = []
+    for place, each in enumerate(value, start=1):
+        parts = each.items() if isinstance(each, dict) else ()
+        message = {name: part for name, part in parts if part is not None}
+        for name in ("role", "content"):
+            if not isinstance(message.get(name), str):
+                raise RowError(
+                    f"{column!r} has a message, number {place}, whose {name} is not text"
+                )
+        messages.append(message)
+    return messages
+
+
+def answer_of(row: Row, column: str | None) -> str:
+    """Return the reference answer: text, a finite number as JSON writes it, or "" without a column.
+
+    Raises RowError for a value that is neither.
+    """
+    value = "" if column is None else column_of(row, column)
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf:
+        return json.dumps(value)
+    raise RowError(f"{column!r} is neither text nor a finite number")
+
+
+def column_of(row: Row, column: str) -> Any:
+    """Return a column's value. Raises RowError where the row lacks it."""
+    if column not in row:
+        raise _missing(column, list(row))
+    return row[column]
+
+
+def _missing(column: str, known: Sequence[str]) -> RowError:
     return RowError(f"no column {column!r}; columns: {', '.join(map(repr, known)) or 'none'}")
 
 
@@ -130,24 +183,12 @@ def _parsed(line: bytes) -> Row | RowError:
         return RowError("a whole number has too many digits")
     except RecursionError:
         return RowError("nested too deeply")
-    if SURROGATE.search(line) and not _is_text(row):
+    try:
+        if SURROGATE.search(line):  # JSON allows half a pair, tokenizers do not
+            json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
         return RowError("half of a surrogate pair, which is not text")
     return row if isinstance(row, dict) else RowError("not a JSON object")
-
-
-def _is_text(row: Any) -> bool:
-    """Return whether no text has half a surrogate pair: JSON allows it, tokenizers do not."""
-    try:
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _next_rows(batches: Iterator[pyarrow.RecordBatch]) -> list[Row]:
-    """Return the rows of the next batch that has any; none at the end."""
-    with _parquet_errors():
-        return next(filter(None, (batch.to_pylist() for batch in batches)), [])
 
 
 @contextmanager

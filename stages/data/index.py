@@ -1,0 +1,168 @@
+"""An index of the usable rows of files, their held-out split and their order: 20 bytes a row."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from math import ceil
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from parallel.status_pipe import report_notice
+from stages.data.problem import DomainError
+from stages.data.rows import ROWS, Row, RowError
+from stages.data.settings import FileSettings
+
+Content = TypeVar("Content")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The numbers of all rows, of unusable rows and of duplicates in the files."""
+
+    rows: int
+    bad: int
+    duplicates: int
+
+
+@dataclass(frozen=True)
+class RowIndex:
+    """The distinct usable rows, in the order of the files.
+
+    `file` uint32 [rows] indexes `files`, and `at` int64 [rows] is the row's position in its file;
+    `keys` uint64 [rows] are the first 64 bits of the hashes of their prompts.
+    """
+
+    settings: FileSettings
+    domain: str
+    block: str  # the settings' key below the domain's
+    files: list[Path]
+    counts: Counts
+    file: np.ndarray = field(repr=False)
+    at: np.ndarray = field(repr=False)
+    keys: np.ndarray = field(repr=False)
+
+    def split(self, held_out: bool, fraction: float) -> np.ndarray:
+        """Return the rows, int64, of the held-out or the training split.
+
+        `fraction` of all prompts is held out. Raises DomainError where the split is empty.
+        """
+        below = self.keys < np.uint64(ceil(fraction * 2**64))
+        rows = np.flatnonzero(below == held_out)
+        if not len(rows):
+            split = "held-out" if held_out else "training"
+            raise DomainError(
+                self.domain,
+                f"{self.block}.path",
+                f"none of the {len(self.keys)} usable rows is in the {split} split; add rows or"
+                f" change domains.{self.domain}.prompts.held_out_fraction",
+            )
+        return rows
+
+    def read(self, row: int, parse: Callable[[Row], tuple[Content, str]]) -> Content:
+        """Return what `parse` makes of a row, beside the content hash of its prompt.
+
+        Raises DomainError where the row no longer exists or has another prompt.
+        """
+        file = self.files[self.file[row]]
+        try:
+            content, key = parse(ROWS[self.settings.source].read(file, int(self.at[row])))
+            if _leading(key) != int(self.keys[row]):
+                raise RowError("it has another prompt")
+        except (OSError, RowError) as error:
+            why = f"{file} changed since it was indexed: {error}"
+            raise DomainError(self.domain, f"{self.block}.path", why) from error
+        return content
+
+    def place(self, row: int) -> str:
+        """Return a row's file and line, for a message."""
+        return ROWS[self.settings.source].place(self.files[self.file[row]], int(self.at[row]))
+
+
+def build_index(
+    settings: FileSettings,
+    domain: str,
+    block: str,
+    columns: Sequence[str],
+    identify: Callable[[Row], tuple[str, str]],
+) -> RowIndex:
+    """Read every row of the files once; keep the first row of each content.
+
+    `identify` returns the content hashes of a row and of its prompt, 64 hexadecimal digits each, or
+    raises RowError for an unusable row. Skipped rows are counted and reported. Raises DomainError,
+    naming the file and the line, for an unusable row that must not be skipped, and where no row is
+    usable.
+    """
+    files, reader = settings.files(), ROWS[settings.source]
+    if not files:
+        raise DomainError(domain, f"{block}.path", f"no {settings.source} file at {settings.path}")
+    numbers, places = array("I"), array("q")
+    identities, keys = array("Q"), array("Q")
+    rows = bad = 0
+    first_error = ""
+    for number, file in enumerate(files):
+        try:
+            for at, row in reader.scan(file, columns):
+                rows += 1
+                try:
+                    if isinstance(row, RowError):
+                        raise row
+                    identity, key = identify(row)
+                except RowError as error:
+                    wrong = f"{reader.place(file, at)}: {error}"
+                    if settings.on_bad_row == "stop":
+                        remedy = f"fix it, or skip such rows with {block}.on_bad_row: skip"
+                        raise DomainError(domain, block, f"{wrong}; {remedy}") from error
+                    bad += 1
+                    first_error = first_error or wrong
+                    continue
+                numbers.append(number)
+                places.append(at)
+                identities.append(_leading(identity))
+                keys.append(_leading(key))
+        except (OSError, RowError) as error:
+            raise DomainError(domain, block, f"{file}: {error}") from error
+    if not keys:
+        why = f": {first_error}" if first_error else ""
+        raise DomainError(domain, block, f"no usable row in {files[0]}{why}")
+    kept = np.sort(np.unique(np.frombuffer(identities, np.uint64), return_index=True)[1])
+    counts = Counts(rows, bad, duplicates=len(keys) - len(kept))
+    unusable = f"{bad} unusable ({first_error})" if bad else ""
+    repeated = f"{counts.duplicates} repeated" if counts.duplicates else ""
+    if skipped := ", ".join(filter(None, (unusable, repeated))):
+        report_notice(f"domains.{domain}.{block}: skipped rows, of {rows}: {skipped}")
+    columns_kept = (
+        np.frombuffer(values, kind)[kept]
+        for values, kind in ((numbers, np.uint32), (places, np.int64), (keys, np.uint64))
+    )
+    return RowIndex(settings, domain, block, files, counts, *columns_kept)
+
+
+class Order:
+    """An endless order of rows, shuffled every epoch, a pure function of `seed`."""
+
+    def __init__(self, rows: np.ndarray, seed: int) -> None:
+        self._rows = rows
+        self._seed = seed
+        self._epoch = -1
+        self._shuffled = rows
+
+    def row(self, cursor: int) -> int:
+        """Return the row of the index at `cursor`, which counts from 0 through all epochs."""
+        epoch, place = divmod(cursor, len(self._rows))
+        if epoch != self._epoch:
+            digest = sha256(f"{self._seed}/{epoch}".encode()).digest()
+            # Of numpy's generators only RandomState is guaranteed to draw the same for ever.
+            random = np.random.RandomState(np.frombuffer(digest, ">u4").astype(np.uint32))
+            self._shuffled = random.permutation(self._rows)
+            self._epoch = epoch
+        return int(self._shuffled[place])
+
+
+def _leading(key: str) -> int:
+    """Return the first 64 bits of a hash."""
+    return int(key[:16], base=16)
