@@ -34,10 +34,7 @@ class Totals:
 
 @aggregation("sequence_mean", "GRPO, arXiv 2402.03300; GSPO, 2507.18071")
 def sequence_mean(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
-    """Return the mean over responses of each one's mean over tokens.
-
-    A response without tokens adds 0.
-    """
+    """Return the mean over responses of each one's mean over tokens; 0 for one without tokens."""
     return sequence_means(values, mask).sum() / max(totals.sequences, 1)
 
 

@@ -55,17 +55,20 @@ class Critic:
             part.advantages = gae(rewards(part), part.values, part.mask, self._settings)
             part.returns = part.advantages + part.values
         for domain in sorted({sample.domain for sample in samples}):
-            self._standardise([(part, _learned(domain, part)) for part in valued])
+            own = [  # its learned tokens
+                part.mask
+                & part.mask.new_tensor([each.domain == domain for each in part.samples]).view(-1, 1)
+                for part in valued
+            ]
+            tokens, mean, squares = _moments(
+                [part.advantages[where] for part, where in zip(valued, own, strict=True)]
+            )
+            freedom = tokens - (self._settings.std == "sample")
+            deviation = (squares / max(freedom, 1)) ** 0.5
+            for part, where in zip(valued, own, strict=True):
+                standard = (part.advantages - mean) / (deviation + STD_FLOOR)
+                part.advantages = standard.where(where, part.advantages)
         _record_means(samples, valued)
-
-    def _standardise(self, places: list[tuple[MicroBatch, torch.Tensor]]) -> None:
-        """Standardise the advantages at these tokens [B, R] of micro-batches. Collective."""
-        tokens, mean, squares = _moments([part.advantages[own] for part, own in places])
-        freedom = tokens - (self._settings.std == "sample")
-        deviation = (squares / max(freedom, 1)) ** 0.5
-        for part, own in places:
-            standard = (part.advantages - mean) / (deviation + STD_FLOOR)
-            part.advantages = standard.where(own, part.advantages)
 
     def learn(self, samples: list[Sample], parts: list[MicroBatch]) -> dict[str, float]:
         """Train one step towards the returns, and return metrics. Collective."""
@@ -114,12 +117,6 @@ def _explained(parts: list[MicroBatch]) -> float:
     _, _, whole = _moments([returns for returns, _ in known])
     tokens, _, missed = _moments([returns - found for returns, found in known])
     return 1 - missed / whole if whole > tokens * STD_FLOOR**2 else 0.0
-
-
-def _learned(domain: str, part: MicroBatch) -> torch.Tensor:
-    """Return a bool [B, R], true at the learned tokens of a domain's responses."""
-    rows = torch.tensor([sample.domain == domain for sample in part.samples], device=device())
-    return part.mask & rows.unsqueeze(-1)
 
 
 def _moments(tokens: list[torch.Tensor]) -> tuple[float, float, float]:

@@ -1,4 +1,4 @@
-"""Dr. GRPO: the group's mean without its standard deviation (arXiv 2503.20783)."""
+"""Dr. GRPO: the group's mean alone, so easy and hard prompts weigh alike (arXiv 2503.20783)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,5 @@ class DrGrpoSettings(AdvantageBase):
 
 @advantage(DrGrpoSettings, source="arXiv 2503.20783; DeepSeek-V3.2, 2512.02556")
 def dr_grpo(graded: Graded, settings: DrGrpoSettings) -> Tensor:
-    """Return R - mean of the group, [groups, G].
-
-    Without the division, easy and hard prompts weigh alike.
-    """
+    """Return R - mean of the group, [groups, G]."""
     return centre(graded.rewards, graded.graded)

@@ -1,10 +1,10 @@
-"""GDPO: MO-GRPO, normalised over the batch (arXiv 2601.05242)."""
+"""GDPO: MO-GRPO over the batch's deviation, so as large with many parts (arXiv 2601.05242)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from stages.objectives.advantages.mo_grpo import sum_of_parts
+from stages.objectives.advantages.mo_grpo import mo_grpo
 from stages.objectives.graded import Graded, Standardised, scale_over_batch
 from stages.objectives.registry import advantage
 
@@ -20,8 +20,5 @@ class GdpoSettings(Standardised):
 
 @advantage(GdpoSettings, source="arXiv 2601.05242")
 def gdpo(graded: Graded, settings: GdpoSettings) -> Tensor:
-    """Return the advantage `mo_grpo` over (its std in the batch + 1e-6), [groups, G].
-
-    So its size does not grow with the number of parts.
-    """
-    return scale_over_batch(sum_of_parts(graded, settings.std), graded, settings.std)
+    """Return the advantage `mo_grpo` over (its std in the batch + 1e-6), [groups, G]."""
+    return scale_over_batch(mo_grpo(graded, settings), graded, settings.std)

@@ -33,18 +33,14 @@ class GfpoSettings(Standardised):
 
 @advantage(GfpoSettings, source="arXiv 2508.09726")
 def gfpo(graded: Graded, settings: GfpoSettings) -> Tensor:
-    """Return the advantage `grpo` among the kept responses of each group, else 0, [groups, G]."""
-    return standardise(graded.rewards, kept(graded, settings), settings.std)
+    """Return the advantage `grpo` among the kept responses of each group, else 0, [groups, G].
 
-
-def kept(graded: Graded, settings: GfpoSettings) -> Tensor:
-    """Return a bool [groups, G], true for `settings.keep` responses of each group.
-
-    Ties go to the first responses.
+    Of equal responses the first are kept.
     """
     merit = -graded.lengths.to(graded.rewards.dtype)
     if settings.by == "reward_per_token":
         merit = graded.rewards / graded.lengths.clamp(min=1)
     merit = merit.masked_fill(~graded.graded, -float("inf"))
     order = merit.argsort(dim=-1, descending=True, stable=True)
-    return (order.argsort(dim=-1) < settings.keep) & graded.graded
+    kept = (order.argsort(dim=-1) < settings.keep) & graded.graded
+    return standardise(graded.rewards, kept, settings.std)

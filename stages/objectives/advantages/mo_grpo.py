@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from stages.objectives.graded import Graded, Standardised, Std, standardise
+from stages.objectives.graded import Graded, Standardised, standardise
 from stages.objectives.registry import advantage
 
 if TYPE_CHECKING:
@@ -18,16 +18,8 @@ class MoGrpoSettings(Standardised):
 
 
 @advantage(MoGrpoSettings, source="arXiv 2509.22047")
-def mo_grpo(graded: Graded, settings: MoGrpoSettings) -> Tensor:
+def mo_grpo(graded: Graded, settings: Standardised) -> Tensor:
     """Return the weighted sum over k of (R_k - mean_k) / (std_k + 1e-6), [groups, G].
-
-    The part that varies most does not drown the others.
-    """
-    return sum_of_parts(graded, settings.std)
-
-
-def sum_of_parts(graded: Graded, std: Std) -> Tensor:
-    """Return the weighted sum [groups, G] of the parts, each standardised in its group.
 
     Raises:
         ValueError: the rewards have no parts.
@@ -39,4 +31,4 @@ def sum_of_parts(graded: Graded, std: Std) -> Tensor:
         )
     parts = graded.parts.movedim(-1, 0)
     weights = graded.weights.view(-1, 1, 1)
-    return (standardise(parts, graded.graded.expand(parts.shape), std) * weights).sum(0)
+    return (standardise(parts, graded.graded.expand(parts.shape), settings.std) * weights).sum(0)

@@ -26,9 +26,8 @@ class ProcessSettings(Standardised):
 def process(graded: Graded, settings: ProcessSettings) -> Tensor:
     """Return the summed rewards of the steps that end at a token or later, [groups, G, T].
 
-    T is the longest response. Each step's reward is standardised over all steps of the group. What
-    else the response earned (its reward less the mean of its steps) is standardised over the group
-    and added to every token, as in `grpo`.
+    Each is standardised over all steps of the group. What else the response earned (its reward less
+    the mean of its steps) is standardised over the group and added to every token, as in `grpo`.
 
     Raises:
         ValueError: the steps have no rewards.
