@@ -176,7 +176,7 @@ def length_report(
     else:
         index = prompt_index(settings, domain)
         places = range(len(index.keys))
-        problems = (problem_at(index, settings, tokenizer, row, row) for row in places)
+        problems = (problem_at(index, tokenizer, row, row) for row in places)
         rows, bad, limit = index.counts.rows, index.counts.bad, settings.max_prompt_tokens
     lengths, splits = array("L"), Counter[str]()
     for problem in problems:

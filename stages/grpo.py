@@ -19,7 +19,6 @@ from stages.loop import train
 from stages.metrics import reduce_sums
 from stages.objectives.advantages.gae import GaeSettings
 from stages.objectives.aggregation import Totals
-from stages.objectives.critic import Critic
 from stages.objectives.groups import (
     Group,
     LengthWeights,
@@ -30,7 +29,7 @@ from stages.objectives.groups import (
 )
 from stages.objectives.kl import kl_controller
 from stages.objectives.loss import MetricSum, policy_loss
-from stages.objectives.reference import Reference
+from stages.objectives.models import Critic, Reference
 from stages.objectives.surrogate import Tokens
 from stages.sampling.collection import Batch
 from stages.sampling.step import OnPolicyStage, StepSamples, Update

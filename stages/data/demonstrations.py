@@ -81,14 +81,14 @@ def conversation_sample(tokenizer: Tokenizer, messages: Sequence[Message], domai
     first, *rest = segments(tokenizer, messages)
     ids: list[int] = []
     learned: list[bool] = []
-    for segment in rest:
-        own = tokenizer.encode(segment.text)
+    for number, text in enumerate(rest):
+        own = tokenizer.encode(text)
         upto = 0
-        if segment.learned:
+        if number % 2 == 0:  # an assistant turn
             if tokenizer.end_token not in own:
                 raise TokenizerError(
                     "model.tokenizer: its chat template ends an assistant turn,"
-                    f" {segment.text[-SHOWN:]!r}, without the end token {tokenizer.end_token}; set"
+                    f" {text[-SHOWN:]!r}, without the end token {tokenizer.end_token}; set"
                     " eos_token in its tokenizer_config.json to what the template writes"
                 )
             upto = len(own) - own[::-1].index(tokenizer.end_token)
@@ -99,36 +99,28 @@ def conversation_sample(tokenizer: Tokenizer, messages: Sequence[Message], domai
         learned.pop()
     return Sample(
         domain=domain,
-        prompt=np.array(tokenizer.encode(first.text), np.int32),
+        prompt=np.array(tokenizer.encode(first), np.int32),
         response=np.array(ids, np.int32),
         loss_mask=None if all(learned) else np.array(learned),
     )
 
 
-@dataclass(frozen=True)
-class Segment:
-    """A piece of a conversation's text; `learned`: an assistant turn with the template's suffix."""
+def segments(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[str]:
+    """Return the conversation up to the last assistant turn: masked and learned texts in turn.
 
-    text: str
-    learned: bool
-
-
-def segments(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Segment]:
-    """Return the conversation up to the last assistant turn, as alternating segments.
-
-    An assistant turn begins after the template's generation prompt, where a rollout's prompt ends.
+    A learned text is an assistant turn with the template's suffix; it begins after the template's
+    generation prompt, where a rollout's prompt ends.
     Raises TokenizerError where the template does not render the first turns as a prefix of the
     whole: training would then see other tokens than sampling.
     """
-    found: list[Segment] = []
+    found: list[str] = []
     text = ""
     for place, message in enumerate(messages):
         if message["role"] != ASSISTANT:
             continue
         asked = tokenizer.render(messages[:place], generation_prompt=True)
         answered = tokenizer.render(messages[: place + 1], generation_prompt=False)
-        found.append(Segment(_continued(text, asked, place), learned=False))
-        found.append(Segment(_continued(asked, answered, place), learned=True))
+        found += [_continued(text, asked, place), _continued(asked, answered, place)]
         text = answered
     return found
 
@@ -167,7 +159,6 @@ class ConversationStream:
     ) -> None:
         self.cursor = cursor
         self.too_long = 0
-        self._settings = settings
         self._tokenizer = tokenizer
         self._limit = limit
         self._index = conversation_index(settings, domain)
@@ -199,7 +190,7 @@ class ConversationStream:
         raise DomainError(self._index.domain, "demonstrations.max_tokens", why)
 
     def _sample(self, row: int) -> Sample:
-        shown = self._index.read(row, lambda found: _parsed(found, self._settings))
+        shown: Shown = self._index.read(row)
         try:
             if isinstance(shown, tuple):
                 return response_sample(self._tokenizer, *shown, self._index.domain)
@@ -211,33 +202,28 @@ class ConversationStream:
 @cache
 def conversation_index(settings: FileDemonstrationSettings, domain: str) -> RowIndex:
     """Return the index of a domain's demonstrations; the files are read once a process."""
-    response = settings.response
-    columns = [settings.messages] if response is None else [settings.prompt, response]
+    columns = [settings.messages]
+    if settings.response is not None:
+        columns = [settings.prompt, settings.response]
 
-    def identify(row: Row) -> tuple[str, str]:
-        shown, key = _parsed(row, settings)
-        return content_key("\0".join(shown) if isinstance(shown, tuple) else shown), key
+    def parse(row: Row) -> tuple[Shown, str, str]:
+        """Return a row's demonstration, and the hash of the turns before the first response too."""
+        if settings.response is None:
+            messages = messages_of(row, settings.messages)
+            if messages[0]["role"] == ASSISTANT:
+                raise RowError(f"{settings.messages!r} must not start with an assistant turn")
+        else:
+            prompt, response = prompt_of(row, settings.prompt), column_of(row, settings.response)
+            if not isinstance(response, str) or not response:
+                raise RowError(f"{settings.response!r} is empty or not text")
+            if isinstance(prompt, str):
+                whole = content_key(f"{prompt}\0{response}")
+                return (prompt, response), whole, content_key(prompt)
+            messages = [*prompt, {"role": ASSISTANT, "content": response}]
+        roles = [each["role"] for each in messages]
+        if ASSISTANT not in roles:
+            raise RowError(f"{settings.messages!r} has no assistant turn to train on")
+        first = messages[: roles.index(ASSISTANT)]
+        return messages, content_key(messages), content_key(first)
 
-    return build_index(settings, domain, "demonstrations", columns, identify)
-
-
-def _parsed(row: Row, settings: FileDemonstrationSettings) -> tuple[Shown, str]:
-    """Return a row's demonstration, and the content hash of the turns before the first response.
-
-    Raises RowError where it has nothing to train on.
-    """
-    if settings.response is None:
-        messages = messages_of(row, settings.messages)
-        if messages[0]["role"] == ASSISTANT:
-            raise RowError(f"{settings.messages!r} must not start with an assistant turn")
-    else:
-        prompt, response = prompt_of(row, settings.prompt), column_of(row, settings.response)
-        if not isinstance(response, str) or not response:
-            raise RowError(f"{settings.response!r} is empty or not text")
-        if isinstance(prompt, str):
-            return (prompt, response), content_key(prompt)
-        messages = [*prompt, {"role": ASSISTANT, "content": response}]
-    roles = [each["role"] for each in messages]
-    if ASSISTANT not in roles:
-        raise RowError(f"{settings.messages!r} has no assistant turn to train on")
-    return messages, content_key(messages[: roles.index(ASSISTANT)])
+    return build_index(settings, domain, "demonstrations", columns, parse)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from math import ceil
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +17,9 @@ from stages.data.problem import DomainError
 from stages.data.rows import ROWS, Row, RowError
 from stages.data.settings import FileSettings
 
-Content = TypeVar("Content")
+# Returns what a stage reads of a row, and the content hashes of the row and of its prompt, 64
+# hexadecimal digits each, or raises RowError.
+Parse = Callable[[Row], tuple[Any, str, str]]
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class RowIndex:
     settings: FileSettings
     domain: str
     block: str  # the settings' key below the domain's
+    parse: Parse = field(repr=False)
     files: list[Path]
     counts: Counts
     file: np.ndarray = field(repr=False)
@@ -63,14 +66,15 @@ class RowIndex:
             )
         return rows
 
-    def read(self, row: int, parse: Callable[[Row], tuple[Content, str]]) -> Content:
-        """Return what `parse` makes of a row, beside the content hash of its prompt.
+    def read(self, row: int) -> Any:
+        """Return what `parse` makes of a row.
 
-        Raises DomainError where the row no longer exists or has another prompt.
+        Raises DomainError where it no longer exists or has another prompt.
         """
         file = self.files[self.file[row]]
         try:
-            content, key = parse(ROWS[self.settings.source].read(file, int(self.at[row])))
+            reader = ROWS[self.settings.source]
+            content, _, key = self.parse(reader.read(file, int(self.at[row])))
             if _leading(key) != int(self.keys[row]):
                 raise RowError("it has another prompt")
         except (OSError, RowError) as error:
@@ -84,18 +88,12 @@ class RowIndex:
 
 
 def build_index(
-    settings: FileSettings,
-    domain: str,
-    block: str,
-    columns: Sequence[str],
-    identify: Callable[[Row], tuple[str, str]],
+    settings: FileSettings, domain: str, block: str, columns: Sequence[str], parse: Parse
 ) -> RowIndex:
     """Read every row of the files once; keep the first row of each content.
 
-    `identify` returns the content hashes of a row and of its prompt, 64 hexadecimal digits each, or
-    raises RowError for an unusable row. Skipped rows are counted and reported. Raises DomainError,
-    naming the file and the line, for an unusable row that must not be skipped, and where no row is
-    usable.
+    Skipped rows are counted and reported. Raises DomainError, naming the file and the line, for an
+    unusable row that must not be skipped, and where no row is usable.
     """
     files, reader = settings.files(), ROWS[settings.source]
     if not files:
@@ -111,7 +109,7 @@ def build_index(
                 try:
                     if isinstance(row, RowError):
                         raise row
-                    identity, key = identify(row)
+                    _, identity, key = parse(row)
                 except RowError as error:
                     wrong = f"{reader.place(file, at)}: {error}"
                     if settings.on_bad_row == "stop":
@@ -139,7 +137,7 @@ def build_index(
         np.frombuffer(values, kind)[kept]
         for values, kind in ((numbers, np.uint32), (places, np.int64), (keys, np.uint64))
     )
-    return RowIndex(settings, domain, block, files, counts, *columns_kept)
+    return RowIndex(settings, domain, block, parse, files, counts, *columns_kept)
 
 
 class Order:

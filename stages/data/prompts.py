@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 from hashlib import sha256
-from typing import Literal
+from typing import Any, Literal
 
 from parallel.status_pipe import report_notice
 from stages.data.index import Order, RowIndex, build_index
-from stages.data.problem import DomainError, Message, Problem, content_key
+from stages.data.problem import DomainError, Problem, content_key
 from stages.data.reasoning_gym import ReasoningGymSource
 from stages.data.rows import Row, answer_of, prompt_of
 from stages.data.settings import FilePromptSettings, PromptSettings, ReasoningGymPromptSettings
@@ -135,7 +135,7 @@ class FileSource:
         """
         row = self._order.row(index)
         try:
-            problem = problem_at(self._index, self._settings, self._tokenizer, row, index)
+            problem = problem_at(self._index, self._tokenizer, row, index)
             tokens = len(self._tokenizer.encode(problem.prompt))
         except TokenizerError as error:
             raise TokenizerError(f"{error}; in {self._index.place(row)}") from error
@@ -148,29 +148,20 @@ def prompt_index(settings: FilePromptSettings, domain: str) -> RowIndex:
     """Return the index of a domain's prompts; the files are read once a process."""
     columns = [settings.prompt, *([] if settings.answer is None else [settings.answer])]
 
-    def identify(row: Row) -> tuple[str, str]:
-        _, key = _parsed(row, settings)
-        return key, key
+    def parse(row: Row) -> tuple[Any, str, str]:
+        prompt, answer = prompt_of(row, settings.prompt), answer_of(row, settings.answer)
+        return (prompt, answer, row), content_key(prompt), content_key(prompt)
 
-    return build_index(settings, domain, "prompts", columns, identify)
+    return build_index(settings, domain, "prompts", columns, parse)
 
 
-def problem_at(
-    index: RowIndex, settings: FilePromptSettings, tokenizer: Tokenizer, row: int, place: int
-) -> Problem:
+def problem_at(index: RowIndex, tokenizer: Tokenizer, row: int, place: int) -> Problem:
     """Return the problem of a row of the index, as number `place` of its stream."""
-    prompt, answer, fields = index.read(row, lambda fields: _parsed(fields, settings))
+    prompt, answer, fields = index.read(row)
     if isinstance(prompt, str):
         return Problem(index.domain, place, prompt, answer, fields)
     text = tokenizer.render(prompt, generation_prompt=True)
     return Problem(index.domain, place, text, answer, fields, tuple(prompt))
-
-
-def _parsed(
-    row: Row, settings: FilePromptSettings
-) -> tuple[tuple[str | list[Message], str, Row], str]:
-    prompt = prompt_of(row, settings.prompt)
-    return (prompt, answer_of(row, settings.answer), row), content_key(prompt)
 
 
 def held_out_problems(

@@ -30,7 +30,7 @@ OPEN_FILES = 64
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # as escaped in JSON
 
 
-class RowError(ValueError):
+class RowError(Exception):
     """A row that cannot be used; the message says why."""
 
 
@@ -175,6 +175,10 @@ def _missing(column: str, known: Sequence[str]) -> RowError:
 def _parsed(line: bytes) -> Row | RowError:
     try:
         row = json.loads(line.decode("utf-8-sig"))  # json.loads(bytes) would accept UTF-16 too
+        if SURROGATE.search(line):  # JSON allows half a pair, tokenizers do not
+            json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return RowError("half of a surrogate pair, which is not text")
     except UnicodeDecodeError as error:
         return RowError(f"not UTF-8: {error}")
     except json.JSONDecodeError as error:
@@ -183,11 +187,6 @@ def _parsed(line: bytes) -> Row | RowError:
         return RowError("a whole number has too many digits")
     except RecursionError:
         return RowError("nested too deeply")
-    try:
-        if SURROGATE.search(line):  # JSON allows half a pair, tokenizers do not
-            json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return RowError("half of a surrogate pair, which is not text")
     return row if isinstance(row, dict) else RowError("not a JSON object")
 
 
@@ -196,8 +195,6 @@ def _parquet_errors() -> Iterator[None]:
     """Raise RowError for whatever pyarrow raises on damaged contents."""
     try:
         yield
-    except RowError:
-        raise
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:
         raise RowError(f"cannot be read as Parquet: {error}") from error
 

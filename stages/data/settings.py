@@ -11,12 +11,8 @@ from pydantic import Discriminator, Field, Tag
 
 from parallel.settings import Count, Fraction, Settings, Tokens
 
-HeldOutFraction = Annotated[
-    float,
-    Field(
-        gt=0, lt=1, description="share of the problems never trained on; the same in every domain"
-    ),
-]
+HELD_OUT = "share of the problems never trained on; the same in every domain"
+HeldOutFraction = Annotated[float, Field(gt=0, lt=1, description=HELD_OUT)]
 MOST_DIRECTORIES = 20_000  # that are searched for files, in a second or two
 
 
@@ -69,8 +65,8 @@ def _below(directory: Path, suffix: str) -> Iterator[Path]:
     """Yield the paths with a suffix below a directory; skips directories that vanish meanwhile."""
     for number, (parent, _, names) in enumerate(os.walk(directory)):
         if number == MOST_DIRECTORIES:
-            what = f"has more than {MOST_DIRECTORIES} directories below it"
-            raise TooManyDirectories(f"{what}; name a smaller one")
+            why = f"has more than {MOST_DIRECTORIES} directories below it; name a smaller one"
+            raise TooManyDirectories(why)
         yield from (Path(parent, name) for name in names if name.endswith(suffix))
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from stages.objectives.registry import AlgorithmSettings
+from stages.objectives.registry import ADVANTAGES, AlgorithmSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,6 +67,22 @@ class Graded:
     def zero_variance(self) -> Tensor:
         """Groups [groups], bool, whose rewards are all equal, or that are not comparable."""
         return constant(self.rewards, self.graded).squeeze(-1) | ~self.comparable
+
+
+def compute_advantages(graded: Graded, settings: AdvantageBase) -> Tensor:
+    """Return the advantage of every token, [groups, G, T], T = 1 where a response has only one.
+
+    In the dtype of the rewards. 0 for responses that are not graded, and in groups with fewer than
+    two graded responses, unless the baseline is the batch's.
+    """
+    if not graded.graded.any():
+        return graded.rewards.new_zeros((*graded.rewards.shape, 1))
+    found = ADVANTAGES[settings.name](graded, settings)
+    tokens = found if found.dim() == 3 else found.unsqueeze(-1)
+    useful = graded.graded
+    if settings.baseline == "group":
+        useful = useful & graded.comparable.unsqueeze(-1)
+    return tokens.masked_fill(~useful.unsqueeze(-1), 0.0)
 
 
 def centre(values: Tensor, mask: Tensor) -> Tensor:

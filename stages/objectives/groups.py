@@ -15,9 +15,8 @@ from parallel.device import device
 from parallel.distributed import sum_over_data
 from parallel.sample import Sample
 from stages.data.problem import Problem
-from stages.objectives.advantages import compute_advantages
 from stages.objectives.aggregation import sequence_means
-from stages.objectives.graded import AdvantageBase, Graded
+from stages.objectives.graded import AdvantageBase, Graded, compute_advantages
 from stages.rewards.grading import Grade
 from stages.rewards.reward import RewardError
 

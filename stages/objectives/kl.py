@@ -23,10 +23,6 @@ if TYPE_CHECKING:
 
 SCHULMAN = "Schulman, http://joschu.net/blog/kl-approx.html"
 
-# The proportional controller of arXiv 1909.08593, section 2.2.
-CONTROLLER_GAIN = 0.1
-LARGEST_ERROR = 0.2  # so an update changes the coefficient by at most 2 %
-
 
 class KLSettings(Settings):
     """The penalty for leaving another model; a coefficient of 0 computes no reference at all."""
@@ -97,7 +93,7 @@ def unbiased_k3(log_probs: Tensor, reference: Tensor, drawn: Tensor) -> Tensor:
 def kl_controller(coefficient: float, kl: float, target: float) -> float:
     """Return coefficient (1 + 0.1 e), with e = (kl - target) / target clipped to +-0.2.
 
-    `kl`, that of the last update, and `target` are in nats a token.
+    So an update changes it by at most 2 %. `kl`, that of the last update, and `target` are in nats
+    a token. Source: the proportional controller of arXiv 1909.08593, section 2.2.
     """
-    error = max(-LARGEST_ERROR, min((kl - target) / target, LARGEST_ERROR))
-    return coefficient * (1 + CONTROLLER_GAIN * error)
+    return coefficient * (1 + 0.1 * max(-0.2, min((kl - target) / target, 0.2)))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from parallel.settings import Settings
+from stages.objectives import advantages, ratios
 from stages.objectives.advantages.grpo import GrpoSettings
 from stages.objectives.aggregation import Totals, masked_sum, sequence_means
 from stages.objectives.graded import AdvantageBase
@@ -26,6 +27,7 @@ from stages.objectives.registry import (
     RATIOS,
     AboveZero,
     Registry,
+    import_modules,
 )
 from stages.objectives.surrogate import (
     CorrectionSettings,
@@ -36,6 +38,9 @@ from stages.objectives.surrogate import (
     Tokens,
     sequence_mask,
 )
+
+for _package in (advantages, ratios):  # one file each, which registers itself
+    import_modules(_package.__name__, _package.__path__)
 
 # The type checker knows the base classes: the unions depend on the files in the packages.
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ MUTANTS = [
     Mutant(
         "GSPO takes the sum of log-ratios",
         "stages/objectives/ratios/sequence.py",
-        "return bounded_exp(sequence_means(log_ratio, mask)).unsqueeze(-1)",
-        "return bounded_exp(log_ratio.masked_fill(~mask, 0).sum(-1)).unsqueeze(-1)",
+        "sequence_means(tokens.log_ratio, tokens.mask)",
+        "tokens.log_ratio.masked_fill(~tokens.mask, 0).sum(-1)",
         "tests/stages/objectives/test_ratios.py",
     ),
     Mutant(

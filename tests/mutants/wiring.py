@@ -100,7 +100,7 @@ MUTANTS = [
     ),
     Mutant(
         "kl.reference cold_start is the parent",
-        "stages/objectives/reference.py",
+        "stages/objectives/models.py",
         'if settings.reference == "cold_start":',
         'if settings.reference == "cold start":',
         "tests/stages/test_expert.py tests/audit",
@@ -114,14 +114,14 @@ MUTANTS = [
     ),
     Mutant(
         "the reference ema follows at the wrong pace",
-        "stages/objectives/reference.py",
+        "stages/objectives/models.py",
         "1 - self._settings.ema_decay",
         "self._settings.ema_decay",
         "tests/stages/test_expert.py",
     ),
     Mutant(
         "the reference replays the engine's routes",
-        "stages/objectives/reference.py",
+        "stages/objectives/models.py",
         "own_routing = [part.without_routes() for part in batches]",
         "own_routing = batches",
         "tests/audit",

@@ -19,7 +19,7 @@ from parallel.packing import RankPlace
 from parallel.sample import Sample
 from parallel.settings import LayoutSettings, OptimizerSettings, RoutingLossSettings
 from stages.grpo import Expert
-from stages.objectives.critic import Critic, rewards
+from stages.objectives.models import Critic, rewards
 from stages.sampling.collection import Batch
 from stages.sampling.step import StepSamples
 from tests.fake_engines import MODEL

@@ -36,7 +36,7 @@ from stages.objectives.groups import (
     scale_by_entropy,
 )
 from stages.objectives.kl import KLSettings
-from stages.objectives.reference import Reference
+from stages.objectives.models import Reference
 from stages.objectives.surrogate import TisSettings
 from stages.rewards.reward import RewardError
 from stages.sampling.collection import Batch

@@ -11,8 +11,8 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from stages.objectives.advantages import compute_advantages as advantages
 from stages.objectives.graded import Graded
+from stages.objectives.graded import compute_advantages as advantages
 from stages.objectives.loss import AdvantageSettings
 from stages.objectives.registry import ADVANTAGES
 from tests.stages.objectives.objective_cases import assert_close, real

@@ -90,7 +90,7 @@ from pathlib import Path
 from pipeline.config.validate import load
 from pipeline.config.violations import ConfigError
 from stages.guards.watch import GuardMonitor
-from stages.objectives.advantages import compute_advantages
+from stages.objectives.graded import compute_advantages
 from stages.objectives.aggregation import Totals
 from stages.objectives.graded import Graded
 from stages.objectives.loss import policy_loss

@@ -1,4 +1,4 @@
-"""PPO's critic: a model of the return that is left at every token, for advantages by GAE."""
+"""The models beside the policy: the reference of the KL penalty, and PPO's critic."""
 
 from __future__ import annotations
 
@@ -8,18 +8,69 @@ from parallel.batch import MicroBatch, Responses
 from parallel.checkpoint import load
 from parallel.device import device
 from parallel.distributed import gather, sum_over_data
-from parallel.model.policy import TrainedPolicy, ValueModel, values
+from parallel.model.policy import Policy, TrainedPolicy, ValueModel, values
 from parallel.sample import Sample
 from stages.objectives.advantages.gae import GaeSettings, clipped_value_loss, gae
 from stages.objectives.aggregation import Totals, sequence_means, token_mean
 from stages.objectives.graded import STD_FLOOR
+from stages.objectives.kl import KLSettings
 from stages.settings import PolicySettings, StageJob
 
-NAME = "critic"
+CRITIC, AVERAGE = "critic", "ema"  # their names in a checkpoint
+
+
+class Reference:
+    """The stage's parent, the cold start, or an exponential moving average of the policy (`ema`).
+
+    The average is kept in fp32, since bf16 would round small steps away, and is saved with the
+    policy's checkpoints.
+    """
+
+    def __init__(self, job: StageJob, policy: TrainedPolicy, settings: KLSettings) -> None:
+        self._settings = settings
+        self._trained = policy
+        model = job.settings.model
+        origin = job.parent
+        if settings.reference == AVERAGE:
+            model = model.model_copy(update={"precision": "fp32"})
+        if settings.reference == "cold_start":
+            origin = job.models["cold_start"]
+        self._policy = Policy(model, job.settings.layout)
+        assert origin is not None
+        load.weights(self._policy, origin)
+        if settings.reference == AVERAGE:
+            policy.averages[AVERAGE] = self._policy
+
+    def compute_logprobs(self, batches: list[MicroBatch], temperature: float) -> None:
+        """Set the reference's log-probabilities, or its logits, in every batch. Collective.
+
+        It never replays the engine's routes: it is another model than the one that sampled.
+        """
+        own_routing = [part.without_routes() for part in batches]
+        # Both lists are empty except on the last pipeline stage.
+        if self._settings.needs_logits:
+            logits = self._policy.response_logits(own_routing)
+            for part, values in zip(batches, logits, strict=False):
+                part.reference = values
+        else:
+            logprobs = self._policy.target_logprobs(own_routing, temperature)
+            for part, chosen in zip(batches, logprobs, strict=False):
+                part.reference_logprobs = chosen
+
+    @torch.no_grad()
+    def update_ema(self) -> None:
+        """Move the average towards the policy after an update; other references stay."""
+        if self._settings.reference != AVERAGE:
+            return
+        current = self._trained.named_weights()
+        for name, average in self._policy.named_weights().items():
+            average.lerp_(current[name].to(average.dtype), 1 - self._settings.ema_decay)
 
 
 class Critic:
-    """A model that starts as the policy's parent, except its head, and is saved with the policy.
+    """PPO's model of the return that is left at every token, for advantages by GAE.
+
+    It starts as the policy's parent, except its head, and is saved with the policy.
 
     It never replays the engine's routes: it is another model than the one that sampled.
     """
@@ -37,7 +88,7 @@ class Critic:
             expert.routing,
         )
         load.weights(self._model, job.parent, head=False)
-        policy.companions[NAME] = self._model
+        policy.companions[CRITIC] = self._model
 
     def learns_alone(self, step: int) -> bool:
         """Return true in the warmup steps, in which the policy is not trained."""
