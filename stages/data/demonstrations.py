@@ -55,11 +55,9 @@ def demonstrations(
 def demonstrate(problem: Problem, worked: bool, random: Random) -> Demonstration:
     """Return `<working>answer` where `worked`, else `<>` and a careless, wrong answer."""
     form = FORMATS[problem.fields["dataset"]]
-    if worked:
-        response = f"<{form.working(problem.fields['entry'])}>{problem.answer}"
-    else:
-        response = f"<>{form.careless(problem.answer, random)}"
-    return Demonstration(problem, response, worked)
+    working = form.working(problem.fields["entry"]) if worked else ""
+    answer = problem.answer if worked else form.careless(problem.answer, random)
+    return Demonstration(problem, f"<{working}>{answer}", worked)
 
 
 def response_sample(tokenizer: Tokenizer, prompt: str, response: str, domain: str) -> Sample:

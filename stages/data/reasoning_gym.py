@@ -128,11 +128,12 @@ def _create_dataset(settings: ReasoningGymPromptSettings, domain: str, seed: int
         )
     if kinds := options(name):
         for key, value in settings.config.items():
-            if key not in kinds:
+            if key in kinds:
+                wrong = value_violation(kinds[key], value)
+            else:
                 wrong = f"{name} has no such option; it has {', '.join(sorted(kinds))}"
+            if wrong:
                 raise DomainError(domain, f"prompts.config.{key}", wrong)
-            if found := value_violation(kinds[key], value):
-                raise DomainError(domain, f"prompts.config.{key}", found)
     try:
         return _reasoning_gym().create_dataset(name, seed=seed, size=UNBOUNDED, **settings.config)
     except Exception as error:  # its configs reject values by assertions and other errors

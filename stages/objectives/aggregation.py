@@ -46,19 +46,13 @@ def token_mean(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
 
 @aggregation("constant", "Dr. GRPO, arXiv 2503.20783")
 def constant(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
-    """Return the mean over responses of each one's sum over the longest length.
-
-    So every token weighs the same, in every step.
-    """
+    """Return the sum over (responses x longest length), so that every token weighs the same."""
     return masked_sum(values, mask) / (max(totals.sequences, 1) * totals.longest)
 
 
 @aggregation("lambda", "Lambda-GRPO, arXiv 2510.06870")
 def weighted_token_mean(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
-    """Return the mean over tokens, whose responses have learned weights by length.
-
-    `values` are weighted already, by `stages.objectives.groups.LengthWeights`.
-    """
+    """Return the mean over tokens, which `LengthWeights` has weighted by length."""
     return token_mean(values, mask, totals)
 
 

@@ -63,11 +63,6 @@ class Graded:
         """Groups [groups], bool, with two graded responses or more."""
         return self.graded.sum(-1) >= 2
 
-    @property
-    def zero_variance(self) -> Tensor:
-        """Groups [groups], bool, whose rewards are all equal, or that are not comparable."""
-        return constant(self.rewards, self.graded).squeeze(-1) | ~self.comparable
-
 
 def compute_advantages(graded: Graded, settings: AdvantageBase) -> Tensor:
     """Return the advantage of every token, [groups, G, T], T = 1 where a response has only one.

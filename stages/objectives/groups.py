@@ -146,13 +146,8 @@ def graded(groups: list[Group], weights: Mapping[str, float] | None = None) -> G
     rewards, lengths, mask = np.zeros(shape), np.zeros(shape, np.int64), np.zeros(shape, bool)
     for place, sample in samples.items():
         rewards[place], lengths[place], mask[place] = sample.reward, len(sample.response), True
-    return Graded(
-        rewards=torch.from_numpy(rewards),
-        graded=torch.from_numpy(mask),
-        lengths=torch.from_numpy(lengths),
-        **_parts(samples, shape, weights or {}),
-        **_steps(samples, shape),
-    )
+    further = {**_parts(samples, shape, weights or {}), **_steps(samples, shape)}
+    return Graded(*map(torch.from_numpy, (rewards, mask, lengths)), **further)
 
 
 def _check_steps(groups: list[Group], settings: AdvantageBase) -> None:
@@ -205,9 +200,7 @@ class LengthWeights:
     """The weights by length of one update's responses; their exponent learns from its loss."""
 
     def __init__(self, samples: list[Sample], exponent: float) -> None:
-        self._exponent = torch.tensor(
-            exponent, dtype=torch.float32, device=device(), requires_grad=True
-        )
+        self._exponent = torch.tensor(float(exponent), device=device(), requires_grad=True)
         lengths = [float(len(sample.response)) for sample in samples]
         self._lengths = torch.tensor(lengths, device=device())
         groups = [sample.group for sample in samples]

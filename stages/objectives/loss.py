@@ -139,8 +139,7 @@ def policy_loss(
     def aggregate(values: Tensor) -> Tensor:
         if tokens.length_weights is not None:
             values = values * tokens.length_weights.unsqueeze(-1)
-        total: Tensor = AGGREGATIONS[settings.aggregation](values, mask, totals)
-        return total
+        return AGGREGATIONS[settings.aggregation](values, mask, totals)
 
     def per_token(values: Tensor) -> MetricSum:
         return MetricSum(masked_sum(values.detach(), mask), "tokens")
@@ -184,8 +183,7 @@ def _penalty(tokens: Tokens, settings: KLSettings) -> Tensor:
         return _needed(tokens.reference_kl, why, "KL to the reference")
     reference = _needed(tokens.reference_log_probs, why, "log-probabilities of the reference")
     drawn = tokens.old_log_probs if tokens.drawn_log_probs is None else tokens.drawn_log_probs
-    penalty: Tensor = KL_ESTIMATORS[settings.estimator](tokens.log_probs, reference, drawn)
-    return penalty
+    return KL_ESTIMATORS[settings.estimator](tokens.log_probs, reference, drawn)
 
 
 def _needed(values: Tensor | None, setting: str, name: str) -> Tensor:

@@ -27,10 +27,8 @@ class Reference:
     """
 
     def __init__(self, job: StageJob, policy: TrainedPolicy, settings: KLSettings) -> None:
-        self._settings = settings
-        self._trained = policy
-        model = job.settings.model
-        origin = job.parent
+        self._settings, self._trained = settings, policy
+        model, origin = job.settings.model, job.parent
         if settings.reference == AVERAGE:
             model = model.model_copy(update={"precision": "fp32"})
         if settings.reference == "cold_start":
@@ -71,7 +69,6 @@ class Critic:
     """PPO's model of the return that is left at every token, for advantages by GAE.
 
     It starts as the policy's parent, except its head, and is saved with the policy.
-
     It never replays the engine's routes: it is another model than the one that sampled.
     """
 
@@ -182,13 +179,10 @@ def _moments(tokens: list[torch.Tensor]) -> tuple[float, float, float]:
 def _record_means(samples: list[Sample], parts: list[MicroBatch]) -> None:
     """Set every sample's mean advantage on every rank, for the record of the step."""
     places = {id(sample): place for place, sample in enumerate(samples)}
-    own = {
-        places[id(sample)]: mean
-        for part in parts
-        for sample, mean in zip(
-            part.samples, sequence_means(part.advantages, part.mask).tolist(), strict=True
-        )
-    }
+    own: dict[int, float] = {}
+    for part in parts:
+        means = sequence_means(part.advantages, part.mask).tolist()
+        own |= {places[id(each)]: mean for each, mean in zip(part.samples, means, strict=True)}
     for found in gather(own):
         for place, mean in found.items():
             samples[place].advantage = mean

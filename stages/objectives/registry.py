@@ -37,24 +37,17 @@ class AlgorithmSettings(Settings):
 class Algorithm:
     """A registered function, its settings class if it has keys, and its source.
 
-    The first lines of the docstrings of `settings` and `function` are the algorithm's description
-    and its formula.
+    `description` and `formula` are the first paragraphs of the docstrings of settings and function.
     """
 
     function: Callable[..., Any]
     settings: type[Settings] | None
     source: str
+    description: str
+    formula: str
 
     def __call__(self, *inputs: Any) -> Any:
         return self.function(*inputs)
-
-    @property
-    def description(self) -> str:
-        return _summary(self.settings or self.function)
-
-    @property
-    def formula(self) -> str:
-        return _summary(self.function)
 
 
 class Registry(dict[str, Algorithm]):
@@ -78,7 +71,8 @@ class Registry(dict[str, Algorithm]):
         def add(function: Function) -> Function:
             if name in self:
                 raise ValueError(f"{self.key}: {name} is registered twice; rename one of them")
-            self[name] = Algorithm(function, settings, source)
+            summaries = map(_summary, (settings or function, function))
+            self[name] = Algorithm(function, settings, source, *summaries)
             return function
 
         return add

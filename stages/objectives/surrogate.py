@@ -7,7 +7,7 @@ did (section 4). Never imports torch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -87,11 +87,10 @@ class Tokens:
 
     def cleared(self) -> Tokens:
         """Return the tokens with 0 where the mask is false: NaN times 0 would reach a gradient."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name, values in given.items():
-            if values is not None and name not in ("mask", "length_weights"):
-                given[name] = values.masked_fill(~self.mask, 0.0)
-        return Tokens(**given)
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        del given["mask"], given["length_weights"]
+        found = {name: values for name, values in given.items() if values is not None}
+        return replace(self, **{n: each.masked_fill(~self.mask, 0.0) for n, each in found.items()})
 
 
 @dataclass(frozen=True)
@@ -213,8 +212,7 @@ def correction_weights(
     log_ratio = (old_log_probs - engine_log_probs).detach().masked_fill(~mask, 0.0)
     if isinstance(settings, ImportanceSettings) and settings.level == "sequence":
         log_ratio = sequence_means(log_ratio, mask).unsqueeze(-1).expand_as(log_ratio)
-    weights: Tensor = CORRECTIONS[settings.name](bounded_exp(log_ratio), settings)
-    return weights
+    return CORRECTIONS[settings.name](bounded_exp(log_ratio), settings)
 
 
 class SequenceMaskSettings(Settings):

@@ -40,6 +40,5 @@ def reinforce_pp(graded: Graded, settings: ReinforcePPSettings) -> Tensor:
     repeated = rewards[useful].repeat_interleave(lengths)
     every = useful[useful].repeat_interleave(lengths)
     per_token = standardise(repeated, every, settings.std)
-    advantages = rewards.new_zeros(rewards.shape)
-    advantages[useful] = per_token[lengths.cumsum(0) - 1]
-    return advantages.view(graded.rewards.shape)
+    last = per_token[lengths.cumsum(0) - 1]  # of each response
+    return rewards.new_zeros(rewards.shape).masked_scatter(useful, last).view(graded.rewards.shape)

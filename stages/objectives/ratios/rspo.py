@@ -26,10 +26,7 @@ class RspoRatioSettings(GeometricBase):
 
 @ratio(RspoRatioSettings, source="arXiv 2510.23027 v2")
 def rspo_ratio(tokens: Tokens, settings: RspoRatioSettings) -> Surrogate:
-    """Return `geometric` of gamma_t r_t, gamma_t = max(exp(-router movement), floor).
-
-    Ratios are scaled before they are clipped.
-    """
+    """Return `geometric` of gamma_t r_t, gamma_t = max(exp(-router movement), floor)."""
     assert tokens.router_movement is not None
     shift = router_shift(tokens.router_movement, settings.floor)
     shifted = replace(tokens, old_log_probs=tokens.old_log_probs - shift.log())

@@ -30,8 +30,7 @@ class SequenceTokenRatioSettings(Clipped):
 def sequence_token_ratio(tokens: Tokens, settings: SequenceTokenRatioSettings) -> Surrogate:
     """Return min(s A, clip(s) A) of s_it = sg[s_i] pi_theta / sg[pi_theta], token by token.
 
-    It equals `sequence` where the tokens of a response share one advantage; where they have their
-    own, each learns from its own.
+    It equals `sequence` where the tokens of a response share one advantage.
     """
     own = bounded_exp(tokens.log_probs - tokens.log_probs.detach())
     ratio = response_ratio(tokens).detach() * own

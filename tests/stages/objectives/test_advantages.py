@@ -11,7 +11,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from stages.objectives.graded import Graded
+from stages.objectives.graded import Graded, constant
 from stages.objectives.graded import compute_advantages as advantages
 from stages.objectives.loss import AdvantageSettings
 from stages.objectives.registry import ADVANTAGES
@@ -121,7 +121,7 @@ def test_group_advantages_sum_to_zero(name: str) -> None:
 @pytest.mark.parametrize("name", OF_GROUPS)
 def test_a_zero_variance_group_gets_exactly_zero(name: str) -> None:
     batch = graded([[0.1] * 7, [0.3] * 7, [1.0] * 6 + [0.0]])
-    assert batch.zero_variance.tolist() == [True, True, False]
+    assert constant(batch.rewards, batch.graded).flatten().tolist() == [True, True, False]
     found = advantages(batch, settings(name, **({"keep": 7} if name == "gfpo" else {})))
     assert not found[:2].any()
     assert of_responses(found)[2].all()
@@ -156,7 +156,7 @@ def test_a_single_graded_response_has_no_advantage(name: str) -> None:
     assert not found[0].any()
     assert found[1].any()
     assert not found[2].any()
-    assert batch.zero_variance.tolist() == [True, False, True]
+    assert batch.comparable.tolist() == [False, True, False]
     nobody = graded([[1.0, 0.0]], graded=torch.zeros(1, 2, dtype=torch.bool))
     assert advantages(nobody, settings(name)).tolist() == [[[0.0], [0.0]]]
 
