@@ -19,8 +19,6 @@ from stages.objectives.registry import CORRECTIONS, AboveZero, AlgorithmSettings
 if TYPE_CHECKING:
     from torch import Tensor
 
-LOG_RATIO_LIMIT = 20.0
-
 # The ratio is clipped to 1 - clip_low, which must not be below 0.
 BelowOne = Annotated[float, Field(gt=0, le=1)]
 
@@ -107,7 +105,7 @@ class Surrogate:
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
     """Return exp of the argument clamped to +-20: one stray token must not overflow a batch."""
-    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return log_ratio.clamp(-20.0, 20.0).exp()
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, settings: Clipped) -> Surrogate:
