@@ -12,7 +12,7 @@ from typing import Any
 from pipeline.commands import common
 from pipeline.commands.command import Argument, command
 from pipeline.commands.common import CONFIG, CONFIG_HELP, JSON, RUN, STAGE, print_json
-from pipeline.config.policy_rules import policy_cautions
+from pipeline.config.rules import policy_cautions
 from pipeline.config.validate import dump_resolved
 from pipeline.config.violations import ConfigError, shown
 from pipeline.errors import BraidError, reason

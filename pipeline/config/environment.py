@@ -17,7 +17,7 @@ from typing import Any
 
 from parallel.families import FAMILIES
 from parallel.files import CHARACTERS, WEIGHTS_INDEX, unreachable
-from parallel.settings import EngineSettings, ModelSettings
+from parallel.settings import EngineSettings
 from pipeline.config.violations import hint, shown
 from pipeline.errors import BraidError
 from stages.data.formats import FORMATS
@@ -40,8 +40,18 @@ def violations(run: RunSettings) -> Found:
 
     A started run is read without this check: its files may be gone, or not visible on a login node.
     """
-    yield from weights_rules(run.model)
-    yield from missing_tokenizer(run.model)
+    model, tokenizer = run.model, Path(run.model.tokenizer)
+    if model.initial_weights is not None and (
+        problem := _weights_violation(model.initial_weights, model.family)
+    ):
+        yield "model.initial_weights", problem
+    if model.tokenizer == CHARACTERS:
+        pass
+    elif (why := unreachable(tokenizer)) is not None:
+        yield "model.tokenizer", f"{shown(tokenizer)} {why}"
+    elif not tokenizer.is_dir():
+        absent = f"no such directory: {shown(tokenizer)}; use a tokenizer's, or {CHARACTERS}"
+        yield "model.tokenizer", absent
     for name, domain in run.domains.items():
         yield from domain_violations(name, domain, demonstrated=run.cold_start is not None)
     if problem := placement_violation(run.engine):
@@ -50,12 +60,22 @@ def violations(run: RunSettings) -> Found:
 
 def domain_violations(name: str, domain: DomainSettings, *, demonstrated: bool = True) -> Found:
     """Yield everything that a domain needs and that is missing here, as (dotted key, message)."""
-    yield from missing_data(f"domains.{name}", domain, demonstrated)
-    yield from option_rules(f"domains.{name}", domain)
-    yield from reward_needs(f"domains.{name}.rewards", domain)
+    yield from _missing_data(f"domains.{name}", domain, demonstrated)
+    prompts = domain.prompts
+    if isinstance(prompts, ReasoningGymPromptSettings) and prompts.dataset in FORMATS:
+        known = options(prompts.dataset)
+        for option, value in prompts.config.items():
+            key = f"domains.{name}.prompts.config.{option}"
+            if known is None:  # reasoning-gym is not installed
+                break
+            if option not in known:
+                yield key, f"unknown option of {prompts.dataset}; {hint(option, known)}"
+            elif problem := value_violation(known[option], value):
+                yield key, problem
+    yield from _reward_needs(f"domains.{name}.rewards", domain)
 
 
-def missing_data(key: str, domain: DomainSettings, demonstrated: bool) -> Found:
+def _missing_data(key: str, domain: DomainSettings, demonstrated: bool) -> Found:
     """Yield a domain's paths without files; those of demonstrations where they are used."""
     blocks: dict[str, object] = {"prompts": domain.prompts}
     if demonstrated:
@@ -63,69 +83,27 @@ def missing_data(key: str, domain: DomainSettings, demonstrated: bool) -> Found:
     for block, settings in blocks.items():
         if not isinstance(settings, FileSettings):
             continue
-        if (why := unreachable(settings.path)) is not None:
-            yield f"{key}.{block}.path", f"{shown(settings.path)} {why}"
-            continue
+        path, why = shown(settings.path), unreachable(settings.path)
         try:
-            found = settings.files()
+            if why is None and not settings.files():
+                kind = f"*.{settings.source} file in" if settings.path.is_dir() else "such file:"
+                yield f"{key}.{block}.path", f"no {kind} {path}"
         except TooManyDirectories as error:
-            yield f"{key}.{block}.path", f"{shown(settings.path)} {error}"
-            continue
-        if not found:
-            kind = f"*.{settings.source} file in" if settings.path.is_dir() else "such file:"
-            yield f"{key}.{block}.path", f"no {kind} {shown(settings.path)}"
-
-
-def missing_tokenizer(model: ModelSettings) -> Found:
-    """Yield an error where the directory `model.tokenizer` does not exist."""
-    if model.tokenizer == CHARACTERS:
-        return
-    directory = Path(model.tokenizer)
-    if (why := unreachable(directory)) is not None:
-        yield "model.tokenizer", f"{shown(directory)} {why}"
-    elif not directory.is_dir():
-        yield (
-            "model.tokenizer",
-            f"no such directory: {shown(directory)}; use a tokenizer's, or {CHARACTERS}",
-        )
-
-
-def option_rules(key: str, domain: DomainSettings) -> Found:
-    """Yield the wrong options of a reasoning-gym dataset, where reasoning-gym is installed."""
-    prompts = domain.prompts
-    if not isinstance(prompts, ReasoningGymPromptSettings) or prompts.dataset not in FORMATS:
-        return
-    if (known := options(prompts.dataset)) is None:
-        return
-    for name, value in prompts.config.items():
-        option = f"{key}.prompts.config.{name}"
-        if name not in known:
-            yield option, f"unknown option of {prompts.dataset}; {hint(name, known)}"
-        elif problem := value_violation(known[name], value):
-            yield option, problem
-
-
-def weights_rules(model: ModelSettings) -> Found:
-    """Yield the first error in the Hugging Face checkpoint `model.initial_weights`.
-
-    Only its small files are read; the stage that loads the tensors checks them.
-    """
-    if model.initial_weights is not None and (
-        problem := _weights_violation(model.initial_weights, model.family)
-    ):
-        yield "model.initial_weights", problem
+            why = str(error)
+        if why is not None:
+            yield f"{key}.{block}.path", f"{path} {why}"
 
 
 def _weights_violation(directory: Path, family: str) -> str | None:
+    """Return the first error in a Hugging Face checkpoint, or None.
+
+    Only its small files are read; the stage that loads the tensors checks them.
+    """
     if (why := unreachable(directory)) is not None:
         return f"{shown(directory)} {why}"
     if not directory.is_dir():
         return f"no such directory: {shown(directory)}"
-    return _config_violation(directory / "config.json", family) or _files_violation(directory)
-
-
-def _config_violation(path: Path, family: str) -> str | None:
-    config, problem = _json(path)
+    config, problem = _json(path := directory / "config.json")
     if problem is not None:
         return f"{problem}; name the directory of a Hugging Face checkpoint"
     kind = config.get("model_type")
@@ -136,7 +114,7 @@ def _config_violation(path: Path, family: str) -> str | None:
         return f"{shown(path)}: model_type: unknown family {json.dumps(kind)}; {known}"
     if kind != family:
         return f"{shown(path)}: model_type: {kind}, but model.family is {family}"
-    return None
+    return _files_violation(directory)
 
 
 def _files_violation(directory: Path) -> str | None:
@@ -176,9 +154,9 @@ def _json(path: Path) -> tuple[dict[str, Any], str | None]:
         return {}, f"{shown(path)}: cannot be read: {error.strerror}"
     except (ValueError, RecursionError) as error:
         return {}, f"{shown(path)}: is not valid JSON: {error}"
-    return (
-        (found, None) if isinstance(found, dict) else ({}, f"{shown(path)}: is not a JSON object")
-    )
+    if not isinstance(found, dict):
+        return {}, f"{shown(path)}: is not a JSON object"
+    return found, None
 
 
 def _not_a_file(path: Path) -> str | None:
@@ -193,22 +171,21 @@ def _not_a_file(path: Path) -> str | None:
     return f"{shown(path)}: is not a file"
 
 
-def reward_needs(key: str, domain: DomainSettings) -> Found:
+def _reward_needs(key: str, domain: DomainSettings) -> Found:
     """Yield everything that a domain's rewards need and that is missing here."""
     for name, reward in domain.rewards.items():
         if isinstance(reward, PythonReward) and (problem := function_violation(reward.function)):
             yield f"{key}.{name}.function", problem
-        if isinstance(reward, JudgeReward):
-            file, variable = reward.api_key_file, reward.api_key_variable
-            if file is not None and (why := unreachable(file)) is not None:
-                yield f"{key}.{name}.api_key_file", f"{shown(file)} {why}"
-            elif file is not None and not file.is_file():
-                yield f"{key}.{name}.api_key_file", f"no such file: {shown(file)}"
-            if variable is not None and variable not in os.environ:
-                yield (
-                    f"{key}.{name}.api_key_variable",
-                    f"environment variable {variable} is not set",
-                )
+        if not isinstance(reward, JudgeReward):
+            continue
+        file, variable = reward.api_key_file, reward.api_key_variable
+        if file is not None and (why := unreachable(file)) is not None:
+            yield f"{key}.{name}.api_key_file", f"{shown(file)} {why}"
+        elif file is not None and not file.is_file():
+            yield f"{key}.{name}.api_key_file", f"no such file: {shown(file)}"
+        if variable is not None and variable not in os.environ:
+            absent = f"environment variable {variable} is not set"
+            yield f"{key}.{name}.api_key_variable", absent
 
 
 def function_violation(reference: str) -> str | None:

@@ -171,49 +171,41 @@ class Reader:
                 for number, child in enumerate(node.value)
             ]
         else:
-            entries: dict[str, Any] = {}
-            taken: set[str] = set()
-            for key_node, value_node in node.value:
-                where = place.at(key_node.start_mark.line + 1)
-                if (name := self._name(key_node, where, key, taken)) is not None:
-                    entries[name] = self._item(value_node, where, (*key, name))
-            return entries
+            entries = self._entries(node, place, key)
+            return {name: self._item(child, where, (*key, name)) for name, child, where in entries}
         return None
 
-    def _mapping(self, node: yaml.MappingNode, place: SourceLocation, key: Key) -> Mapping:
+    def _mapping(self, node: yaml.Node, place: SourceLocation, key: Key) -> Mapping:
         entries: dict[str, Node] = {}
-        taken: set[str] = set()
         base: Mapping | None = None
-        for key_node, value_node in node.value:
-            where = place.at(key_node.start_mark.line + 1)
-            if (name := self._name(key_node, where, key, taken)) is None:
-                continue
+        for name, child, where in self._entries(node, place, key):
             if name == "extends":
-                base = self._extended(value_node, where, key)
+                base = self._extended(child, where, key)
             else:
-                entries[name] = self._node(value_node, where, (*key, name))
+                entries[name] = self._node(child, where, (*key, name))
         own = Mapping(entries, place)
         return own if base is None else merge(base, own)
 
-    def _name(
-        self, node: yaml.Node, place: SourceLocation, key: Key, taken: set[str]
-    ) -> str | None:
-        """Return the key of an entry and add it to `taken`, or note why it is invalid."""
-        name = str(node.value)
-        if has_surrogate(name):
-            self._note(
-                place, (*key, name), "the key contains a lone surrogate, which UTF-8 cannot encode"
-            )
-        elif name in taken:
-            self._note(place, (*key, name), "duplicate key in this mapping")
-        else:
-            taken.add(name)
-            return name
-        return None
+    def _entries(
+        self, node: yaml.Node, place: SourceLocation, key: Key
+    ) -> Iterator[tuple[str, yaml.Node, SourceLocation]]:
+        """Yield the name, value and location of a mapping's valid entries; note the others."""
+        taken: set[str] = set()
+        for key_node, value_node in node.value:
+            where, name = place.at(key_node.start_mark.line + 1), str(key_node.value)
+            if has_surrogate(name):
+                surrogate = "the key contains a lone surrogate, which UTF-8 cannot encode"
+                self._note(where, (*key, name), surrogate)
+            elif name in taken:
+                self._note(where, (*key, name), "duplicate key in this mapping")
+            else:
+                taken.add(name)
+                yield name, value_node, where
 
     def _extended(self, node: yaml.Node, place: SourceLocation, key: Key) -> Mapping:
+        key_here = (*key, "extends")
         if not isinstance(node, yaml.ScalarNode) or not node.value:
-            return self._unreadable(place, (*key, "extends"), "must be the path of one file")
+            return self._unreadable(place, key_here, "must be the path of one file")
         if len(self.violations) >= MOST_ERRORS:  # a file with errors is parsed every time
             self.broken = True
             return Mapping({}, place)
@@ -222,17 +214,16 @@ class Reader:
             resolved, is_file = path.resolve(), path.is_file()
             missing = "not a file" if path.exists() else "no such file"
         except (OSError, RuntimeError, ValueError) as error:  # not a path, or a symlink loop
-            return self._unreadable(place, (*key, "extends"), f"cannot be followed: {error}")
+            return self._unreadable(place, key_here, f"cannot be followed: {error}")
         if resolved in self._open:
             message = f"{SourceLocation(path)} extends itself through this line"
-            return self._unreadable(place, (*key, "extends"), message)
-        if len(self._open) >= MOST_EXTENDING:
+        elif len(self._open) >= MOST_EXTENDING:
             message = f"a chain of more than {MOST_EXTENDING} files; extend fewer"
-            return self._unreadable(place, (*key, "extends"), message)
-        if not is_file:
+        elif not is_file:
             message = f"{missing}: {SourceLocation(path)}"
-            return self._unreadable(place, (*key, "extends"), message)
-        return self.file(path, key)
+        else:
+            return self.file(path, key)
+        return self._unreadable(place, key_here, message)
 
     def _note(self, place: SourceLocation, key: Key, message: str) -> None:
         self.violations.append(Violation(place, dotted(key), message))
@@ -288,47 +279,40 @@ def nearest(node: Node, key: tuple[str | int, ...]) -> SourceLocation:
     return node.place
 
 
+def matching(tree: Mapping, pattern: Key) -> Iterator[Key]:
+    """Yield the keys of a tree that match a pattern; `*` stands for every name."""
+    first, *rest = pattern
+    for name in tree.entries if first == "*" else (first,):
+        if not rest:
+            yield (name,)
+        elif isinstance(node := tree.entries.get(name), Mapping):
+            yield from ((name, *more) for more in matching(node, tuple(rest)))
+
+
 def apply_deletions(tree: Mapping) -> tuple[Mapping, list[Violation]]:
     """Return the tree without names that are null, and an error for each that deletes nothing."""
     errors: list[Violation] = []
-    for pattern in FREE_NAMES:
-        for key in _free_mappings(tree, pattern):
-            tree = _without(tree, key, _deleted_names(tree, key, errors))
+    for key in [key for pattern in FREE_NAMES for key in matching(tree, pattern)]:
+        if not isinstance(mapping := find(tree, key), Mapping):
+            continue
+        entries = mapping.entries.items()
+        nulls = {n: leaf for n, leaf in entries if isinstance(leaf, Leaf) and leaf.value is None}
+        known = [name for name, _ in entries if name not in nulls or nulls[name].replaces]
+        for name, leaf in nulls.items():
+            if not leaf.replaces:
+                message = f"null deletes an inherited name, and there is none; {hint(name, known)}"
+                errors.append(Violation(leaf.place, dotted((*key, name)), message))
+        kept = {name: node for name, node in entries if name not in nulls}
+        tree = _replaced(tree, key, Mapping(kept, mapping.place))
     return tree, errors
 
 
-def _free_mappings(tree: Mapping, pattern: Key) -> Iterator[Key]:
-    domains = find(tree, ("domains",))
-    names = list(domains.entries) if isinstance(domains, Mapping) else []
-    for name in names if "*" in pattern else [""]:
-        key = tuple(name if part == "*" else part for part in pattern)
-        if isinstance(find(tree, key), Mapping):
-            yield key
-
-
-def _deleted_names(tree: Mapping, key: Key, errors: list[Violation]) -> set[str]:
-    mapping = find(tree, key)
-    assert isinstance(mapping, Mapping)
-    nulls = {n: e for n, e in mapping.entries.items() if isinstance(e, Leaf) and e.value is None}
-    known = [n for n, e in mapping.entries.items() if n not in nulls or _replaces(e)]
-    for name, leaf in nulls.items():
-        if not leaf.replaces:
-            message = f"null deletes an inherited name, and there is none; {hint(name, known)}"
-            errors.append(Violation(leaf.place, dotted((*key, name)), message))
-    return set(nulls)
-
-
-def _replaces(node: object) -> bool:
-    return isinstance(node, Leaf) and node.replaces
-
-
-def _without(tree: Mapping, key: Key, names: set[str]) -> Mapping:
+def _replaced(tree: Node | None, key: Key, node: Mapping) -> Mapping:
     if not key:
-        kept = {name: node for name, node in tree.entries.items() if name not in names}
-        return Mapping(kept, tree.place)
-    below = tree.entries[key[0]]
-    assert isinstance(below, Mapping)
-    return Mapping({**tree.entries, key[0]: _without(below, key[1:], names)}, tree.place)
+        return node
+    assert isinstance(tree, Mapping)
+    below = _replaced(tree.entries[key[0]], key[1:], node)
+    return Mapping({**tree.entries, key[0]: below}, tree.place)
 
 
 def _over(below: Node | None, node: Node) -> Node:

@@ -23,6 +23,7 @@ from pipeline.config.read import (
     Reader,
     apply_deletions,
     find,
+    matching,
     nearest,
     override_at,
     plain,
@@ -43,9 +44,8 @@ from stages.settings import DomainSettings, RunSettings
 
 Root = TypeVar("Root", bound=Settings)
 MAPPING = "a mapping of keys to values"
-OF_KEY = (
-    "[key]"  # ends pydantic's location of a wrong key; only a cluster's kinds have a closed set
-)
+# Ends pydantic's location of a wrong key; only a cluster's kinds have a closed set.
+OF_KEY = "[key]"
 TOKENIZER: Key = ("model", "tokenizer")
 # Paths relative to the file in which they are written; `*` stands for every name.
 PATHS: tuple[Key, ...] = (
@@ -237,7 +237,7 @@ def _unknown_override(tree: Mapping, key: Key) -> Violation | None:
 
 def _with_absolute_paths(tree: Mapping) -> Mapping:
     for pattern in PATHS:
-        for key in _matching(tree, pattern):
+        for key in matching(tree, pattern):
             leaf = find(tree, key)
             if not isinstance(leaf, Leaf) or not isinstance(leaf.value, str):
                 continue
@@ -245,16 +245,6 @@ def _with_absolute_paths(tree: Mapping) -> Mapping:
                 path = leaf.place.beside(leaf.value).absolute()
                 tree = override_at(tree, key, Leaf(str(path), leaf.place))
     return tree
-
-
-def _matching(tree: Mapping, pattern: Key) -> Iterator[Key]:
-    """Yield the keys of a tree that match a pattern."""
-    first, rest = pattern[0], pattern[1:]
-    for name in tree.entries if first == "*" else (first,):
-        if not rest:
-            yield (name,)
-        elif isinstance(node := tree.entries.get(name), Mapping):
-            yield from ((name, *more) for more in _matching(node, rest))
 
 
 def _validated(

@@ -28,8 +28,7 @@ from pipeline.launch.processes import (
 )
 from pipeline.launch.progress import StageView
 from pipeline.run.directory import RunDirectory
-from pipeline.run.gates import gate_of
-from pipeline.run.graph import Stage
+from pipeline.run.graph import Stage, gate_of
 from pipeline.run.run import Run
 from stages.directory import StageDirectory
 from stages.settings import RunSettings, StageJob

@@ -22,7 +22,7 @@ from parallel.files import write_atomically
 from pipeline.config.violations import shown
 from pipeline.errors import BraidError
 from pipeline.run.directory import RunDirectory
-from pipeline.run.graph import Stage
+from pipeline.run.graph import Stage, gate_of
 from pipeline.run.metrics import Models, all_lines
 from pipeline.run.run import (
     OVERRIDDEN,
@@ -35,7 +35,6 @@ from pipeline.run.run import (
 )
 from stages.directory import ended_early
 from stages.guards.settings import ExpertGateSettings, GateSettings, MergeGateSettings
-from stages.settings import RunSettings
 from stages.statistics import Accuracy, Difference, difference
 
 Steps = Sequence[Mapping[str, Any]]
@@ -71,17 +70,6 @@ def judge_expert(
 def judge_merge(stage: Stage, gate: MergeGateSettings, models: Models) -> GateVerdict:
     """Judge whether a merge keeps each teacher's accuracy on the teacher's domain."""
     return _verdict([_kept(stage, gate, models, domain) for domain in stage.against], gate)
-
-
-def gate_of(stage: Stage, settings: RunSettings) -> ExpertGateSettings | MergeGateSettings:
-    """Return the settings of a gate's stage."""
-    gate: ExpertGateSettings | MergeGateSettings | None = None
-    if stage.domain is not None:
-        gate = settings.domains[stage.domain].gate
-    elif settings.merge is not None:
-        gate = settings.merge.gate
-    assert gate is not None, "the graph has no gate without settings of one"
-    return gate
 
 
 def ending(run: Run, stage: Stage) -> str:

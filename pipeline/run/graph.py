@@ -24,6 +24,7 @@ from itertools import chain
 from typing import Any
 
 from pipeline.config.schema import leaves
+from stages.guards.settings import ExpertGateSettings, MergeGateSettings
 from stages.kinds import COLD_START, EXPERT, GATE, INITIAL, KINDS, Kind
 from stages.settings import DomainSettings, PolicySettings, RunSettings
 
@@ -185,6 +186,17 @@ def compile_graph(settings: RunSettings) -> tuple[Stage, ...]:
     if merge is not None:
         stages.append(build.stage("export", "export", parent=base, after=opened))
     return tuple(stages)
+
+
+def gate_of(stage: Stage, settings: RunSettings) -> ExpertGateSettings | MergeGateSettings:
+    """Return the settings of a gate's stage."""
+    gate: ExpertGateSettings | MergeGateSettings | None = None
+    if stage.domain is not None:
+        gate = settings.domains[stage.domain].gate
+    elif settings.merge is not None:
+        gate = settings.merge.gate
+    assert gate is not None, "the graph has no gate without settings of one"
+    return gate
 
 
 def matches(key: str, pattern: str) -> bool:
