@@ -36,7 +36,7 @@ from stages.kinds import COLD_START, EXPERT, settings_key
 from stages.objectives.advantages.gae import GaeSettings
 from stages.objectives.surrogate import ImportanceSettings
 from stages.rewards.kinds.python import PythonReward
-from stages.rewards.reward import RewardPoolSettings
+from stages.rewards.reward import RewardContext, RewardPoolSettings
 from stages.settings import (
     DomainSettings,
     EvaluationSettings,
@@ -157,19 +157,6 @@ def _cold_start_rules(run: RunSettings) -> Found:
     if total < run.layout.data:
         few = f"the sum of demonstrations.sequences_per_step is {total}, {_too_few(run.layout)}"
         yield "domains", few
-    for name, domain in run.domains.items():
-        key, demonstrations = f"domains.{name}.demonstrations", domain.demonstrations
-        if isinstance(demonstrations, FileDemonstrationSettings):
-            longest, most = demonstrations.max_tokens, run.model.max_positions
-            if longest and longest > most:
-                yield f"{key}.max_tokens", f"{longest} is more than model.max_positions = {most}"
-        elif not isinstance(domain.prompts, ReasoningGymPromptSettings):
-            yield (
-                f"{key}.source",
-                "generated demonstrations require prompts.source: reasoning_gym, not "
-                f"{domain.prompts.source}; use jsonl or parquet, or cold_start: null with "
-                "model.initial_weights",
-            )
 
 
 def _merge_rules(merge: MergeSettings, run: RunSettings) -> Found:
@@ -328,6 +315,8 @@ def _domain_rules(
             yield from _step_rules(f"{key}.rewards", domain, f"{block}.objective")
             break  # the same rewards: once is enough
     yield from _prompt_rules(key, domain, run)
+    if run and run.cold_start:
+        yield from _demonstration_rules(f"{key}.demonstrations", domain, run.model)
     if gate and run and gate.problems < run.layout.data:
         yield f"{key}.gate.problems", f"{gate.problems} is {_too_few(run.layout)}"
     yield from _bound_rules(key, domain)
@@ -349,6 +338,21 @@ def _prompt_rules(key: str, domain: DomainSettings, run: RunSettings | None) -> 
             )
 
 
+def _demonstration_rules(key: str, domain: DomainSettings, model: ModelSettings) -> Found:
+    """Check a cold start's demonstrations against the domain's prompts and the model."""
+    demonstrations, most = domain.demonstrations, model.max_positions
+    if isinstance(demonstrations, FileDemonstrationSettings):
+        if (longest := demonstrations.max_tokens) and longest > most:
+            yield f"{key}.max_tokens", f"{longest} is more than model.max_positions = {most}"
+    elif not isinstance(domain.prompts, ReasoningGymPromptSettings):
+        yield (
+            f"{key}.source",
+            "generated demonstrations require prompts.source: reasoning_gym, not "
+            f"{domain.prompts.source}; use jsonl or parquet, or cold_start: null with "
+            "model.initial_weights",
+        )
+
+
 def _reward_rules(key: str, domain: DomainSettings, pool: RewardPoolSettings) -> Found:
     if not any(reward.weight for reward in domain.rewards.values()):
         yield key, "every weight is 0, so that all responses score the same; give one a weight"
@@ -356,7 +360,7 @@ def _reward_rules(key: str, domain: DomainSettings, pool: RewardPoolSettings) ->
         own, longest = f"{key}.{name}", domain.sampling.max_response_tokens
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
             yield own, "a reward's name must be letters, digits, _ or -, since it names a metric"
-        yield from reward.rules(own, domain.prompts.source, longest, pool)
+        yield from reward.rules(RewardContext(own, domain.prompts.source, longest, pool))
 
 
 def _step_rules(key: str, domain: DomainSettings, objective: str) -> Found:
