@@ -1,13 +1,16 @@
-"""Output of text that must not act on the terminal.
+"""Text for people: paths, hints and durations, and output that must not act on the terminal.
 
 YAML keys, causes in a ledger, file names, logs and bodies of HTTP errors may hold any character.
 """
 
 from __future__ import annotations
 
+import difflib
 import io
 import re
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 from typing import TextIO
 
 # Control characters (C0, DEL, C1), line and paragraph separators, marks that reorder a line, and
@@ -48,3 +51,19 @@ def clock(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def shown(path: Path) -> str:
+    """Return a path as text, relative where it is below the working directory."""
+    absolute, here = path.absolute(), Path.cwd()
+    return str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute)
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: the nearest known one, or all."""
+    names = list(known)
+    # A name may look like a known one and have a Cyrillic or Greek letter.
+    other = "" if name.isascii() else f"{name!a} has non-ASCII letters; "
+    if near := difflib.get_close_matches(name, names, n=1):
+        return f'{other}did you mean "{near[0]}"?'
+    return f"{other}known: {', '.join(names)}" if names else f"{other}none is defined"

@@ -9,13 +9,12 @@ from typing import Any
 
 from pipeline.commands.command import Argument, positive, whole
 from pipeline.config.validate import load
-from pipeline.config.violations import hint, shown
 from pipeline.errors import BraidError
 from pipeline.launch.launcher import Programs
 from pipeline.run.directory import TRUST_OPTION, RunDirectory, check_owner
 from pipeline.run.run import Run, check_run_directory
 from pipeline.run.select import RunFork, find_fork, put_aside, reuse_stages
-from pipeline.text import say
+from pipeline.text import hint, say, shown
 from stages.settings import RunSettings
 
 PROGRAMS = Programs()

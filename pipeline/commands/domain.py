@@ -12,7 +12,6 @@ from pipeline.commands import common
 from pipeline.commands.command import GROUPS, Argument, command, positive
 from pipeline.commands.common import JSON, TRUST, print_json
 from pipeline.config.validate import load_domain, load_with_domain
-from pipeline.config.violations import shown
 from pipeline.errors import BraidError
 from pipeline.launch import one_off
 from pipeline.launch.launcher import checkpoint_path
@@ -21,7 +20,7 @@ from pipeline.report.domain import check, previewed, write_starter
 from pipeline.report.tables import Cell, table
 from pipeline.report.terminal import terminal
 from pipeline.slurm.queue import check_not_queued
-from pipeline.text import say
+from pipeline.text import say, shown
 from stages.rewards.reward import RewardPoolSettings
 from stages.settings import DomainCheckJob
 

@@ -12,9 +12,9 @@ from typing import Any
 from pipeline.commands import common
 from pipeline.commands.command import Argument, command
 from pipeline.commands.common import CONFIG, CONFIG_HELP, JSON, RUN, STAGE, print_json
+from pipeline.config.read import ConfigError
 from pipeline.config.rules import policy_cautions
 from pipeline.config.validate import dump_resolved
-from pipeline.config.violations import ConfigError, shown
 from pipeline.errors import BraidError, reason
 from pipeline.report import explain
 from pipeline.report import tables as report
@@ -26,7 +26,7 @@ from pipeline.run.ledger import minutes, took
 from pipeline.run.metrics import read_models
 from pipeline.run.run import Run, StageState
 from pipeline.slurm.queue import is_queued, queue_of
-from pipeline.text import say, visible
+from pipeline.text import say, shown, visible
 from stages.directory import EngineDirectory
 from stages.rewards.registry import cautions
 

@@ -20,7 +20,6 @@ from pipeline.commands.common import (
     print_json,
 )
 from pipeline.commands.look import run_state, states_now
-from pipeline.config.violations import shown
 from pipeline.errors import BraidError
 from pipeline.launch import one_off
 from pipeline.launch.launcher import JobFailed
@@ -36,7 +35,7 @@ from pipeline.run.metrics import write_results
 from pipeline.run.run import Run
 from pipeline.run.select import MAY_CHANGE, check_selection, check_settings
 from pipeline.slurm.queue import check_not_queued
-from pipeline.text import say
+from pipeline.text import say, shown
 
 GATE_HELP = """\
   braid gate override quickstart gates.spell_backward --reason "noise: 3 of 500 problems"

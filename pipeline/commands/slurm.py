@@ -14,7 +14,6 @@ from pipeline.commands.command import Argument, OneOf, command
 from pipeline.commands.common import CONFIG_HELP, JSON, RUN, STARTING, TRUST, print_json
 from pipeline.config.cluster import READ_BY_JOBS, ClusterSettings
 from pipeline.config.validate import differing_keys, load_cluster
-from pipeline.config.violations import shown
 from pipeline.errors import BraidError
 from pipeline.report import tables as report
 from pipeline.report.terminal import terminal
@@ -28,7 +27,7 @@ from pipeline.slurm import queue
 from pipeline.slurm import submit as submitting
 from pipeline.slurm.queue import adopt, job_numbers, queue_of
 from pipeline.slurm.stage import run_stage, stage_of_task
-from pipeline.text import say
+from pipeline.text import say, shown
 
 IN_FLIGHT: tuple[State, ...] = ("submitted", "running")
 

@@ -18,8 +18,8 @@ from typing import Any
 from parallel.families import FAMILIES
 from parallel.files import CHARACTERS, WEIGHTS_INDEX, unreachable
 from parallel.settings import EngineSettings
-from pipeline.config.violations import hint, shown
 from pipeline.errors import BraidError
+from pipeline.text import hint, shown
 from stages.data.formats import FORMATS
 from stages.data.reasoning_gym import options, value_violation
 from stages.data.settings import (

@@ -7,7 +7,8 @@ where a file and the files it extends are too large.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from typing import Any
 import yaml
 
 from parallel.files import open_file
-from pipeline.config.violations import ConfigError, SourceLocation, Violation, dotted, hint
 from pipeline.config.yaml_core import (
     MOST_DEPTH,
     MOST_NODES,
@@ -26,9 +26,10 @@ from pipeline.config.yaml_core import (
     has_surrogate,
     scalar,
 )
+from pipeline.errors import BraidError
+from pipeline.text import hint, shown, visible
 
 MOST_BYTES = 8 << 20  # of a file
-
 Key = tuple[str, ...]
 MOST_EXTENDING = 32  # files in a chain of extends; each is several frames of Python's stack
 MOST_ERRORS = 1000  # then no further file is read, and no further message is formatted
@@ -36,6 +37,62 @@ MOST_ERRORS = 1000  # then no further file is read, and no further message is fo
 # Mappings from free names to blocks, where null deletes an inherited name. Everywhere else null is
 # a value, such as `merge: null`. `*` stands for every domain.
 FREE_NAMES: tuple[Key, ...] = (("domains",), ("domains", "*", "rewards"))
+# Limits that keep a message on one screen, whatever a file holds.
+MOST_SHOWN = 50
+LONGEST_KEY = 200
+LONGEST_MESSAGE = 1000
+LONGEST_VALUE = 200
+
+
+@dataclass(frozen=True)
+class SourceLocation:
+    """A file and a line; the file is None for the command line."""
+
+    file: Path | None
+    line: int | None = None
+
+    def at(self, line: int) -> SourceLocation:
+        """Return another line of this file."""
+        return self if self.file is None else SourceLocation(self.file, line)
+
+    def beside(self, path: str) -> Path:
+        """Resolve a path that is written here: relative to this file's directory."""
+        directory = Path() if self.file is None else self.file.parent
+        return Path(os.path.normpath(directory / path))
+
+    def __str__(self) -> str:
+        if self.file is None:
+            return "command line"
+        return shown(self.file) + ("" if self.line is None else f":{self.line}")
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One error, printed on one line as `file:line: key: message`, whatever the key holds."""
+
+    place: SourceLocation
+    key: str
+    message: str
+
+    def __str__(self) -> str:
+        key, message = shortened(self.key, LONGEST_KEY), shortened(self.message, LONGEST_MESSAGE)
+        return visible(": ".join(part for part in (str(self.place), key, message) if part))
+
+
+class ConfigError(BraidError):
+    """An invalid configuration. Its message shows the first MOST_SHOWN violations.
+
+    `more` counts violations that were found and are not in `violations`.
+    """
+
+    def __init__(self, violations: Sequence[Violation], more: int = 0) -> None:
+        self.violations = tuple(violations)
+        count = len(self.violations) + more
+        title = f"{count} configuration error{'s' if count > 1 else ''}:"
+        lines = [title, *map(str, self.violations[:MOST_SHOWN])]
+        if len(lines) <= count:
+            lines.append(f"... and {count + 1 - len(lines)} more")
+        super().__init__("\n".join(lines))
 
 
 @dataclass(frozen=True)
@@ -338,3 +395,13 @@ def _problem(error: Exception) -> str:
     problem, context = (getattr(error, name, None) for name in ("problem", "context"))
     whole = f"{context}, {problem}" if problem and problem.startswith("but ") else problem
     return " ".join(str(whole or error).split())
+
+
+def shortened(text: str, longest: int) -> str:
+    """Return a text, cut off after `longest` characters."""
+    return text if len(text) <= longest else f"{text[:longest]}..."
+
+
+def dotted(key: Iterable[str | int]) -> str:
+    """Return `("layout", "ranks")` as `layout.ranks`."""
+    return ".".join(map(str, key))

@@ -25,7 +25,7 @@ from parallel.settings import (
     layout_violations,
 )
 from parallel.weights.needs import engine_violations
-from pipeline.config.violations import hint
+from pipeline.text import hint
 from stages.data.formats import FORMATS
 from stages.data.settings import (
     FileDemonstrationSettings,

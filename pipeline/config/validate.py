@@ -16,28 +16,26 @@ from parallel.settings import Settings
 from pipeline.config import environment, rules, schema, yaml_core
 from pipeline.config.cluster import ClusterSettings, too_short
 from pipeline.config.read import (
+    LONGEST_VALUE,
     MOST_ERRORS,
+    ConfigError,
     Key,
     Leaf,
     Mapping,
     Reader,
+    SourceLocation,
+    Violation,
     apply_deletions,
+    dotted,
     find,
     matching,
     nearest,
     override_at,
     plain,
-)
-from pipeline.config.schema import flatten
-from pipeline.config.violations import (
-    LONGEST_VALUE,
-    ConfigError,
-    SourceLocation,
-    Violation,
-    dotted,
-    hint,
     shortened,
 )
+from pipeline.config.schema import flatten
+from pipeline.text import hint
 from stages.kinds import Kind
 from stages.rewards.reward import RewardPoolSettings
 from stages.settings import DomainSettings, RunSettings

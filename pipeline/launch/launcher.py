@@ -10,7 +10,6 @@ from pathlib import Path
 from types import TracebackType
 
 from parallel.files import write_atomically
-from pipeline.config.violations import shown
 from pipeline.errors import BraidError
 from pipeline.launch.engines import EngineSupervisor, Report
 from pipeline.launch.placement import Placement
@@ -30,6 +29,7 @@ from pipeline.launch.progress import StageView
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage, gate_of
 from pipeline.run.run import Run
+from pipeline.text import shown
 from stages.directory import StageDirectory
 from stages.settings import RunSettings, StageJob
 

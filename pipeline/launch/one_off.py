@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from pipeline.config.rules import evaluation_rules
-from pipeline.config.violations import hint, shown
 from pipeline.errors import BraidError
 from pipeline.launch.launcher import Launcher, Programs, checkpoint_path, run_to_the_end
 from pipeline.launch.placement import ThisMachine
@@ -23,6 +22,7 @@ from pipeline.launch.progress import watching
 from pipeline.run.directory import RunDirectory
 from pipeline.run.metrics import Models
 from pipeline.run.run import Run
+from pipeline.text import hint, shown
 from stages.directory import StageDirectory
 from stages.settings import EvaluationSettings, RunSettings, StageJob
 

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from parallel.files import write_atomically
-from pipeline.config.violations import hint, shown
 from pipeline.errors import BraidError
 from pipeline.launch.processes import Child, Signals, kill, python_module, wait_for_all
 from pipeline.report.tables import Cell, table
 from pipeline.run.run import Run
-from pipeline.text import say, visible
+from pipeline.text import hint, say, shown, visible
 
 MODULE = "stages.audit.main"
 LOOK_SECONDS = 0.5  # between two checks for a signal

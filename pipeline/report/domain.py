@@ -10,12 +10,11 @@ from typing import Any, Literal
 
 from parallel.files import write_atomically
 from pipeline.config.validate import dump_differing
-from pipeline.config.violations import shown
 from pipeline.errors import BraidError
 from pipeline.launch.processes import Signals
 from pipeline.report.audit import answer_of
 from pipeline.report.tables import table
-from pipeline.text import say, visible
+from pipeline.text import say, shown, visible
 from stages.data.settings import (
     FileDemonstrationSettings,
     FilePromptSettings,

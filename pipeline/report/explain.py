@@ -17,7 +17,6 @@ from typing import Any
 
 from parallel.files import open_file
 from pipeline.config.validate import differing_keys
-from pipeline.config.violations import shown
 from pipeline.errors import BraidError
 from pipeline.launch.launcher import Programs
 from pipeline.launch.runner import engine_directories
@@ -31,7 +30,7 @@ from pipeline.run.lineage import Manifest, read_manifest
 from pipeline.run.run import Run, StageState
 from pipeline.run.select import StaleStages, planned_states, stale_among
 from pipeline.slurm.queue import queue_of
-from pipeline.text import clock, say, visible
+from pipeline.text import clock, say, shown, visible
 from stages.directory import EngineDirectory, StageDirectory
 
 LOOK_SECONDS = 0.5  # between two reads of a growing log

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from parallel.settings import EngineSettings, LayoutSettings
-from pipeline.config.violations import shown
 from pipeline.launch.progress import latest
 from pipeline.report.estimate import Estimate
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import minutes
 from pipeline.run.metrics import Models
 from pipeline.run.run import STOPPED_MARK, Run, StageState
-from pipeline.text import clock, visible
+from pipeline.text import clock, shown, visible
 from stages.kinds import EXPERT
 
 ANSI = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33, "blue": 34, "cyan": 36}

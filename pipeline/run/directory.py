@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parallel.files import naming, open_file
-from pipeline.config.violations import shown
 from pipeline.errors import BraidError
 from pipeline.run.ledger import Ledger
-from pipeline.text import say
+from pipeline.text import say, shown
 from stages.directory import Below, EngineDirectory, StageDirectory
 
 LOCK_PATIENCE_SECONDS = 0.5

@@ -19,7 +19,6 @@ from statistics import fmean
 from typing import Any
 
 from parallel.files import write_atomically
-from pipeline.config.violations import shown
 from pipeline.errors import BraidError
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage, gate_of
@@ -33,6 +32,7 @@ from pipeline.run.run import (
     StageState,
     read_verdict,
 )
+from pipeline.text import shown
 from stages.directory import ended_early
 from stages.guards.settings import ExpertGateSettings, GateSettings, MergeGateSettings
 from stages.statistics import Accuracy, Difference, difference

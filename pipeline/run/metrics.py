@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from parallel.files import open_file, read_text, write_atomically
-from pipeline.config.violations import shown
 from pipeline.errors import BraidError
 from pipeline.run.directory import RunDirectory
 from pipeline.run.ledger import minutes
+from pipeline.text import shown
 
 LABELS = ("model", "domain")  # text; every other value is a number
 MOST_STEPS = 10**12  # arithmetic on larger ones might overflow a float

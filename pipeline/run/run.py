@@ -17,12 +17,12 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from parallel.files import Checkpoint, read_text, write_atomically
 from pipeline.config.validate import dump_resolved, load
-from pipeline.config.violations import hint, shown
 from pipeline.errors import BraidError, reason
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage, compile_graph
 from pipeline.run.ledger import Event, State, latest
 from pipeline.run.lineage import Lineage, changes, lineage_from, read_manifest
+from pipeline.text import hint, shown
 from stages.directory import StageDirectory, ended_early
 from stages.settings import RunSettings
 

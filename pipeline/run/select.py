@@ -12,14 +12,13 @@ from pathlib import Path
 
 from parallel.files import Checkpoint
 from pipeline.config.validate import differing_keys
-from pipeline.config.violations import shown
 from pipeline.errors import BraidError
 from pipeline.run.directory import RunDirectory, exposure
 from pipeline.run.graph import Stage, matches
 from pipeline.run.ledger import PUT_ASIDE, latest
 from pipeline.run.lineage import changes, lineage_from, read_manifest
 from pipeline.run.run import Run, StageState, as_done, damaged_verdict, missing_output
-from pipeline.text import say
+from pipeline.text import say, shown
 from stages.directory import StageDirectory
 from stages.kinds import ENGINE_KEYS, LOOP_KEYS, NON_INVALIDATING_KEYS
 

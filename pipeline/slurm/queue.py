@@ -9,13 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.config.violations import shown
 from pipeline.errors import BraidError, reason
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import Event, latest
 from pipeline.run.run import QueuedJob, Run
-from pipeline.text import say
+from pipeline.text import say, shown
 
 PATIENCE_SECONDS = 60.0  # a busy controller answers late
 SEPARATOR = "\x1f"  # in no reason, no path and no stage's name

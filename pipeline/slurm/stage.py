@@ -11,7 +11,6 @@ from rich.console import Console
 
 from pipeline.config.cluster import ClusterSettings
 from pipeline.config.validate import load_cluster
-from pipeline.config.violations import shown
 from pipeline.errors import BraidError, reason
 from pipeline.launch.launcher import JobFailed, Launcher, Programs, run_to_the_end
 from pipeline.launch.placement import Placement, ThisMachine
@@ -29,6 +28,7 @@ from pipeline.slurm.nodes import Places, cpus_of, place, size_options, too_few_c
 from pipeline.slurm.queue import SlurmError, call
 from pipeline.slurm.steps import SlurmJob, job_number
 from pipeline.slurm.submit import script_for
+from pipeline.text import shown
 
 WAIT = "run those first, or make this job wait for theirs: sbatch --dependency=afterok:JOB"
 SPARE_SECONDS = 15.0  # of the warning time, kept for the ledger and the requeue

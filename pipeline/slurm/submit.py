@@ -12,7 +12,6 @@ from pathlib import Path
 from parallel.files import write_atomically
 from pipeline.config.cluster import ClusterSettings
 from pipeline.config.validate import place_in_cluster
-from pipeline.config.violations import shown
 from pipeline.config.yaml_core import dump
 from pipeline.errors import BraidError
 from pipeline.run.directory import RunDirectory
@@ -20,6 +19,7 @@ from pipeline.run.graph import Stage
 from pipeline.run.run import Run, StageState
 from pipeline.slurm.nodes import size_options
 from pipeline.slurm.queue import SlurmError, call, comment_of
+from pipeline.text import shown
 from stages.kinds import KINDS
 from stages.settings import RunSettings
 

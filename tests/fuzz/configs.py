@@ -24,8 +24,8 @@ from pydantic import BaseModel
 
 from parallel.settings import ModelSettings
 from pipeline.config.cluster import ClusterSettings
+from pipeline.config.read import ConfigError
 from pipeline.config.validate import dump_resolved, load, load_cluster, load_domain
-from pipeline.config.violations import ConfigError
 from pipeline.report.memory import memory_report
 from pipeline.report.terminal import terminal
 from pipeline.run.graph import compile_graph

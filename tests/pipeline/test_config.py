@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config.read import ConfigError
 from pipeline.config.validate import differing_keys, dump_resolved, load
-from pipeline.config.violations import ConfigError
 from pipeline.run.directory import RunDirectory
 from pipeline.run.run import Run
 from stages.objectives.ratios.sequence import SequenceRatioSettings

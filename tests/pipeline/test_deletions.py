@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config.read import ConfigError
 from pipeline.config.validate import load
-from pipeline.config.violations import ConfigError
 
 
 def child(config: Path, text: str) -> Path:

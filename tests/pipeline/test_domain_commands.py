@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
+from pipeline.config.read import ConfigError
 from pipeline.config.validate import dump_differing, load_domain
-from pipeline.config.violations import ConfigError
 from pipeline.report import domain as domain_report
 from pipeline.report.domain import binned, demonstrated, described, errors, notes, previewed
 from stages.rewards.reward import RewardPoolSettings

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from pipeline.config.read import ConfigError
 from pipeline.config.validate import load
-from pipeline.config.violations import ConfigError
 from pipeline.run.gates import Steps, judge_expert, judge_merge
 from pipeline.run.graph import Stage, compile_graph
 from pipeline.run.run import GateVerdict

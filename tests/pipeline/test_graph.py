@@ -8,9 +8,9 @@ from typing import get_args
 
 import pytest
 
+from pipeline.config.read import ConfigError
 from pipeline.config.schema import flatten
 from pipeline.config.validate import load
-from pipeline.config.violations import ConfigError
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import compile_graph, matches
 from pipeline.run.lineage import changes

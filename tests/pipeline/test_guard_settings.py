@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config.read import ConfigError
 from pipeline.config.validate import dump_resolved, load
-from pipeline.config.violations import ConfigError
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import compile_graph
 from pipeline.run.lineage import write_manifest

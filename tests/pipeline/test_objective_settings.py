@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pipeline import cli
+from pipeline.config.read import ConfigError
 from pipeline.config.validate import dump_resolved, load
-from pipeline.config.violations import ConfigError
 from pipeline.run.graph import compile_graph
 from stages.objectives.advantages.gae import GaeSettings
 from stages.objectives.kl import KLSettings

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.environment import function_violation
+from pipeline.config.read import ConfigError
 from pipeline.config.validate import load
-from pipeline.config.violations import ConfigError
 
 
 def own(function: str) -> str:

@@ -12,8 +12,8 @@ from parallel.network import LOOPBACK, address_of, environment_of
 from parallel.settings import EngineSettings, LayoutSettings
 from parallel.status_pipe import ERROR_MARK
 from pipeline.config.cluster import ClusterSettings, ContainerSettings, KindSettings, seconds_of
+from pipeline.config.read import ConfigError
 from pipeline.config.validate import load_cluster
-from pipeline.config.violations import ConfigError
 from pipeline.errors import BraidError
 from pipeline.launch.processes import wait_for_all
 from pipeline.run.directory import RunDirectory

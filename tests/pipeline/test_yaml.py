@@ -11,9 +11,8 @@ from unittest import mock
 import pytest
 
 from pipeline.config import rules
-from pipeline.config.read import Reader, plain
+from pipeline.config.read import ConfigError, Reader, plain
 from pipeline.config.validate import dump_resolved, load
-from pipeline.config.violations import ConfigError
 from tests.pipeline.test_bounds import within
 from tests.pipeline.test_config import edited, errors
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.violations import shown
+from pipeline.text import shown
 from tests.runs import REPOSITORY
 from tests.slurm.on_slurm import STAGES, Braid
 from tests.virtual_cluster import Cluster

@@ -88,7 +88,7 @@ import json, sys
 import torch
 from pathlib import Path
 from pipeline.config.validate import load
-from pipeline.config.violations import ConfigError
+from pipeline.config.read import ConfigError
 from stages.guards.watch import GuardMonitor
 from stages.objectives.graded import compute_advantages
 from stages.objectives.aggregation import Totals
