@@ -1,6 +1,6 @@
 """Rules between blocks of settings that are valid by their schema, block by block.
 
-A block's rules on itself stand with it: `parallel.settings`, `stages.objectives.settings` and the
+A block's rules on itself stand with it: `parallel.settings`, `stages.objectives.loss` and the
 kinds of rewards. All yield (dotted key, message).
 """
 
