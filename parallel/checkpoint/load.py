@@ -24,9 +24,8 @@ from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from parallel.checkpoint import state as checkpoint_state
-from parallel.checkpoint.reader import CheckpointRefused
+from parallel.checkpoint.reader import CheckpointError, CheckpointRefused
 from parallel.distributed import gather, layout_sizes, on_main
-from parallel.errors import UserError
 from parallel.files import (
     CHECKSUMS,
     STATE,
@@ -37,10 +36,6 @@ from parallel.files import (
     unreadable,
 )
 from parallel.model.policy import Policy, TrainedPolicy
-
-
-class CheckpointError(UserError):
-    """A checkpoint that cannot be written, or is damaged; the message has path and cause."""
 
 
 def newest_verified(directory: Path) -> tuple[Path | None, list[str]]:
@@ -74,12 +69,12 @@ def training(policy: TrainedPolicy, checkpoint: Path) -> dict[str, Any]:
     for name, other in policy.companions.items():
         _restore(other, checkpoint, common["companions"][name]["updates"], f"{name}.")
     if policy.averages:
-        loaded = _read({"averages": checkpoint_state.averages(policy)}, checkpoint)
+        loaded = _read(checkpoint, "averages", checkpoint_state.averages(policy))
         for name, average in policy.averages.items():
-            checkpoint_state.restore_weights(average, loaded["averages"][name])
+            checkpoint_state.restore_weights(average, loaded[name])
     if common["layout"] == layout_sizes():
-        loaded = _read({"random_numbers": checkpoint_state.random_numbers()}, checkpoint)
-        checkpoint_state.restore_random_numbers(loaded["random_numbers"])
+        states = _read(checkpoint, "random_numbers", checkpoint_state.random_numbers())
+        checkpoint_state.restore_random_numbers(states)
     return json.loads((checkpoint / STATE).read_text())
 
 
@@ -97,8 +92,8 @@ def weights(policy: Policy, checkpoint: Path, head: bool = True) -> None:
             f"damaged checkpoint: {damage}; remove {checkpoint} and resume the run: its stage "
             "continues from the checkpoint before"
         )
-    loaded = _read({"weights": checkpoint_state.weights(policy, head)}, checkpoint)
-    checkpoint_state.restore_weights(policy, loaded["weights"])
+    loaded = _read(checkpoint, "weights", checkpoint_state.weights(policy, head))
+    checkpoint_state.restore_weights(policy, loaded)
 
 
 def reason(error: BaseException) -> str:
@@ -117,35 +112,33 @@ def sha256(path: Path) -> str:
 
 def _restore(policy: TrainedPolicy, checkpoint: Path, updates: int, prefix: str = "") -> None:
     """Load weights and optimizer of a model whose names in the checkpoint begin with `prefix`."""
-    weights = checkpoint_state.under(prefix, {"weights": checkpoint_state.weights(policy)})
-    checkpoint_state.restore_weights(policy, _read(weights, checkpoint)["weights"])
+    weights = _read(checkpoint, "weights", checkpoint_state.weights(policy), prefix)
+    checkpoint_state.restore_weights(policy, weights)
     # Not in one call with the weights: an fp32 weight is read a second time, as its own master.
-    optimizer = {"optimizer": checkpoint_state.optimizer_to_load(policy)}
-    loaded = _read(checkpoint_state.under(prefix, optimizer), checkpoint)
-    checkpoint_state.restore_optimizer(policy, loaded["optimizer"], updates)
+    optimizer = _read(checkpoint, "optimizer", checkpoint_state.optimizer_to_load(policy), prefix)
+    checkpoint_state.restore_optimizer(policy, optimizer, updates)
 
 
-def _read(state: checkpoint_state.State, checkpoint: Path) -> dict[str, Any]:
+def _read(checkpoint: Path, part: str, shards: Any, prefix: str = "") -> Any:
     strategy = FullyParallelLoadStrategyWrapper(
         get_default_load_sharded_strategy(str(checkpoint)),
         parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
+    state = checkpoint_state.under(prefix, {part: shards})
     with _as_checkpoint_error(checkpoint):
-        return dist_checkpointing.load(state, str(checkpoint), strategy)
+        return dist_checkpointing.load(state, str(checkpoint), strategy)[part]
 
 
 @contextmanager
 def _as_checkpoint_error(checkpoint: Path) -> Iterator[None]:
     try:
         yield
-    except CheckpointRefused as refused:
-        raise CheckpointError(str(refused)) from refused
     # torch wraps a reader's error into CheckpointException, a BaseException
     # (torch 2.13, distributed/checkpoint/api.py).
     except CheckpointException as error:
-        refusals = [each for each, _ in error.failures.values()]
-        if found := [str(each) for each in refusals if isinstance(each, CheckpointRefused)]:
-            raise CheckpointError(min(found)) from error
+        failures = [each for each, _ in error.failures.values()]
+        if refused := [each for each in failures if isinstance(each, CheckpointRefused)]:
+            raise min(refused, key=str) from error
         raise CheckpointError(f"cannot read {checkpoint}: {reason(error)}") from error
 
 
@@ -181,14 +174,13 @@ def _own_damage(path: Path) -> list[str]:
     if checkpoint is None or checkpoint.digest != digest_of(checkpoint.files):
         return [f"{path / CHECKSUMS} is missing or damaged"]
     mine = sorted(checkpoint.files)[dist.get_rank() :: dist.get_world_size()]
-    found = [_damage_of(path / name, checkpoint.files[name]) for name in mine]
-    return [damage for damage in found if damage]
-
-
-def _damage_of(path: Path, expected: str) -> str | None:
-    try:
-        return None if sha256(path) == expected else f"{path} does not match its checksum"
-    except FileNotFoundError:
-        return f"{path} is missing"
-    except OSError as error:
-        raise unreadable(path, error) from error
+    damaged = []
+    for name in mine:
+        try:
+            if sha256(path / name) != checkpoint.files[name]:
+                damaged.append(f"{path / name} does not match its checksum")
+        except FileNotFoundError:
+            damaged.append(f"{path / name} is missing")
+        except OSError as error:
+            raise unreadable(path / name, error) from error
+    return damaged

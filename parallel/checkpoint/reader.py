@@ -52,7 +52,11 @@ NEEDED = {
 }
 
 
-class CheckpointRefused(UserError):
+class CheckpointError(UserError):
+    """A checkpoint that cannot be written, or is damaged; the message has path and cause."""
+
+
+class CheckpointRefused(CheckpointError):
     """A file of a checkpoint that megatron-core does not write; the message says what to do."""
 
 

@@ -13,7 +13,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from parallel.checkpoint import state as checkpoint_state
 from parallel.checkpoint.load import CheckpointError, reason, sha256
 from parallel.checkpoint.state import METADATA
-from parallel.distributed import gather, layout_sizes, on_main
+from parallel.distributed import gather, on_main
 from parallel.files import CHECKSUMS, STATE, digest_of, whole_checkpoints, write_atomically
-from parallel.model.policy import Policy, TrainedPolicy
+from parallel.model.policy import Policy
 from parallel.status_pipe import LOST_PEER
 
 
@@ -127,7 +127,7 @@ class _Writing:
         self._error: str | None = None
         self._files: dict[str, str] = {}
         self.thread = threading.Thread(target=self.run, daemon=True)
-        state = _state(policy)
+        state = checkpoint_state.whole(policy)
         shards = [value for value in nested_values(state) if isinstance(value, ShardedBase)]
         in_use = {_memory(shard.data) for shard in shards if torch.is_tensor(shard.data)}
         with _as_checkpoint_error(path):
@@ -178,18 +178,6 @@ def kept(scores: Mapping[int, float | None], last: int, best: int) -> set[int]:
     return {*newest, *(step for _, step in sorted(found, reverse=True)[:best])}
 
 
-def _state(policy: Policy) -> dict[str, Any]:
-    if not isinstance(policy, TrainedPolicy):
-        return {"weights": checkpoint_state.weights(policy)}
-    return {
-        **checkpoint_state.trained(policy),
-        "averages": checkpoint_state.averages(policy),
-        "companions": checkpoint_state.companions(policy),
-        "random_numbers": checkpoint_state.random_numbers(),
-        "layout": layout_sizes(),
-    }
-
-
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -200,11 +188,8 @@ def _without(in_use: set[int], buckets: list[Any]) -> list[Any]:
     megatron-core has copied tensors of a GPU, but of a CPU only those that are views.
     """
 
-    def own(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone() if _memory(tensor) in in_use else tensor
-
     return [
-        (path, name, (blobs, [(item, own(tensor)) for item, tensor in tensors]))
+        (path, name, (blobs, [(i, t.clone() if _memory(t) in in_use else t) for i, t in tensors]))
         for path, name, (blobs, tensors) in buckets
     ]
 
@@ -233,10 +218,9 @@ def _remove(paths: Iterable[Path]) -> None:
 
 
 def _score(checkpoint: Path) -> float | None:
-    try:
+    with suppress(OSError, ValueError):  # damage is reported when the checkpoint is loaded
         return json.loads((checkpoint / STATE).read_text()).get("score")
-    except (OSError, ValueError):  # damage is reported when the checkpoint is loaded
-        return None
+    return None
 
 
 def _sync(path: Path) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,28 +36,25 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import distributed as dist
 
 from parallel.boxes import boxes
+from parallel.distributed import layout_sizes
 from parallel.model.policy import Policy, TrainedPolicy
 
 # Makes megatron-core write a state that any layout can load. Always pass a copy: megatron-core
 # writes its process groups into it.
-METADATA = MappingProxyType(
-    {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "chained_optim_avoid_prefix": True,
-        "singleton_local_shards": False,
-    }
-)
+METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+    "singleton_local_shards": False,
+}
 
 State = dict[Any, Any]
 
 
 def weights(policy: Policy, head: bool = True) -> State:
     """Return this rank's shards of the model; without `head`, loading leaves the head unchanged."""
-    state = {
-        number: chunk.sharded_state_dict(metadata=dict(METADATA))
-        for number, chunk in enumerate(policy.chunks)
-    }
-    for shards in state.values():
+    state = {}
+    for number, chunk in enumerate(policy.chunks):
+        state[number] = shards = chunk.sharded_state_dict(metadata=dict(METADATA))
         for name, shard in shards.items():
             # The objects of a layer are TransformerEngine's FP8 scales, which no policy uses, and
             # which TransformerEngine would unpickle.
@@ -68,18 +64,29 @@ def weights(policy: Policy, head: bool = True) -> State:
     return state
 
 
-def trained(policy: TrainedPolicy) -> State:
-    """Return this rank's shards of a model that trains, and its number of updates."""
+def whole(policy: Policy) -> State:
+    """Return this rank's shards of all that a checkpoint has of the policy.
+
+    Of one that does not train these are the weights alone.
+    """
+    if not isinstance(policy, TrainedPolicy):
+        return {"weights": weights(policy)}
+    companions = policy.companions.items()
+    return {
+        **_trained(policy),
+        "averages": averages(policy),
+        "companions": {name: under(f"{name}.", _trained(other)) for name, other in companions},
+        "random_numbers": random_numbers(),
+        "layout": layout_sizes(),
+    }
+
+
+def _trained(policy: TrainedPolicy) -> State:
     return {
         "weights": weights(policy),
         "optimizer": optimizer_to_save(policy),
         "updates": policy.schedule.num_steps,
     }
-
-
-def companions(policy: TrainedPolicy) -> State:
-    """Return this rank's shards of the models that train with the policy."""
-    return {name: under(f"{name}.", trained(other)) for name, other in policy.companions.items()}
 
 
 def averages(policy: TrainedPolicy) -> State:
@@ -190,24 +197,21 @@ def _owned_shards(part: DistributedOptimizer, weights: dict[int, Any]) -> list[S
     buckets = [b for buffer in part.gbuf_ranges for each in buffer.values() for b in each]
     for parameter, ranges in (item for bucket in buckets for item in bucket["param_map"].items()):
         start, stop = ranges["param"].start, ranges["param"].end  # that this rank updates
-        for weight in _pieces(weights[id(parameter)]):
-            begin = _position(weight, parameter)
-            first, last = max(start, begin), min(stop, begin + weight.data.numel())
+        # Owned by this rank: the last number of a replica's is that of the data-parallel rank.
+        weight = weights[id(parameter)]
+        weight = replace(weight, replica_id=(*weight.replica_id[:2], 0))
+        # The weight of a gated layer is two tensors of the checkpoint, one after the other.
+        gated = isinstance(weight, ShardedTensorFactory)
+        for piece in nested_values([weight.build()]) if gated else [weight]:
+            begin = _position(piece, parameter)
+            first, last = max(start, begin), min(stop, begin + piece.data.numel())
             for name, flat in part._get_main_param_and_optimizer_states(parameter).items():
                 if name == "param" and parameter.dtype == torch.float32:
                     continue
-                named = f"optimizer.state.{'fp32_param' if name == 'param' else name}.{weight.key}"
+                named = f"optimizer.state.{'fp32_param' if name == 'param' else name}.{piece.key}"
                 held = flat[first - start : max(first, last) - start]
-                found += _cut(replace(weight, key=named, data=None), held, first - begin)
+                found += _cut(replace(piece, key=named, data=None), held, first - begin)
     return found
-
-
-def _pieces(weight: Any) -> list[ShardedTensor]:
-    """Return the checkpoint tensors of a weight, two of a gated layer's; this rank owns each."""
-    owned = replace(weight, replica_id=(*weight.replica_id[:2], 0))  # the last is data-parallel
-    if isinstance(owned, ShardedTensorFactory):
-        return list(nested_values([owned.build()]))
-    return [owned]
 
 
 def _position(piece: ShardedTensor, parameter: torch.nn.Parameter) -> int:

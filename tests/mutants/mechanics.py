@@ -85,8 +85,8 @@ MUTANTS = [
     Mutant(
         "checksums of a checkpoint are not compared",
         "parallel/checkpoint/load.py",
-        "return None if sha256(path) == expected else",
-        "return None if sha256(path) else",
+        "if sha256(path / name) != checkpoint.files[name]:",
+        "if not sha256(path / name):",
         "tests/layouts/test_checkpoints.py",
     ),
     Mutant(
@@ -155,8 +155,8 @@ MUTANTS = [
     Mutant(
         "YaRN's beta_fast is the default",
         "parallel/model/gpt.py",
-        '"beta_fast": scaling.beta_fast',
-        '"beta_fast": 32.0',
+        "scaling = further.rope_scaling.model_dump()",
+        'scaling = {**further.rope_scaling.model_dump(), "beta_fast": 32.0}',
         "tests/layouts/test_hugging_face.py",
     ),
     Mutant(
