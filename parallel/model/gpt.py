@@ -53,9 +53,8 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension of `hidden`, of any shape; computed in fp32."""
-        return functional.rms_norm(
-            hidden.float(), hidden.shape[-1:], self.weight.float(), self.eps
-        ).to(hidden.dtype)
+        shape, weight = hidden.shape[-1:], self.weight.float()
+        return functional.rms_norm(hidden.float(), shape, weight, self.eps).to(hidden.dtype)
 
 
 class _DeepseekV3(DeepseekV3Bridge):
@@ -110,10 +109,9 @@ def _further_arguments(settings: ModelSettings) -> dict[str, Any]:
     further = architecture(settings)
     if isinstance(further, NothingFurther):
         return {}
+    shared = further.n_shared_experts * settings.expert_hidden_size
     arguments = {
-        "moe_shared_expert_intermediate_size": (
-            further.n_shared_experts * settings.expert_hidden_size
-        ),
+        "moe_shared_expert_intermediate_size": shared,
         "moe_router_num_groups": further.n_group,
         "moe_router_group_topk": further.topk_group,
         "mtp_num_layers": None,
@@ -121,16 +119,9 @@ def _further_arguments(settings: ModelSettings) -> dict[str, Any]:
     if isinstance(further, Glm4MoeArchitecture):
         arguments["add_qkv_bias"] = further.attention_bias
     elif further.rope_scaling is not None:
-        scaling = further.rope_scaling
-        arguments |= {
-            "rope_type": scaling.type,
-            "rotary_scaling_factor": scaling.factor,
-            "original_max_position_embeddings": scaling.original_max_position_embeddings,
-            "beta_fast": scaling.beta_fast,
-            "beta_slow": scaling.beta_slow,
-            "mscale": scaling.mscale,
-            "mscale_all_dim": scaling.mscale_all_dim,
-        }
+        renamed = {"type": "rope_type", "factor": "rotary_scaling_factor"}
+        scaling = further.rope_scaling.model_dump()
+        arguments |= {renamed.get(key, key): value for key, value in scaling.items()}
     return arguments
 
 
@@ -140,8 +131,7 @@ def build_chunks(bridge: Any) -> list[GPTModel]:
     The weights are not initialised.
     """
     parts = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    stages: list[int | None] = [None] if parts is None else list(range(parts))
-    return [_build_chunk(bridge, stage) for stage in stages]
+    return [_build_chunk(bridge, stage) for stage in (range(parts) if parts else [None])]
 
 
 def _build_chunk(bridge: Any, virtual_stage: int | None) -> GPTModel:

@@ -18,6 +18,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
+from torch import Tensor
 from torch.nn import functional
 
 from parallel import families
@@ -32,7 +33,8 @@ from parallel.settings import LayoutSettings, ModelSettings, OptimizerSettings, 
 from parallel.weights import names
 
 # responses -> (loss divided by its global denominator, a value to return to the caller)
-LossFunction = Callable[[Responses], tuple[torch.Tensor, Any]]
+LossFunction = Callable[[Responses], tuple[Tensor, Any]]
+Evaluation = Callable[[Responses], Any]
 
 
 class Policy:
@@ -53,7 +55,7 @@ class Policy:
         for router in self.routers:
             router._maintain_float32_expert_bias()  # before it is loaded, not at the first pass
         self._batch: MicroBatch | None = None
-        self._hidden: torch.Tensor | None = None
+        self._hidden: Tensor | None = None
         self._training = False
         if self.chunks[-1].post_process:
             head = self.chunks[-1].output_layer
@@ -74,9 +76,7 @@ class Policy:
         """Update copies of the weights; call after writing weights other than by a step."""
 
     @torch.no_grad()
-    def evaluate(
-        self, batches: list[MicroBatch], function: Callable[[Responses], Any]
-    ) -> list[Any]:
+    def evaluate(self, batches: list[MicroBatch], function: Evaluation) -> list[Any]:
         """Return the results of `function` on every micro-batch's responses, without gradients.
 
         Logits are computed chunk by chunk, on demand. Collective; the list is empty except on the
@@ -87,7 +87,7 @@ class Policy:
         self._training = False
         return self._run(batches, lambda responses: (torch.zeros(()), function(responses)))
 
-    def target_logprobs(self, batches: list[MicroBatch], temperature: float) -> list[torch.Tensor]:
+    def target_logprobs(self, batches: list[MicroBatch], temperature: float) -> list[Tensor]:
         """Return log pi of every target in nats, fp32 [B, R] per micro-batch; as `evaluate`."""
         return self.evaluate(batches, lambda responses: responses.log_probs(temperature))
 
@@ -95,7 +95,7 @@ class Policy:
         """Return every micro-batch's last hidden states with the output head; as `evaluate`."""
         return self.evaluate(batches, lambda responses: responses.logits)
 
-    def named_weights(self) -> dict[str, torch.Tensor]:
+    def named_weights(self) -> dict[str, Tensor]:
         """Return this rank's tensors, not copies, by "chunk/parameter" as in parallel.weights."""
         latent = self.bridge.config.multi_latent_attention
         return {
@@ -105,7 +105,7 @@ class Policy:
             if not name.endswith("_extra_state")  # TransformerEngine's, of fp8
         }
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every whole tensor under its Hugging Face name. Collective over all ranks."""
         return hugging_face_weights.stream_weights(self.bridge, self.chunks)
 
@@ -120,22 +120,25 @@ class Policy:
 
         def forward(iterator: Iterator[MicroBatch], module: torch.nn.Module) -> tuple:
             self._batch = batch = next(iterator)
-            options = {"fp32_output": False} if self.bridge.config.bf16 else {}
-            output = module(
-                batch.tokens, batch.positions, None, packed_seq_params=batch.row, **options
-            )
+            options: dict[str, Any] = {"packed_seq_params": batch.row}
+            if self.bridge.config.bf16:
+                options["fp32_output"] = False
+            output = module(batch.tokens, batch.positions, None, **options)
 
-            def reduce(logits: torch.Tensor) -> tuple:
-                value, kept = loss(Responses(self._logits(logits), batch))
+            def reduce(computed: Tensor) -> tuple:
+                assert self._hidden is not None
+                logits: Tensor | HeadLogits = computed.squeeze(0)
+                if not self._training:
+                    logits = HeadLogits(self._hidden, self.chunks[-1].output_layer.weight)
+                value, kept = loss(Responses(logits, batch))
                 return value, torch.tensor(1, dtype=torch.int), kept
 
             return output, reduce
 
-        several = len(self.modules) > 1
         return get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=[iter(batches) for _ in self.modules] if several else iter(batches),
-            model=self.modules if several else self.modules[0],
+            data_iterator=[iter(batches) for _ in self.modules],
+            model=self.modules,
             num_microbatches=len(batches),
             seq_length=batches[0].row.tokens,
             micro_batch_size=1,
@@ -157,12 +160,6 @@ class Policy:
         self._hidden = hidden.squeeze(1)
         return (hidden if self._training else hidden[:0],)
 
-    def _logits(self, computed: torch.Tensor) -> torch.Tensor | HeadLogits:
-        assert self._hidden is not None
-        if self._training:
-            return computed.squeeze(0)
-        return HeadLogits(self._hidden, self.chunks[-1].output_layer.weight)
-
 
 class TrainedPolicy(Policy):
     """A policy with gradients, summed over micro-batches and ranks and never rescaled."""
@@ -179,19 +176,16 @@ class TrainedPolicy(Policy):
         config = self.bridge.config
         self.losses = routing.RoutingLosses(losses, self.routers)
         self._memory: RouterMemory | None = None
+        # megatron-core can only shard Adam's state.
+        sharded = layout.distributed_optimizer and optimizer.algorithm == "adam"
         buckets = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            overlap_grad_reduce=False,
-            use_distributed_optimizer=_distributed(optimizer, layout),
+            grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=sharded
         )
         self.modules = [DistributedDataParallel(config, buckets, module) for module in self.modules]
         # Models in its checkpoints, by name: averages of it, and models trained with it.
         self.averages: dict[str, Policy] = {}
         self.companions: dict[str, TrainedPolicy] = {}
-        self.optimizer = get_megatron_optimizer(
-            _optimizer_config(optimizer, layout, config), self.modules
-        )
-        self.schedule = _schedule(self.optimizer, optimizer, steps)
+        self.optimizer, self.schedule = _build_optimizer(optimizer, self.modules, sharded, steps)
         # As Megatron does, without its division by a token count.
         config.finalize_model_grads_func = lambda model, _, **keywords: finalize_model_grads(
             model, None, **keywords
@@ -224,14 +218,12 @@ class TrainedPolicy(Policy):
         """Record the routers' log-probabilities with every row evaluated later."""
         self._memory = RouterMemory(self.routers, len(self.routed_layers))
 
-    def evaluate(
-        self, batches: list[MicroBatch], function: Callable[[Responses], Any]
-    ) -> list[Any]:
+    def evaluate(self, batches: list[MicroBatch], function: Evaluation) -> list[Any]:
         """Evaluate as `Policy.evaluate`; record the routing after `remember_routing`."""
         with self._memory.during("remember") if self._memory else nullcontext():
             return super().evaluate(batches, function)
 
-    def router_movement(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
+    def router_movement(self, batches: list[MicroBatch]) -> list[Tensor]:
         """Return the change of the routers since the batches were evaluated; as `evaluate`.
 
         The movement is the mean over layers and recorded experts of |log p - recorded log p|, in
@@ -276,10 +268,10 @@ class ValueHead(torch.nn.Module):
 
     def forward(
         self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor | None = None,
+        hidden: Tensor,
+        weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[Tensor, None]:
         """Return fp32 [n, 1, 1] for hidden [n, 1, H]; the signature is megatron-core's."""
         return _linear(hidden, self.weight), None
 
@@ -287,7 +279,7 @@ class ValueHead(torch.nn.Module):
 class ValueModel(TrainedPolicy):
     """A critic, trained like a policy with losses on `values`."""
 
-    def values(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
+    def values(self, batches: list[MicroBatch]) -> list[Tensor]:
         """Return the values of every micro-batch; as `evaluate`."""
         return self.evaluate(batches, values)
 
@@ -298,7 +290,7 @@ class ValueModel(TrainedPolicy):
         return chunks
 
 
-def values(responses: Responses) -> torch.Tensor:
+def values(responses: Responses) -> Tensor:
     """Return the value of the text before every response token, fp32 [B, R].
 
     Identical on all tensor- and context-parallel ranks; differentiable where the model trains.
@@ -309,19 +301,14 @@ def values(responses: Responses) -> torch.Tensor:
     return responses.batch.spread(found.squeeze(1))
 
 
-def _linear(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _linear(hidden: Tensor, weight: Tensor) -> Tensor:
     return functional.linear(hidden.float(), weight.float())
 
 
-def _distributed(settings: OptimizerSettings, layout: LayoutSettings) -> bool:
-    """Return true to shard the optimizer's state; megatron-core can only shard Adam's."""
-    return layout.distributed_optimizer and settings.algorithm == "adam"
-
-
-def _optimizer_config(
-    settings: OptimizerSettings, layout: LayoutSettings, model: Any
-) -> OptimizerConfig:
-    return OptimizerConfig(
+def _build_optimizer(
+    settings: OptimizerSettings, modules: list[Any], sharded: bool, steps: int
+) -> tuple[Any, OptimizerParamScheduler]:
+    config = OptimizerConfig(
         optimizer=settings.algorithm,
         lr=settings.learning_rate,
         min_lr=settings.learning_rate * settings.final_ratio,
@@ -330,14 +317,12 @@ def _optimizer_config(
         sgd_momentum=settings.momentum,
         weight_decay=settings.weight_decay,
         clip_grad=settings.clip_norm,
-        bf16=model.bf16,
-        params_dtype=model.params_dtype,
-        use_distributed_optimizer=_distributed(settings, layout),
+        bf16=modules[0].config.bf16,
+        params_dtype=modules[0].config.params_dtype,
+        use_distributed_optimizer=sharded,
     )
-
-
-def _schedule(optimizer: Any, settings: OptimizerSettings, steps: int) -> OptimizerParamScheduler:
-    return OptimizerParamScheduler(
+    optimizer = get_megatron_optimizer(config, modules)
+    return optimizer, OptimizerParamScheduler(
         optimizer,
         init_lr=settings.learning_rate / max(1, settings.warmup_steps),  # the first step counts
         max_lr=settings.learning_rate,

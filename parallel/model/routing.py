@@ -16,7 +16,7 @@ the padding in their denominators, so their gradients depend on the layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from torch import Tensor
 
 from parallel.batch import MicroBatch
 from parallel.device import device
@@ -43,27 +44,15 @@ class WatchedReplay(RouterReplay):
     biases and the group limits, so no selection rule is repeated here.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        RouterReplay.clear_global_router_replay_instances()  # see `Router`
-        self.watched = False
-        self.own: torch.Tensor | None = None  # int64 [tokens, K], of the last pass
+    watched = False
+    own: Tensor | None = None  # int64 [tokens, K], of the last pass
 
-    def get_replay_topk(
-        self,
-        scores: torch.Tensor,
-        topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: Callable[..., Any] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def get_replay_topk(self, scores: Tensor, topk: int, *options: Any) -> tuple[Tensor, Tensor]:
         """Return the values and indices, [tokens, K] each, that the pass uses."""
-        replays = self.router_replay_action == RouterReplayAction.REPLAY_FORWARD
-        if self.watched and replays and default_compute_topk is not None:
-            _, self.own = default_compute_topk(
-                scores.detach(), topk, num_groups=num_groups, group_topk=group_topk
-            )
-        return super().get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
+        *groups, select = options
+        if self.watched and self.router_replay_action == RouterReplayAction.REPLAY_FORWARD:
+            _, self.own = select(scores.detach(), topk, *groups)
+        return super().get_replay_topk(scores, topk, *options)
 
 
 class Router(TopKRouter):
@@ -71,18 +60,16 @@ class Router(TopKRouter):
 
     def __init__(self, config: Any, pg_collection: Any = None) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
+        self.router_replay = WatchedReplay()
         # Megatron's process-wide list would mix a policy's, its reference's and teachers' routers.
         RouterReplay.clear_global_router_replay_instances()
-        self.router_replay = WatchedReplay()
         self.place = 0  # among all routed layers of the model
         self.row: PackedRow | None = None
         self.losses: RoutingLosses | None = None
         self.memory: RouterMemory | None = None
         self.agreement: RouterAgreement | None = None
 
-    def routing(
-        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return gates and choice, both [tokens, experts], of this rank's share of the row."""
         row, replay = self.row, self.router_replay
         assert row is not None and replay is not None
@@ -102,7 +89,7 @@ class Router(TopKRouter):
             gates = self.losses.attach(self, gates, chosen, logits, self._own(row.real))
         return gates, chosen
 
-    def _own(self, values: torch.Tensor) -> torch.Tensor:
+    def _own(self, values: Tensor) -> Tensor:
         """Return this rank's sequence-parallel share of a context-parallel rank's tokens."""
         if not self.config.sequence_parallel:
             return values
@@ -147,7 +134,7 @@ class RoutingLosses:
         self.sums: dict[str, float] = {}
         self._counting = False
         self._one_batch = False
-        self._load: dict[Router, torch.Tensor] = {}
+        self._load: dict[Router, Tensor] = {}
         for router in routers:
             router.losses = self
 
@@ -180,13 +167,8 @@ class RoutingLosses:
             self._load = dict(zip(self.routers, every, strict=True))
 
     def attach(
-        self,
-        router: Router,
-        gates: torch.Tensor,
-        chosen: torch.Tensor,
-        logits: torch.Tensor,
-        real: torch.Tensor,
-    ) -> torch.Tensor:
+        self, router: Router, gates: Tensor, chosen: Tensor, logits: Tensor, real: Tensor
+    ) -> Tensor:
         """Return `gates` with this layer's losses attached, so that a backward pass adds them."""
         if self._counting:
             self._load[router] += chosen[real].sum(0)
@@ -240,7 +222,7 @@ class RouterAgreement:
         self._counts.zero_()
         self._watch(True)
 
-    def see(self, router: Router, replayed: torch.Tensor, real: torch.Tensor) -> None:
+    def see(self, router: Router, replayed: Tensor, real: Tensor) -> None:
         """Count one layer's pass: the experts used, int64 [tokens, K], and the real tokens."""
         replay = router.router_replay
         if not replay.watched or replay.own is None:
@@ -293,7 +275,7 @@ class RouterMemory:
         finally:
             self._task = None
 
-    def see(self, router: Router, scores: torch.Tensor, chosen: torch.Tensor) -> None:
+    def see(self, router: Router, scores: Tensor, chosen: Tensor) -> None:
         """Record one layer's pass: normalised scores and bool choice, both [tokens, experts]."""
         row = router.row
         if self._task is None or row is None:
@@ -307,7 +289,7 @@ class RouterMemory:
             moved = (log_probs.gather(1, experts) - before).abs().mean(1)
             row.moved = moved if row.moved is None else row.moved + moved
 
-    def movement(self, batch: MicroBatch) -> torch.Tensor:
+    def movement(self, batch: MicroBatch) -> Tensor:
         """Return the mean over layers and chosen experts of |log p - log p before|, in nats.
 
         [T / C], for every token of this context-parallel rank, from the last "compare" pass.
@@ -327,7 +309,7 @@ class RouterMemory:
         return moved / self._layers
 
 
-def _scores(router: Router, logits: torch.Tensor) -> torch.Tensor:
+def _scores(router: Router, logits: Tensor) -> Tensor:
     """Return scores [tokens, experts] that sum to 1 per token."""
     if router.score_function == "sigmoid":
         scores = logits.sigmoid()

@@ -99,9 +99,9 @@ def top_k(logits: Logits, k: int, temperature: float = 1.0) -> tuple[Tensor, Ten
     ranks = parallel_state.get_tensor_model_parallel_world_size()
     if k > size * ranks:
         raise ValueError(f"the {k} likeliest of a vocabulary of {size * ranks}")
-    partials = _per_row(tensor, 2)
+    partials = _empty(tensor, 2, len(tensor))
     largest, total = partials
-    best = tensor.new_empty((len(tensor), min(k, size)), dtype=_wide(tensor))
+    best = _empty(tensor, len(tensor), min(k, size))
     ids = torch.empty_like(best, dtype=torch.int64)
     for rows, x in _chunks(tensor, head, _How(temperature, None)):
         ids[rows] = _largest_columns(x, best.shape[1])
@@ -131,7 +131,7 @@ class _LogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, head: Tensor | None, targets: Tensor, how: _How
     ) -> Tensor:
-        partials = _per_row(logits, 2 + targets.shape[1])
+        partials = _empty(logits, 2 + targets.shape[1], len(logits))
         largest, total, chosen = partials[0], partials[1], partials[2:]
         columns, mine = _own(targets, _size(logits, head))
         for rows, x in _chunks(logits, head, how):
@@ -165,7 +165,7 @@ class _Entropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, head: Tensor | None, how: _How) -> Tensor:
-        partials = _per_row(logits, 3)
+        partials = _empty(logits, 3, len(logits))
         largest, total, moment = partials
         for rows, x in _chunks(logits, head, how):
             largest[rows] = _shift(x)
@@ -206,7 +206,7 @@ class _KL(torch.autograd.Function):
         second_head: Tensor | None,
         how: _How,
     ) -> Tensor:
-        partials = _per_row(first, 5)
+        partials = _empty(first, 5, len(first))
         largest, total, moment, largest_y, total_y = partials
         xs, ys = _chunks(first, first_head, how), _chunks(second, second_head, how)
         for (rows, x), (_, y) in zip(xs, ys, strict=True):
@@ -263,7 +263,7 @@ def _chunks(logits: Tensor, head: Tensor | None, how: _How) -> Iterator[tuple[sl
     """
     size = _size(logits, head)
     step = max(1, CHUNK_BYTES // (4 * size))
-    buffer = logits.new_empty((min(step, len(logits)), size), dtype=_wide(logits))
+    buffer = _empty(logits, min(step, len(logits)), size)
     for start in range(0, len(logits), step):
         rows = slice(start, min(start + step, len(logits)))
         x = buffer[: rows.stop - start]
@@ -325,13 +325,10 @@ def _largest_columns(x: Tensor, k: int) -> Tensor:
     return columns.gather(1, order)
 
 
-def _wide(logits: Tensor) -> torch.dtype:
-    """Return the dtype of computations and results: fp64 for fp64 (tests use it), else fp32."""
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
-
-
-def _per_row(logits: Tensor, count: int) -> Tensor:
-    return logits.new_empty((count, len(logits)), dtype=_wide(logits))
+def _empty(logits: Tensor, *shape: int) -> Tensor:
+    """Return an empty tensor to compute in: fp64 for fp64 (tests use it), else fp32."""
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    return logits.new_empty(shape, dtype=wide)
 
 
 def _across_ranks(part: Tensor) -> Tensor:
