@@ -10,6 +10,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
 from torch.nn import functional
 
 from parallel.packing import PackedRow, RankPlace, own_places
@@ -30,21 +31,20 @@ class PackedAttention(MegatronModule):
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         attention_mask: None,
         *_: Any,
         packed_seq_params: PackedRow,
         **__: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return causal attention within every sequence, [T / C, heads * value head_dim].
 
         query is [T / C, heads, head_dim]; key and value have the key-value heads.
         """
         row = packed_seq_params
-        if row.views is None:
-            row.views = _grids(row, RankPlace.here(), query.device)
+        row.views = row.views or _grids(row, RankPlace.here(), query.device)
         grids, back = row.views
         if parallel_state.get_context_parallel_world_size() > 1:
             group = parallel_state.get_context_parallel_group()
@@ -76,22 +76,17 @@ class _Grid:
     [S, 1, L / C, L], or None where that is simply causal.
     """
 
-    queries: torch.Tensor
-    keys: torch.Tensor
-    sees: torch.Tensor | None
+    queries: Tensor
+    keys: Tensor
+    sees: Tensor | None
 
 
-def _grids(
-    row: PackedRow, here: RankPlace, device: torch.device
-) -> tuple[list[_Grid], torch.Tensor]:
+def _grids(row: PackedRow, here: RankPlace, device: torch.device) -> tuple[list[_Grid], Tensor]:
     """Return the grids of a row, and the index of each local token in their flattened outputs."""
     starts, slots = row.starts[:-1], np.diff(row.starts)
     # Where a place of the row is after the gathering, which puts one rank's tokens after another's.
-    gathered = np.argsort(
-        np.concatenate(
-            [own_places(row.starts, replace(here, context_rank=r)) for r in range(here.context)]
-        )
-    )
+    places = [own_places(row.starts, replace(here, context_rank=r)) for r in range(here.context)]
+    gathered = np.argsort(np.concatenate(places))
     own_starts = starts // here.context
     back = np.zeros(len(row.own), np.int64)
     grids, offset = [], 0
@@ -110,13 +105,8 @@ def _grids(
             # What fills a line up sees the first token, since a softmax over nothing is NaN.
             position = np.maximum(row.own[queries] - starts[chosen][:, None], 0)
             sees = torch.from_numpy(np.arange(length) <= position[..., None])[:, None].to(device)
-        grids.append(
-            _Grid(
-                torch.from_numpy(queries).to(device),
-                torch.from_numpy(gathered[keys]).to(device),
-                sees,
-            )
-        )
+        own, others = (torch.from_numpy(each).to(device) for each in (queries, gathered[keys]))
+        grids.append(_Grid(own, others, sees))
         offset += queries.size
     return grids, torch.from_numpy(back).to(device)
 

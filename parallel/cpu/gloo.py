@@ -15,6 +15,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
+GLOO: Any = dist.ProcessGroupGloo
+
 
 def share_device() -> None:
     """Make all gloo groups that this process creates later share their devices.
@@ -23,8 +25,7 @@ def share_device() -> None:
     so the constructor is the only place to set a device. The devices are created with the first
     group: their threads would not survive a fork.
     """
-    group: Any = dist.ProcessGroupGloo
-    construct = group.__init__
+    construct = GLOO.__init__
     if getattr(construct, "shares_device", False):
         return
 
@@ -38,7 +39,7 @@ def share_device() -> None:
         construct(self, store, rank, size, timeout)
 
     construct_sharing.shares_device = True  # type: ignore[attr-defined]
-    group.__init__ = construct_sharing
+    GLOO.__init__ = construct_sharing
 
 
 def separate_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
@@ -47,8 +48,7 @@ def separate_group(store: dist.Store, rank: int, size: int, timeout: timedelta) 
     A device keeps pending connections until it is destroyed: a shared one would hand a late peer to
     a group that no longer exists.
     """
-    group: Any = dist.ProcessGroupGloo
-    return group(store, rank, size, _options(timeout, _devices()))
+    return GLOO(store, rank, size, _options(timeout, _devices()))
 
 
 @functools.cache
@@ -58,15 +58,13 @@ def _shared_devices(_process: int) -> list[Any]:
 
 def _devices() -> list[Any]:
     """Return devices on the interfaces that torch would use."""
-    group: Any = dist.ProcessGroupGloo
     if names := os.environ.get("GLOO_SOCKET_IFNAME"):
-        return [group.create_device(interface=name) for name in names.split(",")]
-    return [group.create_default_device()]
+        return [GLOO.create_device(interface=name) for name in names.split(",")]
+    return [GLOO.create_default_device()]
 
 
 def _options(timeout: timedelta, devices: list[Any]) -> Any:
-    group: Any = dist.ProcessGroupGloo
-    options = group._Options()
+    options = GLOO._Options()
     options._timeout = timeout
     options._devices = devices
     options._threads = 2 * len(devices)  # as torch does

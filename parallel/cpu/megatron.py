@@ -99,12 +99,11 @@ class _CpuStream:
         return _nothing
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
-
-
-def _answer(value: object) -> Callable[..., object]:
+def _answer(value: object) -> Callable[..., Any]:
     return lambda *_, **__: value
+
+
+_nothing = _answer(None)
 
 
 class _CudaOfTheCpu(types.ModuleType):
@@ -112,11 +111,9 @@ class _CudaOfTheCpu(types.ModuleType):
 
     def __init__(self) -> None:
         super().__init__("torch.cuda")
-        stream = _CpuStream()
         self.Stream = self.Event = _CpuStream
-        self.current_device = _answer(CPU)
-        self.device_count = _answer(1)
-        self.current_stream = self.default_stream = _answer(stream)
+        self.current_device, self.device_count = _answer(CPU), _answer(1)
+        self.current_stream = self.default_stream = _answer(_CpuStream())
         self.stream = lambda *_: contextlib.nullcontext()
         self.is_current_stream_capturing = _answer(False)
         self.synchronize = self.set_device = self.empty_cache = self.ipc_collect = _nothing
@@ -225,11 +222,10 @@ def _count_adam_steps_by_group() -> None:
     that owns no parameter of a group has no count to save. A count per group avoids both.
     """
     optimizer: Any = importlib.import_module("megatron.core.optimizer")
-    if not optimizer.USING_PYTORCH_OPTIMIZER:
-        return
     distributed: Any = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
-    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = GroupStepAdam, False
-    distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
+    if optimizer.USING_PYTORCH_OPTIMIZER:
+        optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = GroupStepAdam, False
+        distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
 
 
 class GroupStepAdam(torch.optim.AdamW):
