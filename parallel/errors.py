@@ -1,6 +1,23 @@
-"""The base class of errors that a user can fix; never imports torch."""
+"""Errors that a user can fix, and the pipe on which a process reports them to the launcher.
+
+Never imports torch.
+"""
 
 from __future__ import annotations
+
+import contextlib
+import os
+
+# Names the descriptor of the pipe. Not the log: its disk may be full.
+STATUS_DESCRIPTOR = "BRAID_STATUS_DESCRIPTOR"
+ERROR_MARK = "braid-error: "
+NOTICE_MARK = "braid-notice: "
+# Part of what gloo says when another rank is gone ("Connection closed by peer", "reset by peer").
+# The rank that died knows the cause better.
+LOST_PEER = "by peer"
+
+LONGEST = 4000  # bytes; a longer write to a pipe is not atomic (PIPE_BUF is 4096)
+OUTPUT, ERRORS = 1, 2
 
 
 class UserError(Exception):
@@ -8,3 +25,21 @@ class UserError(Exception):
 
     Programs end with the message and without a traceback.
     """
+
+
+def report_error(reason: str) -> None:
+    """Report why this process fails, to the launcher and on standard output."""
+    _report(ERROR_MARK + reason, OUTPUT)
+
+
+def report_notice(text: str) -> None:
+    """Report what a person should know while the stage continues, also on standard error."""
+    _report(NOTICE_MARK + text, ERRORS)
+
+
+def _report(text: str, log: int) -> None:
+    # The name of a file may hold bytes that are not UTF-8.
+    line = " ".join(text.split()).encode(errors="backslashreplace")[:LONGEST] + b"\n"
+    for descriptor in {int(os.environ.get(STATUS_DESCRIPTOR, log)), log}:
+        with contextlib.suppress(OSError):
+            os.write(descriptor, line)

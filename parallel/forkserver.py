@@ -27,7 +27,7 @@ from typing import Any
 
 from setproctitle import setproctitle
 
-from parallel.status_pipe import STATUS_DESCRIPTOR
+from parallel.errors import STATUS_DESCRIPTOR
 
 LARGEST_REQUEST = 1 << 20  # bytes
 ADOPTION_SECONDS = 10.0

@@ -20,10 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from parallel.errors import UserError
+from parallel.errors import UserError, report_error
 from parallel.files import CHARACTERS, write_atomically
 from parallel.sample import Sample
-from parallel.status_pipe import report_error
 from stages.data.demonstrations import (
     ConversationStream,
     conversation_index,

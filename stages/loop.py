@@ -10,10 +10,9 @@ from typing import Any, Protocol
 from parallel.checkpoint import load
 from parallel.checkpoint.save import Saver
 from parallel.distributed import any_rank, broadcast, is_main
-from parallel.errors import UserError
+from parallel.errors import UserError, report_notice
 from parallel.files import ENDED, STATE
 from parallel.model.policy import TrainedPolicy
-from parallel.status_pipe import report_notice
 from stages.guards.watch import GuardMonitor, StepVerdict
 from stages.metrics import MetricsLog
 from stages.settings import LoopSettings, StageJob

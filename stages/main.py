@@ -12,9 +12,8 @@ import sys
 import warnings
 from pathlib import Path
 
-from parallel.errors import UserError
+from parallel.errors import UserError, report_error, report_notice
 from parallel.settings import ModelSettings
-from parallel.status_pipe import report_error, report_notice
 from stages.kinds import KINDS, MODULES
 from stages.settings import StageJob
 

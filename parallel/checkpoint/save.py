@@ -32,9 +32,9 @@ from parallel.checkpoint import state as checkpoint_state
 from parallel.checkpoint.load import CheckpointError, reason, sha256
 from parallel.checkpoint.state import METADATA
 from parallel.distributed import gather, on_main
+from parallel.errors import LOST_PEER
 from parallel.files import CHECKSUMS, STATE, digest_of, whole_checkpoints, write_atomically
 from parallel.model.policy import Policy
-from parallel.status_pipe import LOST_PEER
 
 
 class Saver:

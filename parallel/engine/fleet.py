@@ -15,10 +15,10 @@ from parallel.device import device
 from parallel.distributed import any_rank, broadcast, gather, host_store, is_main, on_main
 from parallel.engine.client import EngineClient, EngineError, EngineRefused
 from parallel.engine.wire import EngineDescription, Join, Refit, Refitted, model_digest
+from parallel.errors import report_notice
 from parallel.model.policy import Policy
 from parallel.network import LOOPBACK, address_of
 from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
-from parallel.status_pipe import report_notice
 from parallel.weights import checksums
 from parallel.weights.executor import Outbox
 from parallel.weights.names import EMBEDDING, HEAD

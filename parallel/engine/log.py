@@ -26,10 +26,10 @@ import numpy as np
 
 from parallel.engine.answers import InvalidResponse, Question, sample_of
 from parallel.engine.wire import Generation
+from parallel.errors import report_notice
 from parallel.files import naming
 from parallel.sample import Sample
 from parallel.settings import ModelSettings
-from parallel.status_pipe import report_notice
 
 FORMAT = 1  # version of the file format
 HEADER = struct.Struct(">III")

@@ -39,9 +39,9 @@ from parallel.engine.wire import (
     frame,
     model_digest,
 )
+from parallel.errors import report_error
 from parallel.network import address_of
 from parallel.settings import EngineJob
-from parallel.status_pipe import report_error
 from parallel.weights.transport import host_identity
 
 BEAT_SECONDS = 1.0  # between heartbeats

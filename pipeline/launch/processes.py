@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
-from parallel.status_pipe import ERROR_MARK, LOST_PEER, NOTICE_MARK, STATUS_DESCRIPTOR
+from parallel.errors import ERROR_MARK, LOST_PEER, NOTICE_MARK, STATUS_DESCRIPTOR
 from pipeline.errors import BraidError
 
 POLL_SECONDS = 0.05

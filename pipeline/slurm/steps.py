@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from parallel.engine.environment import PROCESS_ENVIRONMENT
+from parallel.errors import NOTICE_MARK, STATUS_DESCRIPTOR
 from parallel.network import address_of, environment_of
 from parallel.settings import EngineSettings
-from parallel.status_pipe import NOTICE_MARK, STATUS_DESCRIPTOR
 from pipeline.config.cluster import ClusterSettings, ContainerSettings
 from pipeline.launch.placement import free_port
 from pipeline.launch.processes import (

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from parallel.status_pipe import report_notice
+from parallel.errors import report_notice
 from stages.data.problem import DomainError
 from stages.data.rows import ROWS, Row, RowError
 from stages.data.settings import FileSettings

@@ -6,7 +6,7 @@ from functools import cache
 from hashlib import sha256
 from typing import Any, Literal
 
-from parallel.status_pipe import report_notice
+from parallel.errors import report_notice
 from stages.data.index import Order, RowIndex, build_index
 from stages.data.problem import DomainError, Problem, content_key
 from stages.data.reasoning_gym import ReasoningGymSource

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from parallel.status_pipe import report_notice
+from parallel.errors import report_notice
 from stages.guards.registry import GUARDS, GuardSettings, Window, WindowGuardSettings
 from stages.kinds import settings_key
 from stages.rewards.registry import RewardSettings

@@ -29,7 +29,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.reduction import send_handle
 from pathlib import Path
 
-from parallel.status_pipe import ERRORS, STATUS_DESCRIPTOR, report_notice
+from parallel.errors import ERRORS, STATUS_DESCRIPTOR, report_notice
 from stages.data.problem import Problem
 from stages.rewards.forkserver import CLOCK_BYTES, Answer, Chunk, Clock, Setup
 from stages.rewards.grading import Grade, failure

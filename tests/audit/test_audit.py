@@ -190,7 +190,7 @@ def test_a_refusal_names_the_missing_setting(odd: Path, tmp_path: Path) -> None:
 
 def test_audit_and_product_share_no_arithmetic() -> None:
     """The audit imports only its own modules and the file formats."""
-    allowed = {"parallel.files", "parallel.checkpoint.reader", "parallel.status_pipe"}
+    allowed = {"parallel.files", "parallel.checkpoint.reader", "parallel.errors"}
     for path in (REPOSITORY / "stages" / "audit").glob("*.py"):
         for name in _imported(path):
             if name.split(".")[0] in ("stages", "parallel", "pipeline"):

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from parallel.errors import STATUS_DESCRIPTOR
 from parallel.files import whole_checkpoints
 from parallel.settings import LayoutSettings, OptimizerSettings
-from parallel.status_pipe import STATUS_DESCRIPTOR
 from tests.layouts.cases import SGD, SPREAD, build, loop, own_part, train
 
 STEPS = 3  # before a checkpoint, and again after it

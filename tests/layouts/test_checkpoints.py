@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from parallel.errors import NOTICE_MARK
 from parallel.settings import LayoutSettings
-from parallel.status_pipe import NOTICE_MARK
 from tests.layouts import checkpoint_cases as cases
 from tests.layouts.cases import SPREAD
 from tests.ranks import On, Ranks

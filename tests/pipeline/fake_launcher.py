@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from parallel.status_pipe import ERROR_MARK
+from parallel.errors import ERROR_MARK
 from pipeline.config.validate import load
 from pipeline.errors import BraidError
 from pipeline.launch.launcher import Programs

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from parallel.status_pipe import report_error
+from parallel.errors import report_error
 
 
 def main() -> None:

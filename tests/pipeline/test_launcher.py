@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import pytest
 from rich.console import Console
 
-from parallel.status_pipe import ERROR_MARK
+from parallel.errors import ERROR_MARK
 from pipeline.errors import BraidError
 from pipeline.launch.launcher import JobFailed, first_cause
 from pipeline.launch.processes import Child, wait_for_all

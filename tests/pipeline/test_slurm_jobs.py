@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from parallel.errors import ERROR_MARK
 from parallel.network import LOOPBACK, address_of, environment_of
 from parallel.settings import EngineSettings, LayoutSettings
-from parallel.status_pipe import ERROR_MARK
 from pipeline.config.cluster import ClusterSettings, ContainerSettings, KindSettings, seconds_of
 from pipeline.config.read import ConfigError
 from pipeline.config.validate import load_cluster

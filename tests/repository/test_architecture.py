@@ -30,7 +30,6 @@ WITHOUT_TORCH = {
     "parallel.forkserver",
     "parallel.memory",
     "parallel.network",
-    "parallel.status_pipe",
     "parallel.engine.environment",
     "parallel.weights.needs",
     "stages.directory",
