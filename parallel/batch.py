@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+from torch import Tensor
 
 from parallel.device import device
 from parallel.model import vocabulary
@@ -20,60 +21,43 @@ from parallel.sample import Sample
 
 @dataclass
 class MicroBatch:
-    """B samples: packed into one row for the model, one row per response for the objectives.
-
-    For the model, this context-parallel rank's share of T tokens:
-        tokens, positions: int64 [1, T / C]; positions count from 0 in every sequence.
-        row: the packed row that they are from.
-
-    Between the two, for the n trained response tokens that this rank predicts:
-        predicts: int64 [n], which of the rank's tokens predicts each.
-        place: int64 [n], the index of each in [B * R].
-        kept: int64 [n, S], padded with -1, the ids that top-p or top-k sampling left of the
-            vocabulary; None, and a row of -1 only, keep all.
-
-    For the objectives, whole on every rank, at most R tokens per response:
-        targets: int64 [B, R].
-        mask: bool [B, R], the tokens to train on.
-        engine_logprobs: mu, fp32 [B, R], in nats, 0 outside the mask.
-        advantages: fp32 [B, R], 0 outside the mask.
-
-    Added on the last pipeline stage where the objective asks for them, fp32 [B, R]:
-        old_logprobs, old_entropies, reference_logprobs: in nats.
-        weights: of tokens that pi_old did not sample.
-        router_movement: in nats.
-        values, returns: of a critic and its targets, 0 outside the mask.
-        reference, teacher: logits [n, vocabulary / TP] of the reference, or the domain's teacher.
-    """
+    """B samples: packed into one row for the model, one row per response for the objectives."""
 
     samples: list[Sample]
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    row: PackedRow
-    predicts: torch.Tensor
-    place: torch.Tensor
-    targets: torch.Tensor
-    mask: torch.Tensor
-    engine_logprobs: torch.Tensor
-    advantages: torch.Tensor
-    kept: torch.Tensor | None = None
-    old_logprobs: torch.Tensor | None = None
-    old_entropies: torch.Tensor | None = None
-    reference_logprobs: torch.Tensor | None = None
+    # For the model, this context-parallel rank's share of T tokens:
+    tokens: Tensor  # int64 [1, T / C]
+    positions: Tensor  # int64 [1, T / C], from 0 in every sequence
+    row: PackedRow  # that they are from
+    # Between the two, for the n trained response tokens that this rank predicts:
+    predicts: Tensor  # int64 [n], which of the rank's tokens predicts each
+    place: Tensor  # int64 [n], the index of each in [B * R]
+    # For the objectives, whole on every rank, at most R tokens per response:
+    targets: Tensor  # int64 [B, R]
+    mask: Tensor  # bool [B, R], the tokens to train on
+    engine_logprobs: Tensor  # mu, fp32 [B, R], in nats, 0 outside the mask
+    advantages: Tensor  # fp32 [B, R], 0 outside the mask
+    # int64 [n, S], padded with -1: the ids that top-p or top-k sampling left of the vocabulary.
+    # None, and a row of -1 only, keep all.
+    kept: Tensor | None = None
+    # Added on the last pipeline stage where the objective asks for them, fp32 [B, R]:
+    old_logprobs: Tensor | None = None  # in nats, as the next two
+    old_entropies: Tensor | None = None
+    reference_logprobs: Tensor | None = None
+    weights: Tensor | None = None  # of tokens that pi_old did not sample
+    router_movement: Tensor | None = None  # in nats
+    values: Tensor | None = None  # of a critic, 0 outside the mask
+    returns: Tensor | None = None  # the critic's targets, 0 outside the mask
+    # Logits [n, vocabulary / TP], added likewise:
     reference: HeadLogits | None = None
-    weights: torch.Tensor | None = None
-    router_movement: torch.Tensor | None = None
-    values: torch.Tensor | None = None
-    returns: torch.Tensor | None = None
-    teacher: HeadLogits | None = None
+    teacher: HeadLogits | None = None  # of the domain
     domain: str = ""
 
     @property
-    def own_targets(self) -> torch.Tensor:
+    def own_targets(self) -> Tensor:
         """The targets, int64 [n], that this rank predicts."""
         return self.targets.flatten()[self.place]
 
-    def spread(self, values: torch.Tensor) -> torch.Tensor:
+    def spread(self, values: Tensor) -> Tensor:
         """Return the values [n] of every context-parallel rank's tokens as [B, R] on all ranks.
 
         Differentiable. Each rank computes the same loss from the whole tensor; its gradient reaches
@@ -98,19 +82,19 @@ class Responses:
     under the batch's mask, and differentiable where the logits are.
     """
 
-    logits: torch.Tensor | HeadLogits
+    logits: Tensor | HeadLogits
     batch: MicroBatch
 
-    def log_probs(self, temperature: float = 1.0) -> torch.Tensor:
+    def log_probs(self, temperature: float = 1.0) -> Tensor:
         """Return log pi of every target in nats, renormalised on the batch's kept sets."""
         targets, kept = self.batch.own_targets, self.batch.kept
         return self.batch.spread(vocabulary.log_probs(self.logits, targets, temperature, kept))
 
-    def entropy(self, temperature: float = 1.0) -> torch.Tensor:
+    def entropy(self, temperature: float = 1.0) -> Tensor:
         """Return the entropy over the whole vocabulary at every response token, in nats."""
         return self.batch.spread(vocabulary.entropy(self.logits, temperature))
 
-    def kl(self, other: torch.Tensor | HeadLogits, temperature: float = 1.0) -> torch.Tensor:
+    def kl(self, other: Tensor | HeadLogits, temperature: float = 1.0) -> Tensor:
         """Return KL(this || other) over the whole vocabulary at every response token, in nats."""
         return self.batch.spread(vocabulary.kl(self.logits, other, temperature))
 
@@ -183,13 +167,11 @@ def collate(
 
 def token_counts(batches: Sequence[MicroBatch]) -> dict[str, float]:
     """Return this rank's numbers of tokens, `real` ones and `computed` ones with padding."""
-    return {
-        "real": float(sum(sample.length for batch in batches for sample in batch.samples)),
-        "computed": float(sum(batch.row.tokens for batch in batches)),
-    }
+    real = sum(sample.length for batch in batches for sample in batch.samples)
+    return {"real": float(real), "computed": float(sum(batch.row.tokens for batch in batches))}
 
 
-def _moved(values: np.ndarray) -> torch.Tensor:
+def _moved(values: np.ndarray) -> Tensor:
     return torch.from_numpy(values).to(device())
 
 
@@ -204,7 +186,7 @@ def _deal(samples: Sequence[Sample], hands: int) -> list[list[Sample]]:
     return dealt
 
 
-def _kept(samples: list[Sample], place: np.ndarray, longest: int) -> torch.Tensor | None:
+def _kept(samples: list[Sample], place: np.ndarray, longest: int) -> Tensor | None:
     """Return the kept sets of the tokens at `place` in [B * longest], padded with -1."""
     if all(sample.kept is None for sample in samples):
         return None

@@ -58,21 +58,15 @@ class RankPlace:
 
 @dataclass(kw_only=True)
 class PackedRow(PackedSeqParams):
-    """One row of T tokens, in the form that Megatron's layers take.
+    """One row of T tokens, in the form that Megatron's layers take."""
 
-    starts: int64, the position of every slot in the row, and T.
-    own: int64 [T / C], the positions of this context-parallel rank's tokens, in its order.
-    real: bool [T / C], false on padding.
-    routes: int64 [routed layers, T / C, experts_per_token], the experts to replay, or None.
-    views: a cache of the attention.
-    remembered, moved: caches of the routers (`parallel.model.routing.RouterMemory`).
-    """
-
-    starts: np.ndarray
-    own: np.ndarray
-    real: torch.Tensor
+    starts: np.ndarray  # int64, the position of every slot in the row, and T
+    own: np.ndarray  # int64 [T / C], the positions of this context-parallel rank's tokens, in order
+    real: torch.Tensor  # bool [T / C], false on padding
+    # The experts to replay, int64 [routed layers, T / C, experts_per_token].
     routes: torch.Tensor | None = None
-    views: Any = None
+    views: Any = None  # a cache of the attention
+    # Caches of the routers (`parallel.model.routing.RouterMemory`).
     remembered: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     moved: torch.Tensor | None = None
 

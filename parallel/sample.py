@@ -9,43 +9,28 @@ import numpy as np
 
 @dataclass
 class Sample:
-    """A prompt and a response to it.
-
-    From the engine:
-        prompt, response: int32 token ids.
-        logprobs: mu, of the sampled tokens, fp32 [response], in nats.
-        routes: experts of every token but the last, which no forward pass reads; uint16
-            [prompt + response - 1, routed layers, experts_per_token].
-        versions: weight version that each token was sampled with, int32 [response].
-        kept: int32 ids that top-p or top-k sampling left of the vocabulary, one array per token.
-        loss_mask: tokens to train on, bool [response]; None trains on all of them.
-        finished: the response ends with the end token.
-    A demonstration has neither log-probabilities nor routes.
-
-    From the stage:
-        reward: None where the reward failed.
-        reward_parts: its parts by name, before they are weighted.
-        step_rewards: rewards of steps, each with the position of the step's last token.
-        group: number of the prompt within the training step.
-        advantage, advantages: per sample, and fp32 [response] where tokens have their own; then
-            `advantage` is their mean.
-    """
+    """A prompt and a response to it; a demonstration has neither log-probabilities nor routes."""
 
     domain: str
-    prompt: np.ndarray
-    response: np.ndarray
-    logprobs: np.ndarray | None = None
+    # From the engine:
+    prompt: np.ndarray  # int32 token ids
+    response: np.ndarray  # int32 token ids
+    logprobs: np.ndarray | None = None  # mu, of the sampled tokens, fp32 [response], in nats
+    # The experts of every token but the last, which no forward pass reads; uint16
+    # [prompt + response - 1, routed layers, experts_per_token].
     routes: np.ndarray | None = None
-    versions: np.ndarray | None = None
+    versions: np.ndarray | None = None  # that each token was sampled with, int32 [response]
+    # The int32 ids that top-p or top-k sampling left of the vocabulary, one array per token.
     kept: list[np.ndarray] | None = None
-    loss_mask: np.ndarray | None = None
-    finished: bool = True
-    reward: float | None = None
-    reward_parts: dict[str, float] | None = None
-    step_rewards: list[tuple[int, float]] | None = None
-    group: int = 0
-    advantage: float = 0.0
-    advantages: np.ndarray | None = None
+    loss_mask: np.ndarray | None = None  # bool [response], tokens to train on; None is all
+    finished: bool = True  # the response ends with the end token
+    # From the stage:
+    reward: float | None = None  # None where it failed
+    reward_parts: dict[str, float] | None = None  # by name, before they are weighted
+    step_rewards: list[tuple[int, float]] | None = None  # each with the step's last position
+    group: int = 0  # number of the prompt within the training step
+    advantage: float = 0.0  # the mean where tokens have their own
+    advantages: np.ndarray | None = None  # fp32 [response]
 
     @property
     def length(self) -> int:
