@@ -127,10 +127,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def on_main(function: Callable[[], Any]) -> Any:
-    """Call the function on the main rank and return its result, or raise its error, on every rank.
-
-    Result and error must be picklable.
-    """
+    """Return the function's result on the main rank, or raise its error, on every rank: pickled."""
     answer = error = None
     if is_main():
         try:
@@ -159,10 +156,10 @@ def layout_sizes() -> dict[str, int]:
 
 
 def sum_over_data(values: dict[str, float]) -> dict[str, float]:
-    """Return each value summed over the data-parallel ranks of the last pipeline stage.
+    """Return on every rank each value summed over the data-parallel ranks of the last stage.
 
-    Losses exist only there: its ranks all pass the same names, and the values that others pass are
-    ignored. The sums are returned on every rank.
+    Losses exist only on the last pipeline stage: its ranks all pass the same names, and the values
+    that others pass are ignored.
     """
     from megatron.core import parallel_state
 

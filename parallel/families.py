@@ -37,10 +37,7 @@ class NothingFurther(Settings):
 
 
 class Glm4MoeArchitecture(Settings):
-    """GLM-4-MoE: leading dense layers, shared experts, and routing limited to groups of experts.
-
-    Defaults are those of transformers.
-    """
+    """GLM-4-MoE: dense layers first, shared experts, routing by groups; transformers' defaults."""
 
     first_k_dense_replace: Natural = 1
     intermediate_size: Count = 10944
@@ -122,11 +119,7 @@ FAMILIES = {
 
 
 def architecture(settings: ModelSettings) -> Any:
-    """Return `model.architecture` as the settings class of the family.
-
-    Raises:
-        ValidationError: pydantic's; a key is unknown or a value is wrong.
-    """
+    """Return `model.architecture` as the family's settings; raise pydantic's ValidationError."""
     return FAMILIES[settings.family].further.model_validate(settings.architecture, strict=True)
 
 

@@ -45,8 +45,7 @@ class Checkpoint:
 def write_atomically(path: Path, text: str) -> None:
     """Replace the file atomically: a reader sees the old text or the new, even after a kill.
 
-    Raises:
-        OSError: such as a full disk; the old file is then unchanged.
+    Raises OSError, such as for a full disk; the old file is then unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -62,10 +61,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def unreachable(path: Path) -> str | None:
-    """Return why stat fails on a path that may exist, or None.
-
-    Such as a name that is too long, or a directory without search permission.
-    """
+    """Return why stat fails on a path that may exist, such as a name too long, or None."""
     try:
         with suppress(FileNotFoundError, NotADirectoryError, ValueError):  # a NUL
             path.stat()
@@ -75,11 +71,7 @@ def unreachable(path: Path) -> str | None:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a regular file for reading.
-
-    Raises:
-        OSError: also for a FIFO or a device, which could block a reader for ever.
-    """
+    """Open a regular file; raise OSError also for a FIFO or device, which could block for ever."""
     # O_NONBLOCK: opening a FIFO waits for its writer. It has no effect on regular files.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     mode = os.fstat(descriptor).st_mode
@@ -92,12 +84,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_text(path: Path, errors: str = "strict") -> str:
-    """Return the UTF-8 text of a regular file; `errors` are those of `bytes.decode`.
-
-    Raises:
-        OSError: as `open_file` does.
-        UnicodeDecodeError: the file is not UTF-8.
-    """
+    """Return the text of a regular UTF-8 file, or raise OSError or UnicodeDecodeError."""
     with open_file(path) as file:
         return file.read().decode(errors=errors)
 
@@ -113,11 +100,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def checkpoint_directories(directory: Path) -> list[Path]:
-    """Return every `step_N` in `directory`, whole or not, oldest first.
-
-    Raises:
-        UnreadableCheckpoint: the directory is there and cannot be read.
-    """
+    """Return every `step_N`, whole or not, oldest first; UnreadableCheckpoint if unreadable."""
     try:
         return [directory / name for _, name in numbered(directory, "step_")]
     except OSError as error:
@@ -125,10 +108,9 @@ def checkpoint_directories(directory: Path) -> list[Path]:
 
 
 def numbered(directory: Path, prefix: str) -> list[tuple[int, str]]:
-    """Return the names in `directory` of the prefix and a number, sorted by number.
+    """Return (number, name) of all names of the prefix and a number, sorted by number.
 
-    Empty where there is no such directory. Names that a person gave, such as `step_20.bak`, do not
-    match.
+    Empty without such a directory. Names that a person gave, as `step_20.bak`, do not match.
     """
     try:
         with os.scandir(directory) as entries:
@@ -140,20 +122,12 @@ def numbered(directory: Path, prefix: str) -> list[tuple[int, str]]:
 
 
 def whole_checkpoints(directory: Path) -> list[Checkpoint]:
-    """Return the complete checkpoints `step_N` in `directory`, oldest first.
-
-    Raises:
-        UnreadableCheckpoint: one of them cannot be read.
-    """
+    """Return the whole `step_N`, oldest first; raise UnreadableCheckpoint if one is unreadable."""
     return [whole for path in checkpoint_directories(directory) if (whole := read_checkpoint(path))]
 
 
 def newest_whole(directory: Path) -> Checkpoint | None:
-    """Return the complete checkpoint with the highest step; no older one is read.
-
-    Raises:
-        UnreadableCheckpoint: the newest one cannot be read.
-    """
+    """Return the whole checkpoint of the highest step, or raise its UnreadableCheckpoint."""
     found = map(read_checkpoint, reversed(checkpoint_directories(directory)))
     return next(filter(None, found), None)
 

@@ -81,13 +81,11 @@ def training_memory(
     """Return the memory of one rank of every pipeline rank while it trains, first rank first.
 
     Args:
-        model: together with `layout`, free of `layout_violations`.
-        layout: how the ranks share the model.
-        algorithm: the optimizer's.
+        model, layout: without `layout_violations`.
         micro_batch_tokens: tokens of a micro-batch, before context parallelism splits it.
         frozen_models: references and teachers held beside the policy.
         averages: of the policy's weights over its updates, which are kept in fp32.
-        values: whether it is a critic's model, whose head says one value and no logits.
+        values: true for a critic's model, whose head gives one value and no logits.
     """
     if algorithm != "adam":  # megatron-core's distributed optimizer has only Adam
         layout = layout.model_copy(update={"distributed_optimizer": False})
@@ -158,10 +156,8 @@ def _cached_token(model: ModelSettings, engine: EngineSettings) -> int:
 def _chunks(
     model: ModelSettings, layout: LayoutSettings, rank: int, values: bool = False
 ) -> list[Tensors]:
-    return [
-        _chunk(model, layout, part * layout.pipeline + rank, values)
-        for part in range(layout.virtual_pipeline)
-    ]
+    numbers = range(rank, layout.pipeline * layout.virtual_pipeline, layout.pipeline)
+    return [_chunk(model, layout, number, values) for number in numbers]
 
 
 def _chunk(model: ModelSettings, layout: LayoutSettings, number: int, values: bool) -> Tensors:
@@ -170,7 +166,7 @@ def _chunk(model: ModelSettings, layout: LayoutSettings, number: int, values: bo
     count = model.layers // parts
     routed = max(0, (number + 1) * count - max(number * count, routed_layers(model).start))
     hidden, tensor = model.hidden_size, layout.tensor
-    first, last = number == 0, number == parts - 1
+    last = number == parts - 1
     vocabulary = model.vocabulary_size * hidden // tensor
     dense = [(size, count) for size in _attention(model, tensor)]
     for width, layers_of_it in _dense_widths(model, routed, count):
@@ -179,7 +175,7 @@ def _chunk(model: ModelSettings, layout: LayoutSettings, number: int, values: bo
     dense += [
         (model.experts * hidden, routed),  # the router, whole on every tensor rank
         (hidden, 2 * count + last),  # norms
-        (vocabulary, int(first)),
+        (vocabulary, int(number == 0)),
         (hidden if values else vocabulary, int(last)),  # the head
     ]
     held = routed * model.experts // layout.expert
@@ -188,10 +184,7 @@ def _chunk(model: ModelSettings, layout: LayoutSettings, number: int, values: bo
 
 
 def _dense_widths(model: ModelSettings, routed: int, layers: int) -> list[tuple[int, int]]:
-    """Return (hidden size, layers) of the dense feed-forward networks in `layers` layers.
-
-    They are the shared experts of routed layers, and the networks of layers without experts.
-    """
+    """Return (hidden size, layers) of the shared experts, and of the layers without experts."""
     further = architecture(model)
     if isinstance(further, NothingFurther):
         return []
@@ -206,9 +199,8 @@ def _attention(model: ModelSettings, tensor: int) -> list[int]:
     if isinstance(further, DeepseekV3Architecture):
         query, latent = further.qk_nope_head_dim + model.head_dim, further.kv_lora_rank
         reads = further.q_lora_rank or hidden
-        compressed = [reads * hidden, reads] if further.q_lora_rank else []
         return [
-            *compressed,
+            *([reads * hidden, reads] if further.q_lora_rank else []),
             heads * query * reads // tensor,
             (latent + model.head_dim) * hidden,
             latent,
@@ -216,15 +208,13 @@ def _attention(model: ModelSettings, tensor: int) -> list[int]:
             heads * further.v_head_dim * hidden // tensor,
         ]
     queries, keys = heads * model.head_dim, model.key_value_heads * model.head_dim
+    sizes = [(queries + 2 * keys) * hidden // tensor, queries * hidden // tensor]
     glm = isinstance(further, Glm4MoeArchitecture)
-    bias = [(queries + 2 * keys) // tensor] if glm and further.attention_bias else []
-    norms = further.use_qk_norm if glm else model.family == "qwen3_moe"
-    return [
-        (queries + 2 * keys) * hidden // tensor,
-        queries * hidden // tensor,
-        *bias,
-        *([model.head_dim] * 2 if norms else []),
-    ]
+    if glm and further.attention_bias:
+        sizes.append((queries + 2 * keys) // tensor)
+    if further.use_qk_norm if glm else model.family == "qwen3_moe":
+        sizes += [model.head_dim] * 2
+    return sizes
 
 
 def _buffers(chunk: Tensors, layout: LayoutSettings) -> tuple[int, int]:

@@ -12,14 +12,14 @@ import struct
 
 LOOPBACK = "lo"
 
-# Read by gloo and NCCL; each chooses an interface itself where its variable is not set.
-_LISTENERS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SIOCGIFADDR = 0x8915  # of Linux: the IPv4 address of an interface
 
 
 def environment_of(interface: str) -> dict[str, str]:
     """Return the variables that bind the process groups of torch.distributed to an interface."""
-    return dict.fromkeys(_LISTENERS, interface) if interface else {}
+    # gloo and NCCL each choose an interface themselves where their variable is not set.
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return dict.fromkeys(names, interface) if interface else {}
 
 
 def address_of(interface: str) -> str:

@@ -61,9 +61,7 @@ class ModelSettings(Settings):
     tokenizer: str = Field(
         CHARACTERS, description="characters, or the directory of a Hugging Face tokenizer"
     )
-    vocabulary_size: Count = Field(
-        description="rows of the embedding; at least the tokenizer's token ids"
-    )
+    vocabulary_size: Count = Field(description="embedding rows; at least the tokenizer's token ids")
     hidden_size: Count = Field(description="width of the residual stream")
     layers: Annotated[int, Field(gt=0, le=2000)] = Field(description="number of decoder layers")
     attention_heads: Count = Field(description="query heads")
@@ -103,9 +101,7 @@ class LayoutSettings(Settings):
     virtual_pipeline: Count = Field(
         1, description="model chunks per pipeline rank; more shrink the pipeline bubble"
     )
-    context: Count = Field(
-        1, description="context parallelism (CP): ranks that share each sequence"
-    )
+    context: Count = Field(1, description="context parallelism (CP): ranks sharing each sequence")
     expert: Count = Field(1, description="expert parallelism (EP)")
     expert_tensor: Count = Field(1, description="tensor parallelism of the experts (ETP)")
     distributed_optimizer: bool = Field(
@@ -142,9 +138,7 @@ class OptimizerSettings(Settings):
     decay: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="schedule after the warm-up"
     )
-    final_ratio: Fraction = Field(
-        0.0, description="learning rate of the last step, as a fraction of the peak"
-    )
+    final_ratio: Fraction = Field(0.0, description="final learning rate as a fraction of the peak")
     clip_norm: Positive = Field(1.0, description="maximum norm of a step's whole gradient")
 
 
@@ -171,9 +165,7 @@ class EngineSettings(Settings):
         120,  # several of an engine's heartbeats
         description="an engine without a heartbeat for this long during a request is restarted",
     )
-    max_restarts: Natural = Field(
-        3, description="per engine and attempt at a stage; beyond it the stage fails"
-    )
+    max_restarts: Natural = Field(3, description="per engine and attempt; beyond, the stage fails")
     transport: Literal["auto", "shared_memory", "messages"] = Field(
         "auto", description="of a refit's bytes; messages: gloo on CPU, NCCL on GPU"
     )

@@ -41,10 +41,8 @@ from parallel.model.policy import Policy, TrainedPolicy
 def newest_verified(directory: Path) -> tuple[Path | None, list[str]]:
     """Return the newest whole checkpoint in `directory`, and a message for each damaged newer one.
 
-    A damaged one is renamed to `damaged_step_N` for a person to look at. Collective.
-
-    Raises:
-        UnreadableCheckpoint: the newest one exists and cannot be read.
+    A damaged one is renamed to `damaged_step_N` for a person to look at. Raises
+    UnreadableCheckpoint where the newest one exists and cannot be read. Collective.
     """
     damaged: list[str] = []
     while paths := on_main(lambda: checkpoint_directories(directory)):

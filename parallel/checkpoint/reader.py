@@ -33,21 +33,12 @@ NEEDED = {
     # Finds one of torch's few layouts by its name.
     "torch.serialization": ("_get_layout",),
     "torch.distributed.checkpoint.metadata": (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata", "Metadata"),
+        *("MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.distributed.checkpoint.planner": (
-        "SavePlan",
-        "TensorWriteData",
-        "WriteItem",
-        "WriteItemType",
+        *("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
     ),
 }
 
@@ -63,9 +54,7 @@ class CheckpointRefused(CheckpointError):
 class CheckpointReader(FileSystemReader):
     """A torch reader of a checkpoint directory that reads the metadata once and as data.
 
-    Raises:
-        CheckpointRefused: `.metadata` holds something else.
-        OSError: it cannot be read.
+    Raises CheckpointRefused where `.metadata` holds something else, and OSError.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -79,11 +68,7 @@ class CheckpointReader(FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the tensors and objects of a plan.
-
-        Raises:
-            CheckpointRefused: an object is more than tensors, numbers and text.
-        """
+        """Read a plan; raise CheckpointRefused if an object is not tensors, numbers and text."""
         try:
             return super().read_data(plan, planner)
         except _ObjectRefused as refused:
@@ -112,13 +97,10 @@ class _Unpickler(pickle.Unpickler):
 
 @functools.cache
 def _needed() -> dict[tuple[str, str], Any]:
-    found = {
-        (module, name): getattr(importlib.import_module(module), name)
-        for module, names in NEEDED.items()
-        for name in names
-    }
-    types = {name: each for name, each in vars(torch).items() if isinstance(each, torch.dtype)}
-    return found | {("torch", name): each for name, each in types.items()}
+    modules = {module: importlib.import_module(module) for module in NEEDED}
+    found = {(m, name): getattr(modules[m], name) for m, names in NEEDED.items() for name in names}
+    types = {("torch", n): each for n, each in vars(torch).items() if isinstance(each, torch.dtype)}
+    return found | types
 
 
 def _read_metadata(checkpoint: Path) -> Any:

@@ -64,10 +64,8 @@ class Saver:
         """Start to write `step_N` from the current policy and the loop's `state`, which is JSON.
 
         Of a policy that does not train only the weights are written. A higher `score` is better.
-
-        Raises:
-            CheckpointError, OSError: such as a full disk; earlier checkpoints are unchanged. Also
-                raised by `finish`.
+        Like `finish` raises CheckpointError or OSError, such as for a full disk; earlier
+        checkpoints are then unchanged.
         """
         self.finish()
         path = self._directory / f"tmp_step_{step}"

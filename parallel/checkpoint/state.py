@@ -65,10 +65,7 @@ def weights(policy: Policy, head: bool = True) -> State:
 
 
 def whole(policy: Policy) -> State:
-    """Return this rank's shards of all that a checkpoint has of the policy.
-
-    Of one that does not train these are the weights alone.
-    """
+    """Return this rank's shards of a whole checkpoint: of a policy not in training, its weights."""
     if not isinstance(policy, TrainedPolicy):
         return {"weights": weights(policy)}
     companions = policy.companions.items()
@@ -215,13 +212,10 @@ def _owned_shards(part: DistributedOptimizer, weights: dict[int, Any]) -> list[S
 
 
 def _position(piece: ShardedTensor, parameter: torch.nn.Parameter) -> int:
-    """Return the offset of a piece in the flattened parameter.
-
-    Raises:
-        NotImplementedError: megatron-core rearranges the weight for its checkpoint.
-    """
+    """Return the offset of a piece in the flattened parameter."""
     memory = parameter.untyped_storage().data_ptr()
     if piece.data.untyped_storage().data_ptr() != memory or not piece.data.is_contiguous():
+        # megatron-core rearranges the weight for its checkpoint.
         raise NotImplementedError(f"{piece.key} is not a plain part of its parameter")
     return (piece.data.data_ptr() - parameter.data_ptr()) // parameter.element_size()
 

@@ -75,20 +75,21 @@ def activate() -> None:
     _patch_megatron()
 
 
-class _CpuStream:
+def _answer(value: object) -> Callable[..., Any]:
+    return lambda *_, **__: value
+
+
+_nothing = _answer(None)
+
+
+class _CpuStream(contextlib.nullcontext):
     """A stand-in for CUDA streams and events: all work is already ordered and finished."""
 
+    cuda_stream = 0
+    query = _answer(True)
+
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.cuda_stream = 0
-
-    def __enter__(self) -> _CpuStream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def query(self) -> bool:
-        return True
+        super().__init__(self)
 
     def record_event(self, *_: Any) -> _CpuStream:
         return self
@@ -97,13 +98,6 @@ class _CpuStream:
         if name.startswith("__"):
             raise AttributeError(name)
         return _nothing
-
-
-def _answer(value: object) -> Callable[..., Any]:
-    return lambda *_, **__: value
-
-
-_nothing = _answer(None)
 
 
 class _CudaOfTheCpu(types.ModuleType):

@@ -126,10 +126,7 @@ def _further_arguments(settings: ModelSettings) -> dict[str, Any]:
 
 
 def build_chunks(bridge: Any) -> list[GPTModel]:
-    """Return this rank's parts of the model on its device; several with a virtual pipeline.
-
-    The weights are not initialised.
-    """
+    """Return this rank's parts of the model, not initialised; several with a virtual pipeline."""
     parts = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     return [_build_chunk(bridge, stage) for stage in (range(parts) if parts else [None])]
 
@@ -227,14 +224,10 @@ def split_dimension(name: str) -> int | None:
 def tensor_split(name: str) -> tuple[int, int]:
     """Return the number of tensor-parallel ranks of a weight, and this rank's index."""
     if ".experts." in name:
-        return (
-            parallel_state.get_expert_tensor_parallel_world_size(),
-            parallel_state.get_expert_tensor_parallel_rank(),
-        )
-    return (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_tensor_model_parallel_rank(),
-    )
+        group = parallel_state.get_expert_tensor_parallel_group()
+    else:
+        group = parallel_state.get_tensor_model_parallel_group()
+    return group.size(), group.rank()
 
 
 def shard(name: str, whole: torch.Tensor, size: int, rank: int) -> torch.Tensor:

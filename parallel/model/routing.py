@@ -152,10 +152,7 @@ class RoutingLosses:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Only count in the forward passes inside the context, then sum over the ranks.
-
-        Collective over the ranks that hold the same layers.
-        """
+        """Only count in the forward passes inside; then sum over the ranks of the same layers."""
         for router in self.routers:
             self._load[router] = torch.zeros(router.num_experts, device=router.weight.device)
         self._counting = True

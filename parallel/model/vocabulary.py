@@ -89,10 +89,8 @@ def kl(
 def top_k(logits: Logits, k: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and ids (int64) of the k most likely ids, both [n, k].
 
-    Sorted by probability; ties by the lower id. Takes no gradient.
-
-    Raises:
-        ValueError: the vocabulary has fewer than k ids.
+    Sorted by probability; ties by the lower id. Takes no gradient. Raises ValueError if the
+    vocabulary has fewer than k ids.
     """
     tensor, head = _parts(logits)
     size = _size(tensor, head)
@@ -257,10 +255,7 @@ def _size(logits: Tensor, head: Tensor | None) -> int:
 
 
 def _chunks(logits: Tensor, head: Tensor | None, how: _How) -> Iterator[tuple[slice, Tensor]]:
-    """Yield chunks of rows with their x, LOWEST outside the kept sets.
-
-    The caller may overwrite x, as the next chunk does.
-    """
+    """Yield chunks of rows with their x, LOWEST outside the kept sets; callers may overwrite x."""
     size = _size(logits, head)
     step = max(1, CHUNK_BYTES // (4 * size))
     buffer = _empty(logits, min(step, len(logits)), size)
@@ -346,10 +341,7 @@ def _across_ranks(part: Tensor) -> Tensor:
 
 
 def _normaliser(largest: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine the maxima and the sums of e of each rank, [TP, n].
-
-    Returns the maximum [n], each rank's maximum minus it [TP, n], and the sum [n].
-    """
+    """Return the maximum [n], each rank's maximum minus it [TP, n], and the sum of e [n]."""
     top = largest.amax(0)
     moved = largest - top
     return top, moved, (total * moved.exp()).sum(0)
