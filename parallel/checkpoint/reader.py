@@ -52,10 +52,7 @@ class CheckpointRefused(CheckpointError):
 
 
 class CheckpointReader(FileSystemReader):
-    """A torch reader of a checkpoint directory that reads the metadata once and as data.
-
-    Raises CheckpointRefused where `.metadata` holds something else, and OSError.
-    """
+    """A torch reader that reads a checkpoint's metadata once, as data, or refuses them."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 GLOO: Any = dist.ProcessGroupGloo
 
 
+@functools.cache
 def share_device() -> None:
     """Make all gloo groups that this process creates later share their devices.
 
@@ -26,8 +27,6 @@ def share_device() -> None:
     group: their threads would not survive a fork.
     """
     construct = GLOO.__init__
-    if getattr(construct, "shares_device", False):
-        return
 
     @functools.wraps(construct)
     def construct_sharing(
@@ -38,7 +37,6 @@ def share_device() -> None:
             timeout = _options(timeout, _shared_devices(os.getpid()))
         construct(self, store, rank, size, timeout)
 
-    construct_sharing.shares_device = True  # type: ignore[attr-defined]
     GLOO.__init__ = construct_sharing
 
 
