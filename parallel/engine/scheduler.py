@@ -13,16 +13,19 @@ import heapq
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from parallel.engine.answers import InvalidResponse, Question, sample_of
-from parallel.engine.client import EngineError, EngineRefused
-from parallel.engine.wire import EngineDescription, Generate, Generation, Prompt, Sampling
+from parallel.engine.client import EngineClient, EngineError, EngineRefused
+from parallel.engine.wire import Generate, Generation, Prompt, Sampling
 from parallel.sample import Sample
 from parallel.settings import ModelSettings
+
+if TYPE_CHECKING:  # it imports Megatron, which the scheduler does not need
+    from parallel.engine.fleet import Fleet
 
 AHEAD = 4  # an engine gets up to 1 / 4 more tasks than it runs at once, so that it never idles
 MEMORY = 64  # responses that a running mean covers; few, since the policy changes
@@ -35,30 +38,6 @@ class NoEngine(Exception):
     """
 
 
-class Client(Protocol):
-    """The part of `parallel.engine.client.EngineClient` that the scheduler uses."""
-
-    def generate(self, request: Generate) -> Iterator[Generation]:
-        """Yield responses as they end; end early only by raising EngineError."""
-
-    def healthy(self) -> bool:
-        """Return whether the engine answers and all of its processes live."""
-
-
-class EnginePool(Protocol):
-    """The part of `parallel.engine.fleet.Fleet` that the scheduler uses."""
-
-    @property
-    def descriptions(self) -> Mapping[Any, EngineDescription]:
-        """The descriptions of the live engines."""
-
-    def live(self) -> list[Any]:
-        """Return the engines that have the weights, always in the same order."""
-
-    def lost(self, client: Any, reason: str) -> None:
-        """Have an engine restarted; it is not live until its next refit."""
-
-
 @dataclass(frozen=True)
 class Task:
     """A response to sample; `key` is the caller's name for it."""
@@ -67,26 +46,24 @@ class Task:
     question: Question
 
 
-@dataclass(order=True, frozen=True)
-class _Entry:
+class _Entry(NamedTuple):
     """A task that is queued or in flight; sorted, the longest expected come first."""
 
     minus_expected: float  # tokens
     number: int  # in the order of submission; the engines' name for it
-    task: Task = field(compare=False)
-    at_once: bool = field(compare=False)
+    task: Task
+    at_once: bool
 
 
 @dataclass(eq=False)
 class _EngineCall:
     """A call to an engine: its tasks, and those that are still owed."""
 
-    client: Client
+    client: EngineClient
     instance: str | None
     asked: dict[int, _Entry]
     owed: dict[int, _Entry]
-    # Not accepted yet.
-    answers: list[tuple[_Entry, Generation, Sample]] = field(default_factory=list)
+    answers: list[tuple[_Entry, Generation, Sample]] = field(default_factory=list)  # not accepted
     open: bool = True
 
 
@@ -103,7 +80,7 @@ class Scheduler:
 
     def __init__(
         self,
-        engines: EnginePool,
+        engines: Fleet,
         model: ModelSettings,
         deterministic: bool,
         on_end: Callable[[Task, Generation, Sample], None] = lambda task, answer, sample: None,
@@ -114,7 +91,8 @@ class Scheduler:
         self._model = model
         self._deterministic = deterministic
         self._on_end = on_end
-        self._lengths = Lengths()
+        # Running means of response lengths in tokens, with the number of responses, by `_keys`.
+        self._means: dict[tuple[str, int | None], tuple[float, int]] = {}
         self._changed = threading.Condition()  # guards all of the scheduler
         self._submitted = 0
         self._owed: set[int] = set()
@@ -136,7 +114,7 @@ class Scheduler:
         """Request a response to each task; `at_once` before all others, dealt to every engine."""
         with self._changed:
             for task in tasks:
-                expected = 0.0 if self._deterministic else self._lengths.expected(task.question)
+                expected = 0.0 if self._deterministic else self._expected(task.question)
                 entry = _Entry(-expected, self._submitted, task, at_once or self._deterministic)
                 self._enqueue(entry)
                 self._owed.add(entry.number)
@@ -221,10 +199,9 @@ class Scheduler:
 
     def _deal(self) -> None:
         """Assign queued tasks to the live engines, as far as they have room."""
-        live = [] if self._held else self._engines.live()
-        if not live or not (self._queue or self._immediate):
+        if self._held or not (self._queue or self._immediate) or not (live := self._engines.live()):
             return
-        dealt: dict[Any, list[_Entry]] = defaultdict(list)
+        dealt: dict[EngineClient, list[_Entry]] = defaultdict(list)
         immediate, self._immediate = sorted(self._immediate, key=lambda each: each.number), []
         for index, entry in enumerate(immediate):
             dealt[live[index % len(live)]].append(entry)
@@ -236,7 +213,9 @@ class Scheduler:
             for sampling, alike in by_sampling.items():
                 self._open(client, sampling, alike)
 
-    def _deal_by_length(self, live: list[Any], dealt: dict[Any, list[_Entry]]) -> None:
+    def _deal_by_length(
+        self, live: list[EngineClient], dealt: dict[EngineClient, list[_Entry]]
+    ) -> None:
         """Assign the longest tasks to the engine with the fewest expected tokens.
 
         An engine gets more only when it owes no more than it runs at once, and then several, so
@@ -259,17 +238,12 @@ class Scheduler:
             if count[client] >= sizes[client] + max(1, sizes[client] // AHEAD):
                 open_to.remove(client)
 
-    def _open(self, client: Any, sampling: Sampling, entries: list[_Entry]) -> None:
+    def _open(self, client: EngineClient, sampling: Sampling, entries: list[_Entry]) -> None:
         first = -self._engines.descriptions[client].max_model_tokens  # before any other response
-        prompts = [
-            Prompt(
-                number=entry.number,
-                tokens=entry.task.question.prompt,
-                seed=entry.task.question.seed,
-                priority=first if entry.at_once else round(entry.minus_expected),
-            )
-            for entry in entries
-        ]
+        prompts = []
+        for minus_expected, number, task, at_once in entries:
+            priority = first if at_once else round(minus_expected)
+            prompts.append(Prompt(number, task.question.prompt, task.question.seed, priority))
         by_number = {entry.number: entry for entry in entries}
         stream = _EngineCall(client, self._instance(client), by_number, dict(by_number))
         self._streams.append(stream)
@@ -282,23 +256,22 @@ class Scheduler:
             for generation in stream.client.generate(request):
                 if not self._take(stream, generation):
                     return
-            missing = "broke off its answer" if stream.owed else None
+            failure: Exception | str = "broke off its answer" if stream.owed else ""
         except InvalidResponse as error:
-            missing = f"sent an invalid response: {error}"
-        except EngineRefused as error:
-            if stream.client.healthy():
-                self._fail(stream, error)
-                return
-            missing = str(error)
+            failure = f"sent an invalid response: {error}"
         except EngineError as error:
-            missing = str(error)
+            refused = isinstance(error, EngineRefused) and stream.client.healthy()
+            failure = error if refused else str(error)
         except Exception as error:  # a bug of ours: `collect` raises it, instead of waiting
-            self._fail(stream, error)
-            return
+            failure = error
         with self._changed:
-            if stream.open and missing:
-                self._lose(stream, missing)
-            elif stream.open:
+            if not stream.open:
+                pass
+            elif isinstance(failure, Exception):
+                self._error = failure
+            elif failure:
+                self._lose(stream, failure)
+            else:
                 self._streams.remove(stream)
             self._deal()
             self._changed.notify()
@@ -316,27 +289,26 @@ class Scheduler:
             del stream.owed[entry.number]
             stream.answers.append((entry, generation, sample))
             if not (self._deterministic and stream.owed):
-                self._accept(stream)
+                for accepted, answer, ended in stream.answers:
+                    self._on_end(accepted.task, answer, ended)
+                    self._owed.remove(accepted.number)
+                    self._finish(accepted.task, ended)
+                stream.answers.clear()
+                self._deal()
+                self._changed.notify()
         return True
-
-    def _accept(self, stream: _EngineCall) -> None:
-        for entry, generation, sample in stream.answers:
-            self._on_end(entry.task, generation, sample)
-            self._owed.remove(entry.number)
-            self._finish(entry.task, sample)
-        stream.answers.clear()
-        self._deal()
-        self._changed.notify()
 
     def _finish(self, task: Task, sample: Sample) -> None:
         self._finished.append((task, sample))
-        self._lengths.learn(task.question, len(sample.response))
+        for key in _keys(task.question):
+            mean, count = self._means.get(key, (0.0, 0))
+            count = min(count + 1, MEMORY)
+            self._means[key] = (mean + (len(sample.response) - mean) / count, count)
 
-    def _fail(self, stream: _EngineCall, error: Exception) -> None:
-        with self._changed:
-            if stream.open:
-                self._error = error
-                self._changed.notify()
+    def _expected(self, question: Question) -> float:
+        """Return the mean for the domain and prompt length, else the domain, else `max_tokens`."""
+        known = (self._means[key][0] for key in _keys(question) if key in self._means)
+        return next(known, float(question.sampling.max_tokens))
 
     def _lose(self, stream: _EngineCall, reason: str) -> None:
         """Report the call's engine as lost and give up all calls to that process."""
@@ -356,30 +328,9 @@ class Scheduler:
         for entry in again:
             self._enqueue(entry)
 
-    def _instance(self, client: Any) -> str | None:
+    def _instance(self, client: EngineClient) -> str | None:
         described = self._engines.descriptions.get(client)
         return described.instance if described else None
-
-
-class Lengths:
-    """Running means of response lengths in tokens, by domain and length of the prompt."""
-
-    def __init__(self) -> None:
-        self._means: dict[tuple[str, int | None], tuple[float, int]] = {}
-
-    def expected(self, question: Question) -> float:
-        """Return the mean for the domain and prompt length, else the domain, else `max_tokens`."""
-        for key in _keys(question):
-            if key in self._means:
-                return self._means[key][0]
-        return float(question.sampling.max_tokens)
-
-    def learn(self, question: Question, tokens: int) -> None:
-        """Update the means with a response's length."""
-        for key in _keys(question):
-            mean, count = self._means.get(key, (0.0, 0))
-            count = min(count + 1, MEMORY)
-            self._means[key] = (mean + (tokens - mean) / count, count)
 
 
 def _keys(question: Question) -> list[tuple[str, int | None]]:
