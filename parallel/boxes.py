@@ -37,6 +37,12 @@ def within(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(*box, strict=True))
 
 
+def along(shape: tuple[int, ...], dimension: int, start: int, size: int) -> Box:
+    """Return the box of a tensor that is limited along one dimension."""
+    before, after = (0,) * dimension, (0,) * (len(shape) - dimension - 1)
+    return (*before, start, *after), (*shape[:dimension], size, *shape[dimension + 1 :])
+
+
 def intersect(one: Box, other: Box) -> Box | None:
     """Return the intersection of two boxes of a tensor, or None where it is empty."""
     offsets, sizes = [], []

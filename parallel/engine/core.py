@@ -6,6 +6,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -49,7 +50,7 @@ class Core:
         self.model = job.model
         self.weight_version: int | None = None
         self._first_routed_layer = routed_layers(job.model).start
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, _RunningRequest] = {}
         self._count = 0
         with tempfile.TemporaryDirectory(prefix="braid-engine-") as directory:
             hugging_face_config(job.model).save_pretrained(directory)
@@ -58,12 +59,21 @@ class Core:
             self._vllm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
 
     def prepare(self) -> None:
-        """Raise RuntimeError when refits do not fit this vLLM or model, or vLLM cannot sample."""
+        """Raise RuntimeError when refits do not fit this vLLM or model, or vLLM cannot sample.
+
+        One token is sampled under the initial dummy weights: a missing kernel would otherwise fail
+        at the first step, while a trainer waits.
+        """
         self._on_every_rank("prepare", self.model.model_dump_json())
+        self.weight_version = 0
         try:
-            self._draw_once()
+            self.admit(Generate([Prompt(0, [0], 0)], Sampling(1.0, max_tokens=1, end_token=0)))
+            while self._requests:
+                self.step()
         except Exception as error:
             raise RuntimeError(f"vLLM cannot sample from this model here: {error}") from error
+        self.weight_version = None
+        self._vllm.reset_prefix_cache()
 
     def lost_a_rank(self) -> bool:
         """Return whether a tensor-parallel process has ended. Thread-safe."""
@@ -98,12 +108,20 @@ class Core:
         Raises:
             NoWeights: there was no refit yet.
         """
+        from vllm.inputs import tokens_input
+
         if self.weight_version is None:
             raise NoWeights("the engine has no weights yet; refit it first")
         names: list[str] = []
         try:
             for prompt in asked.prompts:
-                names.append(self._admit(prompt, asked.sampling))
+                self._count += 1
+                name = str(self._count)
+                parameters = self._parameters(asked.sampling, prompt.seed)
+                tokens = tokens_input(prompt.tokens)
+                inside = self._vllm.add_request(name, tokens, parameters, priority=prompt.priority)
+                self._requests[name] = _RunningRequest(prompt.number, asked.sampling, inside)
+                names.append(name)
         except Exception:
             self.abort(names)
             raise
@@ -134,34 +152,29 @@ class Core:
         """Stop the tensor-parallel processes."""
         self._vllm.engine_core.shutdown()
 
-    def _draw_once(self) -> None:
-        """Sample a token under the initial dummy weights, so that a missing kernel fails early.
-
-        Otherwise it would fail at the first step, while a trainer waits.
-        """
-        self.weight_version = 0
-        self.admit(Generate([Prompt(0, [0], 0)], Sampling(1.0, max_tokens=1, end_token=0)))
-        while self._requests:
-            self.step()
-        self.weight_version = None
-        self._vllm.reset_prefix_cache()
-
     def _on_every_rank(self, method: str, *arguments: Any) -> list[Any]:
         """Return the results of a method of `RefitExtension` on every tensor-parallel rank."""
         return self._vllm.engine_core.collective_rpc(method, args=arguments)
 
-    def _admit(self, prompt: Prompt, sampling: Sampling) -> str:
-        from vllm.inputs import tokens_input
+    def _parameters(self, sampling: Sampling, seed: int) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
-        self._count += 1
-        parameters = _parameters(sampling, prompt.seed, self.model.vocabulary_size)
-        name = f"{self._count}"
-        tokens = tokens_input(prompt.tokens)
-        inside = self._vllm.add_request(name, tokens, parameters, priority=prompt.priority)
-        self._requests[name] = _Request(prompt.number, sampling, inside)
-        return name
+        top_k, logprobs = kept_limits(sampling.top_k, sampling.top_p, self.model.vocabulary_size)
+        return SamplingParams(
+            seed=seed,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=top_k,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=[sampling.end_token],
+            ignore_eos=True,  # the configuration's end token need not be the tokenizer's
+            logprobs=logprobs,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
 
-    def _generation(self, request: _Request, completion: Any) -> Generation:
+    def _generation(self, request: _RunningRequest, completion: Any) -> Generation:
         sampling = request.sampling
         tokens = np.asarray(completion.token_ids, np.int32)
         drawn = list(zip(tokens.tolist(), completion.logprobs, strict=True))
@@ -181,31 +194,28 @@ class Core:
             routes=routes.tobytes(),
             routes_shape=routes.shape,
             finished=bool(len(tokens)) and int(tokens[-1]) == sampling.end_token,
-            versions=request.versions(len(tokens)).tobytes(),
+            # vLLM may have sampled one token more.
+            versions=np.asarray(request.versions[: len(tokens)], np.int32).tobytes(),
             kept=b"".join(each.tobytes() for each in kept),
             kept_sizes=np.asarray([len(each) for each in kept], np.int32).tobytes(),
         )
 
 
-class _Request:
+@dataclass
+class _RunningRequest:
     """A request in flight, and the weight versions that its tokens were sampled with.
 
     `inside` is the name that vLLM's workers give it.
     """
 
-    def __init__(self, number: int, sampling: Sampling, inside: str) -> None:
-        self.number = number
-        self.sampling = sampling
-        self.inside = inside
-        self._versions: list[int | None] = []
+    number: int
+    sampling: Sampling
+    inside: str
+    versions: list[int | None] = field(default_factory=list)
 
     def note(self, tokens: int, version: int | None) -> None:
         """Record that `tokens` tokens were sampled, the new ones with weights `version`."""
-        self._versions += [version] * (tokens - len(self._versions))
-
-    def versions(self, tokens: int) -> np.ndarray:
-        """Return every token's version, int32 [tokens]; vLLM may have sampled one token more."""
-        return np.asarray(self._versions[:tokens], np.int32)
+        self.versions += [version] * (tokens - len(self.versions))
 
 
 def _arguments(job: EngineJob, directory: str) -> dict[str, Any]:
@@ -255,22 +265,3 @@ def _prepare_cpu(config: Any, job: EngineJob) -> None:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
             ",".join(map(str, share if len(share) else cores[:1])) for share in shares
         )
-
-
-def _parameters(sampling: Sampling, seed: int, vocabulary: int) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    top_k, logprobs = kept_limits(sampling.top_k, sampling.top_p, vocabulary)
-    return SamplingParams(
-        seed=seed,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=top_k,
-        max_tokens=sampling.max_tokens,
-        stop_token_ids=[sampling.end_token],
-        ignore_eos=True,  # the configuration's end token need not be the tokenizer's
-        logprobs=logprobs,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )

@@ -35,7 +35,6 @@ FORMAT = 1  # version of the file format
 HEADER = struct.Struct(">III")
 
 Entry = tuple[Question, Generation] | None  # None: this version is complete
-ENTRIES: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry)
 
 
 class Damaged(ValueError):
@@ -108,10 +107,8 @@ class RolloutLog:
                 return [None] * len(questions)
             known = self._of(version)
             found = [known.answers.get(question.seed) for question in questions]
-            same = [
-                entry is not None and entry[0] == question
-                for entry, question in zip(found, questions, strict=True)
-            ]
+            pairs = zip(found, questions, strict=True)
+            same = [entry is not None and entry[0] == question for entry, question in pairs]
             if not any(same) or (self._deterministic and not (known.whole and all(same))):
                 return [None] * len(questions)
             self._used.add(version)
@@ -156,9 +153,9 @@ class RolloutLog:
     def _of(self, version: int) -> _Version:
         """Return the version's file, read, and open at the end of its whole frames."""
         if version not in self._open:
-            self._directory.mkdir(parents=True, exist_ok=True)
             path = self._path(version)
             with naming(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
                 file = path.open("r+b" if path.exists() else "w+b")
                 self._open[version] = self._read(path, file, version)
         return self._open[version]
@@ -167,8 +164,8 @@ class RolloutLog:
         read = _Version(file, {}, whole=False)
         good = 0
         try:
-            for number, data in enumerate(frames(file)):
-                if number == 0:
+            for data in frames(file):
+                if good == 0:
                     self._check_origin(data)
                 elif (entry := self._entry(data, version)) is None:
                     read.whole = True
@@ -187,7 +184,6 @@ class RolloutLog:
         return read
 
     def _check_origin(self, data: bytes) -> None:
-        """Raise Damaged unless a file's first frame has the origin of this log."""
         try:
             origin = msgspec.msgpack.decode(data, type=Origin)
         except (ValueError, RecursionError) as error:  # msgspec's are ValueErrors
@@ -204,13 +200,11 @@ class RolloutLog:
             Damaged: the checksum matches, but the data are not what this class writes.
         """
         try:
-            entry = ENTRIES.decode(data)
+            entry: Entry = msgspec.msgpack.decode(data, type=Entry)
             if msgspec.msgpack.encode(entry) != data:  # such as unknown keys
                 raise InvalidResponse("unknown keys or values")
-            if entry is not None:
-                sample = sample_of(*entry, self._model)
-                if np.any(sample.versions != version):
-                    raise InvalidResponse("another weight version than the file's")
+            if entry and np.any(sample_of(*entry, self._model).versions != version):
+                raise InvalidResponse("another weight version than the file's")
         # OverflowError: a token of a prompt is not an int32.
         except (ValueError, OverflowError, RecursionError) as error:
             raise Damaged(f"a frame is not a valid response: {error}") from error

@@ -26,7 +26,7 @@ from parallel.hugging_face.config import (
 )
 from parallel.hugging_face.files import WeightFiles, WeightsError
 from parallel.settings import LayoutSettings, ModelSettings
-from parallel.weights.holdings import Owners, held
+from parallel.weights.holdings import held, owners
 from parallel.weights.names import is_precise, plain_name, tensors
 
 
@@ -37,7 +37,7 @@ def stream_weights(bridge: Any, chunks: Sequence[GPTModel]) -> Iterator[tuple[st
     Only one whole tensor is in memory at a time. Collective over all ranks.
     """
     settings = settings_of(bridge.hf_config)
-    owners = Owners(settings, LayoutSettings(**layout_sizes()))
+    holders = owners(settings, LayoutSettings(**layout_sizes()))
     ours: dict[str, dict[Box, torch.Tensor]] = {}
     for name, box, part in _parts(bridge, chunks):
         ours.setdefault(name, {})[box] = part
@@ -45,7 +45,7 @@ def stream_weights(bridge: Any, chunks: Sequence[GPTModel]) -> Iterator[tuple[st
         dtype = torch.float32 if is_precise(name) else bridge.config.params_dtype
         whole = torch.empty(shape, dtype=dtype, device=device())
         sources: dict[int, list[torch.Tensor]] = {}
-        for box, ranks in owners.of(name):
+        for box, ranks in holders[name]:
             target = whole[within(box)]
             if dist.get_rank() == ranks[0]:
                 target.copy_(ours[name][box])

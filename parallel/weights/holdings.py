@@ -8,19 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal, NamedTuple
 
-from parallel.boxes import Box
+from parallel.boxes import Box, along
 from parallel.settings import LayoutSettings, ModelSettings
-from parallel.weights.names import (
-    EMBEDDING,
-    HEAD,
-    ModelWeights,
-    Part,
-    Weight,
-    bucket,
-    tensor_prefix,
-)
+from parallel.weights.names import EMBEDDING, HEAD, ModelWeights, Part, Weight, tensor_prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,26 +77,19 @@ class Layout:
 
     def shards(self) -> list[Shard]:
         """Return all shards of a stage."""
-        sizes = self.sizes
+        experts = product(range(self.sizes.expert), range(self.sizes.expert_tensor))
         return [
             Shard("whole"),
-            *(Shard("split", tensor) for tensor in range(sizes.tensor)),
-            *(
-                Shard("experts", tensor, expert)
-                for expert in range(sizes.expert)
-                for tensor in range(sizes.expert_tensor)
-            ),
+            *(Shard("split", tensor) for tensor in range(self.sizes.tensor)),
+            *(Shard("experts", tensor, expert) for expert, tensor in experts),
         ]
 
     def shards_of(self, rank: int) -> tuple[Shard, Shard, Shard]:
         """Return the shards that a rank holds, in the order of `shards`."""
-        sizes = self.sizes
-        expert = rank % self.stage_ranks // sizes.expert_tensor % sizes.expert
-        return (
-            Shard("whole"),
-            Shard("split", rank % self.stage_ranks % sizes.tensor),
-            Shard("experts", rank % self.stage_ranks % sizes.expert_tensor, expert),
-        )
+        sizes, place = self.sizes, rank % self.stage_ranks
+        expert, tensor = divmod(place, sizes.expert_tensor)
+        experts = Shard("experts", tensor, expert % sizes.expert)
+        return Shard("whole"), Shard("split", place % sizes.tensor), experts
 
     def holders(self, shard: Shard, stage: int) -> range:
         """Return the ranks of a stage that hold a shard."""
@@ -113,7 +99,7 @@ class Layout:
             "split": (sizes.tensor, shard.tensor),
             "experts": (
                 sizes.expert_tensor * sizes.expert,
-                shard.tensor + sizes.expert_tensor * shard.expert,
+                sizes.expert_tensor * shard.expert + shard.tensor,
             ),
         }[shard.kind]
         return range(first + offset, first + self.stage_ranks, step)
@@ -122,7 +108,8 @@ class Layout:
         """Yield a shard's pieces of a bucket's weights; names lack their prefix, chunks are 0."""
         ways = {"whole": 1, "split": self.sizes.tensor, "experts": self.sizes.expert_tensor}
         for weight in weights:
-            if shard.kind != ("experts" if weight.experts else _kind(weight)):
+            kind = "whole" if weight.dimension is None else "split"
+            if shard.kind != ("experts" if weight.experts else kind):
                 continue
             cuts = list(_cuts(weight, ways[shard.kind], shard.tensor))
             for local in range(self.experts if weight.experts else 1):
@@ -148,41 +135,22 @@ def held(model: ModelSettings, layout: LayoutSettings, rank: int) -> list[Piece]
     return found
 
 
-class Owners:
-    """The ranks that hold each part of a tensor."""
-
-    def __init__(self, model: ModelSettings, layout: LayoutSettings) -> None:
-        self.description, self.layout = ModelWeights(model), Layout(model, layout)
-        self._boxes: dict[str, dict[str, list[tuple[Shard, Box]]]] = {}
-
-    def of(self, tensor: str) -> list[tuple[Box, range]]:
-        """Return disjoint boxes that cover a Hugging Face tensor, each with the ranks that hold it.
-
-        Raises:
-            KeyError: the model has no such tensor.
-        """
-        key = bucket(tensor)
-        stage = self.layout.place(key).stage
-        boxes = self._of_kind(self.description.kind(key))[tensor.removeprefix(tensor_prefix(key))]
-        return [(box, self.layout.holders(shard, stage)) for shard, box in boxes]
-
-    def _of_kind(self, kind: str) -> dict[str, list[tuple[Shard, Box]]]:
-        if kind not in self._boxes:
-            found: dict[str, list[tuple[Shard, Box]]] = {}
-            for shard in self.layout.shards():
-                for piece in self.layout.pieces(self.description.weights(kind), shard):
-                    found.setdefault(piece.tensor, []).append((shard, piece.box))
-            self._boxes[kind] = found
-        return self._boxes[kind]
+def owners(model: ModelSettings, layout: LayoutSettings) -> dict[str, list[tuple[Box, range]]]:
+    """Return disjoint boxes that cover each Hugging Face tensor, with the ranks that hold each."""
+    description, arithmetic = ModelWeights(model), Layout(model, layout)
+    found: dict[str, list[tuple[Box, range]]] = {}
+    for key in description.buckets:
+        prefix, stage = tensor_prefix(key), arithmetic.place(key).stage
+        for shard in arithmetic.shards():
+            holders = arithmetic.holders(shard, stage)
+            for piece in arithmetic.pieces(description.weights(description.kind(key)), shard):
+                found.setdefault(prefix + piece.tensor, []).append((piece.box, holders))
+    return found
 
 
 def share(position: int, total: int, parts: int) -> int:
     """Return the part of range(total) that has a position; part n starts at total * n // parts."""
     return ((position + 1) * parts - 1) // total
-
-
-def _kind(weight: Weight) -> str:
-    return "whole" if weight.dimension is None else "split"
 
 
 def _cuts(weight: Weight, ranks: int, rank: int) -> Iterator[tuple[Part, Box, tuple[int, ...]]]:
@@ -202,13 +170,6 @@ def _cuts(weight: Weight, ranks: int, rank: int) -> Iterator[tuple[Part, Box, tu
     for group in range(rank * each, (rank + 1) * each):
         for part in weight.parts:
             size = part.shape[weight.dimension] // groups
-            box = (
-                _along(weight.dimension, (0,) * len(part.shape), group * size),
-                _along(weight.dimension, part.shape, size),
-            )
-            yield part, box, _along(weight.dimension, (0,) * len(part.shape), position)
+            box = along(part.shape, weight.dimension, group * size, size)
+            yield part, box, along(part.shape, weight.dimension, position, size)[0]
             position += size
-
-
-def _along(dimension: int, values: tuple[int, ...], value: int) -> tuple[int, ...]:
-    return (*values[:dimension], value, *values[dimension + 1 :])

@@ -8,14 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from parallel.boxes import Box
+from parallel.boxes import Box, along
 from parallel.settings import ModelSettings, divisors, one_of
 from parallel.weights.names import ModelWeights, Part, Units, Weight, tensor_prefix
 
 
 def engine_violations(model: ModelSettings, tensor_parallel: int) -> list[tuple[str, str]]:
     """Return the reasons why an engine of this size cannot hold the model: (key, message)."""
-    units = _units(model)
+    description = ModelWeights(model)
+    weights = [w for key in description.buckets for w in description.weights(description.kind(key))]
+    split = dict.fromkeys(part.units for weight in weights for part in weight.parts)
+    units = [each for each in split if each is not None]
     # The vocabulary and the attention heads are never repeated, so their divisors are candidates.
     common = math.gcd(*(_padded(each) for each in units if not each.repeated))
     fitting = [size for size in divisors(common) if all(_divides(size, each) for each in units)]
@@ -25,9 +28,8 @@ def engine_violations(model: ModelSettings, tensor_parallel: int) -> list[tuple[
             count = _padded(each)
             how = "neither divides nor is a multiple of" if each.repeated else "does not divide"
             padding = f", rounded up to {count}" if count != each.count else ""
-            use = one_of(fitting)
-            message = f"{tensor_parallel} {how} {each.name} = {each.count}{padding}; {use}"
-            found.append(("engine.tensor", message))
+            message = f"{tensor_parallel} {how} {each.name} = {each.count}{padding}"
+            found.append(("engine.tensor", f"{message}; {one_of(fitting)}"))
     return found
 
 
@@ -37,13 +39,11 @@ def needed(model: ModelSettings, tensor_parallel: int, rank: int) -> list[tuple[
     Tensors that the rank needs no part of are omitted.
     """
     description = ModelWeights(model)
-    return [
-        (tensor_prefix(key) + tensor, box)
-        for key in description.buckets
-        for tensor, box in needed_of(
-            description.weights(description.kind(key)), tensor_parallel, rank
-        )
-    ]
+    found = []
+    for key in description.buckets:
+        weights, prefix = description.weights(description.kind(key)), tensor_prefix(key)
+        found += [(prefix + name, box) for name, box in needed_of(weights, tensor_parallel, rank)]
+    return found
 
 
 def needed_of(
@@ -59,33 +59,15 @@ def needed_of(
 
 
 def _box(part: Part, dimension: int | None, ranks: int, rank: int) -> Box:
-    start = (0,) * len(part.shape)
     if dimension is None or part.units is None:
-        return start, part.shape
+        return (0,) * len(part.shape), part.shape
     units = part.units
     places = min(ranks, units.count) if units.repeated else ranks
     each = _padded(units) // places
     first = min(rank * places // ranks * each, units.count)
     last = min(first + each, units.count)
     size = part.shape[dimension] // units.count
-    return (
-        (*start[:dimension], first * size, *start[dimension + 1 :]),
-        (*part.shape[:dimension], (last - first) * size, *part.shape[dimension + 1 :]),
-    )
-
-
-def _units(model: ModelSettings) -> list[Units]:
-    description = ModelWeights(model)
-    kinds = dict.fromkeys(description.kind(key) for key in description.buckets)
-    return list(
-        dict.fromkeys(
-            part.units
-            for kind in kinds
-            for weight in description.weights(kind)
-            for part in weight.parts
-            if part.units is not None
-        )
-    )
+    return along(part.shape, dimension, first * size, (last - first) * size)
 
 
 def _padded(units: Units) -> int:

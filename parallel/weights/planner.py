@@ -8,8 +8,8 @@ needed element exactly once, in buckets of one layer. Never imports torch.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -55,9 +55,9 @@ class Bucket:
     key: int
     tensors: list[str]
     needs: list[tuple[str, Box]]
-    messages: list[Message] = field(default_factory=list)
-    forwarded_from: int | None = None
-    forward_to: tuple[int, ...] = ()
+    messages: list[Message]
+    forwarded_from: int | None
+    forward_to: tuple[int, ...]
 
 
 class Slice(NamedTuple):
@@ -124,11 +124,24 @@ class Plan:
         self._sources = _sources(fleet, layout.ranks)
         self.fed = [engine for engine, source in enumerate(self._sources) if source is None]
         self._position = {key: at for at, key in enumerate(self.description.buckets)}
-        self._turns = self._turns_of_stages()
-        self._first_stages = self._spread_over_stages()
-        self._needs: dict[tuple[str, int, int], dict[str, Box]] = {}
-        self._items: dict[tuple[str, Shard, int, int], _Items] = {}
-        self._lines: dict[tuple[str, Shard, int], list[int]] = {}
+        # Each bucket's stage, and its index among the buckets of that stage.
+        self._turns: dict[int, tuple[int, int]] = {}
+        seen = [0] * layout.pipeline
+        for key in self.description.buckets:
+            stage = self.layout.place(key).stage
+            self._turns[key] = stage, seen[stage]
+            seen[stage] += 1
+        # The stage that each engine starts with; forwarded engines follow their source.
+        self._first_stages: list[int] = []
+        for engine, source in enumerate(self._sources):
+            self._first_stages.append(
+                self.fed.index(engine) * layout.pipeline // len(self.fed)
+                if source is None
+                else self._first_stages[source]
+            )
+        self._needed = cache(self._find_needed)
+        self._shared = cache(self._find_shared)
+        self._line = cache(self._find_line)
 
     def receive(self, rank: int) -> list[Bucket]:
         """Return the buckets of an engine rank, in the order of loading."""
@@ -136,19 +149,14 @@ class Plan:
         source = self._sources[engine]
         from_rank = None if source is None else self._first[source] + place
         to = [later for later, fed_by in enumerate(self._sources) if fed_by == engine]
+        to_ranks = tuple(self._first[later] + place for later in to)
         found = []
         for key in sorted(self.description.buckets, key=lambda key: self.step(engine, key)):
             prefix, kind = tensor_prefix(key), self.description.kind(key)
-            found.append(
-                Bucket(
-                    key,
-                    [name for name, _ in self.description.tensors(key)],
-                    [(prefix + n, box) for n, box in self._needed(kind, ranks, place).items()],
-                    [] if from_rank is not None else self._messages(key, rank),
-                    from_rank,
-                    tuple(self._first[later] + place for later in to),
-                )
-            )
+            names = [name for name, _ in self.description.tensors(key)]
+            needs = [(prefix + name, box) for name, box in self._needed(kind, ranks, place).items()]
+            messages = [] if from_rank is not None else self._messages(key, rank)
+            found.append(Bucket(key, names, needs, messages, from_rank, to_ranks))
         return found
 
     def source(self, rank: int) -> int:
@@ -228,53 +236,24 @@ class Plan:
         """Return the rotation of senders, where fewer ranks send than hold a shard."""
         return self._position[key] + engine
 
-    def _line(self, kind: str, shard: Shard, ranks: int) -> list[int]:
+    def _find_line(self, kind: str, shard: Shard, ranks: int) -> list[int]:
         """Return the start of each engine rank's items, concatenated over the ranks."""
-        where = kind, shard, ranks
-        if where not in self._lines:
-            counts = (self._shared(*where, rank).elements for rank in range(ranks))
-            self._lines[where] = [0, *accumulate(counts)]
-        return self._lines[where]
+        counts = (self._shared(kind, shard, ranks, rank).elements for rank in range(ranks))
+        return [0, *accumulate(counts)]
 
-    def _shared(self, kind: str, shard: Shard, ranks: int, rank: int) -> _Items:
+    def _find_shared(self, kind: str, shard: Shard, ranks: int, rank: int) -> _Items:
         """Return the items that a tensor-parallel rank of an engine needs of a shard."""
-        where = kind, shard, ranks, rank
-        if where not in self._items:
-            needs, items = self._needed(kind, ranks, rank), []
-            for piece in self.layout.pieces(self.description.weights(kind), shard):
-                need = needs.get(piece.tensor)
-                if need and (common := intersect(piece.box, need)):
-                    offset = _shifted(piece.parameter_offset, piece.box[0], common[0])
-                    items.append(_Item(piece.tensor, common, piece.parameter, offset))
-            starts = [0, *accumulate(prod(item.box[1]) for item in items)]
-            self._items[where] = _Items(items, starts[:-1], starts[-1])
-        return self._items[where]
+        needs, items = self._needed(kind, ranks, rank), []
+        for piece in self.layout.pieces(self.description.weights(kind), shard):
+            need = needs.get(piece.tensor)
+            if need and (common := intersect(piece.box, need)):
+                offset = _shifted(piece.parameter_offset, piece.box[0], common[0])
+                items.append(_Item(piece.tensor, common, piece.parameter, offset))
+        starts = [0, *accumulate(prod(item.box[1]) for item in items)]
+        return _Items(items, starts[:-1], starts[-1])
 
-    def _needed(self, kind: str, ranks: int, rank: int) -> dict[str, Box]:
-        where = kind, ranks, rank
-        if where not in self._needs:
-            self._needs[where] = dict(needed_of(self.description.weights(kind), ranks, rank))
-        return self._needs[where]
-
-    def _turns_of_stages(self) -> dict[int, tuple[int, int]]:
-        """Return each bucket's stage, and its index among the buckets of that stage."""
-        seen = [0] * self.layout.sizes.pipeline
-        found = {}
-        for key in self.description.buckets:
-            stage = self.layout.place(key).stage
-            found[key] = stage, seen[stage]
-            seen[stage] += 1
-        return found
-
-    def _spread_over_stages(self) -> list[int]:
-        """Return the stage that each engine starts with; forwarded engines follow their source."""
-        found: list[int] = []
-        for engine, source in enumerate(self._sources):
-            if source is None:
-                found.append(self.fed.index(engine) * self.layout.sizes.pipeline // len(self.fed))
-            else:
-                found.append(found[source])
-        return found
+    def _find_needed(self, kind: str, ranks: int, rank: int) -> dict[str, Box]:
+        return dict(needed_of(self.description.weights(kind), ranks, rank))
 
 
 def _sources(fleet: EngineSizes, trainers: int) -> list[int | None]:
@@ -305,10 +284,7 @@ def _within(found: _Items, low: int, high: int) -> list[_Item]:
     """Return the whole rows that start in elements [low, high) of an engine rank's items."""
     if low <= 0 and high >= found.elements:
         return found.items
-    return list(_cut(found, low, high))
-
-
-def _cut(found: _Items, low: int, high: int) -> Iterator[_Item]:
+    taken = []
     for item, start in zip(found.items, found.starts, strict=True):
         offsets, sizes = item.box
         row = prod(sizes[1:])
@@ -316,9 +292,9 @@ def _cut(found: _Items, low: int, high: int) -> Iterator[_Item]:
         last = min(max(0, -(-(high - start) // row)), sizes[0])
         if first < last:
             box = (offsets[0] + first, *offsets[1:]), (last - first, *sizes[1:])
-            yield item._replace(
-                box=box, parameter_offset=_shifted(item.parameter_offset, offsets, box[0])
-            )
+            place = _shifted(item.parameter_offset, offsets, box[0])
+            taken.append(item._replace(box=box, parameter_offset=place))
+    return taken
 
 
 def _shifted(

@@ -15,7 +15,7 @@ from parallel.families import FAMILIES
 from parallel.hugging_face.config import expected_tensors, hugging_face_config, settings_of
 from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights import planner
-from parallel.weights.holdings import Layout, Owners, held
+from parallel.weights.holdings import Layout, held, owners
 from parallel.weights.names import EMBEDDING, HEAD, bucket, is_precise, plain_name, tensors
 from parallel.weights.needs import engine_violations, needed
 from parallel.weights.planner import Bucket, EngineSizes, Plan, Sending
@@ -211,11 +211,11 @@ def test_owners_are_the_ranks_that_hold_a_box(family: str, variant: int, seed: i
     for rank in range(layout.ranks):
         for piece in held(settings, layout, rank):
             holders.setdefault((piece.tensor, piece.box), []).append(rank)
-    owners = Owners(settings, layout)
+    found = owners(settings, layout)
     counted = 0
     for name, shape in tensors(settings).items():
         covered = np.zeros(shape, int)
-        for box, ranks in owners.of(name):
+        for box, ranks in found[name]:
             covered[at(box)] += 1
             assert holders[name, box] == list(ranks)
             counted += 1
