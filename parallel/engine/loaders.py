@@ -67,11 +67,9 @@ class Unread(Tensor):
         Raises:
             ValueError: it is not a box.
         """
-        first = self.seen.storage_offset()
-        last = first + sum(
-            (size - 1) * stride
-            for size, stride in zip(self.seen.shape, self.seen.stride(), strict=True)
-        )
+        first = last = self.seen.storage_offset()
+        for size, stride in zip(self.seen.shape, self.seen.stride(), strict=True):
+            last += (size - 1) * stride
         low, high = [], []
         for stride in self.whole.stride():
             low.append(first // stride)
@@ -88,26 +86,16 @@ class Unread(Tensor):
         Raises:
             ValueError: the view merges or splits dimensions of the tensor.
         """
-        strides = []
-        for size, stride in zip(self.seen.shape, self.seen.stride(), strict=True):
-            if size == 1:
-                strides.append(0)
-                continue
-            dimension = next(
-                (
-                    number
-                    for number, theirs in enumerate(self.whole.stride())
-                    if theirs == stride and contents.shape[number] == size
-                ),
-                None,
-            )
-            if dimension is None:  # contents with gaps have no such view
-                raise ValueError(
-                    f"{self.tensor_name}: a loader merges or splits dimensions:"
-                    f" {tuple(self.seen.shape)}"
-                )
-            strides.append(contents.stride(dimension))
-        return contents.as_strided(self.seen.shape, strides, contents.storage_offset())
+        shape, strides = tuple(self.seen.shape), []
+        # By a dimension's size and stride in the whole tensor, the first in case of a tie.
+        inner = zip(contents.shape, self.whole.stride(), contents.stride(), strict=True)
+        known = {(size, stride): ours for size, stride, ours in reversed([*inner])}
+        for size, stride in zip(shape, self.seen.stride(), strict=True):
+            if size > 1 and (size, stride) not in known:  # contents with gaps have no such view
+                name = self.tensor_name
+                raise ValueError(f"{name}: a loader merges or splits dimensions: {shape}")
+            strides.append(known[size, stride] if size > 1 else 0)
+        return contents.as_strided(shape, strides, contents.storage_offset())
 
     @classmethod
     def __torch_function__(

@@ -7,8 +7,8 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,8 +31,7 @@ class WeightsError(UserError):
         super().__init__(f"{title}: {'; '.join(shown)}")
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """The file, dtype (as safetensors spells it) and shape of a tensor."""
 
     file: Path
@@ -53,12 +52,10 @@ class WeightFiles:
             self._scan(file)
         if not self.stored and not self.errors:
             self.errors.append("no *.safetensors file")
-        for name, file_name in index.items():
-            if name in self.stored and self.stored[name].file.name != file_name:
-                self.errors.append(
-                    f"{WEIGHTS_INDEX}: {name} should be in {file_name}, but is in "
-                    f"{self.stored[name].file.name}"
-                )
+        for name, expected in index.items():
+            if name in self.stored and (found := self.stored[name].file.name) != expected:
+                misplaced = f"{name} should be in {expected}, but is in {found}"
+                self.errors.append(f"{WEIGHTS_INDEX}: {misplaced}")
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """Return a tensor or a box of it, on the CPU; its file is unmapped with the tensor."""
@@ -71,16 +68,15 @@ class WeightFiles:
         for name, spec in expected.items():
             if name not in self.stored:
                 errors.append(f"{name} is missing")
-            elif (stored := self.stored[name]).shape != spec.shape:
-                errors.append(
-                    f"{stored.file.name}: {name} is {list(stored.shape)}, but should be "
-                    f"{list(spec.shape)}"
-                )
-            elif stored.dtype not in DTYPES:
-                errors.append(
-                    f"{stored.file.name}: {name} is {stored.dtype}, but should be one of "
-                    f"{', '.join(DTYPES)}"
-                )
+                continue
+            file, dtype, shape = self.stored[name]
+            if shape != spec.shape:
+                wrong = f"{list(shape)}, but should be {list(spec.shape)}"
+            elif dtype not in DTYPES:
+                wrong = f"{dtype}, but should be one of {', '.join(DTYPES)}"
+            else:
+                continue
+            errors.append(f"{file.name}: {name} is {wrong}")
         return errors
 
     def unexpected(
@@ -115,14 +111,6 @@ class WeightFiles:
             self.errors.append(f"{path.name}: {error}")
 
 
-@dataclass(frozen=True)
-class Position:
-    """The file and offset of a tensor's bytes."""
-
-    file: Path
-    begin: int
-
-
 def write(
     directory: Path,
     expected: Mapping[str, TensorSpec],
@@ -137,28 +125,30 @@ def write(
         WeightsError: a tensor arrives twice, or not at all, or has another dtype or shape.
         OSError: such as a full disk.
     """
+    refused = f"cannot write {directory}"
     places = _lay_out(directory, expected, shard_bytes)
     digests: dict[str, str] = {}
     for name, tensor in stream:
-        problem = None
         if name not in places:
-            problem = "is no tensor of this model"
-        elif name in digests:
-            problem = f"arrived twice, for {places[name].file.name}"
-        elif (given := TensorSpec(tensor.dtype, tuple(tensor.shape))) != (spec := expected[name]):
-            problem = f"is {given}, but should be {spec}, in {places[name].file.name}"
-        if problem:
-            raise WeightsError(f"cannot write {directory}", [f"{name} {problem}"])
-        place, data = places[name], _bytes(tensor)
+            raise WeightsError(refused, [f"{name} is no tensor of this model"])
+        path, begin = places[name]
+        if name in digests:
+            raise WeightsError(refused, [f"{name} arrived twice, for {path.name}"])
+        if (given := TensorSpec(tensor.dtype, tuple(tensor.shape))) != (spec := expected[name]):
+            wrong = f"{name} is {given}, but should be {spec}, in {path.name}"
+            raise WeightsError(refused, [wrong])
+        data = _bytes(tensor)
         digests[name] = hashlib.sha256(data).hexdigest()
-        with naming(place.file), place.file.open("r+b") as file:
-            file.seek(place.begin)
+        with naming(path), path.open("r+b") as file:
+            file.seek(begin)
             file.write(data)
-    absent = [f"{name} is missing" for name in expected if name not in digests]
-    if absent:
-        raise WeightsError(f"cannot write {directory}", absent)
-    for path in {place.file for place in places.values()}:
-        _flush(path)
+    if absent := [f"{name} is missing" for name in expected if name not in digests]:
+        raise WeightsError(refused, absent)
+    for path in {path for path, _ in places.values()}:
+        # Flushed to the disk and dropped from the page cache, so that `verify` reads the disk.
+        with naming(path), path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return digests
 
 
@@ -171,24 +161,26 @@ def verify(directory: Path, expected: Mapping[str, TensorSpec], digests: Mapping
     """
     files = WeightFiles(directory)
     errors = [*files.errors, *files.missing(expected), *files.unexpected(expected)]
-    if not errors:
-        for name, spec in expected.items():
-            stored = files.stored[name]
-            tensor = files.read(name)
-            if DTYPES[stored.dtype] != spec.dtype:
-                errors.append(f"{stored.file.name}: {name} is {stored.dtype}, not {spec.dtype}")
-            elif hashlib.sha256(_bytes(tensor)).hexdigest() != digests[name]:
-                errors.append(f"{stored.file.name}: {name} is not what was written")
-            elif not torch.stack(tensor.aminmax()).isfinite().all():  # without a mask of its size
-                errors.append(f"{stored.file.name}: {name} has NaN or infinite elements")
+    for name, spec in {} if errors else expected.items():
+        file, dtype, _ = files.stored[name]
+        tensor = files.read(name)
+        if DTYPES[dtype] != spec.dtype:
+            errors.append(f"{file.name}: {name} is {dtype}, not {spec.dtype}")
+        elif hashlib.sha256(_bytes(tensor)).hexdigest() != digests[name]:
+            errors.append(f"{file.name}: {name} is not what was written")
+        elif not torch.stack(tensor.aminmax()).isfinite().all():  # without a mask of its size
+            errors.append(f"{file.name}: {name} has NaN or infinite elements")
     if errors:
         raise WeightsError(f"{directory} was not written right", errors)
 
 
 def _lay_out(
     directory: Path, expected: Mapping[str, TensorSpec], shard_bytes: int
-) -> dict[str, Position]:
-    """Create the files, with headers and empty contents, and the index if there are several."""
+) -> dict[str, tuple[Path, int]]:
+    """Create the files, with headers and empty contents, and the index if there are several.
+
+    Returns the file and offset of each tensor.
+    """
     shards: list[dict[str, TensorSpec]] = [{}]
     filled = 0
     for name, spec in expected.items():
@@ -197,21 +189,21 @@ def _lay_out(
             filled = 0
         shards[-1][name] = spec
         filled += _size(spec)
-    places: dict[str, Position] = {}
+    places: dict[str, tuple[Path, int]] = {}
     for number, shard in enumerate(shards, start=1):
         one_of = f"-{number:05}-of-{len(shards):05}" if len(shards) > 1 else ""
         places.update(_create(directory / f"model{one_of}.safetensors", shard))
     if len(shards) > 1:
         index = {
             "metadata": {"total_size": sum(map(_size, expected.values()))},
-            "weight_map": {name: place.file.name for name, place in places.items()},
+            "weight_map": {name: path.name for name, (path, _) in places.items()},
         }
         write_atomically(directory / WEIGHTS_INDEX, json.dumps(index, indent=2) + "\n")
     return places
 
 
-def _create(path: Path, tensors: Mapping[str, TensorSpec]) -> dict[str, Position]:
-    """Create a safetensors file of the right size; return the position of each tensor.
+def _create(path: Path, tensors: Mapping[str, TensorSpec]) -> dict[str, tuple[Path, int]]:
+    """Create a safetensors file of the right size; return the file and offset of each tensor.
 
     It has the header's length in 8 bytes, the header as JSON padded to a multiple of 8, and room
     for one tensor after another, the widest dtypes first so that all are aligned.
@@ -220,25 +212,15 @@ def _create(path: Path, tensors: Mapping[str, TensorSpec]) -> dict[str, Position
     begins, end = {}, 0
     for name, spec in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
         begins[name], end = end, end + _size(spec)
-        header[name] = {
-            "dtype": CODES[spec.dtype],
-            "shape": spec.shape,
-            "data_offsets": [begins[name], end],
-        }
+        offsets = [begins[name], end]
+        header[name] = {"dtype": CODES[spec.dtype], "shape": spec.shape, "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with naming(path), path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         first = file.tell()
         file.truncate(first + end)
-    return {name: Position(path, first + begin) for name, begin in begins.items()}
-
-
-def _flush(path: Path) -> None:
-    """Flush to the disk and drop from the page cache, so that `verify` reads from the disk."""
-    with naming(path), path.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return {name: (path, first + begin) for name, begin in begins.items()}
 
 
 def _size(spec: TensorSpec) -> int:

@@ -51,7 +51,15 @@ def stream_weights(bridge: Any, chunks: Sequence[GPTModel]) -> Iterator[tuple[st
                 target.copy_(ours[name][box])
             sources.setdefault(ranks[0], []).append(target)
         for source, targets in sources.items():
-            _broadcast(targets, source)
+            [first, *others] = targets
+            if not others and first.is_contiguous():
+                dist.broadcast(first, source)
+                continue
+            message = torch.cat([target.flatten() for target in targets])
+            dist.broadcast(message, source)
+            parts = message.split([target.numel() for target in targets])
+            for target, part in zip(targets, parts, strict=True):
+                target.copy_(part.view_as(target))
         yield name, whole
 
 
@@ -119,17 +127,3 @@ def _parts(bridge: Any, chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Box, 
     for piece in held(settings_of(bridge.hf_config), layout, dist.get_rank()):
         here = piece.parameter_offset, piece.box[1]
         yield piece.tensor, piece.box, named[piece.chunk][piece.parameter][within(here)]
-
-
-def _broadcast(targets: list[torch.Tensor], source: int) -> None:
-    """Broadcast parts of a tensor from rank `source`, in one message."""
-    [first, *others] = targets
-    if not others and first.is_contiguous():
-        dist.broadcast(first, source)
-        return
-    message = torch.cat([target.flatten() for target in targets])
-    dist.broadcast(message, source)
-    for target, part in zip(
-        targets, message.split([target.numel() for target in targets]), strict=True
-    ):
-        target.copy_(part.view_as(target))

@@ -19,7 +19,7 @@ from parallel.weights import checksums
 from parallel.weights.holdings import held
 from parallel.weights.names import is_precise
 from parallel.weights.planner import Bucket, Plan
-from parallel.weights.transport import Mapped, Meeting, Messages, SharedMemory
+from parallel.weights.transport import Meeting, Messages, SharedMemory, mapped
 
 IN_FLIGHT = 4  # messages that a trainer rank has packed and not yet sent
 
@@ -105,7 +105,7 @@ class Inbox:
         self._trainers = layout.ranks
         self._messages: Messages | None = None
         self._forwarding: list[tuple[dist.Work, torch.Tensor]] = []
-        self._memory: dict[int, Mapped] = {}
+        self._memory: dict[int, dict[str, torch.Tensor]] = {}
         # By peer and tensor: a box that the peer holds, its parameter, and its offset therein.
         self._pieces: dict[int, dict[str, list[tuple[Box, str, tuple[int, ...]]]]] = {}
         self.start()
@@ -113,7 +113,7 @@ class Inbox:
             self._messages = Messages(meeting, self._trainers + rank, device)
             return
         for peer in {message.peer for bucket in self.buckets for message in bucket.messages}:
-            self._memory[peer] = Mapped(shared[peer])
+            self._memory[peer] = mapped(shared[peer])
             pieces = self._pieces[peer] = {}
             for piece in held(model, layout, peer):
                 where = piece.box, f"{piece.chunk}/{piece.parameter}", piece.parameter_offset

@@ -16,6 +16,7 @@ from parallel.settings import ModelSettings
 # Keys of buckets, the units of loading. A layer's key is its number.
 EMBEDDING, HEAD = -1, 1 << 30
 VOCABULARY_MULTIPLE = 64  # vLLM rounds the vocabulary up to it before splitting
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -65,15 +66,24 @@ class ModelWeights:
         rows = Units("model.vocabulary_size", model.vocabulary_size, multiple=VOCABULARY_MULTIPLE)
         table = (model.vocabulary_size, model.hidden_size)
         names = "embedding.word_embeddings.weight", "model.embed_tokens.weight"
-        attention = [*_norms(model), *_attention(model)]
+        hidden = model.hidden_size
+        norms = (
+            _whole("input_layernorm.weight", "input_layernorm.weight", hidden),
+            _whole("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", hidden),
+        )
+        attention = [*norms, *_attention(model)]
+        dense: Iterator[Weight] = iter(())
+        if width := getattr(architecture(model), "intermediate_size", None):
+            units = Units("model.architecture.intermediate_size", width)
+            dense = _perceptron(model, "mlp.", "mlp.", units)
         self.buckets = [EMBEDDING, *range(model.layers), HEAD]
         self._routed = routed_layers(model)
         self._weights = {
             "embedding": (_split(*names, table, 0, rows),),
-            "dense": (*attention, *_dense(model)),
+            "dense": (*attention, *dense),
             "routed": (*attention, *_experts(model)),
             "head": (
-                _whole("decoder.final_layernorm.weight", "model.norm.weight", model.hidden_size),
+                _whole("decoder.final_layernorm.weight", "model.norm.weight", hidden),
                 _split("output_layer.weight", "lm_head.weight", table, 0, rows),
             ),
         }
@@ -148,14 +158,6 @@ def _split(
     return Weight(parameter, (Part(tensor, shape, units),), dimension)
 
 
-def _norms(model: ModelSettings) -> Iterator[Weight]:
-    for parameter, tensor in (
-        ("input_layernorm", "input_layernorm"),
-        ("pre_mlp_layernorm", "post_attention_layernorm"),
-    ):
-        yield _whole(f"{parameter}.weight", f"{tensor}.weight", model.hidden_size)
-
-
 def _attention(model: ModelSettings) -> Iterator[Weight]:
     if model.family == "deepseek_v3":
         yield from _latent_attention(model)
@@ -205,15 +207,6 @@ def _projection(model: ModelSettings, heads: Units, head_dim: int) -> Weight:
     return _split(*names, (model.hidden_size, heads.count * head_dim), 1, heads)
 
 
-def _dense(model: ModelSettings) -> Iterator[Weight]:
-    """Yield the MLP of the layers without experts that some families start with."""
-    if model.family in ("glm4_moe", "deepseek_v3"):
-        width = architecture(model).intermediate_size
-        yield from _perceptron(
-            model, "mlp.", "mlp.", Units("model.architecture.intermediate_size", width)
-        )
-
-
 def _experts(model: ModelSettings) -> Iterator[Weight]:
     further, mixtral = architecture(model), model.family == "mixtral"
     theirs = "block_sparse_moe." if mixtral else "mlp."
@@ -225,14 +218,10 @@ def _experts(model: ModelSettings) -> Iterator[Weight]:
         width = further.n_shared_experts * model.expert_hidden_size
         units = Units("model.architecture.n_shared_experts x model.expert_hidden_size", width)
         yield from _perceptron(model, "mlp.shared_experts.", "mlp.shared_experts.", units)
-    yield from _perceptron(
-        model,
-        "mlp.experts.local_experts.{expert}.",
-        f"{theirs}experts.{{expert}}.",
-        Units("model.expert_hidden_size", model.expert_hidden_size),
-        ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj"),
-        model.experts,
-    )
+    units = Units("model.expert_hidden_size", model.expert_hidden_size)
+    projections = ("w1", "w3", "w2") if mixtral else PROJECTIONS
+    here, there = "mlp.experts.local_experts.{expert}.", f"{theirs}experts.{{expert}}."
+    yield from _perceptron(model, here, there, units, projections, model.experts)
 
 
 def _perceptron(
@@ -240,7 +229,7 @@ def _perceptron(
     ours: str,
     theirs: str,
     units: Units,
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    names: tuple[str, str, str] = PROJECTIONS,
     experts: int = 0,
 ) -> Iterator[Weight]:
     """Yield the fused gate and up projection, and the down projection."""

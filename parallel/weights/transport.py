@@ -116,47 +116,40 @@ def share(parameters: dict[str, torch.Tensor]) -> SharedMemory:
 
     On a CPU the storages move into shared memory; all views, also an optimizer's, stay valid.
     """
-    storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
+    numbers: dict[int, int] = {}
+    handles: list[OpenFile | DeviceMemory] = []
     regions = {}
     for name, tensor in parameters.items():
         storage = tensor.untyped_storage()
-        number, _ = storages.setdefault(storage._cdata, (len(storages), storage))
-        regions[name] = Region(
-            number,
-            int(tensor.storage_offset()),
-            tuple(tensor.shape),
-            tensor.stride(),
-            str(tensor.dtype).removeprefix("torch."),
-        )
-    return SharedMemory([_handle(storage) for _, storage in storages.values()], regions)
+        number = numbers.setdefault(storage._cdata, len(numbers))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        offset, shape = int(tensor.storage_offset()), tuple(tensor.shape)
+        regions[name] = Region(number, offset, shape, tensor.stride(), dtype)
+        if number < len(handles):
+            continue
+        if storage.device.type == "cuda":
+            handles.append(DeviceMemory([*storage._share_cuda_()]))
+            continue
+        if not storage.is_shared():
+            storage.share_memory_()
+        handles.append(OpenFile(os.getpid(), *storage._share_fd_cpu_()))
+    return SharedMemory(handles, regions)
 
 
-class Mapped:
-    """The mapped parameters of another process.
+def mapped(shared: SharedMemory) -> dict[str, torch.Tensor]:
+    """Return the parameters of another process, in its memory, which is mapped while they live.
 
     Raises:
         OSError: the process has ended or its memory is unmapped.
         ValueError: a handle is not shared memory of the size it names.
     """
-
-    def __init__(self, shared: SharedMemory) -> None:
-        self._storages = [_open(handle) for handle in shared.storages]
-        self._regions = shared.regions
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        region = self._regions[name]
-        storage = self._storages[region.storage]
+    storages = [_open(handle) for handle in shared.storages]
+    found = {}
+    for name, region in shared.regions.items():
+        storage = storages[region.storage]
         empty = torch.empty(0, dtype=getattr(torch, region.dtype), device=storage.device)
-        return empty.set_(storage, region.offset, region.shape, region.stride)
-
-
-def _handle(storage: torch.UntypedStorage) -> OpenFile | DeviceMemory:
-    if storage.device.type == "cuda":
-        return DeviceMemory([*storage._share_cuda_()])
-    if not storage.is_shared():
-        storage.share_memory_()
-    descriptor, size = storage._share_fd_cpu_()
-    return OpenFile(os.getpid(), descriptor, size)
+        found[name] = empty.set_(storage, region.offset, region.shape, region.stride)
+    return found
 
 
 def _open(handle: OpenFile | DeviceMemory) -> Any:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from parallel.weights.transport import Mapped, SharedMemory, share
+from parallel.weights.transport import SharedMemory, mapped, share
 
 
 def received(shared: Any) -> SharedMemory:
@@ -25,12 +25,12 @@ def test_shared_parameters_are_mapped_and_not_copied() -> None:
         "b": flat[6:].view(3, 6).t(),
         "c": torch.ones(3).bfloat16(),
     }
-    mapped = Mapped(received(share(parameters)))
+    found = mapped(received(share(parameters)))
     for name, parameter in parameters.items():
-        assert torch.equal(mapped[name], parameter)
-        assert mapped[name].dtype == parameter.dtype
+        assert torch.equal(found[name], parameter)
+        assert found[name].dtype == parameter.dtype
     flat.mul_(2)
-    assert torch.equal(mapped["b"], parameters["b"])
+    assert torch.equal(found["b"], parameters["b"])
 
 
 def test_a_mapping_reads_files_that_are_open_and_changes_none(tmp_path: Path) -> None:
@@ -49,6 +49,6 @@ def test_a_mapping_reads_files_that_are_open_and_changes_none(tmp_path: Path) ->
             ["cpu", f"{here}", file.fileno(), 17],
         ):
             with pytest.raises((OSError, ValueError)):
-                Mapped(received({"storages": [handle], "regions": {}}))
+                mapped(received({"storages": [handle], "regions": {}}))
     assert small.read_bytes() == b"17 bytes of text."
     assert not absent.exists()
