@@ -47,14 +47,40 @@ class Core:
 
         from parallel.hugging_face.config import hugging_face_config
 
-        self.model = job.model
+        self.model, engine = job.model, job.engine
         self.weight_version: int | None = None
         self._first_routed_layer = routed_layers(job.model).start
         self._requests: dict[str, _RunningRequest] = {}
         self._count = 0
         with tempfile.TemporaryDirectory(prefix="braid-engine-") as directory:
             hugging_face_config(job.model).save_pretrained(directory)
-            config = EngineArgs(**_arguments(job, directory)).create_engine_config()
+            # The weights are dummies until the first refit.
+            arguments = EngineArgs(
+                model=directory,
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                dtype=ENGINE_DTYPES[job.model.precision],
+                enforce_eager=True,
+                tensor_parallel_size=engine.tensor,
+                async_scheduling=False,  # refits happen between steps: none may be half done
+                distributed_executor_backend="uni" if engine.tensor == 1 else "mp",
+                max_model_len=engine.max_model_tokens,
+                max_num_seqs=engine.max_sequences,
+                # With chunked prefill vLLM 0.30 rewinds a seeded request's generator after a
+                # partial prefill, which its CPU backend cannot.
+                enable_chunked_prefill=False,
+                max_num_batched_tokens=max(engine.max_model_tokens, BATCHED_TOKENS),
+                scheduling_policy="priority",
+                block_size=CACHE_BLOCK,
+                kv_cache_memory_bytes=cache_bytes(job.model, engine),
+                logprobs_mode="processed_logprobs",
+                max_logprobs=-1,
+                enable_return_routed_experts=True,
+                enable_prefix_caching=True,
+                worker_extension_cls="parallel.engine.refit_extension.RefitExtension",
+                seed=job.seed,
+            )
+            config = arguments.create_engine_config()
             _prepare_cpu(config, job)
             self._vllm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
 
@@ -216,36 +242,6 @@ class _RunningRequest:
     def note(self, tokens: int, version: int | None) -> None:
         """Record that `tokens` tokens were sampled, the new ones with weights `version`."""
         self.versions += [version] * (tokens - len(self.versions))
-
-
-def _arguments(job: EngineJob, directory: str) -> dict[str, Any]:
-    """Return vLLM's arguments; the weights are dummies until the first refit."""
-    engine = job.engine
-    return {
-        "model": directory,
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "dtype": ENGINE_DTYPES[job.model.precision],
-        "enforce_eager": True,
-        "tensor_parallel_size": engine.tensor,
-        "async_scheduling": False,  # refits happen between steps: none may be half done
-        "distributed_executor_backend": "uni" if engine.tensor == 1 else "mp",
-        "max_model_len": engine.max_model_tokens,
-        "max_num_seqs": engine.max_sequences,
-        # With chunked prefill vLLM 0.30 rewinds a seeded request's generator after a partial
-        # prefill, which its CPU backend cannot.
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(engine.max_model_tokens, BATCHED_TOKENS),
-        "scheduling_policy": "priority",
-        "block_size": CACHE_BLOCK,
-        "kv_cache_memory_bytes": cache_bytes(job.model, engine),
-        "logprobs_mode": "processed_logprobs",
-        "max_logprobs": -1,
-        "enable_return_routed_experts": True,
-        "enable_prefix_caching": True,
-        "worker_extension_cls": "parallel.engine.refit_extension.RefitExtension",
-        "seed": job.seed,
-    }
 
 
 def _prepare_cpu(config: Any, job: EngineJob) -> None:

@@ -24,8 +24,7 @@ from zlib import crc32
 import msgspec
 import numpy as np
 
-from parallel.engine.answers import InvalidResponse, Question, sample_of
-from parallel.engine.wire import Generation
+from parallel.engine.wire import Generation, InvalidResponse, Question, sample_of
 from parallel.errors import report_notice
 from parallel.files import naming
 from parallel.sample import Sample

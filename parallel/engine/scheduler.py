@@ -18,9 +18,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from parallel.engine.answers import InvalidResponse, Question, sample_of
 from parallel.engine.client import EngineClient, EngineError, EngineRefused
-from parallel.engine.wire import Generate, Generation, Prompt, Sampling
+from parallel.engine.wire import (
+    Generate,
+    Generation,
+    InvalidResponse,
+    Prompt,
+    Question,
+    Sampling,
+    sample_of,
+)
 from parallel.sample import Sample
 from parallel.settings import ModelSettings
 

@@ -286,22 +286,18 @@ async def _serve(engine: Engine, job: EngineJob) -> None:
     await runner.setup()
     await web.TCPSite(runner, address_of(job.interface), 0).start()
     host, port = runner.addresses[0][:2]
-    _publish(job.address, Address(host, port, server.token, os.getpid(), engine.instance))
+    address = Address(host, port, server.token, os.getpid(), engine.instance)
+    unfinished = job.address.with_suffix(".tmp")  # readable by this user only: it holds the token
+    unfinished.unlink(missing_ok=True)
+    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(msgspec.json.encode(address))
+    unfinished.rename(job.address)
     failure = await engine.ended()  # vLLM cannot restart a process that ended
     engine.core.shutdown()
     if failure is not None:
         report_error(str(failure))
         sys.exit(1)
-
-
-def _publish(path: Path, address: Address) -> None:
-    """Write the address atomically, readable by this user only: it holds the token."""
-    unfinished = path.with_suffix(".tmp")
-    unfinished.unlink(missing_ok=True)
-    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(msgspec.json.encode(address))
-    unfinished.rename(path)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,20 @@
-"""The protocol of an engine and its clients: typed MessagePack over HTTP, never pickles."""
+"""The protocol of an engine and its clients: typed MessagePack over HTTP, never pickles.
+
+A client validates every response before it becomes a Sample.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import msgspec
+import numpy as np
 
+from parallel.families import routed_layers
+from parallel.sample import Sample
 from parallel.settings import ModelSettings
 from parallel.weights.transport import Meeting, SharedMemory
 
@@ -18,6 +25,8 @@ LENGTH_BYTES = 4  # a frame of a streamed answer begins with its length, big-end
 BEAT = bytes(LENGTH_BYTES)  # an empty frame: a heartbeat
 MOST_KEPT = 4096  # ids that top_p keeps without a top_k: each is an object in vLLM's answer
 TIES = 64  # ids as likely as the last that top_k keeps
+ROUNDING = 1e-3  # how far above 0 a log-probability may lie, in nats
+LOWEST = float(np.finfo(np.float32).min)  # of the finite ones
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -205,3 +214,76 @@ def frames(source: BinaryIO) -> Iterator[Generation | Refitted | CallFailure | N
         if len(header) < LENGTH_BYTES or len(data) < size:
             raise EOFError("the stream ended within a message")
         yield msgspec.msgpack.decode(data, type=Generation | Refitted | CallFailure)
+
+
+class InvalidResponse(ValueError):
+    """A response that violates the protocol; the message says how."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request for one response: its prompt, domain, seed and sampling parameters."""
+
+    domain: str
+    prompt: list[int]
+    seed: int
+    sampling: Sampling
+
+
+def sample_of(question: Question, answer: Generation, model: ModelSettings) -> Sample:
+    """Return the engine's answer to a question as a Sample.
+
+    Raises:
+        InvalidResponse: lengths do not match, or a value is out of range.
+    """
+    tokens, versions, kept, sizes = (
+        _array(getattr(answer, name), np.dtype("<i4"), name)
+        for name in ("tokens", "versions", "kept", "kept_sizes")
+    )
+    logprobs = _array(answer.logprobs, np.dtype("<f4"), "logprobs")
+    routes = _array(answer.routes, np.dtype("<u2"), "routes")
+    length = len(question.prompt) + len(tokens) - 1
+    shape = length, len(routed_layers(model)), model.experts_per_token
+    ends = tokens == question.sampling.end_token
+    _check(len(tokens) == len(logprobs) == len(versions), "arrays of different lengths")
+    _check(tuple(answer.routes_shape) == shape, f"routes {answer.routes_shape} instead of {shape}")
+    _check(len(routes) == np.prod(shape), f"{len(routes)} routes for {shape}")
+    _check(_within(routes, 0, model.experts - 1), "an expert that the model does not have")
+    _check(_within(tokens, 0, model.vocabulary_size - 1), "a token outside the vocabulary")
+    valid = _within(logprobs, LOWEST, ROUNDING)
+    _check(valid, "a log-probability that is above 0, infinite or NaN")
+    _check(bool((versions[1:] >= versions[:-1]).all()), "weight versions that decrease")
+    most = question.sampling.max_tokens
+    _check(0 < len(tokens) <= most, f"{len(tokens)} tokens")
+    _check(not ends[:-1].any(), "tokens after the end token")
+    _check(bool(ends[-1]) == answer.finished, "an end token that contradicts `finished`")
+    _check(answer.finished or len(tokens) == most, "a response truncated before the limit")
+    if len(sizes):
+        _check(len(sizes) == len(tokens) and bool((sizes > 0).all()), "a token without a kept set")
+        _check(int(sizes.sum()) == len(kept), "kept sets that contradict their sizes")
+        _check(_within(kept, 0, model.vocabulary_size - 1), "a kept token outside the vocabulary")
+    return Sample(
+        domain=question.domain,
+        prompt=np.asarray(question.prompt, np.int32),
+        response=tokens,
+        logprobs=logprobs,
+        routes=routes.reshape(shape),
+        versions=versions,
+        kept=np.split(kept, np.cumsum(sizes)[:-1]) if len(sizes) else None,
+        finished=answer.finished,
+    )
+
+
+def _within(values: np.ndarray, lowest: float, highest: float) -> bool:
+    """Return whether every value is in [lowest, highest]; NaN is in no range."""
+    return not len(values) or bool(lowest <= values.min() and values.max() <= highest)
+
+
+def _array(data: bytes, dtype: np.dtype, name: str) -> np.ndarray:
+    _check(len(data) % dtype.itemsize == 0, f"{name} that end within a number")
+    return np.frombuffer(data, dtype)
+
+
+def _check(valid: bool, message: str) -> None:
+    if not valid:
+        raise InvalidResponse(message)

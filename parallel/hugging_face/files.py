@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,7 +47,12 @@ class WeightFiles:
         """Read the index and every file's header; `errors` lists what is wrong with them."""
         self.stored: dict[str, Stored] = {}
         self.errors: list[str] = []
-        index = self._index(directory / WEIGHTS_INDEX)
+        index: dict[str, str] = {}  # a checkpoint of one file has none
+        try:
+            with suppress(FileNotFoundError):
+                index = dict(json.loads((directory / WEIGHTS_INDEX).read_text())["weight_map"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self.errors.append(f"{WEIGHTS_INDEX}: {error!r}")
         files = {directory / name for name in index.values()} or directory.glob("*.safetensors")
         for file in sorted(files):
             self._scan(file)
@@ -88,15 +94,6 @@ class WeightFiles:
             for name, stored in self.stored.items()
             if name not in expected and not any(re.search(pattern, name) for pattern in ignored)
         ]
-
-    def _index(self, path: Path) -> dict[str, str]:
-        try:
-            return dict(json.loads(path.read_text())["weight_map"])
-        except FileNotFoundError:
-            return {}  # a checkpoint of one file has no index
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            self.errors.append(f"{WEIGHTS_INDEX}: {error!r}")
-            return {}
 
     def _scan(self, path: Path) -> None:
         try:

@@ -204,7 +204,8 @@ class Plan:
             line = self._line(kind, shard, ranks)
             start, total, parts = line[place], line[-1], _parts(line, holders)
             first, last = (share(start + at, total, parts) for at in (0, found.elements - 1))
-            turn = self._turn(key, engine) * parts
+            # Where fewer ranks send than hold a shard, they take turns.
+            turn = (self._position[key] + engine) * parts
             for part in range(first, last + 1):
                 low, high = total * part // parts - start, total * (part + 1) // parts - start
                 taken = [(prefix + item.tensor, item.box) for item in _within(found, low, high)]
@@ -222,7 +223,8 @@ class Plan:
                 ranks = self.fleet.engines[engine]
                 line = self._line(kind, shard, ranks)
                 total, parts = line[-1], _parts(line, holders)
-                part = (holders.index(rank) - self._turn(key, engine) * parts) % len(holders)
+                turn = (self._position[key] + engine) * parts
+                part = (holders.index(rank) - turn) % len(holders)
                 if not total or part >= parts:
                     continue
                 low, high = total * part // parts, total * (part + 1) // parts
@@ -231,10 +233,6 @@ class Plan:
                     if taken := _within(found, low - line[place], high - line[place]):
                         sent.setdefault(self._first[engine] + place, []).extend(taken)
         return sent
-
-    def _turn(self, key: int, engine: int) -> int:
-        """Return the rotation of senders, where fewer ranks send than hold a shard."""
-        return self._position[key] + engine
 
     def _find_line(self, kind: str, shard: Shard, ranks: int) -> list[int]:
         """Return the start of each engine rank's items, concatenated over the ranks."""

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from parallel.distributed import broadcast, is_main, on_main
-from parallel.engine.answers import Question
 from parallel.engine.fleet import Fleet
 from parallel.engine.log import RolloutLog
 from parallel.engine.scheduler import NoEngine, Scheduler, Task
-from parallel.engine.wire import Generation, Sampling, model_digest
+from parallel.engine.wire import Generation, Question, Sampling, model_digest
 from parallel.files import read_checkpoint
 from parallel.model.policy import Policy
 from parallel.sample import Sample

@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from parallel.engine.answers import Question, sample_of
 from parallel.engine.client import EngineClient
-from parallel.engine.wire import Generate, Generation, Prompt, Sampling
+from parallel.engine.wire import Generate, Generation, Prompt, Question, Sampling, sample_of
 from parallel.hugging_face.config import hugging_face_config
 from parallel.sample import Sample
 from parallel.settings import ModelSettings

@@ -12,10 +12,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from parallel.engine.answers import InvalidResponse, Question, sample_of
 from parallel.engine.client import EngineRefused
 from parallel.engine.scheduler import NoEngine, Scheduler, Task
-from parallel.engine.wire import Generation, Prompt, Sampling
+from parallel.engine.wire import Generation, InvalidResponse, Prompt, Question, Sampling, sample_of
 from parallel.sample import Sample
 from parallel.settings import END_TOKEN
 from tests.fake_engines import MODEL, FakeEngine, FakeFleet, answer

@@ -14,9 +14,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from parallel.engine.answers import Question, sample_of
 from parallel.engine.log import RolloutLog, frame
-from parallel.engine.wire import Generation, Prompt, Sampling
+from parallel.engine.wire import Generation, Prompt, Question, Sampling, sample_of
 from parallel.sample import Sample
 from parallel.settings import END_TOKEN
 from stages.data.problem import Problem
