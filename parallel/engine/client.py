@@ -152,16 +152,8 @@ class EngineClient:
             if isinstance(message, Generation):
                 yield message
 
-    def stop(self) -> None:
-        """Stop the engine's process."""
-        self._call("stop", None, None, HEALTH_SECONDS)
-
     def describe(self) -> EngineDescription:
-        """Return the engine's current description.
-
-        Raises:
-            EngineRefused: it has another protocol version.
-        """
+        """Return the engine's description; raise EngineRefused at another protocol version."""
         described = self._call("describe", None, EngineDescription, HEALTH_SECONDS)
         if described.protocol != PROTOCOL:
             raise EngineRefused(
@@ -216,11 +208,7 @@ class EngineClient:
 
 
 def _whole(response: http.client.HTTPResponse) -> bytes:
-    """Return a short answer, read to its end.
-
-    Raises:
-        HTTPException: it has more than LARGEST_ANSWER bytes; no more are read.
-    """
+    """Return a short answer; raise HTTPException, and read no more, past LARGEST_ANSWER bytes."""
     data = response.read(LARGEST_ANSWER + 1)
     if len(data) > LARGEST_ANSWER:
         raise http.client.HTTPException(f"more than {LARGEST_ANSWER} bytes")

@@ -129,10 +129,7 @@ class Core:
         """Add a request for every prompt; return the requests' names.
 
         All of them reach the scheduler between two steps, so that the same call makes the same
-        batches.
-
-        Raises:
-            NoWeights: there was no refit yet.
+        batches. Raises NoWeights before the first refit.
         """
         from vllm.inputs import tokens_input
 
@@ -154,11 +151,8 @@ class Core:
         return names
 
     def step(self) -> list[tuple[str, Generation]]:
-        """Sample one token of each request in flight; return the responses that ended, by name.
-
-        Without weights, after a failed refit, nothing is sampled.
-        """
-        if self.weight_version is None:
+        """Sample one token of each request in flight; return the responses that ended, by name."""
+        if self.weight_version is None:  # a refit failed
             return []
         ended = []
         outputs: list[Any] = self._vllm.step()
@@ -208,11 +202,9 @@ class Core:
         # vLLM has entries for all layers; those of the leading dense layers are empty.
         routes = completion.routed_experts[:, self._first_routed_layer :].astype(np.uint16)
         kept: list[np.ndarray] = []
-        if keeps_part(sampling.top_k, sampling.top_p):
-            kept = [
-                np.asarray([t for t, e in entry.items() if math.isfinite(e.logprob)], np.int32)
-                for _, entry in drawn
-            ]
+        for _, entry in drawn if keeps_part(sampling.top_k, sampling.top_p) else ():
+            ids = [token for token, each in entry.items() if math.isfinite(each.logprob)]
+            kept.append(np.asarray(ids, np.int32))
         return Generation(
             number=request.number,
             tokens=tokens.tobytes(),

@@ -19,17 +19,13 @@ from parallel.errors import report_notice
 from parallel.model.policy import Policy
 from parallel.network import LOOPBACK, address_of
 from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
-from parallel.weights import checksums
-from parallel.weights.executor import Outbox
+from parallel.weights.executor import Outbox, add_fingerprints
 from parallel.weights.names import EMBEDDING, HEAD
 from parallel.weights.planner import EngineSizes, Plan
 from parallel.weights.transport import Meeting, host_identity, share, shared_memory_room
 
 ATTEMPTS = 3  # of a refit that fails although no engine was lost
 JOIN_SECONDS = 120.0  # in which ranks meet, or receive a message
-
-# What every rank needs to join: the meeting, unless memory is shared, and the engines.
-Gathering = tuple[Meeting | None, EngineSizes]
 
 
 class RefitError(EngineError):
@@ -120,10 +116,11 @@ class Fleet:
             }
         )
 
-    def _gather(self) -> Gathering | None:
+    def _gather(self) -> tuple[Meeting | None, EngineSizes] | None:
         """Connect to engines that have (re)started, and wait for one where none is live.
 
-        Returns None where the members are unchanged. Main rank only.
+        Returns the meeting, unless memory is shared, and the engines; or None where the members are
+        unchanged. Main rank only.
         """
         for client in self._clients:
             # Do not wait for a restart while another engine is live.
@@ -228,7 +225,7 @@ class Fleet:
         expected: dict[str, int] = {}
         for found in given:
             for key, value in found.items():
-                expected[key] = checksums.add(expected.get(key, 0), value)
+                expected[key] = add_fingerprints(expected.get(key, 0), value)
         names = {EMBEDDING: "the embedding", HEAD: "the head"}
         place = 0
         for client, answer in zip(self._joined, self.reports, strict=True):

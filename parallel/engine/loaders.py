@@ -62,11 +62,7 @@ class Unread(Tensor):
         return cls(name, whole, whole, fill)
 
     def box(self) -> Box:
-        """Return the box of the whole tensor that this view shows.
-
-        Raises:
-            ValueError: it is not a box.
-        """
+        """Return the box of the whole tensor that this view shows; raise ValueError without one."""
         first = last = self.seen.storage_offset()
         for size, stride in zip(self.seen.shape, self.seen.stride(), strict=True):
             last += (size - 1) * stride
@@ -81,10 +77,9 @@ class Unread(Tensor):
         return tuple(low), sizes
 
     def as_seen(self, contents: Tensor) -> Tensor:
-        """Return the contents of the box, in the whole tensor's orientation, viewed as this view.
+        """Return contents of the box, in the whole tensor's orientation, viewed as this view.
 
-        Raises:
-            ValueError: the view merges or splits dimensions of the tensor.
+        Raises ValueError where the view merges or splits dimensions of the tensor.
         """
         shape, strides = tuple(self.seen.shape), []
         # By a dimension's size and stride in the whole tensor, the first in case of a tie.

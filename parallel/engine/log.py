@@ -105,9 +105,7 @@ class RolloutLog:
             if not (version in self._open or self._path(version).exists()):
                 return [None] * len(questions)
             known = self._of(version)
-            found = [known.answers.get(question.seed) for question in questions]
-            pairs = zip(found, questions, strict=True)
-            same = [entry is not None and entry[0] == question for entry, question in pairs]
+            same = [known.answers.get(each.seed, (None,))[0] == each for each in questions]
             if not any(same) or (self._deterministic and not (known.whole and all(same))):
                 return [None] * len(questions)
             self._used.add(version)
@@ -193,11 +191,7 @@ class RolloutLog:
             raise Damaged("it is of another model, parent or sampling")
 
     def _entry(self, data: bytes, version: int) -> Entry:
-        """Return the entry of a frame.
-
-        Raises:
-            Damaged: the checksum matches, but the data are not what this class writes.
-        """
+        """Return the entry of a frame; raise Damaged where this class writes no such data."""
         try:
             entry: Entry = msgspec.msgpack.decode(data, type=Entry)
             if msgspec.msgpack.encode(entry) != data:  # such as unknown keys
@@ -227,10 +221,9 @@ def frame(message: object) -> bytes:
 
 
 def frames(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the data of every frame; a frame that the file ends within is dropped.
+    """Yield the data of every frame; raise Damaged where a checksum does not match.
 
-    Raises:
-        Damaged: a checksum does not match.
+    A frame that the file ends within is dropped.
     """
     while len(header := file.read(HEADER.size)) == HEADER.size:
         length, checksum, own = HEADER.unpack(header)

@@ -23,13 +23,14 @@ from parallel.boxes import Box
 from parallel.engine.loaders import Unread, copy_nothing
 from parallel.engine.wire import Join, RankReport, Refit
 from parallel.settings import LayoutSettings, ModelSettings
-from parallel.weights import checksums
-from parallel.weights.executor import Inbox, wire_dtype
+from parallel.weights.executor import Inbox, add_fingerprints, fingerprint, wire_dtype
 from parallel.weights.names import bucket, tensors
 from parallel.weights.needs import needed
 from parallel.weights.planner import Bucket, EngineSizes, Plan
 
 _PR_SET_PDEATHSIG = 1
+
+Landed = dict[tuple[str, Box], int]  # fingerprints of what loaders have written, by tensor and box
 
 
 class RefitExtension:
@@ -39,10 +40,9 @@ class RefitExtension:
     model_config: Any
 
     def prepare(self, model: str) -> None:
-        """Compare the slices that a refit plans with those that vLLM's loaders copy.
+        """Raise RuntimeError where vLLM's loaders copy other slices than a refit plans.
 
-        Raises:
-            RuntimeError: they differ; the plan does not fit this vLLM or this model.
+        Then the plan does not fit this vLLM or this model.
         """
         group = get_tp_group()
         self._tensor_rank = rank = group.rank_in_group
@@ -91,7 +91,7 @@ class RefitExtension:
         if source is None:
             raise RuntimeError("the engine has joined no trainer")
         source.start()
-        landed: dict[tuple[str, Box], int] | None = {} if asked.check else None
+        landed: Landed | None = {} if asked.check else None
         try:
             with self._bracket():
                 for each in source.buckets:
@@ -101,7 +101,7 @@ class RefitExtension:
             raise
         summed: dict[int, int] = {}
         for (name, _), value in (landed or {}).items():
-            summed[bucket(name)] = checksums.add(summed.get(bucket(name), 0), value)
+            summed[bucket(name)] = add_fingerprints(summed.get(bucket(name), 0), value)
         fingerprints = {str(key): str(value) for key, value in summed.items()}
         report = RankReport(source.received_bytes, source.staging_bytes, fingerprints)
         return msgspec.msgpack.encode(report)
@@ -112,16 +112,8 @@ class RefitExtension:
             name: len(state.output_token_ids) for name, state in self.model_runner.requests.items()
         }
 
-    def _load(
-        self,
-        each: Bucket,
-        contents: dict[str, torch.Tensor],
-        landed: dict[tuple[str, Box], int] | None,
-    ) -> None:
-        """Load one bucket, which holds whole modules.
-
-        Fingerprints of what its loaders have written are read back into `landed`.
-        """
+    def _load(self, each: Bucket, contents: dict[str, torch.Tensor], landed: Landed | None) -> None:
+        """Load one bucket, which holds whole modules."""
 
         def copy(target: torch.Tensor, source: Unread) -> None:
             if target.is_meta:
@@ -135,7 +127,7 @@ class RefitExtension:
                         box, dtype = source.box(), wire_dtype(name, self._settings)
                         written = torch.empty(box[1], dtype=dtype, device=target.device)
                         source.as_seen(written).copy_(target)
-                        landed[name, box] = checksums.fingerprint(name, box, written)
+                        landed[name, box] = fingerprint(name, box, written)
 
         unread = ((name, self._unread(name, copy)) for name in each.tensors)
         self.model_runner.model.load_weights(unread)

@@ -217,8 +217,18 @@ class Scheduler:
             by_sampling: dict[Sampling, list[_Entry]] = defaultdict(list)
             for entry in entries:
                 by_sampling[entry.task.question.sampling].append(entry)
+            first = -self._engines.descriptions[client].max_model_tokens  # before any response
             for sampling, alike in by_sampling.items():
-                self._open(client, sampling, alike)
+                prompts = []
+                for minus_expected, number, task, at_once in alike:
+                    priority = first if at_once else round(minus_expected)
+                    question = task.question
+                    prompts.append(Prompt(number, question.prompt, question.seed, priority))
+                asked = {entry.number: entry for entry in alike}
+                stream = _EngineCall(client, self._instance(client), asked, dict(asked))
+                self._streams.append(stream)
+                given = stream, Generate(prompts, sampling)
+                threading.Thread(target=self._read, args=given, daemon=True).start()
 
     def _deal_by_length(
         self, live: list[EngineClient], dealt: dict[EngineClient, list[_Entry]]
@@ -244,18 +254,6 @@ class Scheduler:
             tokens[client] -= entry.minus_expected
             if count[client] >= sizes[client] + max(1, sizes[client] // AHEAD):
                 open_to.remove(client)
-
-    def _open(self, client: EngineClient, sampling: Sampling, entries: list[_Entry]) -> None:
-        first = -self._engines.descriptions[client].max_model_tokens  # before any other response
-        prompts = []
-        for minus_expected, number, task, at_once in entries:
-            priority = first if at_once else round(minus_expected)
-            prompts.append(Prompt(number, task.question.prompt, task.question.seed, priority))
-        by_number = {entry.number: entry for entry in entries}
-        stream = _EngineCall(client, self._instance(client), by_number, dict(by_number))
-        self._streams.append(stream)
-        request = Generate(prompts, sampling)
-        threading.Thread(target=self._read, args=(stream, request), daemon=True).start()
 
     def _read(self, stream: _EngineCall, request: Generate) -> None:
         """Read the answers of one call, in its thread."""

@@ -54,8 +54,8 @@ class StepFailed(RuntimeError):
     """An error of vLLM in a step, after which the engine must be restarted."""
 
 
-# An item of a stream: the responses that ended in a step, by name, or why no more will.
-Handed = dict[str, Generation] | StepFailed
+# An item of a stream: the name and response of a request that ended, or why no more will.
+Handed = tuple[str, Generation] | StepFailed
 
 
 class Engine:
@@ -73,7 +73,6 @@ class Engine:
         self._streams: dict[str, asyncio.Queue[Handed]] = {}
         self._drawing: asyncio.Task | None = None
         self._failure: StepFailed | None = None
-        self._stopping = False
 
     async def ask(self, call: Callable[..., Answer], *arguments: Any) -> Answer:
         """Call in vLLM's thread, after all earlier calls, and return the result."""
@@ -101,17 +100,13 @@ class Engine:
         return True
 
     async def ended(self) -> StepFailed | None:
-        """Wait until vLLM fails or `stop` is called; return the failed step's error, if any."""
-        while not (self._failure or self.core.lost_a_rank() or self._stopping):
+        """Wait until vLLM fails or loses a process; return the failed step's error, if any."""
+        while not (self._failure or self.core.lost_a_rank()):
             await asyncio.sleep(LIFE_SECONDS)
         return self._failure
 
-    async def stop(self) -> None:
-        """Stop soon, once this call is answered."""
-        self._stopping = True
-
-    async def generate(self, asked: Generate) -> AsyncIterator[list[Generation]]:
-        """Return a stream of the responses to all prompts; an empty list is a heartbeat.
+    async def generate(self, asked: Generate) -> AsyncIterator[Generation | None]:
+        """Return a stream of the responses to all prompts; None is a heartbeat.
 
         Raises:
             NoWeights: there was no refit yet.
@@ -147,12 +142,9 @@ class Engine:
                 if self.core.weight_version is None:  # a refit failed; another may follow
                     await asyncio.sleep(LIFE_SECONDS)
                     continue
-                ended: dict[asyncio.Queue[Handed], dict[str, Generation]] = {}
                 for name, generation in await self.ask(self.core.step):
                     if stream := self._streams.pop(name, None):
-                        ended.setdefault(stream, {})[name] = generation
-                for stream, generations in ended.items():
-                    stream.put_nowait(generations)
+                        stream.put_nowait((name, generation))
         except Exception as error:
             traceback.print_exception(error)
             self._failure = StepFailed(f"a step of vLLM failed: {error!r}")
@@ -161,19 +153,20 @@ class Engine:
 
     async def _responses(
         self, owed: set[str], stream: asyncio.Queue[Handed]
-    ) -> AsyncIterator[list[Generation]]:
+    ) -> AsyncIterator[Generation | None]:
         try:
             while owed:
                 try:
                     handed = await asyncio.wait_for(stream.get(), BEAT_SECONDS)
                 except TimeoutError:
                     await self.ask(self.core.lost_a_rank)  # answered between two steps
-                    handed = {}
+                    yield None
+                    continue
                 if isinstance(handed, StepFailed):
                     owed = set()  # there is nothing left to abort
                     raise handed
-                owed -= handed.keys()
-                yield list(handed.values())
+                owed.remove(handed[0])
+                yield handed[1]
         finally:
             if owed:  # the client went away
                 for name in owed:
@@ -196,7 +189,6 @@ class EngineServer:
             "health": _answering(None, engine.health),
             "join": _answering(Join, lambda join: engine.ask(engine.core.join, join)),
             "refit": self._refit,
-            "stop": _answering(None, engine.stop),
             "generate": self._generate,
         }
         application = web.Application(middlewares=[self._guard], client_max_size=LARGEST_MESSAGE)
@@ -224,7 +216,7 @@ class EngineServer:
         await stream.prepare(request)
         try:
             async for ended in responses:
-                await stream.write(b"".join(map(frame, ended)) or BEAT)
+                await stream.write(frame(ended) if ended else BEAT)
         except StepFailed as error:
             await stream.write(frame(CallFailure(str(error))))
         await stream.write_eof()

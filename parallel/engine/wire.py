@@ -162,7 +162,7 @@ class Refit(msgspec.Struct, frozen=True):
 class RankReport(msgspec.Struct, frozen=True):
     """The report of one tensor-parallel rank about a refit.
 
-    fingerprints: by bucket, of what was loaded (parallel.weights.checksums), as decimal text.
+    fingerprints: by bucket, of what was loaded (parallel.weights.executor), as decimal text.
     """
 
     received_bytes: int

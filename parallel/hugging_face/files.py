@@ -68,8 +68,11 @@ class WeightFiles:
         with safe_open(self.stored[name].file, framework="pt") as file:
             return file.get_tensor(name) if box is None else file.get_slice(name)[within(box)]
 
-    def missing(self, expected: Mapping[str, TensorSpec]) -> list[str]:
-        """Return an error for each expected tensor that is missing or has another shape."""
+    def check(self, expected: Mapping[str, TensorSpec], ignored: Iterable[str] = ()) -> list[str]:
+        """Return an error for each tensor that is missing, has another shape, or is not expected.
+
+        Names that match the patterns `ignored` may also be there.
+        """
         errors = []
         for name, spec in expected.items():
             if name not in self.stored:
@@ -83,17 +86,10 @@ class WeightFiles:
             else:
                 continue
             errors.append(f"{file.name}: {name} is {wrong}")
+        for name, stored in self.stored.items():
+            if name not in expected and not any(re.search(pattern, name) for pattern in ignored):
+                errors.append(f"{stored.file.name}: {name} is no tensor of this model")
         return errors
-
-    def unexpected(
-        self, expected: Mapping[str, TensorSpec], ignored: Iterable[str] = ()
-    ) -> list[str]:
-        """Return an error for each tensor that is not expected; `ignored` are patterns of names."""
-        return [
-            f"{stored.file.name}: {name} is no tensor of this model"
-            for name, stored in self.stored.items()
-            if name not in expected and not any(re.search(pattern, name) for pattern in ignored)
-        ]
 
     def _scan(self, path: Path) -> None:
         try:
@@ -157,7 +153,7 @@ def verify(directory: Path, expected: Mapping[str, TensorSpec], digests: Mapping
             finite, or has other bytes.
     """
     files = WeightFiles(directory)
-    errors = [*files.errors, *files.missing(expected), *files.unexpected(expected)]
+    errors = files.errors + files.check(expected)
     for name, spec in {} if errors else expected.items():
         file, dtype, _ = files.stored[name]
         tensor = files.read(name)

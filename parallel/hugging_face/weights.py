@@ -107,8 +107,7 @@ def _errors(settings: ModelSettings, directory: Path) -> list[str]:
         errors = [f"config.json: {error}"]
     if not errors and not files.errors:  # else errors of tensors would only be consequences
         config = hugging_face_config(settings)
-        expected = expected_tensors(config)
-        errors = files.missing(expected) + files.unexpected(expected, ignored_tensors(config))
+        errors = files.check(expected_tensors(config), ignored_tensors(config))
     return files.errors + errors
 
 

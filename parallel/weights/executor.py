@@ -1,10 +1,12 @@
 """The execution of a refit plan, bucket by bucket, on the trainer's and the engines' ranks.
 
-The planner decides which bytes go where; the transport moves them.
+The planner decides which bytes go where; the transport moves them; fingerprints that can be summed
+over the parts of a tensor, on any ranks, compare both ends.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from math import prod
@@ -15,13 +17,16 @@ import torch.distributed as dist
 from parallel.boxes import Box, intersect, within
 from parallel.device import DTYPES
 from parallel.settings import LayoutSettings, ModelSettings
-from parallel.weights import checksums
 from parallel.weights.holdings import held
 from parallel.weights.names import is_precise
-from parallel.weights.planner import Bucket, Plan
+from parallel.weights.planner import Bucket, Plan, Slice
 from parallel.weights.transport import Meeting, Messages, SharedMemory, mapped
 
 IN_FLIGHT = 4  # messages that a trainer rank has packed and not yet sent
+# Of fingerprints: odd factors with their bits well mixed, and the number of elements per pass.
+ROWS, COLUMNS = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
+CHUNK = 1 << 20
+BITS = {2: torch.int16, 4: torch.int32}
 
 
 def wire_dtype(tensor: str, model: ModelSettings) -> torch.dtype:
@@ -52,15 +57,14 @@ class Outbox:
     def send(self) -> None:
         """Send every slice once, IN_FLIGHT messages at a time; do nothing where memory is mapped.
 
-        Raises:
-            RuntimeError: an engine has ended.
+        Raises RuntimeError where an engine has ended.
         """
         if self._messages is None:  # the engines read while the trainer waits for their answers
             return
         in_flight: deque[tuple[dist.Work, torch.Tensor]] = deque()
         for sending in self.sendings:
             peer = self._trainers + sending.peer
-            slices = [self._slice(s.chunk, s.parameter, s.parameter_box) for s in sending.slices]
+            slices = [self._values(each) for each in sending.slices]
             for packed in _packed(slices):
                 if len(in_flight) == IN_FLIGHT:
                     in_flight.popleft()[0].wait()
@@ -74,13 +78,12 @@ class Outbox:
         for sending in self.sendings:
             key = f"{sending.peer}/{sending.bucket}"
             for each in sending.slices:
-                values = self._slice(each.chunk, each.parameter, each.parameter_box)
-                value = checksums.fingerprint(each.tensor, each.box, values)
-                found[key] = checksums.add(found.get(key, 0), value)
+                value = fingerprint(each.tensor, each.box, self._values(each))
+                found[key] = add_fingerprints(found.get(key, 0), value)
         return found
 
-    def _slice(self, chunk: int, parameter: str, box: Box) -> torch.Tensor:
-        return self.parameters[f"{chunk}/{parameter}"][within(box)]
+    def _values(self, each: Slice) -> torch.Tensor:
+        return self.parameters[f"{each.chunk}/{each.parameter}"][within(each.parameter_box)]
 
 
 class Inbox:
@@ -181,7 +184,19 @@ class Inbox:
         sources = [(message.peer, message.boxes) for message in bucket.messages]
         if bucket.forwarded_from is not None:
             sources = [(self._trainers + bucket.forwarded_from, bucket.needs)]
-        expected = [(boxes, self._receive(peer, boxes)) for peer, boxes in sources]
+        assert self._messages is not None
+        expected = []
+        for peer, boxes in sources:  # all receives are started before the first is waited for
+            elements: dict[torch.dtype, int] = {}
+            for tensor, (_, sizes) in boxes:
+                dtype = wire_dtype(tensor, self._model)
+                elements[dtype] = elements.get(dtype, 0) + prod(sizes)
+            works = {}
+            for dtype, count in elements.items():
+                buffer = torch.empty(count, dtype=dtype, device=self._device)
+                works[dtype] = self._messages.receive(buffer, peer), buffer
+                self.received_bytes += buffer.nbytes
+            expected.append((boxes, works))
         for boxes, works in expected:
             for work, buffer in works.values():
                 work.wait()
@@ -192,22 +207,6 @@ class Inbox:
                 start, stop = positions[dtype], positions[dtype] + prod(box[1])
                 positions[dtype] = stop
                 yield tensor, box, works[dtype][1][start:stop].view(box[1])
-
-    def _receive(
-        self, peer: int, boxes: list[tuple[str, Box]]
-    ) -> dict[torch.dtype, tuple[dist.Work, torch.Tensor]]:
-        """Start to receive the buffers of `_packed`."""
-        assert self._messages is not None
-        elements: dict[torch.dtype, int] = {}
-        for tensor, (_, sizes) in boxes:
-            dtype = wire_dtype(tensor, self._model)
-            elements[dtype] = elements.get(dtype, 0) + prod(sizes)
-        works = {}
-        for dtype, count in elements.items():
-            buffer = torch.empty(count, dtype=dtype, device=self._device)
-            works[dtype] = self._messages.receive(buffer, peer), buffer
-            self.received_bytes += buffer.nbytes
-        return works
 
 
 def _inside(box: Box, outer: Box) -> Box:
@@ -221,3 +220,37 @@ def _packed(parts: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     for part in parts:
         flat.setdefault(part.dtype, []).append(part.reshape(-1))
     return [torch.cat(slices) for slices in flat.values()]
+
+
+def fingerprint(tensor: str, box: Box, values: torch.Tensor) -> int:
+    """Return the int64 fingerprint of the values in a box of the tensor with this name.
+
+    It is the sum over the elements of their bits, each times a number derived from the position in
+    the whole tensor, modulo 2^64. So the fingerprints of parts add up, in any order, to that of the
+    whole, and changed, moved or swapped values practically always change it.
+    """
+    (first, *across), sizes = box
+    width = values.numel() // sizes[0]
+    rows = values.contiguous().view(BITS[values.element_size()]).view(sizes[0], width)
+    device = values.device
+    salt = _signed(int.from_bytes(hashlib.sha256(tensor.encode()).digest()[:8], "big"))
+    places = salt + torch.zeros(1, dtype=torch.int64, device=device)
+    if across:
+        columns = torch.arange(across[0], across[0] + width, device=device) + 1
+        places = places ^ columns * _signed(COLUMNS)
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    step = max(1, CHUNK // width)
+    for start in range(0, sizes[0], step):
+        some = rows[start : start + step]
+        lines = torch.arange(first + start, first + start + len(some), device=device) + 1
+        total += (((lines * _signed(ROWS)).unsqueeze(1) ^ places) * some).sum()
+    return int(total)
+
+
+def add_fingerprints(first: int, second: int) -> int:
+    """Return the fingerprint of two disjoint parts together."""
+    return _signed((first + second) % (1 << 64))
+
+
+def _signed(bits: int) -> int:
+    return bits - (1 << 64) if bits >= 1 << 63 else bits

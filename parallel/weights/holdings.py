@@ -127,7 +127,7 @@ def held(model: ModelSettings, layout: LayoutSettings, rank: int) -> list[Piece]
         stage, chunk, prefix = arithmetic.place(key)
         if stage != arithmetic.stage(rank):
             continue
-        weights = description.weights(description.kind(key))
+        weights = description.weights[description.kind(key)]
         for shard in arithmetic.shards_of(rank):
             for piece in arithmetic.pieces(weights, shard):
                 tensor, parameter = tensor_prefix(key) + piece.tensor, prefix + piece.parameter
@@ -143,7 +143,7 @@ def owners(model: ModelSettings, layout: LayoutSettings) -> dict[str, list[tuple
         prefix, stage = tensor_prefix(key), arithmetic.place(key).stage
         for shard in arithmetic.shards():
             holders = arithmetic.holders(shard, stage)
-            for piece in arithmetic.pieces(description.weights(description.kind(key)), shard):
+            for piece in arithmetic.pieces(description.weights[description.kind(key)], shard):
                 found.setdefault(prefix + piece.tensor, []).append((piece.box, holders))
     return found
 

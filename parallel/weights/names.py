@@ -78,7 +78,8 @@ class ModelWeights:
             dense = _perceptron(model, "mlp.", "mlp.", units)
         self.buckets = [EMBEDDING, *range(model.layers), HEAD]
         self._routed = routed_layers(model)
-        self._weights = {
+        # The weights of a bucket of each kind, named within the bucket.
+        self.weights: dict[str, tuple[Weight, ...]] = {
             "embedding": (_split(*names, table, 0, rows),),
             "dense": (*attention, *dense),
             "routed": (*attention, *_experts(model)),
@@ -94,14 +95,10 @@ class ModelWeights:
             return "embedding" if key == EMBEDDING else "head"
         return "routed" if key in self._routed else "dense"
 
-    def weights(self, kind: str) -> tuple[Weight, ...]:
-        """Return the weights of a bucket of this kind, named within the bucket."""
-        return self._weights[kind]
-
     def tensors(self, key: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the full names and shapes of a bucket's Hugging Face tensors."""
         prefix = tensor_prefix(key)
-        for weight in self.weights(self.kind(key)):
+        for weight in self.weights[self.kind(key)]:
             for expert in range(max(1, weight.experts)):
                 for part in weight.parts:
                     yield prefix + part.tensor.format(expert=expert), part.shape

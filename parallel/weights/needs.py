@@ -16,7 +16,7 @@ from parallel.weights.names import ModelWeights, Part, Units, Weight, tensor_pre
 def engine_violations(model: ModelSettings, tensor_parallel: int) -> list[tuple[str, str]]:
     """Return the reasons why an engine of this size cannot hold the model: (key, message)."""
     description = ModelWeights(model)
-    weights = [w for key in description.buckets for w in description.weights(description.kind(key))]
+    weights = [w for key in description.buckets for w in description.weights[description.kind(key)]]
     split = dict.fromkeys(part.units for weight in weights for part in weight.parts)
     units = [each for each in split if each is not None]
     # The vocabulary and the attention heads are never repeated, so their divisors are candidates.
@@ -41,7 +41,7 @@ def needed(model: ModelSettings, tensor_parallel: int, rank: int) -> list[tuple[
     description = ModelWeights(model)
     found = []
     for key in description.buckets:
-        weights, prefix = description.weights(description.kind(key)), tensor_prefix(key)
+        weights, prefix = description.weights[description.kind(key)], tensor_prefix(key)
         found += [(prefix + name, box) for name, box in needed_of(weights, tensor_parallel, rank)]
     return found
 

@@ -79,12 +79,6 @@ class Sending:
     slices: list[Slice]
 
 
-class _EngineRank(NamedTuple):
-    engine: int
-    ranks: int
-    rank: int
-
-
 class _Item(NamedTuple):
     """The part of a piece of a shard that an engine rank needs, named within its bucket."""
 
@@ -115,11 +109,8 @@ class Plan:
         self.description = ModelWeights(model)
         self.layout = Layout(model, layout)
         self.fleet = fleet
-        self._ranks = [
-            _EngineRank(engine, size, rank)
-            for engine, size in enumerate(fleet.engines)
-            for rank in range(size)
-        ]
+        # Each engine rank's engine, the engine's size, and the rank's place in it.
+        self._ranks = [(e, size, at) for e, size in enumerate(fleet.engines) for at in range(size)]
         self._first = [0, *accumulate(fleet.engines)]
         self._sources = _sources(fleet, layout.ranks)
         self.fed = [engine for engine, source in enumerate(self._sources) if source is None]
@@ -139,7 +130,8 @@ class Plan:
                 if source is None
                 else self._first_stages[source]
             )
-        self._needed = cache(self._find_needed)
+        weights = self.description.weights
+        self._needed = cache(lambda kind, size, at: dict(needed_of(weights[kind], size, at)))
         self._shared = cache(self._find_shared)
         self._line = cache(self._find_line)
 
@@ -182,7 +174,7 @@ class Plan:
                 found.append(Sending(key, peer, slices))
         return sorted(
             found,
-            key=lambda each: (self.step(self._ranks[each.peer].engine, each.bucket), each.peer),
+            key=lambda each: (self.step(self._ranks[each.peer][0], each.bucket), each.peer),
         )
 
     def step(self, engine: int, key: int) -> int:
@@ -242,16 +234,13 @@ class Plan:
     def _find_shared(self, kind: str, shard: Shard, ranks: int, rank: int) -> _Items:
         """Return the items that a tensor-parallel rank of an engine needs of a shard."""
         needs, items = self._needed(kind, ranks, rank), []
-        for piece in self.layout.pieces(self.description.weights(kind), shard):
+        for piece in self.layout.pieces(self.description.weights[kind], shard):
             need = needs.get(piece.tensor)
             if need and (common := intersect(piece.box, need)):
                 offset = _shifted(piece.parameter_offset, piece.box[0], common[0])
                 items.append(_Item(piece.tensor, common, piece.parameter, offset))
         starts = [0, *accumulate(prod(item.box[1]) for item in items)]
         return _Items(items, starts[:-1], starts[-1])
-
-    def _find_needed(self, kind: str, ranks: int, rank: int) -> dict[str, Box]:
-        return dict(needed_of(self.description.weights(kind), ranks, rank))
 
 
 def _sources(fleet: EngineSizes, trainers: int) -> list[int | None]:

@@ -73,7 +73,7 @@ def bytes_needed(model: ModelSettings, size: int, rank: int) -> int:
 def wrong_tensors(trained: Any, engines: Any, model: ModelSettings) -> list[str]:
     """Return the engine ranks and buckets whose fingerprints differ from the whole tensors'."""
     from parallel.distributed import is_main
-    from parallel.weights import checksums
+    from parallel.weights.executor import add_fingerprints, fingerprint
     from parallel.weights.names import bucket
 
     whole = {name: tensor.clone() for name, tensor in trained.weights()}
@@ -84,8 +84,8 @@ def wrong_tensors(trained: Any, engines: Any, model: ModelSettings) -> list[str]
             for name, (offsets, sizes) in needed(model, len(report.ranks), rank):
                 place = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
                 key = str(bucket(name))
-                value = checksums.fingerprint(name, (offsets, sizes), whole[name][place])
-                expected[key] = checksums.add(expected.get(key, 0), value)
+                value = fingerprint(name, (offsets, sizes), whole[name][place])
+                expected[key] = add_fingerprints(expected.get(key, 0), value)
             theirs = {key: int(value) for key, value in landed.fingerprints.items()}
             found += [
                 f"engine {number} rank {rank} bucket {key}"

@@ -25,6 +25,7 @@ from parallel.engine.wire import (
     EngineDescription,
     Generate,
     Generation,
+    Join,
     Refit,
     Sampling,
     frame,
@@ -197,8 +198,8 @@ def test_a_failed_step_is_reported_after_the_ended_responses(impostor: Impostor)
         next(stream)
 
 
-async def _failing() -> AsyncIterator[list[Generation]]:
-    yield [GENERATION]
+async def _failing() -> AsyncIterator[Generation]:
+    yield GENERATION
     raise StepFailed("no kernel")
 
 
@@ -221,10 +222,10 @@ def test_an_endless_refit_times_out(impostor: Impostor) -> None:
 
 
 def test_an_invalid_answer_is_an_error(impostor: Impostor) -> None:
-    client = impostor({"describe": described(), "stop": b"\xc1", "health": b"\xc1"})
+    client = impostor({"describe": described(), "join": b"\xc1", "health": b"\xc1"})
     client.connect()
-    with pytest.raises(EngineError, match="engine 0 broke off its answer to stop"):
-        client.stop()
+    with pytest.raises(EngineError, match="engine 0 broke off its answer to join"):
+        client.join(Join({}, [1], 0, None, [], timeout_seconds=1.0))
     assert not client.healthy()
 
 

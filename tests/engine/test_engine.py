@@ -199,7 +199,7 @@ def test_an_engine_stopped_while_a_client_connects_is_retried(
 def test_strangers_are_refused(client: EngineClient, engine: Running) -> None:
     assert client.address is not None
     connection = http.client.HTTPConnection(client.address.host, client.address.port, timeout=60)
-    for name in ("describe", "generate", "join", "refit", "stop"):
+    for name in ("describe", "generate", "health", "join", "refit"):
         connection.request("POST", f"/{name}", b"", {"Authorization": "Bearer guess"})
         response = connection.getresponse()
         assert response.status == 403

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from parallel.boxes import Box
-from parallel.weights import checksums
+from parallel.weights.executor import CHUNK, add_fingerprints, fingerprint
 
 DTYPES = {"fp32": (torch.float32, torch.int32), "bf16": (torch.bfloat16, torch.int16)}
 SHAPE = (12, 10)
@@ -30,8 +30,8 @@ def of_parts(boxes: list[Box], values: torch.Tensor, tensor: str = "w") -> int:
     parts = []
     for offsets, sizes in boxes:
         place = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
-        parts.append(checksums.fingerprint(tensor, (offsets, sizes), values[place]))
-    return reduce(checksums.add, parts)
+        parts.append(fingerprint(tensor, (offsets, sizes), values[place]))
+    return reduce(add_fingerprints, parts)
 
 
 @pytest.mark.parametrize(
@@ -44,32 +44,32 @@ def of_parts(boxes: list[Box], values: torch.Tensor, tensor: str = "w") -> int:
     ],
 )
 def test_parts_add_up_to_the_whole(boxes: list[Box], values: torch.Tensor) -> None:
-    assert of_parts(boxes, values) == checksums.fingerprint("w", WHOLE, values)
+    assert of_parts(boxes, values) == fingerprint("w", WHOLE, values)
 
 
 def test_long_tensors_and_vectors_add_up_too() -> None:
-    wide = torch.randn(5, checksums.CHUNK // 2)  # whose rows are looked at two by two
-    whole = checksums.fingerprint("w", ((0, 0), tuple(wide.shape)), wide)
+    wide = torch.randn(5, CHUNK // 2)  # whose rows are looked at two by two
+    whole = fingerprint("w", ((0, 0), tuple(wide.shape)), wide)
     width = wide.shape[1]
     assert whole == of_parts([((0, 0), (3, width)), ((3, 0), (2, width))], wide)
     vector = torch.randn(100)
-    whole = checksums.fingerprint("w", ((0,), (100,)), vector)
+    whole = fingerprint("w", ((0,), (100,)), vector)
     assert whole == of_parts([((0,), (30,)), ((30,), (70,))], vector)
 
 
 def test_it_is_read_alike_in_any_memory_order(values: torch.Tensor) -> None:
     transposed = values.t().contiguous().t()
-    expected = checksums.fingerprint("w", WHOLE, values)
-    assert checksums.fingerprint("w", WHOLE, transposed) == expected
+    expected = fingerprint("w", WHOLE, values)
+    assert fingerprint("w", WHOLE, transposed) == expected
 
 
 def test_every_flipped_bit_changes_it(values: torch.Tensor) -> None:
-    found = {checksums.fingerprint("w", WHOLE, values)}
+    found = {fingerprint("w", WHOLE, values)}
     for bit in range(8 * values.element_size()):
         flipped = values.clone()
         mask = torch.ones((), dtype=bits(values).dtype) << bit
         bits(flipped)[7, 3] ^= mask
-        found.add(checksums.fingerprint("w", WHOLE, flipped))
+        found.add(fingerprint("w", WHOLE, flipped))
     assert len(found) == 1 + 8 * values.element_size()
 
 
@@ -79,7 +79,7 @@ def test_the_sign_of_zero_and_kinds_of_nan_count() -> None:
     negative[3, 3] = -0.0
     bits(other)[3, 3] += 1
     for first, second in ((zeros, negative), (nans, other)):
-        one, two = (checksums.fingerprint("w", WHOLE, each) for each in (first, second))
+        one, two = (fingerprint("w", WHOLE, each) for each in (first, second))
         assert one != two
 
 
@@ -91,11 +91,11 @@ def test_moved_and_exchanged_values_change_it(values: torch.Tensor) -> None:
     exchanged = values.clone()
     exchanged[0, 0], exchanged[8, 2] = values[8, 2], values[0, 0]
     changed = [values, values[rows], values[:, columns], moved, exchanged, values.flip(0, 1)]
-    assert len({checksums.fingerprint("w", WHOLE, each) for each in changed}) == len(changed)
+    assert len({fingerprint("w", WHOLE, each) for each in changed}) == len(changed)
 
 
 def test_the_same_value_in_another_place_or_tensor_is_another_fingerprint() -> None:
     one = torch.ones(1, 1)
     places = [((row, column), (1, 1)) for row in range(64) for column in range(64)]
-    found = {checksums.fingerprint(tensor, box, one) for tensor in "vw" for box in places}
+    found = {fingerprint(tensor, box, one) for tensor in "vw" for box in places}
     assert len(found) == 2 * len(places)
