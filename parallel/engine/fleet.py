@@ -156,17 +156,16 @@ class Fleet:
         """Return the transport; "auto" is shared memory where one host runs all and has room."""
         wanted, needed = self.settings.transport, sum(weights for _, weights in self._ranks)
         room = shared_memory_room() + (needed if self._transport == "shared_memory" else 0)
+        fits = local and needed <= room
         if wanted == "auto":
-            wanted = "shared_memory" if local and needed <= room else "messages"
-        if wanted == "shared_memory" and not (local and needed <= room):
-            why = (
-                f"the weights need {needed >> 20} MiB of /dev/shm, {room >> 20} MiB available"
-                if local
-                else "engines and ranks are on several hosts"
-            )
-            raise EngineError(
-                f"engine.transport is shared_memory, but {why}; set it to messages or auto"
-            )
+            wanted = "shared_memory" if fits else "messages"
+        if wanted == "shared_memory" and not fits:
+            why = "engines and ranks are on several hosts"
+            if local:
+                needs = f"{needed >> 20} MiB of /dev/shm"
+                why = f"the weights need {needs}, {room >> 20} MiB available"
+            wrong = f"engine.transport is shared_memory, but {why}"
+            raise EngineError(f"{wrong}; set it to messages or auto")
         self._transport = wanted
         return wanted
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
+from importlib import import_module
 
-MODULES = (
+for name in (
     "parallel.engine.server",
     "parallel.hugging_face.config",
     "vllm",
     "vllm.v1.engine.llm_engine",
     "vllm.v1.worker.cpu_worker",
     "parallel.engine.refit_extension",
-)
-for name in MODULES:
-    importlib.import_module(name)
+):
+    import_module(name)

@@ -72,7 +72,7 @@ class Engine:
         self.core: Core = self._thread.submit(Core, job).result()
         self._streams: dict[str, asyncio.Queue[Handed]] = {}
         self._drawing: asyncio.Task | None = None
-        self._failure: StepFailed | None = None
+        self.failure: StepFailed | None = None
 
     async def ask(self, call: Callable[..., Answer], *arguments: Any) -> Answer:
         """Call in vLLM's thread, after all earlier calls, and return the result."""
@@ -93,17 +93,11 @@ class Engine:
 
     async def health(self) -> bool:
         """Raise RuntimeError when a step has failed, or a process of the engine has ended."""
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         if self.core.lost_a_rank():
             raise RuntimeError("a process of vLLM has ended")
         return True
-
-    async def ended(self) -> StepFailed | None:
-        """Wait until vLLM fails or loses a process; return the failed step's error, if any."""
-        while not (self._failure or self.core.lost_a_rank()):
-            await asyncio.sleep(LIFE_SECONDS)
-        return self._failure
 
     async def generate(self, asked: Generate) -> AsyncIterator[Generation | None]:
         """Return a stream of the responses to all prompts; None is a heartbeat.
@@ -147,9 +141,9 @@ class Engine:
                         stream.put_nowait((name, generation))
         except Exception as error:
             traceback.print_exception(error)
-            self._failure = StepFailed(f"a step of vLLM failed: {error!r}")
+            self.failure = StepFailed(f"a step of vLLM failed: {error!r}")
             for stream in set(self._streams.values()):
-                stream.put_nowait(self._failure)
+                stream.put_nowait(self.failure)
 
     async def _responses(
         self, owed: set[str], stream: asyncio.Queue[Handed]
@@ -285,10 +279,11 @@ async def _serve(engine: Engine, job: EngineJob) -> None:
     with os.fdopen(descriptor, "wb") as file:
         file.write(msgspec.json.encode(address))
     unfinished.rename(job.address)
-    failure = await engine.ended()  # vLLM cannot restart a process that ended
-    engine.core.shutdown()
-    if failure is not None:
-        report_error(str(failure))
+    while not (engine.failure or engine.core.lost_a_rank()):
+        await asyncio.sleep(LIFE_SECONDS)
+    engine.core.shutdown()  # vLLM cannot restart a process that ended
+    if engine.failure is not None:
+        report_error(str(engine.failure))
         sys.exit(1)
 
 

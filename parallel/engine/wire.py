@@ -150,20 +150,14 @@ class Join(msgspec.Struct, frozen=True):
 
 
 class Refit(msgspec.Struct, frozen=True):
-    """A request to take the trainer's current weights as `version`.
-
-    With `check` every tensor is fingerprinted as it is loaded.
-    """
+    """A request to take the trainer's weights as `version`, fingerprinted where `check` is set."""
 
     version: int
     check: bool
 
 
 class RankReport(msgspec.Struct, frozen=True):
-    """The report of one tensor-parallel rank about a refit.
-
-    fingerprints: by bucket, of what was loaded (parallel.weights.executor), as decimal text.
-    """
+    """The report of one tensor-parallel rank about a refit; fingerprints are by bucket, decimal."""
 
     received_bytes: int
     staging_bytes: int
@@ -177,10 +171,7 @@ class Refitted(msgspec.Struct, frozen=True, tag=True):
 
 
 class CallFailure(msgspec.Struct, frozen=True, tag=True):
-    """The answer to a call that failed, or the end of a streamed one.
-
-    Unless a step failed, the engine itself still works.
-    """
+    """The answer to a call that failed, or the end of a streamed one; the engine may still work."""
 
     error: str
 

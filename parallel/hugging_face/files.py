@@ -54,8 +54,17 @@ class WeightFiles:
         except (OSError, ValueError, KeyError, TypeError) as error:
             self.errors.append(f"{WEIGHTS_INDEX}: {error!r}")
         files = {directory / name for name in index.values()} or directory.glob("*.safetensors")
-        for file in sorted(files):
-            self._scan(file)
+        for path in sorted(files):
+            try:
+                with safe_open(path, framework="pt") as file:
+                    for name in file.keys():  # noqa: SIM118
+                        if name in self.stored:
+                            first = self.stored[name].file.name
+                            self.errors.append(f"{path.name}: {name} is also in {first}")
+                        part = file.get_slice(name)
+                        self.stored[name] = Stored(path, part.get_dtype(), tuple(part.get_shape()))
+            except (OSError, SafetensorError) as error:
+                self.errors.append(f"{path.name}: {error}")
         if not self.stored and not self.errors:
             self.errors.append("no *.safetensors file")
         for name, expected in index.items():
@@ -90,18 +99,6 @@ class WeightFiles:
             if name not in expected and not any(re.search(pattern, name) for pattern in ignored):
                 errors.append(f"{stored.file.name}: {name} is no tensor of this model")
         return errors
-
-    def _scan(self, path: Path) -> None:
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118
-                    if name in self.stored:
-                        first = self.stored[name].file.name
-                        self.errors.append(f"{path.name}: {name} is also in {first}")
-                    part = file.get_slice(name)
-                    self.stored[name] = Stored(path, part.get_dtype(), tuple(part.get_shape()))
-        except (OSError, SafetensorError) as error:
-            self.errors.append(f"{path.name}: {error}")
 
 
 def write(
