@@ -88,14 +88,8 @@ def load_domain(path: Path, pool: RewardPoolSettings) -> DomainSettings:
 def load_cluster(path: Path) -> ClusterSettings:
     """Read a cluster profile. Raises ConfigError like `load`."""
     reader = Reader()
-    tree = reader.file(path)
-    settings, invalid, more = _validated(ClusterSettings, tree, complete=not reader.broken)
-    found = [*reader.violations, *invalid]
-    if settings is not None:
-        for key, message in too_short(settings):
-            found.append(Violation(nearest(tree, tuple(key.split("."))), key, message))
-    if found or settings is None:
-        raise ConfigError(sorted(found, key=_reading_order), more)
+    tree, settings = _valid(ClusterSettings, reader.file(path), reader)
+    _check_rules(tree, too_short(settings))
     return settings
 
 
