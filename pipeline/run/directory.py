@@ -181,7 +181,10 @@ def _try_lock(descriptor: int, mode: int) -> bool:
 def check_owner(run: RunDirectory, trusted: bool) -> None:
     """Raise BraidError where others than this user and root could have written an untrusted run.
 
-    The message has the command that fixes the permissions.
+    A run contains code: run.yaml names its reward functions, and the stage scripts source its
+    setup.sh. Commands that resume, evaluate or export a run therefore check first; those that only
+    read it (`status`, `why`, `logs`, `plan`) do not. The message has the command that fixes the
+    permissions.
     """
     if not trusted and (found := exposure(run)) is not None:
         raise BraidError(found)
