@@ -7,13 +7,12 @@ Every import is inside its probe, since any of them may fail.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
 import warnings
 from collections.abc import Callable
-from importlib import util
+from importlib import import_module, util
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +43,19 @@ def _torch() -> Found:
     import torch.distributed as dist
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found = [torch.cuda.get_device_properties(index) for index in range(count)]
-    names = ("name", "bytes", "capability")
-    devices = [(each.name, each.total_memory, f"{each.major}.{each.minor}") for each in found]
+    devices = map(torch.cuda.get_device_properties, range(count))
     return {
         "cuda_build": torch.version.cuda,
-        "devices": [dict(zip(names, each, strict=True)) for each in devices],
+        "devices": [
+            {"name": d.name, "bytes": d.total_memory, "capability": f"{d.major}.{d.minor}"}
+            for d in devices
+        ],
         "backends": {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()},
     }
 
 
 def _transformer_engine() -> Found:
-    importlib.import_module("transformer_engine.pytorch")
+    import_module("transformer_engine.pytorch")
     return {}
 
 
@@ -72,7 +72,7 @@ def _megatron() -> Found:
     from parallel.cpu import megatron
 
     megatron.activate()
-    optimizers: Any = importlib.import_module("megatron.core.optimizer")
+    optimizers: Any = import_module("megatron.core.optimizer")
     return {
         "process_groups": device.backend(),
         "layer_specs": device.layer_specs(),
@@ -82,8 +82,8 @@ def _megatron() -> Found:
 
 def _vllm() -> Found:
     """Import as much of the engine as chooses its device; starting one takes too long."""
-    platforms: Any = importlib.import_module("vllm.platforms")
-    importlib.import_module("vllm")
+    platforms: Any = import_module("vllm.platforms")
+    import_module("vllm")
     return {"device": platforms.current_platform.device_type}
 
 

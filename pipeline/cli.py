@@ -10,11 +10,8 @@ from contextlib import nullcontext, redirect_stdout
 from importlib import import_module
 
 from parallel.errors import UserError
-from pipeline.commands.command import parser
 from pipeline.errors import BraidError, reason
 from pipeline.text import encode_anything, say
-
-MODULES = ("look", "run", "domain", "slurm")  # of pipeline.commands, in the order of the help
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +45,7 @@ def command_parser() -> ArgumentParser:
         BraidError: a package is missing, as outside the environment of `make install`.
     """
     try:
-        for module in MODULES:
+        for module in ("look", "run", "domain", "slurm"):  # in the order of the help
             import_module(f"pipeline.commands.{module}")
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
@@ -58,7 +55,8 @@ def command_parser() -> ArgumentParser:
             f"{sys.executable} has no package {package}: run braid in the environment that "
             "`make install` builds, with: source .venv/bin/activate"
         ) from error
-    return parser()
+    parser: ArgumentParser = import_module("pipeline.commands.common").parser()
+    return parser
 
 
 def _parse(argv: Sequence[str]) -> Namespace:

@@ -10,8 +10,8 @@ import json
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -36,12 +36,10 @@ from stages.data.prompts import PromptStream, problem_at, prompt_index, split_of
 from stages.data.reasoning_gym import ReasoningGymSource
 from stages.data.settings import (
     FileDemonstrationSettings,
-    GeneratedDemonstrationSettings,
     PromptSettings,
     ReasoningGymPromptSettings,
 )
 from stages.data.tokenizer import Tokenizer, TokenizerError, tokenizer_named
-from stages.rewards.grading import Grade
 from stages.rewards.kinds.math import MathReward
 from stages.rewards.pool import RewardPool
 from stages.rewards.reward import Response
@@ -74,33 +72,37 @@ def checked(job: DomainCheckJob) -> dict[str, Any]:
     Each prompt has its `prompt`, `answer` and number of `tokens`, and the `responses` to it: `what`
     each is, its `text` and its Grade.
     """
-    tokenizer = tokenizer_named(job.tokenizer)
-    prompts = job.settings.prompts
-    lengths = length_report(prompts, tokenizer, job.domain, DRAWN)
-    problems = _problems(job, tokenizer, lengths)
-    pool = RewardPool({job.domain: job.settings.rewards}, job.pool, job.result.parent)
-    try:
-        submitted = [_submit(problem, job.settings, tokenizer, pool) for problem in problems]
-        found = [
+    tokenizer, settings = tokenizer_named(job.tokenizer), job.settings
+    lengths = length_report(settings.prompts, tokenizer, job.domain)
+    stream = PromptStream(settings.prompts, tokenizer, job.domain, 0, PURPOSE)
+    usable = lengths.prompts - lengths.held_out - lengths.for_gates - lengths.too_long
+    pool = RewardPool({job.domain: settings.rewards}, job.pool, job.result.parent)
+    with closing(pool):
+        asked = []
+        for problem in stream.take_distinct(min(job.prompts, max(usable, 1))):
+            texts = {"reference": reference(problem, settings), "empty": "", "garbage": GARBAGE}
+            # All are submitted before the first result is awaited.
+            graded = [
+                (what, text, pool.submit(problem, [_response(text, tokenizer, job.domain)])[0])
+                for what, text in texts.items()
+                if text is not None
+            ]
+            asked.append((problem, graded))
+        prompts = [
             {
                 "prompt": problem.prompt,
                 "answer": problem.answer,
                 "tokens": len(tokenizer.encode(problem.prompt)),
                 "responses": [
                     {"what": what, "text": text, **asdict(future.result())}
-                    for what, text, future in responses
+                    for what, text, future in graded
                 ],
             }
-            for problem, responses in zip(problems, submitted, strict=True)
+            for problem, graded in asked
         ]
-    finally:
-        pool.close()
-    shown = demonstration_report(job.settings, tokenizer, job.domain, job.max_positions)
-    return {
-        "lengths": asdict(lengths),
-        "prompts": found,
-        "demonstrations": shown and asdict(shown),
-    }
+    shown = demonstration_report(settings, tokenizer, job.domain, job.max_positions)
+    found = {"lengths": asdict(lengths), "prompts": prompts}
+    return {**found, "demonstrations": shown and asdict(shown)}
 
 
 def reference(problem: Problem, settings: DomainSettings) -> str | None:
@@ -113,31 +115,10 @@ def reference(problem: Problem, settings: DomainSettings) -> str | None:
     return problem.answer or None
 
 
-def _problems(job: DomainCheckJob, tokenizer: Tokenizer, lengths: LengthReport) -> list[Problem]:
-    """Return problems that training would sample: `job.prompts` of them, or all there are."""
-    stream = PromptStream(job.settings.prompts, tokenizer, job.domain, 0, PURPOSE)
-    usable = lengths.prompts - lengths.held_out - lengths.for_gates - lengths.too_long
-    return stream.take_distinct(min(job.prompts, max(usable, 1)))
-
-
-def _submit(
-    problem: Problem, settings: DomainSettings, tokenizer: Tokenizer, pool: RewardPool
-) -> list[tuple[str, str, Future[Grade]]]:
-    """Submit every response to a problem; return each one's kind, its text and its future grade."""
-    texts = {"reference": reference(problem, settings), "empty": "", "garbage": GARBAGE}
-    submitted = []
-    for what, text in texts.items():
-        if text is not None:
-            response = Response(text, _tokens(text, tokenizer, problem.domain))
-            [future] = pool.submit(problem, [response])
-            submitted.append((what, text, future))
-    return submitted
-
-
-def _tokens(text: str, tokenizer: Tokenizer, domain: str) -> int:
-    """Return the number of tokens of a response of this text, its end token included."""
+def _response(text: str, tokenizer: Tokenizer, domain: str) -> Response:
+    """Return a response of this text, its end token counted."""
     try:
-        return len(tokenizer.encode(text)) + 1
+        return Response(text, len(tokenizer.encode(text)) + 1)
     except TokenizerError as error:
         raise TokenizerError(
             f"domains.{domain}.prompts.answer: no policy can write the reference {text!r}: {error}"
@@ -146,11 +127,7 @@ def _tokens(text: str, tokenizer: Tokenizer, domain: str) -> int:
 
 @dataclass(frozen=True)
 class LengthReport:
-    """Counts of rows, and of the distinct usable prompts among them, and how long those are.
-
-    `too_long` have more than `max_prompt_tokens`; `tokens` maps each of `PERCENTILES` to a prompt's
-    tokens.
-    """
+    """Counts of rows and of the distinct usable prompts; tokens of a prompt by PERCENTILES."""
 
     rows: int
     bad: int
@@ -158,7 +135,7 @@ class LengthReport:
     prompts: int
     held_out: int
     for_gates: int
-    too_long: int
+    too_long: int  # with more than `max_prompt_tokens`
     tokens: dict[int, int]
 
 
@@ -169,8 +146,11 @@ def length_report(
 
     Reads one row at a time. Raises DomainError and TokenizerError as the domain's streams do.
     """
+    problems: Iterable[Problem]
     if isinstance(settings, ReasoningGymPromptSettings):
-        problems = _distinct(ReasoningGymSource(settings, domain, seed=0), drawn)
+        source = ReasoningGymSource(settings, domain, seed=0)
+        generated = map(source.problem, range(drawn))
+        problems = {problem.key: problem for problem in generated}.values()
         rows, bad, limit = drawn, 0, None
     else:
         index = prompt_index(settings, domain)
@@ -181,36 +161,18 @@ def length_report(
     for problem in problems:
         lengths.append(len(tokenizer.encode(problem.prompt)))
         splits[split_of(problem, settings.held_out_fraction)] += 1
-    counts = np.frombuffer(lengths, np.dtype(f"u{lengths.itemsize}"))
-    found = np.percentile(counts, PERCENTILES, method="higher").tolist()
-    return LengthReport(
-        rows=rows,
-        bad=bad,
-        duplicates=rows - bad - len(counts),
-        prompts=len(counts),
-        held_out=splits["held_out"],
-        for_gates=splits["gate"],
-        too_long=0 if limit is None else int((counts > limit).sum()),
-        tokens=dict(zip(PERCENTILES, found, strict=True)),
-    )
-
-
-def _distinct(source: ReasoningGymSource, drawn: int) -> Iterator[Problem]:
-    seen: set[str] = set()
-    for index in range(drawn):
-        problem = source.problem(index)
-        if problem.key not in seen:
-            seen.add(problem.key)
-            yield problem
+    counts, count = np.array(lengths), len(lengths)
+    too_long = 0 if limit is None else int((counts > limit).sum())
+    apart = splits["held_out"], splits["gate"]
+    return LengthReport(rows, bad, rows - bad - count, count, *apart, too_long, _spread(counts))
 
 
 @dataclass(frozen=True)
 class DemonstrationReport:
-    """Counts of rows, and of the distinct usable demonstrations among them that are not held out.
+    """Counts of rows and of the distinct usable demonstrations that are not held out.
 
-    `too_long` of these have more than `limit` tokens, where there is one; `tokens` maps each of
-    PERCENTILES to a demonstration's tokens, and `learned` is the share of all tokens that are
-    learned. `examples` are texts, each a prompt and the assistant's first turn.
+    `too_long` of these have more than `limit` tokens, where there is one; `tokens` are a
+    demonstration's by PERCENTILES. `examples` are a prompt and the assistant's first turn each.
     """
 
     rows: int
@@ -221,7 +183,7 @@ class DemonstrationReport:
     limit: int | None
     too_long: int
     tokens: dict[int, int]
-    learned: float
+    learned: float  # share of all tokens
     examples: list[tuple[str, str]]
 
 
@@ -234,59 +196,39 @@ def demonstration_report(
     `model.max_positions`, where the model is known. Reads one row at a time. Raises DomainError and
     TokenizerError as a cold start does.
     """
-    wanted = settings.demonstrations
+    wanted, prompts, limit = settings.demonstrations, settings.prompts, positions
+    samples: Iterator[Sample]
     if isinstance(wanted, FileDemonstrationSettings):
         limit = wanted.max_tokens or positions
-        fraction = settings.prompts.held_out_fraction
-        stream = ConversationStream(wanted, tokenizer, domain, 0, fraction, limit or 0)
+        fraction = prompts.held_out_fraction
+        rows = ConversationStream(wanted, tokenizer, domain, 0, fraction, limit or 0)
         index = conversation_index(wanted, domain)
-        held_out = len(index.keys) - stream.rows
-        found = _measured(stream.all(), tokenizer, domain, limit)
-        counts = index.counts
-        return DemonstrationReport(
-            counts.rows, counts.bad, counts.duplicates, held_out, stream.rows, limit, *found
-        )
-    if not isinstance(settings.prompts, ReasoningGymPromptSettings):
+        read, held_out = index.counts, len(index.keys) - rows.rows
+        counts = (read.rows, read.bad, read.duplicates, held_out, rows.rows)
+        samples = rows.all()
+    elif isinstance(prompts, ReasoningGymPromptSettings):
+        fewer = wanted.model_copy(update={"count": min(wanted.count, DRAWN)})
+        shown = demonstrations(fewer, PromptStream(prompts, tokenizer, domain, 0, PURPOSE), seed=0)
+        counts = (fewer.count, 0, 0, 0, fewer.count)
+        samples = (response_sample(tokenizer, s.problem.prompt, s.response, domain) for s in shown)
+    else:
         return None
-    generated = _generated(wanted, settings, tokenizer, domain)
-    count = min(wanted.count, DRAWN)
-    found = _measured(generated, tokenizer, domain, positions)
-    return DemonstrationReport(count, 0, 0, 0, count, positions, *found)
-
-
-def _generated(
-    wanted: GeneratedDemonstrationSettings,
-    settings: DomainSettings,
-    tokenizer: Tokenizer,
-    domain: str,
-) -> Iterator[Sample]:
-    fewer = wanted.model_copy(update={"count": min(wanted.count, DRAWN)})
-    prompts = PromptStream(settings.prompts, tokenizer, domain, 0, PURPOSE)
-    for shown in demonstrations(fewer, prompts, seed=0):
-        yield response_sample(tokenizer, shown.problem.prompt, shown.response, domain)
-
-
-def _measured(
-    samples: Iterator[Sample], tokenizer: Tokenizer, domain: str, limit: int | None
-) -> tuple[int, dict[int, int], float, list[tuple[str, str]]]:
-    """Return `too_long`, `tokens`, `learned` and `examples` of a report."""
     first = list(islice(samples, EXAMPLES))
+    tokens, learned, read_tokens = np.array(
+        [(len(s.prompt) + len(s.response), len(s.learned), s.length) for s in chain(first, samples)]
+    ).T
+    too_long = 0 if limit is None else int((read_tokens > limit).sum())
+    if too_long == len(tokens):
+        what = f"every demonstration is longer than {limit} tokens"
+        raise DomainError(domain, "demonstrations.max_tokens", what)
+    share = float(learned.sum() / tokens.sum())
     examples = [(tokenizer.decode(s.prompt), tokenizer.decode(s.response)) for s in first]
-    sizes = [
-        (len(sample.prompt) + len(sample.response), len(sample.learned), sample.length)
-        for sample in chain(first, samples)
-    ]
-    tokens, learned, read = np.array(sizes).T
-    too_long = 0 if limit is None else int((read > limit).sum())
-    if too_long == len(sizes):
-        raise DomainError(
-            domain,
-            "demonstrations.max_tokens",
-            f"every demonstration is longer than {limit} tokens",
-        )
-    percentiles = np.percentile(tokens, PERCENTILES, method="higher").tolist()
-    spread = dict(zip(PERCENTILES, percentiles, strict=True))
-    return too_long, spread, float(learned.sum() / tokens.sum()), examples
+    return DemonstrationReport(*counts, limit, too_long, _spread(tokens), share, examples)
+
+
+def _spread(counts: np.ndarray) -> dict[int, int]:
+    found = np.percentile(counts, PERCENTILES, method="higher").tolist()
+    return dict(zip(PERCENTILES, found, strict=True))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""The arguments that several commands take, and the run that they name."""
+"""The registry of commands, the arguments that several of them take, and the run that they name."""
 
 from __future__ import annotations
 
 import json
-from argparse import Namespace
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
+from argparse import RawDescriptionHelpFormatter as Raw
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.commands.command import Argument, positive, whole
 from pipeline.config.validate import load
 from pipeline.errors import BraidError
 from pipeline.launch.launcher import Programs
@@ -16,6 +18,121 @@ from pipeline.run.run import Run, check_run_directory
 from pipeline.run.select import RunFork, find_fork, put_aside, reuse_stages
 from pipeline.text import hint, say, shown
 from stages.settings import RunSettings
+
+EXIT_CODES = """\
+exit codes:
+  0    done
+  1    an error, in one message: what is wrong, where, and how to fix it
+  2    a usage error on the command line
+  130  stopped by Ctrl-C; 143 by SIGTERM. `braid resume` continues the run.
+"""
+
+DESCRIPTION = """\
+Post-train a mixture-of-experts model: one cold start, one expert per domain grown from it, and one
+model braided back out of the experts.
+
+a first run, from its settings to its results:
+  braid doctor                               can this machine run it?
+  braid validate configs/quickstart.yaml     is the configuration right?
+  braid plan configs/quickstart.yaml         which stages run, and from what?
+  braid run configs/quickstart.yaml          run it here, with progress and a table of results
+  braid status quickstart                    how far is it? (from another terminal)
+  braid resume quickstart                    continue after a crash, a kill or Ctrl-C
+"""
+
+LARGEST = 10**18 - 1  # fits a file's name, and 64 bits
+
+Function = Callable[[Namespace], None]
+
+
+class Argument:
+    """One argument of a command, as argparse's `add_argument` takes it."""
+
+    def __init__(self, *names: str, **options: Any) -> None:
+        self.names, self.options = names, options
+
+
+Arguments = tuple[
+    Argument | tuple[Argument, ...], ...
+]  # those of an inner tuple exclude each other
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: its function, its help and its arguments."""
+
+    function: Function
+    summary: str
+    details: str
+    arguments: Arguments
+
+
+COMMANDS: dict[str, Command] = {}  # `gate override` is the action `override` of `gate`
+GROUPS: dict[str, tuple[str, str]] = {}  # of commands with actions: summary and details
+
+
+def command(
+    name: str, summary: str, details: str, *arguments: Argument | tuple[Argument, ...]
+) -> Callable[[Function], Function]:
+    """Register the decorated function as the command `name`."""
+
+    def register(function: Function) -> Function:
+        COMMANDS[name] = Command(function, summary, details, arguments)
+        return function
+
+    return register
+
+
+def parser() -> ArgumentParser:
+    """Return the parser of the whole command line; it sets `function` to a command's."""
+    braid = ArgumentParser("braid", description=DESCRIPTION, epilog=EXIT_CODES, formatter_class=Raw)
+    commands = braid.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    actions: dict[str, Any] = {}
+    for name, each in COMMANDS.items():
+        group, _, action = name.rpartition(" ")
+        if group and group not in actions:
+            added = _add(commands, group, *GROUPS[group])
+            _add_runs_dir(added, Path("runs"))
+            actions[group] = added.add_subparsers(metavar="ACTION", required=True)
+        added = _add(actions[group] if group else commands, action, each.summary, each.details)
+        # An action overrides --runs-dir of its group, which may stand before the action.
+        _add_runs_dir(added, SUPPRESS if group else Path("runs"))
+        for argument in each.arguments:
+            target: Any = added
+            if isinstance(argument, tuple):
+                target = added.add_mutually_exclusive_group()
+            for one in argument if isinstance(argument, tuple) else (argument,):
+                target.add_argument(*one.names, **one.options)
+        added.set_defaults(function=each.function)
+    return braid
+
+
+def whole(text: str, least: int = 0) -> int:
+    """Return a whole number from `least`; raise ArgumentTypeError for anything else."""
+    number = text.isascii() and text.isdecimal() and len(text) <= len(str(LARGEST))
+    if not number or int(text) < least:
+        raise ArgumentTypeError(f"{text[:40]} is not a number from {least} to {LARGEST}")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """Return a whole number from 1; raise ArgumentTypeError for anything else."""
+    return whole(text, 1)
+
+
+def _add(commands: Any, name: str, summary: str, details: str) -> ArgumentParser:
+    description = f"{summary[0].upper()}{summary[1:]}."
+    added: ArgumentParser = commands.add_parser(
+        name, help=summary, description=description, epilog=details, formatter_class=Raw
+    )
+    return added
+
+
+def _add_runs_dir(parser: ArgumentParser, default: Any) -> None:
+    parser.add_argument(
+        "--runs-dir", type=Path, default=default, help="the directory of all runs (default: runs)"
+    )
+
 
 PROGRAMS = Programs()
 
@@ -141,8 +258,7 @@ def configured(arguments: Namespace) -> Run:
 def load_config(arguments: Namespace) -> RunSettings:
     """Return the settings of a configuration, with the overrides of the command line."""
     name = [f"name={json.dumps(arguments.name)}"] if arguments.name else []
-    implied = getattr(arguments, "implied", [])
-    return load(arguments.config, [*arguments.overrides, *name, *implied])
+    return load(arguments.config, [*arguments.overrides, *name, *getattr(arguments, "implied", [])])
 
 
 def forked(arguments: Namespace, run: Run) -> tuple[RunDirectory | None, RunFork]:

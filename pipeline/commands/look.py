@@ -4,28 +4,34 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pipeline.commands import common
-from pipeline.commands.command import Argument, command
-from pipeline.commands.common import CONFIG, CONFIG_HELP, JSON, RUN, STAGE, print_json
+from pipeline.commands.common import (
+    CONFIG,
+    CONFIG_HELP,
+    JSON,
+    RUN,
+    STAGE,
+    Argument,
+    command,
+    print_json,
+)
 from pipeline.config.read import ConfigError
 from pipeline.config.rules import policy_cautions
 from pipeline.config.validate import dump_resolved
 from pipeline.errors import BraidError, reason
 from pipeline.report import explain
-from pipeline.report import tables as report
+from pipeline.report import status as report
 from pipeline.report.doctor import probe, section_table, sections
-from pipeline.report.estimate import estimate, next_action
-from pipeline.report.memory import largest_memory, memory_report, stage_memory
+from pipeline.report.memory import memory_report, stage_memory
 from pipeline.run.graph import Stage
-from pipeline.run.ledger import minutes, took
+from pipeline.run.ledger import took
 from pipeline.run.metrics import read_models
-from pipeline.run.run import Run, StageState
-from pipeline.slurm.queue import is_queued, queue_of
+from pipeline.run.run import Run
+from pipeline.slurm.queue import is_queued, queue_of, states_now
 from pipeline.text import say, shown, visible
 from stages.directory import EngineDirectory
 from stages.rewards.registry import cautions
@@ -35,7 +41,8 @@ from stages.rewards.registry import cautions
     "validate",
     "check a configuration and list every error in it",
     CONFIG_HELP + "  braid validate configs/quickstart.yaml domains.chain_sum.loop.steps=80\n\n"
-    'JSON: {"valid": true, "stages", "domains", "warnings"} or {"valid": false, "errors"}.',
+    'JSON: {"valid": true, "stages", "domains", "warnings"} or {"valid": false, "errors"}; with\n'
+    "--resolved the settings.",
     Argument("--resolved", action="store_true", help="print it with every default written out"),
     JSON,
     *CONFIG,
@@ -50,7 +57,10 @@ def validate(arguments: Namespace) -> None:
             print_json(arguments, {"valid": False, "errors": errors})
         raise
     if arguments.resolved:
-        print(dump_resolved(settings), end="")
+        if arguments.json:
+            print_json(arguments, settings.model_dump(mode="json"))
+        else:
+            print(dump_resolved(settings), end="")
         return
     stages = Run(arguments.runs_dir / settings.name, settings).stages
     warnings = [
@@ -85,34 +95,28 @@ def validate(arguments: Namespace) -> None:
 )
 def plan(arguments: Namespace) -> None:
     """Show the stages and what would happen to each; or the memory they need."""
+    if arguments.dot and (arguments.json or arguments.memory):
+        raise BraidError("--dot prints the graph for Graphviz; it excludes --json and --memory")
     if arguments.memory:
-        _show_memory(arguments)
+        settings = common.load_config(arguments)
+        if arguments.json:
+            stages = Run(arguments.runs_dir / settings.name, settings).stages
+            held = {each.name: [asdict(r) for r in stage_memory(each, settings)] for each in stages}
+            print_json(arguments, {"stages": held})
+        else:
+            print(*memory_report(settings), sep="\n")
         return
     run = common.configured(arguments)
     states = states_now(run)
     if arguments.dot:
         say(*explain.dot(run, states))
         return
-    left = estimate(run, states, took(run.events))
-    actions = next_action(run.stages, states)
+    left = report.estimate(run, states, took(run.events))
+    actions = report.next_action(run.stages, states)
     if arguments.json:
-        found = run_state(run, states)
-        for each in found["stages"]:
-            each |= {"next": actions[each["name"]], "seconds_left": left.seconds[each["name"]]}
-        print_json(arguments, found)
-        return
-    print(report.plan_table(run, states, actions, left))
-    say(f"{report.left_line(left)}; {largest_memory(run.settings, run.stages)}")
-
-
-def _show_memory(arguments: Namespace) -> None:
-    settings = common.load_config(arguments)
-    if arguments.json:
-        stages = Run(arguments.runs_dir / settings.name, settings).stages
-        bytes_of = {each.name: [asdict(r) for r in stage_memory(each, settings)] for each in stages}
-        print_json(arguments, {"stages": bytes_of})
-        return
-    print(*memory_report(settings), sep="\n")
+        print_json(arguments, report.plan_json(run, states, actions, left))
+    else:
+        print(report.plan_text(run, states, actions, left))
 
 
 @command(
@@ -157,23 +161,22 @@ def status(arguments: Namespace) -> None:
     if arguments.run is not None:
         _show_run(arguments, common.existing(arguments))
         return
-    paths = common.run_paths(arguments.runs_dir)
+    counts = {path.name: _counts(path) for path in common.run_paths(arguments.runs_dir)}
     if arguments.json:
-        print_json(arguments, {"runs": {path.name: _counts(path) for path in paths}})
+        print_json(arguments, {"runs": counts})
         return
-    if not paths:
+    if not counts:
         say(f"no runs in {shown(arguments.runs_dir)}")
-    for path in paths:
-        found = _counts(path)
-        text = found.get("error") or ", ".join(f"{n} {name}" for name, n in found.items())
-        say(f"{path.name}: {text}".replace("\n", "\n  "))
+    for name, found in counts.items():
+        text = found.get("error") or ", ".join(f"{n} {state}" for state, n in found.items())
+        say(f"{name}: {text}".replace("\n", "\n  "))
 
 
 def _show_run(arguments: Namespace, run: Run) -> None:
     jobs, unasked = queue_of(run)
     states = run.states_with(jobs)
     if arguments.json:
-        print_json(arguments, run_state(run, states))
+        print_json(arguments, report.run_state(run, states))
         return
     print(report.status_table(run, states))
     if unasked:
@@ -208,8 +211,7 @@ def why(arguments: Namespace) -> None:
     run = common.existing(arguments)
     if arguments.json:
         [stage] = run.chosen([arguments.stage])
-        states = run.states_with(queue_of(run)[0])
-        print_json(arguments, explain.why_json(run, stage, states))
+        print_json(arguments, explain.why_json(run, stage, states_now(run)))
     else:
         say(*map(visible, explain.why(run, arguments.stage)))
 
@@ -273,39 +275,10 @@ def logs(arguments: Namespace) -> None:
     follow = is_running if arguments.follow else None
     if arguments.engine is not None:
         own = EngineDirectory(directory.engines / str(arguments.engine)).log
-        explain.print_file(own if own.exists() else run.engine(arguments.engine).log, follow)
+        log = own if own.exists() else run.engine(arguments.engine).log
+        explain.print_growing(lambda: log, follow)
     else:
         explain.print_log(directory, f"rank_{arguments.rank or 0}.log", follow, output)
-
-
-def states_now(run: Run) -> dict[str, StageState]:
-    """Return every stage's state by the ledger and Slurm's queue."""
-    return run.states_with(queue_of(run)[0])
-
-
-def run_state(run: Run, states: Mapping[str, StageState]) -> dict[str, Any]:
-    """Return the state of a run as `--json` prints it.
-
-    `results` are each model's accuracies once the run has been evaluated, else None.
-    """
-    spent = minutes(run.events)
-    done = states["evaluate"].state == "done" and run.results.exists()
-    return {
-        "run": str(run.path),
-        "running": run.is_running(),
-        "stages": [
-            {
-                "name": stage.name,
-                "kind": stage.kind,
-                "needs": list(stage.waits_for),
-                "steps": stage.steps,
-                **asdict(states[stage.name]),
-                "minutes": spent.get(stage.name),
-            }
-            for stage in run.stages
-        ],
-        "results": read_models(run.results) if done else None,
-    }
 
 
 def _newest_job(run: Run, stage: Stage) -> str | None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pipeline.commands import common
-from pipeline.commands.command import GROUPS, Argument, command, positive, whole
 from pipeline.commands.common import (
     CONFIG_HELP,
+    GROUPS,
     JSON,
     PARALLEL,
     RUN,
@@ -17,26 +18,29 @@ from pipeline.commands.common import (
     STARTING,
     STEP,
     TRUST,
+    Argument,
+    command,
+    positive,
     print_json,
+    whole,
 )
-from pipeline.commands.look import run_state, states_now
 from pipeline.errors import BraidError
 from pipeline.launch import one_off
 from pipeline.launch.launcher import JobFailed
-from pipeline.launch.processes import Signals, Stopped
+from pipeline.launch.processes import Stopped
 from pipeline.launch.runner import cores_of_slots, run_stages
-from pipeline.report import audit as audits
-from pipeline.report import tables as report
-from pipeline.report.explain import DryRun
-from pipeline.report.terminal import terminal
+from pipeline.report import status as report
+from pipeline.report.explain import dry_run
+from pipeline.report.tables import Cell, table, terminal
 from pipeline.run import gates
 from pipeline.run.directory import TRUST_OPTION, check_owner, warn_of_readers
 from pipeline.run.metrics import write_results
 from pipeline.run.run import Run
 from pipeline.run.select import MAY_CHANGE, check_selection, check_settings
 from pipeline.slurm.queue import check_not_queued
-from pipeline.text import say, shown
+from pipeline.text import hint, say, shown, visible
 
+AUDITED = ("sft", "grpo", "mixed", "distill", "gate", "evaluate")
 GATE_HELP = """\
   braid gate override quickstart gates.spell_backward --reason "noise: 3 of 500 problems"
 
@@ -59,7 +63,8 @@ GROUPS["gate"] = ("override a gate that has stopped a run", GATE_HELP)
     "  braid run configs/quickstart.yaml domains.chain_sum.loop.steps=80 --from experts.chain_sum\n"
     "  braid run configs/quickstart.yaml --name no-kl --fork quickstart "
     "domains.spell_backward.objective.kl.coefficient=0\n\n"
-    "JSON, at the end: as `braid status RUN --json`.",
+    "JSON, at the end: as `braid status RUN --json`; with --dry-run as `braid plan CONFIG --json`\n"
+    'and "commands": {"engines": [COMMAND], "ranks": {STAGE: COMMAND}}.',
     Argument(
         "--dry-run",
         action="store_true",
@@ -153,24 +158,16 @@ def resume(arguments: Namespace) -> None:
 )
 def evaluate(arguments: Namespace) -> None:
     """Evaluate finished stages again."""
-    run = common.owned(arguments)
-    console = terminal()
-    changes = {key: getattr(arguments, key) for key in one_off.FLAGS}
+    run, step = common.owned(arguments), arguments.step
+    changes = {key: each for key in one_off.FLAGS if (each := getattr(arguments, key)) is not None}
     with run.lock():
         check_not_queued(run)
-        models, path = one_off.evaluate(
-            run,
-            console,
-            common.PROGRAMS,
-            arguments.stage,
-            arguments.step,
-            arguments.domain,
-            {key: value for key, value in changes.items() if value is not None},
-        )
+        on, stage, domains = (terminal(), common.PROGRAMS), arguments.stage, arguments.domain
+        models, path = one_off.evaluate(run, *on, stage, step, domains, changes)
     if arguments.json:
         print_json(arguments, {"models": models, "results": str(path)})
         return
-    print(report.results_table(models, arguments.step))
+    print(report.results_table(models, step))
     say(f"\nresults: {shown(path)}")
 
 
@@ -218,16 +215,59 @@ def export(arguments: Namespace) -> None:
 def audit(arguments: Namespace) -> None:
     """Recompute steps of a run from its files, and compare."""
     run = common.owned(arguments)
-    with Signals() as signals:
-        found = audits.audit(run, arguments.stage, arguments.step, signals)
+    names = _audited(run, arguments.stage, arguments.step)
+    asked = {"run": str(run.path.absolute()), "stages": names, "step": arguments.step}
+    found = one_off.answer_of("the audit", "stages.audit.main", asked)
     if arguments.json:
         print_json(arguments, found)
     else:
-        print(*audits.lines(found), sep="\n")
-    if differing := audits.differing(found):
+        print(*map(_audit_table, found), sep="\n")
+    if differing := [
+        f"{each['stage']}: {row['quantity']}"
+        for each in found
+        for row in each["rows"]
+        if not row["agrees"]
+    ]:
         raise BraidError("the audit differs from the run: " + "; ".join(differing))
     if all(each["refused"] for each in found):
         raise BraidError("nothing was audited")
+
+
+def _audited(run: Run, name: str | None, step: int | None) -> list[str]:
+    """Return the stages to audit: the named one, or all auditable ones that have started.
+
+    Raises:
+        BraidError: there is no such stage, or nothing of it can be audited.
+    """
+    known = [stage.name for stage in run.stages if stage.kind in AUDITED]
+    if name is not None and name not in known:
+        raise BraidError(f"no stage {name} can be audited; {hint(name, known)}")
+    if name is None and step is not None:
+        raise BraidError(f"--step {step} needs a stage: braid audit RUN STAGE --step N")
+    started = [each for each in known if run.stage(each).path.exists()]
+    if name not in (None, *started):
+        raise BraidError(f"{shown(run.path)}: stage {name} has not started; nothing to audit")
+    if not started:
+        raise BraidError(f"{shown(run.path)}: no stage has started; nothing to audit")
+    return started if name is None else [name]
+
+
+def _audit_table(each: dict[str, Any]) -> str:
+    """Return the table of a step, or why it could not be audited."""
+    title = each["stage"] if each["step"] is None else f"{each['stage']}, step {each['step']}"
+    if each["refused"]:
+        return visible(f"\n{title} is not audited: {each['refused']}", keep="\n")
+    rows = [
+        [
+            row["quantity"],
+            *(f"{row[side]:.8g}" for side in ("run", "audit")),
+            f"{row['difference']:.1e}",
+            Cell("" if row["agrees"] else f"DIFFERS by more than {row['bound']:g}", "red"),
+        ]
+        for row in each["rows"]
+    ]
+    headings = ("quantity", "run", "audit", "difference", "")
+    return "\n".join(["", table(title, headings, rows), *map(visible, each["notes"])])
 
 
 @command(
@@ -257,7 +297,7 @@ def _run_stages(run: Run, arguments: Namespace) -> None:
     run.refresh()
     models = None if arguments.only else write_results(run)
     if arguments.json:
-        print_json(arguments, run_state(run, run.states))
+        print_json(arguments, report.run_state(run, run.states))
     elif models is None:
         say(f"{shown(run.path)}: {report.summary(run.states)}")
     else:
@@ -278,6 +318,19 @@ def _again(run: Run, arguments: Namespace) -> str:
 def _show_dry_run(run: Run, arguments: Namespace, reused: Mapping[str, str]) -> None:
     check_not_queued(run)
     check_settings(run, arguments.rerun)
-    preview = DryRun(run, states_now(run), reused, arguments.only, arguments.rerun)
-    print(preview.plan())
-    say("", *preview.commands(common.PROGRAMS, arguments.parallel))
+    only, parallel = arguments.only, arguments.parallel
+    found = dry_run(run, common.PROGRAMS, reused, only, arguments.rerun, parallel)
+    plan = run, found.states, found.actions, found.left
+    if arguments.json:
+        commands = {"engines": found.engines, "ranks": found.ranks}
+        print_json(arguments, {**report.plan_json(*plan), "commands": commands})
+        return
+    print(report.plan_text(*plan), end="\n\n")
+    if not found.ranks:
+        say("no command: nothing would start")
+        return
+    count = run.settings.engine.count
+    for index, line in enumerate(found.engines):
+        say(f"engine {index % count}: {line}")
+    say(f"every stage, as ranks 0 to {run.settings.layout.ranks - 1}:")
+    say(*(f"  {line}" for line in found.ranks.values()))

@@ -10,18 +10,26 @@ from pathlib import Path
 
 from parallel.files import write_atomically
 from pipeline.commands import common
-from pipeline.commands.command import Argument, OneOf, command
-from pipeline.commands.common import CONFIG_HELP, JSON, RUN, STARTING, TRUST, print_json
+from pipeline.commands.common import (
+    CONFIG_HELP,
+    JSON,
+    RUN,
+    STARTING,
+    TRUST,
+    Argument,
+    command,
+    print_json,
+)
 from pipeline.config.cluster import READ_BY_JOBS, ClusterSettings
 from pipeline.config.validate import differing_keys, load_cluster
 from pipeline.errors import BraidError
-from pipeline.report import tables as report
-from pipeline.report.terminal import terminal
+from pipeline.report import status as report
+from pipeline.report.tables import terminal
 from pipeline.run.directory import RunDirectory, check_owner, warn_of_readers
 from pipeline.run.gates import check_stopped
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import State, latest
-from pipeline.run.run import QueuedJob, Run, StageState, as_done
+from pipeline.run.run import Run, StageState, as_done
 from pipeline.run.select import check_dependencies, check_settings, check_stale, planned_states
 from pipeline.slurm import queue
 from pipeline.slurm import submit as submitting
@@ -69,17 +77,15 @@ class _Submission:
         metavar="FILE",
         help="the cluster's profile (default: the one of the run's last submission)",
     ),
-    OneOf(
-        (
-            Argument(
-                "--dry-run", action="store_true", help="show the commands; submit and write nothing"
-            ),
-            Argument(
-                "--prepare",
-                action="store_true",
-                help="write the run's directory with the commands in it; submit nothing",
-            ),
-        )
+    (
+        Argument(
+            "--dry-run", action="store_true", help="show the commands; submit and write nothing"
+        ),
+        Argument(
+            "--prepare",
+            action="store_true",
+            help="write the run's directory with the commands in it; submit nothing",
+        ),
     ),
     JSON,
     *STARTING,
@@ -93,7 +99,7 @@ def submit(arguments: Namespace) -> None:
         return
     warn_of_readers(run)
     if not run.settings_file.exists():  # checked early, so that no directory is created in vain
-        _check_dependencies(asked.wanted, asked.planned(run.states))
+        check_dependencies(asked.wanted, as_done(asked.planned(run.states), *IN_FLIGHT))
     with run.lock(shared=True), run.lock_submission() as lock:
         states = _settled(asked)
         jobs = _submissions(asked, states)
@@ -113,7 +119,8 @@ def submit(arguments: Namespace) -> None:
     for stage in asked.wanted:
         state = states[stage.name]
         if state.state in ("done", *IN_FLIGHT):
-            say(f"{stage.name}: {state.state} already{_in_words(state)}")
+            why = f" ({state.cause})" if state.state != "done" and state.cause else ""
+            say(f"{stage.name}: {state.state} already{why}")
     here = shown(run.path)
     say(f"watch it with: braid status {here}; and the output of a stage with:")
     say(f"braid logs {here} STAGE -f")
@@ -162,7 +169,10 @@ def cancel(arguments: Namespace) -> None:
     run = common.existing(arguments)
     names = {stage.name for stage in run.chosen(arguments.stages)}
     with run.lock_submission():
-        queued = _jobs(run)
+        jobs = adopt(run)
+        stages = {number: name for name, number in job_numbers(run.events).items()}
+        named = ((job.stage or stages.get(number), job) for number, job in jobs.items())
+        queued = [(name, job) for name, job in named if name is not None]
         newest = latest(run.events)
         done = {name for name, event in newest.items() if event.state == "done"}
         names &= {name for name, _ in queued}
@@ -170,15 +180,13 @@ def cancel(arguments: Namespace) -> None:
             # Slurm starts jobs that wait for a cancelled task of an array nevertheless.
             if names & {*stage.waits_for}:
                 names.add(stage.name)
-        jobs = [(name, job) for name, job in queued if name in names]
-        if not jobs:
+        wanted = [(name, job) for name, job in queued if name in names]
+        if not wanted:
             say(f"{shown(run.path)} has no job in the queue")
         # Waiting jobs first, so that none starts because another one ends.
-        for name, job in sorted(jobs, key=lambda item: not item[1].waits):
-            if job.waits or arguments.now:
-                queue.call(["scancel", job.number])
-            else:
-                queue.call(["scancel", "--batch", "--signal=TERM", job.number])
+        for name, job in sorted(wanted, key=lambda item: not item[1].waits):
+            gently = [] if job.waits or arguments.now else ["--batch", "--signal=TERM"]
+            queue.call(["scancel", *gently, job.number])
             if job.waits and name not in done:
                 run.ledger.append(name, "pending", "cancelled", run.stage(name).attempts())
             running = "ends now" if arguments.now else "checkpoints and ends"
@@ -189,7 +197,9 @@ def _asked(arguments: Namespace) -> _Submission:
     """Return the request; raise BraidError where the arguments, profile or path are invalid."""
     run = common.configured(arguments)
     check_owner(run, arguments.trust_run)
-    profile = _profile(arguments.cluster, run)
+    profile = arguments.cluster or run.cluster
+    if arguments.cluster is None and not run.cluster.exists():
+        raise BraidError("--cluster FILE is required; configs/clusters has examples")
     cluster = load_cluster(profile)
     for letter, name in (("%", "%"), ("\n", "line break")):
         if letter in str(run.path.absolute()):
@@ -220,7 +230,11 @@ def _preview(asked: _Submission, arguments: Namespace) -> None:
         found = {"run": str(run.path), "commands": commands, "note": unasked}
         print_json(arguments, found)
     else:
-        _show(run, jobs, unasked)
+        say(submitting.script_of(jobs))
+        say("# Nothing is written and nothing submitted. To run these commands by hand, --prepare")
+        say(f"# writes {shown(run.path)} with this script in it.")
+        if unasked:
+            say(f"# {unasked}")
 
 
 def _settled(asked: _Submission) -> dict[str, StageState]:
@@ -234,12 +248,17 @@ def _settled(asked: _Submission) -> dict[str, StageState]:
     _check_queued_settings(run)
     queued = adopt(run)
     before = run.states_with(queued)
-    _check_not_in_flight(run, before, run.downstream(asked.rerun))
+    again = [stage.name for stage in run.downstream(asked.rerun)]
+    if busy := [name for name in again if before[name].state in IN_FLIGHT]:
+        raise BraidError(
+            f"{', '.join(busy)} cannot be rerun while a job of it waits or runs; cancel it first "
+            f"with: braid cancel {shown(run.path)}"
+        )
     in_flight = {name for name, state in before.items() if state.job and state.state in IN_FLIGHT}
     with_jobs = [each for each in run.stages if each.name in in_flight]
     _check_queued_profile(run, asked.cluster, with_jobs)
     # `check_stale` refuses stale stages.
-    _check_dependencies(asked.wanted, as_done(asked.planned(before), "stale"))
+    check_dependencies(asked.wanted, as_done(asked.planned(before), "stale", *IN_FLIGHT))
     check_settings(run, asked.rerun)
     run.write_settings()
     if asked.other is not None:
@@ -249,47 +268,13 @@ def _settled(asked: _Submission) -> dict[str, StageState]:
     return run.states_with(queued)
 
 
-def _check_not_in_flight(
-    run: RunDirectory, states: Mapping[str, StageState], rerun: Sequence[Stage]
-) -> None:
-    """Raise BraidError where a stage to rerun waits in the queue or runs."""
-    busy = [each.name for each in rerun if states[each.name].state in IN_FLIGHT]
-    if busy:
-        raise BraidError(
-            f"{', '.join(busy)} cannot be rerun while a job of it waits or runs; cancel it first "
-            f"with: braid cancel {shown(run.path)}"
-        )
-
-
-def _show(run: RunDirectory, jobs: Sequence[submitting.Submission], unasked: str) -> None:
-    """Show the submission as a script."""
-    say(submitting.script_of(jobs))
-    say("# Nothing is written and nothing submitted. To run these commands by hand, --prepare")
-    say(f"# writes {shown(run.path)} with this script in it.")
-    if unasked:
-        say(f"# {unasked}")
-
-
 def _submissions(
     asked: _Submission, states: Mapping[str, StageState]
 ) -> list[submitting.Submission]:
     """Return the jobs; raise BraidError where a wanted stage cannot start."""
-    _check_dependencies(asked.wanted, states)
+    check_dependencies(asked.wanted, as_done(states, *IN_FLIGHT))  # those in the queue count
     check_stopped(asked.run, asked.wanted, states)
     return submitting.submissions(asked.run, asked.cluster, asked.wanted, states)
-
-
-def _jobs(run: Run) -> list[tuple[str, QueuedJob]]:
-    """Return the stage and the job of each job in the queue; a stage may have several."""
-    jobs = adopt(run)
-    stages = {number: name for name, number in job_numbers(run.events).items()}
-    named = ((job.stage or stages.get(number), job) for number, job in jobs.items())
-    return [(name, job) for name, job in named if name is not None]
-
-
-def _check_dependencies(wanted: list[Stage], states: Mapping[str, StageState]) -> None:
-    """Check dependencies, of which those in the queue count as done."""
-    check_dependencies(wanted, as_done(states, *IN_FLIGHT))
 
 
 def _check_queued_settings(run: Run) -> None:
@@ -322,16 +307,3 @@ def _check_queued_profile(
             f"{', '.join(sorted(differing))}; cancel them first with: braid cancel "
             f"{shown(run.path)}"
         )
-
-
-def _profile(path: Path | None, run: RunDirectory) -> Path:
-    """Return the path of the given cluster profile, or else of the run's last one."""
-    if path is not None:
-        return path
-    if run.cluster.exists():
-        return run.cluster
-    raise BraidError("--cluster FILE is required; configs/clusters has examples")
-
-
-def _in_words(state: StageState) -> str:
-    return f" ({state.cause})" if state.state != "done" and state.cause else ""

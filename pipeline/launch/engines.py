@@ -47,8 +47,13 @@ class EngineSupervisor:
             BraidError: the machine has too few cores for the engines.
         """
         if not self._engines:
-            for index in range(len(self._directories)):
-                self._engines.append(self._first(index))
+            patience = self._settings.engine.start_timeout_seconds
+            for index, directory in enumerate(self._directories):
+                job = write_engine_job(directory, self._settings, index, self._placement.interface)
+                command = self._program(job)
+                self._engines.append(
+                    SupervisedEngine(directory, index, command, self._placement, patience)
+                )
             return
         for engine in self._engines:
             engine.restarts = 0
@@ -65,7 +70,12 @@ class EngineSupervisor:
                 return failure  # an engine that never started would fail again
             bound = self._settings.engine.max_restarts
             if engine.restarts >= bound:
-                return replace(failure, cause=f"{failure.cause}; {_worn_out(bound)}")
+                times = "once" if bound == 1 else f"{bound} times"
+                ended = (
+                    f"it was restarted {times}, the most that engine.max_restarts = {bound} allows"
+                )
+                refused = "engine.max_restarts = 0 allows no restart"
+                return replace(failure, cause=f"{failure.cause}; {ended if bound else refused}")
             engine.restarts += 1
             report(f"{failure.cause}; restarting it ({engine.restarts} of at most {bound})")
             engine.start()
@@ -79,12 +89,6 @@ class EngineSupervisor:
         """End every engine and everything it started."""
         for engine in self._engines:
             engine.stop()
-
-    def _first(self, index: int) -> SupervisedEngine:
-        directory = self._directories[index]
-        job = write_engine_job(directory, self._settings, index, self._placement.interface)
-        patience = self._settings.engine.start_timeout_seconds
-        return SupervisedEngine(directory, index, self._program(job), self._placement, patience)
 
 
 class SupervisedEngine:
@@ -141,27 +145,17 @@ class SupervisedEngine:
             named = self.was_ready and failure.stated
             return replace(failure, cause=f"{self._name}: {failure.cause}") if named else failure
         if ready:
-            return self._complaint()
+            try:
+                reason = self._directory.restart.read_text(errors="replace")
+            except FileNotFoundError:
+                return None
+            return ProcessFailure(f"{self._name}: {' '.join(reason.split())}", self._directory.log)
         # While the engine starts, a restart request concerns the process before it.
         self._directory.restart.unlink(missing_ok=True)
         if time.monotonic() < self._started + self._start_seconds:
             return None
         seconds = f"{self._start_seconds} s (engine.start_timeout_seconds)"
         return ProcessFailure(f"{self._name} was not ready after {seconds}", self._directory.log)
-
-    def _complaint(self) -> ProcessFailure | None:
-        try:
-            reason = self._directory.restart.read_text(errors="replace")
-        except FileNotFoundError:
-            return None
-        return ProcessFailure(f"{self._name}: {' '.join(reason.split())}", self._directory.log)
-
-
-def _worn_out(bound: int) -> str:
-    if not bound:
-        return "engine.max_restarts = 0 allows no restart"
-    times = "once" if bound == 1 else f"{bound} times"
-    return f"it was restarted {times}, the most that engine.max_restarts = {bound} allows"
 
 
 def write_engine_job(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from parallel.files import write_atomically
 from pipeline.errors import BraidError
@@ -19,18 +19,14 @@ from pipeline.launch.processes import (
     ProcessFailure,
     Signals,
     Stopped,
-    ask_to_stop,
     kill,
     lost_another,
     python_module,
     wait_for_all,
 )
 from pipeline.launch.progress import StageView
-from pipeline.run.directory import RunDirectory
-from pipeline.run.graph import Stage, gate_of
-from pipeline.run.run import Run
+from pipeline.run.directory import RunDirectory, StageDirectory
 from pipeline.text import shown
-from stages.directory import StageDirectory
 from stages.settings import RunSettings, StageJob
 
 Work = Generator[None, None, None]  # yields while it waits
@@ -38,10 +34,6 @@ Work = Generator[None, None, None]  # yields while it waits
 SAVE_SECONDS = 30.0  # for the checkpoint of a stage that is asked to stop
 SETTLE_SECONDS = 1.0  # for the other ranks to report, after one failed
 SIGN_SECONDS = 1.0  # between touches of the job's file, which date the end of a killed attempt
-
-
-class MissingCheckpoint(BraidError):
-    """A stage has no checkpoint that another stage needs."""
 
 
 class JobFailed(BraidError):
@@ -52,11 +44,6 @@ class JobFailed(BraidError):
         lines = [f"stage {stage} failed: {failure.cause}", f"  log: {shown(failure.log)}", *tail]
         super().__init__("\n".join(lines))
         self.failure = failure
-
-    @property
-    def cause(self) -> str:
-        """The cause in one line."""
-        return self.failure.cause
 
 
 @dataclass(frozen=True)
@@ -90,12 +77,7 @@ class Launcher:
     def __enter__(self) -> Launcher:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._engines.stop()
 
     def check(self) -> None:
@@ -132,14 +114,22 @@ class Launcher:
         try:
             while not self._finished(job, ranks, report):
                 view.poll()
-                self._show_life(path)
+                if time.monotonic() >= self._next_sign:
+                    path.touch()
+                    self._next_sign = time.monotonic() + SIGN_SECONDS
                 _report_notices(ranks, report)
                 self._signals.check()
                 yield
         except Stopped as stopped:
-            ask_to_stop(ranks)
+            for rank in ranks:  # a stage then saves a checkpoint
+                rank.send(signal.SIGTERM)
             view.say("saving a checkpoint before exiting; send the signal again to stop now")
-            yield from self._let_save(ranks, stopped)
+            received = self._signals.count(stopped.number)
+            deadline = time.monotonic() + self._save_seconds
+            while any(rank.status() is None for rank in ranks) and time.monotonic() <= deadline:
+                if self._signals.count(stopped.number) > received:
+                    break
+                yield
             self._signals.check()
             raise
         finally:
@@ -161,19 +151,6 @@ class Launcher:
                 raise JobFailed(job.stage, failure)
             raise JobFailed(job.stage, first_cause(_failed(ranks), first))
         return all(rank.status() == 0 for rank in ranks)
-
-    def _let_save(self, ranks: Sequence[Process], stopped: Stopped) -> Iterator[None]:
-        received = self._signals.count(stopped.number)
-        deadline = time.monotonic() + self._save_seconds
-        while any(rank.status() is None for rank in ranks):
-            if time.monotonic() > deadline or self._signals.count(stopped.number) > received:
-                return
-            yield
-
-    def _show_life(self, job: Path) -> None:
-        if time.monotonic() >= self._next_sign:
-            job.touch()
-            self._next_sign = time.monotonic() + SIGN_SECONDS
 
 
 def run_to_the_end(work: Work) -> None:
@@ -207,34 +184,18 @@ def _failed(ranks: Sequence[Process]) -> list[Process]:
     return [rank for rank in ranks if rank.status()]
 
 
-def stage_job(run: Run, stage: Stage, attempt: int) -> StageJob:
-    """Return the job of one attempt at a stage; a launcher adds the addresses of its engines."""
-    directory, settings = run.stage(stage.name), run.settings
-    if stage.kind == "gate":
-        asked = {"problems": gate_of(stage, settings).problems, "samples_per_problem": 1}
-        evaluation = settings.evaluation.model_copy(update=asked)
-        settings = settings.model_copy(update={"evaluation": evaluation})
-    return StageJob(
-        stage=stage.name,
-        kind=stage.kind,
-        domain=stage.domain,
-        directory=directory.path.absolute(),
-        attempt=attempt,
-        parent=checkpoint_path(run, stage.parent) if stage.parent else None,
-        teachers={key: checkpoint_path(run, name) for key, name in stage.teachers.items()},
-        models={key: checkpoint_path(run, name) for key, name in stage.models.items()},
-        evaluated_on=stage.evaluated_on,
-        output=directory.exported.absolute() if stage.kind == "export" else None,
-        samples=stage.needs_engine,
-        settings=settings,
-    )
+def engine_directories(run: RunDirectory, count: int) -> list[Path]:
+    """Return the engines' directory of each of `count` slots."""
+    if count == 1:
+        return [run.engines]
+    return [run.engines / f"slot_{slot}" for slot in range(count)]
 
 
 def checkpoint_path(run: RunDirectory, stage: str, step: int | None = None) -> Path:
     """Return the path of a stage's newest whole checkpoint, or of its checkpoint of a step.
 
     Raises:
-        MissingCheckpoint: the stage has none, or none of that step.
+        BraidError: the stage has none, or none of that step.
     """
     directory = run.stage(stage)
     found = directory.newest_checkpoint() if step is None else directory.checkpoint(step)
@@ -242,9 +203,9 @@ def checkpoint_path(run: RunDirectory, stage: str, step: int | None = None) -> P
         return found.path.absolute()
     message = f"stage {stage} of {shown(run.path)} has no checkpoint"
     if not (steps := [each.step for each in directory.whole_checkpoints()]):
-        raise MissingCheckpoint(f"{message} yet")
+        raise BraidError(f"{message} yet")
     kept = ", ".join(map(str, steps))
-    raise MissingCheckpoint(f"{message} of step {step}: it has step{'s' * (len(steps) > 1)} {kept}")
+    raise BraidError(f"{message} of step {step}: it has step{'s' * (len(steps) > 1)} {kept}")
 
 
 def write_stage_job(job: StageJob) -> Path:

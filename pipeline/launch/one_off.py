@@ -1,8 +1,9 @@
-"""The jobs outside the graph, on finished stages of a run: evaluations, exports, previews."""
+"""The jobs outside the graph: evaluations, exports and previews of a run's models, and checks."""
 
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from itertools import chain, count
@@ -13,19 +14,21 @@ from typing import Any
 from pydantic import ValidationError
 from rich.console import Console
 
+from parallel.files import write_atomically
 from pipeline.config.rules import evaluation_rules
 from pipeline.errors import BraidError
 from pipeline.launch.launcher import Launcher, Programs, checkpoint_path, run_to_the_end
 from pipeline.launch.placement import ThisMachine
-from pipeline.launch.processes import Signals
-from pipeline.launch.progress import watching
-from pipeline.run.directory import RunDirectory
+from pipeline.launch.processes import Child, Signals, kill, python_module, wait_for_all
+from pipeline.launch.progress import Screen
+from pipeline.run.directory import RunDirectory, StageDirectory
 from pipeline.run.metrics import Models
 from pipeline.run.run import Run
-from pipeline.text import hint, shown
-from stages.directory import StageDirectory
+from pipeline.text import hint, say, shown
 from stages.settings import EvaluationSettings, RunSettings, StageJob
 
+DIRECTORIES = {"evaluate": "evaluations", "preview": "previews", "export": "exports"}
+LOOK_SECONDS = 0.5  # between two checks for a signal
 # The settings of an evaluation that options of `braid evaluate` override.
 FLAGS = {
     "problems": "--problems",
@@ -43,16 +46,10 @@ def evaluate(
     domains: Sequence[str] = (),
     changes: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Models, Path]:
-    """Evaluate finished stages, or one stage's checkpoint of a step; return accuracies and file.
+    """Evaluate all finished stages or one `stage`, at a `step`; return accuracies and their file.
 
-    Args:
-        run: the run, whose own results stay as they are.
-        console: where progress is shown.
-        programs: the commands of its processes.
-        stage: the one stage to evaluate; all finished ones where it is None.
-        step: the step of that stage's checkpoint; the newest where it is None.
-        domains: the domains to evaluate on; all where there are none.
-        changes: settings that override those of the run's `evaluation`.
+    On all `domains` where none is named; `changes` override the run's `evaluation` settings. The
+    run's own results stay as they are.
 
     Raises:
         BraidError: the stage is not finished, there is no such checkpoint or domain, there are too
@@ -63,27 +60,23 @@ def evaluate(
         if name not in settings.domains:
             raise BraidError(f"--domain {name}: no such domain; {hint(name, settings.domains)}")
     if step is None:
-        done = finished_training(run, stage)
-        models = {name: checkpoint_path(run, name) for name in done}
+        models = {name: checkpoint_path(run, name) for name in finished_training(run, stage)}
     elif stage is None:
         raise BraidError(f"--step {step} needs --stage: a step belongs to one stage")
     else:
         models = {stage: checkpoint_of(run, stage, step)}
-    settings = settings.model_copy(update={"evaluation": _changed(settings, changes)})
-    directory = _new_directory(run, "evaluations")
-    job = StageJob(
-        stage="evaluate",
-        kind="evaluate",
-        directory=directory.path.absolute(),
-        attempt=1,
+    results = _execute(
+        run,
+        console,
+        programs,
+        settings.model_copy(update={"evaluation": _changed(settings, changes)}),
+        "evaluate",
         models=models,
         evaluated_on={name: list(dict.fromkeys(domains)) for name in models} if domains else {},
         samples=True,
-        settings=settings,
     )
-    _execute(run, job, console, programs)
-    found: Models = json.loads(directory.results.read_text())["models"]
-    return found, directory.results
+    found: Models = json.loads(results.read_text())["models"]
+    return found, results
 
 
 def _changed(settings: RunSettings, changes: Mapping[str, Any]) -> EvaluationSettings:
@@ -118,19 +111,9 @@ def preview(
     Raises:
         BraidError: the engines or the rewards failed.
     """
-    directory = _new_directory(run, "previews")
-    job = StageJob(
-        stage="preview",
-        kind="preview",
-        domain=domain,
-        directory=directory.path.absolute(),
-        attempt=1,
-        parent=checkpoint,
-        samples=True,
-        settings=settings,
-    )
-    _execute(run, job, console, programs)
-    found: dict[str, Any] = json.loads(directory.results.read_text())
+    sampled = {"domain": domain, "parent": checkpoint, "samples": True}
+    results = _execute(run, console, programs, settings, "preview", **sampled)
+    found: dict[str, Any] = json.loads(results.read_text())
     return found
 
 
@@ -145,17 +128,8 @@ def export(
     """
     if to.exists() and not (to.is_dir() and not any(to.iterdir())):
         raise BraidError(f"{shown(to)} exists and is not empty; choose another --to")
-    parent = checkpoint_of(run, stage, step)
-    job = StageJob(
-        stage="export",
-        kind="export",
-        directory=_new_directory(run, "exports").path.absolute(),
-        attempt=1,
-        parent=parent,
-        output=to.absolute(),
-        settings=run.settings,
-    )
-    _execute(run, job, console, programs)
+    written = {"parent": checkpoint_of(run, stage, step), "output": to.absolute()}
+    _execute(run, console, programs, run.settings, "export", **written)
 
 
 def checkpoint_of(run: Run, stage: str, step: int | None) -> Path:
@@ -166,8 +140,8 @@ def checkpoint_of(run: Run, stage: str, step: int | None) -> Path:
     Raises:
         BraidError: there is no such checkpoint, or it is stale.
     """
-    state = run.states[stage] if stage in _trained(run) else None
-    if step is None or state is None or state.state == "stale":
+    trained = next((each for each in run.stages if each.name == stage and each.trains), None)
+    if step is None or trained is None or run.states[stage].state == "stale":
         finished_training(run, stage)
     return checkpoint_path(run, stage, step)
 
@@ -178,7 +152,7 @@ def finished_training(run: Run, stage: str | None = None) -> list[str]:
     Raises:
         BraidError: there is no such finished stage.
     """
-    known = _trained(run)
+    known = [each.name for each in run.stages if each.trains]
     done = [name for name in known if run.states[name].state == "done"]
     if stage is None and done:
         return done
@@ -190,25 +164,60 @@ def finished_training(run: Run, stage: str | None = None) -> list[str]:
     raise BraidError(f"{shown(run.path)}: {what}; finish it with: braid resume {shown(run.path)}")
 
 
-def _trained(run: Run) -> list[str]:
-    return [stage.name for stage in run.stages if stage.trains]
-
-
-def _new_directory(run: RunDirectory, parent: str) -> StageDirectory:
-    """Return a directory named after the time that does not exist yet."""
+def _execute(
+    run: RunDirectory,
+    console: Console,
+    programs: Programs,
+    settings: RunSettings,
+    kind: str,
+    **fields: Any,
+) -> Path:
+    """Run a job in a directory named after the time; return the path of its results."""
     name = time.strftime("%Y%m%d-%H%M%S")
     names = chain([name], (f"{name}-{number}" for number in count(2)))
-    return StageDirectory(
-        next(path for each in names if not (path := run.path / parent / each).exists())
+    paths = (run.path / DIRECTORIES[kind] / each for each in names)
+    directory = StageDirectory(next(path for path in paths if not path.exists()))
+    job = StageJob(
+        stage=kind,
+        kind=kind,
+        directory=directory.path.absolute(),
+        attempt=1,
+        settings=settings,
+        **fields,
     )
-
-
-def _execute(run: RunDirectory, job: StageJob, console: Console, programs: Programs) -> None:
-    metrics = StageDirectory(job.directory).metrics
-    placement = ThisMachine(job.settings.engine)
     with (
         Signals() as signals,
-        Launcher(run.engines, job.settings, programs, placement, signals) as launcher,
-        watching(console, job.stage, None, metrics) as view,
+        Launcher(run.engines, settings, programs, ThisMachine(settings.engine), signals) as launch,
+        Screen(console) as screen,
+        screen.watching(kind, None, directory.metrics) as view,
     ):
-        run_to_the_end(launcher.execute(job, view))
+        run_to_the_end(launch.execute(job, view))
+    return directory.results
+
+
+def answer_of(name: str, module: str, job: Mapping[str, Any]) -> Any:
+    """Run a module on a job as a process of its own, and return the JSON of its result file.
+
+    The module may import everything that this process must not. The job gets the file as `result`.
+
+    Raises:
+        BraidError: the module failed.
+        Stopped: a signal stopped it.
+    """
+    # An unhandled signal would end this process and leave the temporary directory behind.
+    with Signals() as signals, tempfile.TemporaryDirectory(prefix="braid-") as temporary:
+        path, result = Path(temporary) / "job.json", Path(temporary) / "result.json"
+        write_atomically(path, json.dumps({**job, "result": str(result)}))
+        child = Child(name, python_module(module, path), path.with_name("log"), {})
+        try:
+            while child.status() is None:
+                signals.check()
+                wait_for_all([child], LOOK_SECONDS)
+                for notice in child.notices():
+                    say(notice)
+            if child.status():
+                failure = child.failure()
+                raise BraidError("\n".join([failure.cause, *failure.tail]))
+            return json.loads(result.read_text())
+        finally:
+            kill([child])

@@ -1,18 +1,167 @@
-"""The placement of a job's processes: on this machine, or as steps of a Slurm job."""
+"""The placement of a job's processes: on this machine, where they are forked if possible.
+
+`parallel.forkserver` is the fork server's side. Stages and engines use separate servers, since they
+import different packages under different environments. On machines with CUDA no server is used: a
+CUDA context does not survive a fork. `pipeline.slurm.steps` has the placement in a Slurm job.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import socket
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 from parallel.engine.environment import PROCESS_ENVIRONMENT
+from parallel.forkserver import PR_SET_CHILD_SUBREAPER, prctl
 from parallel.network import LOOPBACK, address_of, environment_of
 from parallel.settings import EngineSettings
 from pipeline.config.environment import share_out
-from pipeline.launch.forkserver import ForkServer, ForkServers
-from pipeline.launch.processes import Child, Process, kill
+from pipeline.launch.processes import Child, Forked, Forker, ForkLost, Process, kill
+
+GPU_FILE = Path("/dev/nvidiactl")  # the driver's: torch is not imported here
+FORK_SECONDS = 60.0  # timeout of a server's imports and one fork
+
+# The module that a command runs with `python -m`, and the module that imports all it needs.
+PRELOADS = {"stages.main": "stages.preload", "parallel.engine.server": "parallel.engine.preload"}
+# A process with threads cannot be forked safely, and NumPy's OpenBLAS and Arrow's jemalloc would
+# each start one when they are loaded. OpenMP reads its number of threads then: a rank's is 1.
+ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+OWN_ENVIRONMENT = {
+    "stages.main": {"OMP_NUM_THREADS": "1"},
+    "parallel.engine.server": PROCESS_ENVIRONMENT,
+}
+
+
+class ForkServer:
+    """A fork server of one program, a `process`; no method of it blocks."""
+
+    def __init__(self, module: str, log: Path) -> None:
+        self._module = module
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # A server that still imports reads no requests: those that its buffer has no room for
+        # are started with exec.
+        self._control.setblocking(False)
+        descriptor = str(theirs.fileno())
+        with theirs:
+            self.process = Child(
+                f"fork server of {module}",
+                [sys.executable, "-m", "parallel.forkserver", descriptor, PRELOADS[module]],
+                log,
+                ENVIRONMENT | OWN_ENVIRONMENT[module],
+                keep=[theirs.fileno()],
+            )
+
+    def fork(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        cores: Sequence[int] | None,
+        output: int,
+        status: int,
+    ) -> RequestedFork:
+        """Request a process of the program that writes to these `output` and `status` descriptors.
+
+        Raises:
+            OSError: the request cannot be sent.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        request = {
+            "launcher": os.getpid(),
+            "module": self._module,
+            "arguments": list(arguments),
+            "environment": dict(environment),
+            "cores": None if cores is None else list(cores),
+        }
+        message = json.dumps(request).encode()
+        with theirs:
+            try:
+                socket.send_fds(self._control, [message], [theirs.fileno(), output, status])
+            except OSError:
+                ours.close()
+                raise
+        return RequestedFork(ours, self.process)
+
+    def close(self) -> None:
+        """Kill the server, but not the processes that it forked."""
+        self._control.close()
+        self.process.reap()
+
+
+class RequestedFork:
+    """A requested process that may not have been forked yet."""
+
+    def __init__(self, link: socket.socket, server: Child) -> None:
+        self._link, self._server = link, server
+        self._link.setblocking(False)
+        self._deadline = time.monotonic() + FORK_SECONDS
+
+    def poll(self) -> Forked | None:
+        """Return the process once it is a child of this one; None before.
+
+        Raises:
+            ForkLost: the server ended or did not answer within FORK_SECONDS.
+        """
+        try:
+            answer = self._link.recv(64)
+        except BlockingIOError:
+            if time.monotonic() > self._deadline:
+                self.cancel()
+                self._server.send(signal.SIGKILL)  # then `ForkServers.of` starts another
+                raise ForkLost(f"no fork after {FORK_SECONDS:g} s") from None
+            return None
+        except OSError:
+            answer = b""
+        if not answer:
+            self.cancel()
+            raise ForkLost("the fork server has ended")
+        with suppress(OSError):  # it was killed meanwhile: its exit status shows that
+            self._link.send(b"!")
+        self._link.close()
+        return Forked(int(answer))
+
+    def cancel(self) -> None:
+        """Cancel the request; a process that is forked nevertheless exits at once."""
+        self._link.close()
+
+
+class ForkServers:
+    """A context in which ranks and engines are forked where possible; servers log to `logs`."""
+
+    def __init__(self, logs: Path, wanted: bool) -> None:
+        self._logs = logs
+        self._wanted = wanted and not GPU_FILE.exists()
+        self._servers: dict[str, ForkServer] = {}
+
+    def __enter__(self) -> ForkServers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in self._servers.values():
+            server.close()
+
+    def of(self, command: Sequence[str]) -> Forker | None:
+        """Return the running server of a command's program, started if necessary.
+
+        None where the program has no server, or servers are disabled or unfit.
+        """
+        module = command[2] if command[:2] == [sys.executable, "-m"] else None
+        if not self._wanted or module not in PRELOADS:
+            return None
+        server = self._servers.get(module)
+        if server is None or (server.process.status() or 0) < 0:  # it was killed
+            if server is not None:
+                server.close()
+            # Forked processes are orphaned by their server and become our children.
+            prctl(PR_SET_CHILD_SUBREAPER, 1)
+            server = self._servers[module] = ForkServer(module, self._logs / f"{module}.log")
+        return server.fork if server.process.status() is None else None
 
 
 class Placement(Protocol):
@@ -66,12 +215,9 @@ class ThisMachine:
         ranks: list[Process] = []
         try:
             for rank in range(world):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 log = directory / f"rank_{rank}.log"
-                environment = {**common, **own}
-                where = cores or self._cores
-                name = f"rank {rank}"
-                ranks.append(Child(name, command, log, environment, where, self._server(command)))
+                ranks.append(self._start(f"rank {rank}", command, log, environment, cores))
         except OSError:
             kill(ranks)
             raise
@@ -80,11 +226,18 @@ class ThisMachine:
     def start_engine(self, name: str, index: int, command: Sequence[str], log: Path) -> Process:
         cores = share_out(self._engine, self._cores).engines[index]
         environment = PROCESS_ENVIRONMENT | environment_of(self.interface)
-        where = cores or self._cores
-        return Child(name, command, log, environment, where, self._server(command))
+        return self._start(name, command, log, environment, cores)
 
-    def _server(self, command: Sequence[str]) -> ForkServer | None:
-        return self._servers.of(command) if self._servers else None
+    def _start(
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str],
+        cores: Sequence[int] | None,
+    ) -> Child:
+        fork = self._servers.of(command) if self._servers else None
+        return Child(name, command, log, environment, cores or self._cores, fork)
 
 
 def free_port() -> int:

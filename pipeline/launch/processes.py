@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Protocol
 
 from parallel.errors import ERROR_MARK, LOST_PEER, NOTICE_MARK, STATUS_DESCRIPTOR
@@ -70,18 +70,9 @@ class PendingFork(Protocol):
         """Cancel the request; the process never runs."""
 
 
-class ProgramForker(Protocol):
-    """The interface of `pipeline.launch.forkserver.ForkServer`, which imports this module."""
-
-    def fork(
-        self,
-        arguments: Sequence[str],
-        environment: Mapping[str, str],
-        cores: Sequence[int] | None,
-        output: int,
-        status: int,
-    ) -> PendingFork:
-        """Request a process; raise OSError where the request cannot be sent."""
+# Requests a process with these arguments, environment, cores, and descriptors of its output and its
+# status pipe; raises OSError where the request cannot be sent.
+Forker = Callable[[Sequence[str], Mapping[str, str], Sequence[int] | None, int, int], PendingFork]
 
 
 class Process(Protocol):
@@ -110,8 +101,8 @@ class Child:
     """A process in a new session, with its output in a log file.
 
     In a new session the terminal's Ctrl-C does not reach it: the launcher decides how it ends. It
-    and everything it starts run on the given `cores`, or on all of the launcher's. It is forked by
-    `server` where one is given, and started with exec otherwise or when the server is lost.
+    and everything it starts run on the given `cores`, or on all of the launcher's. `fork` forks it
+    where it is given; without it, or when the fork is lost, it is started with exec.
     """
 
     def __init__(
@@ -121,7 +112,7 @@ class Child:
         log: Path,
         environment: Mapping[str, str],
         cores: Sequence[int] | None = None,
-        server: ProgramForker | None = None,
+        fork: Forker | None = None,
         keep: Sequence[int] = (),
     ) -> None:
         """Start the process; one started with exec also inherits the descriptors in `keep`."""
@@ -130,7 +121,7 @@ class Child:
         self.log = log
         self._command, self._cores, self._keep = command, cores, keep
         self._environment = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
-        self._log_start = log.stat().st_size if log.exists() else 0
+        self._log_start = size(log)
         self._unread = b""
         self._notices: list[str] = []
         self._said = ""
@@ -139,7 +130,7 @@ class Child:
         self._fork: PendingFork | None = None
         self._process: subprocess.Popen[bytes] | Forked | None = None
         try:
-            if server is None or not self._ask(server):
+            if fork is None or not self._ask(fork):
                 self._execute()
         except BaseException:
             os.close(self._last_word)
@@ -160,19 +151,16 @@ class Child:
             return None
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
-    def send(self, number: signal.Signals) -> None:
-        """Signal the process and everything it started; a pending fork is cancelled instead."""
-        if self._fork is not None and not self._arrived():
-            self._cancel(number)
-        elif (process := self._process) is not None and process.returncode is None:
-            os.killpg(process.pid, number)
-
-    def send_alone(self, number: signal.Signals) -> None:
-        """Signal the process only; a pending fork is cancelled instead."""
-        if self._fork is not None and not self._arrived():
-            self._cancel(number)
-        elif (process := self._process) is not None and process.returncode is None:
-            os.kill(process.pid, number)
+    def send(self, number: signal.Signals, *, alone: bool = False) -> None:
+        """Signal the process and everything it started, or it `alone`; cancel a pending fork."""
+        # A lost fork is not replaced only to be ended.
+        if (process := self._started(replace=False)) is not None:
+            if process.returncode is None:
+                (os.kill if alone else os.killpg)(process.pid, number)
+        elif self._fork is not None:
+            self._fork.cancel()
+            self._fork, self._process = None, Forked(0, returncode=-number)
+            self._close_theirs()
 
     def reap(self) -> None:
         """Kill the process and everything it started, and wait for it."""
@@ -187,48 +175,33 @@ class Child:
         os.close(self._last_word)
         self._last_word = -1
 
-    def _ask(self, server: ProgramForker) -> bool:
-        """Request the process from the server; return whether the request was sent."""
+    def _ask(self, fork: Forker) -> bool:
+        """Request the process; return whether the request was sent."""
         arguments = self._command[3:]  # after python -m MODULE
         with self.log.open("ab") as output, contextlib.suppress(OSError):
-            self._fork = server.fork(
+            self._fork = fork(
                 arguments, self._environment, self._cores, output.fileno(), self._theirs
             )
         return self._fork is not None
 
-    def _arrived(self) -> bool:
-        """Return whether the fork has arrived; a lost one is not replaced only to be ended."""
-        assert self._fork is not None
-        try:
-            self._process = self._fork.poll()
-        except ForkLost:
-            return False
-        if self._process is None:
-            return False
-        self._fork = None
-        self._close_theirs()
-        return True
-
-    def _started(self) -> subprocess.Popen[bytes] | Forked | None:
-        """Return the process; None while its fork is pending."""
-        if self._process is None and self._fork is not None:
+    def _started(self, *, replace: bool = True) -> subprocess.Popen[bytes] | Forked | None:
+        """Return the process; None while its fork is pending, or lost and not to `replace`."""
+        if self._fork is not None:
             try:
                 self._process = self._fork.poll()
             except ForkLost:
+                if not replace:
+                    return None
                 self._fork = None
-                self._execute_late()
+                try:
+                    self._execute()
+                except OSError as error:  # counts as the failure of the process
+                    self._said = f"{ERROR_MARK}{self.name} cannot be started: {error}"
+                    self._process = Forked(0, returncode=1)
             if self._process is not None:
                 self._fork = None
                 self._close_theirs()
         return self._process
-
-    def _execute_late(self) -> None:
-        """Start the process with exec after its fork was lost; an error counts as its failure."""
-        try:
-            self._execute()
-        except OSError as error:
-            self._said = f"{ERROR_MARK}{self.name} cannot be started: {error}"
-            self._process = Forked(0, returncode=1)
 
     def _execute(self) -> None:
         try:
@@ -246,13 +219,6 @@ class Child:
         finally:
             self._close_theirs()
 
-    def _cancel(self, number: signal.Signals) -> None:
-        assert self._fork is not None
-        self._fork.cancel()
-        self._fork = None
-        self._process = Forked(0, returncode=-number)
-        self._close_theirs()
-
     def _close_theirs(self) -> None:
         """Close the writing end of the status pipe, which the process has inherited."""
         if self._theirs >= 0:
@@ -268,9 +234,13 @@ class Child:
     def failure(self) -> ProcessFailure:
         """Return the cause of the ended process's failure: the one it reported, if any."""
         self._listen()
-        killed = (self.status() or 0) < 0
-        ending = f"{self.name} {self._ending()}"
-        return told_failure(ending, killed, self.log, self._log_start, self._said)
+        if (status := self.status() or 0) >= 0:
+            ending = f"ended with exit status {status}"
+        else:
+            hint = " (out of memory?)" if -status == signal.SIGKILL else ""
+            ending = f"was killed by {signal.Signals(-status).name}{hint}"
+        ending = f"{self.name} {ending}"
+        return told_failure(ending, status < 0, self.log, self._log_start, self._said)
 
     def _listen(self) -> None:
         """Read the status pipe, which works even where the log cannot be written."""
@@ -285,21 +255,12 @@ class Child:
             else:
                 self._said = self._said or said
 
-    def _ending(self) -> str:
-        status = self.status() or 0
-        if status >= 0:
-            return f"ended with exit status {status}"
-        hint = " (out of memory?)" if -status == signal.SIGKILL else ""
-        return f"was killed by {signal.Signals(-status).name}{hint}"
-
 
 def told_failure(
     ending: str, killed: bool, log: Path, start: int, said: str = ""
 ) -> ProcessFailure:
     """Return the cause that a process `said` or logged from byte `start` on, else its `ending`."""
-    with log.open("rb") as file:
-        file.seek(start)
-        lines = file.read().decode(errors="replace").rstrip().splitlines()
+    lines = log_lines(log, start)
     for line in [said, *reversed(lines)]:
         if line.startswith(ERROR_MARK):
             return ProcessFailure(line.removeprefix(ERROR_MARK), log, stated=True)
@@ -307,15 +268,21 @@ def told_failure(
     return ProcessFailure(ending, log, tail=tail, lost=killed or lost_another(tail))
 
 
+def log_lines(log: Path, start: int) -> list[str]:
+    """Return the lines of a log from byte `start` on, without empty ones at the end."""
+    with log.open("rb") as file:
+        file.seek(start)
+        return file.read().decode(errors="replace").rstrip().splitlines()
+
+
+def size(log: Path) -> int:
+    """Return the bytes of a log; 0 where there is none."""
+    return log.stat().st_size if log.exists() else 0
+
+
 def lost_another(tail: Sequence[str]) -> bool:
     """Return whether a rank's last lines report a lost connection to another rank."""
     return any(LOST_PEER in line for line in tail)
-
-
-def ask_to_stop(children: Sequence[Process]) -> None:
-    """Send SIGTERM to all; a stage then saves a checkpoint."""
-    for child in children:
-        child.send(signal.SIGTERM)
 
 
 def kill(children: Sequence[Process]) -> None:
@@ -380,12 +347,7 @@ class Signals:
             self._handlers[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 

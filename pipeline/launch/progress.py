@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -35,16 +34,13 @@ class Progress:
     steps: int | None
     first: Line | None = None
     last: Line | None = None
+    step: int = 0
 
     def add(self, line: Line) -> None:
         """Add one line of metrics."""
         self.first = self.first or line
-        self.last = line
+        self.last, self.step = line, int(line["step"])
         self.steps = line.get("steps", self.steps)
-
-    @property
-    def step(self) -> int:
-        return int(self.last["step"]) if self.last else 0
 
     @property
     def seconds_left(self) -> float | None:
@@ -87,7 +83,8 @@ class StageView:
         self._begun = time.time()
         self._engines: Sequence[Path] = ()
         self._tail = MetricsTail(metrics)
-        self._progress = Progress(time.monotonic(), steps)
+        self.started = time.monotonic()
+        self._progress = Progress(self.started, steps)
         self._next = 0.0
 
     def expect(self, engines: Sequence[Path]) -> None:
@@ -109,10 +106,6 @@ class StageView:
     def say(self, text: str) -> None:
         """Print a permanent line about the stage."""
         self._screen.say(f"{self._title}  {text}")
-
-    def say_done(self) -> None:
-        """Print how long the stage took."""
-        self.say(f"done in {clock(time.monotonic() - self._progress.started)}")
 
     def line(self) -> Table:
         """Return the stage's line of the screen."""
@@ -147,12 +140,7 @@ class Screen:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live:
             with suppress(OSError):
                 self._live.stop()
@@ -173,7 +161,7 @@ class Screen:
             yield view
         finally:
             self._views.remove(view)
-        view.say_done()
+        view.say(f"done in {clock(time.monotonic() - view.started)}")
 
     def redraw(self) -> bool:
         """Redraw every stage's line; return whether the output is a terminal."""
@@ -184,13 +172,6 @@ class Screen:
         except OSError:
             self.console.quiet = True
         return True
-
-
-@contextmanager
-def watching(console: Console, title: str, steps: int | None, metrics: Path) -> Iterator[StageView]:
-    """Show a single stage."""
-    with Screen(console) as screen, screen.watching(title, steps, metrics) as view:
-        yield view
 
 
 def latest(metrics: Path) -> str:

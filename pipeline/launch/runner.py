@@ -7,34 +7,35 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 
 from rich.console import Console
 
 from pipeline.errors import BraidError, reason
-from pipeline.launch.forkserver import ForkServers
-from pipeline.launch.launcher import JobFailed, Launcher, Programs, Work, stage_job
-from pipeline.launch.placement import ThisMachine
+from pipeline.launch.launcher import (
+    JobFailed,
+    Launcher,
+    Programs,
+    Work,
+    checkpoint_path,
+    engine_directories,
+)
+from pipeline.launch.placement import ForkServers, ThisMachine
 from pipeline.launch.processes import POLL_SECONDS, Signals, Stopped
 from pipeline.launch.progress import Screen
-from pipeline.run.directory import LOCK_PATIENCE_SECONDS, RunDirectory
+from pipeline.run.directory import LOCK_PATIENCE_SECONDS, StageDirectory
 from pipeline.run.gates import check_stopped, ending, report_verdict
-from pipeline.run.graph import Stage
+from pipeline.run.graph import Stage, gate_of
 from pipeline.run.ledger import State, latest
 from pipeline.run.lineage import write_manifest
 from pipeline.run.run import Run, missing_output
 from pipeline.run.select import check_dependencies, check_stale
-from stages.directory import StageDirectory
+from stages.settings import StageJob
 
 KILLED = "its launcher was killed"
 
 
 def run_stages(
-    run: Run,
-    console: Console,
-    programs: Programs,
-    only: Iterable[str] = (),
-    parallel: int = 1,
+    run: Run, console: Console, programs: Programs, only: Iterable[str] = (), parallel: int = 1
 ) -> None:
     """Run every stage that is not done, or `only` some of them, at most `parallel` at a time.
 
@@ -62,10 +63,12 @@ def run_stages(
             servers.of(programs.stage(run.path))
         if any(stage.needs_engine for stage in unfinished):
             servers.of(programs.engine(run.path))
-        slots = [
-            stack.enter_context(Launcher(directory, run.settings, programs, placement, signals))
-            for directory, placement in _slots(run, parallel, servers)
-        ]
+        cores = [*cores_of_slots(parallel)] if parallel > 1 else [None]
+        slots = []
+        for directory, own in zip(engine_directories(run, parallel), cores, strict=True):
+            placement = ThisMachine(run.settings.engine, own, servers)
+            launcher = Launcher(directory, run.settings, programs, placement, signals)
+            slots.append(stack.enter_context(launcher))
         titles = {
             stage.name: f"[{number}/{len(run.stages)}] {stage.name}"
             for number, stage in enumerate(run.stages, start=1)
@@ -130,32 +133,12 @@ class StageScheduler:
             self._stopped = stopped
         except Exception as failure:  # raised when the other slots have ended
             self._failures.append(failure)
-            self._drop_dependents(stage)
+            lost = {stage.name}
+            for each in self._waiting:  # dependencies come first
+                if lost & {*each.waits_for}:
+                    lost.add(each.name)
+            self._waiting = [each for each in self._waiting if each.name not in lost]
         del self._running[slot]
-
-    def _drop_dependents(self, failed: Stage) -> None:
-        lost = {failed.name}
-        for stage in self._waiting:  # dependencies come first
-            if lost & {*stage.waits_for}:
-                lost.add(stage.name)
-        self._waiting = [stage for stage in self._waiting if stage.name not in lost]
-
-
-def _slots(run: Run, count: int, servers: ForkServers) -> Iterator[tuple[Path, ThisMachine]]:
-    """Yield the engines' directory and the placement of each of `count` slots."""
-    directories = engine_directories(run, count)
-    if count == 1:
-        yield directories[0], ThisMachine(run.settings.engine, servers=servers)
-        return
-    for directory, cores in zip(directories, cores_of_slots(count), strict=True):
-        yield directory, ThisMachine(run.settings.engine, cores, servers)
-
-
-def engine_directories(run: RunDirectory, count: int) -> list[Path]:
-    """Return the engines' directory of each of `count` slots."""
-    if count == 1:
-        return [run.engines]
-    return [run.engines / f"slot_{slot}" for slot in range(count)]
 
 
 def cores_of_slots(count: int) -> list[list[int]]:
@@ -204,9 +187,32 @@ def attempt(
             try:
                 yield from launcher.execute(job, view, note)
             except JobFailed as failed:
-                view.say(f"failed: {failed.cause}")
+                view.say(f"failed: {failed.failure.cause}")
                 raise
         report_verdict(run, stage, view.say)
+
+
+def stage_job(run: Run, stage: Stage, attempt: int) -> StageJob:
+    """Return the job of one attempt at a stage; a launcher adds the addresses of its engines."""
+    directory, settings = run.stage(stage.name), run.settings
+    if stage.kind == "gate":
+        asked = {"problems": gate_of(stage, settings).problems, "samples_per_problem": 1}
+        evaluation = settings.evaluation.model_copy(update=asked)
+        settings = settings.model_copy(update={"evaluation": evaluation})
+    return StageJob(
+        stage=stage.name,
+        kind=stage.kind,
+        domain=stage.domain,
+        directory=directory.path.absolute(),
+        attempt=attempt,
+        parent=checkpoint_path(run, stage.parent) if stage.parent else None,
+        teachers={key: checkpoint_path(run, name) for key, name in stage.teachers.items()},
+        models={key: checkpoint_path(run, name) for key, name in stage.models.items()},
+        evaluated_on=stage.evaluated_on,
+        output=directory.exported.absolute() if stage.kind == "export" else None,
+        samples=stage.needs_engine,
+        settings=settings,
+    )
 
 
 @contextmanager
@@ -227,7 +233,7 @@ def _recorded(run: Run, stage: Stage, slurm_job: str | None) -> Iterator[int]:
         state: State = "pending" if isinstance(error, Stopped) else "failed"
         why = "its launcher was interrupted"
         if isinstance(error, Exception):
-            why = error.cause if isinstance(error, JobFailed) else reason(error)
+            why = error.failure.cause if isinstance(error, JobFailed) else reason(error)
         try:
             ledger.append(stage.name, state, why, number, time.monotonic() - started, slurm_job)
         except OSError as unwritten:

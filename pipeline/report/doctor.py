@@ -19,9 +19,8 @@ from typing import Any, Literal
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from pipeline.launch.forkserver import GPU_FILE
-from pipeline.report.memory import human
-from pipeline.report.tables import Cell, table
+from pipeline.launch.placement import GPU_FILE
+from pipeline.report.tables import Cell, human, table
 from pipeline.text import say
 from stages.rewards.sandbox import SandboxError
 from stages.rewards.sandbox import check as check_sandbox
@@ -79,21 +78,20 @@ def probe(command: Sequence[str] = COMMAND, timeout: float = TIMEOUT_SECONDS) ->
     current = "torch"
     for line in output.splitlines():
         answer = json.loads(line)
-        current = answer.pop("package")
-        if answer:
-            findings[current] = answer.pop("found")
-    if ending:
-        findings[current] = {"error": ending}
-    return findings
+        current = answer["package"]
+        if "found" in answer:
+            findings[current] = answer["found"]
+    return findings | ({current: {"error": ending}} if ending else {})
 
 
 def sections(findings: Findings, runs: Path) -> Iterator[tuple[str, list[Row]]]:
     """Yield every section of `braid doctor`: its heading and its rows."""
-    extra = "gpu" if _devices(findings) or GPU_FILE.exists() else "cpu"
-    yield "versions", [*_versions(findings, extra), _apex(findings)]
-    yield "this machine", [_accelerator(findings), *_machine(runs)]
-    if choices := list(_choices(findings)):
-        yield "used here", choices
+    devices = findings.get("torch", {}).get("devices", [])
+    extra = "gpu" if devices or GPU_FILE.exists() else "cpu"
+    yield "versions", list(_versions(findings, extra))
+    yield "this machine", list(_machine(findings, devices, runs))
+    if "layer_specs" in findings.get("megatron", {}):
+        yield "used here", list(_choices(findings, bool(devices)))
 
 
 def section_table(heading: str, rows: Sequence[Row]) -> str:
@@ -114,21 +112,42 @@ def _versions(findings: Findings, extra: str) -> Iterator[Row]:
         fix = "pip install --no-deps --editable . in the directory of braid's setup.py"
         yield Row("braid", "not installed: its requirements are unknown", "error", fix)
         return
-    python = platform.python_version()
-    if python in wanted:
+    if (python := platform.python_version()) in wanted:
         yield Row("python", python)
     else:
         yield Row("python", f"{python}, not {wanted}", "error", "make an environment with it")
     for requirement in requirements:
         if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
-            row = _engine(requirement, findings) or _version(requirement, findings)
+            row = _version(requirement, findings)
             if row.verdict != "ok" or row.name in SHOWN:
                 yield row
+    apex = _installed("apex")
+    if findings.get("apex", {}).get("nvidia"):
+        yield Row("apex", apex or "of unknown version")
+    elif apex is None:
+        yield Row("apex", "not installed; optional, others have the same optimizer")
+    else:  # PyPI's `apex` is a toolkit for web logins, and importing it fails
+        fix = "pip uninstall apex; NVIDIA's is built from source or comes with its containers"
+        yield Row("apex", f"{apex} is another package of this name, not NVIDIA's", "note", fix)
 
 
 def _version(requirement: Requirement, findings: Findings) -> Row:
-    """Compare a requirement with the installed version and with its probe."""
-    name, wanted, install = requirement.name, requirement.specifier, _install(requirement)
+    """Compare a requirement with the installed version and with its probe.
+
+    vLLM is judged by the device that it chose: built from source it is called vllm on every device,
+    and either wheel may be installed on the other's device.
+    """
+    name, wanted = requirement.name, requirement.specifier
+    extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+    install = f"pip install '{name}{extras}{wanted}'"
+    chosen = findings.get("vllm", {}).get("device")
+    present = next(filter(_installed, ENGINES), None)
+    if name in ENGINES and chosen and present:
+        if chosen != ENGINES[name]:
+            value = f"{_installed(present)} does not run on {ENGINES[name]} here"
+            return Row(present, value, "error", f"pip uninstall {present}; {install}")
+        if present != name:
+            return Row(present, f"{_installed(present)}")
     installed, aside = _installed(name), ASIDES.get(name, "")
     severity: Verdict = "note" if name == OPTIONAL else "error"
     if installed is None:
@@ -142,105 +161,58 @@ def _version(requirement: Requirement, findings: Findings) -> Row:
     return Row(name, installed)
 
 
-def _engine(requirement: Requirement, findings: Findings) -> Row | None:
-    """Return vLLM's row by the device that it chose; None leaves it to `_version`.
-
-    Built from source it is called vllm on every device, and either wheel may be installed on the
-    other's device.
-    """
-    present = next((name for name in ENGINES if _installed(name)), None)
-    chosen = findings.get("vllm", {}).get("device")
-    if requirement.name not in ENGINES or present is None or chosen is None:
-        return None
-    if chosen != ENGINES[requirement.name]:
-        value = f"{_installed(present)} does not run on {ENGINES[requirement.name]} here"
-        return Row(present, value, "error", f"pip uninstall {present}; {_install(requirement)}")
-    return Row(present, f"{_installed(present)}") if present != requirement.name else None
-
-
-def _apex(findings: Findings) -> Row:
-    version = _installed("apex")
-    if findings.get("apex", {}).get("nvidia"):
-        return Row("apex", version or "of unknown version")
-    if version is None:
-        return Row("apex", "not installed; optional, others have the same optimizer")
-    # PyPI's `apex` is a toolkit for web logins, and importing it fails.
-    fix = "pip uninstall apex; NVIDIA's is built from source or comes with its containers"
-    return Row("apex", f"{version} is another package of this name, not NVIDIA's", "note", fix)
-
-
-def _accelerator(findings: Findings) -> Row:
-    if devices := Counter(
+def _machine(findings: Findings, devices: list[dict[str, Any]], runs: Path) -> Iterator[Row]:
+    alike = Counter(
         f"{device['name']}, {human(device['bytes'])}, compute capability {device['capability']}"
-        for device in _devices(findings)
-    ):
-        return Row(
-            "CUDA devices", "; ".join(f"{count} x {text}" for text, count in devices.items())
-        )
-    if not GPU_FILE.exists():
-        return Row("CUDA devices", "none")
-    built = findings.get("torch", {}).get("cuda_build")
-    why = f"torch is built for CUDA {built}, and the driver does not" if built else "torch cannot"
-    fix = "install the build of torch for the driver that `nvidia-smi` shows (pytorch.org)"
-    return Row("CUDA devices", f"one is here, but {why} use it", "error", fix)
-
-
-def _machine(runs: Path) -> Iterator[Row]:
+        for device in devices
+    )
+    if devices or not GPU_FILE.exists():
+        texts = (f"{count} x {text}" for text, count in alike.items())
+        yield Row("CUDA devices", "; ".join(texts) or "none")
+    else:
+        cuda = findings.get("torch", {}).get("cuda_build")
+        why = f"torch is built for CUDA {cuda}, and the driver does not" if cuda else "torch cannot"
+        fix = "install the build of torch for the driver that `nvidia-smi` shows (pytorch.org)"
+        yield Row("CUDA devices", f"one is here, but {why} use it", "error", fix)
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
     kernel = {line[0].rstrip(":"): int(line[1]) << 10 for line in lines}
     yield Row("cores", str(len(os.sched_getaffinity(0))))
     yield Row("memory", f"{human(kernel['MemTotal'])}, {human(kernel['MemAvailable'])} free")
     existing = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    disk = "checkpoints need more: choose another --runs-dir"
-    yield _at_least("free disk", free, f"{human(free)} at {existing}", disk)
-    shared = Path("/dev/shm")
+    free, shared = shutil.disk_usage(existing).free, Path("/dev/shm")
     size = shutil.disk_usage(shared).total if shared.exists() else 0
-    memory = "NCCL and vLLM need 1 GiB: give a container --shm-size=8g"
-    yield _at_least("/dev/shm", size, human(size), memory)
+    for name, count, where, fix in (
+        ("free disk", free, f" at {existing}", "checkpoints need more: choose another --runs-dir"),
+        ("/dev/shm", size, "", "NCCL and vLLM need 1 GiB: give a container --shm-size=8g"),
+    ):
+        value = f"{human(count)}{where}"
+        yield Row(name, value) if count >= LITTLE else Row(name, value, "note", fix)
     try:
         check_sandbox()
         yield Row("sandbox", "programs run contained, for the `code` reward")
     except SandboxError as error:
         value = f"{str(error).removeprefix('sandbox: ')}; no `code` reward here"
-        yield Row(
-            "sandbox", value, "note", "docs/explanation/sandbox.md says what the host must allow"
-        )
+        fix = "docs/explanation/sandbox.md says what the host must allow"
+        yield Row("sandbox", value, "note", fix)
 
 
-def _at_least(name: str, size: int, value: str, fix: str) -> Row:
-    return Row(name, value) if size >= LITTLE else Row(name, value, "note", fix)
-
-
-def _choices(findings: Findings) -> Iterator[Row]:
+def _choices(findings: Findings, cuda: bool) -> Iterator[Row]:
     """Yield which of several implementations Braid uses here."""
-    megatron, engine = findings.get("megatron", {}), findings.get("vllm", {})
-    if "layer_specs" not in megatron:
-        return
-    cuda = bool(_devices(findings))
-    fused = megatron["layer_specs"] == "transformer_engine"
-    groups = megatron["process_groups"]
-    yield Row("ranks compute on", "CUDA devices" if cuda else "the CPU (no CUDA device)")
-    value = f"{groups}{'' if cuda else ' (nccl where CUDA is)'}"
+    megatron, engine = findings["megatron"], findings.get("vllm", {})
+    fused, groups = megatron["layer_specs"] == "transformer_engine", megatron["process_groups"]
     if findings["torch"]["backends"][groups]:
-        yield Row("process groups", value)
+        yield Row("process groups", f"{groups}{'' if cuda else ' (nccl where CUDA is)'}")
     else:
-        yield Row("process groups", value, "error", f"install a build of torch with {groups}")
+        yield Row("process groups", groups, "error", f"install a build of torch with {groups}")
     torch_layers = "plain torch (TransformerEngine's where it and CUDA are)"
     yield Row("layers", "TransformerEngine's" if fused else torch_layers)
     yield Row("attention", "TransformerEngine's" if fused else "scaled_dot_product_attention")
     adam = megatron["optimizer"]
     fallback = " (a fused one comes with TransformerEngine or apex)" if adam == "torch" else ""
     yield Row("optimizer", f"{adam}'s{fallback}")
-    if "device" in engine:
-        where = "the CPU" if engine["device"] == "cpu" else engine["device"]
-        yield Row("engine", f"vLLM on {where}")
+    if device := engine.get("device"):
+        yield Row("engine", f"vLLM on {'the CPU' if device == 'cpu' else device}")
     yield Row("wandb", "offline; `logging.wandb: online` sends metrics after a `wandb login`")
-
-
-def _devices(findings: Findings) -> list[dict[str, Any]]:
-    devices: list[dict[str, Any]] = findings.get("torch", {}).get("devices", [])
-    return devices
 
 
 def _installed(name: str) -> str | None:
@@ -248,8 +220,3 @@ def _installed(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _install(requirement: Requirement) -> str:
-    extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
-    return f"pip install '{requirement.name}{extras}{requirement.specifier}'"

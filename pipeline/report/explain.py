@@ -11,25 +11,22 @@ import sys
 import time
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from parallel.files import open_file
 from pipeline.config.validate import differing_keys
 from pipeline.errors import BraidError
-from pipeline.launch.launcher import Programs
-from pipeline.launch.runner import engine_directories
-from pipeline.report.estimate import blocked, estimate, next_action
-from pipeline.report.memory import largest_memory
-from pipeline.report.tables import left_line, plan_table
+from pipeline.launch.launcher import Programs, engine_directories
+from pipeline.report.status import Estimate, blocked, estimate, next_action
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import took
-from pipeline.run.lineage import Manifest, read_manifest
+from pipeline.run.lineage import read_manifest
 from pipeline.run.run import Run, StageState
 from pipeline.run.select import StaleStages, planned_states, stale_among
-from pipeline.slurm.queue import queue_of
+from pipeline.slurm.queue import states_now
 from pipeline.text import clock, say, shown, visible
 from stages.directory import EngineDirectory, StageDirectory
 
@@ -55,7 +52,7 @@ def why(run: Run, name: str) -> Iterator[str]:
     Raises BraidError if the run has no such stage.
     """
     [stage] = run.chosen([name])
-    states = run.states_with(queue_of(run)[0])
+    states = states_now(run)
     yield f"{name} is {_with_cause(states[name])}"
     directory = run.stage(name)
     if checkpoint := directory.newest_checkpoint():
@@ -130,14 +127,38 @@ def dot(run: Run, states: dict[str, StageState]) -> Iterator[str]:
         yield f"  {json.dumps(stage.name)} [label={json.dumps(label)}, {look}];"
     for stage in run.stages:
         for name in stage.inputs:
-            yield f"  {json.dumps(name)} -> {json.dumps(stage.name)}{_arrow(stage, name)};"
+            other = "dashed, label=teaches" if name in stage.teachers.values() else "dotted"
+            look = "" if name == stage.parent else f" [style={other}]"
+            yield f"  {json.dumps(name)} -> {json.dumps(stage.name)}{look};"
         for name in stage.after:
             yield f"  {json.dumps(name)} -> {json.dumps(stage.name)} [style=bold, label=gate];"
     yield "}"
 
 
+@dataclass(frozen=True)
 class DryRun:
     """A `braid run` that changes nothing: its plan and its commands.
+
+    `states` and `actions` are every stage's, `engines` the commands of the engines, `ranks` those
+    of a rank of each stage that would start.
+    """
+
+    states: dict[str, StageState]
+    actions: dict[str, str]
+    left: Estimate
+    engines: list[str]
+    ranks: dict[str, str]
+
+
+def dry_run(
+    run: Run,
+    programs: Programs,
+    reused: Mapping[str, str],
+    only: Collection[str],
+    rerun: Collection[str],
+    parallel: int,
+) -> DryRun:
+    """Return what `braid run` would do with these options.
 
     Stages `reused` from another run count as done, with their ledger's cause; those of `rerun` and
     everything downstream as moved to replaced/; with `only`, other stages are left out.
@@ -145,68 +166,34 @@ class DryRun:
     Raises:
         StaleStages: the command would refuse a stale input of a wanted stage.
     """
-
-    def __init__(
-        self,
-        run: Run,
-        states: Mapping[str, StageState],
-        reused: Mapping[str, str],
-        only: Collection[str],
-        rerun: Collection[str],
-    ) -> None:
-        self._run = run
-        self._rerun = {stage.name for stage in run.downstream(rerun)}
-        self._reused = {name: cause for name, cause in reused.items() if name not in self._rerun}
-        self._states = planned_states(run, states, reused, rerun)
-        wanted = run.chosen(only)
-        self._wanted = {stage.name for stage in wanted}
-        if stale := stale_among(self._states, wanted):
-            raise StaleStages(run, stale)
-
-    def plan(self) -> str:
-        """Return the plan: every stage's next action, and the time and memory that it needs."""
-        run, states = self._run, self._states
-        left = estimate(run, states, took(run.events), self._wanted)
-        actions = next_action(run.stages, states)
-        follows = {name: self._action(name, text) for name, text in actions.items()}
-        table = plan_table(run, states, follows, left)
-        return f"{table}\n{left_line(left)}; {largest_memory(run.settings, run.stages)}"
-
-    def commands(self, programs: Programs, parallel: int) -> Iterator[str]:
-        """Yield the command of every process that would start."""
-        starting = self._starting()
-        if not starting:
-            yield "no command: nothing would start"
-            return
-        samples = any(stage.needs_engine for stage in starting)
-        for directory in engine_directories(self._run, parallel):
-            for index in range(self._run.settings.engine.count if samples else 0):
-                job = EngineDirectory(directory / str(index)).job
-                yield f"engine {index}: {shlex.join(programs.engine(job))}"
-        yield f"every stage, as ranks 0 to {self._run.settings.layout.ranks - 1}:"
-        for stage in starting:
-            of_stage = self._run.stage(stage.name)
-            attempts = 0 if stage.name in self._rerun else of_stage.attempts()
-            yield f"  {shlex.join(programs.stage(of_stage.job(attempts + 1)))}"
-
-    def _action(self, name: str, text: str) -> str:
-        """Return a stage's next action under this command's options."""
-        if name in self._reused:
-            return f"is {self._reused[name]}"
-        aside = name in self._rerun and self._run.stage(name).path.exists()
-        if name not in self._wanted and self._states[name].state != "done":
-            return "is put aside, and left out by --only" if aside else "is left out by --only"
-        return f"is put aside, and {text}" if aside else text
-
-    def _starting(self) -> list[Stage]:
-        cannot = blocked(self._run.stages, self._states)
-        return [
-            stage
-            for stage in self._run.stages
-            if stage.name in self._wanted
-            and stage.name not in cannot
-            and self._states[stage.name].state in ("pending", "failed")
-        ]
+    states = planned_states(run, states_now(run), reused, rerun)
+    again = {stage.name for stage in run.downstream(rerun)}
+    wanted = run.chosen(only)
+    names = {stage.name for stage in wanted}
+    if stale := stale_among(states, wanted):
+        raise StaleStages(run, stale)
+    actions = next_action(run.stages, states)
+    for name, text in actions.items():
+        aside = name in again and run.stage(name).path.exists()
+        if name in reused and name not in again:
+            actions[name] = f"is {reused[name]}"
+        elif name not in names and states[name].state != "done":
+            actions[name] = f"is {'put aside, and ' if aside else ''}left out by --only"
+        elif aside:
+            actions[name] = f"is put aside, and {text}"
+    cannot, ranks, samples = blocked(run.stages, states), {}, False
+    for stage in wanted:
+        if stage.name not in cannot and states[stage.name].state in ("pending", "failed"):
+            directory, samples = run.stage(stage.name), samples or stage.needs_engine
+            attempts = 0 if stage.name in again else directory.attempts()
+            ranks[stage.name] = shlex.join(programs.stage(directory.job(attempts + 1)))
+    engines = [
+        shlex.join(programs.engine(EngineDirectory(directory / str(index)).job))
+        for directory in engine_directories(run, parallel)
+        for index in range(run.settings.engine.count if samples else 0)
+    ]
+    left = estimate(run, states, took(run.events), names)
+    return DryRun(states, actions, left, engines, ranks)
 
 
 def print_log(
@@ -224,7 +211,11 @@ def print_log(
     """
 
     def find() -> Path:
-        return output() or _log(directory, name)
+        if slurm := output():
+            return slurm
+        attempt = directory.job(max(directory.attempts(), 1)).parent
+        log, srun = attempt / name, attempt / SRUN  # srun's says why no rank has started
+        return srun if srun.exists() and not log.exists() else log
 
     log = find()
     if log.name == name and log.exists() and not log.stat().st_size:
@@ -233,16 +224,12 @@ def print_log(
             f"{shown(directory.metrics)} and `braid status`",
             flush=True,
         )
-    _print(_grown(find, goes_on))
+    print_growing(find, goes_on)
 
 
-def print_file(log: Path, goes_on: Callable[[], bool] | None) -> None:
-    """Print a log that no attempt owns, such as an engine's; raise BraidError if there is none."""
-    _print(_grown(lambda: log, goes_on))
-
-
-def _print(texts: Iterator[str]) -> None:
-    for text in texts:
+def print_growing(find: Callable[[], Path], goes_on: Callable[[], bool] | None) -> None:
+    """Print the log that `find` names; raise BraidError if there is none, and none will come."""
+    for text in _grown(find, goes_on):
         sys.stdout.write(visible(text, keep="\n\t\r"))
         sys.stdout.flush()
 
@@ -257,7 +244,7 @@ def _grown(find: Callable[[], Path], goes_on: Callable[[], bool] | None) -> Iter
         newest = find()  # before reading, too: once there is another log, this one is complete
         yield from log.read()
         if newest != log.path and newest.exists():
-            yield from log.rest()
+            yield log.rest()
             if log.offset:
                 yield f"--- {shown(newest)} ---\n"
             log = _Growing(newest)
@@ -269,7 +256,7 @@ def _grown(find: Callable[[], Path], goes_on: Callable[[], bool] | None) -> Iter
         known = sorted(path.name for path in log.path.parent.glob("*.log"))
         there = f"; there are {', '.join(known)}" if known else ""
         raise BraidError(f"there is no {shown(log.path)}{there}")
-    yield from log.rest()
+    yield log.rest()
 
 
 class _Growing:
@@ -291,24 +278,9 @@ class _Growing:
                 self.offset += len(chunk)
                 yield self._decoder.decode(chunk)
 
-    def rest(self) -> Iterator[str]:
-        """Yield the replacement of a character that was never completed."""
-        yield self._decoder.decode(b"", final=True)
-
-
-def _log(directory: StageDirectory, name: str) -> Path:
-    """Return a log of the newest attempt, or srun's, which says why no rank has started."""
-    attempt = directory.job(max(directory.attempts(), 1)).parent
-    log, srun = attempt / name, attempt / SRUN
-    return srun if srun.exists() and not log.exists() else log
-
-
-def _arrow(stage: Stage, name: str) -> str:
-    if name == stage.parent:
-        return ""
-    return (
-        " [style=dashed, label=teaches]" if name in stage.teachers.values() else " [style=dotted]"
-    )
+    def rest(self) -> str:
+        """Return the replacement of a character that was never completed."""
+        return self._decoder.decode(b"", final=True)
 
 
 def _with_cause(state: StageState) -> str:
@@ -320,26 +292,22 @@ def _lineage_difference(run: RunDirectory, other: RunDirectory, name: str) -> Di
     ours, theirs = (read_manifest(each.stage(name)) for each in (run, other))
     if ours is None or theirs is None:
         return {"started": (ours is not None, theirs is not None)} if ours is not theirs else {}
-    newest = "newest checkpoint", _newest(run, name), _newest(other, name)
-    found = [*_pairs(ours, theirs), newest]
-    return {what: (here, there) for what, here, there in found if here != there}
-
-
-def _newest(run: RunDirectory, name: str) -> str | None:
-    found = run.stage(name).newest_checkpoint()
-    return f"step {found.step}, {found.digest[:DIGEST_LENGTH]}" if found else None
-
-
-def _pairs(ours: Manifest, theirs: Manifest) -> Iterator[tuple[str, Any, Any]]:
-    yield "code", ours.code, theirs.code
-    yield "layout", ours.layout, theirs.layout
+    found: Differences = {}
+    found["code"], found["layout"] = (ours.code, theirs.code), (ours.layout, theirs.layout)
     for title, here, there in (
         ("version of", ours.versions, theirs.versions),
         ("checkpoint of", _short(ours.parents), _short(theirs.parents)),
         ("files of", _short(ours.files), _short(theirs.files)),
     ):
         for key in dict.fromkeys([*here, *there]):
-            yield f"{title} {key}", here.get(key), there.get(key)
+            found[f"{title} {key}"] = here.get(key), there.get(key)
+    found["newest checkpoint"] = _newest(run, name), _newest(other, name)
+    return {what: (here, there) for what, (here, there) in found.items() if here != there}
+
+
+def _newest(run: RunDirectory, name: str) -> str | None:
+    found = run.stage(name).newest_checkpoint()
+    return f"step {found.step}, {found.digest[:DIGEST_LENGTH]}" if found else None
 
 
 def _short(digests: dict[str, str | None]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from parallel.memory import (
     training_memory,
 )
 from parallel.settings import EngineSettings, OptimizerSettings
-from pipeline.report.tables import Cell, indented, layout_text, table
+from pipeline.report.tables import Cell, human, indented, layout_text, table
 from pipeline.run.graph import Stage, compile_graph
 from stages.objectives.advantages.gae import GaeSettings
 from stages.settings import LoopSettings, PolicySettings, RunSettings
@@ -75,17 +75,6 @@ def stage_memory(stage: Stage, settings: RunSettings) -> list[RankMemory]:
 def fullest(ranks: list[RankMemory]) -> RankMemory:
     """Return the rank that needs most, which decides what fits."""
     return max(ranks, key=lambda rank: rank.total)
-
-
-def human(count: int) -> str:
-    """Return bytes to three digits, such as `1.04 MiB`."""
-    size, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1000 or unit == "TiB":
-            break
-        size /= 1024
-    digits = max(0, 3 - len(str(int(size)))) if unit != "B" else 0
-    return f"{size:,.{digits}f} {unit}"
 
 
 def _trained_by(stage: Stage, settings: RunSettings) -> tuple[OptimizerSettings, LoopSettings]:

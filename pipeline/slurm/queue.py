@@ -13,7 +13,7 @@ from pipeline.errors import BraidError, reason
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import Event, latest
-from pipeline.run.run import QueuedJob, Run
+from pipeline.run.run import QueuedJob, Run, StageState
 from pipeline.text import say, shown
 
 PATIENCE_SECONDS = 60.0  # a busy controller answers late
@@ -91,7 +91,11 @@ def queued(run: Path, numbers: Iterable[str]) -> dict[str, QueuedJob]:
     ours = {path for path in runs if Path(path).resolve() == here}
     found = {}
     for fields, path, names in jobs:
-        stage = _task(fields[0], names.split(",")) if path in ours else None
+        stage, stages, task = None, names.split(","), fields[0].partition("_")[2]
+        if path in ours and len(stages) == 1:
+            [stage] = stages
+        elif path in ours and task.isdecimal() and int(task) < len(stages):
+            stage = stages[int(task)]  # not of a range of waiting tasks, such as 3_[1-2]
         # Slurm reuses numbers: the ledger's may be another run's job by now.
         if stage is not None or (fields[0] in wanted and path not in runs):
             found[fields[0]] = replace(QueuedJob(*fields), stage=stage)
@@ -121,6 +125,11 @@ def queue_of(run: Run) -> tuple[Mapping[str, QueuedJob] | None, str]:
         return queued(run.path, numbers.values()), ""
     except SlurmError as error:
         return None, f"Slurm was not asked about this run's jobs: {reason(error)}"
+
+
+def states_now(run: Run) -> dict[str, StageState]:
+    """Return every stage's state by the ledger and Slurm's queue."""
+    return run.states_with(queue_of(run)[0])
 
 
 def is_queued(run: RunDirectory, number: str) -> bool:
@@ -171,11 +180,3 @@ def adopt(run: Run) -> Mapping[str, QueuedJob]:
         run.ledger.submitted(job.stage, cause, run.stage(job.stage).attempts(), job.number)
     run.refresh()
     return found
-
-
-def _task(number: str, stages: Sequence[str]) -> str | None:
-    """Return the stage of a job, or of an array's task; None of a range such as 3_[1-2]."""
-    if len(stages) == 1:
-        return stages[0]
-    task = number.partition("_")[2]
-    return stages[int(task)] if task.isdecimal() and int(task) < len(stages) else None

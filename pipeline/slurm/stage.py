@@ -6,6 +6,7 @@ import os
 import shlex
 import time
 from collections.abc import Sequence
+from itertools import takewhile
 
 from rich.console import Console
 
@@ -24,9 +25,15 @@ from pipeline.run.ledger import PUT_ASIDE, Event, latest
 from pipeline.run.metrics import Models, write_results
 from pipeline.run.run import Run
 from pipeline.run.select import check_dependencies, check_stale
-from pipeline.slurm.nodes import Places, cpus_of, place, size_options, too_few_cpus
 from pipeline.slurm.queue import SlurmError, call
-from pipeline.slurm.steps import SlurmJob, job_number
+from pipeline.slurm.steps import (
+    Places,
+    SlurmJob,
+    cpus_of,
+    place,
+    size_options,
+    too_few_cpus,
+)
 from pipeline.slurm.submit import script_for
 from pipeline.text import shown
 
@@ -66,7 +73,9 @@ def run_stage(run: Run, stage: Stage, console: Console, programs: Programs) -> M
         JobFailed: the stage failed.
         Stopped: a signal stopped it.
     """
-    number = job_number() if "SLURM_JOB_ID" in os.environ else None
+    number = os.environ.get("SLURM_JOB_ID")
+    if number is not None and "SLURM_ARRAY_TASK_ID" in os.environ:  # as `squeue --array` shows it
+        number = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     check_stale(run, [stage])
     states = run.states
     if states[stage.name].state == "done":
@@ -80,7 +89,12 @@ def run_stage(run: Run, stage: Stage, console: Console, programs: Programs) -> M
         check_stopped(run, [stage], states)
         _attempt(run, stage, console, programs, cluster, number)
     except (JobFailed, Stopped) as ended:
-        if number is None or (why := _requeue_cause(ended)) is None:
+        # For more time, or for other nodes.
+        if isinstance(ended, Stopped):
+            why = "the walltime is near" if ended.number == TIME_IS_UP else None
+        else:
+            why = ended.failure.cause if ended.failure.lost else None
+        if number is None or why is None:
             raise
         _requeue_self(run, stage, cluster, number, why, ended)
     except BraidError as refusal:
@@ -133,11 +147,7 @@ def _attempt(
 
 
 def _check_cpus(
-    run: Run,
-    stage: Stage,
-    cluster: ClusterSettings,
-    nodes: Sequence[str],
-    places: Places,
+    run: Run, stage: Stage, cluster: ClusterSettings, nodes: Sequence[str], places: Places
 ) -> None:
     """Raise BraidError where srun would refuse: by default sbatch asks for one CPU a node."""
     cpus = cpus_of(os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
@@ -157,13 +167,6 @@ def _check_cpus(
     )
 
 
-def _requeue_cause(ended: JobFailed | Stopped) -> str | None:
-    """Return why to requeue the job, for more time or other nodes; None if it should not be."""
-    if isinstance(ended, Stopped):
-        return "the walltime is near" if ended.number == TIME_IS_UP else None
-    return ended.cause if ended.failure.lost else None
-
-
 def _requeue_self(
     run: Run,
     stage: Stage,
@@ -173,13 +176,9 @@ def _requeue_self(
     ended: JobFailed | Stopped,
 ) -> None:
     """Requeue this job, which ends this process; raise `ended` after too many attempts."""
-    ledger = run.ledger
-    directory = run.stage(stage.name)
-    newest, alike = start_of(directory), 0
-    for start in reversed(_starts(ledger.events(), stage)):
-        if start != newest:
-            break
-        alike += 1
+    ledger, directory = run.ledger, run.stage(stage.name)
+    newest, starts = start_of(directory), _starts(ledger.events(), stage)
+    alike = len(list(takewhile(lambda start: start == newest, reversed(starts))))
     if alike > cluster.restarts:
         ended.add_note(
             f"{alike} attempts in a row started {newest} and made no progress (restarts = "

@@ -17,8 +17,8 @@ from pipeline.errors import BraidError
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage
 from pipeline.run.run import Run, StageState
-from pipeline.slurm.nodes import size_options
 from pipeline.slurm.queue import SlurmError, call, comment_of
+from pipeline.slurm.steps import size_options
 from pipeline.text import shown
 from stages.kinds import KINDS
 from stages.settings import RunSettings
@@ -81,11 +81,9 @@ class Submission:
         return ["sbatch", "--parsable", *self.options]
 
     def _dependency(self, numbers: Sequence[str]) -> list[str]:
-        if not self.after:
-            return []
         waited = ":".join(each.format(*numbers) for each in self.after)
         # Without the second option, a job whose dependency failed stays in the queue for ever.
-        return [f"--dependency=afterok:{waited}", "--kill-on-invalid-dep=yes"]
+        return [f"--dependency=afterok:{waited}", "--kill-on-invalid-dep=yes"] if waited else []
 
     def job(self, number: str, stage: Stage) -> str:
         """Return the number of a stage's job, given the number of the submission."""
@@ -93,10 +91,7 @@ class Submission:
 
 
 def submissions(
-    run: Run,
-    cluster: ClusterSettings,
-    wanted: Sequence[Stage],
-    states: Mapping[str, StageState],
+    run: Run, cluster: ClusterSettings, wanted: Sequence[Stage], states: Mapping[str, StageState]
 ) -> list[Submission]:
     """Return the jobs of the wanted stages that are neither done nor in the queue, in graph order.
 
@@ -115,11 +110,11 @@ def submissions(
     ]
     found: list[Submission] = []
     while left:
-        first = left[0]
+        first, *others = left
         alike = [first]
         if first.kind == "grpo":
-            others = [each for each in left[1:] if each.kind == "grpo"]
-            alike += [each for each in others if each.waits_for == first.waits_for]
+            same = ("grpo", first.waits_for)
+            alike += [each for each in others if (each.kind, each.waits_for) == same]
         left = [each for each in left if each not in alike]
         after = tuple(job_of[name] for name in first.waits_for if name in job_of)
         submission = _submission(run, cluster, alike, after)
@@ -159,8 +154,7 @@ def submit(
             raise SlurmError(f"sbatch printed no job number: {answer!r}")
         numbers.append(number)
         for stage in submission.stages:
-            job = submission.job(numbers[-1], stage)
-            attempt = run.stage(stage.name).attempts()
+            job, attempt = submission.job(number, stage), run.stage(stage.name).attempts()
             run.ledger.submitted(stage.name, f"as job {job}", attempt, job)
             yield stage, job
     run.submitting.unlink(missing_ok=True)
@@ -185,8 +179,7 @@ def write_scripts(
     run: RunDirectory, cluster: ClusterSettings, submissions: Sequence[Submission]
 ) -> None:
     """Write the cluster's profile and setup for the stage scripts, and `script_of` beside them."""
-    text = dump(cluster.model_dump(mode="json"))
-    write_atomically(run.cluster, text)
+    write_atomically(run.cluster, dump(cluster.model_dump(mode="json")))
     here = shlex.quote(str(Path(sys.executable).parent))
     setup = ["# Sourced by the stage scripts.", f"export PATH={here}:$PATH", *cluster.setup]
     write_atomically(run.setup_script, "\n".join(setup) + "\n")
@@ -213,10 +206,7 @@ def check_engines_fit(
 
 
 def _submission(
-    run: Run,
-    cluster: ClusterSettings,
-    stages: Sequence[Stage],
-    after: tuple[str, ...],
+    run: Run, cluster: ClusterSettings, stages: Sequence[Stage], after: tuple[str, ...]
 ) -> Submission:
     first, settings = stages[0], run.settings
     cluster = cluster.of_kind(first.kind)

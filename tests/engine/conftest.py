@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from parallel.engine.client import EngineClient, EngineRefused
-from pipeline.launch.forkserver import ForkServers
+from pipeline.launch.placement import ForkServers
 from tests.engine.drawing import request
 from tests.engine.engine_process import EngineOf, Running, running_engine
 from tests.engine.engine_settings import ENGINE, MODELS

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from parallel.settings import EngineJob, EngineSettings, ModelSettings
-from pipeline.launch.forkserver import ForkServers
+from pipeline.launch.placement import ForkServers
 from pipeline.launch.processes import Child
 from tests.engine.engine_settings import ENGINE
 
@@ -42,7 +42,7 @@ class Running:
         job = str(self.directory / "engine.json")
         command = [sys.executable, "-m", "parallel.engine.server", job]
         log = self.directory / "engine.log"
-        self.process = Child("engine", command, log, {}, server=self._servers.of(command))
+        self.process = Child("engine", command, log, {}, fork=self._servers.of(command))
         deadline = time.monotonic() + START_SECONDS
         try:
             while self.process.status() is None and not self.address.exists():

@@ -8,7 +8,7 @@ import pytest
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from parallel.cpu.vllm_kernels import HEAD_DIMS, unsupported
-from pipeline.launch.forkserver import ForkServers
+from pipeline.launch.placement import ForkServers
 from stages.main import warn_of_engines
 from tests.engine.engine_process import running_engine
 from tests.engine.engine_settings import MODEL

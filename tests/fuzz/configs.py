@@ -27,7 +27,7 @@ from pipeline.config.cluster import ClusterSettings
 from pipeline.config.read import ConfigError
 from pipeline.config.validate import dump_resolved, load, load_cluster, load_domain
 from pipeline.report.memory import memory_report
-from pipeline.report.terminal import terminal
+from pipeline.report.tables import terminal
 from pipeline.run.graph import compile_graph
 from stages.rewards.reward import RewardPoolSettings
 from stages.settings import DomainSettings, RunSettings

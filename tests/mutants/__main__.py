@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 
-from pipeline.commands.command import positive
+from pipeline.commands.common import positive
 
 from . import mechanics, wiring
 from .mutant import Mutant

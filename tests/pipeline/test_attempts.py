@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pipeline.launch.forkserver import ForkServers
 from pipeline.launch.launcher import Launcher, run_to_the_end
-from pipeline.launch.placement import ThisMachine
+from pipeline.launch.placement import ForkServers, ThisMachine
 from pipeline.launch.processes import TIME_IS_UP, Signals, Stopped
 from pipeline.launch.progress import Screen
 from pipeline.launch.runner import attempt, run_stages
-from pipeline.report.terminal import Terminal
+from pipeline.report.tables import Terminal
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import compile_graph
 from pipeline.run.run import Run

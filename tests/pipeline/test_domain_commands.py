@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import yaml
 
+from pipeline.commands import domain as domain_commands
+from pipeline.commands.domain import binned, demonstrated, described, errors, notes, previewed
 from pipeline.config.read import ConfigError
 from pipeline.config.validate import dump_differing, load_domain
-from pipeline.report import domain as domain_report
-from pipeline.report.domain import binned, demonstrated, described, errors, notes, previewed
 from stages.rewards.reward import RewardPoolSettings
 from stages.settings import DomainSettings
 from tests.repository.test_architecture import HEAVY
@@ -44,7 +44,7 @@ def starters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     directory = tmp_path / "configs" / "domains"
     directory.mkdir(parents=True)
     (directory / "_base.yaml").write_text((REPOSITORY / "configs/domains/_base.yaml").read_text())
-    monkeypatch.setattr(domain_report, "DIRECTORY", directory)
+    monkeypatch.setattr(domain_commands, "DIRECTORY", directory)
     return directory
 
 

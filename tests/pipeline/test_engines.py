@@ -21,7 +21,7 @@ from pipeline.launch.engines import SupervisedEngine
 from pipeline.launch.launcher import JobFailed, Launcher, run_to_the_end
 from pipeline.launch.placement import ThisMachine
 from pipeline.launch.processes import Signals
-from pipeline.launch.progress import watching
+from pipeline.launch.progress import Screen
 from pipeline.run.directory import RunDirectory
 from stages.settings import RunSettings, StageJob
 from tests.pipeline.awaiting import is_alive, wait_until
@@ -61,7 +61,10 @@ def launched(
                 samples=samples,
                 settings=settings,
             )
-            with watching(Console(quiet=True), stage, 2, directory.metrics) as view:
+            with (
+                Screen(Console(quiet=True)) as screen,
+                screen.watching(stage, 2, directory.metrics) as view,
+            ):
                 run_to_the_end(launcher.execute(job, view, messages.append))
             return messages
 
@@ -128,7 +131,7 @@ def test_an_engine_is_not_restarted_for_ever(run: RunDirectory, config: Path) ->
     with launched(run, settings, {"sums": "hang"}, "forget") as execute:
         with pytest.raises(JobFailed) as caught:
             execute("sums")
-        assert caught.value.cause == (
+        assert caught.value.failure.cause == (
             "engine 1: it lost its mind; it was restarted 2 times, the most that "
             "engine.max_restarts = 2 allows"
         )

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.report.estimate import Estimate, estimate
-from pipeline.report.tables import left_line
+from pipeline.report.status import Estimate, estimate, left_line
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import compile_graph
 from pipeline.run.run import Run, StageState

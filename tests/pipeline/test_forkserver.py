@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.launch import forkserver
-from pipeline.launch.forkserver import ForkServers
+from pipeline.launch import placement
+from pipeline.launch.placement import ForkServers
 from pipeline.launch.processes import Child
 from tests.pipeline.awaiting import is_alive, wait_until
 
@@ -32,9 +32,9 @@ def program(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make `forked_program` one that has a server."""
     path = os.pathsep.join([str(HERE), str(HERE.parents[1])])
     monkeypatch.setenv("PYTHONPATH", path)
-    monkeypatch.setitem(forkserver.PRELOADS, MODULE, "forked_preload")
-    monkeypatch.setitem(forkserver.OWN_ENVIRONMENT, MODULE, {})
-    monkeypatch.setattr(forkserver, "GPU_FILE", Path("/nonexistent"))
+    monkeypatch.setitem(placement.PRELOADS, MODULE, "forked_preload")
+    monkeypatch.setitem(placement.OWN_ENVIRONMENT, MODULE, {})
+    monkeypatch.setattr(placement, "GPU_FILE", Path("/nonexistent"))
 
 
 @pytest.fixture
@@ -148,12 +148,12 @@ def test_a_server_that_does_not_answer_is_done_without(
         assert ended(start("finish", name="before")) == 0
         (tmp_path / "runs").unlink()
         os.kill(server_process(servers), signal.SIGSTOP)
-        monkeypatch.setattr(forkserver, "FORK_SECONDS", 0.5)
+        monkeypatch.setattr(placement, "FORK_SECONDS", 0.5)
         child = start("finish")
     assert ended(child) == 0
     assert not report_of(child)["forked"]
     monkeypatch.delenv("TEST_PRELOAD", raising=False)
-    monkeypatch.setattr(forkserver, "FORK_SECONDS", SECONDS)
+    monkeypatch.setattr(placement, "FORK_SECONDS", SECONDS)
     after = start("finish", name="after")  # by a new server
     assert ended(after) == 0
     assert report_of(after)["forked"] or moment == "importing"
@@ -186,7 +186,7 @@ def test_a_fork_that_is_cancelled_when_it_is_there_never_runs(start: Start, tmp_
 def test_the_servers_own_environment_ends_with_the_fork(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(forkserver.OWN_ENVIRONMENT, MODULE, {"TEST_OWN": "of the server"})
+    monkeypatch.setitem(placement.OWN_ENVIRONMENT, MODULE, {"TEST_OWN": "of the server"})
     forked = start("finish", TEST_VALUE="x")
     assert ended(forked) == 0
     assert report_of(forked)["forked"]
@@ -252,7 +252,7 @@ def test_what_cannot_be_forked_is_started_with_exec(
 @pytest.mark.parametrize("why", ["setting", "driver"])
 def test_servers_are_off(why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if why == "driver":
-        monkeypatch.setattr(forkserver, "GPU_FILE", tmp_path)
+        monkeypatch.setattr(placement, "GPU_FILE", tmp_path)
     with ForkServers(tmp_path, wanted=why != "setting") as servers:
         assert servers.of([sys.executable, "-m", MODULE]) is None
 
@@ -261,12 +261,12 @@ def test_what_was_forked_ends_with_a_killed_launcher(tmp_path: Path) -> None:
     program = f"""
 import sys, time
 from pathlib import Path
-from pipeline.launch import forkserver
+from pipeline.launch import placement
 from pipeline.launch.processes import Child
-forkserver.PRELOADS["{MODULE}"] = "forked_preload"
-forkserver.OWN_ENVIRONMENT["{MODULE}"] = {{}}
+placement.PRELOADS["{MODULE}"] = "forked_preload"
+placement.OWN_ENVIRONMENT["{MODULE}"] = {{}}
 directory = Path(sys.argv[1])
-servers = forkserver.ForkServers(directory, True)
+servers = placement.ForkServers(directory, True)
 command = [sys.executable, "-m", "{MODULE}", str(directory), "wait"]
 child = Child("child", command, directory / "child.log", {{}}, None, servers.of(command))
 while child.status() is None:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from pipeline.commands import look
-from pipeline.commands.command import COMMANDS
+from pipeline.commands.common import COMMANDS
 
 Braid = Callable[..., tuple[int, str, str]]
 
@@ -97,3 +98,37 @@ def test_a_dry_submission_lists_the_command_of_each_job(
     assert all(f"=$({each['command']})\n" in script for each in found["commands"])
     assert found["run"] == f"{runs}/small"
     assert not runs.exists()
+
+
+def test_a_dry_run_lists_its_plan_and_the_command_of_each_process(
+    braid: Braid, config: Path, runs: Path
+) -> None:
+    given = ("run", config, "--dry-run", "--only", "cold_start", "--only", "merge")
+    code, out, _ = braid(*given[:3], "--json")
+    found = json.loads(out)
+    assert (code, found.keys()) == (0, RUN_KEYS | {"commands"})
+    assert all(each.keys() == STAGE_KEYS | {"next", "seconds_left"} for each in found["stages"])
+    assert list(found["commands"]["ranks"]) == [each["name"] for each in found["stages"]]
+    shown = braid(*given[:3])[1]
+    engines, ranks = found["commands"]["engines"], found["commands"]["ranks"].values()
+    assert engines
+    assert all(f"engine {number}: {line}\n" in shown for number, line in enumerate(engines))
+    assert all(f"\n  {line}\n" in shown for line in ranks)
+    left_out = json.loads(braid(*given[:5], "--json")[1])
+    assert list(left_out["commands"]["ranks"]) == ["cold_start"]
+    assert left_out["commands"]["engines"] == []
+    assert not runs.exists()
+
+
+def test_the_resolved_settings_are_json(braid: Braid, config: Path) -> None:
+    found = json.loads(braid("validate", config, "--resolved", "--json")[1])
+    assert found == yaml.safe_load(braid("validate", config, "--resolved")[1])
+
+
+@pytest.mark.parametrize("other", ["--json", "--memory"])
+def test_a_drawing_excludes_other_formats(braid: Braid, config: Path, other: str) -> None:
+    assert braid("plan", config, "--dot", other) == (
+        1,
+        "",
+        "braid: --dot prints the graph for Graphviz; it excludes --json and --memory\n",
+    )

@@ -8,8 +8,8 @@ import pytest
 
 from pipeline import cli
 from pipeline.config.validate import load
-from pipeline.report.memory import human, stage_memory
-from pipeline.report.tables import DEEPEST, indented
+from pipeline.report.memory import stage_memory
+from pipeline.report.tables import DEEPEST, human, indented
 from pipeline.run.graph import compile_graph
 from stages.settings import RunSettings
 

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
-from pipeline.launch.progress import watching
-from pipeline.report.tables import Cell, table
-from pipeline.report.terminal import Terminal
+from pipeline.launch.progress import Screen
+from pipeline.report.tables import Cell, Terminal, table
 from pipeline.run.ledger import Ledger
 from pipeline.text import visible
 
@@ -112,7 +111,10 @@ def test_a_terminal_shows_text_and_draws_only_itself(tmp_path: Path) -> None:
     console.print(table)
     console.print(f"[/x]{ACTS}")
     (tmp_path / "metrics.jsonl").touch()
-    with watching(console, f"[/x]{ACTS}", 10, tmp_path / "metrics.jsonl") as view:
+    with (
+        Screen(console) as screen,
+        screen.watching(f"[/x]{ACTS}", 10, tmp_path / "metrics.jsonl") as view,
+    ):
         with (tmp_path / "metrics.jsonl").open("a") as metrics:
             label = {"model": f"[/m]{ACTS}", "domain": "d", "step": 1, "time": 1.0}
             metrics.write(f"{json.dumps(label)}\n")

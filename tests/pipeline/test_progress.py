@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pipeline.launch.progress import Progress, latest, watching
+from pipeline.launch.progress import Progress, Screen, latest
 from pipeline.run.metrics import MetricsTail
 from pipeline.text import clock
 
@@ -79,7 +79,10 @@ def test_after_the_last_step_no_time_is_left_and_the_checkpoint_is_saved() -> No
 def test_a_log_gets_few_plain_lines(tmp_path: Path) -> None:
     output = io.StringIO()
     metrics = tmp_path / "metrics.jsonl"
-    with watching(Console(file=output), "[1/7] cold_start", 10, metrics) as view:
+    with (
+        Screen(Console(file=output)) as screen,
+        screen.watching("[1/7] cold_start", 10, metrics) as view,
+    ):
         for step in range(1, 11):
             with metrics.open("a") as file:
                 file.write(line(step))
@@ -92,7 +95,10 @@ def test_a_log_gets_few_plain_lines(tmp_path: Path) -> None:
 
 def test_a_terminal_gets_a_line_that_is_redrawn(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
-    with watching(console, "[1/7] cold_start", 10, tmp_path / "metrics.jsonl") as view:
+    with (
+        Screen(console) as screen,
+        screen.watching("[1/7] cold_start", 10, tmp_path / "metrics.jsonl") as view,
+    ):
         view.poll()
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "[1/7] cold_start" in shown
@@ -108,7 +114,7 @@ def test_the_cause_of_a_wait_is_reported(tmp_path: Path) -> None:
 
     def said() -> str:
         console.file = io.StringIO()
-        with watching(console, "merge", 10, metrics) as view:
+        with Screen(console) as screen, screen.watching("merge", 10, metrics) as view:
             view.expect(engines)
             view.poll()
         return console.file.getvalue().partition("starting: ")[2].partition(" (")[0]

@@ -19,10 +19,19 @@ from pipeline.launch.processes import wait_for_all
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import compile_graph
 from pipeline.run.run import Run
-from pipeline.slurm.nodes import Places, cpus_of, nodes_needed, place, size_options, too_few_cpus
 from pipeline.slurm.queue import QueuedJob, SlurmError
 from pipeline.slurm.stage import requeue
-from pipeline.slurm.steps import SlurmJob, Step, contained
+from pipeline.slurm.steps import (
+    Places,
+    SlurmJob,
+    Step,
+    contained,
+    cpus_of,
+    nodes_needed,
+    place,
+    size_options,
+    too_few_cpus,
+)
 from pipeline.slurm.submit import (
     check_engines_fit,
     submissions,

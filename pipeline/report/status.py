@@ -1,0 +1,337 @@
+"""A run's plan with the time that it still needs, its state and its results, as tables and JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain, pairwise
+from statistics import median
+from typing import Any
+
+from pipeline.launch.progress import latest
+from pipeline.report.memory import largest_memory
+from pipeline.report.tables import Cell, engines_text, indented, layout_text, table
+from pipeline.run.directory import RunDirectory
+from pipeline.run.graph import Stage
+from pipeline.run.ledger import minutes
+from pipeline.run.metrics import Models, newest_lines, read_models
+from pipeline.run.run import STOPPED_MARK, Run, StageState
+from pipeline.text import clock, shown, visible
+from stages.kinds import EXPERT
+
+STYLES = {
+    "done": "green",
+    "running": "cyan",
+    "submitted": "blue",
+    "failed": "red",
+    "stale": "yellow",
+    "pending": "dim",
+}
+PLAN_HEADINGS = ("stage", "kind", "from", "steps", "engine", "state", "next", "time left")
+STATUS_HEADINGS = ("stage", "state", "saved step", "attempts", "time", "note")
+OWN_DOMAIN = "◆"
+NOTE_WIDTH = 60  # characters of a cause in a table
+PASSED, STOPPED = "passed", "stopped"  # a gate's outcome in a table
+TAIL_BYTES = 1 << 14  # of a stage's metrics, some tens of steps
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The time that a run still needs.
+
+    `seconds` is each stage's, None where nothing measured tells; `kinds` are the kinds of those.
+    `devices` counts the trainer's ranks and the devices of separate engines; `stopped` are the
+    gates that block other stages.
+    """
+
+    seconds: Mapping[str, float | None]
+    devices: int
+    stopped: Sequence[str] = ()
+    kinds: Sequence[str] = ()
+
+    @property
+    def total(self) -> float:
+        """The sum over all stages with an estimate, in seconds."""
+        return sum(left or 0.0 for left in self.seconds.values())
+
+    @property
+    def unknown(self) -> list[str]:
+        """The stages without an estimate."""
+        return [name for name, left in self.seconds.items() if left is None]
+
+
+def estimate(
+    run: Run,
+    states: Mapping[str, StageState],
+    took: Mapping[str, float],
+    wanted: Collection[str] | None = None,
+) -> Estimate:
+    """Estimate the time that each stage still needs.
+
+    A stage with steps: the pace of its own steps and the time before the first one, else the median
+    of the other stages of its kind in this run. A stage without steps: the time that it, or others
+    of its kind, `took` before. A stage blocked by a stopped gate, or not `wanted`, needs none.
+    """
+    stages, engine = run.stages, run.settings.engine
+    idle = blocked(stages, states)
+    to_run = [
+        stage
+        for stage in stages
+        if states[stage.name].state != "done"
+        and stage.name not in idle
+        and (wanted is None or stage.name in wanted)
+    ]
+    kinds = {stage.kind for stage in to_run}
+    paces: dict[str, float] = {}
+    starts: dict[str, float] = {}  # seconds outside the steps of each stage
+    for stage in stages:
+        state = states[stage.name]
+        if stage.kind in kinds and stage.steps and (pace := _pace(run, stage)) is not None:
+            paces[stage.name] = pace
+            # For a stage of several attempts, `took` has the last one only.
+            whole = state.state == "done" and state.attempts == 1
+            if whole and stage.name in took and state.step is not None:
+                starts[stage.name] = max(0.0, took[stage.name] - pace * state.step)
+
+    def known(found: Mapping[str, float], stage: Stage) -> float | None:
+        others = [found[s.name] for s in stages if s.kind == stage.kind and s.name in found]
+        return found.get(stage.name, median(others) if others else None)
+
+    seconds: dict[str, float | None] = dict.fromkeys((stage.name for stage in stages), 0.0)
+    for stage in to_run:
+        state = states[stage.name]
+        if not stage.steps:
+            seconds[stage.name] = known(took, stage)
+            continue
+        saved = 0 if state.state == "stale" else state.step or 0
+        start = 0.0 if state.state == "running" else known(starts, stage) or 0.0
+        ahead = known(paces, stage)
+        seconds[stage.name] = None if ahead is None else start + ahead * (stage.steps - saved)
+    own = engine.count * engine.tensor if engine.placement == "own" else 0
+    stopped = [name for name, gates in idle.items() if name in gates]
+    unknown = [stage.kind for stage in stages if seconds[stage.name] is None]
+    devices = run.settings.layout.ranks + own
+    return Estimate(seconds, devices, stopped, list(dict.fromkeys(unknown)))
+
+
+def _pace(run: RunDirectory, stage: Stage) -> float | None:
+    """Return the median seconds of the newest steps: a resumed stage paused between two of them."""
+    lines = newest_lines(run.stage(stage.name).metrics, TAIL_BYTES)
+    gaps = [
+        (after["time"] - before["time"]) / (after["step"] - before["step"])
+        for before, after in pairwise(lines)
+        if after["step"] > before["step"] and after["time"] > before["time"]
+    ]
+    return median(gaps) if gaps else None
+
+
+def blocked(
+    stages: Sequence[Stage], states: Mapping[str, StageState]
+) -> dict[str, tuple[str, ...]]:
+    """Return the stages that cannot start, each with the stopped gates upstream of it.
+
+    A stopped gate blocks itself.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for stage in stages:  # dependencies come first
+        state = states[stage.name]
+        if _has_stopped(state):
+            found[stage.name] = (stage.name,)
+        elif state.state in ("pending", "failed"):
+            gates = chain.from_iterable(found.get(name, ()) for name in stage.waits_for)
+            if names := tuple(dict.fromkeys(gates)):
+                found[stage.name] = names
+    return found
+
+
+def _has_stopped(state: StageState) -> bool:
+    return state.state == "failed" and state.cause.startswith(STOPPED_MARK)
+
+
+def next_action(stages: Sequence[Stage], states: Mapping[str, StageState]) -> dict[str, str]:
+    """Return in words what happens to each stage when the run continues."""
+    idle, found = blocked(stages, states), {}
+    for stage in stages:
+        state = states[stage.name]
+        if state.state == "done":
+            text = "is kept"
+        elif state.state == "stale":
+            text = f"is refused: {state.cause}"
+        elif state.state in ("running", "submitted"):
+            text = state.cause
+        elif _has_stopped(state):
+            text = "stops again, unless it is overridden or something changes"
+        elif gates := idle.get(stage.name):
+            text = f"waits for {', '.join(gates)}"
+        elif stage.steps and state.step:
+            text = f"continues from step {state.step}"
+        else:
+            text = f"starts, after {', '.join(stage.after)}" if stage.after else "starts"
+        found[stage.name] = text
+    return found
+
+
+def plan_text(
+    run: Run, states: Mapping[str, StageState], follows: Mapping[str, str], left: Estimate
+) -> str:
+    """Return the table of `braid plan`: every stage's state, next action (`follows`), time left.
+
+    Next actions too long for their column follow below it, and the sums of time and memory.
+    """
+    settings, stages = run.settings, run.stages
+    names = indented(stages)
+    rows = []
+    for stage in stages:
+        time_left = "?"
+        if (seconds := left.seconds[stage.name]) is not None:
+            time_left = "< 1 s" if 0 < seconds < 1 else clock(seconds) if seconds else ""
+        rows.append(
+            (
+                names[stage.name],
+                stage.kind,
+                _origin(stage),
+                str(stage.steps or ""),
+                "yes" if stage.needs_engine else "",
+                _state_cell(states[stage.name]),
+                _shortened(follows[stage.name]),
+                time_left,
+            )
+        )
+    where = f"{layout_text(settings.layout)}; {engines_text(settings.engine)}"
+    title = f"{settings.name}: seed {settings.seed}, {where}"
+    long = {name: text for name, text in follows.items() if len(text) > NOTE_WIDTH}
+    sums = f"{left_line(left)}; {largest_memory(settings, stages)}"
+    return f"{_with_below(table(title, PLAN_HEADINGS, rows), long)}\n{visible(sums)}"
+
+
+def plan_json(
+    run: Run, states: Mapping[str, StageState], follows: Mapping[str, str], left: Estimate
+) -> dict[str, Any]:
+    """Return what `braid plan --json` prints."""
+    found = run_state(run, states)
+    for each in found["stages"]:
+        each |= {"next": follows[each["name"]], "seconds_left": left.seconds[each["name"]]}
+    return found
+
+
+def run_state(run: Run, states: Mapping[str, StageState]) -> dict[str, Any]:
+    """Return the state of a run as `--json` prints it.
+
+    `results` are each model's accuracies once the run has been evaluated, else None.
+    """
+    spent = minutes(run.events)
+    done = states["evaluate"].state == "done" and run.results.exists()
+    stages = [
+        {
+            "name": stage.name,
+            "kind": stage.kind,
+            "needs": list(stage.waits_for),
+            "steps": stage.steps,
+            **asdict(states[stage.name]),
+            "minutes": spent.get(stage.name),
+        }
+        for stage in run.stages
+    ]
+    running, results = run.is_running(), read_models(run.results) if done else None
+    return {"run": str(run.path), "running": running, "stages": stages, "results": results}
+
+
+def left_line(left: Estimate) -> str:
+    """Return the sum of an estimate, in a line."""
+    if not left.total:
+        if left.unknown:
+            kinds = ", ".join(left.kinds)
+            return f"time left unknown: no stage of kind {kinds} has finished yet"
+        gates = ", ".join(left.stopped)
+        return f"nothing more can start: stopped by {gates}" if gates else "nothing left to run"
+    total = "less than 1 s" if left.total < 1 else f"about {clock(left.total)}"
+    hours = left.total * left.devices / 3600
+    spent = f"{hours:.2f} hours" if hours < 10 else f"{hours:,.0f} hours"
+    line = f"{total} left, {'less than 0.01 hours' if hours < 0.01 else spent} of a rank"
+    return f"{line}; without {', '.join(left.unknown)}" if left.unknown else line
+
+
+def status_table(run: Run, states: Mapping[str, StageState]) -> str:
+    """Return the table of `braid status`: states, saved steps, attempts, their time, and notes.
+
+    Notes too long for their column follow below it.
+    """
+    spent = minutes(run.events)
+    rows, below = [], {}
+    for stage in run.stages:
+        state = states[stage.name]
+        steps = f"{state.step or 0}/{stage.steps}" if stage.steps else ""
+        taken = clock(60 * spent[stage.name]) if stage.name in spent else ""
+        attempts = str(state.attempts or "")
+        running = state.state == "running"
+        note = latest(run.stage(stage.name).metrics) if running else _note(stage, state)
+        if not running and note not in (state.cause, PASSED):
+            below[stage.name] = state.cause
+        rows.append((stage.name, _state_cell(state), steps, attempts, taken, note))
+    title = f"{shown(run.path)}{' (running)' if run.is_running() else ''}"
+    return _with_below(table(title, STATUS_HEADINGS, rows), below)
+
+
+def _with_below(above: str, texts: Mapping[str, str]) -> str:
+    """Return a table with the full text of its shortened cells below it, by stage."""
+    lines = [f"{name}: {visible(text)}" for name, text in texts.items()]
+    return "\n".join([above, "", *lines]) if lines else above
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= NOTE_WIDTH else f"{text[: NOTE_WIDTH - 2].rstrip()} …"
+
+
+def _note(stage: Stage, state: StageState) -> str:
+    """Return the cause of a stage's state, shortened; of a judged gate only its outcome."""
+    if stage.kind == "gate" and state.cause.startswith(STOPPED_MARK):
+        return STOPPED
+    judged = stage.kind == "gate" and state.state == "done"
+    return _shortened(state.cause.partition(":")[0] if judged else state.cause)
+
+
+def summary(states: Mapping[str, StageState]) -> str:
+    """Return how many stages have each state, such as `3 done, 1 failed, 3 pending`."""
+    counts = Counter(state.state for state in states.values())
+    return ", ".join(f"{number} {state}" for state, number in counts.items())
+
+
+def results_table(models: Models, step: int | None = None) -> str:
+    """Return accuracies in percent, models by domains, each with half its 95 % interval.
+
+    `step` is the step of all models' checkpoints, if one was asked for.
+    """
+    domains = list(next(iter(models.values()), {}))
+    rows: list[tuple[str | Cell, ...]] = []
+    marked = False
+    for model, scores in models.items():
+        cells = []
+        for domain in domains:
+            score = scores[domain]
+            half = (score["high"] - score["low"]) / 2
+            text = f"{100 * score['accuracy']:.1f} ± {100 * half:.1f}"
+            if "pass_at_k" in score:
+                text += f", pass@{score['samples_per_problem']} {100 * score['pass_at_k']:.1f}"
+            # An expert's of any round: `rounds` put a prefix before its name.
+            own = f".{model}".endswith(f".{EXPERT}{domain}")
+            cells.append(Cell(f"{OWN_DOMAIN} {text}", "bold") if own else Cell(text))
+            marked = marked or own
+        rows.append((model if step is None else f"{model}, step {step}", *cells))
+    title = "accuracy in %, with 95 % intervals"
+    title += f"; {OWN_DOMAIN} marks an expert's own domain" if marked else ""
+    return table(title, ("model", *domains), rows, right=range(1, len(domains) + 1))
+
+
+def _origin(stage: Stage) -> str:
+    if stage.gated:
+        return f"{stage.gated} against {', '.join(dict.fromkeys(stage.against.values()))}"
+    if stage.models and not stage.parent:
+        return f"{len(stage.models)} models"
+    taught = f", taught by {len(stage.teachers)} experts" if stage.teachers else ""
+    start = "model.initial_weights" if stage.kind == "import" else "the model settings"
+    return f"{stage.parent or start}{taught}"
+
+
+def _state_cell(state: StageState) -> Cell:
+    return Cell(state.state, STYLES[state.state])
