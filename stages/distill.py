@@ -11,7 +11,7 @@ import torch
 from parallel.batch import MicroBatch, Responses
 from parallel.checkpoint import load
 from parallel.distributed import sum_over_data
-from parallel.model.policy import Policy, TrainedPolicy
+from parallel.model.policy import Policy
 from parallel.sample import Sample
 from stages.guards.settings import NoCurriculumSettings
 from stages.loop import train
@@ -42,30 +42,16 @@ class Merge(OnPolicyStage):
     def __init__(self, job: StageJob) -> None:
         settings = job.settings.merge
         assert settings is not None
-        policy = TrainedPolicy(
-            job.settings.model,
-            job.settings.layout,
-            settings.optimizer,
-            settings.loop.steps,
-            settings.routing,
-        )
-        super().__init__(
-            job,
-            policy,
-            # Teachers grade prompts of any solve rate, so the merge needs no curriculum.
-            {
-                domain: expert.model_copy(update={"curriculum": NoCurriculumSettings()})
-                for domain, expert in job.settings.domains.items()
-            },
-            settings.sampling,
-            RolloutSettings(**settings.rollout.model_dump()),
-            settings.routing,
-            settings.loop,
-            NoCorrectionSettings(),
-        )
-        self.divergence = DIVERGENCES[settings.method]
-        self.domains = job.settings.domains
         self.merge = settings
+        rollout = RolloutSettings(**settings.rollout.model_dump())
+        # Teachers grade prompts of any solve rate, so the merge needs no curriculum.
+        domains = {
+            domain: expert.model_copy(update={"curriculum": NoCurriculumSettings()})
+            for domain, expert in job.settings.domains.items()
+        }
+        correction = NoCorrectionSettings()
+        super().__init__(job, settings, rollout, domains, settings.loop.steps, correction)
+        self.divergence = DIVERGENCES[settings.method]
         self.teachers = {}
         for domain, checkpoint in job.teachers.items():
             self.teachers[domain] = Policy(job.settings.model, job.settings.layout)
@@ -85,7 +71,12 @@ class Merge(OnPolicyStage):
 
     def gradients(self, samples: list[Sample], batches: list[MicroBatch]) -> dict[str, float]:
         """Accumulate the gradients of the KL to each domain's teacher; return the metrics."""
-        self._add_teachers(batches)
+        for domain, teacher in self.teachers.items():  # they choose their own routes
+            parts = [part for part in batches if part.domain == domain]
+            logits = teacher.response_logits([part.without_routes() for part in parts])
+            # `logits` is empty except on the last pipeline stage.
+            for part, theirs in zip(parts, logits, strict=False):
+                part.teacher = theirs
         tokens = Counter(dict.fromkeys(self.domains, 0))
         for sample in samples:
             tokens[sample.domain] += len(sample.learned)
@@ -116,15 +107,6 @@ class Merge(OnPolicyStage):
     def score(self, metrics: dict[str, float]) -> float:
         """Return minus the KL to the teachers."""
         return -metrics["teacher_kl"]
-
-    def _add_teachers(self, batches: list[MicroBatch]) -> None:
-        """Add to each batch its teacher's hidden states and head; teachers choose own routes."""
-        for domain, teacher in self.teachers.items():
-            parts = [part for part in batches if part.domain == domain]
-            logits = teacher.response_logits([part.without_routes() for part in parts])
-            # `logits` is empty except on the last pipeline stage.
-            for part, theirs in zip(parts, logits, strict=False):
-                part.teacher = theirs
 
 
 def weights_of(merge: MergeSettings, tokens: Mapping[str, int]) -> dict[str, float]:

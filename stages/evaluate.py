@@ -8,37 +8,32 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from parallel import batch
 from parallel.checkpoint import load
 from parallel.distributed import broadcast, is_main
 from parallel.files import write_atomically
 from parallel.model.policy import Policy
-from parallel.packing import RankPlace
-from parallel.sample import Sample
 from stages.data.problem import Problem
 from stages.data.prompts import held_out_problems
+from stages.guards.measures import graded, is_right
 from stages.metrics import MetricsLog
 from stages.objectives.groups import Group, groups_of, seed_of
-from stages.rewards.grading import solved
 from stages.sampling.engines import StageEngines
-from stages.sampling.logprob_check import MismatchError, measure_mismatch
+from stages.sampling.logprob_check import check_samples
 from stages.sampling.recording import record
 from stages.settings import SamplingSettings, StageJob
 from stages.statistics import of_problems
 
 PROBLEMS_A_CALL = 500  # small enough to log progress, large enough to fill the engine
-CHECKED, CHECKED_TOKENS = 64, 4096  # samples whose log-probabilities are compared
+CHECKED = 64  # samples whose log-probabilities are compared
 
 
 def run(job: StageJob) -> None:
     """Evaluate every model of the job that has no result yet, then write results.json."""
     evaluation = Evaluation(job)
     for version, (name, checkpoint) in enumerate(job.models.items(), start=1):
-        if broadcast(evaluation.has(name)):
-            continue
-        evaluation.evaluate(name, checkpoint, version)
+        if not broadcast(evaluation.has(name)):
+            evaluation.evaluate(name, checkpoint, version)
     evaluation.finish()
 
 
@@ -57,7 +52,8 @@ class Evaluation:
         self.engines = StageEngines(job, self.policy, self.domains)
         self.version = 0  # of the checkpoint that the engines have
         if is_main():
-            asked = {name: self._problems_of(name) for name in job.models}
+            problems = self.settings.problems
+            asked = {name: problems * len(self.domains_of(name)) for name in job.models}
             self.answered = sum(asked[name] for name in job.models if self.has(name))
             self.log = MetricsLog(job, sum(asked.values()), start=self.answered)
             self.problems = {
@@ -65,7 +61,7 @@ class Evaluation:
                     settings.prompts,
                     self.engines.tokenizer,
                     domain,
-                    self.settings.problems,
+                    problems,
                     job.settings.longest_prompt(settings.sampling),
                     "gate" if job.kind == "gate" else "held_out",
                 )
@@ -81,15 +77,27 @@ class Evaluation:
         return self._result_file(name).exists()
 
     def evaluate(self, name: str, checkpoint: Path, version: int) -> None:
-        """Measure one checkpoint on its domains. Collective."""
+        """Measure one checkpoint on its domains. Collective.
+
+        Raises MismatchError when the engine's log-probabilities differ from the checkpoint's.
+        """
         load.weights(self.policy, checkpoint)
         self.version = version
         self.engines.sync_weights(version)
-        self._check_engine()
+        groups: list[Group] = []
+        if is_main():
+            domain, problems = next(iter(self.problems.items()))
+            groups = self._request(domain, problems[:CHECKED], "check", 1.0)
+        bound = self.job.settings.engine.max_logprob_difference
+        check_samples(self.policy, self.engines.wait_for(groups, version), 1.0, bound)
         solved = {domain: self._solved(name, domain) for domain in self.domains_of(name)}
         if is_main():
             write_atomically(self.job.files.solved / f"{name}.json", json.dumps(solved))
-            scores = {domain: self._score(right) for domain, right in solved.items()}
+            samples = self.settings.samples_per_problem
+            scores = {name: asdict(of_problems(right, samples)) for name, right in solved.items()}
+            for domain, right in solved.items() if samples > 1 else ():
+                scores[domain]["samples_per_problem"] = samples
+                scores[domain]["pass_at_k"] = sum(map(bool, right)) / len(right)
             write_atomically(self._result_file(name), json.dumps(scores, indent=2))
 
     def finish(self) -> None:
@@ -97,29 +105,10 @@ class Evaluation:
         if is_main():
             files = {name: self._result_file(name) for name in self.job.models}
             models = {name: json.loads(file.read_text()) for name, file in files.items()}
-            write_atomically(self.job.files.results, json.dumps({"models": models}, indent=2))
+            results = json.dumps({"models": models}, indent=2)
+            write_atomically(self.job.files.results, results)
             self.log.close()
         self.engines.close()
-
-    def _problems_of(self, name: str) -> int:
-        return self.settings.problems * len(self.domains_of(name))
-
-    def _check_engine(self) -> None:
-        """Compare the engine's log-probabilities with the checkpoint's on one batch. Collective.
-
-        Raises MismatchError when they differ by more than the bound.
-        """
-        groups: list[Group] = []
-        if is_main():
-            domain, problems = next(iter(self.problems.items()))
-            groups = self._groups(domain, problems[:CHECKED], "check")
-            self._ask(domain, groups, 1.0)
-        samples = self.engines.wait_for(groups, self.version)
-        batches = batch.split(samples, RankPlace.here(), CHECKED_TOKENS, replay=True)
-        largest = measure_mismatch(self.policy, batches, temperature=1.0)["mismatch_max"]
-        bound = self.job.settings.engine.max_logprob_difference
-        if largest > bound:
-            raise MismatchError(largest, bound)
 
     def _solved(self, name: str, domain: str) -> list[int]:
         """Return the number of right answers to each problem; the seeds are equal for all models.
@@ -151,9 +140,8 @@ class Evaluation:
         if is_main():
             problems = self.problems[domain][start : start + PROBLEMS_A_CALL]
             purpose = f"{self.settings.sampling_seed}/{start}"
-            groups = self._groups(domain, problems, purpose, self.settings.samples_per_problem)
-            self.engines.rewards.expect(groups)
-            self._ask(domain, groups, self.settings.temperature)
+            samples = self.settings.samples_per_problem
+            groups = self._request(domain, problems, purpose, self.settings.temperature, samples)
 
         def counted() -> tuple[list[int], int, int] | None:
             if not all(self.engines.rewards.graded(group) for group in groups):
@@ -164,38 +152,30 @@ class Evaluation:
             if self.job.settings.logging.auditable:
                 path = self.job.files.samples / name / f"{domain}_{start:06d}.jsonl"
                 answers = [sample for group in groups for sample in group.samples]
-                record(path, [answers], self.engines.tokenizer.decode, auditable=True)
-            solved = [sum(map(self._is_solved, group.samples)) for group in groups]
+                record(path, [answers], self.engines.tokenizer, auditable=True)
+            rewards = self.domains[domain].rewards
+            solved = [sum(is_right(each, rewards) for each in graded(group)) for group in groups]
             return solved, len(failures), watch_failures
 
         return self.engines.wait(counted, self.version)
 
-    def _groups(
-        self, domain: str, problems: list[Problem], purpose: str, size: int = 1
+    def _request(
+        self, domain: str, problems: list[Problem], purpose: str, temperature: float, size: int = 0
     ) -> list[Group]:
-        seed = seed_of(self.job.settings.seed, self.job.stage, domain, purpose)
-        return groups_of(problems, size, seed)
+        """Request answers to problems, `size` to each for grading, or one that is not graded.
 
-    def _ask(self, domain: str, groups: list[Group], temperature: float) -> None:
-        """Request answers; unlike training, evaluation may be greedy (temperature 0)."""
+        Unlike training, evaluation may be greedy (temperature 0).
+        """
+        seed = seed_of(self.job.settings.seed, self.job.stage, domain, purpose)
+        groups = groups_of(problems, size or 1, seed)
+        if size:
+            self.engines.rewards.expect(groups)
         limit = self.domains[domain].sampling.max_response_tokens
         sampling = SamplingSettings.model_construct(
             temperature=temperature, max_response_tokens=limit
         )
         self.engines.request(groups, sampling)
-
-    def _score(self, solved: list[int]) -> dict[str, Any]:
-        """Return a domain's entry of results.json, from the right answers to each problem."""
-        samples = self.settings.samples_per_problem
-        score = asdict(of_problems(solved, samples))
-        if samples > 1:
-            score["samples_per_problem"] = samples
-            score["pass_at_k"] = sum(map(bool, solved)) / len(solved)
-        return score
-
-    def _is_solved(self, sample: Sample) -> bool:
-        rewards = self.domains[sample.domain].rewards
-        return sample.reward is not None and solved(rewards, sample.reward_parts or {})
+        return groups
 
     def _result_file(self, name: str) -> Path:
         return self.job.files.measured / f"{name}.json"

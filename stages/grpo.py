@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from statistics import fmean
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,29 +10,20 @@ import torch
 
 from parallel.batch import MicroBatch, Responses
 from parallel.distributed import sum_over_data
-from parallel.model.policy import TrainedPolicy
 from parallel.sample import Sample
 from stages.guards.measures import graded, group_metrics, is_right
 from stages.guards.watch import GuardMonitor
 from stages.loop import train
 from stages.metrics import reduce_sums
-from stages.objectives.advantages.gae import GaeSettings
 from stages.objectives.aggregation import Totals
-from stages.objectives.groups import (
-    Group,
-    LengthWeights,
-    assign_advantages,
-    graded_samples,
-    has_zero_advantages,
-    scale_by_entropy,
-)
+from stages.objectives.groups import Group, LengthWeights, has_zero_advantages, scale_by_entropy
 from stages.objectives.kl import kl_controller
 from stages.objectives.loss import MetricSum, policy_loss
-from stages.objectives.models import Critic, Reference
+from stages.objectives.models import Reference, baseline_of
 from stages.objectives.surrogate import Tokens
 from stages.sampling.collection import Batch
 from stages.sampling.step import OnPolicyStage, StepSamples, Update
-from stages.settings import DomainSettings, PolicySettings, StageJob
+from stages.settings import StageJob
 
 
 def run(job: StageJob) -> None:
@@ -44,81 +34,75 @@ def run(job: StageJob) -> None:
 
 
 class Expert(OnPolicyStage):
-    """The stage that trains on rewards: a domain's expert, or the mixed policy of all domains."""
+    """The stage that trains on rewards: a domain's expert, or the mixed policy of all domains.
+
+    Its baseline is what rewards are compared with: other samples of the group, or a critic.
+    """
 
     def __init__(self, job: StageJob) -> None:
-        assert job.parent is not None
-        self.domains = domains = _domains(job)
-        self.expert = settings = _settings(job)
-        self.objective = settings.objective
-        advantage = self.objective.advantage
-        steps = settings.loop.steps
-        if isinstance(advantage, GaeSettings):
-            steps -= advantage.critic.warmup_steps
-        updates = steps * settings.updates_per_rollout
-        policy = TrainedPolicy(
-            job.settings.model, job.settings.layout, settings.optimizer, updates, settings.routing
-        )
+        settings = job.policy
+        self.objective = objective = settings.objective
+        self.updates_per_rollout = settings.updates_per_rollout
+        steps = settings.loop.steps - objective.advantage.warmup_steps
         super().__init__(
             job,
-            policy,
-            domains,
-            settings.sampling,
+            settings,
             settings.rollout,
-            settings.routing,
-            settings.loop,
-            self.objective.correction,
-            entropies=self.objective.needs_entropies,
+            job.policy_domains,
+            steps * settings.updates_per_rollout,
+            objective.correction,
+            entropies=objective.needs_entropies,
         )
-        rewards = [domain.rewards for domain in domains.values()]
-        self.watch = GuardMonitor(job.stage, settings, rewards[0] if len(rewards) == 1 else {})
-        self.kl_coefficient = self.objective.kl.coefficient
+        self.rewards = {name: domain.rewards for name, domain in self.domains.items()}
+        self.weights = {
+            name: {part: reward.weight for part, reward in rewards.items()}
+            for name, rewards in self.rewards.items()
+        }
+        of_all = next(iter(self.rewards.values())) if len(self.rewards) == 1 else {}
+        self.watch = GuardMonitor(job.stage, settings, of_all)
+        self.kl_coefficient = objective.kl.coefficient
         self.length_exponent = 0.0  # lambda
         self.weigh: LengthWeights | None = None  # of the current update
-        if self.objective.ratio.needs_router_shift:
-            policy.remember_routing()
+        if objective.ratio.needs_router_shift:
+            self.policy.remember_routing()
             self.one_pass = False  # a pass before the update records the routers' scores
-        self.reference = Reference(job, policy, self.objective.kl) if self.kl_coefficient else None
-        self.critic: Critic | None = None
-        if isinstance(advantage, GaeSettings):
-            self.critic = Critic(job, policy, advantage, settings)
+        self.reference = Reference(job, self.policy, objective.kl) if self.kl_coefficient else None
+        self.baseline = baseline_of(job, self.policy)
 
     def split_updates(self, batch: Batch) -> StepSamples:
-        """Deal the groups to `updates_per_rollout` updates; assign advantages to graded samples.
-
-        A critic assigns its advantages later, in `finish_advantages`, and has no groups to compare.
-        """
-        samples = self._with_advantages(batch.groups)
-        updates = self.expert.updates_per_rollout
-        rewards = {name: domain.rewards for name, domain in self.domains.items()}
-        metrics = {
-            **group_metrics(batch.sampled, rewards),
-            **self.buffer.passed_over(),
-            "resampled_groups": float(len(batch.replaced)),
-        }
-        if self.critic is None:
-            metrics["zero_variance"] = fmean(map(self._has_zero_advantages, batch.sampled))
+        """Deal the groups to `updates_per_rollout` updates; assign advantages to graded samples."""
+        samples: list[list[Sample]] = []
+        for name, weights in self.weights.items():  # advantages are computed per domain
+            own = [group for group in batch.groups if group.problem.domain == name]
+            samples += self.baseline.assign(own, weights, len(samples))
+        if self.objective.mask_truncated:
+            for sample in (sample for group in samples for sample in group if not sample.finished):
+                sample.loss_mask = np.zeros(len(sample.response), bool)
+        updates = self.updates_per_rollout
         return StepSamples(
             updates=[
                 [sample for group in samples[update::updates] for sample in group]
                 for update in range(updates)
             ],
-            metrics=metrics,
+            metrics={
+                **group_metrics(batch.sampled, self.rewards),
+                "resampled_groups": float(len(batch.replaced)),
+                **self.baseline.metrics(map(self._has_zero_advantages, batch.sampled)),
+            },
         )
 
     def is_useless(self, group: Group) -> bool:
         """Return whether dynamic sampling replaces a group, by `rollout.dynamic_sampling_by`."""
-        if self.settings.dynamic_sampling_by == "advantages":
+        if self.rollout.dynamic_sampling_by == "advantages":
             return self._has_zero_advantages(group)
-        rewards = self.domains[group.problem.domain].rewards
+        rewards = self.rewards[group.problem.domain]
         return len({is_right(sample, rewards) for sample in graded(group)}) <= 1
 
     def finish_advantages(self, updates: Sequence[Update]) -> None:
         """Compute a critic's advantages, or scale advantages by entropy. Collective."""
         samples = [sample for each in updates for sample in each.samples]
         parts = [part for each in updates for part in each.batches]
-        if self.critic is not None:
-            self.critic.compute_values(samples, parts)
+        self.baseline.compute_values(samples, parts)
         if self.objective.needs_entropies:
             scale_by_entropy(samples, parts)
 
@@ -146,8 +130,7 @@ class Expert(OnPolicyStage):
             result = policy_loss(tokens, totals, self.objective, self.kl_coefficient)
             return result.loss, (result.loss.item(), result.metrics)
 
-        read = sum(sample.length for sample in samples)
-        parts = self.policy.accumulate(batches, loss, read)
+        parts = self.policy.accumulate(batches, loss, sum(sample.length for sample in samples))
         # Without a learned token there is no ratio, entropy or KL to report.
         shares = reduce_sums([metrics for _, metrics in parts], totals) if totals.tokens else {}
         shares["loss"] = sum(value for value, _ in parts)
@@ -155,23 +138,21 @@ class Expert(OnPolicyStage):
 
     def trains_policy(self) -> bool:
         """Return False while a critic warms up alone."""
-        return self.critic is None or not self.critic.learns_alone(self._version)
+        return not self.baseline.learns_alone(self._version)
 
     def update(self, update: Update) -> dict[str, float]:
         """Update the policy, unless a critic warms up alone, and the critic, if any. Collective."""
         trained = super().update(update) if self.trains_policy() else {}
-        learned = self.critic.learn(update.samples, update.batches) if self.critic else {}
-        return {**trained, **learned}
+        return {**trained, **self.baseline.learn(update.samples, update.batches)}
 
     def after_update(self, measured: dict[str, float]) -> dict[str, float]:
         """Update the EMA, the KL coefficient and lambda; return the values of this update."""
         logged = {}
         if self.reference is not None:
             self.reference.update_ema()
-        if self.objective.kl.target is not None:
+        if (target := self.objective.kl.target) is not None:
             logged["kl_coefficient"] = self.kl_coefficient
             if "kl" in measured:
-                target = self.objective.kl.target
                 self.kl_coefficient = kl_controller(self.kl_coefficient, measured["kl"], target)
         if self.objective.learns_length_weights:
             assert self.weigh is not None
@@ -199,20 +180,9 @@ class Expert(OnPolicyStage):
         self.length_exponent = state["length_exponent"]
         self.watch.restore(state["watch"])
 
-    def _with_advantages(self, groups: list[Group]) -> list[list[Sample]]:
-        """Return each group's graded samples; advantages are computed per domain."""
-        samples: list[list[Sample]] = []
-        for name, domain in self.domains.items():
-            own = [group for group in groups if group.problem.domain == name]
-            if self.critic is not None:
-                samples += graded_samples(own, len(samples))
-                continue
-            weights = {part: reward.weight for part, reward in domain.rewards.items()}
-            samples += assign_advantages(own, self.objective.advantage, weights, len(samples))
-        if self.objective.mask_truncated:
-            for sample in (sample for group in samples for sample in group if not sample.finished):
-                sample.loss_mask = np.zeros(len(sample.response), bool)
-        return samples
+    def _has_zero_advantages(self, group: Group) -> bool:
+        weights, masked = self.weights[group.problem.domain], self.objective.mask_truncated
+        return has_zero_advantages(group, self.objective.advantage, weights, masked)
 
     def _drew(self, part: MicroBatch) -> torch.Tensor | None:
         """Return log-probabilities [B, R] of the sampling policy, if the KL estimator needs them.
@@ -222,12 +192,6 @@ class Expert(OnPolicyStage):
         if not self.objective.kl.needs_drawn_log_probs or part.old_logprobs is None:
             return None
         return part.engine_logprobs.where(self.stale(part), part.old_logprobs)
-
-    def _has_zero_advantages(self, group: Group) -> bool:
-        rewards = self.domains[group.problem.domain].rewards
-        weights = {part: reward.weight for part, reward in rewards.items()}
-        masked = self.objective.mask_truncated
-        return has_zero_advantages(group, self.objective.advantage, weights, masked)
 
     def _tokens(self, responses: Responses, weigh: LengthWeights) -> Tokens:
         """Return the objective's inputs; compute only those that it needs."""
@@ -250,17 +214,3 @@ class Expert(OnPolicyStage):
             entropy=responses.entropy(temperature) if bonus else None,
             length_weights=weigh(part) if self.objective.learns_length_weights else None,
         )
-
-
-def _domains(job: StageJob) -> Mapping[str, DomainSettings]:
-    """Return the domains that the stage trains on."""
-    domains = job.settings.domains
-    return domains if job.domain is None else {job.domain: domains[job.domain]}
-
-
-def _settings(job: StageJob) -> PolicySettings:
-    """Return the settings that the stage trains with."""
-    if job.domain is not None:
-        return job.settings.domains[job.domain]
-    assert job.settings.mixed is not None
-    return job.settings.mixed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,15 @@ def token_efficiency(batches: Sequence[MicroBatch]) -> dict[str, float]:
     """Return the share of the computed tokens that are not padding. Collective."""
     sums = sum_over_data(token_counts(batches))
     return {"token_efficiency": sums["real"] / sums["computed"]}
+
+
+def mean_of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return each metric's mean over the updates that have it."""
+    values: dict[str, list[float]] = {}
+    for update in updates:
+        for name, value in update.items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(of) / len(of) for name, of in values.items()}
 
 
 def _declared_as(name: str) -> str:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 
-from parallel import batch
 from parallel.checkpoint import load
 from parallel.distributed import is_main
 from parallel.files import write_atomically
 from parallel.model.policy import Policy
-from parallel.packing import RankPlace
 from parallel.sample import Sample
 from stages.data.prompts import PromptStream
+from stages.guards.measures import is_right
 from stages.objectives.groups import Group, groups_of, seed_of
-from stages.rewards.grading import solved
 from stages.sampling.engines import StageEngines
-from stages.sampling.logprob_check import MismatchError, measure_mismatch
+from stages.sampling.logprob_check import check_samples
 from stages.settings import DomainSettings, StageJob
 
 
@@ -26,15 +24,25 @@ def run(job: StageJob) -> None:
     """
     assert job.domain is not None and job.parent is not None
     domain = job.settings.domains[job.domain]
+    sampling, seed = domain.sampling, job.settings.seed
     policy = Policy(job.settings.model, job.settings.layout)
     engines = StageEngines(job, policy, {job.domain: domain})
     load.weights(policy, job.parent)
     engines.sync_weights(version=1)
     groups: list[Group] = []
     if is_main():
-        groups = _groups(job, job.domain, domain, engines)
+        stream = PromptStream(
+            domain.prompts,
+            engines.tokenizer,
+            job.domain,
+            seed,
+            job.stage,
+            longest=job.settings.longest_prompt(sampling),
+        )
+        problems = stream.take(sampling.prompts_per_step)
+        groups = groups_of(problems, sampling.group_size, seed_of(seed, job.stage, job.domain))
         engines.rewards.expect(groups)
-        engines.request(groups, domain.sampling)
+        engines.request(groups, sampling)
 
     def graded() -> list[Sample] | None:
         if not all(engines.rewards.graded(group) for group in groups):
@@ -42,30 +50,12 @@ def run(job: StageJob) -> None:
         return [sample for group in groups for sample in group.samples]
 
     samples = engines.wait(graded, version=1)
-    _check_engine(job, domain, policy, samples)
+    bound, replay = job.settings.engine.max_logprob_difference, domain.routing.replay == "r3"
+    budget = domain.loop.micro_batch_tokens
+    check_samples(policy, samples, sampling.temperature, bound, budget, replay)
     engines.close()
     if is_main():
         _write(job, domain, groups, engines)
-
-
-def _groups(job: StageJob, name: str, domain: DomainSettings, engines: StageEngines) -> list[Group]:
-    seed = job.settings.seed
-    longest = job.settings.longest_prompt(domain.sampling)
-    stream = PromptStream(domain.prompts, engines.tokenizer, name, seed, job.stage, longest=longest)
-    problems = stream.take(domain.sampling.prompts_per_step)
-    return groups_of(problems, domain.sampling.group_size, seed_of(seed, job.stage, name))
-
-
-def _check_engine(
-    job: StageJob, domain: DomainSettings, policy: Policy, samples: list[Sample]
-) -> None:
-    """Raise MismatchError where the engine's weights are not the checkpoint's. Collective."""
-    replay = domain.routing.replay == "r3"
-    batches = batch.split(samples, RankPlace.here(), domain.loop.micro_batch_tokens, replay)
-    largest = measure_mismatch(policy, batches, domain.sampling.temperature)["mismatch_max"]
-    bound = job.settings.engine.max_logprob_difference
-    if largest > bound:
-        raise MismatchError(largest, bound)
 
 
 def _write(
@@ -79,8 +69,7 @@ def _write(
                 "response": engines.tokenizer.decode(sample.response),
                 "reward": sample.reward,
                 "parts": sample.reward_parts,
-                "solved": sample.reward is not None
-                and solved(domain.rewards, sample.reward_parts or {}),
+                "solved": sample.reward is not None and is_right(sample, domain.rewards),
                 "finished": sample.finished,
                 "tokens": len(sample.response),
             }

@@ -49,24 +49,19 @@ class SamplingSettings(Settings):
     prompts_per_step: Count = Field(default=32, description="prompt groups per step")
     group_size: Count = Field(default=8, description="responses to each prompt")
     # vLLM raises lower temperatures to 0.01 and rejects higher ones.
-    temperature: Annotated[float, Field(ge=0.01, le=2)] = Field(
-        default=1.0, description="sampling temperature"
+    temperature: float = Field(default=1.0, ge=0.01, le=2, description="sampling temperature")
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="nucleus sampling threshold; 1 keeps all tokens"
     )
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=1.0, description="nucleus sampling threshold; 1 keeps all tokens"
-    )
-    top_k: Natural = Field(
-        default=0, description="number of the most likely tokens to sample from; 0: all"
-    )
+    top_k: Natural = Field(default=0, description="sample from the k most likely tokens; 0: all")
     max_response_tokens: Tokens = Field(
         default=24, description="maximum response length; longer responses are truncated"
     )
 
 
 class MergeSamplingSettings(SamplingSettings):
-    """The rollouts of one step of the merge, for each domain."""
+    """The rollouts of one step of the merge, for each domain, whose teacher grades each alone."""
 
-    # A teacher grades each sample alone, without a group to compare with.
     group_size: Count = Field(default=1, description="responses to each prompt")
 
 
@@ -144,9 +139,7 @@ class LoopSettings(Settings):
     checkpoint_every: Count = Field(default=20, description="steps between checkpoints")
     keep_last: Count = Field(default=2, description="newest checkpoints to keep")
     keep_best: Natural = Field(default=0, description="best checkpoints to keep as well")
-    async_checkpoints: bool = Field(
-        default=True, description="write checkpoints while training continues"
-    )
+    async_checkpoints: bool = Field(default=True, description="train while checkpoints are written")
 
 
 class PolicySettings(Settings):
@@ -201,8 +194,7 @@ class DomainSettings(PolicySettings):
 class MixedSettings(PolicySettings):
     """The baseline of the merge: one policy, trained on all domains at once.
 
-    Each domain has its own prompts, rewards and curriculum, and `sampling.prompts_per_step` prompts
-    in every step.
+    Each domain has its own prompts, rewards and curriculum, and `prompts_per_step` in every step.
     """
 
 
@@ -223,7 +215,7 @@ class MergeSettings(Settings):
     averaged_over: Literal["domains", "tokens"] = Field(
         default="domains",
         description="domains: mean over domains of each one's mean over tokens. tokens: mean over"
-        " all tokens, most of which are of the domain with the longest responses",
+        " all tokens, most of them of the domain with the longest responses",
     )
     domain_weights: dict[str, Annotated[float, Field(gt=0)]] = Field(
         default={},
@@ -244,19 +236,15 @@ class EvaluationSettings(Settings):
     """The evaluation on held-out problems of every domain."""
 
     problems: Count = Field(default=2000, description="held-out problems of each domain")
-    samples_per_problem: int = Field(
+    samples_per_problem: Annotated[int, Field(gt=0, le=256)] = Field(
         default=1,
-        gt=0,
-        le=256,
         description="answers to each problem; with several, accuracy is the mean over all answers,"
         " and pass_at_k the share of problems that any answer solves",
     )
-    temperature: Annotated[float, Field(ge=0, le=2)] = Field(
-        default=1.0, description="sampling temperature of the answers; 0: greedy"
+    temperature: float = Field(
+        default=1.0, ge=0, le=2, description="sampling temperature of the answers; 0: greedy"
     )
-    sampling_seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(
-        default=20_000, description="seed of the answers"
-    )
+    sampling_seed: int = Field(default=20_000, ge=0, lt=2**32, description="seed of the answers")
 
 
 class LoggingSettings(Settings):
@@ -290,14 +278,10 @@ class RunSettings(Settings):
 
     renamed: ClassVar[dict[str, str]] = {"experts": "domains"}
 
-    name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        max_length=100,
-        description="name of the run and its directory",
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)] = Field(
+        description="name of the run and its directory"
     )
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(
-        default=0, description="seed of all random choices"
-    )
+    seed: int = Field(default=0, ge=0, lt=2**32, description="seed of all random choices")
     deterministic: bool = Field(
         default=False,
         description="bitwise reproducible run, also after a kill; slower, needs rollout.mode: sync",
@@ -353,12 +337,10 @@ class StageJob(Settings):
     output: Path | None = None
     samples: bool = Field(default=False, description="the stage needs engines")
     engine_addresses: list[Path] = Field(
-        default_factory=list,
-        description="file that each engine writes once it is ready: an `Address`",
+        default_factory=list, description="file that each engine writes when ready: an `Address`"
     )
     interface: str = Field(
-        default=LOOPBACK,
-        description="network interface between the main rank and the engines: parallel.network",
+        default=LOOPBACK, description="network interface between main rank and engines"
     )
     settings: RunSettings
 
@@ -366,6 +348,19 @@ class StageJob(Settings):
     def files(self) -> StageDirectory:
         """The paths below `directory`."""
         return StageDirectory(self.directory)
+
+    @property
+    def policy(self) -> PolicySettings:
+        """The settings of a policy that trains on the rewards of `domain`, or of all domains."""
+        found = self.settings.mixed if self.domain is None else self.settings.domains[self.domain]
+        assert found is not None, "a stage without a domain is the mixed policy"
+        return found
+
+    @property
+    def policy_domains(self) -> dict[str, DomainSettings]:
+        """The domains of that policy: `domain`, or all where it is None."""
+        domains = self.settings.domains
+        return domains if self.domain is None else {self.domain: domains[self.domain]}
 
 
 class DomainCheckJob(Settings):

@@ -65,7 +65,7 @@ class ColdStart:
         norm = self.policy.step()
         if is_main() and self.settings.logging.auditable:
             path = samples_file(self.job.files.samples, step)
-            record(path, [samples], self.tokenizer.decode, auditable=True)
+            record(path, [samples], self.tokenizer, auditable=True)
         return {
             **sum_over_data({"loss": sum(losses)}),
             **self.policy.routing_metrics(),

@@ -31,6 +31,11 @@ class AdvantageBase(AlgorithmSettings):
     per_token: ClassVar[bool] = False
     needs_step_rewards: ClassVar[bool] = False
 
+    @property
+    def warmup_steps(self) -> int:
+        """The first steps, in which the policy is not trained."""
+        return 0
+
 
 class Standardised(AdvantageBase):
     """An advantage that is divided by a standard deviation; `std` names which."""

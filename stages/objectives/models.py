@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from statistics import fmean
+
 import torch
 
 from parallel.batch import MicroBatch, Responses
@@ -12,9 +15,10 @@ from parallel.model.policy import Policy, TrainedPolicy, ValueModel, values
 from parallel.sample import Sample
 from stages.objectives.advantages.gae import GaeSettings, clipped_value_loss, gae
 from stages.objectives.aggregation import Totals, sequence_means, token_mean
-from stages.objectives.graded import STD_FLOOR
+from stages.objectives.graded import STD_FLOOR, AdvantageBase
+from stages.objectives.groups import Group, assign_advantages, graded_samples
 from stages.objectives.kl import KLSettings
-from stages.settings import PolicySettings, StageJob
+from stages.settings import StageJob
 
 CRITIC, AVERAGE = "critic", "ema"  # their names in a checkpoint
 
@@ -65,17 +69,52 @@ class Reference:
             average.lerp_(current[name].to(average.dtype), 1 - self._settings.ema_decay)
 
 
-class Critic:
+def baseline_of(job: StageJob, policy: TrainedPolicy) -> GroupBaseline:
+    """Return the baseline of the advantage that the stage's policy trains with."""
+    settings = job.policy.objective.advantage
+    if isinstance(settings, GaeSettings):
+        return Critic(job, policy, settings)
+    return GroupBaseline(settings)
+
+
+class GroupBaseline:
+    """The baseline without a model: advantages are known as soon as the groups are graded."""
+
+    def __init__(self, advantage: AdvantageBase) -> None:
+        self._advantage = advantage
+
+    def assign(
+        self, groups: list[Group], weights: Mapping[str, float], first: int
+    ) -> list[list[Sample]]:
+        """Return the graded samples of a domain's groups, which are numbered from `first`."""
+        return assign_advantages(groups, self._advantage, weights, first)
+
+    def metrics(self, zero_advantages: Iterable[bool]) -> dict[str, float]:
+        """Return the metrics of the groups sampled, by whether each has no advantage."""
+        return {"zero_variance": fmean(zero_advantages)}
+
+    def learns_alone(self, step: int) -> bool:
+        """Return true in steps in which the policy is not trained."""
+        return False
+
+    def compute_values(self, samples: list[Sample], parts: list[MicroBatch]) -> None:
+        """Set what advantages need a model for, in the micro-batches of `samples`. Collective."""
+
+    def learn(self, samples: list[Sample], parts: list[MicroBatch]) -> dict[str, float]:
+        """Train the baseline one step, and return metrics. Collective."""
+        return {}
+
+
+class Critic(GroupBaseline):
     """PPO's model of the return that is left at every token, for advantages by GAE.
 
     It starts as the policy's parent, except its head, and is saved with the policy.
     It never replays the engine's routes: it is another model than the one that sampled.
     """
 
-    def __init__(
-        self, job: StageJob, policy: TrainedPolicy, settings: GaeSettings, expert: PolicySettings
-    ) -> None:
+    def __init__(self, job: StageJob, policy: TrainedPolicy, settings: GaeSettings) -> None:
         assert job.parent is not None
+        expert = job.policy
         self._settings = settings
         self._model = ValueModel(
             job.settings.model,
@@ -87,9 +126,16 @@ class Critic:
         load.weights(self._model, job.parent, head=False)
         policy.companions[CRITIC] = self._model
 
+    def assign(
+        self, groups: list[Group], weights: Mapping[str, float], first: int
+    ) -> list[list[Sample]]:
+        return graded_samples(groups, first)  # `compute_values` sets advantages
+
+    def metrics(self, zero_advantages: Iterable[bool]) -> dict[str, float]:
+        return {}  # no groups are compared
+
     def learns_alone(self, step: int) -> bool:
-        """Return true in the warmup steps, in which the policy is not trained."""
-        return step <= self._settings.critic.warmup_steps
+        return step <= self._settings.warmup_steps
 
     def compute_values(self, samples: list[Sample], parts: list[MicroBatch]) -> None:
         """Set values, returns and advantages of this rank's micro-batches of `samples`.
@@ -119,7 +165,6 @@ class Critic:
         _record_means(samples, valued)
 
     def learn(self, samples: list[Sample], parts: list[MicroBatch]) -> dict[str, float]:
-        """Train one step towards the returns, and return metrics. Collective."""
         totals = Totals(len(samples), sum(len(sample.learned) for sample in samples))
         clip = self._settings.critic.value_clip
 

@@ -1,15 +1,21 @@
-"""The groups that a step trains on, collected from the prompts in flight; main rank only."""
+"""The groups that a step trains on, collected from the prompts in flight, and their metrics.
+
+Main rank only.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+from parallel.engine.wire import keeps_part, kept_limits
+from parallel.sample import Sample
 from stages.objectives.groups import Group
 from stages.sampling.prompt_buffer import PromptBuffer
-from stages.settings import RolloutSettings
+from stages.settings import RolloutSettings, SamplingSettings
 
 
 @dataclass
@@ -31,6 +37,58 @@ class Batch:
         """All groups that were not too old."""
         return [*self.groups, *self.replaced]
 
+    def metrics(
+        self, step: int, sampling: SamplingSettings, vocabulary: int, most: int
+    ) -> dict[str, float]:
+        """Return the metrics that every stage logs; `most` is the maximum policy lag.
+
+        A lag is in training steps, from a sample's oldest weights to the version `step`.
+        """
+        # Replaced groups count: without them the reward would tend to one half.
+        sampled = [sample for group in self.sampled for sample in group.samples]
+        trained = [sample for group in self.groups for sample in group.samples]
+        lags = Counter(step - sample.weight_version for sample in trained)
+        return {
+            **reward_metrics(sampled),
+            "unfinished": sum(not sample.finished for sample in sampled) / len(sampled),
+            "response_tokens": sum(len(sample.response) for sample in sampled) / len(sampled),
+            **saturated(trained, sampling, vocabulary),
+            "staleness_mean": sum(lag * n for lag, n in lags.items()) / len(trained),
+            "staleness_max": float(max(lags)),
+            **{f"staleness_{lag}": lags[lag] / len(trained) for lag in range(most + 1)},
+            "dropped_stale": float(self.too_old),
+            "reward_failures": float(self.failures),
+            "watch_failures": float(self.watch_failures),
+        }
+
+
+def reward_metrics(samples: list[Sample]) -> dict[str, float]:
+    """Return the mean reward, and the mean of each of its parts, over the graded samples."""
+    graded = [sample for sample in samples if sample.reward is not None]
+    named: dict[str, list[float]] = {}
+    for sample in graded:
+        for name, value in (sample.reward_parts or {}).items():
+            named.setdefault(name, []).append(value)
+    return {
+        "reward": sum(sample.reward or 0.0 for sample in graded) / max(len(graded), 1),
+        **{f"reward/{name}": sum(values) / len(values) for name, values in sorted(named.items())},
+    }
+
+
+def saturated(
+    samples: list[Sample], sampling: SamplingSettings, vocabulary: int
+) -> dict[str, float]:
+    """Return the share of tokens whose kept set is as large as the engine may return.
+
+    Such a set may have been larger. Nothing where sampling keeps the whole vocabulary.
+    """
+    if not keeps_part(sampling.top_k, sampling.top_p):
+        return {}
+    _, most = kept_limits(sampling.top_k, sampling.top_p, vocabulary)
+    sizes = [len(kept) for sample in samples for kept in sample.kept or []]
+    full = sum(size >= most for size in sizes) if most < vocabulary else 0
+    return {"kept_saturated": full / max(len(sizes), 1)}
+
 
 @dataclass
 class _Taken:
@@ -44,13 +102,6 @@ class _Taken:
     @property
     def groups(self) -> list[Group]:
         return sorted([*self.useful, *self.useless], key=lambda group: group.problem.index)
-
-    def replace_useless(self) -> None:
-        """Make room for other groups in place of the useless ones, if a round is left."""
-        if self.useless and self.rounds:
-            self.rounds -= 1
-            self.replaced += self.useless
-            self.useless = []
 
 
 class Collection:
@@ -95,14 +146,10 @@ class Collection:
         if any(missing.values()):
             self._buffer.request(missing)
             return None
-        parts = self._taken.values()
-        batch = Batch(
-            groups=[group for taken in parts for group in taken.groups],
-            replaced=[group for taken in parts for group in taken.replaced],
-            too_old=self._too_old,
-            failures=len(self._failures),
-            watch_failures=self._watch_failures,
-        )
+        groups = [group for taken in self._taken.values() for group in taken.groups]
+        replaced = [group for taken in self._taken.values() for group in taken.replaced]
+        failures = len(self._failures)
+        batch = Batch(groups, replaced, self._too_old, failures, self._watch_failures)
         # In the order of the prompts: that in which groups become whole differs between runs.
         self._buffer.update_curricula(sorted(batch.sampled, key=lambda group: group.problem.index))
         return batch
@@ -129,8 +176,10 @@ class Collection:
             self._too_old += len(group.samples)
             return
         (taken.useless if self._is_useless(group) else taken.useful).append(group)
-        if not self._missing(taken):
-            taken.replace_useless()
+        if taken.useless and taken.rounds and not self._missing(taken):
+            taken.rounds -= 1
+            taken.replaced += taken.useless
+            taken.useless = []
 
     def _missing(self, taken: _Taken) -> int:
         wanted = self._buffer.sampling.prompts_per_step

@@ -54,11 +54,10 @@ class StageEngines:
         domains: Mapping[str, DomainSettings],
         log: RolloutLog | None = None,
     ) -> None:
-        self.job = job
-        self.policy = policy
+        self.job, self.policy, self.log = job, policy, log
         self.version: int | None = None  # of the weights that the engines have
-        self.tokenizer = load_tokenizer(job.settings.model)
         settings = job.settings
+        self.tokenizer = load_tokenizer(settings.model)
         self.fleet = Fleet(
             job.engine_addresses, settings.model, settings.layout, settings.engine, job.interface
         )
@@ -70,7 +69,6 @@ class StageEngines:
             )
             if domains:
                 self._rewards = RewardDispatcher(job, domains, self.tokenizer, self.scheduler.wake)
-        self.log = log
         self._replayed = 0
         self._reported: dict[str, int] = {}
         self._ended = 0
@@ -105,14 +103,8 @@ class StageEngines:
         With `at_once`: ahead of all others, from every engine, and never from the log.
         Raises DomainError when a prompt leaves no room for a response.
         """
-        limit = sampling.max_response_tokens
-        distribution = Sampling(
-            sampling.temperature,
-            limit,
-            self.tokenizer.end_token,
-            sampling.top_p,
-            sampling.top_k,
-        )
+        limit, end = sampling.max_response_tokens, self.tokenizer.end_token
+        distribution = Sampling(sampling.temperature, limit, end, sampling.top_p, sampling.top_k)
         tasks = []
         for group in groups:
             tokens = self._encode(group.problem, limit)
@@ -120,7 +112,9 @@ class StageEngines:
                 seed = group.seed + index
                 question = Question(group.problem.domain, tokens, seed, distribution)
                 tasks.append(Task(_SampleRequest(group, index, logged=not at_once), question))
-        known = [None] * len(tasks) if at_once else self._logged(tasks)
+        known: list[Sample | None] = [None] * len(tasks)
+        if self.log is not None and self.version is not None and not at_once:
+            known = self.log.take(self.version, [task.question for task in tasks])
         pairs = list(zip(tasks, known, strict=True))
         self.scheduler.submit([task for task, sample in pairs if sample is None], at_once)
         for task, sample in pairs:
@@ -158,27 +152,14 @@ class StageEngines:
 
         return self.wait(ready, version)
 
-    def start_log(self, version: int, later: bool) -> None:
-        """Start to log the weights `version`; with `later`, keep the log of later weights too."""
-        if self.log is not None:
-            self.log.begin(version, later)
-
     def drop_covered_log(self) -> None:
         """Drop the log of steps that a checkpoint holds."""
         if self.log is not None:
             found = self.job.files.whole_checkpoints()
             self.log.cover(found[-1].step if found else 0)
 
-    def end_log(self, version: int) -> None:
-        """Log that no further request follows to the weights `version`."""
-        if self.log is not None:
-            self.log.end(version)
-
     def forget_log(self, version: int) -> bool:
-        """Drop the log's responses of `version` and later; return whether any was used.
-
-        Collective.
-        """
+        """Drop the log's responses of `version` on; return whether any was used. Collective."""
         return on_main(lambda: self.log is not None and self.log.forget(version))
 
     def events(self) -> dict[str, float]:
@@ -197,18 +178,14 @@ class StageEngines:
 
     def record(self, updates: list[list[Sample]], step: int) -> None:
         """Write the samples of each update of the step."""
-        auditable = self.job.settings.logging.auditable
         path = samples_file(self.job.files.rollouts, step)
-        record(path, updates, self.tokenizer.decode, auditable)
+        record(path, updates, self.tokenizer, self.job.settings.logging.auditable)
 
     def close(self) -> None:
         """Drop the requests in flight and stop the reward workers."""
-        if self._scheduler is not None:
-            self._scheduler.close()
-        if self.log is not None:
-            self.log.close()
-        if self._rewards is not None:
-            self._rewards.close()
+        for each in (self._scheduler, self.log, self._rewards):
+            if each is not None:
+                each.close()
 
     def _receive_until(self, ready: Callable[[], Answer | None]) -> Answer | None:
         deadline = time.monotonic() + TURN_SECONDS
@@ -217,17 +194,18 @@ class StageEngines:
             time.sleep(PAUSE_SECONDS)
             grades = self._rewards is not None and self._rewards.pending
             expected = grades or self.scheduler.owed > 0
-            received = self._receive(left, grades)
+            received = self.scheduler.collect(left, grades)
+            for task, sample in received:
+                request = cast(_SampleRequest, task.key)
+                request.group.drawn[request.index] = sample
+                if None not in request.group.drawn:
+                    request.group.ended = self._ended
+                    self._ended += 1
             # The last sample or grade may arrive while `ready` looks: then it looks once more.
             if not (received or expected or hopeful):
                 raise RuntimeError("waiting for samples that were never requested")
-            hopeful = received > 0 or expected
+            hopeful = bool(received) or expected
         return answer
-
-    def _logged(self, tasks: list[Task]) -> list[Sample | None]:
-        if self.log is None or self.version is None:
-            return [None] * len(tasks)
-        return self.log.take(self.version, [task.question for task in tasks])
 
     def _take(self, task: Task, answer: Generation, sample: Sample) -> None:
         """Log a response and dispatch it to its rewards; called in an engine's thread."""
@@ -239,17 +217,6 @@ class StageEngines:
         request = cast(_SampleRequest, task.key)
         if self._rewards is not None:
             self._rewards.dispatch(request.group, request.index, sample)
-
-    def _receive(self, seconds: float, more: bool) -> int:
-        """Put finished samples into their groups; return their number."""
-        finished = self.scheduler.collect(seconds, more)
-        for task, sample in finished:
-            request = cast(_SampleRequest, task.key)
-            request.group.drawn[request.index] = sample
-            if None not in request.group.drawn:
-                request.group.ended = self._ended
-                self._ended += 1
-        return len(finished)
 
     def _encode(self, problem: Problem, response: int) -> list[int]:
         tokens = self.tokenizer.encode(problem.prompt)
@@ -268,14 +235,9 @@ class StageEngines:
 def rollout_log(job: StageJob, sampling: SamplingSettings, settings: RolloutSettings) -> RolloutLog:
     """Open a stage's rollout log, whose origin is all that decides a response but the request."""
     parent = read_checkpoint(job.parent) if job.parent is not None else None
-    parts = [
-        job.stage,
-        job.settings.deterministic,
-        model_digest(job.settings.model),
-        parent.digest if parent is not None else None,
-        sampling.model_dump(),
-        settings.model_dump(),
-    ]
-    origin = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-    directory = job.files.rollouts / "log"
-    return RolloutLog(directory, origin, job.settings.model, job.settings.deterministic)
+    model, deterministic = job.settings.model, job.settings.deterministic
+    digests = [model_digest(model), parent and parent.digest]
+    dumps = [sampling.model_dump(), settings.model_dump()]
+    parts = json.dumps([job.stage, deterministic, *digests, *dumps])
+    origin = hashlib.sha256(parts.encode()).hexdigest()
+    return RolloutLog(job.files.rollouts / "log", origin, model, deterministic)

@@ -36,10 +36,8 @@ class Frontier:
     def __init__(
         self, settings: FrontierSettings, domain: str, length: Callable[[str], int], seed: int
     ) -> None:
-        self._settings = settings
-        self._domain = domain
-        self._length = length
-        self._seed = seed
+        self._settings, self._domain = settings, domain
+        self._length, self._seed = length, seed
         self._tallies: dict[str, tuple[float, float]] = {}  # right and wrong, oldest first
         self._passed_over = 0
 

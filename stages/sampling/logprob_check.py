@@ -6,10 +6,12 @@ import math
 
 import torch
 
-from parallel.batch import MicroBatch, Responses
+from parallel.batch import MicroBatch, Responses, split
 from parallel.distributed import max_over_ranks, sum_over_data
 from parallel.errors import UserError
 from parallel.model.policy import Policy
+from parallel.packing import RankPlace
+from parallel.sample import Sample
 from stages.objectives.aggregation import sequence_means
 from stages.objectives.kl import k3
 
@@ -23,6 +25,24 @@ class MismatchError(UserError):
             f" {largest:.3g} nats, above engine.max_logprob_difference = {bound:g};"
             " docs/how-to/mismatch.md lists what to check, in order"
         )
+
+
+def check_samples(
+    policy: Policy,
+    samples: list[Sample],
+    temperature: float,
+    bound: float,
+    budget: int = 4096,
+    replay: bool = True,
+) -> None:
+    """Raise MismatchError where the engine's weights are not the policy's. Collective.
+
+    `budget` is the tokens of a rank's micro-batch; with `replay`, the engine's experts are used.
+    """
+    batches = split(samples, RankPlace.here(), budget, replay)
+    largest = measure_mismatch(policy, batches, temperature)["mismatch_max"]
+    if largest > bound:
+        raise MismatchError(largest, bound)
 
 
 def measure_mismatch(

@@ -9,7 +9,7 @@ from typing import Any
 from stages.data.problem import Problem
 from stages.data.prompts import PromptStream
 from stages.guards.measures import graded, is_right
-from stages.guards.settings import CurriculumSettings, FrontierSettings
+from stages.guards.settings import FrontierSettings
 from stages.objectives.groups import Group, groups_of, seed_of
 from stages.sampling.engines import StageEngines
 from stages.sampling.frontier import Frontier
@@ -30,17 +30,13 @@ class PromptBuffer:
         sampling: SamplingSettings,
         engines: StageEngines,
     ) -> None:
-        self.domains = list(domains)
-        self.sampling = sampling
-        self._job = job
-        self._prompts = {domain: settings.prompts for domain, settings in domains.items()}
-        self._rewards = {domain: settings.rewards for domain, settings in domains.items()}
-        self._engines = engines
+        self.domains, self.sampling = domains, sampling
+        self._job, self._engines = job, engines
         self._streams = {domain: self._stream(domain, cursor=0) for domain in domains}
         self._frontiers = {
-            domain: frontier
+            domain: self._frontier(domain, settings.curriculum)
             for domain, settings in domains.items()
-            if (frontier := self._frontier(domain, settings.curriculum)) is not None
+            if isinstance(settings.curriculum, FrontierSettings)
         }
         self._saved: dict[str, deque[int]] = {domain: deque() for domain in domains}
         self._in_flight: dict[str, list[Group]] = {domain: [] for domain in domains}
@@ -50,8 +46,8 @@ class PromptBuffer:
         """Request prompts until `wanted` of each domain are in flight; return how many are new."""
         groups = []
         for domain, count in wanted.items():
-            new = [self._next(domain) for _ in range(count - len(self._in_flight[domain]))]
-            groups += [self._group(problem) for problem in new]
+            new = count - len(self._in_flight[domain])
+            groups += [self._group(self._next(domain)) for _ in range(new)]
         self._request(groups)
         return len(groups)
 
@@ -61,7 +57,7 @@ class PromptBuffer:
 
     def probes(self, count: int, purpose: str, longest: int) -> list[Group]:
         """Request one short response to each of the next prompts, which stay in their stream."""
-        domain = self.domains[0]
+        domain = next(iter(self.domains))
         problems = self._stream(domain, self._streams[domain].cursor).take(count)
         seed = seed_of(self._job.settings.seed, self._job.stage, domain, purpose)
         groups = groups_of(problems, 1, seed)
@@ -100,19 +96,17 @@ class PromptBuffer:
         for group in groups:
             domain = group.problem.domain
             if domain in self._frontiers:
-                right = [is_right(sample, self._rewards[domain]) for sample in graded(group)]
+                rewards = self.domains[domain].rewards
+                right = [is_right(sample, rewards) for sample in graded(group)]
                 self._frontiers[domain].update(group.problem, sum(right), len(right) - sum(right))
 
-    def passed_over(self) -> dict[str, float]:
-        """Return the prompts that curricula, if any, passed over since the last call."""
-        counts = [frontier.passed_over() for frontier in self._frontiers.values()]
-        return {"passed_over": float(sum(counts))} if counts else {}
-
-    def too_long(self) -> float:
-        """Return the number of prompts skipped for their length since the last call."""
-        count = self._unreported_too_long()
-        self._reported_too_long += count
-        return float(count)
+    def metrics(self) -> dict[str, float]:
+        """Return the prompts skipped as too long, or by curricula if any, since the last call."""
+        too_long = self._unreported_too_long()
+        self._reported_too_long += too_long
+        passed = [frontier.passed_over() for frontier in self._frontiers.values()]
+        counts = {"passed_over": float(sum(passed))} if passed else {}
+        return {"too_long": float(too_long), **counts}
 
     def state(self) -> dict[str, Any]:
         """Return, as JSON, every domain's cursor, its prompts in flight, counts and curricula."""
@@ -158,14 +152,11 @@ class PromptBuffer:
     def _next(self, domain: str) -> Problem:
         if self._saved[domain]:
             return self._stream(domain, self._saved[domain].popleft()).take(1)[0]
-        stream = self._streams[domain]
         if domain in self._frontiers:
-            return self._frontiers[domain].take(stream)
-        return stream.take(1)[0]
+            return self._frontiers[domain].take(self._streams[domain])
+        return self._streams[domain].take(1)[0]
 
-    def _frontier(self, domain: str, settings: CurriculumSettings) -> Frontier | None:
-        if not isinstance(settings, FrontierSettings):
-            return None
+    def _frontier(self, domain: str, settings: FrontierSettings) -> Frontier:
         encode = self._engines.tokenizer.encode
         seed = seed_of(self._job.settings.seed, self._job.stage, domain, "curriculum")
         return Frontier(settings, domain, lambda prompt: len(encode(prompt)), seed)
@@ -173,7 +164,7 @@ class PromptBuffer:
     def _stream(self, domain: str, cursor: int) -> PromptStream:
         settings = self._job.settings
         return PromptStream(
-            self._prompts[domain],
+            self.domains[domain].prompts,
             self._engines.tokenizer,
             domain,
             settings.seed,

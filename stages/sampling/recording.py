@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 
 from parallel.files import naming, write_atomically
 from parallel.sample import Sample
-
-Decode = Callable[[np.ndarray], str]
+from stages.data.tokenizer import Tokenizer
 
 
 def samples_file(directory: Path, step: int) -> Path:
@@ -22,7 +20,7 @@ def samples_file(directory: Path, step: int) -> Path:
 
 
 def record(
-    path: Path, updates: Sequence[Sequence[Sample]], decode: Decode, auditable: bool
+    path: Path, updates: Sequence[Sequence[Sample]], tokenizer: Tokenizer, auditable: bool
 ) -> None:
     """Write the samples of each of a step's updates as JSON lines.
 
@@ -34,51 +32,40 @@ def record(
     Raises:
         OSError: such as a full disk.
     """
-    samples = [sample for update in updates for sample in update]
     if auditable:
-        _write_arrays(path.with_suffix(".npz"), samples)
-    lines = [
-        _line(sample, number, decode) for number, update in enumerate(updates) for sample in update
-    ]
+        _write_arrays(path.with_suffix(".npz"), [each for update in updates for each in update])
+    lines = []
+    for number, sample in ((n, sample) for n, update in enumerate(updates) for sample in update):
+        line = {
+            "domain": sample.domain,
+            "prompt": tokenizer.decode(sample.prompt),
+            "response": tokenizer.decode(sample.response),
+            "reward": sample.reward,
+            "reward_parts": sample.reward_parts,
+            "step_rewards": sample.step_rewards,
+            "advantage": sample.advantage,
+            "finished": sample.finished,
+            "weight_version": sample.weight_version,
+            "update": number,
+            "group": sample.group,
+            "prompt_tokens": sample.prompt.tolist(),
+            "response_tokens": sample.response.tolist(),
+            "logprobs": [] if sample.logprobs is None else sample.logprobs.tolist(),
+        }
+        if sample.advantages is not None:
+            line["advantages"] = sample.advantages.tolist()
+        if sample.loss_mask is not None:
+            line["learned"] = sample.learned.tolist()
+        lines.append(line)
     write_atomically(path, msgspec.json.Encoder().encode_lines(lines).decode())
-
-
-def _line(sample: Sample, update: int, decode: Decode) -> dict[str, Any]:
-    line = {
-        "domain": sample.domain,
-        "prompt": decode(sample.prompt),
-        "response": decode(sample.response),
-        "reward": sample.reward,
-        "reward_parts": sample.reward_parts,
-        "step_rewards": sample.step_rewards,
-        "advantage": sample.advantage,
-        "finished": sample.finished,
-        "weight_version": sample.weight_version,
-        "update": update,
-        "group": sample.group,
-        "prompt_tokens": sample.prompt.tolist(),
-        "response_tokens": sample.response.tolist(),
-        "logprobs": [] if sample.logprobs is None else sample.logprobs.tolist(),
-    }
-    if sample.advantages is not None:
-        line["advantages"] = sample.advantages.tolist()
-    if sample.loss_mask is not None:
-        line["learned"] = sample.learned.tolist()
-    return line
 
 
 def _write_arrays(path: Path, samples: Sequence[Sample]) -> None:
     routes = [sample.routes for sample in samples if sample.routes is not None]
-    # A sample without sets keeps the whole vocabulary at every token: empty sets.
-    kept = (
-        [
-            each
-            for sample in samples
-            for each in sample.kept or [np.empty(0, np.int32)] * len(sample.response)
-        ]
-        if any(sample.kept is not None for sample in samples)
-        else []
-    )
+    kept: list[np.ndarray] = []
+    if any(sample.kept is not None for sample in samples):
+        for sample in samples:  # without sets, it keeps the whole vocabulary: empty sets
+            kept += sample.kept or [np.empty(0, np.int32)] * len(sample.response)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

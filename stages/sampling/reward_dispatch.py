@@ -36,7 +36,7 @@ class RewardDispatcher:
         return self._pool.owed > 0
 
     def expect(self, groups: Iterable[Group]) -> None:
-        """Mark groups that are about to be requested as to be graded."""
+        """Have groups graded that are about to be requested."""
         for group in groups:
             group.grades = [None] * len(group.drawn)
 
@@ -61,9 +61,8 @@ class RewardDispatcher:
             grade = future.result()
             sample.reward, sample.reward_parts = grade.reward, grade.parts
             if grade.steps:
-                sample.step_rewards = [
-                    (self._token_at(sample, end), reward) for end, reward in grade.steps
-                ]
+                steps = grade.steps
+                sample.step_rewards = [(self._token_at(sample, end), part) for end, part in steps]
             if grade.failure is not None:
                 group.failures.append(grade.failure)
             group.watch_failures += grade.watch_failures
@@ -84,9 +83,8 @@ class RewardDispatcher:
         Decoding a prefix is the only mapping that holds for every tokenizer: one character may
         take several tokens.
         """
-        places = range(len(sample.response))
-        return bisect_left(
-            places[:-1],
-            characters,
-            key=lambda place: len(self._decode(sample.response[: place + 1])),
-        )
+
+        def length(place: int) -> int:
+            return len(self._decode(sample.response[: place + 1]))
+
+        return bisect_left(range(len(sample.response) - 1), characters, key=length)

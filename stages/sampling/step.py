@@ -17,22 +17,14 @@ from parallel.distributed import broadcast, is_main
 from parallel.model.policy import TrainedPolicy
 from parallel.packing import RankPlace
 from parallel.sample import Sample
-from stages.metrics import token_efficiency
+from stages.metrics import mean_of_updates, token_efficiency
 from stages.objectives.groups import Group
 from stages.objectives.surrogate import CorrectionSettings, correction_weights
 from stages.sampling.collection import Batch, Prefetcher
 from stages.sampling.engines import StageEngines, rollout_log
 from stages.sampling.logprob_check import MismatchError, compare, measure_mismatch
 from stages.sampling.prompt_buffer import PromptBuffer
-from stages.sampling.sample_metrics import rollout_metrics, saturated, staleness_metrics
-from stages.settings import (
-    DomainSettings,
-    LoopSettings,
-    RolloutSettings,
-    RoutingSettings,
-    SamplingSettings,
-    StageJob,
-)
+from stages.settings import DomainSettings, MergeSettings, PolicySettings, RolloutSettings, StageJob
 
 ATTEMPTS = 2
 PROBES_PER_ENGINE, PROBE_TOKENS = 4, 8  # responses that show whether a weight sync is right
@@ -67,46 +59,43 @@ class OnPolicyStage(ABC):
     def __init__(
         self,
         job: StageJob,
-        policy: TrainedPolicy,
+        settings: PolicySettings | MergeSettings,
+        rollout: RolloutSettings,
         domains: Mapping[str, DomainSettings],
-        sampling: SamplingSettings,
-        settings: RolloutSettings,
-        routing: RoutingSettings,
-        loop: LoopSettings,
+        updates: int,
         correction: CorrectionSettings,
         entropies: bool = False,
     ) -> None:
-        """Start the stage's engines and rewards.
+        """Start the stage's engines and rewards; the policy will learn from `updates` updates.
 
         `correction` weighs samples that pi_old did not draw; with `entropies`, every micro-batch
         gets the entropies of pi_old.
         """
-        self.job = job
-        self.policy = policy
-        self.sampling = sampling
-        self.settings = settings
+        self.job, self.domains = job, domains
+        self.sampling, self.rollout, self.loop = settings.sampling, rollout, settings.loop
+        routing, model = settings.routing, job.settings.model
+        self.policy = TrainedPolicy(
+            model, job.settings.layout, settings.optimizer, updates, routing
+        )
         self.replay = routing.replay == "r3"
-        self.loop = loop
         self.correction = correction
-        precision = job.settings.model.precision
-        self.correct_all = correction.applies_to_all(routing.replay, precision)
+        self.correct_all = correction.applies_to_all(routing.replay, model.precision)
         self.entropies = entropies
         # Whether pi_old, where it is the policy itself, may come from the pass with the gradients.
         self.one_pass = not entropies
         self.bound = job.settings.engine.max_logprob_difference
         # Where a step's samples are of older weights, only probes can show a wrong weight sync.
-        self.probes = settings.prefetch > 0 or settings.oversampling > 1
-        log = rollout_log(job, sampling, settings) if is_main() else None
-        self.engines = StageEngines(job, policy, domains, log)
+        self.probes = rollout.prefetch > 0 or rollout.oversampling > 1
+        log = rollout_log(job, self.sampling, rollout) if is_main() else None
+        self.engines = StageEngines(job, self.policy, domains, log)
         self._buffer: PromptBuffer | None = None
         self._prefetcher: Prefetcher | None = None
         if is_main():
-            self._buffer = PromptBuffer(job, domains, sampling, self.engines)
-            self._prefetcher = Prefetcher(self._buffer, settings, loop.steps, self.is_useless)
-        self._groups: list[Group] = []  # of the present step; main rank only
+            self._buffer = PromptBuffer(job, domains, self.sampling, self.engines)
+            self._prefetcher = Prefetcher(self._buffer, rollout, self.loop.steps, self.is_useless)
+        self._batch: Batch | None = None  # of the present step; main rank only
         self._seconds: dict[str, float] = {}
-        self._started = False
-        self._version = 0  # of the weights that the present step starts with
+        self._version = 0  # of the weights that the present step starts with; 0 before the first
 
     def step(self, step: int) -> dict[str, float]:
         """Train on one step's samples; return the step's metrics. Collective.
@@ -130,18 +119,19 @@ class OnPolicyStage(ABC):
                     raise
 
     def _step(self, step: int, attempt: int) -> dict[str, float]:
-        if self.settings.drains:  # no response has tokens of two versions
-            batch, synced = self.collect(step, attempt), self.sync_weights(step)
+        if self.rollout.drains:  # no response has tokens of two versions
+            collected, synced = self.collect(step, attempt), self.sync_weights(step)
         else:
-            synced, batch = self.sync_weights(step), self.collect(step, attempt)
-        samples = self.assign_advantages(batch, step)
-        self.prefetch(step)
+            synced, collected = self.sync_weights(step), self.collect(step, attempt)
+        samples = self.assign_advantages(collected, step)
+        if self._prefetcher is not None:
+            self._prefetcher.prefetch(step)  # to be sampled while this step trains
         with self._timed("seconds_train"):
             updates = [Update(each, self.pack(each)) for each in samples.updates]
             checked = self.check_logprobs(updates)
             self.finish_advantages(updates)
             rate = self.policy.learning_rate
-            trained = _mean([self.update(each) for each in updates])
+            trained = mean_of_updates([self.update(each) for each in updates])
         if is_main():
             self.engines.record(samples.updates, step)
         efficiency = token_efficiency([part for each in updates for part in each.batches])
@@ -159,7 +149,11 @@ class OnPolicyStage(ABC):
             if not self.probes:
                 return synced
             with self._timed("seconds_rollout"):
-                groups = self._request_probes(f"probe {step}, attempt {attempt}")
+                groups: list[Group] = []
+                if self._buffer is not None:
+                    count = PROBES_PER_ENGINE * len(self.engines.fleet.live())
+                    purpose = f"probe {step}, attempt {attempt}"
+                    groups = self._buffer.probes(count, purpose, PROBE_TOKENS)
                 samples = self.engines.wait_for(groups, step)
             with self._timed("seconds_train"):
                 parts = OnPolicyStage.pack(self, samples)
@@ -176,51 +170,36 @@ class OnPolicyStage(ABC):
         if self.engines.version is None:
             with self._timed("seconds_refit"):
                 self.engines.sync_weights(step)
-        found: list[Batch] = []
+        prefetcher = self._prefetcher
 
         def ready() -> bool | None:
-            assert self._prefetcher is not None
-            found.extend(each for each in [self._prefetcher.collect()] if each is not None)
-            return True if found else None
+            assert prefetcher is not None
+            self._batch = prefetcher.collect()
+            return None if self._batch is None else True
 
         with self._timed("seconds_rollout"):
-            if self._prefetcher is not None and attempt:
-                self._prefetcher.restart(step, self._groups, attempt)
-            elif self._prefetcher is not None:
-                self._prefetcher.start(step)
+            if prefetcher is not None and attempt:
+                assert self._batch is not None
+                prefetcher.restart(step, self._batch.groups, attempt)
+            elif prefetcher is not None:
+                prefetcher.start(step)
             with self._timed("seconds_wait"):
                 self.engines.wait(ready, step)
-        self._groups = found[0].groups if found else []
-        return found[0] if found else None
+        return self._batch
 
-    def prefetch(self, step: int) -> None:
-        """Request prompts of later steps, to be sampled while this one trains."""
-        if self._prefetcher is not None:
-            self._prefetcher.prefetch(step)
-
-    def assign_advantages(self, batch: Batch | None, step: int) -> StepSamples:
+    def assign_advantages(self, collected: Batch | None, step: int) -> StepSamples:
         """Return, on every rank, the step's samples with their advantages. Collective."""
         samples: StepSamples | None = None
-        if batch is not None:
-            samples = self.split_updates(batch)
-            # Replaced groups count: without them the reward would tend to one half.
-            sampled = [sample for group in batch.sampled for sample in group.samples]
-            trained = [sample for group in batch.groups for sample in group.samples]
-            samples.metrics.update(
-                **rollout_metrics(sampled),
-                **saturated(trained, self.sampling, self.job.settings.model.vocabulary_size),
-                **staleness_metrics(trained, step, self.settings.max_staleness),
-                dropped_stale=float(batch.too_old),
-                reward_failures=float(batch.failures),
-                watch_failures=float(batch.watch_failures),
-                too_long=self.buffer.too_long(),
-            )
+        if collected is not None and self._buffer is not None:
+            samples = self.split_updates(collected)
+            vocabulary, most = self.job.settings.model.vocabulary_size, self.rollout.max_staleness
+            samples.metrics |= collected.metrics(step, self.sampling, vocabulary, most)
+            samples.metrics |= self._buffer.metrics()
         return broadcast(samples)
 
     def pack(self, samples: list[Sample]) -> list[MicroBatch]:
         """Return this rank's micro-batches of one update."""
-        budget = self.loop.micro_batch_tokens
-        return batch.split(samples, RankPlace.here(), budget, self.replay)
+        return batch.split(samples, RankPlace.here(), self.loop.micro_batch_tokens, self.replay)
 
     def check_logprobs(self, updates: Sequence[Update]) -> dict[str, float]:
         """Compare the policy's log-probabilities, pi_old, with the engine's, mu. Collective.
@@ -252,18 +231,9 @@ class OnPolicyStage(ABC):
         learned = self.after_update(measured)
         return {**checked, **measured, **routing, **learned, "gradient_norm": norm}
 
-    @property
-    def buffer(self) -> PromptBuffer:
-        """The main rank's prompt buffer."""
-        assert self._buffer is not None, "only the main rank has prompts"
-        return self._buffer
-
     @abstractmethod
     def split_updates(self, batch: Batch) -> StepSamples:
-        """Return the samples of each update with advantages, and this stage's metrics of them.
-
-        Main rank only.
-        """
+        """Return each update's samples with advantages, and metrics of them. Main rank only."""
 
     @abstractmethod
     def gradients(self, samples: list[Sample], batches: list[MicroBatch]) -> dict[str, float]:
@@ -288,10 +258,7 @@ class OnPolicyStage(ABC):
         """Compute what advantages need a model for, in the micro-batches. Collective."""
 
     def after_update(self, measured: dict[str, float]) -> dict[str, float]:
-        """Update what follows the policy after an update that `measured`; return its metrics.
-
-        Collective.
-        """
+        """Update what follows the policy; return its metrics. Collective."""
         return {}
 
     def remember(self, part: MicroBatch, log_probs: torch.Tensor) -> None:
@@ -320,18 +287,11 @@ class OnPolicyStage(ABC):
         self.engines.close()
 
     def _start(self, step: int) -> None:
-        self._seconds, self._version = {}, step
-        if not self._started:
+        if not self._version and self.engines.log is not None:
             # Steps that train only on samples of their own weights repeat when resumed.
-            self.engines.start_log(step, later=not self.probes)
-        self._started = True
+            self.engines.log.begin(step, later=not self.probes)
+        self._seconds, self._version = {}, step
         self.engines.drop_covered_log()
-
-    def _request_probes(self, purpose: str) -> list[Group]:
-        if self._buffer is None:
-            return []
-        count = PROBES_PER_ENGINE * len(self.engines.fleet.live())
-        return self._buffer.probes(count, purpose, PROBE_TOKENS)
 
     def _accept(self, differences: dict[str, float]) -> dict[str, float]:
         if self.probes:  # older weights drew the samples: the policy's drift, and no mismatch
@@ -339,7 +299,8 @@ class OnPolicyStage(ABC):
             return {f"drift_{name.removeprefix('mismatch_')}": value for name, value in named}
         if not differences["mismatch_max"] <= self.bound:
             raise MismatchError(differences["mismatch_max"], self.bound)
-        self.engines.end_log(self._version)
+        if self.engines.log is not None:
+            self.engines.log.end(self._version)
         return differences
 
     def _weights(self, part: MicroBatch) -> torch.Tensor | None:
@@ -357,12 +318,3 @@ class OnPolicyStage(ABC):
         start = time.perf_counter()
         yield
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
-
-
-def _mean(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return each metric's mean over the updates that have it."""
-    values: dict[str, list[float]] = {}
-    for update in updates:
-        for name, value in update.items():
-            values.setdefault(name, []).append(value)
-    return {name: sum(of) / len(of) for name, of in values.items()}

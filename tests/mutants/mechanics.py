@@ -43,8 +43,8 @@ MUTANTS = [
     Mutant(
         "a failed grade is solved in an evaluation",
         "stages/evaluate.py",
-        "return sample.reward is not None and solved",
-        "return sample.reward is None or solved",
+        "is_right(each, rewards) for each in graded(group)",
+        "each.reward is None or is_right(each, rewards) for each in group.samples",
         "tests/stages/test_evaluate.py",
     ),
     Mutant(

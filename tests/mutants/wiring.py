@@ -9,7 +9,7 @@ MUTANTS = [
         "what was cut off is learned in spite of mask_truncated",
         "stages/grpo.py",
         "if self.objective.mask_truncated:",
-        "if self.objective.mask_truncated and self.critic is not None:",
+        'if self.objective.mask_truncated and self.objective.advantage.name == "gae":',
         "tests/stages/test_mask_truncated.py",
     ),
     Mutant(
@@ -22,8 +22,8 @@ MUTANTS = [
     Mutant(
         "several answers to a problem count as several problems",
         "stages/evaluate.py",
-        "of_problems(solved, samples)",
-        "of_problems(solved * samples, samples)",
+        "of_problems(right, samples)",
+        "of_problems(right * samples, samples)",
         "tests/stages/test_evaluate.py",
     ),
     Mutant(
@@ -72,7 +72,7 @@ MUTANTS = [
     ),
     Mutant(
         "an evaluation does not compare the engine with the checkpoint",
-        "stages/evaluate.py",
+        "stages/sampling/logprob_check.py",
         "if largest > bound:",
         "if largest > bound * 1e9:",
         "tests/stages/test_evaluate.py",
@@ -80,8 +80,8 @@ MUTANTS = [
     Mutant(
         "an evaluation samples at temperature 1",
         "stages/evaluate.py",
-        "self._ask(domain, groups, self.settings.temperature)",
-        "self._ask(domain, groups, 1.0)",
+        "purpose, self.settings.temperature, samples)",
+        "purpose, 1.0, samples)",
         "tests/stages/test_evaluate.py tests/audit",
     ),
     Mutant(
@@ -94,8 +94,8 @@ MUTANTS = [
     Mutant(
         "kl.coefficient is 0.1 wherever it is above 0",
         "stages/grpo.py",
-        "self.kl_coefficient = self.objective.kl.coefficient",
-        "self.kl_coefficient = 0.1 if self.objective.kl.coefficient else 0.0",
+        "self.kl_coefficient = objective.kl.coefficient",
+        "self.kl_coefficient = 0.1 if objective.kl.coefficient else 0.0",
         "tests/audit",
     ),
     Mutant(
@@ -171,8 +171,8 @@ MUTANTS = [
     Mutant(
         "weights of rewards are ignored",
         "stages/grpo.py",
-        "weights = {part: reward.weight for part, reward in domain.rewards.items()}",
-        "weights = {part: 1.0 for part in domain.rewards}",
+        "name: {part: reward.weight for part, reward in rewards.items()}",
+        "name: {part: 1.0 for part in rewards}",
         "tests/audit",
     ),
     Mutant(

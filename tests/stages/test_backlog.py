@@ -10,9 +10,8 @@ import pytest
 
 from parallel.sample import Sample
 from stages.rewards.reward import RewardError, RewardPoolSettings
-from stages.sampling.collection import Batch, Collection
+from stages.sampling.collection import Batch, Collection, reward_metrics
 from stages.sampling.prompt_buffer import PromptBuffer
-from stages.sampling.sample_metrics import reward_metrics
 from stages.settings import DomainSettings, RolloutSettings, RunSettings, SamplingSettings, StageJob
 from tests.stages.toys import FakeEngines, indices
 
@@ -74,7 +73,7 @@ def test_a_step_takes_its_stream_s_prompts_in_order() -> None:
 def test_the_state_of_an_older_version_lacks_what_was_not_told() -> None:
     source = buffer(FakeEngines(), "sums")
     source.restore({"cursors": {"sums": 5}, "begun": {"sums": []}})
-    assert source.too_long() == 0
+    assert source.metrics() == {"too_long": 0}
     assert source.state() == {"cursors": {"sums": 5}, "begun": {"sums": []}, "too_long": 0}
 
 

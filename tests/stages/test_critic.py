@@ -42,10 +42,10 @@ def ppo(directory: Path, updates: int = 2, **critic: Any) -> Expert:
 
 
 def critic_of(stage: Expert) -> tuple[Critic, ValueModel]:
-    assert stage.critic is not None
+    assert isinstance(stage.baseline, Critic)
     model = stage.policy.companions["critic"]
     assert isinstance(model, ValueModel)
-    return stage.critic, model
+    return stage.baseline, model
 
 
 def turn_head(model: ValueModel) -> None:

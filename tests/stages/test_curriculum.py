@@ -153,7 +153,7 @@ def test_a_buffer_learns_from_a_step_whatever_its_order() -> None:
         engines = FakeEngines()
         source = buffer(engines)
         source.request({"sums": 3})
-        assert source.passed_over() == {"passed_over": 9.0}
+        assert source.metrics() == {"too_long": 0.0, "passed_over": 9.0}
         for place, group in list(enumerate(engines.asked))[::direction]:
             engines.end(group, lengths=(1, 1 if place else 2))  # an even length is wrong
         batch = engines.batch(Collection(source, RolloutSettings(), 1))

@@ -40,6 +40,10 @@ class GaeSettings(Standardised):
     )
     critic: CriticSettings = CriticSettings()
 
+    @property
+    def warmup_steps(self) -> int:
+        return self.critic.warmup_steps
+
 
 @advantage(GaeSettings, source="arXiv 1506.02438, 1707.06347")
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, settings: GaeSettings) -> Tensor:
