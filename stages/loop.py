@@ -15,6 +15,7 @@ from parallel.files import ENDED, STATE
 from parallel.model.policy import TrainedPolicy
 from stages.guards.watch import GuardMonitor, StepVerdict
 from stages.metrics import MetricsLog
+from stages.sampling.recording import samples_file
 from stages.settings import LoopSettings, StageJob
 
 
@@ -66,21 +67,29 @@ def train(
     steps = start if ENDED in resumed else loop.steps
     saver = Saver(directory, loop.keep_last, loop.keep_best, loop.async_checkpoints)
     log = MetricsLog(job, loop.steps, start) if is_main() else None
-    stop = _StopSignal()
+    received = []  # SIGTERM, from the launcher, or SIGUSR1, which srun passes on
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: received.append(True))
     for step in range(start + 1, steps + 1):
         metrics = stage.step(step)
         verdict = watch.observe(step, metrics) if watch is not None and is_main() else StepVerdict()
         if log is not None:
             log.write(step, {**metrics, **verdict.metrics})
         stopping, writing, stopped, ended = any_rank(
-            stop.received, saver.writing, verdict.stop is not None, verdict.end is not None
+            bool(received), saver.writing, verdict.stop is not None, verdict.end is not None
         )
         # `finish` is collective: all ranks call it once none still writes, or before they raise.
         finite = all(math.isfinite(value) for value in metrics.values())
         if not (writing and finite):
             saver.finish()
         if not finite:
-            raise NotFiniteError(_not_finite(job, step, metrics))
+            values = {name: value for name, value in metrics.items() if not math.isfinite(value)}
+            rollouts = samples_file(job.files.rollouts, step)
+            samples = f" (samples: {rollouts})" if rollouts.exists() else ""
+            raise NotFiniteError(
+                f"non-finite metrics at step {step} of {job.stage}{samples}: {values};"
+                " the step was not saved"
+            )
         last = ended or step == loop.steps
         if stopping or stopped or last or step % loop.checkpoint_every == 0:
             state = stage.state() | ({ENDED: verdict.end} if verdict.end else {})
@@ -120,25 +129,3 @@ def _load(stage: TrainingStage, job: StageJob, directory: Path) -> dict[str, Any
     else:
         stage.policy.start_fresh(job.settings.seed)
     return {"step": 0}
-
-
-def _not_finite(job: StageJob, step: int, metrics: dict[str, float]) -> str:
-    values = {name: value for name, value in metrics.items() if not math.isfinite(value)}
-    rollouts = job.files.rollouts / f"step_{step:06d}.jsonl"
-    samples = f" (samples: {rollouts})" if rollouts.exists() else ""
-    return (
-        f"non-finite metrics at step {step} of {job.stage}{samples}: {values};"
-        " the step was not saved"
-    )
-
-
-class _StopSignal:
-    """The receipt of SIGTERM, from the launcher, or of SIGUSR1, which srun passes on."""
-
-    def __init__(self) -> None:
-        self.received = False
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._receive)
-
-    def _receive(self, *_: object) -> None:
-        self.received = True

@@ -29,7 +29,10 @@ class MetricsLog:
         _keep_until(self.path, start)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.touch()  # the launcher sees that the model is loaded
-        self._starting = _wandb_starting(job)
+        self._starting: Future[Any] | None = None
+        if job.settings.logging.wandb != "disabled":
+            # It takes 1.5 to 2 s to start, which the first step does not wait for.
+            self._starting = ThreadPoolExecutor(1, "wandb").submit(_start_wandb, job)
 
     def write(self, step: int, metrics: dict[str, float], **labels: str) -> None:
         """Append a step's metrics; raise KeyError for one that is not in METRICS."""
@@ -60,10 +63,9 @@ def reduce_sums(sums: Sequence[dict[str, MetricSum]], totals: Totals) -> dict[st
     learned = totals.sequences if totals.learned is None else totals.learned
     counts = {"sequences": learned, "tokens": totals.tokens}
     reduced: dict[str, float] = {}
-    for metrics in sums:
-        for name, part in metrics.items():
-            share = part.total.item() / max(counts[part.denominator], 1)
-            reduced[name] = reduced.get(name, 0.0) + share
+    for name, part in (each for metrics in sums for each in metrics.items()):
+        share = part.total.item() / max(counts[part.denominator], 1)
+        reduced[name] = reduced.get(name, 0.0) + share
     return reduced
 
 
@@ -76,9 +78,8 @@ def token_efficiency(batches: Sequence[MicroBatch]) -> dict[str, float]:
 def mean_of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return each metric's mean over the updates that have it."""
     values: dict[str, list[float]] = {}
-    for update in updates:
-        for name, value in update.items():
-            values.setdefault(name, []).append(value)
+    for name, value in (each for update in updates for each in update.items()):
+        values.setdefault(name, []).append(value)
     return {name: sum(of) / len(of) for name, of in values.items()}
 
 
@@ -99,13 +100,6 @@ def _keep_until(path: Path, step: int) -> None:
         except json.JSONDecodeError:
             break  # the line a killed stage was writing
     write_atomically(path, "".join(kept))
-
-
-def _wandb_starting(job: StageJob) -> Future[Any] | None:
-    if job.settings.logging.wandb == "disabled":
-        return None
-    # It takes 1.5 to 2 s to start, which the first step does not wait for.
-    return ThreadPoolExecutor(1, "wandb").submit(_start_wandb, job)
 
 
 def _start_wandb(job: StageJob) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from random import Random
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,21 +23,23 @@ from stages.metrics import token_efficiency
 from stages.objectives.aggregation import Totals, token_mean
 from stages.objectives.groups import seed_of
 from stages.sampling.recording import record, samples_file
-from stages.settings import ColdStartSettings, StageJob
+from stages.settings import StageJob
 
 
 def run(job: StageJob) -> None:
     """Train the cold start to its last step."""
-    train(ColdStart(job), job, _settings(job).loop)
+    stage = ColdStart(job)
+    train(stage, job, stage.cold_start.loop)
 
 
 class ColdStart:
     """The stage that minimises cross-entropy, averaged over the learned tokens of each step."""
 
     def __init__(self, job: StageJob) -> None:
-        settings = job.settings
-        self.settings = settings
-        self.cold_start = cold_start = _settings(job)
+        self.job = job
+        self.settings = settings = job.settings
+        assert settings.cold_start is not None
+        self.cold_start = cold_start = settings.cold_start
         self.policy = TrainedPolicy(
             settings.model,
             settings.layout,
@@ -45,9 +47,11 @@ class ColdStart:
             cold_start.loop.steps,
             cold_start.routing,
         )
-        self.job = job
         self.tokenizer = load_tokenizer(settings.model)
-        self.sources = _sources(job, self.tokenizer) if is_main() else {}
+        self.sources: dict[str, ConversationStream | GeneratedPool] = {}
+        if is_main():
+            look_for_held_out(settings, self.tokenizer)
+            self.sources = {name: _source(job, name, self.tokenizer) for name in settings.domains}
 
     def step(self, step: int) -> dict[str, float]:
         samples, too_long = broadcast(self._draw(step) if is_main() else None)
@@ -91,53 +95,28 @@ class ColdStart:
     def _draw(self, step: int) -> tuple[list[Sample], float]:
         """Return the samples of a step, and the number of conversations skipped as too long."""
         before = sum(source.too_long for source in self.sources.values())
-        samples = [
-            sample
-            for domain, source in self.sources.items()
-            for sample in source.draw(
-                step, self.settings.domains[domain].demonstrations.sequences_per_step
-            )
-        ]
+        samples: list[Sample] = []
+        for domain, source in self.sources.items():
+            count = self.settings.domains[domain].demonstrations.sequences_per_step
+            samples += source.draw(step, count)
         return samples, float(sum(source.too_long for source in self.sources.values()) - before)
 
 
-class DemonstrationSource(Protocol):
-    """A source of one domain's demonstrations; `cursor` is the state to resume from."""
-
-    cursor: int
-    too_long: int
-
-    def draw(self, step: int, count: int) -> list[Sample]:
-        """Return `count` demonstrations for a step."""
-
-
 class GeneratedPool:
-    """A pool of generated demonstrations, sampled with replacement."""
+    """A pool of generated demonstrations, sampled with replacement; else a ConversationStream."""
 
     cursor = 0  # no state: a step's choice depends on its number alone
     too_long = 0
 
     def __init__(self, samples: list[Sample], domain: str, seed: int) -> None:
-        self._samples = samples
-        self._domain = domain
-        self._seed = seed
+        self._samples, self._domain, self._seed = samples, domain, seed
 
     def draw(self, step: int, count: int) -> list[Sample]:
         """Return `count` demonstrations for a step."""
         return Random(f"{self._seed}/{self._domain}/{step}").choices(self._samples, k=count)
 
 
-def _settings(job: StageJob) -> ColdStartSettings:
-    assert job.settings.cold_start is not None
-    return job.settings.cold_start
-
-
-def _sources(job: StageJob, tokenizer: Tokenizer) -> dict[str, DemonstrationSource]:
-    look_for_held_out(job.settings, tokenizer)
-    return {domain: _source(job, domain, tokenizer) for domain in job.settings.domains}
-
-
-def _source(job: StageJob, domain: str, tokenizer: Tokenizer) -> DemonstrationSource:
+def _source(job: StageJob, domain: str, tokenizer: Tokenizer) -> ConversationStream | GeneratedPool:
     seed, settings = job.settings.seed, job.settings.domains[domain]
     wanted = settings.demonstrations
     if isinstance(wanted, GeneratedDemonstrationSettings):
@@ -147,11 +126,6 @@ def _source(job: StageJob, domain: str, tokenizer: Tokenizer) -> DemonstrationSo
             for shown in demonstrations(wanted, prompts, seed)
         ]
         return GeneratedPool(samples, domain, seed)
-    return ConversationStream(
-        wanted,
-        tokenizer,
-        domain,
-        seed_of(seed, domain, "demonstrations"),
-        settings.prompts.held_out_fraction,
-        wanted.max_tokens or job.settings.model.max_positions,
-    )
+    order, fraction = seed_of(seed, domain, "demonstrations"), settings.prompts.held_out_fraction
+    most = wanted.max_tokens or job.settings.model.max_positions
+    return ConversationStream(wanted, tokenizer, domain, order, fraction, most)
