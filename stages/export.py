@@ -49,7 +49,14 @@ def export(policy: Policy, output: Path, shard_bytes: int = SHARD_BYTES) -> None
     """
     before = probe(policy)
     with _beside(output) as unfinished:
-        _write(policy, unfinished, shard_bytes)
+        if is_main():
+            expected = expected_tensors(hugging_face_config(policy.settings))
+            digests = write(unfinished, expected, policy.weights(), shard_bytes)
+            verify(unfinished, expected, digests)
+        else:
+            for _ in policy.weights():  # collective: all ranks gather
+                pass
+        barrier()
         forget_weights(policy.chunks)  # a weight that is not loaded again changes the logits
         fill_weights(policy.bridge, policy.chunks, WeightFiles(unfinished))
         pairs = zip(before, probe(policy), strict=True)
@@ -73,25 +80,13 @@ def probe(policy: Policy) -> list[torch.Tensor]:
     tokens = draw.integers(policy.settings.vocabulary_size, size=shape, dtype=np.int32)
     samples = [Sample("probe", prompt, response) for prompt, response in tokens]
     batches = split(samples, here, PROBES * 2 * PROBE_TOKENS, replay=False)
-    return policy.evaluate(batches, _logits)
 
+    def logits(responses: Responses) -> torch.Tensor:
+        head = responses.logits
+        assert isinstance(head, HeadLogits)
+        return head.hidden @ head.weight.T
 
-def _logits(responses: Responses) -> torch.Tensor:
-    head = responses.logits
-    assert isinstance(head, HeadLogits)
-    return head.hidden @ head.weight.T
-
-
-def _write(policy: Policy, directory: Path, shard_bytes: int) -> None:
-    """Write the weights on the main rank, and verify the files. Collective."""
-    if is_main():
-        expected = expected_tensors(hugging_face_config(policy.settings))
-        digests = write(directory, expected, policy.weights(), shard_bytes)
-        verify(directory, expected, digests)
-    else:
-        for _ in policy.weights():  # collective: all ranks gather
-            pass
-    barrier()
+    return policy.evaluate(batches, logits)
 
 
 @contextmanager

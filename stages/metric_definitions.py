@@ -25,40 +25,34 @@ _TABLE = {
         " precedes trouble",
         "learning_rate": "learning rate of this step | follows the schedule",
         "too_long": "conversations (cold start) or prompts skipped for their length, also"
-        " prefetched | near 0; else raise `demonstrations.max_tokens` or"
-        " `prompts.max_prompt_tokens`",
-        "reward_failures": "samples whose reward raised, died, was not finite or not reachable,"
-        " also of replaced and dropped prompts; in evaluation, of the problems since the line"
-        " before | 0; above `rewards.max_failed_fraction` of the step, and above one, the stage"
-        " stops",
+        " prefetched | near 0; else raise `demonstrations.max_tokens`, `prompts.max_prompt_tokens`",
+        "reward_failures": "samples whose reward failed, also of replaced and dropped prompts; in"
+        " evaluation, since the line before | 0; the stage stops above"
+        " `rewards.max_failed_fraction`",
         "watch_failures": "failures of rewards of weight 0, counted as in `reward_failures`; the"
-        " samples keep their other rewards | 0; `reward/NAME` is the mean where it did not fail",
+        " samples keep other rewards | 0; `reward/NAME` is the mean where it did not fail",
         "reward_drop": "highest mean `reward` of `guards.reward_collapse.window` steps, minus the"
-        " last window's | near 0; growing, what was learned is lost. Guard `reward_collapse`",
-        "format_gain": "rise of the weighted rewards that judge no answer from one window of"
-        " `guards.format_gain.window` steps to the next, minus any rise of those that do; in"
-        " domains with both | 0; above, form alone gains reward. Guard `format_gain`",
+        " last window's | near 0; growing, learning is lost. Guard `reward_collapse`",
+        "format_gain": "rise over `guards.format_gain.window` steps of weighted rewards that judge"
+        " no answer, minus any rise of those that do | 0. Guard `format_gain`",
         "resampled_groups": "prompts that `rollout.dynamic_sampling` replaced | 0 where it is off;"
         " steadily at its bound, the domain is solved or out of reach",
         "passed_over": "prompts that `curriculum.name: frontier` passed over | `candidates` - 1"
         " for each prompt taken",
         "length_inflation": "mean `wrong_over_right` of `guards.length_inflation.window` steps"
-        " over the first window's | near 1; growing, wrong answers get longer. Guard"
-        " `length_inflation`",
+        " over the first window's | near 1; growing, wrong answers grow. Guard `length_inflation`",
         "length_exponent": "lambda of the aggregation `lambda`; above 0 long responses weigh more"
         " | settles; drifting far below 0, brevity is all that is learned",
         "value_explained_variance": "share of the returns' variance that the critic's values"
-        " explain; 0 where all returns are equal; with the advantage `gae` | rises from 0 towards"
-        " 1; below 0, more `critic.warmup_steps` or a higher rate",
+        " explain; with `gae` | rises to 1; below 0, more `critic.warmup_steps` or a higher rate",
         "kl_coefficient": "coefficient of the KL in this step; with `objective.kl.target` |"
         " settles once `kl` is near the target",
         "token_share/NAME": "share of the step's tokens that domain NAME has | what the domain"
         " would weigh with `averaged_over: tokens`",
-        "mismatch_max": "largest |log mu - log pi| under the same weights, nats: of any token of"
-        " the batch, or, where other weights sampled it, of a few probes after the weight sync |"
-        " about 1e-5 in fp32; above `engine.max_logprob_difference` twice in a row the stage stops",
+        "mismatch_max": "largest |log mu - log pi| under the same weights, nats; where older"
+        " weights sampled, of probes | about 1e-5 in fp32; at most `engine.max_logprob_difference`",
         "drift_max": "largest |log mu - log pi| of a batch that older weights may have sampled,"
-        " nats | of the order of one step's change; `objective.correction` weighs what exceeds it",
+        " nats | as one step's change; `objective.correction` weighs what exceeds it",
         "staleness_max": "largest staleness of a response | at most `max_staleness`",
         "dropped_stale": "responses never trained on, since one of their group exceeded"
         " `max_staleness` | 0; else it is the long ones that are dropped. Guard `stale_drops`",
@@ -81,56 +75,48 @@ _TABLE = {
     "sequences": {
         "reward": "mean reward of the step's graded responses, replaced prompts included | rises,"
         " noisily",
-        "reward/NAME": "mean of the reward NAME, before its weight, over the graded responses of"
-        " the domains that have it | rises; falling while `reward` rises, it is being traded away",
+        "reward/NAME": "mean reward NAME, before its weight, of graded responses of the domains"
+        " that have it | rises; falling while `reward` rises, it is being traded away",
         "unfinished": "share of responses truncated before their end token | below 0.05; else"
         " raise `max_response_tokens`. Guard `truncation`",
         "response_tokens": "mean response length, end token included | no steady growth without"
         " reward",
         "wrong_over_right": "mean length of the graded responses that do not solve their problem,"
         " over that of those that do; where there are both | steady; near 1",
-        "identical_responses": "share of the responses that repeat an earlier one to their prompt,"
-        " token by token; of all but the first of each prompt | well below 1; short answers of a"
-        " solved domain repeat",
-        "similar_responses": "share of the responses with 0.8 of their trigrams of tokens in"
-        " common (Jaccard) with an earlier one to their prompt; of all but the first of each"
-        " prompt | below 0.9; near 1 there is one sample a prompt. Guard `similar_responses`",
+        "identical_responses": "share of all but the first responses to a prompt that equal an"
+        " earlier one, token by token | below 1; short answers of a solved domain repeat",
+        "similar_responses": "share of all but the first responses to a prompt with 0.8 of their"
+        " trigrams in an earlier one (Jaccard) | below 0.9. Guard `similar_responses`",
         "ratio": "mean policy ratio | 1 with one update a rollout; near 1 otherwise",
         "clip_fraction": "mean share of a response that is clipped | 0 with one update a rollout",
         "correction": "mean weight of a response's tokens by `objective.correction`; 1 for samples"
         " of the current weights, unless `all` are corrected | 1 in `sync`; above 0.9",
-        "masked_sequences": "share of the responses that `objective.sequence_mask`, where enabled,"
-        " keeps out of the policy gradient | below 0.05; growing, samples are too old",
-        "mismatch_sequence_k3": "mean of r - log r - 1, with r the geometric mean of pi / mu over"
-        " a response's tokens; estimates KL(mu ‖ pi) | within ±1e-7 in fp32, the sum's rounding",
+        "masked_sequences": "share of the responses that `objective.sequence_mask` keeps out of"
+        " the policy gradient | below 0.05; growing, samples are too old",
+        "mismatch_sequence_k3": "mean of r - log r - 1, r the geometric mean of pi / mu over a"
+        " response; estimates KL(mu ‖ pi) | within ±1e-7 in fp32, the sum's rounding",
         "drift_sequence_k3": "`mismatch_sequence_k3` of a batch of `drift_max` | below 1e-3; it"
         " grows before `drift_high_ratio` does",
         "staleness_mean": "training steps between the oldest weights that sampled a response and"
-        " those that it trains | 0 in `sync`, 1 in `overlap`, below `max_staleness` in `async`",
+        " those it trains | 0 in `sync`, 1 in `overlap`, below `max_staleness` in `async`",
         "staleness_N": "share of the responses that are N steps behind, for every N up to"
         " `max_staleness` | adds up to 1",
     },
     "groups": {
-        "zero_variance": "share of the sampled prompts, replaced ones included, none of whose"
-        " samples has an advantage; not with the advantage `gae` | below 0.5; near 1 the domain is"
-        " solved (`all_right`) or out of reach (`all_wrong`). Guard `flat_groups`",
-        "all_right": "share of the sampled prompts, replaced ones included, whose graded samples"
-        " all solve them, as evaluation counts it | below 0.5; near 1 the domain is solved",
-        "all_wrong": "share of the sampled prompts, replaced ones included, whose graded samples"
-        " all fail | below 0.5; near 1 it is out of reach: easier prompts, a better cold start, or"
-        " `curriculum.name: frontier`",
-        "reward_spread": "population standard deviation of a prompt's rewards, mean over the"
-        " sampled prompts with two graded samples or more | above 0.1; near 0 advantages are"
-        " noise. Guard `reward_spread`",
+        "zero_variance": "share of the sampled prompts, also replaced ones, without any advantage;"
+        " not with `gae` | below 0.5; else see `all_right` and `all_wrong`. Guard `flat_groups`",
+        "all_right": "share of the sampled prompts, also replaced ones, whose graded samples all"
+        " solve them, as evaluation counts it | below 0.5; near 1 the domain is solved",
+        "all_wrong": "share of the sampled prompts, also replaced ones, whose graded samples all"
+        " fail | below 0.5; else easier prompts, a better start, `curriculum.name: frontier`",
+        "reward_spread": "mean population standard deviation of a prompt's rewards, where two"
+        " samples are graded | above 0.1; near 0 advantages are noise. Guard `reward_spread`",
     },
     "tokens": {
-        "kept_saturated": "share of tokens whose kept set has the most tokens the engine may"
-        " return (`top_k` and 64 ties; 4,096 and 64 without a `top_k`) and may have been larger;"
-        " with `top_k` or `top_p` | 0; above, pi is normalised over too few tokens: a smaller"
-        " `top_k`",
-        "router_movement": "|log p - log p_old| of the routers, nats, mean over layers and the"
-        " experts that a token chose when the step began; with the ratio `rspo` | 0 in the first"
-        " update of a rollout; above 0.2 the floor of `rspo` holds",
+        "kept_saturated": "share of tokens whose kept set (`top_k`, `top_p`) has the engine's"
+        " most, `top_k` or 4,096, and 64 ties: it may have been larger | 0; else a smaller `top_k`",
+        "router_movement": "mean |log p - log p_old| of a token's experts in the routers, nats;"
+        " with `rspo` | 0 in a rollout's first update; above 0.2 the floor of `rspo` holds",
         "value_loss": "mean clipped value loss of the critic, half a square of rewards; with the"
         " advantage `gae` | falls, then steady",
         "entropy": "mean -log pi of the sampled tokens, nats | falls slowly; near 0 nothing is"
@@ -139,38 +125,33 @@ _TABLE = {
         " `objective.entropy_bonus` above 0 | near `entropy`; it is what the bonus holds up",
         "kl": "mean of the domain's KL estimator to its reference, nats; with a coefficient above"
         " 0 | grows slowly",
-        "teacher_kl/NAME": "mean full-vocabulary KL(student ‖ its teacher) over the tokens of"
-        " domain NAME, nats | falls; one above the others has a teacher that the student cannot"
-        " follow, or too little weight",
+        "teacher_kl/NAME": "mean full-vocabulary KL(student ‖ its teacher) over domain NAME's"
+        " tokens, nats | falls; one that stays high is hard to follow, or weighs too little",
         "mismatch_mean": "mean |log mu - log pi| of the tokens of `mismatch_max`, nats | a few"
         " 1e-7 in fp32",
         "high_ratio": "share of the tokens of `mismatch_max` with pi / mu or mu / pi above 2 | 0."
         " Guard `mismatch`",
-        "router_agreement_N": "share of the top-k slots of routed layer N that the trainer's"
-        " router, under the same weights, fills with the engine's experts; of the tokens of"
-        " `mismatch_max` | as `router_agreement`; one layer below the others is a bug in its"
-        " weights or its bias",
+        "router_agreement_N": "share of routed layer N's top-k slots that the trainer's router"
+        " fills with the engine's experts | one layer below the others: its weights or bias",
         "drift_mean": "mean |log mu - log pi| of a batch of `drift_max`, nats | below 0.05; steady",
         "drift_high_ratio": "share of the tokens of `drift_max` with pi / mu or mu / pi above 2 |"
         " below 1e-3; above 0.1 it precedes collapse. Guard `drift`",
         "drift_router_agreement_N": "`router_agreement_N` of a batch of `drift_max` | above 0.9",
     },
     "layers": {
-        "load_balance": "E * sum over experts of (share of routing slots) * (mean score), before"
-        " its coefficient; with `routing.load_balance` above 0 | near 1; rising towards E /"
-        " experts_per_token, few experts do all the work",
-        "z_loss": "mean squared logsumexp of the routers' logits, before its coefficient; with"
-        " `routing.z_loss` above 0 | steady; growth precedes overflow",
-        "router_agreement": "mean of `router_agreement_N` over routed layers; with"
-        " `routing.replay: r3` | 1 in fp32, 0.95 to 1 in bf16; falling with a steady"
-        " `mismatch_max`, the replay hides a router that the engine computes otherwise",
+        "load_balance": "E * sum over experts of (share of slots) * (mean score), before"
+        " `routing.load_balance` | near 1; near E / experts_per_token, few experts work",
+        "z_loss": "mean squared logsumexp of the routers' logits, before its coefficient"
+        " `routing.z_loss` | steady; growth precedes overflow",
+        "router_agreement": "mean `router_agreement_N` of all layers; with `routing.replay: r3` |"
+        " 1 in fp32, 0.95 to 1 in bf16; lower, the engine computes a router otherwise",
         "drift_router_agreement": "`router_agreement` of a batch of `drift_max` | above 0.9; the"
         " replay makes up for the rest",
     },
     "domains": {
-        "teacher_kl": "mean of `teacher_kl/NAME` over the domains, as `merge.averaged_over` and"
-        " `merge.domain_weights` weigh them; the loss | falls; about 0.04 at first is a near"
-        " teacher, 0.2 a foreign one",
+        "teacher_kl": "mean `teacher_kl/NAME`, by `merge.averaged_over` and"
+        " `merge.domain_weights`; the loss | falls; at first 0.04 is a near teacher, 0.2 a foreign"
+        " one",
     },
     "computed tokens": {
         "token_efficiency": "share of the tokens computed in training that are not padding | above"

@@ -351,7 +351,7 @@ class StageJob(Settings):
 
     @property
     def policy(self) -> PolicySettings:
-        """The settings of a policy that trains on the rewards of `domain`, or of all domains."""
+        """The settings of a policy that trains on rewards: those of `domain`, or of `mixed`."""
         found = self.settings.mixed if self.domain is None else self.settings.domains[self.domain]
         assert found is not None, "a stage without a domain is the mixed policy"
         return found
