@@ -1,7 +1,4 @@
-"""The first stage of a run without a cold start: the import of a Hugging Face checkpoint.
-
-The domain experts start from it, and it is evaluated with them.
-"""
+"""The first stage of a run without a cold start: the import of a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -23,8 +20,7 @@ def run(job: StageJob) -> None:
         look_for_held_out(job.settings, load_tokenizer(job.settings.model))
     policy = Policy(job.settings.model, job.settings.layout)
     policy.start_fresh(job.settings.seed)
-    saver = Saver(job.files.checkpoints, asynchronous=False)
-    saver.begin(policy, 0, {})
+    Saver(job.files.checkpoints, asynchronous=False).begin(policy, 0, {})
 
 
 def look_for_held_out(settings: RunSettings, tokenizer: Tokenizer) -> None:

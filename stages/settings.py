@@ -71,8 +71,7 @@ class MergeRolloutSettings(Settings):
     mode: Literal["sync", "overlap", "async"] = Field(
         default="sync",
         description="sync: sampling and training alternate. overlap: the next step is sampled while"
-        " this one trains. async: responses are always in flight, and continue when the weights"
-        " change",
+        " this one trains. async: responses in flight continue when the weights change",
     )
     max_staleness: Count = Field(
         default=1,
@@ -101,7 +100,7 @@ class RolloutSettings(MergeRolloutSettings):
     )
     dynamic_sampling: Natural = Field(
         default=0,
-        description="rounds of dynamic sampling, which replaces prompt groups that teach nothing",
+        description="rounds of replacing groups that teach nothing (dynamic sampling)",
     )
     dynamic_sampling_by: Literal["advantages", "solved"] = Field(
         default="advantages",
@@ -122,9 +121,7 @@ class RoutingSettings(RoutingLossSettings):
     """The routing in training; R3 replays the engine's experts (arXiv 2510.11370)."""
 
     replay: Literal["none", "r3"] = Field(
-        default="r3",
-        description="r3: the trainer replays the experts that the engine chose for each token;"
-        " none: it chooses its own",
+        default="r3", description="r3: train on the experts that the engine chose; none: choose own"
     )
 
 
@@ -133,8 +130,7 @@ class LoopSettings(Settings):
 
     steps: Count = Field(description="training steps")
     micro_batch_tokens: Tokens = Field(
-        default=4096,
-        description="tokens of a rank's micro-batch: affects memory and speed, not the result",
+        default=4096, description="tokens of a rank's micro-batch: affects memory and speed only"
     )
     checkpoint_every: Count = Field(default=20, description="steps between checkpoints")
     keep_last: Count = Field(default=2, description="newest checkpoints to keep")
@@ -186,8 +182,7 @@ class DomainSettings(PolicySettings):
         " of the same round; null: cold_start, or in later rounds the merge before",
     )
     gate: ExpertGateSettings | None = Field(
-        default=None,
-        description="gate that the expert must pass before dependent stages start; null: no gate",
+        default=None, description="gate that the expert must pass before dependent stages start"
     )
 
 
@@ -218,8 +213,7 @@ class MergeSettings(Settings):
         " all tokens, most of them of the domain with the longest responses",
     )
     domain_weights: dict[str, Annotated[float, Field(gt=0)]] = Field(
-        default={},
-        description="relative weights of domains in that mean; 1 for a domain that is not named",
+        default={}, description="relative weights of domains in that mean; of the others 1"
     )
     sampling: MergeSamplingSettings = MergeSamplingSettings()
     rollout: MergeRolloutSettings = MergeRolloutSettings()
@@ -227,8 +221,7 @@ class MergeSettings(Settings):
     optimizer: OptimizerSettings
     loop: LoopSettings
     gate: MergeGateSettings | None = Field(
-        default=None,
-        description="gate that the merge must pass before dependent stages start; null: no gate",
+        default=None, description="gate that the merge must pass before dependent stages start"
     )
 
 
@@ -251,8 +244,7 @@ class LoggingSettings(Settings):
     """The logging to Weights & Biases and of audit data; metrics.jsonl is always written."""
 
     wandb: Literal["offline", "online", "disabled"] = Field(
-        default="offline",
-        description="mode of Weights & Biases; offline runs are uploaded with `wandb sync`",
+        default="offline", description="its mode; upload offline runs with `wandb sync`"
     )
     project: str = Field(default="braid", description="project in Weights & Biases")
     auditable: bool = Field(

@@ -75,13 +75,11 @@ class StageEngines:
 
     @property
     def scheduler(self) -> Scheduler:
-        """The main rank's scheduler."""
         assert self._scheduler is not None, "only the main rank samples"
         return self._scheduler
 
     @property
     def rewards(self) -> RewardDispatcher:
-        """The main rank's reward dispatcher."""
         assert self._rewards is not None, "only the main rank grades, and only for domains"
         return self._rewards
 

@@ -49,7 +49,13 @@ class Frontier:
         draw = Random(seed_of(self._seed, stream.cursor))
         candidates = stream.take(self._settings.candidates)
         self._passed_over += len(candidates) - 1
-        return max(candidates, key=lambda problem: self._promise(problem, draw))
+
+        def promise(problem: Problem) -> float:  # p (1 - p), p from Beta(1 + right, 1 + wrong)
+            right, wrong = self._tallies.get(self.difficulty(problem), (0.0, 0.0))
+            chance = draw.betavariate(1 + right, 1 + wrong)
+            return chance * (1 - chance)
+
+        return max(candidates, key=promise)
 
     def update(self, problem: Problem, right: int, wrong: int) -> None:
         """Count the samples of a prompt that solved it, and those that did not."""
@@ -82,12 +88,6 @@ class Frontier:
         """Continue from a saved state."""
         self._tallies = {name: (right, wrong) for name, right, wrong in state["tallies"]}
         self._passed_over = state["passed_over"]
-
-    def _promise(self, problem: Problem, draw: Random) -> float:
-        """Return p (1 - p), for p sampled from Beta(1 + right, 1 + wrong)."""
-        right, wrong = self._tallies.get(self.difficulty(problem), (0.0, 0.0))
-        chance = draw.betavariate(1 + right, 1 + wrong)
-        return chance * (1 - chance)
 
     def _value(self, problem: Problem, field: str) -> Any:
         value: Any = problem.fields
