@@ -25,6 +25,7 @@ from stages.kinds import settings_key
 from tests.audit.effects import STEPS, block_of
 from tests.runs import BRAID, REPOSITORY, braid
 
+SAMPLES = Path("stages", "experts.chain_sum", "rollouts", "step_000003.jsonl")
 # Metrics that some expert's step must log, and the bounds of their values.
 METRIC_BOUNDS = {
     "clip_fraction": (0.01, 0.99),
@@ -74,13 +75,24 @@ def test_audited_quantities_are_not_zero(odd: Path, audited: dict[str, dict[str,
         assert rows["gradient_norm", stage] > clip, stage
 
 
-def test_a_tampered_file_differs(odd: Path, tmp_path: Path) -> None:
-    copied = tmp_path / "odd"
-    shutil.copytree(odd, copied, symlinks=True)
-    samples = copied / "stages" / "experts.chain_sum" / "rollouts" / "step_000003.jsonl"
-    lines = [json.loads(line) for line in samples.read_text().splitlines()]
-    lines[0]["reward_parts"]["brief"] += 0.25
-    samples.write_text("".join(json.dumps(line) + "\n" for line in lines))
+@pytest.fixture
+def copied(odd: Path, tmp_path: Path) -> Path:
+    """A copy of the run of odd.yaml."""
+    return shutil.copytree(odd, tmp_path / "odd", symlinks=True)
+
+
+def read_samples(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_samples(path: Path, samples: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+
+
+def test_a_tampered_file_differs(copied: Path, tmp_path: Path) -> None:
+    samples = read_samples(copied / SAMPLES)
+    samples[0]["reward_parts"]["brief"] += 0.25
+    write_samples(copied / SAMPLES, samples)
     process = braid(tmp_path, "audit", "odd", "experts.chain_sum")
     printed, _ = process.communicate(timeout=300)
     assert process.returncode == 1
@@ -89,18 +101,13 @@ def test_a_tampered_file_differs(odd: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("updates", [{0}, {1}, {0, 1}])
-def test_a_step_without_learned_tokens_is_audited(
-    odd: Path, tmp_path: Path, updates: set[int]
-) -> None:
+def test_a_step_without_learned_tokens_is_audited(copied: Path, updates: set[int]) -> None:
     """Updates of truncated responses only are compared, and differ from the metrics."""
-    copied = tmp_path / "odd"
-    shutil.copytree(odd, copied, symlinks=True)
-    samples = copied / "stages" / "experts.chain_sum" / "rollouts" / "step_000003.jsonl"
-    lines = [json.loads(line) for line in samples.read_text().splitlines()]
-    for line in lines:
-        if line["update"] in updates:
-            line.update(finished=False, learned=[])
-    samples.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    samples = read_samples(copied / SAMPLES)
+    for sample in samples:
+        if sample["update"] in updates:
+            sample.update(finished=False, learned=[])
+    write_samples(copied / SAMPLES, samples)
     found = {row.quantity: row for row in audit_step(read_run(copied), "experts.chain_sum", 3).rows}
     assert found["learned tokens"].agrees
     assert not found["loss"].agrees
@@ -118,9 +125,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("file", DAMAGE)
-def test_a_damaged_file_is_named(odd: Path, tmp_path: Path, file: str) -> None:
-    copied = tmp_path / "odd"
-    shutil.copytree(odd, copied, symlinks=True)
+def test_a_damaged_file_is_named(copied: Path, file: str) -> None:
     run, path = read_run(copied), copied / "stages" / file
     stage = file.partition("/")[0]
     for content in DAMAGE[file]:
@@ -138,19 +143,17 @@ def test_a_damaged_file_is_named(odd: Path, tmp_path: Path, file: str) -> None:
 def test_a_sample_with_a_field_of_another_type_is_named(
     odd: Path, tmp_path: Path, field: str
 ) -> None:
-    path = tmp_path / "step_000003.jsonl"
-    whole = odd / "stages" / "experts.chain_sum" / "rollouts" / path.name
+    path = tmp_path / SAMPLES.name
     for value in ("x", {}, [None], [[]], math.nan):
-        lines = [json.loads(line) for line in whole.read_text().splitlines()]
-        lines[1][field] = value
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        samples = read_samples(odd / SAMPLES)
+        samples[1][field] = value
+        write_samples(path, samples)
         with pytest.raises(NotAuditable, match=re.escape(path.name)):
             recorded.samples(path)
 
 
 def test_a_pipe_in_place_of_a_file_does_not_block(odd: Path, tmp_path: Path) -> None:
-    path = tmp_path / "step_000003.jsonl"
-    shutil.copy(odd / "stages" / "experts.chain_sum" / "rollouts" / path.name, path)
+    path = shutil.copy(odd / SAMPLES, tmp_path / SAMPLES.name)
     os.mkfifo(path.with_suffix(".npz"))
     with pytest.raises(OSError, match="not a regular file"):
         recorded.samples(path)
@@ -165,14 +168,12 @@ def test_a_tiny_step_is_compared_beyond_the_rounding_of_fp32() -> None:
     assert not change("weights", before, before, moved, 1e-5).agrees
 
 
-def test_a_refusal_names_the_missing_setting(odd: Path, tmp_path: Path) -> None:
-    copied = tmp_path / "odd"
-    shutil.copytree(odd, copied, symlinks=True)
+def test_a_refusal_names_the_missing_setting(copied: Path) -> None:
     run = read_run(copied)
     with pytest.raises(NotAuditable, match=r"no checkpoint of step 1, .*checkpoint_every=1"):
         audit_step(run, "cold_start", 2)
-    rollouts = copied / "stages" / "experts.chain_sum" / "rollouts"
-    arrays = rollouts / "step_000003.npz"
+    samples = copied / SAMPLES
+    arrays = samples.with_suffix(".npz")
     whole = arrays.read_bytes()
     arrays.write_bytes(whole[:100])
     with pytest.raises(NotAuditable, match=r"step_000003\.npz is damaged: BadZipFile"):
@@ -180,10 +181,10 @@ def test_a_refusal_names_the_missing_setting(odd: Path, tmp_path: Path) -> None:
     arrays.unlink()
     with pytest.raises(NotAuditable, match=r"routes were not written: set logging\.auditable=true"):
         audit_step(run, "experts.chain_sum", 3)
-    (rollouts / "step_000003.jsonl").write_text("{")
+    samples.write_text("{")
     with pytest.raises(NotAuditable, match=r"step_000003\.jsonl is damaged: DecodeError"):
         audit_step(run, "experts.chain_sum", 3)
-    (rollouts / "step_000003.jsonl").unlink()
+    samples.unlink()
     with pytest.raises(NotAuditable, match=r"no samples at .*; rerun the step"):
         audit_step(run, "experts.chain_sum", 3)
 

@@ -17,6 +17,7 @@ from parallel.engine.scheduler import NoEngine, Scheduler, Task
 from parallel.engine.wire import Generation, InvalidResponse, Prompt, Question, Sampling, sample_of
 from parallel.sample import Sample
 from parallel.settings import END_TOKEN
+from tests.awaiting import wait_until
 from tests.fake_engines import MODEL, FakeEngine, FakeFleet, answer
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=12, end_token=END_TOKEN)
@@ -74,13 +75,6 @@ def expected(asked: list[Task]) -> dict[int, list[int]]:
 
 def responses(found: dict[int, Sample]) -> dict[int, list[int]]:
     return {key: sample.response.tolist() for key, sample in found.items()}
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_an_engine_is_kept_full_with_few_streams() -> None:

@@ -4,6 +4,8 @@ python fake_launcher.py RUN_DIRECTORY CONFIG '{"STAGE": {"RANK": ACTION}}' ENGIN
 """
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +20,21 @@ from pipeline.run.directory import RunDirectory
 from pipeline.run.run import Run
 
 HERE = Path(__file__).parent
+
+
+def launch(
+    run: RunDirectory, config: Path, actions: dict[str, dict[str, str]]
+) -> subprocess.Popen[str]:
+    """Start `braid run` with fake stages in a process; its errors go to a pipe."""
+    command = [sys.executable, __file__, str(run.path), str(config), json.dumps(actions), "wait"]
+    return subprocess.Popen(
+        command,
+        cwd=HERE.parents[1],
+        env={**os.environ, "PYTHONPATH": str(HERE.parents[1])},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
 
 
 def fake_programs(actions: dict[str, dict[str, str]], engine: str = "wait") -> Programs:

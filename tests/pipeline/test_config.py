@@ -32,6 +32,12 @@ def errors(path: Path, *overrides: str) -> list[str]:
     return [str(violation).replace(f"{path.parent}/", "") for violation in caught.value.violations]
 
 
+def violation(path: Path, *overrides: str) -> str:
+    """Return the only violation of a configuration."""
+    [found] = errors(path, *overrides)
+    return found
+
+
 def edited(config: Path, old: str, new: str) -> Path:
     text = config.read_text()
     assert old in text

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from pipeline.config.read import ConfigError
 from pipeline.config.validate import load
+from tests.pipeline.test_config import errors
 
 
 def child(config: Path, text: str) -> Path:
@@ -15,12 +13,6 @@ def child(config: Path, text: str) -> Path:
     path = config.with_name("child.yaml")
     path.write_text(f"extends: {config.name}\n{text}")
     return path
-
-
-def errors(path: Path, *overrides: str) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        load(path, overrides)
-    return [str(violation).replace(f"{path.parent}/", "") for violation in caught.value.violations]
 
 
 def with_brief(config: Path) -> Path:

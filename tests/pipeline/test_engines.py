@@ -24,7 +24,7 @@ from pipeline.launch.processes import Signals
 from pipeline.launch.progress import Screen
 from pipeline.run.directory import RunDirectory
 from stages.settings import RunSettings, StageJob
-from tests.pipeline.awaiting import is_alive, wait_until
+from tests.awaiting import is_alive, wait_until
 from tests.pipeline.fake_launcher import fake_programs
 
 Execute = Callable[..., list[str]]

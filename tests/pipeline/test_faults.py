@@ -23,7 +23,7 @@ from pipeline.run.graph import compile_graph
 from pipeline.run.ledger import minutes
 from pipeline.run.run import Run
 from stages.settings import RunSettings
-from tests.pipeline.fake_launcher import HERE
+from tests.pipeline.fake_launcher import HERE, launch
 
 Braid = Callable[..., tuple[int, str, str]]
 
@@ -123,18 +123,7 @@ def derived(run: RunDirectory, settings: RunSettings) -> list:
 def test_two_launchers_of_one_run_do_its_stages_once(
     run: RunDirectory, config: Path, settings: RunSettings
 ) -> None:
-    command = [sys.executable, str(HERE / "fake_launcher.py"), str(run.path), str(config), "{}"]
-    both = [
-        subprocess.Popen(
-            [*command, "wait"],
-            cwd=HERE.parents[1],
-            env={**os.environ, "PYTHONPATH": str(HERE.parents[1])},
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-        )
-        for _ in range(2)
-    ]
+    both = [launch(run, config, {}) for _ in range(2)]
     errors = {process.pid: process.communicate(timeout=160)[1] for process in both}
     refused = [process for process in both if process.returncode]
     # The later one is refused, or finds everything done where it came after the end.

@@ -19,7 +19,7 @@ import pytest
 from pipeline.launch import placement
 from pipeline.launch.placement import ForkServers
 from pipeline.launch.processes import Child
-from tests.pipeline.awaiting import is_alive, wait_until
+from tests.awaiting import is_alive, wait_until
 
 HERE = Path(__file__).parent
 MODULE = "forked_program"

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.read import ConfigError
 from pipeline.config.validate import load
 from pipeline.run.gates import Steps, judge_expert, judge_merge
 from pipeline.run.graph import Stage, compile_graph
@@ -18,6 +17,7 @@ from pipeline.run.run import GateVerdict
 from stages.guards.settings import ExpertGateSettings, MergeGateSettings
 from stages.settings import RunSettings
 from stages.statistics import difference, wilson
+from tests.pipeline.test_config import errors
 
 GATES = ["domains.sums.gate={}", "domains.words.gate={}", "merge.gate={}"]
 
@@ -277,9 +277,7 @@ def test_a_change_of_a_gate_touches_it_alone(
 def test_a_gate_that_cannot_work_is_refused(
     config: Path, overrides: list[str], message: str
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(config, overrides)
-    assert message in str(caught.value)
+    assert message in "\n".join(errors(config, *overrides))
 
 
 def test_bounds_of_what_is_logged_are_taken(config: Path) -> None:

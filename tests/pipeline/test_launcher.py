@@ -26,8 +26,8 @@ from pipeline.run.metrics import write_results
 from pipeline.run.run import Run
 from pipeline.run.select import StaleStages
 from stages.settings import RunSettings
-from tests.pipeline.awaiting import is_alive, wait_until
-from tests.pipeline.fake_launcher import HERE, fake_programs
+from tests.awaiting import is_alive, wait_until
+from tests.pipeline.fake_launcher import fake_programs, launch
 
 STAGES = ["cold_start", "experts.sums", "experts.words", "merge", "evaluate", "export"]
 
@@ -50,20 +50,6 @@ def states(run: RunDirectory, settings: RunSettings) -> list[str]:
 
 def started(run: RunDirectory) -> list[str]:
     return [event.stage for event in run.ledger.events() if event.state == "running"]
-
-
-def launch(
-    run: RunDirectory, config: Path, actions: dict[str, dict[str, str]]
-) -> subprocess.Popen[str]:
-    command = [sys.executable, str(HERE / "fake_launcher.py"), str(run.path), str(config)]
-    return subprocess.Popen(
-        [*command, json.dumps(actions), "wait"],
-        cwd=HERE.parents[1],
-        env={**os.environ, "PYTHONPATH": str(HERE.parents[1])},
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-    )
 
 
 def hanging_pids(run: RunDirectory, stage: str, ranks: int = 2) -> list[int]:

@@ -16,6 +16,7 @@ from stages.objectives.advantages.gae import GaeSettings
 from stages.objectives.kl import KLSettings
 from stages.objectives.loss import REGISTRIES, ObjectiveSettings
 from stages.objectives.registry import AGGREGATIONS, KL_ESTIMATORS
+from tests.pipeline.test_config import violation
 
 EXPERT = "domains.sums.objective"
 
@@ -32,13 +33,6 @@ STEPS = (
     "domains.sums.rewards={steps: {kind: python, function: stages.data.prompts:is_held_out,"
     " unfinished: score, timed_out: null}}"
 )
-
-
-def violation(config: Path, *overrides: str) -> str:
-    with pytest.raises(ConfigError) as raised:
-        load(config, overrides)
-    [found] = raised.value.violations
-    return str(found)
 
 
 @pytest.mark.parametrize(("key", "kind"), NAMED, ids=lambda value: getattr(value, "__name__", ""))

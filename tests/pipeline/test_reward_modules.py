@@ -7,13 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.environment import function_violation
-from pipeline.config.read import ConfigError
 from pipeline.config.validate import load
-
-
-def own(function: str) -> str:
-    """Return an override that gives a domain a Python reward."""
-    return f"domains.sums.rewards={{own: {{kind: python, function: {function}}}}}"
+from tests.pipeline.test_config import errors, own
 
 
 def test_a_python_reward_is_found_in_the_working_directory(
@@ -25,16 +20,10 @@ def test_a_python_reward_is_found_in_the_working_directory(
     load(config, [own("my_rewards:half")])
     rewards.write_text("def half(problem, response)\n")
     key = "domains.sums.rewards.own.function"
-    with pytest.raises(ConfigError) as caught:
-        load(config, [own("my_rewards:half")])
-    assert f"command line: {key}: my_rewards.py:1 is not valid Python: expected ':'" in str(
-        caught.value
-    )
-    with pytest.raises(ConfigError) as caught:
-        load(config, [own(".my:half")])
-    assert f"command line: {key}: no module .my in the working directory or on sys.path" in str(
-        caught.value
-    )
+    invalid = f"command line: {key}: my_rewards.py:1 is not valid Python: expected ':'"
+    assert invalid in "\n".join(errors(config, own("my_rewards:half")))
+    missing = f"command line: {key}: no module .my in the working directory or on sys.path"
+    assert missing in "\n".join(errors(config, own(".my:half")))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.pipeline.test_gate_runs import attempts
+
 Braid = Callable[..., tuple[int, str, str]]
 
 
@@ -15,12 +17,6 @@ def digests(run: Path) -> dict[str, str]:
     """Return the digest of the newest checkpoint of every stage that has one."""
     found = sorted(run.glob("stages/*/checkpoints/step_*/checksums.json"))
     return {path.parts[-4]: json.loads(path.read_text())["digest"] for path in found}
-
-
-def attempts(run: Path) -> dict[str, int]:
-    return {
-        stage.name: len(list(stage.glob("attempt_*"))) for stage in sorted(run.glob("stages/*"))
-    }
 
 
 def test_only_the_named_stages_run(braid: Braid, config: Path, runs: Path) -> None:

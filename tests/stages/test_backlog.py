@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from parallel.sample import Sample
-from stages.rewards.reward import RewardError, RewardPoolSettings
+from stages.rewards.reward import RewardError
 from stages.sampling.collection import Batch, Collection, reward_metrics
 from stages.sampling.prompt_buffer import PromptBuffer
-from stages.settings import DomainSettings, RolloutSettings, RunSettings, SamplingSettings, StageJob
-from tests.stages.toys import FakeEngines, indices
+from stages.settings import RolloutSettings
+from tests.stages.toys import FakeEngines, indices, prompt_buffer
 
-SAMPLING = SamplingSettings(prompts_per_step=3, group_size=2)
 NAMES = ("sums", "words")
 
 
@@ -24,27 +22,8 @@ def own(function: str) -> dict[str, Any]:
 
 
 def buffer(engines: FakeEngines, *domains: str, **rewards: dict[str, Any]) -> PromptBuffer:
-    settings = {
-        domain: DomainSettings.model_validate(
-            {
-                "prompts": {"dataset": "chain_sum"},
-                "rewards": rewards or {"length": own("length")},
-                "optimizer": {"learning_rate": 1.0},
-                "loop": {"steps": 5},
-            }
-        )
-        for domain in domains
-    }
-    job = StageJob.model_construct(
-        stage="experts.sums",
-        directory=Path(),
-        settings=RunSettings.model_construct(
-            seed=0,
-            rewards=RewardPoolSettings(workers=1, timeout_seconds=1, max_failed_fraction=0.5),
-        ),
-    )
-    engines.grade(job, settings)
-    return PromptBuffer(job, settings, SAMPLING, engines)  # type: ignore[arg-type]
+    block = {"rewards": rewards or {"length": own("length")}}
+    return prompt_buffer(engines, **dict.fromkeys(domains, block))
 
 
 def test_a_step_takes_its_stream_s_prompts_in_order() -> None:

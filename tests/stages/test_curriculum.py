@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from pathlib import Path
 from random import Random
 
 import pytest
 
 from stages.data.problem import DomainError, Problem
 from stages.guards.settings import FrontierSettings
-from stages.rewards.reward import RewardPoolSettings
 from stages.sampling import frontier as module
 from stages.sampling.collection import Collection
 from stages.sampling.frontier import Frontier
 from stages.sampling.prompt_buffer import PromptBuffer
-from stages.settings import DomainSettings, RolloutSettings, RunSettings, SamplingSettings, StageJob
-from tests.stages.toys import FakeEngines, indices
+from stages.settings import RolloutSettings
+from tests.stages.toys import FakeEngines, indices, prompt_buffer
 
 LEVELS = ("easy", "middling", "hard")
 
@@ -127,24 +125,12 @@ def test_the_estimates_seen_least_recently_are_forgotten(monkeypatch: pytest.Mon
 
 
 def buffer(engines: FakeEngines) -> PromptBuffer:
-    domain = DomainSettings.model_validate(
-        {
-            "prompts": {"dataset": "chain_sum", "config": {"max_terms": 6}},
-            "rewards": {"odd": {"kind": "python", "function": "tests.stages.small_rewards:parity"}},
-            "curriculum": {"name": "frontier", "length_step": 2},
-            "optimizer": {"learning_rate": 1.0},
-            "loop": {"steps": 5},
-        }
-    )
-    pool = RewardPoolSettings(workers=1, timeout_seconds=1)
-    job = StageJob.model_construct(
-        stage="experts.sums",
-        directory=Path(),
-        settings=RunSettings.model_construct(seed=0, rewards=pool),
-    )
-    sampling = SamplingSettings(prompts_per_step=3, group_size=2)
-    engines.grade(job, {"sums": domain})
-    return PromptBuffer(job, {"sums": domain}, sampling, engines)  # type: ignore[arg-type]
+    block = {
+        "prompts": {"dataset": "chain_sum", "config": {"max_terms": 6}},
+        "rewards": {"odd": {"kind": "python", "function": "tests.stages.small_rewards:parity"}},
+        "curriculum": {"name": "frontier", "length_step": 2},
+    }
+    return prompt_buffer(engines, sums=block)
 
 
 def test_a_buffer_learns_from_a_step_whatever_its_order() -> None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from parallel.checkpoint import load
-from parallel.model.policy import Policy
 from stages import grpo
 from stages.settings import DomainSettings
-from tests.fake_engines import RefittedFleet, toy_domain, toy_job, toy_run
+from tests.fake_engines import toy_domain, toy_job, toy_run
+from tests.stages.toys import faked
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -31,11 +29,6 @@ def domain(dataset: str, kl: dict[str, Any]) -> DomainSettings:
     )
 
 
-def start_elsewhere(policy: Policy, _checkpoint: Path) -> None:
-    """Stands for loading a checkpoint: the reference differs from the policy."""
-    policy.start_fresh(seed=1)
-
-
 def logged(directory: Path, **domains: DomainSettings) -> dict[str, list[dict[str, Any]]]:
     """Return the metrics of each expert of a run with these domains, by stage name."""
     settings = toy_run(**domains)
@@ -44,10 +37,7 @@ def logged(directory: Path, **domains: DomainSettings) -> dict[str, list[dict[st
         stage = f"experts.{name}"
         job = toy_job(directory / stage, settings, stage=stage, domain=name)
         job.directory.mkdir(parents=True)
-        with (
-            mock.patch("stages.sampling.engines.Fleet", RefittedFleet),
-            mock.patch.object(load, "weights", start_elsewhere),
-        ):
+        with faked():
             grpo.run(job)
         lines = (job.directory / "metrics.jsonl").read_text().splitlines()
         found[job.stage] = [

@@ -13,7 +13,8 @@ from parallel.model.policy import Policy
 from stages import preview
 from stages.sampling.logprob_check import MismatchError
 from stages.settings import StageJob
-from tests.fake_engines import RefittedFleet, toy_domain, toy_job, toy_run
+from tests.fake_engines import toy_domain, toy_job, toy_run
+from tests.stages.toys import faked
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -32,10 +33,7 @@ def start_elsewhere(policy: Policy, checkpoint: Path) -> None:
 
 
 def run(job: StageJob) -> None:
-    with (
-        mock.patch("stages.sampling.engines.Fleet", RefittedFleet),
-        mock.patch.object(load, "weights", start_elsewhere),
-    ):
+    with faked(), mock.patch.object(load, "weights", start_elsewhere):
         preview.run(job)
 
 

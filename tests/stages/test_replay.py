@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,13 +18,12 @@ from tests.fake_engines import (
     GROUP,
     PROMPTS,
     FakeEngine,
-    RefittedFleet,
     toy_domain,
     toy_job,
     toy_run,
 )
 from tests.stages.conftest import OPENED
-from tests.stages.toys import Killed, after, asked
+from tests.stages.toys import Killed, after, asked, opened
 from tests.tiers import tiered
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -43,10 +41,8 @@ def expert(
     """Return an expert resumed from its newest checkpoint, as the loop does, and its last step."""
     settings = toy_run(bound, sums=toy_domain(rollout=rollout, loop={"steps": 6}))
     settings = settings.model_copy(update={"deterministic": deterministic})
-    with mock.patch("stages.sampling.engines.Fleet", RefittedFleet):
-        stage = Expert(toy_job(directory, settings, engine))
+    stage = opened(toy_job(directory, settings, engine))
     stage.engines.fleet.sequences = 1000  # type: ignore[attr-defined]  # one stream a call
-    OPENED.append(stage)
     newest, _ = load.newest_verified(directory / "checkpoints")
     if newest is None:
         stage.policy.start_fresh(0)

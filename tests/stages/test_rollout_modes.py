@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -23,8 +22,7 @@ from tests.fake_engines import (
     toy_job,
     toy_run,
 )
-from tests.stages.conftest import OPENED
-from tests.stages.toys import trained
+from tests.stages.toys import opened, trained
 from tests.tiers import tiered
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -37,10 +35,7 @@ def expert(
 ) -> tuple[Expert, RefittedFleet]:
     """Return an expert that starts from random weights, and its fleet."""
     settings = toy_run(bound, sums=toy_domain(rollout=rollout, loop={"steps": STEPS}))
-    job = toy_job(directory, settings, *engines)
-    with mock.patch("stages.sampling.engines.Fleet", RefittedFleet):
-        stage = Expert(job)
-    OPENED.append(stage)
+    stage = opened(toy_job(directory, settings, *engines))
     stage.policy.start_fresh(0)
     fleet = stage.engines.fleet
     assert isinstance(fleet, RefittedFleet)

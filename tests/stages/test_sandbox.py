@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 from stages.rewards import sandbox
 from stages.rewards.containment import supervisor
 from stages.rewards.sandbox import Limits, SandboxError, run, score
+from tests.awaiting import wait_until
 from tests.stages.conftest import SANDBOX_SECRET, children
 
 REPOSITORY = Path(__file__).parents[2]
@@ -402,13 +402,6 @@ def reaped(orphans: set[str]) -> set[str]:
     for orphan in orphans:
         os.waitpid(int(orphan), os.WNOHANG)
     return orphans
-
-
-def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_unread_input_is_ignored() -> None:

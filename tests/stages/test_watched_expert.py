@@ -15,9 +15,8 @@ from parallel.sample import Sample
 from stages.grpo import Expert
 from stages.loop import GuardStopped, StageStopped, train
 from stages.settings import MixedSettings, StageJob
-from tests.fake_engines import RefittedFleet, toy_domain, toy_job, toy_run
-from tests.stages.conftest import OPENED
-from tests.stages.toys import start_elsewhere, trained
+from tests.fake_engines import toy_domain, toy_job, toy_run
+from tests.stages.toys import opened, start_elsewhere, trained
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -28,15 +27,8 @@ QUIET = {"mismatch": {"action": "off"}}  # fake engines make their log-probabili
 def run(directory: Path, stop_after: int | None = None, **given: Any) -> Expert:
     """Return an expert after its training; with `stop_after`, a signal comes in that step."""
     domain = toy_domain(loop={"steps": STEPS, "async_checkpoints": False}, **given)
-    stage, job = made(toy_job(directory, toy_run(sums=domain)))
-    return looped(stage, job, stop_after)
-
-
-def made(job: StageJob) -> tuple[Expert, StageJob]:
-    with mock.patch("stages.sampling.engines.Fleet", RefittedFleet):
-        found = Expert(job)
-    OPENED.append(found)
-    return found, job
+    job = toy_job(directory, toy_run(sums=domain))
+    return looped(opened(job), job, stop_after)
 
 
 def looped(stage: Expert, job: StageJob, stop_after: int | None = None) -> Expert:
@@ -143,7 +135,8 @@ def test_one_policy_is_trained_on_all_domains_with_their_own_rewards(tmp_path: P
         sums=toy_domain(rewards={"parity": own, "brief": {**length, "weight": 0.5}}),
         words=toy_domain(prompts={"dataset": "spell_backward"}, rewards={"odd": own}),
     ).model_copy(update={"mixed": mixed})
-    stage, job = made(toy_job(tmp_path, settings, stage="mixed", domain=None))
+    job = toy_job(tmp_path, settings, stage="mixed", domain=None)
+    stage = opened(job)
     shares: list[list[str]] = []
     gradients = stage.gradients
 

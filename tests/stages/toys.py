@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +23,11 @@ from parallel.settings import EngineSettings
 from stages.data.tokenizer import CharacterTokenizer
 from stages.grpo import Expert
 from stages.objectives.groups import Group
+from stages.rewards.reward import RewardPoolSettings
 from stages.sampling.collection import Batch, Collection
+from stages.sampling.prompt_buffer import PromptBuffer
 from stages.sampling.reward_dispatch import RewardDispatcher
-from stages.settings import DomainSettings, SamplingSettings, StageJob
+from stages.settings import DomainSettings, RunSettings, SamplingSettings, StageJob
 from tests.fake_engines import FakeEngine, RefittedFleet, toy_domain, toy_job, toy_run
 from tests.stages.conftest import OPENED
 
@@ -84,6 +87,22 @@ class FakeEngines:
             self.end(group, **how)
 
 
+def prompt_buffer(engines: FakeEngines, **blocks: dict[str, Any]) -> PromptBuffer:
+    """Return a buffer of domains of short sums, 3 prompts a step and 2 responses to each."""
+    common = {
+        "prompts": {"dataset": "chain_sum"},
+        "optimizer": {"learning_rate": 1.0},
+        "loop": {"steps": 5},
+    }
+    domains = {n: DomainSettings.model_validate({**common, **b}) for n, b in blocks.items()}
+    pool = RewardPoolSettings(workers=1, timeout_seconds=1, max_failed_fraction=0.5)
+    settings = RunSettings.model_construct(seed=0, rewards=pool)
+    job = StageJob.model_construct(stage="experts.sums", directory=Path(), settings=settings)
+    engines.grade(job, domains)
+    sampling = SamplingSettings(prompts_per_step=3, group_size=2)
+    return PromptBuffer(job, domains, sampling, engines)  # type: ignore[arg-type]
+
+
 def indices(groups: list[Group]) -> list[int]:
     return [group.problem.index for group in groups]
 
@@ -97,6 +116,24 @@ def start_elsewhere(policy: Policy, _checkpoint: Path, head: bool = True) -> Non
     if not head:
         weight.copy_(before)
         policy.weights_changed()
+
+
+@contextmanager
+def faked() -> Iterator[None]:
+    """Give stages fake engines, and other weights in place of a checkpoint's."""
+    with (
+        mock.patch("stages.sampling.engines.Fleet", RefittedFleet),
+        mock.patch.object(load, "weights", start_elsewhere),
+    ):
+        yield
+
+
+def opened(job: StageJob) -> Expert:
+    """Return an expert on fake engines that its test need not close."""
+    with faked():
+        stage = Expert(job)
+    OPENED.append(stage)
+    return stage
 
 
 def expert(
@@ -117,13 +154,7 @@ def expert(
     settings = toy_run(sums=domain)
     if engine is not None:
         settings = settings.model_copy(update={"engine": engine})
-    job = toy_job(directory, settings, models={"cold_start": directory})
-    with (
-        mock.patch("stages.sampling.engines.Fleet", RefittedFleet),
-        mock.patch.object(load, "weights", start_elsewhere),
-    ):
-        stage = Expert(job)
-    OPENED.append(stage)
+    stage = opened(toy_job(directory, settings, models={"cold_start": directory}))
     stage.policy.start_fresh(0)
     return stage
 
