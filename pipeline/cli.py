@@ -45,7 +45,8 @@ def command_parser() -> ArgumentParser:
         BraidError: a package is missing, as outside the environment of `make install`.
     """
     try:
-        for module in ("look", "run", "domain", "slurm"):  # in the order of the help
+        common = import_module("pipeline.commands.common")
+        for module in common.MODULES:
             import_module(f"pipeline.commands.{module}")
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
@@ -55,7 +56,7 @@ def command_parser() -> ArgumentParser:
             f"{sys.executable} has no package {package}: run braid in the environment that "
             "`make install` builds, with: source .venv/bin/activate"
         ) from error
-    parser: ArgumentParser = import_module("pipeline.commands.common").parser()
+    parser: ArgumentParser = common.parser()
     return parser
 
 

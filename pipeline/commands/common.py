@@ -67,6 +67,7 @@ class Command:
     arguments: Arguments
 
 
+MODULES = ("look", "run", "domain", "slurm")  # of commands, in the order of the help
 COMMANDS: dict[str, Command] = {}  # `gate override` is the action `override` of `gate`
 GROUPS: dict[str, tuple[str, str]] = {}  # of commands with actions: summary and details
 
@@ -88,7 +89,8 @@ def parser() -> ArgumentParser:
     braid = ArgumentParser("braid", description=DESCRIPTION, epilog=EXIT_CODES, formatter_class=Raw)
     commands = braid.add_subparsers(dest="command", metavar="COMMAND", required=True)
     actions: dict[str, Any] = {}
-    for name, each in COMMANDS.items():
+    # By module, since whoever imports one module first registers its commands first.
+    for name, each in sorted(COMMANDS.items(), key=lambda item: _place(item[1])):
         group, _, action = name.rpartition(" ")
         if group and group not in actions:
             added = _add(commands, group, *GROUPS[group])
@@ -105,6 +107,10 @@ def parser() -> ArgumentParser:
                 target.add_argument(*one.names, **one.options)
         added.set_defaults(function=each.function)
     return braid
+
+
+def _place(registered: Command) -> int:
+    return MODULES.index(registered.function.__module__.rpartition(".")[2])
 
 
 def whole(text: str, least: int = 0) -> int:

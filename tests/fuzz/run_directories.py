@@ -52,7 +52,7 @@ def cases(seed: int, folder: Path, *, keep: bool = False) -> Case:
     """Return the function from a number to its case, which has a step for each command."""
     ended = folder / "ended"
     _make_runs(ended)
-    cli.parser = cache(cli.parser)  # building it takes longer than most commands
+    cli.command_parser = cache(cli.command_parser)  # building it takes longer than most commands
     runs = folder / "runs"
     shutil.copytree(ended / "whole", runs / "whole")
 

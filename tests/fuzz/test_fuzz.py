@@ -101,7 +101,7 @@ def test_a_command_that_changes_a_run_is_detected(
         return FuzzStep(command[0], "exit code 0")
 
     # Cases expect a process to themselves: what they replace is restored after the test.
-    monkeypatch.setattr(cli, "parser", cli.parser)
+    monkeypatch.setattr(cli, "command_parser", cli.command_parser)
     monkeypatch.setattr(commands, "PROGRAMS", commands.PROGRAMS)
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(run_directories, "ask", careless)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tools import docs
 
+from pipeline.cli import command_parser
 from tests.runs import REPOSITORY
 
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
@@ -23,6 +24,13 @@ def test_the_reference_is_what_the_declarations_say() -> None:
     stale = [path.name for path, text in pages.items() if path.read_text() != text]
     assert stale == [], "run `make docs`"
     assert sorted(docs.REFERENCE.iterdir()) == sorted(pages)
+
+
+def test_the_order_of_commands_does_not_depend_on_who_imports_first() -> None:
+    program = "import pipeline.commands.slurm\nfrom pipeline.cli import command_parser\n"
+    program += "print(command_parser().format_help(), end='')"
+    found = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True)
+    assert found.stdout.decode() == command_parser().format_help(), found.stderr
 
 
 def test_every_key_has_a_meaning() -> None:
