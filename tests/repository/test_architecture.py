@@ -8,9 +8,12 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from tools.structure import REPOSITORY, circles, depth, imports, rooms
+from tools.walks import WALKS, check
 
 # The rooms of each floor: a room imports only rooms that stand before it. The audit recomputes a
 # step and imports no other room of stages/, so that it cannot repeat their errors.
@@ -20,7 +23,7 @@ ROOMS = {
     "parallel": ["cpu", "weights", "hugging_face", "model", "checkpoint", "engine"],
 }
 APART = {("engine", "checkpoint"), *(("audit", room) for room in ROOMS["stages"])}
-DEEPEST = {"pipeline": 10, "stages": 13, "parallel": 11}  # imports; a change may only lower them
+DEEPEST = {"pipeline": 8, "stages": 12, "parallel": 11}  # imports; a change may only lower them
 ABOVE = {"parallel": {"stages", "pipeline"}, "stages": {"pipeline"}, "pipeline": set()}
 ARITHMETIC = {f"parallel.weights.{name}" for name in ("names", "holdings", "needs", "planner")}
 WITHOUT_TORCH = {
@@ -93,6 +96,12 @@ def test_imports_have_no_circle_and_no_new_depth() -> None:
     graph = imports()
     assert circles(graph) == circles(rooms(graph)) == []
     assert all(depth(graph, floor) <= deepest for floor, deepest in DEEPEST.items())
+
+
+@pytest.mark.parametrize("walk", yaml.safe_load(WALKS.read_text())["walks"].items())
+def test_a_walk_skips_no_file(walk: tuple[str, dict[str, Any]]) -> None:
+    name, described = walk
+    assert check(described["now"], REPOSITORY).files, name
 
 
 def test_the_pipeline_takes_only_what_needs_no_torch_from_the_floors_below() -> None:
