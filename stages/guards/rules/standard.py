@@ -166,7 +166,7 @@ class TruncationSettings(GuardSettings):
 
 @guard("mismatch")
 class MismatchSettings(GuardSettings):
-    """Above the threshold, engine and trainer are two policies: section 4 of the algorithms."""
+    """Above the threshold, engine and trainer are two policies (docs/how-to/mismatch.md)."""
 
     metric = "high_ratio"
     side = "above"
