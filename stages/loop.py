@@ -109,12 +109,12 @@ def train(
 
 def _load(stage: TrainingStage, job: StageJob, directory: Path) -> dict[str, Any]:
     """Load the weights to start from; return the saved state, `step` being the last one done."""
-    saved, errors = load.newest_verified(directory)
+    saved, errors = load.newest_intact(directory)
     if errors and is_main():
         origin = saved.name if saved else job.parent or "the beginning"
         report_notice(f"{'; '.join(errors)}; {job.stage} continues from {origin}")
     if saved:
-        state = load.training(stage.policy, saved)
+        state = load.training_state(stage.policy, saved)
         try:
             stage.restore(state)
         except KeyError as error:

@@ -38,8 +38,8 @@ from parallel.files import (
 from parallel.model.policy import Policy, TrainedPolicy
 
 
-def newest_verified(directory: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest whole checkpoint in `directory`, and a message for each damaged newer one.
+def newest_intact(directory: Path) -> tuple[Path | None, list[str]]:
+    """Return the newest intact checkpoint in `directory`, and a message for each damaged newer one.
 
     A damaged one is renamed to `damaged_step_N` for a person to look at. Raises
     UnreadableCheckpoint where the newest one exists and cannot be read. Collective.
@@ -53,7 +53,7 @@ def newest_verified(directory: Path) -> tuple[Path | None, list[str]]:
     return None, damaged
 
 
-def training(policy: TrainedPolicy, checkpoint: Path) -> dict[str, Any]:
+def training_state(policy: TrainedPolicy, checkpoint: Path) -> dict[str, Any]:
     """Load weights, optimizer, schedule and random numbers; return the loop's state. Collective.
 
     The layout may differ from the one that saved; then the random numbers are not restored.

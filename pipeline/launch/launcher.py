@@ -31,7 +31,7 @@ from stages.settings import RunSettings, StageJob
 
 Work = Generator[None, None, None]  # yields while it waits
 
-SAVE_SECONDS = 30.0  # for the checkpoint of a stage that is asked to stop
+SAVE_SECONDS = 30.0  # for the checkpoint of a stage that is asked to stop; a person may be waiting
 SETTLE_SECONDS = 1.0  # for the other ranks to report, after one failed
 SIGN_SECONDS = 1.0  # between touches of the job's file, which date the end of a killed attempt
 

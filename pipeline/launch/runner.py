@@ -22,7 +22,7 @@ from pipeline.launch.launcher import (
 from pipeline.launch.placement import ForkServers, ThisMachine
 from pipeline.launch.processes import POLL_SECONDS, Signals, Stopped
 from pipeline.launch.progress import Screen
-from pipeline.run.directory import LOCK_PATIENCE_SECONDS, StageDirectory
+from pipeline.run.directory import LOCK_TIMEOUT_SECONDS, StageDirectory
 from pipeline.run.gates import check_stopped, ending, report_verdict
 from pipeline.run.graph import Stage, gate_of
 from pipeline.run.ledger import State, latest
@@ -160,11 +160,11 @@ def attempt(
     screen: Screen,
     title: str,
     slurm_job: str | None = None,
-    patience: float = LOCK_PATIENCE_SECONDS,
+    lock_timeout: float = LOCK_TIMEOUT_SECONDS,
 ) -> Work:
     """Run one attempt at a stage, yielding while it waits.
 
-    Another launcher that holds the stage has `patience` seconds to end.
+    Another launcher that holds the stage has `lock_timeout` seconds to end.
 
     Raises:
         StaleStages: the settings or inputs of its output, or of an input, changed.
@@ -172,7 +172,7 @@ def attempt(
         Stopped: a stop signal was received.
         RunLocked: another launcher holds the stage.
     """
-    with run.lock_stage(stage.name, patience, launcher.check):
+    with run.lock_stage(stage.name, lock_timeout, launcher.check):
         # The launcher that held the lock may have written to the stage since the states were read.
         close_killed_attempts(run, [stage])
         check_stale(run, [stage])

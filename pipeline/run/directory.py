@@ -20,7 +20,7 @@ from pipeline.run.ledger import Ledger
 from pipeline.text import say, shown
 from stages.directory import Below, EngineDirectory, StageDirectory
 
-LOCK_PATIENCE_SECONDS = 0.5
+LOCK_TIMEOUT_SECONDS = 0.5
 PRIVATE = 0o700  # the mode of a run's directory
 TRUST_OPTION = "--trust-run"
 ROOT = 0  # may write everywhere in any case
@@ -102,7 +102,7 @@ class RunDirectory:
     def lock_stage(
         self,
         name: str,
-        patience: float = LOCK_PATIENCE_SECONDS,
+        lock_timeout: float = LOCK_TIMEOUT_SECONDS,
         check: Callable[[], None] = lambda: None,
     ) -> Iterator[None]:
         """Hold one stage for this process alone; the caller holds the run's lock, shared or not.
@@ -110,10 +110,10 @@ class RunDirectory:
         `check` is called while this waits and may raise.
 
         Raises:
-            RunLocked: another launcher still holds the stage after `patience` seconds.
+            RunLocked: another launcher still holds the stage after `lock_timeout` seconds.
         """
         what = f"stage {name} of {shown(self.path)} is"
-        with _locked(self.stage(name).lock, what, patience=patience, check=check):
+        with _locked(self.stage(name).lock, what, lock_timeout=lock_timeout, check=check):
             yield
 
     @contextmanager
@@ -146,12 +146,12 @@ def _locked(
     path: Path,
     what: str,
     shared: bool = False,
-    patience: float = LOCK_PATIENCE_SECONDS,
+    lock_timeout: float = LOCK_TIMEOUT_SECONDS,
     check: Callable[[], None] = lambda: None,
 ) -> Iterator[int]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b", buffering=0) as file:
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + lock_timeout
         while not _try_lock(file.fileno(), fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
             # `is_running` in another process holds the lock for an instant.
             if time.monotonic() > deadline:

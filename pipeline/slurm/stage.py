@@ -13,12 +13,12 @@ from rich.console import Console
 from pipeline.config.cluster import ClusterSettings
 from pipeline.config.validate import load_cluster
 from pipeline.errors import BraidError, reason
-from pipeline.launch.launcher import JobFailed, Launcher, Programs, run_to_the_end
+from pipeline.launch.launcher import SAVE_SECONDS, JobFailed, Launcher, Programs, run_to_the_end
 from pipeline.launch.placement import Placement, ThisMachine
 from pipeline.launch.processes import STOP_SIGNALS, TIME_IS_UP, Signals, Stopped
 from pipeline.launch.progress import Screen
 from pipeline.launch.runner import attempt, start_of
-from pipeline.run.directory import LOCK_PATIENCE_SECONDS
+from pipeline.run.directory import LOCK_TIMEOUT_SECONDS
 from pipeline.run.gates import check_stopped
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import PUT_ASIDE, Event, latest
@@ -73,9 +73,9 @@ def run_stage(run: Run, stage: Stage, console: Console, programs: Programs) -> M
         JobFailed: the stage failed.
         Stopped: a signal stopped it.
     """
-    number = os.environ.get("SLURM_JOB_ID")
-    if number is not None and "SLURM_ARRAY_TASK_ID" in os.environ:  # as `squeue --array` shows it
-        number = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    job_id = os.environ.get("SLURM_JOB_ID")
+    if job_id is not None and "SLURM_ARRAY_TASK_ID" in os.environ:  # as `squeue --array` shows it
+        job_id = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     check_stale(run, [stage])
     states = run.states
     if states[stage.name].state == "done":
@@ -87,25 +87,25 @@ def run_stage(run: Run, stage: Stage, console: Console, programs: Programs) -> M
     try:
         check_dependencies([stage], states, WAIT)
         check_stopped(run, [stage], states)
-        _attempt(run, stage, console, programs, cluster, number)
+        _attempt(run, stage, console, programs, cluster, job_id)
     except (JobFailed, Stopped) as ended:
         # For more time, or for other nodes.
         if isinstance(ended, Stopped):
             why = "the walltime is near" if ended.number == TIME_IS_UP else None
         else:
             why = ended.failure.cause if ended.failure.lost else None
-        if number is None or why is None:
+        if job_id is None or why is None:
             raise
-        _requeue_self(run, stage, cluster, number, why, ended)
+        _requeue_self(run, stage, cluster, job_id, why, ended)
     except BraidError as refusal:
-        if number is not None:
-            _record_refusal(run, stage, number, refusal, newest)
+        if job_id is not None:
+            _record_refusal(run, stage, job_id, refusal, newest)
         raise
     return write_results(run) if stage.kind == "evaluate" else None
 
 
 def _record_refusal(
-    run: Run, stage: Stage, number: str, refusal: BraidError, newest: Event | None
+    run: Run, stage: Stage, job_id: str, refusal: BraidError, newest: Event | None
 ) -> None:
     """Record why a job could not start its stage, for whoever submitted it by hand.
 
@@ -113,9 +113,9 @@ def _record_refusal(
     """
     event = latest(run.ledger.events()).get(stage.name)
     active = event is not None and event.state in ("submitted", "running")
-    if event == newest and (event is None or not active or event.job == number):
-        cause = f"job {number} was refused: {' '.join(reason(refusal).split())}"
-        run.ledger.append(stage.name, "failed", cause, run.stage(stage.name).attempts(), job=number)
+    if event == newest and (event is None or not active or event.job == job_id):
+        cause = f"job {job_id} was refused: {' '.join(reason(refusal).split())}"
+        run.ledger.append(stage.name, "failed", cause, run.stage(stage.name).attempts(), job=job_id)
 
 
 def _attempt(
@@ -124,18 +124,19 @@ def _attempt(
     console: Console,
     programs: Programs,
     cluster: ClusterSettings,
-    number: str | None,
+    job_id: str | None,
 ) -> None:
+    """Run one attempt at the stage on the nodes of Slurm job `job_id`; on this machine if None."""
     settings = run.settings
     placement: Placement = ThisMachine(settings.engine)
-    patience, save_seconds = LOCK_PATIENCE_SECONDS, 30.0
-    if number is not None:
+    lock_timeout, save_seconds = LOCK_TIMEOUT_SECONDS, SAVE_SECONDS
+    if job_id is not None:
         listed = os.environ["SLURM_JOB_NODELIST"]
         nodes = call(["scontrol", "show", "hostnames", listed]).split()
         places = place(nodes, settings.layout, settings.engine, cluster, samples=stage.needs_engine)
         _check_cpus(run, stage, cluster, nodes, places)
         placement = SlurmJob(places, settings.engine, cluster)
-        patience = OTHER_JOB_SECONDS
+        lock_timeout = OTHER_JOB_SECONDS
         save_seconds = cluster.warning_seconds - SPARE_SECONDS
     engines = run.stage(stage.name).engines
     with (
@@ -143,7 +144,8 @@ def _attempt(
         Screen(console) as screen,
         Launcher(engines, settings, programs, placement, signals, save_seconds) as launcher,
     ):
-        run_to_the_end(attempt(run, stage, launcher, screen, stage.name, number, patience))
+        work = attempt(run, stage, launcher, screen, stage.name, job_id, lock_timeout)
+        run_to_the_end(work)
 
 
 def _check_cpus(
@@ -171,7 +173,7 @@ def _requeue_self(
     run: Run,
     stage: Stage,
     cluster: ClusterSettings,
-    number: str,
+    job_id: str,
     why: str,
     ended: JobFailed | Stopped,
 ) -> None:
@@ -187,16 +189,16 @@ def _requeue_self(
         )
         raise ended
     attempts = directory.attempts()
-    ledger.append(stage.name, "submitted", f"job {number} again: {why}", attempts, job=number)
+    ledger.append(stage.name, "submitted", f"job {job_id} again: {why}", attempts, job=job_id)
     try:
-        requeue(number)
+        requeue(job_id)
     except SlurmError as error:
         cause = f"{why}, and the job could not be requeued: {error}"
         ledger.append(stage.name, "pending", cause, attempts)
         ended.add_note(f"{error}; submit again")
         raise ended from error
     time.sleep(REQUEUED_SECONDS)
-    raise BraidError(f"job {number} was requeued, but Slurm did not end it")
+    raise BraidError(f"job {job_id} was requeued, but Slurm did not end it")
 
 
 def _starts(events: Sequence[Event], stage: Stage) -> list[str]:
@@ -213,7 +215,7 @@ def _starts(events: Sequence[Event], stage: Stage) -> list[str]:
     return list(found.values())
 
 
-def requeue(number: str) -> None:
+def requeue(job_id: str) -> None:
     """Requeue a job, or one task of an array; wait for a controller that is away.
 
     After a node failure Slurm may have requeued it already.
@@ -224,7 +226,7 @@ def requeue(number: str) -> None:
     deadline = time.monotonic() + REQUEUED_SECONDS
     while True:
         try:
-            call(["scontrol", "requeue", number])
+            call(["scontrol", "requeue", job_id])
             return
         except SlurmError as error:
             if ALREADY_REQUEUED in str(error):

@@ -77,12 +77,16 @@ class Sketch:
 
 
 def sketch(tokens: np.ndarray) -> Sketch:
-    """Return the sketch of tokens, int [length]; fewer than `SHINGLE` tokens are one shingle."""
+    """Return the sketch of tokens, int [length]; fewer than `SHINGLE` tokens are one shingle.
+
+    All shingles are hashed together, one token of each at a time: hash = mix(hash + token + 1).
+    """
     size = min(SHINGLE, len(tokens))
-    count = len(tokens) - size + 1
-    hashes = np.zeros(count if size else 0, np.uint64)
-    for place in range(size):
-        hashes = _mixed(hashes + tokens[place : place + count].astype(np.uint64) + np.uint64(1))
+    shingles = len(tokens) - size + 1
+    hashes = np.zeros(shingles if size else 0, np.uint64)
+    for offset in range(size):
+        column = tokens[offset : offset + shingles].astype(np.uint64)
+        hashes = _mix(hashes + column + np.uint64(1))  # mix(0) is 0: token 0 would not count
     smallest = np.unique(hashes)
     return Sketch(frozenset(smallest[:SKETCH].tolist()), len(smallest) <= SKETCH)
 
@@ -124,8 +128,8 @@ def _alike(one: Sketch, other: Sketch, similar: float) -> bool:
     return len(one.hashes & other.hashes) >= similar * most and jaccard(one, other) >= similar
 
 
-def _mixed(values: np.ndarray) -> np.ndarray:
-    """Spread the bits over all 64; arithmetic is modulo 2^64."""
+def _mix(values: np.ndarray) -> np.ndarray:
+    """Mix the bits of uint64 values as splitmix64 does; arithmetic is modulo 2^64."""
     values = (values ^ (values >> np.uint64(30))) * _MIX_1
     values = (values ^ (values >> np.uint64(27))) * _MIX_2
     return values ^ (values >> np.uint64(31))

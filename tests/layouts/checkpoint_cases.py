@@ -60,8 +60,8 @@ def continue_training(
     from parallel.checkpoint import load
 
     policy = KINDS[kind].build(layout, seed=1)
-    found, errors = load.newest_verified(Path(directory))
-    state = load.training(policy, found)
+    found, errors = load.newest_intact(Path(directory))
+    state = load.training_state(policy, found)
     assert (errors, state) == ([], {"cursor": 7, "step": STEPS, "score": None})
     save(policy, Path(again), STEPS, {})
     rate = policy.learning_rate
@@ -134,7 +134,7 @@ def resumes_bit_for_bit(layout: LayoutSettings, kind: str, directory: str) -> bo
     save(policy, Path(directory), STEPS, {})
     expected = [*train(policy, range(STEPS, 2 * STEPS)), torch.rand(1).item()]
     resumed = KINDS[kind].build(layout, seed=1)
-    load.training(resumed, Path(directory) / f"step_{STEPS}")
+    load.training_state(resumed, Path(directory) / f"step_{STEPS}")
     found = [*train(resumed, range(STEPS, 2 * STEPS)), torch.rand(1).item()]
     torch.use_deterministic_algorithms(False)
     return found == expected and same(snapshot(policy), snapshot(resumed))
@@ -175,7 +175,7 @@ def training_does_not_leak(layout: LayoutSettings, kind: str, directory: str) ->
     loaded = {}
     for name in ("at_once", "beside"):
         other = KINDS[kind].build(layout, seed=1)
-        load.training(other, Path(directory) / name / f"step_{STEPS}")
+        load.training_state(other, Path(directory) / name / f"step_{STEPS}")
         loaded[name] = same(snapshot(other), before)
     trained_on = not same(snapshot(policy), before)
     return {**loaded, "trained_on": trained_on, "writing": writing, "done": not saver.writing}
@@ -278,7 +278,7 @@ def find_newest(directory: str) -> str:
     from parallel.checkpoint import load
 
     try:
-        found, errors = load.newest_verified(Path(directory))
+        found, errors = load.newest_intact(Path(directory))
     except OSError as error:
         return str(error)
     return f"{found}; {errors}"

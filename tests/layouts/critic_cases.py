@@ -69,7 +69,7 @@ def continue_training(
     from parallel.checkpoint import load
 
     policy, critic = build(layout, kind, seed=1)
-    load.training(policy, Path(directory) / f"step_{STEPS}")
+    load.training_state(policy, Path(directory) / f"step_{STEPS}")
     assert (policy.schedule.num_steps, critic.schedule.num_steps) == (STEPS, 2 * STEPS)
     learn(policy, critic, range(STEPS, 2 * STEPS))
     return {
@@ -88,7 +88,7 @@ def resumes_bit_for_bit(layout: LayoutSettings, kind: str, directory: str) -> bo
     save(policy, Path(directory), STEPS, {})
     expected = learn(policy, critic, range(STEPS, 2 * STEPS))
     resumed, other = build(layout, kind, seed=1)
-    load.training(resumed, Path(directory) / f"step_{STEPS}")
+    load.training_state(resumed, Path(directory) / f"step_{STEPS}")
     found = learn(resumed, other, range(STEPS, 2 * STEPS))
     torch.use_deterministic_algorithms(False)
     whole = [*snapshot(policy), *snapshot(critic)]

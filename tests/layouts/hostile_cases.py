@@ -114,9 +114,9 @@ def resume(layout: LayoutSettings, directory: str) -> str:
     from parallel.checkpoint import load
 
     policy = KINDS["sgd"].build(layout)
-    found, errors = load.newest_verified(Path(directory))
+    found, errors = load.newest_intact(Path(directory))
     assert found is not None and not errors
-    return error_of(lambda: load.training(policy, found))
+    return error_of(lambda: load.training_state(policy, found))
 
 
 def take_weights(layout: LayoutSettings, directory: str) -> str:

@@ -69,7 +69,7 @@ def test_a_job_that_waits_for_the_lock_ends_when_it_is_asked_to(run: RunDirector
     with (
         run.lock_stage("merge"),
         pytest.raises(Stopped),
-        run.lock_stage("merge", patience=60, check=asked),
+        run.lock_stage("merge", lock_timeout=60, check=asked),
     ):
         pytest.fail("it has the lock that another one holds")
 

@@ -230,7 +230,7 @@ def test_a_critic_is_resumed_and_not_inherited(tmp_path: Path) -> None:
     stage.step(2)
     saver.finish()
     other = ppo(tmp_path)
-    state = load.training(other.policy, checkpoint)
+    state = load.training_state(other.policy, checkpoint)
     other.restore(json.loads(json.dumps(state)))
     other.step(2)
     _, mine = critic_of(stage)
@@ -240,7 +240,7 @@ def test_a_critic_is_resumed_and_not_inherited(tmp_path: Path) -> None:
     assert same(copied(stage.policy), copied(other.policy))
     plain = expert(tmp_path, {})
     load.weights(plain.policy, checkpoint)
-    load.training(other.policy, checkpoint)
+    load.training_state(other.policy, checkpoint)
     assert same(copied(plain.policy), copied(other.policy))
     # A critic that begins at a parent has all of it but the head.
     turn_head(theirs)

@@ -175,7 +175,7 @@ def test_an_average_follows_the_policy_and_is_resumed(tmp_path: Path) -> None:
     saver.begin(stage.policy, 1, stage.state())
     saver.finish()
     other = expert(tmp_path, objective)
-    load.training(other.policy, tmp_path / "checkpoints" / "step_1")
+    load.training_state(other.policy, tmp_path / "checkpoints" / "step_1")
     for mine, theirs in ((stage.policy, other.policy), (average, other.policy.averages["ema"])):
         for name, weight in mine.named_weights().items():
             assert torch.equal(weight, theirs.named_weights()[name])

@@ -43,11 +43,11 @@ def expert(
     settings = settings.model_copy(update={"deterministic": deterministic})
     stage = opened(toy_job(directory, settings, engine))
     stage.engines.fleet.sequences = 1000  # type: ignore[attr-defined]  # one stream a call
-    newest, _ = load.newest_verified(directory / "checkpoints")
+    newest, _ = load.newest_intact(directory / "checkpoints")
     if newest is None:
         stage.policy.start_fresh(0)
         return stage, 0
-    state = load.training(stage.policy, newest)
+    state = load.training_state(stage.policy, newest)
     stage.restore(state)
     return stage, state["step"]
 

@@ -28,8 +28,8 @@ def test_a_state_that_lacks_something_names_it(
 ) -> None:
     directory = Path("runs/small/stages/experts.sums")
     saved = directory / "checkpoints/step_20"
-    monkeypatch.setattr(load, "newest_verified", lambda directory: (saved, []))
-    monkeypatch.setattr(load, "training", lambda policy, path: {"step": 20, **rate})
+    monkeypatch.setattr(load, "newest_intact", lambda directory: (saved, []))
+    monkeypatch.setattr(load, "training_state", lambda policy, path: {"step": 20, **rate})
     stage, job = OfToday(), StageJob.model_construct(stage="experts.sums", directory=directory)
     if rate:
         assert loop._load(stage, job, saved.parent) == {"step": 20, "rate": 2}
