@@ -23,8 +23,10 @@ OUTPUT, ERRORS = 1, 2
 class UserError(Exception):
     """An error whose message alone says what is wrong, where, and how to fix it.
 
-    Programs end with the message and without a traceback.
+    A program ends with the message, without a traceback, and with `exit_code`.
     """
+
+    exit_code = 1
 
 
 def report_error(reason: str) -> None:

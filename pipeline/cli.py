@@ -10,8 +10,7 @@ from contextlib import nullcontext, redirect_stdout
 from importlib import import_module
 
 from parallel.errors import UserError
-from pipeline.errors import BraidError, reason
-from pipeline.text import encode_anything, say
+from pipeline.text import encode_anything, reason, say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UserError, OSError) as error:
         notes: list[str] = getattr(error, "__notes__", [])
         say(f"braid: {reason(error)}", *notes, file=sys.stderr)
-        return error.exit_code if isinstance(error, BraidError) else 1
+        return error.exit_code if isinstance(error, UserError) else 1
     return 0
 
 
@@ -42,7 +41,7 @@ def command_parser() -> ArgumentParser:
     """Import every command, which registers it, and return the parser of the command line.
 
     Raises:
-        BraidError: a package is missing, as outside the environment of `make install`.
+        UserError: a package is missing, as outside the environment of `make install`.
     """
     try:
         common = import_module("pipeline.commands.common")
@@ -52,7 +51,7 @@ def command_parser() -> ArgumentParser:
         package = (error.name or "").partition(".")[0]
         if package in ("", "pipeline", "stages", "parallel"):
             raise
-        raise BraidError(
+        raise UserError(
             f"{sys.executable} has no package {package}: run braid in the environment that "
             "`make install` builds, with: source .venv/bin/activate"
         ) from error

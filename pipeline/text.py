@@ -1,4 +1,4 @@
-"""Text for people: paths, hints and durations, and output that must not act on the terminal.
+"""Text for people: paths, errors, hints, durations, and output that cannot act on the terminal.
 
 YAML keys, causes in a ledger, file names, logs and bodies of HTTP errors may hold any character.
 """
@@ -51,6 +51,14 @@ def clock(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def reason(error: Exception) -> str:
+    """Return the message of an error; for an OSError with the path."""
+    if not isinstance(error, OSError):
+        return str(error) or type(error).__name__
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror or error}"
 
 
 def shown(path: Path) -> str:

@@ -1,9 +1,10 @@
-"""The kinds of stages, and the names of a run's stages. Never imports torch."""
+"""The kinds of stages, the keys that each reads, and the names of stages. Never imports torch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Kind = Literal["import", "sft", "grpo", "mixed", "distill", "gate", "evaluate", "export"]
 
@@ -130,3 +131,34 @@ MODULES["preview"] = "stages.preview"
 def settings_key(stage: str) -> str:
     """Return the key of a stage's settings: `domains.A` for `round_2.experts.A`, else its name."""
     return f"domains.{stage.rpartition(EXPERT)[2]}" if EXPERT in stage else stage
+
+
+def matches(key: str, pattern: str) -> bool:
+    """Return whether `pattern` names `key` or a key above it."""
+    parts, wanted = key.split("."), pattern.split(".")
+    below = len(parts) >= len(wanted)
+    return below and all(w in ("*", p) for p, w in zip(parts, wanted, strict=False))
+
+
+def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every leaf of nested mappings as (dotted key, value); an empty mapping is a leaf."""
+    if not isinstance(value, dict) or (prefix and not value):
+        yield prefix, value
+        return
+    for name, child in value.items():
+        yield from flatten(child, f"{prefix}.{name}" if prefix else name)
+
+
+def leaves(tree: dict[str, Any], pattern: str) -> Iterator[tuple[str, Any]]:
+    """Yield every leaf at or below a dotted pattern, like `flatten`; `*` matches one name."""
+    found = [("", tree)]
+    for part in pattern.split("."):
+        found = [
+            (f"{prefix}.{name}" if prefix else name, value[name])
+            for prefix, value in found
+            if isinstance(value, dict)
+            for name in (value if part == "*" else [part])
+            if name in value
+        ]
+    for prefix, value in found:
+        yield from flatten(value, prefix)

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from parallel.errors import UserError
 from pipeline.config.validate import load
-from pipeline.errors import BraidError
 from pipeline.launch.launcher import Programs
 from pipeline.run.directory import TRUST_OPTION, RunDirectory, check_owner
-from pipeline.run.run import Run, check_run_directory
-from pipeline.run.select import RunFork, find_fork, put_aside, reuse_stages
+from pipeline.run.run import Run
+from pipeline.run.select import RunFork, check_run_directory, find_fork, put_aside, reuse_stages
 from pipeline.text import hint, say, shown
 from stages.settings import RunSettings
 
@@ -219,12 +219,12 @@ def print_json(arguments: Namespace, value: Any) -> None:
 
 
 def find(runs_dir: Path, name: str) -> RunDirectory:
-    """Return the run of a name or directory; raise BraidError where there is none."""
+    """Return the run of a name or directory; raise UserError where there is none."""
     for path in (runs_dir / name, Path(name)):
         if (run := RunDirectory(path)).settings_file.exists():
             return run
     known = [path.name for path in run_paths(runs_dir)]
-    raise BraidError(f"no run {name} in {shown(runs_dir)}; {hint(name, known)}")
+    raise UserError(f"no run {name} in {shown(runs_dir)}; {hint(name, known)}")
 
 
 def run_paths(runs_dir: Path) -> list[Path]:
@@ -232,27 +232,38 @@ def run_paths(runs_dir: Path) -> list[Path]:
     return sorted(settings.parent for settings in runs_dir.glob("*/run.yaml"))
 
 
+def read_run(directory: RunDirectory, *, check_environment: bool = False) -> Run:
+    """Return the run in a directory that has a run.yaml.
+
+    `check_environment` also checks the files and modules that its stages will need.
+
+    Raises:
+        ConfigError: with every violation in run.yaml.
+    """
+    return Run(directory.path, load(directory.settings_file, to_start=check_environment))
+
+
 def existing(arguments: Namespace) -> Run:
     """Return the run that the arguments name."""
-    return Run.read(find(arguments.runs_dir, arguments.run).path)
+    return read_run(find(arguments.runs_dir, arguments.run))
 
 
 def owned(arguments: Namespace, *, check_environment: bool = False) -> Run:
     """Return the run that the arguments name, to work on it.
 
     Raises:
-        BraidError: other users may have written it, and it is not trusted.
+        UserError: other users may have written it, and it is not trusted.
     """
     run = find(arguments.runs_dir, arguments.run)
     check_owner(run, arguments.trust_run)
-    return Run.read(run.path, check_environment=check_environment)
+    return read_run(run, check_environment=check_environment)
 
 
 def configured(arguments: Namespace) -> Run:
     """Return the run of the configuration that the arguments name.
 
     Raises:
-        BraidError: the configuration belongs to a run in another directory.
+        UserError: the configuration belongs to a run in another directory.
     """
     settings = load_config(arguments)
     run = Run(arguments.runs_dir / settings.name, settings)
@@ -271,7 +282,7 @@ def forked(arguments: Namespace, run: Run) -> tuple[RunDirectory | None, RunFork
     """Return the run that `--fork` names, and the stages of it that `run` can reuse.
 
     Raises:
-        BraidError: other users may have written the run, and it is not trusted.
+        UserError: other users may have written the run, and it is not trusted.
     """
     if not arguments.fork:
         return None, RunFork()

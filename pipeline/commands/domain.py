@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from parallel.errors import UserError
 from parallel.files import CHARACTERS
 from pipeline.commands import common
 from pipeline.commands.common import GROUPS, JSON, TRUST, Argument, command, positive, print_json
 from pipeline.config.validate import dump_differing, load_domain, load_with_domain
-from pipeline.errors import BraidError
 from pipeline.launch import one_off
 from pipeline.launch.launcher import checkpoint_path
 from pipeline.report.tables import Cell, table, terminal
@@ -75,12 +75,12 @@ def domain_check(arguments: Namespace) -> None:
     path, tokenizer, found = arguments.file, arguments.tokenizer, None
     if arguments.run is None:
         if arguments.stage or arguments.samples:
-            raise BraidError("--stage and --samples need --run")
+            raise UserError("--stage and --samples need --run")
         name = CHARACTERS if tokenizer is None else str(tokenizer.absolute())
         wrong = _check(arguments, RewardPoolSettings(), name)
     else:
         if tokenizer or not arguments.stage:
-            raise BraidError("--run needs --stage, and excludes --tokenizer: a run has its own")
+            raise UserError("--run needs --stage, and excludes --tokenizer: a run has its own")
         run = common.owned(arguments)
         one_off.finished_training(run, arguments.stage)
         settings = load_with_domain(run.settings_file, path, arguments.samples)
@@ -96,7 +96,7 @@ def domain_check(arguments: Namespace) -> None:
         print_json(arguments, {"valid": not wrong, "errors": wrong, "preview": found})
     if wrong:
         print(table("", (), [(Cell("✗", "red"), error) for error in wrong]))
-        raise BraidError(f"{shown(path)}: its rewards (✗) do not tell right from wrong")
+        raise UserError(f"{shown(path)}: its rewards (✗) do not tell right from wrong")
     say(f"{shown(path)} is valid, and its rewards tell right from wrong on these prompts")
 
 
@@ -116,7 +116,7 @@ def domain_new(arguments: Namespace) -> None:
     """Write a new domain's file."""
     name, source = arguments.name, arguments.source
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-        raise BraidError(f"{name!r} is not a domain's name: use letters, digits, _ and -")
+        raise UserError(f"{name!r} is not a domain's name: use letters, digits, _ and -")
     path = DIRECTORY / f"{name}.yaml"
     starter = "_starter.yaml" if source == "reasoning_gym" else "_starter_files.yaml"
     filled = {"NAME": name, "PATH": str(path), "SOURCE": source}
@@ -126,7 +126,7 @@ def domain_new(arguments: Namespace) -> None:
         with path.open("x", encoding="utf-8") as file:
             file.write(re.sub("NAME|PATH|SOURCE", lambda found: filled[found[0]], text))
     except FileExistsError:
-        raise BraidError(f"{shown(path)} exists already; it was not changed") from None
+        raise UserError(f"{shown(path)} exists already; it was not changed") from None
     say(f"wrote {shown(path)}; check it with: braid domain check {shown(path)}")
 
 

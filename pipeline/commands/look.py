@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from parallel.errors import UserError
 from pipeline.commands import common
 from pipeline.commands.common import (
     CONFIG,
@@ -18,21 +19,22 @@ from pipeline.commands.common import (
     Argument,
     command,
     print_json,
+    read_run,
 )
 from pipeline.config.read import ConfigError
 from pipeline.config.rules import policy_cautions
 from pipeline.config.validate import dump_resolved
-from pipeline.errors import BraidError, reason
 from pipeline.report import explain
 from pipeline.report import status as report
 from pipeline.report.doctor import probe, section_table, sections
 from pipeline.report.memory import memory_report, stage_memory
+from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import took
 from pipeline.run.metrics import read_models
 from pipeline.run.run import Run
 from pipeline.slurm.queue import is_queued, queue_of, states_now
-from pipeline.text import say, shown, visible
+from pipeline.text import reason, say, shown, visible
 from stages.directory import EngineDirectory
 from stages.rewards.registry import cautions
 
@@ -96,7 +98,7 @@ def validate(arguments: Namespace) -> None:
 def plan(arguments: Namespace) -> None:
     """Show the stages and what would happen to each; or the memory they need."""
     if arguments.dot and (arguments.json or arguments.memory):
-        raise BraidError("--dot prints the graph for Graphviz; it excludes --json and --memory")
+        raise UserError("--dot prints the graph for Graphviz; it excludes --json and --memory")
     if arguments.memory:
         settings = common.load_config(arguments)
         if arguments.json:
@@ -141,7 +143,7 @@ def doctor(arguments: Namespace) -> None:
         for heading, rows in found:
             print(section_table(heading, rows), end="\n\n")
     if errors:
-        raise BraidError(f"{errors} of these (✗) keep stages from running here")
+        raise UserError(f"{errors} of these (✗) keep stages from running here")
     if not arguments.json:
         say("everything that stages need works here")
 
@@ -191,8 +193,10 @@ def _show_run(arguments: Namespace, run: Run) -> None:
 def _counts(path: Path) -> dict[str, Any]:
     """Return how many stages of a run are in each state, or its `error`."""
     try:
-        return dict(Counter(each.state for each in states_now(Run.read(path)).values()))
-    except (BraidError, OSError) as error:
+        return dict(
+            Counter(each.state for each in states_now(read_run(RunDirectory(path))).values())
+        )
+    except (UserError, OSError) as error:
         return {"error": reason(error)}
 
 
@@ -228,7 +232,7 @@ def why(arguments: Namespace) -> None:
 def diff(arguments: Namespace) -> None:
     """Show how two runs differ."""
     run = common.existing(arguments)
-    other = Run.read(common.find(arguments.runs_dir, arguments.other).path)
+    other = read_run(common.find(arguments.runs_dir, arguments.other))
     differing = explain.difference(run, other)
     if arguments.json:
         print_json(arguments, differing)

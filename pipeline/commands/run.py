@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from parallel.errors import UserError
 from pipeline.commands import common
 from pipeline.commands.common import (
     CONFIG_HELP,
@@ -24,7 +25,6 @@ from pipeline.commands.common import (
     print_json,
     whole,
 )
-from pipeline.errors import BraidError
 from pipeline.launch import one_off
 from pipeline.launch.launcher import JobFailed
 from pipeline.launch.processes import Stopped
@@ -34,7 +34,6 @@ from pipeline.report.explain import dry_run
 from pipeline.report.tables import Cell, table, terminal
 from pipeline.run import gates
 from pipeline.run.directory import TRUST_OPTION, check_owner, warn_of_readers
-from pipeline.run.metrics import write_results
 from pipeline.run.run import Run
 from pipeline.run.select import MAY_CHANGE, check_selection, check_settings
 from pipeline.slurm.queue import check_not_queued
@@ -228,27 +227,27 @@ def audit(arguments: Namespace) -> None:
         for row in each["rows"]
         if not row["agrees"]
     ]:
-        raise BraidError("the audit differs from the run: " + "; ".join(differing))
+        raise UserError("the audit differs from the run: " + "; ".join(differing))
     if all(each["refused"] for each in found):
-        raise BraidError("nothing was audited")
+        raise UserError("nothing was audited")
 
 
 def _audited(run: Run, name: str | None, step: int | None) -> list[str]:
     """Return the stages to audit: the named one, or all auditable ones that have started.
 
     Raises:
-        BraidError: there is no such stage, or nothing of it can be audited.
+        UserError: there is no such stage, or nothing of it can be audited.
     """
     known = [stage.name for stage in run.stages if stage.kind in AUDITED]
     if name is not None and name not in known:
-        raise BraidError(f"no stage {name} can be audited; {hint(name, known)}")
+        raise UserError(f"no stage {name} can be audited; {hint(name, known)}")
     if name is None and step is not None:
-        raise BraidError(f"--step {step} needs a stage: braid audit RUN STAGE --step N")
+        raise UserError(f"--step {step} needs a stage: braid audit RUN STAGE --step N")
     started = [each for each in known if run.stage(each).path.exists()]
     if name not in (None, *started):
-        raise BraidError(f"{shown(run.path)}: stage {name} has not started; nothing to audit")
+        raise UserError(f"{shown(run.path)}: stage {name} has not started; nothing to audit")
     if not started:
-        raise BraidError(f"{shown(run.path)}: no stage has started; nothing to audit")
+        raise UserError(f"{shown(run.path)}: no stage has started; nothing to audit")
     return started if name is None else [name]
 
 
@@ -295,7 +294,7 @@ def _run_stages(run: Run, arguments: Namespace) -> None:
         error.add_note(f"finished stages are kept; continue with: {_again(run, arguments)}")
         raise
     run.refresh()
-    models = None if arguments.only else write_results(run)
+    models = None if arguments.only else run.write_results()
     if arguments.json:
         print_json(arguments, report.run_state(run, run.states))
     elif models is None:

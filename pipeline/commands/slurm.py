@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from parallel.errors import UserError
 from parallel.files import write_atomically
 from pipeline.commands import common
 from pipeline.commands.common import (
@@ -21,8 +22,7 @@ from pipeline.commands.common import (
     print_json,
 )
 from pipeline.config.cluster import READ_BY_JOBS, ClusterSettings
-from pipeline.config.validate import differing_keys, load_cluster
-from pipeline.errors import BraidError
+from pipeline.config.validate import differing_keys, load, load_cluster
 from pipeline.report import status as report
 from pipeline.report.tables import terminal
 from pipeline.run.directory import RunDirectory, check_owner, warn_of_readers
@@ -145,7 +145,7 @@ def stage(arguments: Namespace) -> None:
     name = stage_of_task(arguments.stages)
     try:
         common.find(arguments.runs_dir, arguments.run)
-    except BraidError as error:
+    except UserError as error:
         error.add_note("create a run with: braid submit CONFIG --cluster PROFILE --prepare")
         raise
     run = common.owned(arguments, check_environment=True)
@@ -194,16 +194,16 @@ def cancel(arguments: Namespace) -> None:
 
 
 def _asked(arguments: Namespace) -> _Submission:
-    """Return the request; raise BraidError where the arguments, profile or path are invalid."""
+    """Return the request; raise UserError where the arguments, profile or path are invalid."""
     run = common.configured(arguments)
     check_owner(run, arguments.trust_run)
     profile = arguments.cluster or run.cluster
     if arguments.cluster is None and not run.cluster.exists():
-        raise BraidError("--cluster FILE is required; configs/clusters has examples")
+        raise UserError("--cluster FILE is required; configs/clusters has examples")
     cluster = load_cluster(profile)
     for letter, name in (("%", "%"), ("\n", "line break")):
         if letter in str(run.path.absolute()):
-            raise BraidError(
+            raise UserError(
                 f"{shown(run.path)}: Slurm misreads a {name} in a path; choose another path"
             )
     wanted = run.chosen(arguments.only)
@@ -241,7 +241,7 @@ def _settled(asked: _Submission) -> dict[str, StageState]:
     """Write the run's settings, put aside and reuse stages; return every stage's state then.
 
     Raises:
-        BraidError: the request cannot be met; unless the reason is a stale stage, the run has not
+        UserError: the request cannot be met; unless the reason is a stale stage, the run has not
             changed.
     """
     run = asked.run
@@ -250,7 +250,7 @@ def _settled(asked: _Submission) -> dict[str, StageState]:
     before = run.states_with(queued)
     again = [stage.name for stage in run.downstream(asked.rerun)]
     if busy := [name for name in again if before[name].state in IN_FLIGHT]:
-        raise BraidError(
+        raise UserError(
             f"{', '.join(busy)} cannot be rerun while a job of it waits or runs; cancel it first "
             f"with: braid cancel {shown(run.path)}"
         )
@@ -271,18 +271,18 @@ def _settled(asked: _Submission) -> dict[str, StageState]:
 def _submissions(
     asked: _Submission, states: Mapping[str, StageState]
 ) -> list[submitting.Submission]:
-    """Return the jobs; raise BraidError where a wanted stage cannot start."""
+    """Return the jobs; raise UserError where a wanted stage cannot start."""
     check_dependencies(asked.wanted, as_done(states, *IN_FLIGHT))  # those in the queue count
     check_stopped(asked.run, asked.wanted, states)
     return submitting.submissions(asked.run, asked.cluster, asked.wanted, states)
 
 
 def _check_queued_settings(run: Run) -> None:
-    """Raise BraidError where queued jobs would run with settings they were not submitted with."""
+    """Raise UserError where queued jobs would run with settings they were not submitted with."""
     if not run.settings_file.exists():
         return
-    if differing_keys(Run.read(run.path).settings, run.settings) and queue_of(run)[0]:
-        raise BraidError(
+    if differing_keys(load(run.settings_file, to_start=False), run.settings) and queue_of(run)[0]:
+        raise UserError(
             f"{shown(run.path)} has jobs in the queue, which would run with these different "
             f"settings; cancel them first with: braid cancel {shown(run.path)}"
         )
@@ -291,7 +291,7 @@ def _check_queued_settings(run: Run) -> None:
 def _check_queued_profile(
     run: RunDirectory, cluster: ClusterSettings, queued: Sequence[Stage]
 ) -> None:
-    """Raise BraidError where jobs in the queue would read a changed cluster profile."""
+    """Raise UserError where jobs in the queue would read a changed cluster profile."""
     if not queued or not run.cluster.exists():
         return
     theirs = load_cluster(run.cluster)
@@ -302,7 +302,7 @@ def _check_queued_profile(
         if getattr(theirs.of_kind(stage.kind), key) != getattr(cluster.of_kind(stage.kind), key)
     }
     if differing:
-        raise BraidError(
+        raise UserError(
             f"{shown(run.path)} has jobs in the queue, which were submitted with a different "
             f"{', '.join(sorted(differing))}; cancel them first with: braid cancel "
             f"{shown(run.path)}"

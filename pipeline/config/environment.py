@@ -8,17 +8,15 @@ from __future__ import annotations
 import ast
 import json
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from parallel.engine.environment import placement_violation
 from parallel.families import FAMILIES
 from parallel.files import CHARACTERS, WEIGHTS_INDEX, unreachable
-from parallel.settings import EngineSettings
-from pipeline.errors import BraidError
 from pipeline.text import hint, shown
 from stages.data.formats import FORMATS
 from stages.data.reasoning_gym import options, value_violation
@@ -263,46 +261,3 @@ class _TopLevel(ast.NodeVisitor):
     def visit_Name(self, node: ast.Name) -> None:
         if isinstance(node.ctx, ast.Store):
             self.names.add(node.id)
-
-
-@dataclass(frozen=True)
-class Cores:
-    """The CPU cores of all ranks together and of each engine; None means any."""
-
-    ranks: list[int] | None
-    engines: list[list[int] | None]
-
-
-def share_out(engine: EngineSettings, cores: Sequence[int] | None = None) -> Cores:
-    """Divide the CPU cores, by default all that this process may use, by `engine.placement`.
-
-    own: each engine rank gets one of the last cores, and the trainer's ranks share the rest.
-    shared: the ranks may use all cores, and each engine an equal part, if there are enough.
-
-    Raises:
-        BraidError: no core is left for the trainer's ranks.
-    """
-    cores = sorted(os.sched_getaffinity(0) if cores is None else cores)
-    if engine.placement == "shared":
-        part = len(cores) // engine.count
-        if engine.count == 1 or part < engine.tensor:
-            return Cores(None, [None] * engine.count)
-        starts = range(0, engine.count * part, part)
-        return Cores(None, [cores[start : start + part] for start in starts])
-    if problem := placement_violation(engine, cores):
-        raise BraidError(f"engine.placement: {problem}")
-    first = len(cores) - engine.count * engine.tensor
-    starts = range(first, len(cores), engine.tensor)
-    return Cores(cores[:first], [cores[start : start + engine.tensor] for start in starts])
-
-
-def placement_violation(engine: EngineSettings, cores: Sequence[int] | None = None) -> str | None:
-    """Return why the engines do not fit on the cores, by default all that this process may use."""
-    found = len(os.sched_getaffinity(0) if cores is None else cores)
-    needed = engine.count * engine.tensor + 1
-    if engine.placement == "shared" or needed <= found:
-        return None
-    return (
-        f"own needs {needed} CPU cores, one for each of {engine.count} x {engine.tensor} engine "
-        f"ranks and at least one for the trainer, {found} available; use fewer engines, or shared"
-    )

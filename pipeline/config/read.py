@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from parallel.errors import UserError
 from parallel.files import open_file
 from pipeline.config.yaml_core import (
     MOST_DEPTH,
@@ -26,7 +27,6 @@ from pipeline.config.yaml_core import (
     has_surrogate,
     scalar,
 )
-from pipeline.errors import BraidError
 from pipeline.text import hint, shown, visible
 
 MOST_BYTES = 8 << 20  # of a file
@@ -79,7 +79,7 @@ class Violation:
         return visible(": ".join(part for part in (str(self.place), key, message) if part))
 
 
-class ConfigError(BraidError):
+class ConfigError(UserError):
     """An invalid configuration. Its message shows the first MOST_SHOWN violations.
 
     `more` counts violations that were found and are not in `violations`.

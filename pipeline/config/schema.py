@@ -1,9 +1,8 @@
-"""Settings classes, and plain values, as trees of dotted keys."""
+"""Settings classes as trees of keys."""
 
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -95,27 +94,3 @@ def _bare(annotation: Any) -> Any:
         arms = [arm for arm in get_args(annotation) if arm is not type(None)]
         return _bare(arms[0]) if len(arms) == 1 else annotation
     return annotation
-
-
-def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every leaf of nested mappings as (dotted key, value); an empty mapping is a leaf."""
-    if not isinstance(value, dict) or (prefix and not value):
-        yield prefix, value
-        return
-    for name, child in value.items():
-        yield from flatten(child, f"{prefix}.{name}" if prefix else name)
-
-
-def leaves(tree: dict[str, Any], pattern: str) -> Iterator[tuple[str, Any]]:
-    """Yield every leaf at or below a dotted pattern, like `flatten`; `*` matches one name."""
-    found = [("", tree)]
-    for part in pattern.split("."):
-        found = [
-            (f"{prefix}.{name}" if prefix else name, value[name])
-            for prefix, value in found
-            if isinstance(value, dict)
-            for name in (value if part == "*" else [part])
-            if name in value
-        ]
-    for prefix, value in found:
-        yield from flatten(value, prefix)

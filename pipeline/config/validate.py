@@ -34,9 +34,8 @@ from pipeline.config.read import (
     plain,
     shortened,
 )
-from pipeline.config.schema import flatten
 from pipeline.text import hint
-from stages.kinds import Kind
+from stages.kinds import Kind, flatten
 from stages.rewards.reward import RewardPoolSettings
 from stages.settings import DomainSettings, RunSettings
 

@@ -44,7 +44,7 @@ class EngineSupervisor:
         """Start every engine that does not run, and reset the count of restarts.
 
         Raises:
-            BraidError: the machine has too few cores for the engines.
+            UserError: the machine has too few cores for the engines.
         """
         if not self._engines:
             patience = self._settings.engine.start_timeout_seconds

@@ -9,8 +9,8 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from parallel.errors import UserError
 from parallel.files import write_atomically
-from pipeline.errors import BraidError
 from pipeline.launch.engines import EngineSupervisor, Report
 from pipeline.launch.placement import Placement
 from pipeline.launch.processes import (
@@ -36,7 +36,7 @@ SETTLE_SECONDS = 1.0  # for the other ranks to report, after one failed
 SIGN_SECONDS = 1.0  # between touches of the job's file, which date the end of a killed attempt
 
 
-class JobFailed(BraidError):
+class JobFailed(UserError):
     """A rank failed, or an engine that a restart does not help."""
 
     def __init__(self, stage: str, failure: ProcessFailure) -> None:
@@ -195,7 +195,7 @@ def checkpoint_path(run: RunDirectory, stage: str, step: int | None = None) -> P
     """Return the path of a stage's newest whole checkpoint, or of its checkpoint of a step.
 
     Raises:
-        BraidError: the stage has none, or none of that step.
+        UserError: the stage has none, or none of that step.
     """
     directory = run.stage(stage)
     found = directory.newest_checkpoint() if step is None else directory.checkpoint(step)
@@ -203,9 +203,9 @@ def checkpoint_path(run: RunDirectory, stage: str, step: int | None = None) -> P
         return found.path.absolute()
     message = f"stage {stage} of {shown(run.path)} has no checkpoint"
     if not (steps := [each.step for each in directory.whole_checkpoints()]):
-        raise BraidError(f"{message} yet")
+        raise UserError(f"{message} yet")
     kept = ", ".join(map(str, steps))
-    raise BraidError(f"{message} of step {step}: it has step{'s' * (len(steps) > 1)} {kept}")
+    raise UserError(f"{message} of step {step}: it has step{'s' * (len(steps) > 1)} {kept}")
 
 
 def write_stage_job(job: StageJob) -> Path:

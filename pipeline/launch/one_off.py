@@ -14,9 +14,9 @@ from typing import Any
 from pydantic import ValidationError
 from rich.console import Console
 
+from parallel.errors import UserError
 from parallel.files import write_atomically
 from pipeline.config.rules import evaluation_rules
-from pipeline.errors import BraidError
 from pipeline.launch.launcher import Launcher, Programs, checkpoint_path, run_to_the_end
 from pipeline.launch.placement import ThisMachine
 from pipeline.launch.processes import Child, Signals, kill, python_module, wait_for_all
@@ -52,17 +52,17 @@ def evaluate(
     run's own results stay as they are.
 
     Raises:
-        BraidError: the stage is not finished, there is no such checkpoint or domain, there are too
+        UserError: the stage is not finished, there is no such checkpoint or domain, there are too
             few problems, or the evaluation failed.
     """
     settings = run.settings
     for name in domains:
         if name not in settings.domains:
-            raise BraidError(f"--domain {name}: no such domain; {hint(name, settings.domains)}")
+            raise UserError(f"--domain {name}: no such domain; {hint(name, settings.domains)}")
     if step is None:
         models = {name: checkpoint_path(run, name) for name in finished_training(run, stage)}
     elif stage is None:
-        raise BraidError(f"--step {step} needs --stage: a step belongs to one stage")
+        raise UserError(f"--step {step} needs --stage: a step belongs to one stage")
     else:
         models = {stage: checkpoint_of(run, stage, step)}
     results = _execute(
@@ -83,16 +83,16 @@ def _changed(settings: RunSettings, changes: Mapping[str, Any]) -> EvaluationSet
     """Return the run's evaluation settings with `changes` applied.
 
     Raises:
-        BraidError: a value is out of bounds or conflicts with another.
+        UserError: a value is out of bounds or conflicts with another.
     """
     try:
         evaluation = EvaluationSettings(**{**settings.evaluation.model_dump(), **changes})
     except ValidationError as error:
         first = error.errors()[0]
         flag = FLAGS[str(first["loc"][0])]
-        raise BraidError(f"{flag} {first['input']}: {first['msg'].lower()}") from None
+        raise UserError(f"{flag} {first['input']}: {first['msg'].lower()}") from None
     for key, message in evaluation_rules(evaluation, settings.layout):
-        raise BraidError(f"{FLAGS[key.removeprefix('evaluation.')]}: {message}")
+        raise UserError(f"{FLAGS[key.removeprefix('evaluation.')]}: {message}")
     return evaluation
 
 
@@ -109,7 +109,7 @@ def preview(
     `settings` has the `domain` and may differ from the run's; `stages.preview` writes the groups.
 
     Raises:
-        BraidError: the engines or the rewards failed.
+        UserError: the engines or the rewards failed.
     """
     sampled = {"domain": domain, "parent": checkpoint, "samples": True}
     results = _execute(run, console, programs, settings, "preview", **sampled)
@@ -123,11 +123,11 @@ def export(
     """Write the model of a finished stage, or of a stage's step, as a Hugging Face checkpoint.
 
     Raises:
-        BraidError: `to` is not empty, the stage is not finished, there is no such checkpoint, or
+        UserError: `to` is not empty, the stage is not finished, there is no such checkpoint, or
             the export failed.
     """
     if to.exists() and not (to.is_dir() and not any(to.iterdir())):
-        raise BraidError(f"{shown(to)} exists and is not empty; choose another --to")
+        raise UserError(f"{shown(to)} exists and is not empty; choose another --to")
     written = {"parent": checkpoint_of(run, stage, step), "output": to.absolute()}
     _execute(run, console, programs, run.settings, "export", **written)
 
@@ -138,7 +138,7 @@ def checkpoint_of(run: Run, stage: str, step: int | None) -> Path:
     With a step, the stage need not be finished.
 
     Raises:
-        BraidError: there is no such checkpoint, or it is stale.
+        UserError: there is no such checkpoint, or it is stale.
     """
     trained = next((each for each in run.stages if each.name == stage and each.trains), None)
     if step is None or trained is None or run.states[stage].state == "stale":
@@ -150,7 +150,7 @@ def finished_training(run: Run, stage: str | None = None) -> list[str]:
     """Return the stages with a finished model, or only the given one.
 
     Raises:
-        BraidError: there is no such finished stage.
+        UserError: there is no such finished stage.
     """
     known = [each.name for each in run.stages if each.trains]
     done = [name for name in known if run.states[name].state == "done"]
@@ -159,9 +159,9 @@ def finished_training(run: Run, stage: str | None = None) -> list[str]:
     if stage in done:
         return [stage]
     if stage is not None and stage not in known:
-        raise BraidError(f"no stage {stage} has a model; {hint(stage, known)}")
+        raise UserError(f"no stage {stage} has a model; {hint(stage, known)}")
     what = f"stage {stage} is {run.states[stage].state}" if stage else "no stage is done yet"
-    raise BraidError(f"{shown(run.path)}: {what}; finish it with: braid resume {shown(run.path)}")
+    raise UserError(f"{shown(run.path)}: {what}; finish it with: braid resume {shown(run.path)}")
 
 
 def _execute(
@@ -201,7 +201,7 @@ def answer_of(name: str, module: str, job: Mapping[str, Any]) -> Any:
     The module may import everything that this process must not. The job gets the file as `result`.
 
     Raises:
-        BraidError: the module failed.
+        UserError: the module failed.
         Stopped: a signal stopped it.
     """
     # An unhandled signal would end this process and leave the temporary directory behind.
@@ -217,7 +217,7 @@ def answer_of(name: str, module: str, job: Mapping[str, Any]) -> Any:
                     say(notice)
             if child.status():
                 failure = child.failure()
-                raise BraidError("\n".join([failure.cause, *failure.tail]))
+                raise UserError("\n".join([failure.cause, *failure.tail]))
             return json.loads(result.read_text())
         finally:
             kill([child])

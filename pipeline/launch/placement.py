@@ -18,11 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from parallel.engine.environment import PROCESS_ENVIRONMENT
+from parallel.engine.environment import PROCESS_ENVIRONMENT, share_out
 from parallel.forkserver import PR_SET_CHILD_SUBREAPER, prctl
 from parallel.network import LOOPBACK, address_of, environment_of
 from parallel.settings import EngineSettings
-from pipeline.config.environment import share_out
 from pipeline.launch.processes import Child, Forked, Forker, ForkLost, Process, kill
 
 GPU_FILE = Path("/dev/nvidiactl")  # the driver's: torch is not imported here
@@ -178,7 +177,7 @@ class Placement(Protocol):
         """Start an engine.
 
         Raises:
-            BraidError: no cores or nodes are left for it.
+            UserError: no cores or nodes are left for it.
         """
 
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from parallel.errors import ERROR_MARK, LOST_PEER, NOTICE_MARK, STATUS_DESCRIPTOR
-from pipeline.errors import BraidError
+from parallel.errors import ERROR_MARK, LOST_PEER, NOTICE_MARK, STATUS_DESCRIPTOR, UserError
 
 POLL_SECONDS = 0.05
 TAIL_LINES = 8
@@ -322,7 +321,7 @@ def _prepared(parent: int, cores: Sequence[int] | None) -> Callable[[], None]:
     return prepare
 
 
-class Stopped(BraidError):
+class Stopped(UserError):
     """A signal asked the launcher to stop."""
 
     def __init__(self, number: int) -> None:

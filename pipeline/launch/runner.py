@@ -10,7 +10,7 @@ from functools import partial
 
 from rich.console import Console
 
-from pipeline.errors import BraidError, reason
+from parallel.errors import UserError
 from pipeline.launch.launcher import (
     JobFailed,
     Launcher,
@@ -29,6 +29,7 @@ from pipeline.run.ledger import State, latest
 from pipeline.run.lineage import write_manifest
 from pipeline.run.run import Run, missing_output
 from pipeline.run.select import check_dependencies, check_stale
+from pipeline.text import reason
 from stages.settings import StageJob
 
 KILLED = "its launcher was killed"
@@ -43,7 +44,7 @@ def run_stages(
 
     Raises:
         StaleStages: before anything is started.
-        BraidError: `only` names no stage, or one with missing dependencies; or there are too few
+        UserError: `only` names no stage, or one with missing dependencies; or there are too few
             CPU cores for `parallel` stages.
         JobFailed: a stage failed; the stages that do not depend on it are done.
         GateStopped: a gate stopped, now or before; likewise.
@@ -145,11 +146,11 @@ def cores_of_slots(count: int) -> list[list[int]]:
     """Return the CPU cores of each of `count` slots.
 
     Raises:
-        BraidError: there are fewer cores than slots.
+        UserError: there are fewer cores than slots.
     """
     cores = sorted(os.sched_getaffinity(0))
     if (part := len(cores) // count) == 0:
-        raise BraidError(f"--parallel {count} needs {count} CPU cores, {len(cores)} available")
+        raise UserError(f"--parallel {count} needs {count} CPU cores, {len(cores)} available")
     return [cores[slot * part : (slot + 1) * part] for slot in range(count)]
 
 
@@ -227,7 +228,7 @@ def _recorded(run: Run, stage: Stage, slurm_job: str | None) -> Iterator[int]:
     try:
         yield number
         if missing := missing_output(stage, directory, directory.newest_checkpoint()):
-            raise BraidError(f"stage {stage.name} ended with exit status 0, but {missing}")
+            raise UserError(f"stage {stage.name} ended with exit status 0, but {missing}")
         cause = ending(run, stage)
     except BaseException as error:
         state: State = "pending" if isinstance(error, Stopped) else "failed"

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from parallel.errors import UserError
 from parallel.files import open_file
 from pipeline.config.validate import differing_keys
-from pipeline.errors import BraidError
 from pipeline.launch.launcher import Programs, engine_directories
 from pipeline.report.status import Estimate, blocked, estimate, next_action
 from pipeline.run.directory import RunDirectory
@@ -49,7 +49,7 @@ COLOURS = {
 def why(run: Run, name: str) -> Iterator[str]:
     """Yield a stage's state and cause, its inputs and its history.
 
-    Raises BraidError if the run has no such stage.
+    Raises UserError if the run has no such stage.
     """
     [stage] = run.chosen([name])
     states = states_now(run)
@@ -207,7 +207,7 @@ def print_log(
     While the stage `goes_on`, print what the log gains; a new attempt's log follows the last one's.
 
     Raises:
-        BraidError: there is no such log, and none will come.
+        UserError: there is no such log, and none will come.
     """
 
     def find() -> Path:
@@ -228,7 +228,7 @@ def print_log(
 
 
 def print_growing(find: Callable[[], Path], goes_on: Callable[[], bool] | None) -> None:
-    """Print the log that `find` names; raise BraidError if there is none, and none will come."""
+    """Print the log that `find` names; raise UserError if there is none, and none will come."""
     for text in _grown(find, goes_on):
         sys.stdout.write(visible(text, keep="\n\t\r"))
         sys.stdout.flush()
@@ -255,7 +255,7 @@ def _grown(find: Callable[[], Path], goes_on: Callable[[], bool] | None) -> Iter
     if not log.path.exists():
         known = sorted(path.name for path in log.path.parent.glob("*.log"))
         there = f"; there are {', '.join(known)}" if known else ""
-        raise BraidError(f"there is no {shown(log.path)}{there}")
+        raise UserError(f"there is no {shown(log.path)}{there}")
     yield log.rest()
 
 

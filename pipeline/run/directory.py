@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from parallel.errors import UserError
 from parallel.files import naming, open_file
-from pipeline.errors import BraidError
 from pipeline.run.ledger import Ledger
 from pipeline.text import say, shown
 from stages.directory import Below, EngineDirectory, StageDirectory
@@ -30,7 +30,7 @@ DECIDING = ("*", "stages/*", "stages/*/*", "stages/*/checkpoints/*", "stages/*/c
 RUNS_AS = "code in a run runs as whoever works on the run"
 
 
-class RunLocked(BraidError):
+class RunLocked(UserError):
     """Another launcher holds the run or the stage."""
 
 
@@ -179,7 +179,7 @@ def _try_lock(descriptor: int, mode: int) -> bool:
 
 
 def check_owner(run: RunDirectory, trusted: bool) -> None:
-    """Raise BraidError where others than this user and root could have written an untrusted run.
+    """Raise UserError where others than this user and root could have written an untrusted run.
 
     A run contains code: run.yaml names its reward functions, and the stage scripts source its
     setup.sh. Commands that resume, evaluate or export a run therefore check first; those that only
@@ -187,7 +187,7 @@ def check_owner(run: RunDirectory, trusted: bool) -> None:
     permissions.
     """
     if not trusted and (found := exposure(run)) is not None:
-        raise BraidError(found)
+        raise UserError(found)
 
 
 def exposure(run: RunDirectory) -> str | None:

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
+from parallel.errors import UserError
 from parallel.files import write_atomically
-from pipeline.errors import BraidError
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage, gate_of
 from pipeline.run.metrics import Models, all_lines
@@ -40,7 +40,7 @@ from stages.statistics import Accuracy, Difference, difference
 Steps = Sequence[Mapping[str, Any]]
 
 
-class GateStopped(BraidError):
+class GateStopped(UserError):
     """A gate stopped the stages that wait for it; the message is its verdict."""
 
     def __init__(self, run: RunDirectory, stage: Stage, verdict: GateVerdict) -> None:
@@ -116,22 +116,22 @@ def override(run: Run, name: str, reason: str) -> None:
     """Let the stages that wait for a stopped gate start, and record the reason.
 
     Raises:
-        BraidError: the reason is empty, or the stage is not a gate that has stopped.
+        UserError: the reason is empty, or the stage is not a gate that has stopped.
     """
     # Bytes of a command line that are not UTF-8 arrive as surrogates, which no output can encode.
     reason = " ".join(reason.encode(errors="replace").decode().split())
     if not reason:
-        raise BraidError("--reason must not be empty; it is recorded in the ledger")
+        raise UserError("--reason must not be empty; it is recorded in the ledger")
     [stage] = run.chosen([name])
     if stage.kind != "gate":
         gates = ", ".join(each.name for each in run.stages if each.kind == "gate")
         known = f"its gates are {gates}" if gates else "it has no gates"
-        raise BraidError(f"{name} is not a gate of {shown(run.path)}; {known}")
+        raise UserError(f"{name} is not a gate of {shown(run.path)}; {known}")
     state = run.states[name]
     verdict = _stopped(run, stage, state)
     if verdict is None:
         cause = f": {state.cause}" if state.cause else ""
-        raise BraidError(
+        raise UserError(
             f"{name} of {shown(run.path)} is {state.state}{cause}\n"
             "only a gate that has stopped can be overridden"
         )

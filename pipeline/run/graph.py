@@ -23,9 +23,8 @@ from functools import cache
 from itertools import chain
 from typing import Any
 
-from pipeline.config.schema import leaves
 from stages.guards.settings import ExpertGateSettings, MergeGateSettings
-from stages.kinds import COLD_START, EXPERT, GATE, INITIAL, KINDS, Kind
+from stages.kinds import COLD_START, EXPERT, GATE, INITIAL, KINDS, Kind, leaves, matches
 from stages.settings import DomainSettings, PolicySettings, RunSettings
 
 PROBLEMS = ("domains.*.prompts", "domains.*.demonstrations")
@@ -197,13 +196,6 @@ def gate_of(stage: Stage, settings: RunSettings) -> ExpertGateSettings | MergeGa
         gate = settings.merge.gate
     assert gate is not None, "the graph has no gate without settings of one"
     return gate
-
-
-def matches(key: str, pattern: str) -> bool:
-    """Return whether `pattern` names `key` or a key above it."""
-    parts, wanted = key.split("."), pattern.split(".")
-    below = len(parts) >= len(wanted)
-    return below and all(w in ("*", p) for p, w in zip(parts, wanted, strict=False))
 
 
 def problems(reads: dict[str, Any]) -> dict[str, Any]:

@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from parallel.files import open_file, read_text, write_atomically
-from pipeline.errors import BraidError
-from pipeline.run.directory import RunDirectory
-from pipeline.run.ledger import minutes
+from parallel.errors import UserError
+from parallel.files import open_file, read_text
 from pipeline.text import shown
 
 LABELS = ("model", "domain")  # text; every other value is a number
@@ -57,14 +55,14 @@ def newest_lines(path: Path, most_bytes: int) -> list[Line]:
 
 
 def all_lines(path: Path) -> list[Line]:
-    """Return all lines of a finished stage; raise BraidError for a damaged one."""
+    """Return all lines of a finished stage; raise UserError for a damaged one."""
     found = []
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             found.append(_read(line))
         except UNREADABLE as error:
             where = f"{shown(path)}:{number}"
-            raise BraidError(f"{where}: damaged, and a gate reads it: {error}") from error
+            raise UserError(f"{where}: damaged, and a gate reads it: {error}") from error
     return found
 
 
@@ -99,23 +97,6 @@ def _read(line: bytes) -> Line:
     if not math.isfinite(found["time"]):
         raise ValueError("time must be finite")
     return found
-
-
-def write_results(run: RunDirectory) -> Models:
-    """Write results.json from the evaluation and the ledger.
-
-    Returns:
-        {model: {domain: {"accuracy", "low", "high", "n"}}}
-
-    Raises:
-        BraidError: the evaluation's results are damaged.
-    """
-    path = run.stage("evaluate").results
-    if (models := read_models(path)) is None:
-        raise BraidError(f"{shown(path)} is damaged; rerun the evaluation with --from evaluate")
-    results = {"models": models, "minutes": minutes(run.ledger.events())}
-    write_atomically(run.results, json.dumps(results, indent=2) + "\n")
-    return models
 
 
 def read_models(path: Path) -> Models | None:

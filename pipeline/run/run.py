@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from parallel.errors import UserError
 from parallel.files import Checkpoint, read_text, write_atomically
-from pipeline.config.validate import dump_resolved, load
-from pipeline.errors import BraidError, reason
+from pipeline.config.yaml_core import dump
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage, compile_graph
-from pipeline.run.ledger import Event, State, latest
+from pipeline.run.ledger import Event, State, latest, minutes
 from pipeline.run.lineage import Lineage, changes, lineage_from, read_manifest
-from pipeline.text import hint, shown
+from pipeline.run.metrics import Models, read_models
+from pipeline.text import hint, reason, shown
 from stages.directory import StageDirectory, ended_early
 from stages.settings import RunSettings
 
@@ -72,7 +72,7 @@ class GateVerdict:
         return f"{mark}{'; '.join(self.reasons)}"
 
 
-class DamagedVerdict(BraidError):
+class DamagedVerdict(UserError):
     """A verdict.json that no gate has written."""
 
 
@@ -99,18 +99,6 @@ class Run(RunDirectory):
     """
 
     settings: RunSettings
-
-    @classmethod
-    def read(cls, path: Path, *, check_environment: bool = False) -> Run:
-        """Return the run in a directory that has a run.yaml.
-
-        `check_environment` also checks the files and modules that its stages will need.
-
-        Raises:
-            ConfigError: with every violation in run.yaml.
-        """
-        file = RunDirectory(path).settings_file
-        return cls(path, load(file, to_start=check_environment))
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -162,12 +150,12 @@ class Run(RunDirectory):
         """Return the named stages in the order of the graph; all stages where no name is given.
 
         Raises:
-            BraidError: the run has no stage of a name.
+            UserError: the run has no stage of a name.
         """
         known = {stage.name: stage for stage in self.stages}
         wanted = set(names)
         for name in sorted(wanted - known.keys()):
-            raise BraidError(f"{shown(self.path)} has no stage {name}; {hint(name, known)}")
+            raise UserError(f"{shown(self.path)} has no stage {name}; {hint(name, known)}")
         return [stage for stage in self.stages if not wanted or stage.name in wanted]
 
     def downstream(self, names: Iterable[str]) -> list[Stage]:
@@ -180,7 +168,23 @@ class Run(RunDirectory):
 
     def write_settings(self) -> None:
         """Write run.yaml, with every default written out."""
-        write_atomically(self.settings_file, dump_resolved(self.settings))
+        write_atomically(self.settings_file, dump(self.settings.model_dump(mode="json")))
+
+    def write_results(self) -> Models:
+        """Write results.json from the evaluation and the ledger.
+
+        Returns:
+            {model: {domain: {"accuracy", "low", "high", "n"}}}
+
+        Raises:
+            UserError: the evaluation's results are damaged.
+        """
+        path = self.stage("evaluate").results
+        if (models := read_models(path)) is None:
+            raise UserError(f"{shown(path)} is damaged; rerun the evaluation with --from evaluate")
+        results = {"models": models, "minutes": minutes(self.ledger.events())}
+        write_atomically(self.results, json.dumps(results, indent=2) + "\n")
+        return models
 
     @contextmanager
     def lock(self, shared: bool = False) -> Iterator[None]:
@@ -193,32 +197,6 @@ class Run(RunDirectory):
         with super().lock_submission() as descriptor:
             self.refresh()
             yield descriptor
-
-
-def check_run_directory(config: Path, run: RunDirectory) -> None:
-    """Raise BraidError where `config` is the run.yaml of a started run in another directory.
-
-    A run is found by its name, and a directory that was copied or moved keeps the name in its
-    run.yaml: without this check its settings would resume the original.
-    """
-    own = RunDirectory(config.parent)
-    started = own.ledger.path.exists() or own.lock_file.exists()
-    if config.name != own.settings_file.name or not started:
-        return
-    if own.path.resolve() == run.path.resolve():
-        return
-    wanted, given = own.path.resolve(), run.path.absolute()
-    options = [f"--name {wanted.name}"] if wanted.name != given.name else []
-    if wanted.parent != given.parent.resolve():
-        options.append(f"--runs-dir {shown(wanted.parent)}")
-    there, here = shown(wanted), shown(run.path)
-    effect = "resume" if run.settings_file.exists() else "start"
-    raise BraidError(
-        f"{shown(config)} belongs to the run in {there}, but its name is {run.name} and would "
-        f"{effect} {here}\n"
-        f"to resume {there}: braid resume {there}, or add {' '.join(options)}\n"
-        f"to start a new run from it: add --name NAME --fork {there}"
-    )
 
 
 def as_done(states: Mapping[str, StageState], *these: State) -> dict[str, StageState]:

@@ -10,17 +10,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from parallel.errors import UserError
 from parallel.files import Checkpoint
-from pipeline.config.validate import differing_keys
-from pipeline.errors import BraidError
+from pipeline.config.validate import differing_keys, load
 from pipeline.run.directory import RunDirectory, exposure
-from pipeline.run.graph import Stage, matches
+from pipeline.run.graph import Stage
 from pipeline.run.ledger import PUT_ASIDE, latest
 from pipeline.run.lineage import changes, lineage_from, read_manifest
 from pipeline.run.run import Run, StageState, as_done, damaged_verdict, missing_output
 from pipeline.text import say, shown
 from stages.directory import StageDirectory
-from stages.kinds import ENGINE_KEYS, LOOP_KEYS, NON_INVALIDATING_KEYS
+from stages.kinds import ENGINE_KEYS, LOOP_KEYS, NON_INVALIDATING_KEYS, matches
 
 MAY_CHANGE = f"""\
   logging
@@ -35,7 +35,7 @@ MAY_CHANGE = f"""\
   every loop: {", ".join(LOOP_KEYS)}"""
 
 
-class StaleStages(BraidError):
+class StaleStages(UserError):
     """Finished or half-finished stages whose settings or inputs changed."""
 
     def __init__(self, run: Run, stale: dict[str, StageState]) -> None:
@@ -50,7 +50,7 @@ class StaleStages(BraidError):
 def check_selection(
     run: Run, only: Iterable[str], rerun: Sequence[str], reused: Collection[str] = ()
 ) -> None:
-    """Raise BraidError where `only` or `rerun` names no stage, or one with missing dependencies.
+    """Raise UserError where `only` or `rerun` names no stage, or one with missing dependencies.
 
     Dependencies are checked as they will be: the `reused` stages done, those to `rerun` pending.
     """
@@ -65,7 +65,7 @@ def check_dependencies(
     states: Mapping[str, StageState],
     remedy: str = "add them with --only, or run without --only",
 ) -> None:
-    """Raise BraidError where a wanted stage depends on one that will not be done."""
+    """Raise UserError where a wanted stage depends on one that will not be done."""
     running = {stage.name for stage in wanted}
     lines = [
         f"  {stage.name} {'waits for' if name in stage.after else 'needs'} {name}, which is "
@@ -76,7 +76,7 @@ def check_dependencies(
         if states[name].state != "done" and name not in running
     ]
     if lines:
-        raise BraidError("\n".join(["missing dependencies:", *lines, remedy]))
+        raise UserError("\n".join(["missing dependencies:", *lines, remedy]))
 
 
 def check_stale(run: Run, wanted: Sequence[Stage], *, record: bool = True) -> None:
@@ -92,13 +92,13 @@ def check_stale(run: Run, wanted: Sequence[Stage], *, record: bool = True) -> No
 
 
 def check_settings(run: Run, rerun: Sequence[str] = ()) -> None:
-    """Raise BraidError where stages have output of other settings and are not in `rerun`.
+    """Raise UserError where stages have output of other settings and are not in `rerun`.
 
     `run` has the requested settings; its run.yaml has the settings of the output.
     """
     if not run.settings_file.exists():
         return
-    differing = differing_keys(Run.read(run.path).settings, run.settings)
+    differing = differing_keys(load(run.settings_file, to_start=False), run.settings)
     if not differing:
         say(f"{shown(run.path)} was started with the same config: resuming it")
         return
@@ -112,13 +112,39 @@ def check_settings(run: Run, rerun: Sequence[str] = ()) -> None:
         return
     if all(any(matches(key, each) for each in NON_INVALIDATING_KEYS) for key in differing):
         check_stale(run, run.stages, record=False)
-    raise BraidError(
+    raise UserError(
         "\n".join([f"{shown(run.path)} was started with a different config:", *lines])
         + f"\nthese finished or started stages depend on it: {', '.join(stale)}"
         + "\nchoose another name with --name NAME, resume with the original settings with "
         + f"`braid resume {shown(run.path)}`,\nor rerun the dependent stages with "
         + f"{rerun_options(run, stale)};\n"
         + f"without a rerun, only these settings may change:\n{MAY_CHANGE}"
+    )
+
+
+def check_run_directory(config: Path, run: RunDirectory) -> None:
+    """Raise UserError where `config` is the run.yaml of a started run in another directory.
+
+    A run is found by its name, and a directory that was copied or moved keeps the name in its
+    run.yaml: without this check its settings would resume the original.
+    """
+    own = RunDirectory(config.parent)
+    started = own.ledger.path.exists() or own.lock_file.exists()
+    if config.name != own.settings_file.name or not started:
+        return
+    if own.path.resolve() == run.path.resolve():
+        return
+    wanted, given = own.path.resolve(), run.path.absolute()
+    options = [f"--name {wanted.name}"] if wanted.name != given.name else []
+    if wanted.parent != given.parent.resolve():
+        options.append(f"--runs-dir {shown(wanted.parent)}")
+    there, here = shown(wanted), shown(run.path)
+    effect = "resume" if run.settings_file.exists() else "start"
+    raise UserError(
+        f"{shown(config)} belongs to the run in {there}, but its name is {run.name} and would "
+        f"{effect} {here}\n"
+        f"to resume {there}: braid resume {there}, or add {' '.join(options)}\n"
+        f"to start a new run from it: add --name NAME --fork {there}"
     )
 
 

@@ -9,19 +9,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.errors import BraidError, reason
+from parallel.errors import UserError
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import Event, latest
 from pipeline.run.run import QueuedJob, Run, StageState
-from pipeline.text import say, shown
+from pipeline.text import reason, say, shown
 
 PATIENCE_SECONDS = 60.0  # a busy controller answers late
 SEPARATOR = "\x1f"  # in no reason, no path and no stage's name
 QUEUE_FORMAT = SEPARATOR.join(("%i", "%T", "%r", "%M", "%l", "%N", "%k"))  # %k: the comment
 
 
-class SlurmError(BraidError):
+class SlurmError(UserError):
     """A Slurm command that failed, or a machine without Slurm."""
 
 
@@ -141,18 +141,18 @@ def is_queued(run: RunDirectory, number: str) -> bool:
 
 
 def check_not_queued(run: Run) -> None:
-    """Raise BraidError if the run has jobs in the queue, or Slurm is here and does not answer.
+    """Raise UserError if the run has jobs in the queue, or Slurm is here and does not answer.
 
     Such jobs would start the same stages with changed files, or find the run locked.
     """
     jobs, unasked = queue_of(run)
     if jobs:
-        raise BraidError(
+        raise UserError(
             f"{shown(run.path)} has jobs in Slurm's queue: {', '.join(jobs)}; wait for them, or "
             f"cancel them with: braid cancel {shown(run.path)}"
         )
     if unasked and is_here():
-        raise BraidError(f"{unasked}; try again when it answers")
+        raise UserError(f"{unasked}; try again when it answers")
     if unasked:
         say(unasked)
 

@@ -10,9 +10,9 @@ from itertools import takewhile
 
 from rich.console import Console
 
+from parallel.errors import UserError
 from pipeline.config.cluster import ClusterSettings
 from pipeline.config.validate import load_cluster
-from pipeline.errors import BraidError, reason
 from pipeline.launch.launcher import SAVE_SECONDS, JobFailed, Launcher, Programs, run_to_the_end
 from pipeline.launch.placement import Placement, ThisMachine
 from pipeline.launch.processes import STOP_SIGNALS, TIME_IS_UP, Signals, Stopped
@@ -22,7 +22,7 @@ from pipeline.run.directory import LOCK_TIMEOUT_SECONDS
 from pipeline.run.gates import check_stopped
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import PUT_ASIDE, Event, latest
-from pipeline.run.metrics import Models, write_results
+from pipeline.run.metrics import Models
 from pipeline.run.run import Run
 from pipeline.run.select import check_dependencies, check_stale
 from pipeline.slurm.queue import SlurmError, call
@@ -35,7 +35,7 @@ from pipeline.slurm.steps import (
     too_few_cpus,
 )
 from pipeline.slurm.submit import script_for
-from pipeline.text import shown
+from pipeline.text import reason, shown
 
 WAIT = "run those first, or make this job wait for theirs: sbatch --dependency=afterok:JOB"
 SPARE_SECONDS = 15.0  # of the warning time, kept for the ledger and the requeue
@@ -48,14 +48,14 @@ REQUEUED_SECONDS = 300.0  # how long Slurm may take to end a requeued job
 def stage_of_task(names: Sequence[str]) -> str:
     """Return the one stage of `names`, or that of this job's task of an array.
 
-    Raises BraidError if there are several and no task.
+    Raises UserError if there are several and no task.
     """
     task = os.environ.get("SLURM_ARRAY_TASK_ID", "")
     if len(names) == 1:
         return names[0]
     if not task.isdecimal() or int(task) >= len(names):
         last = len(names) - 1
-        raise BraidError(f"{len(names)} stages need a job array; use sbatch --array=0-{last}")
+        raise UserError(f"{len(names)} stages need a job array; use sbatch --array=0-{last}")
     return names[int(task)]
 
 
@@ -69,7 +69,7 @@ def run_stage(run: Run, stage: Stage, console: Console, programs: Programs) -> M
         The run's results after an evaluation that ran, else None.
 
     Raises:
-        StaleStages, BraidError: the stage cannot start.
+        StaleStages, UserError: the stage cannot start.
         JobFailed: the stage failed.
         Stopped: a signal stopped it.
     """
@@ -97,15 +97,15 @@ def run_stage(run: Run, stage: Stage, console: Console, programs: Programs) -> M
         if job_id is None or why is None:
             raise
         _requeue_self(run, stage, cluster, job_id, why, ended)
-    except BraidError as refusal:
+    except UserError as refusal:
         if job_id is not None:
             _record_refusal(run, stage, job_id, refusal, newest)
         raise
-    return write_results(run) if stage.kind == "evaluate" else None
+    return run.write_results() if stage.kind == "evaluate" else None
 
 
 def _record_refusal(
-    run: Run, stage: Stage, job_id: str, refusal: BraidError, newest: Event | None
+    run: Run, stage: Stage, job_id: str, refusal: UserError, newest: Event | None
 ) -> None:
     """Record why a job could not start its stage, for whoever submitted it by hand.
 
@@ -151,7 +151,7 @@ def _attempt(
 def _check_cpus(
     run: Run, stage: Stage, cluster: ClusterSettings, nodes: Sequence[str], places: Places
 ) -> None:
-    """Raise BraidError where srun would refuse: by default sbatch asks for one CPU a node."""
+    """Raise UserError where srun would refuse: by default sbatch asks for one CPU a node."""
     cpus = cpus_of(os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
     found = too_few_cpus(places, run.settings.layout.ranks, nodes, cpus, cluster.cpus_per_rank)
     if found is None:
@@ -163,7 +163,7 @@ def _check_cpus(
     where = f"{shown(run.submission)} has all options of the cluster's profile"
     if not run.submission.exists():
         where = "braid submit CONFIG --cluster PROFILE --prepare writes all options"
-    raise BraidError(
+    raise UserError(
         f"{node} has {has} CPU{'s' if has > 1 else ''} for this job, and {stage.name} needs {takes}"
         f" there; submit it with: {shlex.join(command)}\n{where}"
     )
@@ -198,7 +198,7 @@ def _requeue_self(
         ended.add_note(f"{error}; submit again")
         raise ended from error
     time.sleep(REQUEUED_SECONDS)
-    raise BraidError(f"job {job_id} was requeued, but Slurm did not end it")
+    raise UserError(f"job {job_id} was requeued, but Slurm did not end it")
 
 
 def _starts(events: Sequence[Event], stage: Stage) -> list[str]:

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parallel.engine.environment import PROCESS_ENVIRONMENT
-from parallel.errors import NOTICE_MARK, STATUS_DESCRIPTOR
+from parallel.errors import NOTICE_MARK, STATUS_DESCRIPTOR, UserError
 from parallel.network import address_of, environment_of
 from parallel.settings import EngineSettings, LayoutSettings
 from pipeline.config.cluster import ClusterSettings, ContainerSettings
-from pipeline.errors import BraidError
 from pipeline.launch.placement import free_port
 from pipeline.launch.processes import (
     POLL_SECONDS,
@@ -109,17 +108,17 @@ def place(
     last rank. No engine spans nodes.
 
     Raises:
-        BraidError: there are too few nodes, or an engine is larger than a node.
+        UserError: there are too few nodes, or an engine is larger than a node.
     """
     per_node = cluster.ranks_per_node
     if samples and engine.tensor > per_node:
-        raise BraidError(
+        raise UserError(
             f"engine.tensor = {engine.tensor} exceeds the cluster's ranks_per_node = {per_node}; "
             "an engine must fit on one node"
         )
     needed = nodes_needed(layout, engine if samples else None, cluster)
     if len(nodes) < needed:
-        raise BraidError(
+        raise UserError(
             f"this job has {len(nodes)} of the {needed} nodes that layout.ranks = {layout.ranks} "
             f"and the engines need at ranks_per_node = {per_node}; submit it with "
             f"{' '.join(size_options(layout, engine if samples else None, cluster))}"

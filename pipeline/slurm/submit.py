@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from parallel.errors import UserError
 from parallel.files import write_atomically
 from pipeline.config.cluster import ClusterSettings
 from pipeline.config.validate import place_in_cluster
 from pipeline.config.yaml_core import dump
-from pipeline.errors import BraidError
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage
 from pipeline.run.run import Run, StageState
@@ -104,7 +104,7 @@ def submissions(
     }
     for stage in wanted:
         if states[stage.name].state == "running" and stage.name not in job_of:
-            raise BraidError(f"stage {stage.name} runs outside Slurm; submit when it has ended")
+            raise UserError(f"stage {stage.name} runs outside Slurm; submit when it has ended")
     left = [
         stage for stage in wanted if states[stage.name].state != "done" and stage.name not in job_of
     ]
@@ -194,12 +194,12 @@ def script_for(stage: Stage) -> Path:
 def check_engines_fit(
     settings: RunSettings, cluster: ClusterSettings, stages: Iterable[Stage]
 ) -> None:
-    """Raise BraidError if an engine is larger than a node."""
+    """Raise UserError if an engine is larger than a node."""
     for kind in dict.fromkeys(stage.kind for stage in stages if stage.needs_engine):
         room = cluster.of_kind(kind).ranks_per_node
         if settings.engine.tensor > room:
             of_kind = f" for {kind}" if room != cluster.ranks_per_node else ""
-            raise BraidError(
+            raise UserError(
                 f"engine.tensor = {settings.engine.tensor} exceeds the cluster's "
                 f"ranks_per_node = {room}{of_kind}; an engine must fit on one node"
             )
@@ -213,7 +213,7 @@ def _submission(
     alone = len(stages) == 1
     script = script_for(first)
     if not script.exists():
-        raise BraidError(f"{shown(script)} is missing; install braid from a checkout")
+        raise UserError(f"{shown(script)} is missing; install braid from a checkout")
     logs = run.slurm.absolute() / ("%x-%j.out" if alone else "%x-%A_%a.out")
     options = [
         f"--job-name={run.name}.{first.name if alone else 'experts'}",

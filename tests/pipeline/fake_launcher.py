@@ -11,9 +11,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from parallel.errors import ERROR_MARK
+from parallel.errors import ERROR_MARK, UserError
 from pipeline.config.validate import load
-from pipeline.errors import BraidError
 from pipeline.launch.launcher import Programs
 from pipeline.launch.runner import run_stages
 from pipeline.run.directory import RunDirectory
@@ -59,7 +58,7 @@ def main() -> int:
         with run.lock():
             programs = fake_programs(json.loads(actions), engine)
             run_stages(Run(run.path, load(Path(config))), Console(), programs)
-    except BraidError as error:
+    except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
     return 0

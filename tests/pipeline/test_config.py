@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.commands.common import read_run
 from pipeline.config.read import ConfigError
 from pipeline.config.validate import differing_keys, dump_resolved, load
 from pipeline.run.directory import RunDirectory
@@ -627,11 +628,11 @@ def test_differing_keys_name_both_values(config: Path) -> None:
 def test_a_runs_settings_are_those_of_run_yaml(config: Path, run: RunDirectory) -> None:
     settings = load(config)
     Run(run.path, settings).write_settings()
-    assert Run.read(run.path).settings == settings
-    assert Run.read(run.path, check_environment=True).settings == settings
+    assert read_run(run).settings == settings
+    assert read_run(run, check_environment=True).settings == settings
     edited = run.settings_file.read_text().replace("seed: 0", "seed: 7")
     run.settings_file.write_text(edited)
-    assert Run.read(run.path).settings.seed == 7
+    assert read_run(run).settings.seed == 7
     run.settings_file.write_text("nam: small\n")
     with pytest.raises(ConfigError, match="did you mean"):
-        Run.read(run.path)
+        read_run(run)

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from parallel.engine.environment import Cores, share_out
+from parallel.errors import UserError
 from parallel.settings import EngineSettings
-from pipeline.config.environment import Cores, share_out
 from pipeline.config.validate import load
-from pipeline.errors import BraidError
 from pipeline.launch.engines import SupervisedEngine
 from pipeline.launch.launcher import JobFailed, Launcher, run_to_the_end
 from pipeline.launch.placement import ThisMachine
@@ -215,7 +215,7 @@ def test_engines_get_their_cores(engine: dict[str, Any], shared: Cores) -> None:
 
 def test_the_ranks_need_a_core_too() -> None:
     engine = EngineSettings(placement="own", count=2)
-    with pytest.raises(BraidError, match=r"placement: own needs 3 CPU cores, .* 2 available;"):
+    with pytest.raises(UserError, match=r"placement: own needs 3 CPU cores, .* 2 available;"):
         share_out(engine, [0, 1])
 
 

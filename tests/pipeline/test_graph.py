@@ -9,13 +9,12 @@ from typing import get_args
 import pytest
 
 from pipeline.config.read import ConfigError
-from pipeline.config.schema import flatten
 from pipeline.config.validate import load
 from pipeline.run.directory import RunDirectory
-from pipeline.run.graph import compile_graph, matches
+from pipeline.run.graph import compile_graph
 from pipeline.run.lineage import changes
 from pipeline.run.run import Run
-from stages.kinds import KINDS, NON_INVALIDATING_KEYS, Kind
+from stages.kinds import KINDS, NON_INVALIDATING_KEYS, Kind, flatten, matches
 from stages.settings import RunSettings
 from tests.pipeline.test_config import errors, violation
 

@@ -15,14 +15,12 @@ from typing import Any, NoReturn
 import pytest
 from rich.console import Console
 
-from parallel.errors import ERROR_MARK
-from pipeline.errors import BraidError
+from parallel.errors import ERROR_MARK, UserError
 from pipeline.launch.launcher import JobFailed, first_cause
 from pipeline.launch.processes import Child, wait_for_all
 from pipeline.launch.runner import run_stages
 from pipeline.run.directory import RunDirectory, RunLocked
 from pipeline.run.ledger import Ledger, State
-from pipeline.run.metrics import write_results
 from pipeline.run.run import Run
 from pipeline.run.select import StaleStages
 from stages.settings import RunSettings
@@ -68,7 +66,7 @@ def test_a_run_goes_through_every_stage_once(run: RunDirectory, settings: RunSet
     go(run, settings)
     assert started(run) == STAGES
 
-    write_results(run)
+    Run(run.path, settings).write_results()
     results = json.loads(run.results.read_text())
     assert list(results["models"]) == ["cold_start", "experts.sums", "experts.words", "merge"]
     assert results["models"]["merge"]["sums"]["n"] == 400
@@ -126,7 +124,7 @@ def test_stages_run_side_by_side_on_cores_of_their_own(
 def test_more_stages_at_once_than_cores_are_refused(
     run: RunDirectory, settings: RunSettings
 ) -> None:
-    with run.lock(), pytest.raises(BraidError, match="--parallel 1000 needs 1000 CPU cores"):
+    with run.lock(), pytest.raises(UserError, match="--parallel 1000 needs 1000 CPU cores"):
         run_stages(Run(run.path, settings), Console(quiet=True), fake_programs({}), parallel=1000)
 
 
@@ -314,7 +312,7 @@ def test_a_changed_setting_makes_finished_stages_stale(
 
 def test_a_stage_that_leaves_nothing_is_not_done(run: RunDirectory, settings: RunSettings) -> None:
     early = {"experts.sums": {"0": "leave_early", "1": "leave_early"}}
-    with pytest.raises(BraidError, match="ended with exit status 0, but it has no checkpoint"):
+    with pytest.raises(UserError, match="ended with exit status 0, but it has no checkpoint"):
         go(run, settings, early)
     assert states(run, settings)[:2] == ["done", "failed"]
     go(run, settings)

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from parallel.errors import ERROR_MARK
+from parallel.errors import ERROR_MARK, UserError
 from parallel.network import LOOPBACK, address_of, environment_of
 from parallel.settings import EngineSettings, LayoutSettings
 from pipeline.config.cluster import ClusterSettings, ContainerSettings, KindSettings, seconds_of
 from pipeline.config.read import ConfigError
 from pipeline.config.validate import load_cluster
-from pipeline.errors import BraidError
 from pipeline.launch.processes import wait_for_all
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import compile_graph
@@ -87,9 +86,9 @@ def test_no_device_has_two_engines_nor_a_separate_one_and_a_rank(
 
 def test_too_few_nodes_are_refused_with_the_number() -> None:
     cluster = ClusterSettings(ranks_per_node=2)
-    with pytest.raises(BraidError, match=r"1 of the 4 nodes .* submit it with --nodes=4"):
+    with pytest.raises(UserError, match=r"1 of the 4 nodes .* submit it with --nodes=4"):
         place(NODES[:1], *sizes(8), cluster, samples=True)
-    with pytest.raises(BraidError, match=r"engine\.tensor = 4 exceeds .* ranks_per_node = 2"):
+    with pytest.raises(UserError, match=r"engine\.tensor = 4 exceeds .* ranks_per_node = 2"):
         place(NODES, *sizes(2, tensor=4), cluster, samples=True)
 
 
@@ -191,7 +190,7 @@ def test_a_submission_that_slurm_refuses_leaves_those_before_it_in_the_ledger(
     run.path.mkdir(parents=True)
     whole = Run(run.path, settings)
     jobs = submissions(whole, ClusterSettings(), stages, whole.states)
-    refused = pytest.raises(BraidError, match="sbatch failed: sbatch: error: Invalid account")
+    refused = pytest.raises(UserError, match="sbatch failed: sbatch: error: Invalid account")
     with run.lock_submission() as lock, refused:
         list(submit(run, jobs, ClusterSettings(), run.cluster, lock))
     assert run.submitting.exists()  # whatever else Slurm took is looked for
@@ -441,7 +440,7 @@ def test_stage_kinds_may_request_other_nodes(run: RunDirectory, settings: RunSet
     assert options["evaluate"][-2:] == ("--exclusive", "--nice=5")
     assert not any("gpus" in option for option in options["export"])
     large = settings.model_copy(update={"engine": settings.engine.model_copy(update={"tensor": 2})})
-    with pytest.raises(BraidError, match=r"ranks_per_node = 1 for evaluate; an engine"):
+    with pytest.raises(UserError, match=r"ranks_per_node = 1 for evaluate; an engine"):
         check_engines_fit(large, cluster, stages)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from parallel.errors import UserError
 from pipeline import cli
-from pipeline.errors import BraidError
 from pipeline.slurm.stage import stage_of_task
 from pipeline.slurm.submit import SCRIPTS
 
@@ -102,10 +102,10 @@ def test_a_script_without_braid_says_how_to_have_it(script: Path, run: Path) -> 
 def test_several_stages_are_an_array(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stage_of_task(["merge"]) == "merge"
     stages = ["experts.a", "experts.b"]
-    with pytest.raises(BraidError, match="2 stages need a job array; use sbatch --array=0-1"):
+    with pytest.raises(UserError, match="2 stages need a job array; use sbatch --array=0-1"):
         stage_of_task(stages)
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
-    with pytest.raises(BraidError, match="2 stages need a job array"):
+    with pytest.raises(UserError, match="2 stages need a job array"):
         stage_of_task(stages)
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
     assert stage_of_task(stages) == "experts.b"
