@@ -82,8 +82,8 @@ def draw(count: int) -> list[Sample]:
 def way(drawn: list[Sample], padded: bool) -> tuple[Callable[[], Any], float]:
     """A function that trains once, and the share of the tokens it computes that are real."""
     from parallel import batch
+    from parallel.batch import RankPlace
     from parallel.model.policy import TrainedPolicy
-    from parallel.packing import RankPlace
     from stages.metrics import token_efficiency
 
     model = yaml.safe_load(MODEL.read_text()) | {"max_positions": LONGEST}

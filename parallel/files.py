@@ -21,9 +21,6 @@ ENDED = "ended"  # its key for the reason why a stage ended before its last step
 # Beside an engine's address file: a rank that gives up on the engine writes the reason here as one
 # line, and the launcher restarts the engine.
 RESTART_REQUEST = "restart"
-# `model.tokenizer: characters` names no directory but the built-in tokenizer of single characters
-# (`stages.data.tokenizer`).
-CHARACTERS = "characters"
 # Maps each tensor of a Hugging Face checkpoint to its file, where there are several.
 WEIGHTS_INDEX = "model.safetensors.index.json"
 

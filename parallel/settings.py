@@ -11,7 +11,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from parallel.files import CHARACTERS
 from parallel.network import LOOPBACK
 
 # Every integer has an upper bound, far above any model or machine: a mistyped digit is an error at
@@ -22,6 +21,9 @@ Natural = Annotated[int, Field(ge=0, le=MOST)]
 Experts = Annotated[int, Field(gt=0, le=10_000)]
 Tokens = Annotated[int, Field(gt=0, le=100_000_000)]
 Mebibytes = Annotated[int, Field(gt=0, le=1 << 20)]
+# `model.tokenizer: characters` names no directory but the built-in tokenizer of single characters
+# (`stages.data.tokenizer`).
+CHARACTERS = "characters"
 SHOWN_SIZES = 20  # sizes to choose from that a message lists
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]

@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 
 from parallel.errors import UserError, report_error
-from parallel.files import CHARACTERS, write_atomically
+from parallel.files import write_atomically
 from parallel.sample import Sample
+from parallel.settings import CHARACTERS
 from stages.data.demonstrations import (
     ConversationStream,
     conversation_index,

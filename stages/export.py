@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from parallel.batch import Responses, split
+from parallel.batch import RankPlace, Responses, split
 from parallel.checkpoint import load
 from parallel.distributed import barrier, broadcast, is_main, max_over_ranks
 from parallel.hugging_face.config import expected_tensors, hugging_face_config
@@ -19,7 +19,6 @@ from parallel.hugging_face.files import SHARD_BYTES, WeightFiles, WeightsError, 
 from parallel.hugging_face.weights import fill_weights, forget_weights
 from parallel.model.policy import Policy
 from parallel.model.vocabulary import HeadLogits
-from parallel.packing import RankPlace
 from parallel.sample import Sample
 from stages.data.tokenizer import load_tokenizer
 from stages.settings import StageJob

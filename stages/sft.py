@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from parallel import batch
-from parallel.batch import Responses
+from parallel.batch import RankPlace, Responses
 from parallel.distributed import broadcast, is_main, sum_over_data
 from parallel.model.policy import TrainedPolicy
-from parallel.packing import RankPlace
 from parallel.sample import Sample
 from stages.data.demonstrations import ConversationStream, demonstrations, response_sample
 from stages.data.prompts import PromptStream

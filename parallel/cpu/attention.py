@@ -13,7 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn import functional
 
-from parallel.packing import PackedRow, RankPlace, own_places
+from parallel.batch import PackedRow, RankPlace, own_places
 
 SMALLEST_GRID = 64  # sequences up to this long share one call; longer ones wait for their like
 

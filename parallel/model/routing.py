@@ -29,9 +29,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor
 
-from parallel.batch import MicroBatch
+from parallel.batch import MicroBatch, PackedRow
 from parallel.device import device
-from parallel.packing import PackedRow
 from parallel.settings import RoutingLossSettings
 
 SMALLEST = 1e-30  # probability, before its logarithm

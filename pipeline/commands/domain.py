@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
-from parallel.files import CHARACTERS
+from parallel.settings import CHARACTERS
 from pipeline.commands import common
 from pipeline.commands.common import GROUPS, JSON, TRUST, Argument, command, positive, print_json
 from pipeline.config.validate import dump_differing, load_domain, load_with_domain

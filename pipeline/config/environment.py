@@ -16,7 +16,8 @@ from typing import Any
 
 from parallel.engine.environment import placement_violation
 from parallel.families import FAMILIES
-from parallel.files import CHARACTERS, WEIGHTS_INDEX, unreachable
+from parallel.files import WEIGHTS_INDEX, unreachable
+from parallel.settings import CHARACTERS
 from pipeline.text import hint, shown
 from stages.data.formats import FORMATS
 from stages.data.reasoning_gym import options, value_violation

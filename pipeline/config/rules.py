@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterator, Mapping
 from pydantic import ValidationError
 
 from parallel.families import FAMILIES, architecture, family_violations
-from parallel.files import CHARACTERS
 from parallel.memory import CACHE_BLOCK, cached_tokens
 from parallel.settings import (
+    CHARACTERS,
     MOST,
     TOKENIZER_SIZE,
     EngineSettings,

@@ -11,8 +11,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from parallel.files import CHARACTERS
-from parallel.settings import Settings
+from parallel.settings import CHARACTERS, Settings
 from pipeline.config import environment, rules, schema, yaml_core
 from pipeline.config.cluster import ClusterSettings, too_short
 from pipeline.config.read import (

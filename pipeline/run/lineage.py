@@ -19,7 +19,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from parallel.files import CHARACTERS, Checkpoint, read_text, write_atomically
+from parallel.files import Checkpoint, read_text, write_atomically
+from parallel.settings import CHARACTERS
 from pipeline.run.graph import Stage, digest, problems
 from stages.data.settings import FileSettings
 from stages.directory import StageDirectory

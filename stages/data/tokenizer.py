@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel.errors import UserError
-from parallel.files import CHARACTERS as CHARACTERS_NAME
+from parallel.settings import CHARACTERS as CHARACTERS_NAME
 from parallel.settings import END_TOKEN, PAD_TOKEN, TOKENIZER_SIZE, ModelSettings
 from stages.data.problem import ASSISTANT, Message
 

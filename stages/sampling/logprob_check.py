@@ -6,11 +6,10 @@ import math
 
 import torch
 
-from parallel.batch import MicroBatch, Responses, split
+from parallel.batch import MicroBatch, RankPlace, Responses, split
 from parallel.distributed import max_over_ranks, sum_over_data
 from parallel.errors import UserError
 from parallel.model.policy import Policy
-from parallel.packing import RankPlace
 from parallel.sample import Sample
 from stages.objectives.aggregation import sequence_means
 from stages.objectives.kl import k3

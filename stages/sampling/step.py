@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from parallel import batch
-from parallel.batch import MicroBatch
+from parallel.batch import MicroBatch, RankPlace
 from parallel.distributed import broadcast, is_main
 from parallel.model.policy import TrainedPolicy
-from parallel.packing import RankPlace
 from parallel.sample import Sample
 from stages.metrics import mean_of_updates, token_efficiency
 from stages.objectives.groups import Group

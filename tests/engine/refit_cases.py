@@ -98,8 +98,8 @@ def wrong_tensors(trained: Any, engines: Any, model: ModelSettings) -> list[str]
 def mismatch(trained: Any, engines: Any, version: int) -> float:
     """Return the largest |log mu - log pi|; every prompt is sampled twice, then from the cache."""
     from parallel import batch
+    from parallel.batch import RankPlace
     from parallel.distributed import broadcast, is_main
-    from parallel.packing import RankPlace
     from stages.sampling.logprob_check import measure_mismatch
 
     drawn: list[Sample] = []

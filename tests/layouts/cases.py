@@ -96,8 +96,7 @@ def build(
 
 def batches(drawn: list[Sample], count: int = 1, replay: bool = False, padded: bool = False) -> Any:
     """Return this rank's micro-batches, `count` or a few more of them."""
-    from parallel.batch import split
-    from parallel.packing import RankPlace
+    from parallel.batch import RankPlace, split
 
     here = RankPlace.here()
     read = sum(sample.length for sample in drawn)

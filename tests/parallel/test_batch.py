@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from parallel.batch import collate, split
+from parallel.batch import RankPlace, collate, split
 from parallel.cpu.attention import _grids
 from parallel.device import device
-from parallel.packing import RankPlace
 from parallel.sample import Sample
 
 CONTEXTS = [[RankPlace()], [RankPlace(context=2, context_rank=rank, tensor=2) for rank in range(2)]]

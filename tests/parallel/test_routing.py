@@ -7,9 +7,9 @@ from unittest import mock
 import pytest
 import torch
 
+from parallel.batch import RankPlace, lay_out
 from parallel.model.policy import Policy
 from parallel.model.routing import RoutingLosses
-from parallel.packing import RankPlace, lay_out
 from parallel.settings import LayoutSettings, RoutingLossSettings
 from tests.fake_engines import MODEL
 

@@ -12,8 +12,7 @@ import pyarrow
 import pyarrow.parquet as parquet
 import pytest
 
-from parallel.batch import collate
-from parallel.packing import RankPlace
+from parallel.batch import RankPlace, collate
 from parallel.sample import Sample
 from stages.data.demonstrations import (
     ConversationStream,

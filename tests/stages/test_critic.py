@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from parallel.batch import MicroBatch, Responses, collate
+from parallel.batch import MicroBatch, RankPlace, Responses, collate
 from parallel.checkpoint import load
 from parallel.checkpoint.save import Saver
 from parallel.model.policy import Policy, ValueModel, values
-from parallel.packing import RankPlace
 from parallel.sample import Sample
 from parallel.settings import LayoutSettings, OptimizerSettings, RoutingLossSettings
 from stages.grpo import Expert

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from parallel.batch import collate
+from parallel.batch import RankPlace, collate
 from parallel.checkpoint import load
 from parallel.model.policy import Policy
-from parallel.packing import RankPlace
 from parallel.sample import Sample
 from stages.distill import Merge, weights_of
 from stages.settings import MergeSettings

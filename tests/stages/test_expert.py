@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from parallel.batch import collate
+from parallel.batch import RankPlace, collate
 from parallel.checkpoint import load
 from parallel.checkpoint.save import Saver
 from parallel.model.policy import Policy, TrainedPolicy
-from parallel.packing import RankPlace
 from parallel.sample import Sample
 from parallel.settings import (
     EngineSettings,

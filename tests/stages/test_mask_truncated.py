@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from parallel.batch import collate
-from parallel.packing import RankPlace
+from parallel.batch import RankPlace, collate
 from parallel.sample import Sample
 from stages.objectives.advantages.grpo import GrpoSettings
 from stages.objectives.groups import has_zero_advantages, scale_by_entropy
