@@ -25,12 +25,11 @@ from stages.data.problem import Problem
 from stages.data.prompts import PromptStream
 from stages.data.settings import ReasoningGymPromptSettings
 from stages.data.tokenizer import CharacterTokenizer
-from stages.rewards.grading import Grader
+from stages.rewards.kinds import RewardSettings
 from stages.rewards.kinds.math import MathReward
 from stages.rewards.kinds.reasoning_gym import ReasoningGymReward
 from stages.rewards.pool import RewardPool
-from stages.rewards.registry import RewardSettings
-from stages.rewards.reward import Response, RewardPoolSettings
+from stages.rewards.reward import Grader, Response, RewardPoolSettings
 
 DOMAIN, GROUP = "sums", 8
 Batch = list[tuple[Problem, list[Response]]]

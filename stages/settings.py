@@ -38,8 +38,8 @@ from stages.guards.settings import (
 )
 from stages.kinds import Kind
 from stages.objectives.loss import ObjectiveSettings
+from stages.rewards.kinds import RewardSettings
 from stages.rewards.kinds.reasoning_gym import ReasoningGymReward
-from stages.rewards.registry import RewardSettings
 from stages.rewards.reward import RewardPoolSettings
 
 

@@ -36,7 +36,7 @@ from pipeline.run.run import Run
 from pipeline.slurm.queue import is_queued, queue_of, states_now
 from pipeline.text import reason, say, shown, visible
 from stages.directory import EngineDirectory
-from stages.rewards.registry import cautions
+from stages.rewards.reward import cautions
 
 
 @command(

@@ -15,15 +15,14 @@ import numpy as np
 
 from parallel.sample import Sample
 from stages.objectives.groups import Group
-from stages.rewards.grading import solved
-from stages.rewards.registry import RewardSettings
+from stages.rewards.reward import RewardBase, solved
 
 SHINGLE = 3  # tokens
 SKETCH = 256  # hashes; the estimate's standard error is then at most 0.03
 SIMILAR = 0.8  # share of common shingles of nearly equal responses
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)  # splitmix64's
 
-Rewards = Mapping[str, RewardSettings]
+Rewards = Mapping[str, RewardBase]
 
 
 def group_metrics(groups: Sequence[Group], rewards: Mapping[str, Rewards]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import Field
 
 from parallel.settings import Count, Settings
-from stages.rewards.registry import RewardSettings
+from stages.rewards.reward import RewardBase
 
 AtLeastZero = Annotated[float, Field(ge=0)]
 Action = Literal["warn", "stop", "off"]
@@ -59,7 +59,7 @@ class Trend(ABC):
     watched: ClassVar[tuple[str, ...]]
     saved: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, window: int, rewards: Mapping[str, RewardSettings]) -> None:
+    def __init__(self, window: int, rewards: Mapping[str, RewardBase]) -> None:
         """`rewards` are those of the stage's samples."""
         self.windows = {name: Window(window) for name in self.watched}
 

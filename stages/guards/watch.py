@@ -9,7 +9,7 @@ from typing import Any
 from parallel.errors import report_notice
 from stages.guards.registry import GUARDS, GuardSettings, Window, WindowGuardSettings
 from stages.kinds import settings_key
-from stages.rewards.registry import RewardSettings
+from stages.rewards.reward import RewardBase
 from stages.settings import PolicySettings
 
 
@@ -26,7 +26,7 @@ class GuardMonitor:
     """The reader of every step's metrics; only on the main rank, which all others follow."""
 
     def __init__(
-        self, stage: str, settings: PolicySettings, rewards: Mapping[str, RewardSettings]
+        self, stage: str, settings: PolicySettings, rewards: Mapping[str, RewardBase]
     ) -> None:
         """`rewards` are those that all samples have."""
         self._stage, self._key = stage, settings_key(stage)

@@ -17,8 +17,7 @@ from parallel.sample import Sample
 from stages.data.problem import Problem
 from stages.objectives.aggregation import sequence_means
 from stages.objectives.graded import AdvantageBase, Graded, compute_advantages
-from stages.rewards.grading import Grade
-from stages.rewards.reward import RewardError
+from stages.rewards.reward import Grade, RewardError
 
 SPREAD = 9.0  # divides the standard score of a length (arXiv 2510.06870)
 # No response counts more than ten times for its certainty: EDGE's formula has no bound, and a

@@ -27,9 +27,14 @@ from typing import NoReturn
 
 from parallel.forkserver import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 from stages.data.problem import DomainError, Problem
-from stages.rewards.grading import Grade, Grader
-from stages.rewards.registry import KINDS, RewardSettings
-from stages.rewards.reward import Response, RewardPoolSettings
+from stages.rewards.reward import (
+    REGISTERED,
+    Grade,
+    Grader,
+    Response,
+    RewardBase,
+    RewardPoolSettings,
+)
 
 REAPING_SECONDS = 1.0  # between two rounds of reaping
 ENDING_ROUNDS, ENDING_SECONDS = 100, 0.01  # of killing processes that still start others
@@ -39,7 +44,7 @@ CLOCK_BYTES = 24
 
 # The message that starts the forkserver: each domain's rewards by name, the pool's settings, and
 # the directory of the rewards' files.
-Setup = tuple[Mapping[str, Mapping[str, RewardSettings]], RewardPoolSettings, Path]
+Setup = tuple[Mapping[str, Mapping[str, RewardBase]], RewardPoolSettings, Path]
 # Each response's number, and the rewards that are not run on it: the score of each, or None.
 Chunk = list[tuple[int, Problem, Response, dict[str, float | None]]]
 # A worker's first message: None once it is ready, or why it never will be; then its grades.
@@ -57,7 +62,7 @@ def main() -> None:
     control = Connection(int(sys.argv[1]))
     setup: Setup = control.recv()
     kinds = {each.kind for own in setup[0].values() for each in own.values()}
-    for module in sorted({module for kind in kinds for module in KINDS[kind].imports}):
+    for module in sorted({module for kind in kinds for module in REGISTERED[kind].imports}):
         with suppress(Exception):  # a worker reports the error
             import_module(module)
     gc.freeze()  # else garbage collection would copy shared pages into every worker

@@ -32,9 +32,16 @@ from pathlib import Path
 from parallel.errors import ERRORS, STATUS_DESCRIPTOR, report_notice
 from stages.data.problem import Problem
 from stages.rewards.forkserver import CLOCK_BYTES, Answer, Chunk, Clock, Setup
-from stages.rewards.grading import Grade, failure
-from stages.rewards.registry import RewardSettings, cautions, check_machine
-from stages.rewards.reward import Response, RewardError, RewardPoolSettings
+from stages.rewards.reward import (
+    Grade,
+    Response,
+    RewardBase,
+    RewardError,
+    RewardPoolSettings,
+    cautions,
+    check_machine,
+    failure,
+)
 
 MOST_CORES, WAITING_WORKERS = 8, 16
 LONGEST_CHUNK = 32  # responses in one message
@@ -78,7 +85,7 @@ class RewardPool:
 
     def __init__(
         self,
-        rewards: Mapping[str, Mapping[str, RewardSettings]],
+        rewards: Mapping[str, Mapping[str, RewardBase]],
         settings: RewardPoolSettings,
         directory: Path,
         on_graded: Callable[[], None] = lambda: None,

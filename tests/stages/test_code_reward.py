@@ -13,8 +13,7 @@ from stages.data.problem import DomainError, Problem
 from stages.rewards import sandbox
 from stages.rewards.kinds.code import CodeReward, extract_program
 from stages.rewards.kinds.math import MathReward
-from stages.rewards.registry import check_machine, make
-from stages.rewards.reward import Response, RewardError
+from stages.rewards.reward import Response, RewardError, check_machine, make
 from stages.rewards.reward import Score as RewardScore
 from stages.rewards.sandbox import Limits, Outcome, SandboxError, Score
 

@@ -17,10 +17,10 @@ from stages.guards.settings import GuardsSettings
 from stages.guards.watch import GuardMonitor, StepVerdict
 from stages.metric_definitions import METRICS
 from stages.objectives.groups import Group
+from stages.rewards.kinds import RewardSettings
 from stages.rewards.kinds.format import FormatReward
 from stages.rewards.kinds.length import LengthReward
 from stages.rewards.kinds.math import MathReward
-from stages.rewards.registry import RewardSettings
 from stages.settings import DomainSettings
 
 REWARDS: dict[str, RewardSettings] = {"right": MathReward(), "brief": LengthReward(at_most=3)}

@@ -17,8 +17,7 @@ import pytest
 from stages.data.problem import DomainError, Problem
 from stages.rewards.kinds.judge import JudgeReward
 from stages.rewards.pool import RewardPool
-from stages.rewards.registry import make
-from stages.rewards.reward import Response, RewardError, RewardPoolSettings
+from stages.rewards.reward import Response, RewardError, RewardPoolSettings, make
 
 RUBRIC = "Asked {prompt}, where {answer} is right, it said {response}. {Good}?"
 ASKED = Problem("essays", 0, "2+{answer}?", "4")

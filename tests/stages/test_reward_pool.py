@@ -15,10 +15,9 @@ import pytest
 from pydantic import TypeAdapter
 
 from stages.data.problem import Problem
-from stages.rewards.grading import Grade, Grader
+from stages.rewards.kinds import RewardSettings
 from stages.rewards.pool import RewardPool
-from stages.rewards.registry import RewardSettings
-from stages.rewards.reward import Response, RewardError, RewardPoolSettings
+from stages.rewards.reward import Grade, Grader, Response, RewardError, RewardPoolSettings
 
 Made = Callable[..., RewardPool]
 SECONDS = 60.0

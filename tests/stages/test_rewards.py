@@ -13,12 +13,11 @@ from stages.data.problem import DomainError, Problem
 from stages.data.prompts import PromptStream
 from stages.data.settings import ReasoningGymPromptSettings
 from stages.data.tokenizer import CharacterTokenizer
-from stages.rewards.grading import solved
+from stages.rewards.kinds import KINDS, RewardSettings
 from stages.rewards.kinds.instruction import CHECKS
 from stages.rewards.kinds.json_schema import valid
 from stages.rewards.kinds.length import soft_overlong
-from stages.rewards.registry import KINDS, RewardSettings, make
-from stages.rewards.reward import Response, Reward, RewardBase, RewardError, Score
+from stages.rewards.reward import Response, Reward, RewardBase, RewardError, Score, make, solved
 
 GARBAGE = [
     "",

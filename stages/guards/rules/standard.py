@@ -18,7 +18,7 @@ from stages.guards.registry import (
     WindowGuardSettings,
     guard,
 )
-from stages.rewards.registry import RewardSettings
+from stages.rewards.reward import RewardBase
 
 
 @guard("entropy_collapse")
@@ -121,7 +121,7 @@ class FormatGain(Trend):
 
     watched = ("judged", "unjudged")
 
-    def __init__(self, window: int, rewards: Mapping[str, RewardSettings]) -> None:
+    def __init__(self, window: int, rewards: Mapping[str, RewardBase]) -> None:
         super().__init__(2 * window, rewards)
         self._weights: dict[str, dict[str, float]] = {"judged": {}, "unjudged": {}}
         for name, each in rewards.items():
