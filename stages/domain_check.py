@@ -31,10 +31,9 @@ from stages.data.demonstrations import (
     demonstrations,
     response_sample,
 )
-from stages.data.formats import FORMATS
 from stages.data.problem import DomainError, Problem
 from stages.data.prompts import PromptStream, problem_at, prompt_index, split_of
-from stages.data.reasoning_gym import ReasoningGymSource
+from stages.data.reasoning_gym import FORMATS, ReasoningGymSource
 from stages.data.settings import (
     FileDemonstrationSettings,
     PromptSettings,

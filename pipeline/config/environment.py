@@ -19,8 +19,7 @@ from parallel.families import FAMILIES
 from parallel.files import WEIGHTS_INDEX, unreachable
 from parallel.settings import CHARACTERS
 from pipeline.text import hint, shown
-from stages.data.formats import FORMATS
-from stages.data.reasoning_gym import options, value_violation
+from stages.data.reasoning_gym import FORMATS, options, value_violation
 from stages.data.settings import (
     FileSettings,
     ReasoningGymPromptSettings,

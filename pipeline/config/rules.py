@@ -26,7 +26,7 @@ from parallel.settings import (
 )
 from parallel.weights.needs import engine_violations
 from pipeline.text import hint
-from stages.data.formats import FORMATS
+from stages.data.reasoning_gym import FORMATS
 from stages.data.settings import (
     FileDemonstrationSettings,
     FilePromptSettings,

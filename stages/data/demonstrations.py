@@ -15,10 +15,10 @@ from random import Random
 import numpy as np
 
 from parallel.sample import Sample
-from stages.data.formats import FORMATS
 from stages.data.index import Order, RowIndex, build_index
 from stages.data.problem import ASSISTANT, DomainError, Message, Problem, content_key
 from stages.data.prompts import PromptStream
+from stages.data.reasoning_gym import FORMATS
 from stages.data.rows import Row, RowError, column_of, messages_of, prompt_of
 from stages.data.settings import FileDemonstrationSettings, GeneratedDemonstrationSettings
 from stages.data.tokenizer import Tokenizer, TokenizerError

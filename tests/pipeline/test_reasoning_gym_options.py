@@ -10,8 +10,7 @@ import pytest
 
 from pipeline.config.validate import load
 from stages.data import reasoning_gym
-from stages.data.formats import FORMATS
-from stages.data.reasoning_gym import options
+from stages.data.reasoning_gym import FORMATS, options
 from tests.pipeline.test_config import errors
 
 KEY = "domains.sums.prompts.config"
@@ -67,7 +66,7 @@ def test_options_match_the_datasets_config_classes() -> None:
         "from dataclasses import fields\n"
         "warnings.simplefilter('ignore')\n"
         "import reasoning_gym\n"
-        "from stages.data.formats import FORMATS\n"
+        "from stages.data.reasoning_gym import FORMATS\n"
         "known = reasoning_gym.factory.DATASETS\n"
         "print(repr({name: {f.name: f.type.__name__ for f in fields(known[name][1])\n"
         "                   if f.name not in ('seed', 'size')} for name in FORMATS}))\n"

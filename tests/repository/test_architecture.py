@@ -37,7 +37,6 @@ WITHOUT_TORCH = {
     "parallel.weights.needs",
     "stages.directory",
     "stages.kinds",
-    "stages.data.formats",
     "stages.objectives.advantages.gae",
     "stages.objectives.surrogate",
     "stages.data.reasoning_gym",

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from stages.data.demonstrations import demonstrate, demonstrations
-from stages.data.formats import FORMATS
 from stages.data.problem import DomainError, Problem
 from stages.data.prompts import PromptStream, is_held_out, split_of
+from stages.data.reasoning_gym import FORMATS
 from stages.data.settings import (
     GeneratedDemonstrationSettings,
     ReasoningGymPromptSettings,
