@@ -10,10 +10,9 @@ import pytest
 
 from stages.data.problem import DomainError, Problem
 from stages.guards.settings import FrontierSettings
-from stages.sampling import frontier as module
+from stages.sampling import prompt_buffer as module
 from stages.sampling.collection import Collection
-from stages.sampling.frontier import Frontier
-from stages.sampling.prompt_buffer import PromptBuffer
+from stages.sampling.prompt_buffer import Frontier, PromptBuffer
 from stages.settings import RolloutSettings
 from tests.stages.toys import FakeEngines, indices, prompt_buffer
 

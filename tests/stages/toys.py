@@ -25,8 +25,8 @@ from stages.grpo import Expert
 from stages.objectives.groups import Group
 from stages.rewards.reward import RewardPoolSettings
 from stages.sampling.collection import Batch, Collection
+from stages.sampling.engines import RewardDispatcher
 from stages.sampling.prompt_buffer import PromptBuffer
-from stages.sampling.reward_dispatch import RewardDispatcher
 from stages.settings import DomainSettings, RunSettings, SamplingSettings, StageJob
 from tests.fake_engines import FakeEngine, RefittedFleet, toy_domain, toy_job, toy_run
 from tests.stages.conftest import OPENED
