@@ -15,7 +15,7 @@ from parallel.model.policy import Policy
 from parallel.sample import Sample
 from stages.guards.settings import NoCurriculumSettings
 from stages.loop import train
-from stages.objectives.aggregation import Totals, token_mean
+from stages.objectives.loss import Totals, token_mean
 from stages.objectives.surrogate import NoCorrectionSettings
 from stages.sampling.collection import Batch
 from stages.sampling.step import OnPolicyStage, StepSamples

@@ -14,8 +14,7 @@ from parallel.batch import MicroBatch, token_counts
 from parallel.distributed import sum_over_data
 from parallel.files import naming, write_atomically
 from stages.metric_definitions import METRICS
-from stages.objectives.aggregation import Totals
-from stages.objectives.loss import MetricSum
+from stages.objectives.loss import MetricSum, Totals
 from stages.settings import StageJob
 
 

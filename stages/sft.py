@@ -19,8 +19,8 @@ from stages.data.tokenizer import Tokenizer, load_tokenizer
 from stages.import_weights import look_for_held_out
 from stages.loop import train
 from stages.metrics import token_efficiency
-from stages.objectives.aggregation import Totals, token_mean
 from stages.objectives.groups import seed_of
+from stages.objectives.loss import Totals, token_mean
 from stages.sampling.recording import record, samples_file
 from stages.settings import StageJob
 

@@ -15,8 +15,8 @@ from parallel.device import device
 from parallel.distributed import sum_over_data
 from parallel.sample import Sample
 from stages.data.problem import Problem
-from stages.objectives.aggregation import sequence_means
 from stages.objectives.graded import AdvantageBase, Graded, compute_advantages
+from stages.objectives.surrogate import sequence_means
 from stages.rewards.reward import Grade, RewardError
 
 SPREAD = 9.0  # divides the standard score of a length (arXiv 2510.06870)

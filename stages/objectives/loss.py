@@ -1,7 +1,8 @@
 """The objective of a policy: its settings, and its loss of one micro-batch of responses.
 
 The loss is the surrogate, weighted and masked off-policy, plus the KL penalty, less the entropy
-bonus, each aggregated alike. Every algorithm is imported by here. Never imports torch.
+bonus, each aggregated alike: from a loss per token to one number, normalised once by a global
+count. Every algorithm is imported by here. Never imports torch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from pydantic import Field
 from parallel.settings import Settings
 from stages.objectives import advantages, ratios
 from stages.objectives.advantages.grpo import GrpoSettings
-from stages.objectives.aggregation import Totals, masked_sum, sequence_means
 from stages.objectives.graded import AdvantageBase
 from stages.objectives.kl import KLSettings
 from stages.objectives.ratios.sequence import SequenceRatioSettings
@@ -27,6 +27,7 @@ from stages.objectives.registry import (
     RATIOS,
     AboveZero,
     Registry,
+    aggregation,
     import_modules,
 )
 from stages.objectives.surrogate import (
@@ -36,7 +37,9 @@ from stages.objectives.surrogate import (
     Surrogate,
     TisSettings,
     Tokens,
+    masked_sum,
     sequence_mask,
+    sequence_means,
 )
 
 for _package in (advantages, ratios):  # one file each, which registers itself
@@ -102,6 +105,51 @@ class ObjectiveSettings(Settings):
                 f"{self.ratio.name} gives all tokens of a response one gradient, which undoes the"
                 f" advantage {self.advantage.name} of each; use token, sequence_token or cispo",
             )
+
+
+@dataclass(frozen=True)
+class Totals:
+    """The counts of one optimizer step, over all data-parallel ranks and micro-batches.
+
+    The caller reduces them across ranks before the first backward pass: summed over ranks and
+    micro-batches, the aggregates are then the mean over the whole step, however it was cut.
+    `sequences` counts the responses, `tokens` their learned tokens, `learned` the responses that
+    have any, which metrics are means of; `longest`, the maximum number of tokens of a response,
+    is read by `constant` alone.
+    """
+
+    sequences: float
+    tokens: float
+    longest: float = 1.0
+    learned: float | None = None
+
+
+# Each aggregation takes `values` [B, T] and `mask` [B, T] bool, and returns this shard's share of
+# the step's number, a scalar (section 2).
+
+
+@aggregation("sequence_mean", "GRPO, arXiv 2402.03300; GSPO, 2507.18071")
+def sequence_mean(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
+    """Return the mean over responses of each one's mean over tokens; 0 for one without tokens."""
+    return sequence_means(values, mask).sum() / max(totals.sequences, 1)
+
+
+@aggregation("token_mean", "DAPO, arXiv 2503.14476")
+def token_mean(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
+    """Return the mean over tokens, so that long responses weigh more."""
+    return masked_sum(values, mask) / max(totals.tokens, 1)
+
+
+@aggregation("constant", "Dr. GRPO, arXiv 2503.20783")
+def constant(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
+    """Return the sum over (responses x longest length), so that every token weighs the same."""
+    return masked_sum(values, mask) / (max(totals.sequences, 1) * totals.longest)
+
+
+@aggregation("lambda", "Lambda-GRPO, arXiv 2510.06870")
+def weighted_token_mean(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
+    """Return the mean over tokens, which `LengthWeights` has weighted by length."""
+    return token_mean(values, mask, totals)
 
 
 @dataclass(frozen=True)

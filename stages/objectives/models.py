@@ -14,10 +14,11 @@ from parallel.distributed import gather, sum_over_data
 from parallel.model.policy import Policy, TrainedPolicy, ValueModel, values
 from parallel.sample import Sample
 from stages.objectives.advantages.gae import GaeSettings, clipped_value_loss, gae
-from stages.objectives.aggregation import Totals, sequence_means, token_mean
 from stages.objectives.graded import STD_FLOOR, AdvantageBase
 from stages.objectives.groups import Group, assign_advantages, graded_samples
 from stages.objectives.kl import KLSettings
+from stages.objectives.loss import Totals, token_mean
+from stages.objectives.surrogate import sequence_means
 from stages.settings import StageJob
 
 CRITIC, AVERAGE = "critic", "ema"  # their names in a checkpoint

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from parallel.settings import Settings
-from stages.objectives.aggregation import sequence_means
 from stages.objectives.registry import CORRECTIONS, AboveZero, AlgorithmSettings, correction
 
 if TYPE_CHECKING:
@@ -106,6 +105,16 @@ class Surrogate:
 def bounded_exp(log_ratio: Tensor) -> Tensor:
     """Return exp of the argument clamped to +-20: one stray token must not overflow a batch."""
     return log_ratio.clamp(-20.0, 20.0).exp()
+
+
+def sequence_means(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean [B] of each response's unmasked `values` [B, T]; 0 for one without tokens."""
+    return values.masked_fill(~mask, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
+
+
+def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the sum, a scalar, of `values` where `mask`; elsewhere they may even be NaN."""
+    return values.masked_fill(~mask, 0.0).sum()
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, settings: Clipped) -> Surrogate:

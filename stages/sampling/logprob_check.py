@@ -11,8 +11,8 @@ from parallel.distributed import max_over_ranks, sum_over_data
 from parallel.errors import UserError
 from parallel.model.policy import Policy
 from parallel.sample import Sample
-from stages.objectives.aggregation import sequence_means
 from stages.objectives.kl import k3
+from stages.objectives.surrogate import sequence_means
 
 
 class MismatchError(UserError):

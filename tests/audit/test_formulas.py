@@ -14,9 +14,8 @@ import torch
 from stages.audit.advantages import advantages as audited_advantages
 from stages.audit.objective import Facts, terms
 from stages.audit.recorded import RecordedSample
-from stages.objectives.aggregation import Totals
 from stages.objectives.graded import Graded, compute_advantages
-from stages.objectives.loss import ObjectiveSettings, policy_loss
+from stages.objectives.loss import ObjectiveSettings, Totals, policy_loss
 from stages.objectives.registry import ADVANTAGES, KL_ESTIMATORS, RATIOS
 from stages.objectives.surrogate import NoCorrectionSettings, Tokens, correction_weights
 

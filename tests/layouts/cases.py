@@ -105,7 +105,7 @@ def batches(drawn: list[Sample], count: int = 1, replay: bool = False, padded: b
 
 
 def cross_entropy(totals: Any, responses: Any) -> tuple[torch.Tensor, float]:
-    from stages.objectives.aggregation import token_mean
+    from stages.objectives.loss import token_mean
 
     loss = token_mean(-responses.log_probs(), responses.batch.mask, totals)
     return loss, loss.item()
@@ -131,7 +131,7 @@ def sequence_policy(totals: Any, responses: Any) -> tuple[torch.Tensor, float]:
 
 
 def distillation(totals: Any, responses: Any) -> tuple[torch.Tensor, float]:
-    from stages.objectives.aggregation import token_mean
+    from stages.objectives.loss import token_mean
 
     batch = responses.batch
     loss = token_mean(responses.kl(batch.teacher), batch.mask, totals)
@@ -172,7 +172,7 @@ def prepared(loss: str, drawn: list[Sample], teacher: Any, **how: Any) -> list[A
 def accumulate(policy: Any, loss: str, drawn: list[Sample], parts: list[Any]) -> dict[str, float]:
     """Accumulate the gradients of a loss; return the loss and the routing losses."""
     from parallel.distributed import sum_over_data
-    from stages.objectives.aggregation import Totals
+    from stages.objectives.loss import Totals
 
     totals = Totals(len(drawn), sum(len(sample.response) for sample in drawn))
     read = sum(sample.length for sample in drawn)
@@ -240,7 +240,7 @@ def own_part(name: str, parameter: torch.Tensor, whole: torch.Tensor) -> torch.T
 
 def train(policy: Any, steps: range) -> Iterator[tuple[float, float]]:
     """Yield (this rank's loss, gradient norm) of optimizer steps; the step seeds the data."""
-    from stages.objectives.aggregation import Totals
+    from stages.objectives.loss import Totals
 
     for step in steps:
         drawn = samples(16, seed=step)
@@ -324,7 +324,7 @@ def held_experts(layout: LayoutSettings) -> set[str]:
 
 def replayed_routing(layout: LayoutSettings) -> dict[str, float]:
     """Return the effect of replay on the log-probabilities and on the router's gradient."""
-    from stages.objectives.aggregation import Totals
+    from stages.objectives.loss import Totals
 
     policy = build(layout)
     drawn = samples(16, routes=True)

@@ -28,7 +28,7 @@ def build(layout: LayoutSettings, kind: str, seed: int = 0) -> tuple[Any, Any]:
 def learn(policy: Any, critic: Any, steps: range) -> list[float]:
     """Train both, the critic twice as often, on given targets; return losses and norms."""
     from parallel.model.policy import values
-    from stages.objectives.aggregation import Totals, token_mean
+    from stages.objectives.loss import Totals, token_mean
 
     measured = []
     for step in [step for step in steps for _ in range(2)]:

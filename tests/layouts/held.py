@@ -39,7 +39,7 @@ def kept_for_backward(
     layout: LayoutSettings, tokens: int, model: ModelSettings = MODEL
 ) -> tuple[int, int]:
     """Return a micro-batch's tokens, at most `tokens`, and the bytes its forward pass keeps."""
-    from stages.objectives.aggregation import Totals
+    from stages.objectives.loss import Totals
 
     policy = build(layout, model=model)
     [batch] = batches(samples(tokens // 16))

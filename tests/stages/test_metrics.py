@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from stages.metrics import MetricsLog, reduce_sums
-from stages.objectives.aggregation import Totals
-from stages.objectives.loss import MetricSum
+from stages.objectives.loss import MetricSum, Totals
 from stages.settings import LoggingSettings, RunSettings, StageJob
 
 

@@ -6,9 +6,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from stages.objectives.aggregation import sequence_means
 from stages.objectives.registry import AboveZero, ratio
-from stages.objectives.surrogate import RatioBase, Surrogate, Tokens, bounded_exp
+from stages.objectives.surrogate import RatioBase, Surrogate, Tokens, bounded_exp, sequence_means
 
 
 class GeometricBase(RatioBase):

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from stages.objectives.aggregation import sequence_means
 from stages.objectives.registry import AboveZero, ratio
 from stages.objectives.surrogate import (
     BelowOne,
@@ -15,6 +14,7 @@ from stages.objectives.surrogate import (
     Tokens,
     bounded_exp,
     clipped_surrogate,
+    sequence_means,
 )
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import statistics
 import pytest
 import torch
 
-from stages.objectives.aggregation import Totals
 from stages.objectives.groups import length_weights
+from stages.objectives.loss import Totals
 from stages.objectives.registry import AGGREGATIONS
 from tests.stages.objectives.objective_cases import LENGTHS, MASK, assert_close, real, slope
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stages.objectives.aggregation import Totals
-from stages.objectives.loss import ObjectiveSettings, PolicyLoss, policy_loss
+from stages.objectives.loss import ObjectiveSettings, PolicyLoss, Totals, policy_loss
 from stages.objectives.surrogate import Tokens
 from tests.stages.objectives.objective_cases import LENGTHS, MASK, draws, real, slope
 

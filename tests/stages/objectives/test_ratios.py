@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stages.objectives.aggregation import Totals, sequence_mean
+from stages.objectives.loss import Totals, sequence_mean
 from stages.objectives.ratios.cispo import CispoRatioSettings
 from stages.objectives.ratios.geometric import GeometricRatioSettings
 from stages.objectives.ratios.rspo import RspoRatioSettings, router_shift

@@ -91,7 +91,7 @@ from pipeline.config.validate import load
 from pipeline.config.read import ConfigError
 from stages.guards.watch import GuardMonitor
 from stages.objectives.graded import compute_advantages
-from stages.objectives.aggregation import Totals
+from stages.objectives.loss import Totals
 from stages.objectives.graded import Graded
 from stages.objectives.loss import policy_loss
 from stages.objectives.loss import REGISTRIES
