@@ -27,7 +27,7 @@ PROGRAM = """
 import sys, json
 from pathlib import Path
 from stages.data.problem import Problem
-from stages.rewards.registry import KINDS
+from stages.rewards.kinds import KINDS
 from stages.settings import DomainSettings
 from pydantic import TypeAdapter
 schema = TypeAdapter(DomainSettings.model_fields["rewards"].annotation)
