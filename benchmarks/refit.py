@@ -184,7 +184,7 @@ def trainer(rank: int, layout: LayoutSettings, meeting: Callable[[str], Any]) ->
         boxes[way].send()
         if way == SHARED:
             return 0, 0
-        slices = (s for sending in boxes[way].sendings for s in sending.slices)
+        slices = (s for message in boxes[way].outgoing for s in message.slices)
         return sum(4 * prod(s.box[1]) for s in slices), 0
 
     def gather() -> tuple[int, int]:

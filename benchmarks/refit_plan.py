@@ -28,7 +28,7 @@ from machine import measured
 from parallel.boxes import Box
 from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights.needs import engine_violations, needed
-from parallel.weights.planner import Bucket, EngineSizes, Plan, Sending
+from parallel.weights.planner import Bucket, EngineSizes, OutgoingMessage, Plan
 
 LAYOUT = LayoutSettings(ranks=512, pipeline=8, expert=64)
 ENGINE_RANKS = 1024
@@ -125,7 +125,7 @@ def measure(model: ModelSettings, fleet: EngineSizes, every: int) -> dict[str, A
     }
 
 
-def balance(sent: dict[int, list[Sending]], total: int) -> dict[str, float]:
+def balance(sent: dict[int, list[OutgoingMessage]], total: int) -> dict[str, float]:
     """Most over mean, of all ranks and of those of one pipeline stage."""
     counts = {rank: sum(map(volume, sends)) for rank, sends in sent.items()}
     stages: dict[int, list[int]] = {}
@@ -141,7 +141,7 @@ def balance(sent: dict[int, list[Sending]], total: int) -> dict[str, float]:
 
 
 def predict(
-    plan: Plan, received: dict[int, list[Bucket]], sent: dict[int, list[Sending]]
+    plan: Plan, received: dict[int, list[Bucket]], sent: dict[int, list[OutgoingMessage]]
 ) -> dict[str, float]:
     """Seconds of a refit, and those of its busiest link."""
     size = plan.fleet.engines[0]
@@ -149,7 +149,7 @@ def predict(
     for sends in sent.values():
         links.append(Counter())
         for each in sends:
-            links[-1][plan.step(each.peer // size, each.bucket)] += volume(each)
+            links[-1][plan.step(each.engine_rank // size, each.bucket)] += volume(each)
     for buckets in received.values():  # of the first engine; the others receive as much in a step
         links.append(Counter({plan.step(0, each.key): elements(each.needs) for each in buckets}))
     steps: Counter[int] = Counter()
@@ -162,7 +162,7 @@ def predict(
     }
 
 
-def volume(each: Sending) -> int:
+def volume(each: OutgoingMessage) -> int:
     """Elements of a message."""
     return sum(prod(part.box[1]) for part in each.slices)
 

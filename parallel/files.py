@@ -105,9 +105,9 @@ def checkpoint_directories(directory: Path) -> list[Path]:
 
 
 def numbered(directory: Path, prefix: str) -> list[tuple[int, str]]:
-    """Return (number, name) of all names of the prefix and a number, sorted by number.
+    """Return (N, name) of each entry of `directory` named `prefix` + N, sorted by N.
 
-    Empty without such a directory. Names that a person gave, as `step_20.bak`, do not match.
+    Empty if the directory does not exist. Other names, such as `step_20.bak`, do not match.
     """
     try:
         with os.scandir(directory) as entries:

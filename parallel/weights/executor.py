@@ -50,7 +50,7 @@ class Outbox:
         device: torch.device,
     ) -> None:
         self.parameters = parameters
-        self.sendings = plan.send(rank)
+        self.outgoing = plan.send(rank)
         self._trainers = plan.layout.sizes.ranks
         self._messages = Messages(meeting, rank, device) if meeting else None
 
@@ -62,22 +62,25 @@ class Outbox:
         if self._messages is None:  # the engines read while the trainer waits for their answers
             return
         in_flight: deque[tuple[dist.Work, torch.Tensor]] = deque()
-        for sending in self.sendings:
-            peer = self._trainers + sending.peer
-            slices = [self._values(each) for each in sending.slices]
+        for message in self.outgoing:
+            receiver = self._trainers + message.engine_rank
+            slices = [self._values(each) for each in message.slices]
             for packed in _packed(slices):
                 if len(in_flight) == IN_FLIGHT:
                     in_flight.popleft()[0].wait()
-                in_flight.append((self._messages.send(packed, peer), packed))
+                in_flight.append((self._messages.send(packed, receiver), packed))
         for work, _ in in_flight:
             work.wait()
 
     def fingerprints(self) -> dict[str, int]:
-        """Return the expected fingerprints of what this rank sends, by "engine rank/bucket"."""
+        """Return the fingerprint of what this rank sends, by "engine rank/bucket".
+
+        An engine rank compares the sum over all trainer ranks with that of the tensors it loaded.
+        """
         found: dict[str, int] = {}
-        for sending in self.sendings:
-            key = f"{sending.peer}/{sending.bucket}"
-            for each in sending.slices:
+        for message in self.outgoing:
+            key = f"{message.engine_rank}/{message.bucket}"
+            for each in message.slices:
                 value = fingerprint(each.tensor, each.box, self._values(each))
                 found[key] = add_fingerprints(found.get(key, 0), value)
         return found
@@ -109,16 +112,18 @@ class Inbox:
         self._messages: Messages | None = None
         self._forwarding: list[tuple[dist.Work, torch.Tensor]] = []
         self._memory: dict[int, dict[str, torch.Tensor]] = {}
-        # By peer and tensor: a box that the peer holds, its parameter, and its offset therein.
+        # By trainer rank and tensor: a box that the rank holds, its parameter, its offset in that.
         self._pieces: dict[int, dict[str, list[tuple[Box, str, tuple[int, ...]]]]] = {}
         self.start()
         if meeting is not None:
             self._messages = Messages(meeting, self._trainers + rank, device)
             return
-        for peer in {message.peer for bucket in self.buckets for message in bucket.messages}:
-            self._memory[peer] = mapped(shared[peer])
-            pieces = self._pieces[peer] = {}
-            for piece in held(model, layout, peer):
+        for sender in {
+            message.trainer_rank for bucket in self.buckets for message in bucket.messages
+        }:
+            self._memory[sender] = mapped(shared[sender])
+            pieces = self._pieces[sender] = {}
+            for piece in held(model, layout, sender):
                 where = piece.box, f"{piece.chunk}/{piece.parameter}", piece.parameter_offset
                 pieces.setdefault(piece.tensor, []).append(where)
 
@@ -147,8 +152,8 @@ class Inbox:
         if self._messages and bucket.forward_to:
             packed = _packed(found[tensor] for tensor, _ in bucket.needs)
             self._forwarding = [
-                (self._messages.send(buffer, self._trainers + peer), buffer)
-                for peer in bucket.forward_to
+                (self._messages.send(buffer, self._trainers + receiver), buffer)
+                for receiver in bucket.forward_to
                 for buffer in packed
             ]
         return found
@@ -168,25 +173,25 @@ class Inbox:
         """Yield a bucket's boxes with their contents in the trainer's memory."""
         for message in bucket.messages:
             for tensor, box in message.boxes:
-                for outer, parameter, place in self._pieces[message.peer][tensor]:
+                for outer, parameter, place in self._pieces[message.trainer_rank][tensor]:
                     if intersect(box, outer) != box:
                         continue
                     start = tuple(map(sum, zip(_inside(box, outer)[0], place, strict=True)))
-                    part = self._memory[message.peer][parameter][within((start, box[1]))]
+                    part = self._memory[message.trainer_rank][parameter][within((start, box[1]))]
                     self.received_bytes += part.nbytes
                     yield tensor, box, part
                     break
                 else:
-                    raise KeyError(f"rank {message.peer} holds no {box} of {tensor}")
+                    raise KeyError(f"rank {message.trainer_rank} holds no {box} of {tensor}")
 
     def _received(self, bucket: Bucket) -> Iterator[tuple[str, Box, torch.Tensor]]:
         """Yield a bucket's boxes with their contents, views of one buffer per sender and dtype."""
-        sources = [(message.peer, message.boxes) for message in bucket.messages]
+        sources = [(message.trainer_rank, message.boxes) for message in bucket.messages]
         if bucket.forwarded_from is not None:
             sources = [(self._trainers + bucket.forwarded_from, bucket.needs)]
         assert self._messages is not None
         expected = []
-        for peer, boxes in sources:  # all receives are started before the first is waited for
+        for sender, boxes in sources:  # all receives are started before the first is waited for
             elements: dict[torch.dtype, int] = {}
             for tensor, (_, sizes) in boxes:
                 dtype = wire_dtype(tensor, self._model)
@@ -194,7 +199,7 @@ class Inbox:
             works = {}
             for dtype, count in elements.items():
                 buffer = torch.empty(count, dtype=dtype, device=self._device)
-                works[dtype] = self._messages.receive(buffer, peer), buffer
+                works[dtype] = self._messages.receive(buffer, sender), buffer
                 self.received_bytes += buffer.nbytes
             expected.append((boxes, works))
         for boxes, works in expected:

@@ -39,7 +39,7 @@ class EngineSizes:
 class Message:
     """The boxes of a bucket that one trainer rank sends to one engine rank, in order."""
 
-    peer: int
+    trainer_rank: int
     boxes: list[tuple[str, Box]]
 
 
@@ -71,11 +71,11 @@ class Slice(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Sending:
-    """The trainer rank's view of a `Message` to the engine rank `peer`."""
+class OutgoingMessage:
+    """The trainer rank's view of a `Message` to `engine_rank`."""
 
     bucket: int
-    peer: int
+    engine_rank: int
     slices: list[Slice]
 
 
@@ -158,7 +158,7 @@ class Plan:
             engine = earlier
         return self._first[engine] + place
 
-    def send(self, rank: int) -> list[Sending]:
+    def send(self, rank: int) -> list[OutgoingMessage]:
         """Return the messages of a trainer rank, in an order in which no ranks deadlock."""
         found = []
         for key in self.description.buckets:
@@ -166,15 +166,18 @@ class Plan:
             if stage != self.layout.stage(rank):
                 continue
             theirs = tensor_prefix(key)
-            for peer, items in self._sent(key, rank).items():
+            for receiver, items in self._sent(key, rank).items():
                 slices = [
                     Slice(chunk, ours + name, (offset, box[1]), theirs + tensor, box)
                     for tensor, box, name, offset in items
                 ]
-                found.append(Sending(key, peer, slices))
+                found.append(OutgoingMessage(key, receiver, slices))
         return sorted(
             found,
-            key=lambda each: (self.step(self._ranks[each.peer][0], each.bucket), each.peer),
+            key=lambda each: (
+                self.step(self._ranks[each.engine_rank][0], each.bucket),
+                each.engine_rank,
+            ),
         )
 
     def step(self, engine: int, key: int) -> int:
@@ -203,7 +206,7 @@ class Plan:
                 taken = [(prefix + item.tensor, item.box) for item in _within(found, low, high)]
                 if taken:
                     boxes.setdefault(holders[(turn + part) % len(holders)], []).extend(taken)
-        return [Message(peer, boxes[peer]) for peer in sorted(boxes)]
+        return [Message(sender, boxes[sender]) for sender in sorted(boxes)]
 
     def _sent(self, key: int, rank: int) -> dict[int, list[_Item]]:
         """Return the items of a bucket that a trainer rank sends to each engine rank."""

@@ -112,9 +112,10 @@ class SharedMemory(msgspec.Struct, frozen=True):
 
 
 def share(parameters: dict[str, torch.Tensor]) -> SharedMemory:
-    """Share the parameters in place with this user's other processes on this host.
+    """Return handles by which this user's processes on this host can map the parameters' memory.
 
-    On a CPU the storages move into shared memory; all views, also an optimizer's, stay valid.
+    Nothing is copied later: `mapped` shows every update. On a CPU the storages first move into
+    shared memory; all views of them, such as an optimizer's, stay valid.
     """
     numbers: dict[int, int] = {}
     handles: list[OpenFile | DeviceMemory] = []

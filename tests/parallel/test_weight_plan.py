@@ -18,7 +18,7 @@ from parallel.weights import planner
 from parallel.weights.holdings import Layout, held, owners
 from parallel.weights.names import EMBEDDING, HEAD, bucket, is_precise, plain_name, tensors
 from parallel.weights.needs import engine_violations, needed
-from parallel.weights.planner import Bucket, EngineSizes, Plan, Sending
+from parallel.weights.planner import Bucket, EngineSizes, OutgoingMessage, Plan
 from tests.tiers import tiered
 
 FURTHER: dict[str, list[dict[str, Any]]] = {
@@ -134,9 +134,9 @@ class Execution:
                     continue
                 bucket = self.buckets[rank][number]
                 if message < len(bucket.messages):
-                    peer = bucket.messages[message].peer
+                    peer = bucket.messages[message].trainer_rank
                     queue = self.sends[peer][sent[peer] :]
-                    if not queue or queue[0].peer != rank:
+                    if not queue or queue[0].engine_rank != rank:
                         continue
                     self.deliver(rank, bucket, message, peer, queue[0])
                     sent[peer] += 1
@@ -150,11 +150,13 @@ class Execution:
         assert sent == [len(queue) for queue in self.sends]
         assert [number for number, _ in position] == [len(each) for each in self.buckets]
 
-    def deliver(self, rank: int, bucket: Bucket, message: int, peer: int, sending: Sending) -> None:
-        assert sending.bucket == bucket.key
+    def deliver(
+        self, rank: int, bucket: Bucket, message: int, peer: int, sent: OutgoingMessage
+    ) -> None:
+        assert sent.bucket == bucket.key
         boxes = bucket.messages[message].boxes
-        assert boxes == [(each.tensor, each.box) for each in sending.slices]
-        for each in sending.slices:
+        assert boxes == [(each.tensor, each.box) for each in sent.slices]
+        for each in sent.slices:
             values = self.held[peer][each.chunk, each.parameter][at(each.parameter_box)]
             self.load(rank, bucket, each.tensor, each.box, values)
 
@@ -324,7 +326,7 @@ def test_trainers_feed_engine_ranks_up_to_their_own_number() -> None:
     layout = LayoutSettings(ranks=8, pipeline=4, expert=2)
     plan_model = model("qwen3_moe", layers=7)
     plan = Plan(plan_model, layout, EngineSizes((2,) * 11))
-    fed = {message.peer for rank in range(layout.ranks) for message in plan.send(rank)}
+    fed = {message.engine_rank for rank in range(layout.ranks) for message in plan.send(rank)}
     assert fed == set(range(8))
     received = [plan.receive(rank) for rank in range(22)]
     for rank, buckets in enumerate(received):

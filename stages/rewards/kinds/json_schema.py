@@ -35,7 +35,7 @@ class JSONSchemaReward(RewardBase):
 
 @register(JSONSchemaReward, imports=("jsonschema",))
 def make(settings: JSONSchemaReward, _directory: Path) -> Reward:
-    """Return the reward, which also reads JSON in the response's one code fence."""
+    """Return the reward: 1 for JSON, bare or in a code fence, that the problem's schema allows."""
     if settings.default_schema is not None:
         check_schema(settings.default_schema)
 
