@@ -243,12 +243,12 @@ def read_run(directory: RunDirectory, *, check_environment: bool = False) -> Run
     return Run(directory.path, load(directory.settings_file, to_start=check_environment))
 
 
-def existing(arguments: Namespace) -> Run:
+def load_run(arguments: Namespace) -> Run:
     """Return the run that the arguments name."""
     return read_run(find(arguments.runs_dir, arguments.run))
 
 
-def owned(arguments: Namespace, *, check_environment: bool = False) -> Run:
+def load_trusted_run(arguments: Namespace, *, check_environment: bool = False) -> Run:
     """Return the run that the arguments name, to work on it.
 
     Raises:
@@ -259,7 +259,7 @@ def owned(arguments: Namespace, *, check_environment: bool = False) -> Run:
     return read_run(run, check_environment=check_environment)
 
 
-def configured(arguments: Namespace) -> Run:
+def load_configured_run(arguments: Namespace) -> Run:
     """Return the run of the configuration that the arguments name.
 
     Raises:

@@ -81,7 +81,7 @@ def domain_check(arguments: Namespace) -> None:
     else:
         if tokenizer or not arguments.stage:
             raise UserError("--run needs --stage, and excludes --tokenizer: a run has its own")
-        run = common.owned(arguments)
+        run = common.load_trusted_run(arguments)
         one_off.finished_training(run, arguments.stage)
         settings = load_with_domain(run.settings_file, path, arguments.samples)
         model = run.settings.model

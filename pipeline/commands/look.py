@@ -108,7 +108,7 @@ def plan(arguments: Namespace) -> None:
         else:
             print(*memory_report(settings), sep="\n")
         return
-    run = common.configured(arguments)
+    run = common.load_configured_run(arguments)
     states = states_now(run)
     if arguments.dot:
         say(*explain.dot(run, states))
@@ -161,7 +161,7 @@ def doctor(arguments: Namespace) -> None:
 def status(arguments: Namespace) -> None:
     """Show the state of a run, or of every run."""
     if arguments.run is not None:
-        _show_run(arguments, common.existing(arguments))
+        _show_run(arguments, common.load_run(arguments))
         return
     counts = {path.name: _counts(path) for path in common.run_paths(arguments.runs_dir)}
     if arguments.json:
@@ -212,7 +212,7 @@ def _counts(path: Path) -> dict[str, Any]:
 )
 def why(arguments: Namespace) -> None:
     """Explain the state of a stage."""
-    run = common.existing(arguments)
+    run = common.load_run(arguments)
     if arguments.json:
         [stage] = run.chosen([arguments.stage])
         print_json(arguments, explain.why_json(run, stage, states_now(run)))
@@ -231,7 +231,7 @@ def why(arguments: Namespace) -> None:
 )
 def diff(arguments: Namespace) -> None:
     """Show how two runs differ."""
-    run = common.existing(arguments)
+    run = common.load_run(arguments)
     other = read_run(common.find(arguments.runs_dir, arguments.other))
     differing = explain.difference(run, other)
     if arguments.json:
@@ -260,7 +260,7 @@ def diff(arguments: Namespace) -> None:
 )
 def logs(arguments: Namespace) -> None:
     """Show what a stage prints."""
-    run = common.existing(arguments)
+    run = common.load_run(arguments)
     [stage] = run.chosen([arguments.stage])
     of_job = arguments.rank is None and arguments.engine is None
 

@@ -75,7 +75,7 @@ GROUPS["gate"] = ("override a gate that has stopped a run", GATE_HELP)
 )
 def run(arguments: Namespace) -> None:
     """Run the configuration, or resume the run of it."""
-    run = common.configured(arguments)
+    run = common.load_configured_run(arguments)
     check_owner(run, arguments.trust_run)
     other, fork = common.forked(arguments, run)
     check_selection(run, arguments.only, arguments.rerun, fork.reused)
@@ -109,7 +109,7 @@ def run(arguments: Namespace) -> None:
 )
 def resume(arguments: Namespace) -> None:
     """Resume a run."""
-    run = common.owned(arguments, check_environment=True)
+    run = common.load_trusted_run(arguments, check_environment=True)
     check_selection(run, arguments.only, arguments.rerun)
     cores_of_slots(arguments.parallel)
     warn_of_readers(run)
@@ -157,7 +157,7 @@ def resume(arguments: Namespace) -> None:
 )
 def evaluate(arguments: Namespace) -> None:
     """Evaluate finished stages again."""
-    run, step = common.owned(arguments), arguments.step
+    run, step = common.load_trusted_run(arguments), arguments.step
     changes = {key: each for key in one_off.FLAGS if (each := getattr(arguments, key)) is not None}
     with run.lock():
         check_not_queued(run)
@@ -184,7 +184,7 @@ def evaluate(arguments: Namespace) -> None:
 )
 def export(arguments: Namespace) -> None:
     """Write a finished stage's model for transformers and vLLM."""
-    run = common.owned(arguments)
+    run = common.load_trusted_run(arguments)
     with run.lock():
         check_not_queued(run)
         one_off.export(
@@ -213,7 +213,7 @@ def export(arguments: Namespace) -> None:
 )
 def audit(arguments: Namespace) -> None:
     """Recompute steps of a run from its files, and compare."""
-    run = common.owned(arguments)
+    run = common.load_trusted_run(arguments)
     names = _audited(run, arguments.stage, arguments.step)
     asked = {"run": str(run.path.absolute()), "stages": names, "step": arguments.step}
     found = one_off.answer_of("the audit", "stages.audit.main", asked)
@@ -279,7 +279,7 @@ def _audit_table(each: dict[str, Any]) -> str:
 )
 def gate_override(arguments: Namespace) -> None:
     """Override a gate that has stopped."""
-    run = common.existing(arguments)
+    run = common.load_run(arguments)
     with run.lock(shared=True):
         gates.override(run, arguments.stage, arguments.reason)
     say(f"{arguments.stage} is overridden; continue with: {run.resume_command()}")

@@ -148,7 +148,7 @@ def stage(arguments: Namespace) -> None:
     except UserError as error:
         error.add_note("create a run with: braid submit CONFIG --cluster PROFILE --prepare")
         raise
-    run = common.owned(arguments, check_environment=True)
+    run = common.load_trusted_run(arguments, check_environment=True)
     [wanted] = run.chosen([name])
     with run.lock(shared=True):
         results = run_stage(run, wanted, terminal(), common.PROGRAMS)
@@ -166,7 +166,7 @@ def stage(arguments: Namespace) -> None:
 )
 def cancel(arguments: Namespace) -> None:
     """Cancel a run's jobs; running stages checkpoint first."""
-    run = common.existing(arguments)
+    run = common.load_run(arguments)
     names = {stage.name for stage in run.chosen(arguments.stages)}
     with run.lock_submission():
         jobs = adopt(run)
@@ -195,7 +195,7 @@ def cancel(arguments: Namespace) -> None:
 
 def _asked(arguments: Namespace) -> _Submission:
     """Return the request; raise UserError where the arguments, profile or path are invalid."""
-    run = common.configured(arguments)
+    run = common.load_configured_run(arguments)
     check_owner(run, arguments.trust_run)
     profile = arguments.cluster or run.cluster
     if arguments.cluster is None and not run.cluster.exists():
