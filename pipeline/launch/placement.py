@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -22,10 +19,9 @@ from parallel.engine.environment import PROCESS_ENVIRONMENT, share_out
 from parallel.forkserver import PR_SET_CHILD_SUBREAPER, prctl
 from parallel.network import LOOPBACK, address_of, environment_of
 from parallel.settings import EngineSettings
-from pipeline.launch.processes import Child, Forked, Forker, ForkLost, Process, kill
+from pipeline.launch.processes import Child, PendingFork, Process, RequestFork, kill
 
 GPU_FILE = Path("/dev/nvidiactl")  # the driver's: torch is not imported here
-FORK_SECONDS = 60.0  # timeout of a server's imports and one fork
 
 # The module that a command runs with `python -m`, and the module that imports all it needs.
 PRELOADS = {"stages.main": "stages.preload", "parallel.engine.server": "parallel.engine.preload"}
@@ -57,15 +53,15 @@ class ForkServer:
                 keep=[theirs.fileno()],
             )
 
-    def fork(
+    def request_fork(
         self,
         arguments: Sequence[str],
         environment: Mapping[str, str],
         cores: Sequence[int] | None,
-        output: int,
-        status: int,
-    ) -> RequestedFork:
-        """Request a process of the program that writes to these `output` and `status` descriptors.
+        output_fd: int,
+        status_fd: int,
+    ) -> PendingFork:
+        """Request a process of the program, with its output and status pipe on these descriptors.
 
         Raises:
             OSError: the request cannot be sent.
@@ -81,53 +77,16 @@ class ForkServer:
         message = json.dumps(request).encode()
         with theirs:
             try:
-                socket.send_fds(self._control, [message], [theirs.fileno(), output, status])
+                socket.send_fds(self._control, [message], [theirs.fileno(), output_fd, status_fd])
             except OSError:
                 ours.close()
                 raise
-        return RequestedFork(ours, self.process)
+        return PendingFork(ours, self.process)
 
     def close(self) -> None:
         """Kill the server, but not the processes that it forked."""
         self._control.close()
         self.process.reap()
-
-
-class RequestedFork:
-    """A requested process that may not have been forked yet."""
-
-    def __init__(self, link: socket.socket, server: Child) -> None:
-        self._link, self._server = link, server
-        self._link.setblocking(False)
-        self._deadline = time.monotonic() + FORK_SECONDS
-
-    def poll(self) -> Forked | None:
-        """Return the process once it is a child of this one; None before.
-
-        Raises:
-            ForkLost: the server ended or did not answer within FORK_SECONDS.
-        """
-        try:
-            answer = self._link.recv(64)
-        except BlockingIOError:
-            if time.monotonic() > self._deadline:
-                self.cancel()
-                self._server.send(signal.SIGKILL)  # then `ForkServers.of` starts another
-                raise ForkLost(f"no fork after {FORK_SECONDS:g} s") from None
-            return None
-        except OSError:
-            answer = b""
-        if not answer:
-            self.cancel()
-            raise ForkLost("the fork server has ended")
-        with suppress(OSError):  # it was killed meanwhile: its exit status shows that
-            self._link.send(b"!")
-        self._link.close()
-        return Forked(int(answer))
-
-    def cancel(self) -> None:
-        """Cancel the request; a process that is forked nevertheless exits at once."""
-        self._link.close()
 
 
 class ForkServers:
@@ -145,8 +104,8 @@ class ForkServers:
         for server in self._servers.values():
             server.close()
 
-    def of(self, command: Sequence[str]) -> Forker | None:
-        """Return the running server of a command's program, started if necessary.
+    def of(self, command: Sequence[str]) -> RequestFork | None:
+        """Return `request_fork` of the server of a command's program, started if necessary.
 
         None where the program has no server, or servers are disabled or unfit.
         """
@@ -160,7 +119,7 @@ class ForkServers:
             # Forked processes are orphaned by their server and become our children.
             prctl(PR_SET_CHILD_SUBREAPER, 1)
             server = self._servers[module] = ForkServer(module, self._logs / f"{module}.log")
-        return server.fork if server.process.status() is None else None
+        return server.request_fork if server.process.status() is None else None
 
 
 class Placement(Protocol):
@@ -235,8 +194,8 @@ class ThisMachine:
         environment: Mapping[str, str],
         cores: Sequence[int] | None,
     ) -> Child:
-        fork = self._servers.of(command) if self._servers else None
-        return Child(name, command, log, environment, cores or self._cores, fork)
+        request_fork = self._servers.of(command) if self._servers else None
+        return Child(name, command, log, environment, cores or self._cores, request_fork)
 
 
 def free_port() -> int:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 from parallel.errors import ERROR_MARK, LOST_PEER, NOTICE_MARK, STATUS_DESCRIPTOR, UserError
 
 POLL_SECONDS = 0.05
+FORK_SECONDS = 60.0  # timeout of a fork server's imports and one fork
 TAIL_LINES = 8
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TIME_IS_UP = signal.SIGUSR1  # from `--signal=B:USR1@...`, before the walltime ends
@@ -59,19 +61,48 @@ class Forked:
         return self.returncode
 
 
-class PendingFork(Protocol):
-    """A requested fork."""
+class PendingFork:
+    """A requested process that may not have been forked yet."""
+
+    def __init__(self, link: socket.socket, server: Child) -> None:
+        self._link, self._server = link, server
+        self._link.setblocking(False)
+        self._deadline = time.monotonic() + FORK_SECONDS
 
     def poll(self) -> Forked | None:
-        """Return the process once it is there; raise ForkLost where it will not arrive."""
+        """Return the process once it is a child of this one; None before.
+
+        Raises:
+            ForkLost: the server ended or did not answer within FORK_SECONDS.
+        """
+        try:
+            answer = self._link.recv(64)
+        except BlockingIOError:
+            if time.monotonic() > self._deadline:
+                self.cancel()
+                self._server.send(signal.SIGKILL)  # then `placement.ForkServers` starts another
+                raise ForkLost(f"no fork after {FORK_SECONDS:g} s") from None
+            return None
+        except OSError:
+            answer = b""
+        if not answer:
+            self.cancel()
+            raise ForkLost("the fork server has ended")
+        with contextlib.suppress(OSError):  # it was killed meanwhile: its exit status shows that
+            self._link.send(b"!")
+        self._link.close()
+        return Forked(int(answer))
 
     def cancel(self) -> None:
-        """Cancel the request; the process never runs."""
+        """Cancel the request; a process that is forked nevertheless exits at once."""
+        self._link.close()
 
 
-# Requests a process with these arguments, environment, cores, and descriptors of its output and its
-# status pipe; raises OSError where the request cannot be sent.
-Forker = Callable[[Sequence[str], Mapping[str, str], Sequence[int] | None, int, int], PendingFork]
+# Requests a fork with these arguments, environment, cores, output_fd and status_fd (the descriptors
+# of its output and its status pipe); raises OSError where the request cannot be sent.
+RequestFork = Callable[
+    [Sequence[str], Mapping[str, str], Sequence[int] | None, int, int], PendingFork
+]
 
 
 class Process(Protocol):
@@ -100,8 +131,8 @@ class Child:
     """A process in a new session, with its output in a log file.
 
     In a new session the terminal's Ctrl-C does not reach it: the launcher decides how it ends. It
-    and everything it starts run on the given `cores`, or on all of the launcher's. `fork` forks it
-    where it is given; without it, or when the fork is lost, it is started with exec.
+    and everything it starts run on the given `cores`, or on all of the launcher's. A fork server
+    forks it where `request_fork` is given; else, or when the fork is lost, it starts with exec.
     """
 
     def __init__(
@@ -111,7 +142,7 @@ class Child:
         log: Path,
         environment: Mapping[str, str],
         cores: Sequence[int] | None = None,
-        fork: Forker | None = None,
+        request_fork: RequestFork | None = None,
         keep: Sequence[int] = (),
     ) -> None:
         """Start the process; one started with exec also inherits the descriptors in `keep`."""
@@ -129,7 +160,7 @@ class Child:
         self._fork: PendingFork | None = None
         self._process: subprocess.Popen[bytes] | Forked | None = None
         try:
-            if fork is None or not self._ask(fork):
+            if request_fork is None or not self._request(request_fork):
                 self._execute()
         except BaseException:
             os.close(self._last_word)
@@ -174,11 +205,11 @@ class Child:
         os.close(self._last_word)
         self._last_word = -1
 
-    def _ask(self, fork: Forker) -> bool:
+    def _request(self, request_fork: RequestFork) -> bool:
         """Request the process; return whether the request was sent."""
         arguments = self._command[3:]  # after python -m MODULE
         with self.log.open("ab") as output, contextlib.suppress(OSError):
-            self._fork = fork(
+            self._fork = request_fork(
                 arguments, self._environment, self._cores, output.fileno(), self._theirs
             )
         return self._fork is not None

@@ -42,7 +42,7 @@ class Running:
         job = str(self.directory / "engine.json")
         command = [sys.executable, "-m", "parallel.engine.server", job]
         log = self.directory / "engine.log"
-        self.process = Child("engine", command, log, {}, fork=self._servers.of(command))
+        self.process = Child("engine", command, log, {}, request_fork=self._servers.of(command))
         deadline = time.monotonic() + START_SECONDS
         try:
             while self.process.status() is None and not self.address.exists():

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.launch import placement
+from pipeline.launch import placement, processes
 from pipeline.launch.placement import ForkServers
 from pipeline.launch.processes import Child
 from tests.awaiting import is_alive, wait_until
@@ -148,12 +148,12 @@ def test_a_server_that_does_not_answer_is_done_without(
         assert ended(start("finish", name="before")) == 0
         (tmp_path / "runs").unlink()
         os.kill(server_process(servers), signal.SIGSTOP)
-        monkeypatch.setattr(placement, "FORK_SECONDS", 0.5)
+        monkeypatch.setattr(processes, "FORK_SECONDS", 0.5)
         child = start("finish")
     assert ended(child) == 0
     assert not report_of(child)["forked"]
     monkeypatch.delenv("TEST_PRELOAD", raising=False)
-    monkeypatch.setattr(placement, "FORK_SECONDS", SECONDS)
+    monkeypatch.setattr(processes, "FORK_SECONDS", SECONDS)
     after = start("finish", name="after")  # by a new server
     assert ended(after) == 0
     assert report_of(after)["forked"] or moment == "importing"
