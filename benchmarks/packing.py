@@ -101,7 +101,7 @@ def way(drawn: list[Sample], padded: bool) -> tuple[Callable[[], Any], float]:
     targets = sum(len(sample.response) for sample in drawn)
 
     def train() -> None:
-        policy.accumulate(parts, lambda r: (-r.log_probs().sum() / targets, None), tokens=read)
+        policy.accumulate(parts, lambda r: (-r.logprobs().sum() / targets, None), tokens=read)
         policy.step()
 
     train()  # the first call warms up

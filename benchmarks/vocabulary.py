@@ -102,7 +102,7 @@ def peak_mebibytes() -> float:
 
 WAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "plain": plain,
-    "chunked": vocabulary.log_probs,
+    "chunked": vocabulary.logprobs,
 }
 
 

@@ -150,10 +150,10 @@ class Responses:
     logits: Tensor | HeadLogits
     batch: MicroBatch
 
-    def log_probs(self, temperature: float = 1.0) -> Tensor:
+    def logprobs(self, temperature: float = 1.0) -> Tensor:
         """Return log pi of every target in nats, renormalised on the batch's kept sets."""
         targets, kept = self.batch.own_targets, self.batch.kept
-        return self.batch.spread(vocabulary.log_probs(self.logits, targets, temperature, kept))
+        return self.batch.spread(vocabulary.logprobs(self.logits, targets, temperature, kept))
 
     def entropy(self, temperature: float = 1.0) -> Tensor:
         """Return the entropy over the whole vocabulary at every response token, in nats."""

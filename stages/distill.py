@@ -86,7 +86,7 @@ class Merge(OnPolicyStage):
             part = responses.batch
             assert part.teacher is not None
             with torch.no_grad():
-                self.remember(part, responses.log_probs(self.sampling.temperature))
+                self.remember(part, responses.logprobs(self.sampling.temperature))
             mean = Totals(len(samples), tokens[part.domain])
             value = token_mean(self.divergence(responses, part.teacher), part.mask, mean)
             return shares[part.domain] * value, (part.domain, value.item())

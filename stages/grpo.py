@@ -53,7 +53,7 @@ class Expert(OnPolicyStage):
             entropies=objective.needs_entropies,
         )
         self.rewards = {name: domain.rewards for name, domain in self.domains.items()}
-        self.weights = {
+        self.length_weightsts = {
             name: {part: reward.weight for part, reward in rewards.items()}
             for name, rewards in self.rewards.items()
         }
@@ -61,7 +61,7 @@ class Expert(OnPolicyStage):
         self.watch = GuardMonitor(job.stage, settings, of_all)
         self.kl_coefficient = objective.kl.coefficient
         self.length_exponent = 0.0  # lambda
-        self.weigh: LengthWeights | None = None  # of the current update
+        self.length_weights: LengthWeights | None = None  # of the current update
         if objective.ratio.needs_router_shift:
             self.policy.remember_routing()
             self.one_pass = False  # a pass before the update records the routers' scores
@@ -71,7 +71,7 @@ class Expert(OnPolicyStage):
     def split_updates(self, batch: Batch) -> StepSamples:
         """Deal the groups to `updates_per_rollout` updates; assign advantages to graded samples."""
         samples: list[list[Sample]] = []
-        for name, weights in self.weights.items():  # advantages are computed per domain
+        for name, weights in self.length_weightsts.items():  # advantages are computed per domain
             own = [group for group in batch.groups if group.problem.domain == name]
             samples += self.baseline.assign(own, weights, len(samples))
         if self.objective.mask_truncated:
@@ -120,12 +120,12 @@ class Expert(OnPolicyStage):
             longest=self.sampling.max_response_tokens,
             learned=sum(map(bool, learned)),
         )
-        self.weigh = weigh = LengthWeights(samples, self.length_exponent)
+        self.length_weights = length_weights = LengthWeights(samples, self.length_exponent)
 
         def loss(
             responses: Responses,
         ) -> tuple[torch.Tensor, tuple[float, dict[str, MetricSum]]]:
-            tokens = self._tokens(responses, weigh)
+            tokens = self._tokens(responses, length_weights)
             result = policy_loss(tokens, totals, self.objective, self.kl_coefficient)
             return result.loss, (result.loss.item(), result.metrics)
 
@@ -154,9 +154,11 @@ class Expert(OnPolicyStage):
             if "kl" in measured:
                 self.kl_coefficient = kl_controller(self.kl_coefficient, measured["kl"], target)
         if self.objective.learns_length_weights:
-            assert self.weigh is not None
+            assert self.length_weights is not None
             logged["length_exponent"] = self.length_exponent
-            self.length_exponent -= self.objective.lambda_learning_rate * self.weigh.gradient()
+            self.length_exponent -= (
+                self.objective.lambda_learning_rate * self.length_weights.gradient()
+            )
         return logged
 
     def score(self, metrics: dict[str, float]) -> float:
@@ -180,36 +182,38 @@ class Expert(OnPolicyStage):
         self.watch.restore(state["watch"])
 
     def _has_zero_advantages(self, group: Group) -> bool:
-        weights, masked = self.weights[group.problem.domain], self.objective.mask_truncated
+        weights, masked = self.length_weightsts[group.problem.domain], self.objective.mask_truncated
         return has_zero_advantages(group, self.objective.advantage, weights, masked)
 
-    def _drew(self, part: MicroBatch) -> torch.Tensor | None:
+    def _sampling_logprobs(self, part: MicroBatch) -> torch.Tensor | None:
         """Return log-probabilities [B, R] of the sampling policy, if the KL estimator needs them.
 
-        The engine's for responses with tokens of older weights, else pi_old's.
+        They are the engine's (mu) for responses with tokens of older weights, else pi_old's.
         """
-        if not self.objective.kl.needs_drawn_log_probs or part.old_logprobs is None:
+        if not self.objective.kl.needs_sampling_logprobs or part.old_logprobs is None:
             return None
         return part.engine_logprobs.where(self.stale(part), part.old_logprobs)
 
-    def _tokens(self, responses: Responses, weigh: LengthWeights) -> Tokens:
+    def _tokens(self, responses: Responses, length_weights: LengthWeights) -> Tokens:
         """Return the objective's inputs; compute only those that it needs."""
         part, temperature = responses.batch, self.sampling.temperature
-        log_probs = responses.log_probs(temperature)
-        self.remember(part, log_probs)
+        logprobs = responses.logprobs(temperature)
+        self.remember(part, logprobs)
         assert part.old_logprobs is not None
         bonus = self.objective.entropy_bonus > 0
         return Tokens(
-            log_probs=log_probs,
-            old_log_probs=part.old_logprobs,
-            engine_log_probs=part.engine_logprobs,
+            logprobs=logprobs,
+            old_logprobs=part.old_logprobs,
+            engine_logprobs=part.engine_logprobs,
             advantages=part.advantages,
             mask=part.mask,
-            drawn_log_probs=self._drew(part),
+            sampling_logprobs=self._sampling_logprobs(part),
             weights=part.weights,
             router_movement=part.router_movement,
-            reference_log_probs=part.reference_logprobs,
+            reference_logprobs=part.reference_logprobs,
             reference_kl=responses.kl(part.reference, temperature) if part.reference else None,
             entropy=responses.entropy(temperature) if bonus else None,
-            length_weights=weigh(part) if self.objective.learns_length_weights else None,
+            length_weights=length_weights.of(part)
+            if self.objective.learns_length_weights
+            else None,
         )

@@ -59,7 +59,7 @@ class ColdStart:
         batches = batch.split(samples, RankPlace.here(), budget, replay=False)
 
         def cross_entropy(responses: Responses) -> tuple[torch.Tensor, float]:
-            loss = token_mean(-responses.log_probs(), responses.batch.mask, totals)
+            loss = token_mean(-responses.logprobs(), responses.batch.mask, totals)
             return loss, loss.item()
 
         rate = self.policy.learning_rate

@@ -89,7 +89,7 @@ class Policy:
 
     def target_logprobs(self, batches: list[MicroBatch], temperature: float) -> list[Tensor]:
         """Return log pi of every target in nats, fp32 [B, R] per micro-batch; as `evaluate`."""
-        return self.evaluate(batches, lambda responses: responses.log_probs(temperature))
+        return self.evaluate(batches, lambda responses: responses.logprobs(temperature))
 
     def response_logits(self, batches: list[MicroBatch]) -> list[HeadLogits]:
         """Return every micro-batch's last hidden states with the output head; as `evaluate`."""

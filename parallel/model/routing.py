@@ -276,13 +276,13 @@ class RouterMemory:
         row = router.row
         if self._task is None or row is None:
             return
-        log_probs = scores.clamp(min=SMALLEST).log()
+        logprobs = scores.clamp(min=SMALLEST).log()
         if self._task == "remember":
             experts = chosen.int().topk(router.topk).indices
-            row.remembered[router.place] = (experts, log_probs.gather(1, experts))
+            row.remembered[router.place] = (experts, logprobs.gather(1, experts))
         else:
             experts, before = row.remembered[router.place]
-            moved = (log_probs.gather(1, experts) - before).abs().mean(1)
+            moved = (logprobs.gather(1, experts) - before).abs().mean(1)
             row.moved = moved if row.moved is None else row.moved + moved
 
     def movement(self, batch: MicroBatch) -> Tensor:

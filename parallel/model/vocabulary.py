@@ -49,7 +49,7 @@ class HeadLogits:
 Logits = Tensor | HeadLogits
 
 
-def log_probs(
+def logprobs(
     logits: Logits, targets: Tensor, temperature: float = 1.0, kept: Tensor | None = None
 ) -> Tensor:
     """Return log softmax(logits / temperature) at the targets, int64 [n] or [n, K]; their shape.
@@ -69,7 +69,7 @@ def log_probs(
 
 
 def entropy(logits: Logits, temperature: float = 1.0, kept: Tensor | None = None) -> Tensor:
-    """Return the entropy of softmax(logits / temperature) over `kept` (see log_probs), nats [n]."""
+    """Return the entropy of softmax(logits / temperature) over `kept` (see logprobs), nats [n]."""
     return _Entropy.apply(*_parts(logits), _How(temperature, kept))
 
 
@@ -78,7 +78,7 @@ def kl(
 ) -> Tensor:
     """Return KL(softmax(first / temperature) || softmax(second / temperature)) in nats, [n].
 
-    Exact over the whole vocabulary, or over the `kept` ids (see log_probs), on which both are
+    Exact over the whole vocabulary, or over the `kept` ids (see logprobs), on which both are
     renormalised. For equal logits the value and both gradients are exactly 0. Dtypes may differ.
     With the student first this is the reverse KL of DeepSeek-V4's Eq. 29.
     """

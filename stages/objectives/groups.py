@@ -206,7 +206,7 @@ class LengthWeights:
         self._groups = torch.tensor(groups, dtype=torch.int64, device=device())
         self._places = {id(sample): place for place, sample in enumerate(samples)}
 
-    def __call__(self, part: MicroBatch) -> torch.Tensor:
+    def of(self, part: MicroBatch) -> torch.Tensor:
         """Return the weights of a micro-batch of the update, [B]."""
         weights = length_weights(self._lengths, self._groups, self._exponent)
         places = [self._places[id(sample)] for sample in part.samples]

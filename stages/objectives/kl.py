@@ -51,7 +51,7 @@ class KLSettings(Settings):
         return self.estimator == "full"
 
     @property
-    def needs_drawn_log_probs(self) -> bool:
+    def needs_sampling_logprobs(self) -> bool:
         """True where log-probabilities of the policy that sampled each token are read."""
         return self.estimator == "unbiased_k3"
 
@@ -66,28 +66,28 @@ class KLSettings(Settings):
 
 
 @kl_estimator("k1", SCHULMAN)
-def k1(log_probs: Tensor, reference: Tensor, drawn: Tensor) -> Tensor:
+def k1(logprobs: Tensor, reference: Tensor, sampling: Tensor) -> Tensor:
     """Return -d: unbiased as a measurement; as a loss its gradient averages to nothing."""
-    return log_probs - reference
+    return logprobs - reference
 
 
 @kl_estimator("k2", SCHULMAN)
-def k2(log_probs: Tensor, reference: Tensor, drawn: Tensor) -> Tensor:
+def k2(logprobs: Tensor, reference: Tensor, sampling: Tensor) -> Tensor:
     """Return d^2 / 2: biased, never negative; on-policy its gradient is that of the true KL."""
-    return (reference - log_probs).square() / 2
+    return (reference - logprobs).square() / 2
 
 
 @kl_estimator("k3", f"{SCHULMAN}; GRPO, arXiv 2402.03300")
-def k3(log_probs: Tensor, reference: Tensor, drawn: Tensor) -> Tensor:
+def k3(logprobs: Tensor, reference: Tensor, sampling: Tensor) -> Tensor:
     """Return e^d - d - 1: unbiased, never negative."""
-    difference = reference - log_probs
+    difference = reference - logprobs
     return bounded_exp(difference) - difference - 1
 
 
 @kl_estimator("unbiased_k3", "DeepSeek-V3.2, arXiv 2512.02556")
-def unbiased_k3(log_probs: Tensor, reference: Tensor, drawn: Tensor) -> Tensor:
-    """Return pi_theta / pi_drawn times k3, with gradient through both: unbiased off-policy."""
-    return bounded_exp(log_probs - drawn) * k3(log_probs, reference, drawn)
+def unbiased_k3(logprobs: Tensor, reference: Tensor, sampling: Tensor) -> Tensor:
+    """Return pi_theta / pi_sampling times k3, with gradient through both: unbiased off-policy."""
+    return bounded_exp(logprobs - sampling) * k3(logprobs, reference, sampling)
 
 
 def kl_controller(coefficient: float, kl: float, target: float) -> float:

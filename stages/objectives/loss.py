@@ -201,7 +201,7 @@ def policy_loss(
     metrics = {
         "ratio": per_response(surrogate.ratio),
         "clip_fraction": per_response(surrogate.clipped.to(surrogate.ratio.dtype)),
-        "entropy": per_token(-tokens.log_probs),
+        "entropy": per_token(-tokens.logprobs),
     }
     if tokens.router_movement is not None:
         metrics["router_movement"] = per_token(tokens.router_movement)
@@ -229,9 +229,10 @@ def _penalty(tokens: Tokens, settings: KLSettings) -> Tensor:
     why = "kl.coefficient is above 0"
     if settings.needs_logits:
         return _needed(tokens.reference_kl, why, "KL to the reference")
-    reference = _needed(tokens.reference_log_probs, why, "log-probabilities of the reference")
-    drawn = tokens.old_log_probs if tokens.drawn_log_probs is None else tokens.drawn_log_probs
-    return KL_ESTIMATORS[settings.estimator](tokens.log_probs, reference, drawn)
+    reference = _needed(tokens.reference_logprobs, why, "log-probabilities of the reference")
+    sampling = tokens.sampling_logprobs
+    sampling = tokens.old_logprobs if sampling is None else sampling
+    return KL_ESTIMATORS[settings.estimator](tokens.logprobs, reference, sampling)
 
 
 def _needed(values: Tensor | None, setting: str, name: str) -> Tensor:

@@ -55,7 +55,7 @@ class Tokens:
     policy that sampled, as the trainer recomputes it (pi_old) and as the engine reported it (mu);
     and of the reference. `mask` is bool, true on response tokens; elsewhere any value may stand.
 
-    `drawn_log_probs`, for the estimator `unbiased_k3`: pi_old's, but mu's where older weights
+    `sampling_logprobs`, for the estimator `unbiased_k3`: pi_old's, but mu's where older weights
     sampled a token; None means pi_old's everywhere.
     `weights`, of a correction, multiply the surrogate and not the KL.
     `router_movement`: mean |log p - log p_old| in nats, over layers and the experts that the old
@@ -64,15 +64,15 @@ class Tokens:
     `length_weights` [B], of the aggregation `lambda`, multiply everything.
     """
 
-    log_probs: Tensor
-    old_log_probs: Tensor
-    engine_log_probs: Tensor
+    logprobs: Tensor
+    old_logprobs: Tensor
+    engine_logprobs: Tensor
     advantages: Tensor
     mask: Tensor
-    drawn_log_probs: Tensor | None = None
+    sampling_logprobs: Tensor | None = None
     weights: Tensor | None = None
     router_movement: Tensor | None = None
-    reference_log_probs: Tensor | None = None
+    reference_logprobs: Tensor | None = None
     reference_kl: Tensor | None = None
     entropy: Tensor | None = None
     length_weights: Tensor | None = None
@@ -80,7 +80,7 @@ class Tokens:
     @property
     def log_ratio(self) -> Tensor:
         """The log-ratio log pi_theta - log pi_old of every token, in nats."""
-        return self.log_probs - self.old_log_probs
+        return self.logprobs - self.old_logprobs
 
     def cleared(self) -> Tokens:
         """Return the tokens with 0 where the mask is false: NaN times 0 would reach a gradient."""
@@ -209,14 +209,14 @@ def icepop(ratio: Tensor, settings: IcePopSettings) -> Tensor:
 
 
 def correction_weights(
-    old_log_probs: Tensor, engine_log_probs: Tensor, mask: Tensor, settings: CorrectionBase
+    old_logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor, settings: CorrectionBase
 ) -> Tensor:
     """Return the weight of every token's surrogate, [B, T], without gradient.
 
     Both log-probabilities [B, T] in nats, pi_old's and mu's, `mask` [B, T] bool. The ratio of a
     sequence is the geometric mean over its tokens: a product would vanish with their number.
     """
-    log_ratio = (old_log_probs - engine_log_probs).detach().masked_fill(~mask, 0.0)
+    log_ratio = (old_logprobs - engine_logprobs).detach().masked_fill(~mask, 0.0)
     if isinstance(settings, ImportanceSettings) and settings.level == "sequence":
         log_ratio = sequence_means(log_ratio, mask).unsqueeze(-1).expand_as(log_ratio)
     return CORRECTIONS[settings.name](bounded_exp(log_ratio), settings)
@@ -237,7 +237,7 @@ def sequence_mask(tokens: Tokens, settings: SequenceMaskSettings) -> Tensor:
     False where the advantage is negative and mean_t(log mu - log pi_theta) of the response is above
     delta: a bad response that the policy would hardly give any more teaches it nothing but noise.
     """
-    behind = (tokens.engine_log_probs - tokens.log_probs).detach()
+    behind = (tokens.engine_logprobs - tokens.logprobs).detach()
     far = sequence_means(behind, tokens.mask) > settings.delta
     return ~(far.unsqueeze(-1) & (tokens.advantages < 0))
 

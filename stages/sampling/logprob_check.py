@@ -54,7 +54,7 @@ def measure_mismatch(
 
     def recomputed(responses: Responses) -> tuple[torch.Tensor, torch.Tensor | None]:
         entropy = responses.entropy(temperature) if entropies else None
-        return responses.log_probs(temperature), entropy
+        return responses.logprobs(temperature), entropy
 
     policy.agreement.start()
     # Only the last pipeline stage has log-probabilities.

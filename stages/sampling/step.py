@@ -260,10 +260,10 @@ class OnPolicyStage(ABC):
         """Update what follows the policy; return its metrics. Collective."""
         return {}
 
-    def remember(self, part: MicroBatch, log_probs: torch.Tensor) -> None:
+    def remember(self, part: MicroBatch, logprobs: torch.Tensor) -> None:
         """Keep the policy's log-probabilities as pi_old unless a pass before the update did."""
         if part.old_logprobs is None:
-            part.old_logprobs = log_probs.detach()
+            part.old_logprobs = logprobs.detach()
             part.weights = self._weights(part)
 
     def stale(self, part: MicroBatch) -> torch.Tensor:

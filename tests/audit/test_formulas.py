@@ -76,14 +76,14 @@ def both(
         engine[None],
         facts.advantages[None],
         mask,
-        drawn_log_probs=engine[None] if stale else None,
+        sampling_logprobs=engine[None] if stale else None,
         weights=None
         if isinstance(settings.correction, NoCorrectionSettings)
         else correction_weights(old[None], engine[None], mask, settings.correction),
         router_movement=None
         if facts.router_movement is None or not settings.ratio.needs_router_shift
         else facts.router_movement[None],
-        reference_log_probs=reference[None],
+        reference_logprobs=reference[None],
     )
     ours = policy_loss(tokens, Totals(1, TOKENS), settings, settings.kl.coefficient).loss
     return [(loss.item(), torch.autograd.grad(loss, policy)[0]) for loss in (audited, ours)]

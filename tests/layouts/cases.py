@@ -107,7 +107,7 @@ def batches(drawn: list[Sample], count: int = 1, replay: bool = False, padded: b
 def cross_entropy(totals: Any, responses: Any) -> tuple[torch.Tensor, float]:
     from stages.objectives.loss import token_mean
 
-    loss = token_mean(-responses.log_probs(), responses.batch.mask, totals)
+    loss = token_mean(-responses.logprobs(), responses.batch.mask, totals)
     return loss, loss.item()
 
 
@@ -117,14 +117,14 @@ def sequence_policy(totals: Any, responses: Any) -> tuple[torch.Tensor, float]:
     from stages.objectives.surrogate import Tokens
 
     settings = ObjectiveSettings(kl=KLSettings(coefficient=0.1, estimator="unbiased_k3"))
-    chosen, batch = responses.log_probs(), responses.batch
+    chosen, batch = responses.logprobs(), responses.batch
     tokens = Tokens(
-        log_probs=chosen,
-        old_log_probs=chosen.detach() + 1e-4,
-        engine_log_probs=batch.engine_logprobs,
+        logprobs=chosen,
+        old_logprobs=chosen.detach() + 1e-4,
+        engine_logprobs=batch.engine_logprobs,
         advantages=batch.advantages,
         mask=batch.mask,
-        reference_log_probs=batch.engine_logprobs,
+        reference_logprobs=batch.engine_logprobs,
     )
     result = policy_loss(tokens, totals, settings, settings.kl.coefficient)
     return result.loss, result.loss.item()
@@ -353,7 +353,7 @@ def forward_passes(layout: LayoutSettings, losses: RoutingLossSettings, count: i
     drawn = samples(16)
     parts = batches(drawn, count)
     read = sum(sample.length for sample in drawn)
-    policy.accumulate(parts, lambda r: (0.0 * r.log_probs().sum(), None), tokens=read)
+    policy.accumulate(parts, lambda r: (0.0 * r.logprobs().sum(), None), tokens=read)
     return {found / len(parts) for found in passes.values()}
 
 
@@ -366,7 +366,7 @@ def router_agreement(layout: LayoutSettings) -> dict[str, float]:
     found = policy.agreement.shares()
     policy.agreement.start()
     parts = batches(drawn, count=4, replay=True)
-    policy.accumulate(parts, lambda r: (0.0 * r.log_probs().sum(), None), tokens=1.0)
+    policy.accumulate(parts, lambda r: (0.0 * r.logprobs().sum(), None), tokens=1.0)
     assert policy.agreement.shares() == found
     return found
 
@@ -382,7 +382,7 @@ def gradient_of_routing_losses(
     drawn = samples(12)
     parts = batches(drawn, padded=True)
     read = sum(sample.length for sample in drawn)
-    policy.accumulate(parts, lambda r: (0.0 * r.log_probs().sum(), None), tokens=read)
+    policy.accumulate(parts, lambda r: (0.0 * r.logprobs().sum(), None), tokens=read)
     hidden = seen["hidden"].flatten(0, 1)[parts[0].row.real].double()
     weight = router.weight.detach().double().requires_grad_()
     logits = hidden @ weight.T

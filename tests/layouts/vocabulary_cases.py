@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-NAMES = ["log_probs", "log_probs_many", "entropy", "kl", "kl_lazy"]
+NAMES = ["logprobs", "logprobs_many", "entropy", "kl", "kl_lazy"]
 ROWS, SIZE, HIDDEN = 7, 24, 5
 
 
@@ -68,10 +68,10 @@ def expected_log_softmax(
 
 
 def expected(name: str, drawn: dict[str, Any], temperature: float, kept: Tensor | None) -> Tensor:
-    if name.startswith("log_probs"):
-        targets = drawn["targets"] if name == "log_probs_many" else drawn["targets"][:, :1]
+    if name.startswith("logprobs"):
+        targets = drawn["targets"] if name == "logprobs_many" else drawn["targets"][:, :1]
         found = expected_log_softmax(drawn["first"], temperature, kept, targets).gather(1, targets)
-        return found if name == "log_probs_many" else found[:, 0]
+        return found if name == "logprobs_many" else found[:, 0]
     log_p = expected_log_softmax(drawn["first"], temperature, kept)
     held = log_p.isfinite()
     p, log_p = log_p.exp(), log_p.masked_fill(~held, 0)
@@ -93,10 +93,10 @@ def computed(name: str, drawn: dict[str, Any], *how: Any) -> Tensor:
     """Return Braid's result; `drawn` holds this rank's logits and head."""
     from parallel.model import vocabulary
 
-    if name == "log_probs":
-        return vocabulary.log_probs(drawn["first"], drawn["targets"][:, 0], *how)
-    if name == "log_probs_many":
-        return vocabulary.log_probs(drawn["first"], drawn["targets"], *how)
+    if name == "logprobs":
+        return vocabulary.logprobs(drawn["first"], drawn["targets"][:, 0], *how)
+    if name == "logprobs_many":
+        return vocabulary.logprobs(drawn["first"], drawn["targets"], *how)
     if name == "entropy":
         return vocabulary.entropy(drawn["first"], *how)
     second = drawn["second"]
@@ -222,7 +222,7 @@ def top_two(p: list[float], q: list[float]) -> tuple[float, float]:
     # An id as good as impossible makes the vocabulary divisible and changes no digit.
     student, teacher = (own(torch.tensor([[*x, 1e-12]], dtype=torch.float64).log()) for x in (p, q))
     log_t, ids = vocabulary.top_k(teacher, 2)
-    log_s = vocabulary.log_probs(student, ids)
+    log_s = vocabulary.logprobs(student, ids)
     plain = log_s.exp() * (log_s - log_t)
     return float((plain - log_s.exp() + log_t.exp()).sum()), float(plain.sum())
 
@@ -234,8 +234,8 @@ def keep_mask(p: list[float], kept: list[int]) -> list[float]:
     logits = own(torch.tensor([p] * len(p), dtype=torch.float64).log())
     targets = torch.arange(len(p))
     sets = torch.tensor([[*kept, -1]] * len(p))
-    found = vocabulary.log_probs(logits, targets, kept=sets)
-    return [*found.tolist(), *vocabulary.log_probs(logits, targets).tolist()]
+    found = vocabulary.logprobs(logits, targets, kept=sets)
+    return [*found.tolist(), *vocabulary.logprobs(logits, targets).tolist()]
 
 
 def equal_sets(dtype: torch.dtype, masked: bool) -> list[bool]:

@@ -135,22 +135,22 @@ def test_the_exponents_gradient_is_that_of_the_loss_over_all_micro_batches() -> 
     parts = [collate(samples[:1], RankPlace(), False), collate(samples[1:], RankPlace(), False)]
     losses = {id(sample): 1.0 + n * n for n, sample in enumerate(samples)}
 
-    def total(weigh: LengthWeights) -> torch.Tensor:
+    def total(weights: LengthWeights) -> torch.Tensor:
         values = [
-            (weigh(part) * torch.tensor([losses[id(s)] for s in part.samples])).sum()
+            (weights.of(part) * torch.tensor([losses[id(s)] for s in part.samples])).sum()
             for part in parts
         ]
         for value in values:
             value.backward()
         return sum(values, start=torch.tensor(0.0)).detach()
 
-    weigh = LengthWeights(samples, 0.3)
-    total(weigh)
+    weights = LengthWeights(samples, 0.3)
+    total(weights)
     step = 1e-2
     slope = (
         total(LengthWeights(samples, 0.3 + step)) - total(LengthWeights(samples, 0.3 - step))
     ) / (2 * step)
-    assert weigh.gradient() == pytest.approx(slope.item(), rel=1e-3)
+    assert weights.gradient() == pytest.approx(slope.item(), rel=1e-3)
 
 
 def test_an_average_follows_the_policy_and_is_resumed(tmp_path: Path) -> None:
@@ -408,9 +408,9 @@ def test_the_kl_of_stale_samples_is_weighted_by_the_policy_that_sampled_them(
     stage._version = 1
     part = collate(drawn([2, 2]), RankPlace(), replay=False)  # drawn by weights 0 and 1
     part.old_logprobs = part.engine_logprobs - 1
-    drew = stage._drew(part)
-    assert torch.equal(drew[0], part.engine_logprobs[0])
-    assert torch.equal(drew[1], part.old_logprobs[1])
+    found = stage._sampling_logprobs(part)
+    assert torch.equal(found[0], part.engine_logprobs[0])
+    assert torch.equal(found[1], part.old_logprobs[1])
 
 
 def test_mismatch_is_measured_by_token_and_by_sequence() -> None:

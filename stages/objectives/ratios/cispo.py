@@ -31,5 +31,5 @@ def cispo_ratio(tokens: Tokens, settings: CispoRatioSettings) -> Surrogate:
     """Return sg[max(min(r_t, cap), floor)] A log pi_theta, token by token."""
     ratio = bounded_exp(tokens.log_ratio).detach()
     weight = ratio.clamp(settings.floor, settings.cap)
-    loss = -weight * tokens.advantages * tokens.log_probs
+    loss = -weight * tokens.advantages * tokens.logprobs
     return Surrogate(loss=loss, ratio=ratio, clipped=weight != ratio)

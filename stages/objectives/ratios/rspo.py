@@ -29,7 +29,7 @@ def rspo_ratio(tokens: Tokens, settings: RspoRatioSettings) -> Surrogate:
     """Return `geometric` of gamma_t r_t, gamma_t = max(exp(-router movement), floor)."""
     assert tokens.router_movement is not None
     shift = router_shift(tokens.router_movement, settings.floor)
-    shifted = replace(tokens, old_log_probs=tokens.old_log_probs - shift.log())
+    shifted = replace(tokens, old_logprobs=tokens.old_logprobs - shift.log())
     return geometric_ratio(shifted, settings)
 
 

@@ -42,7 +42,7 @@ def sequence_ratio(tokens: Tokens, settings: SequenceRatioSettings) -> Surrogate
     Every token of a response carries the response's loss, so its mean over the tokens, and with it
     the aggregation `sequence_mean`, is exactly the loss of GSPO.
     """
-    ratio = response_ratio(tokens).expand_as(tokens.log_probs)
+    ratio = response_ratio(tokens).expand_as(tokens.logprobs)
     return clipped_surrogate(ratio, tokens.advantages, settings)
 
 

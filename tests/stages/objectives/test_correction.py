@@ -89,9 +89,9 @@ def test_a_response_without_tokens_has_a_finite_weight() -> None:
 )
 def test_vector_5(advantage: float, delta: float, kept: bool) -> None:
     """The mean of log mu - log pi_theta is .2."""
-    engine, log_probs = real([[-1.0, -0.5, -2.0, 9.0]]), real([[-1.4, -0.6, -2.1, torch.nan]])
+    engine, logprobs = real([[-1.0, -0.5, -2.0, 9.0]]), real([[-1.4, -0.6, -2.1, torch.nan]])
     mask = torch.tensor([[True, True, True, False]])
     settings = SequenceMaskSettings(enabled=True, delta=delta)
     advantages = torch.full_like(engine, advantage)
-    found = sequence_mask(Tokens(log_probs, log_probs, engine, advantages, mask), settings)
+    found = sequence_mask(Tokens(logprobs, logprobs, engine, advantages, mask), settings)
     assert found.tolist() == [[kept] * 4]

@@ -33,10 +33,10 @@ def test_gradients() -> None:
     k3, change = real(d).exp() - d - 1, 1 - real(d).exp()
     expected = {"k1": 1.0, "k2": -d, "k3": change, "unbiased_k3": real(0.3).exp() * (k3 + change)}
     for name, gradient in expected.items():
-        log_probs = real(-1.0).requires_grad_()
-        KL_ESTIMATORS[name](log_probs, real(-1.0 + d), real(-1.0 - log_ratio)).backward()
-        assert log_probs.grad is not None
-        assert_close(log_probs.grad, float(gradient), tolerance=1e-12)
+        logprobs = real(-1.0).requires_grad_()
+        KL_ESTIMATORS[name](logprobs, real(-1.0 + d), real(-1.0 - log_ratio)).backward()
+        assert logprobs.grad is not None
+        assert_close(logprobs.grad, float(gradient), tolerance=1e-12)
 
 
 @pytest.mark.parametrize("name", ["k1", "k3"])
@@ -51,8 +51,8 @@ def test_unbiased_k3_has_the_gradient_of_the_kl_off_policy() -> None:
     """d(reverse KL)/d logits of vector 6, from samples of another policy."""
     old, q = real([0.2, 0.5, 0.3]), real([0.5, 0.3, 0.2])
     logits = real([0.7, 0.2, 0.1]).log().requires_grad_()
-    log_probs = logits.log_softmax(0)
-    (old * KL_ESTIMATORS["unbiased_k3"](log_probs, q.log(), old.log())).sum().backward()
+    logprobs = logits.log_softmax(0)
+    (old * KL_ESTIMATORS["unbiased_k3"](logprobs, q.log(), old.log())).sum().backward()
     assert logits.grad is not None
     assert_close(logits.grad, [0.1759446, -0.0981176, -0.0778270], tolerance=1e-7)
     numeric = slope(lambda x: (x.softmax(0) * (x.log_softmax(0) - q.log())).sum(), logits.detach())

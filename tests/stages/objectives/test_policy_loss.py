@@ -27,17 +27,17 @@ EVERYTHING = {
 
 
 def batch() -> Tokens:
-    """Return all tensors that an objective may read; only `log_probs`, a leaf, has gradient."""
-    log_probs, old, engine, reference, advantages, kl, entropy, weights, movement = draws(9)
+    """Return all tensors that an objective may read; only `logprobs`, a leaf, has gradient."""
+    logprobs, old, engine, reference, advantages, kl, entropy, weights, movement = draws(9)
     return Tokens(
-        log_probs=log_probs.requires_grad_(),
-        old_log_probs=old,
-        engine_log_probs=engine + 0.3,
+        logprobs=logprobs.requires_grad_(),
+        old_logprobs=old,
+        engine_logprobs=engine + 0.3,
         advantages=(advantages + 0.5).sign() * real([1.0, 2.0, 0.5, 0.25])[:, None],
         mask=MASK,
         weights=-weights,
         router_movement=-movement / 3,
-        reference_log_probs=reference,
+        reference_logprobs=reference,
         reference_kl=-kl,
         entropy=-entropy,
     )
@@ -54,7 +54,7 @@ def loss_of(tokens: Tokens, totals: Totals = TOTALS, **objective: Any) -> Policy
 
 
 def gradient(result: PolicyLoss, tokens: Tokens) -> Tensor:
-    [found] = torch.autograd.grad(result.loss, tokens.log_probs)
+    [found] = torch.autograd.grad(result.loss, tokens.logprobs)
     return found
 
 
@@ -65,15 +65,15 @@ def test_the_kl_of_stale_samples_has_the_gradient_of_the_kl() -> None:
     """
     drew, reference = real([0.2, 0.5, 0.3]), real([0.5, 0.3, 0.2])
     logits = real([0.7, 0.2, 0.1]).log().requires_grad_()
-    log_probs = logits.log_softmax(0)
+    logprobs = logits.log_softmax(0)
     tokens = Tokens(
-        log_probs=log_probs.view(3, 1),
-        old_log_probs=log_probs.detach().view(3, 1),
-        engine_log_probs=drew.log().view(3, 1),
+        logprobs=logprobs.view(3, 1),
+        old_logprobs=logprobs.detach().view(3, 1),
+        engine_logprobs=drew.log().view(3, 1),
         advantages=torch.zeros(3, 1, dtype=torch.float64),
         mask=torch.ones(3, 1, dtype=torch.bool),
-        drawn_log_probs=drew.log().view(3, 1),
-        reference_log_probs=reference.log().view(3, 1),
+        sampling_logprobs=drew.log().view(3, 1),
+        reference_logprobs=reference.log().view(3, 1),
         length_weights=drew,
     )
     objective = {"kl": {"coefficient": 1.0, "estimator": "unbiased_k3"}}
@@ -98,7 +98,7 @@ def test_every_split_of_the_batch_gives_the_same_loss_and_gradient(
     def run(cuts: list[slice]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         shards = [loss_of(cut(tokens, rows), **objective) for rows in cuts]
         loss = sum((shard.loss for shard in shards), start=real(0.0))
-        [found] = torch.autograd.grad(loss, tokens.log_probs)
+        [found] = torch.autograd.grad(loss, tokens.logprobs)
         sums = {
             name: sum((shard.metrics[name].total for shard in shards), start=real(0.0))
             for name in shards[0].metrics
@@ -124,7 +124,7 @@ def test_masked_positions_change_nothing(ratio: str, estimator: str) -> None:
             for name, values in given.items()
             if values is not None and name != "mask"
         }
-        filled["log_probs"].requires_grad_()
+        filled["logprobs"].requires_grad_()
         tokens = Tokens(**filled, mask=MASK)
         result = loss_of(tokens, **objective)
         slopes = gradient(result, tokens)
@@ -149,7 +149,7 @@ def test_an_empty_mask_gives_zero_and_no_nan(ratio: str, aggregation: str) -> No
 def test_zero_variance_groups_have_no_gradient(ratio: str) -> None:
     """Their advantages are 0, however far the policy has moved."""
     nothing = torch.zeros(4, 5, dtype=torch.float64)
-    still = replace(batch(), advantages=nothing, old_log_probs=nothing - 9)
+    still = replace(batch(), advantages=nothing, old_logprobs=nothing - 9)
     result = loss_of(still, ratio={"name": ratio})
     assert result.loss.item() == 0.0
     assert not gradient(result, still).any()
@@ -176,8 +176,8 @@ def test_the_gradient_is_the_derivative(ratio: str) -> None:
     objective["sequence_mask"] = {"enabled": True, "delta": 0.05}
     found = gradient(loss_of(tokens, **objective), tokens)
     numeric = slope(
-        lambda given: loss_of(replace(tokens, log_probs=given), **objective).loss,
-        tokens.log_probs.detach(),
+        lambda given: loss_of(replace(tokens, logprobs=given), **objective).loss,
+        tokens.logprobs.detach(),
     )
     assert found.any()
     torch.testing.assert_close(found, numeric, atol=1e-8, rtol=0)
@@ -200,10 +200,10 @@ def test_the_entropy_and_the_full_kl_have_their_gradients() -> None:
 def test_metrics_are_sums_over_their_denominator() -> None:
     tokens = batch()
     result = loss_of(tokens, **EVERYTHING)
-    ratios = (tokens.log_probs - tokens.old_log_probs).exp().detach()
+    ratios = (tokens.logprobs - tokens.old_logprobs).exp().detach()
     bad = tokens.advantages < 0
     outside = ((ratios > 1.28) & ~bad) | ((ratios < 0.8) & bad)
-    behind = tokens.engine_log_probs - tokens.log_probs.detach()
+    behind = tokens.engine_logprobs - tokens.logprobs.detach()
     far = torch.tensor([n > 0 and behind[i, :n].mean() > 0.05 for i, n in enumerate(LENGTHS)])
 
     def means(values: Tensor) -> float:
@@ -218,7 +218,7 @@ def test_metrics_are_sums_over_their_denominator() -> None:
         "correction": ("sequences", means(tokens.weights)),
         "router_movement": ("tokens", tokens.router_movement[MASK].sum().item()),
         "masked_sequences": ("sequences", means(far[:, None] & bad)),
-        "entropy": ("tokens", -tokens.log_probs[MASK].sum().item()),
+        "entropy": ("tokens", -tokens.logprobs[MASK].sum().item()),
         "full_entropy": ("tokens", tokens.entropy[MASK].sum().item()),
     }
     assert expected["clip_fraction"][1] > 0
@@ -259,7 +259,7 @@ def test_the_coefficient_of_the_update_is_used() -> None:
 def test_missing_inputs_are_reported(objective: dict[str, Any], message: str) -> None:
     plain = replace(
         batch(),
-        reference_log_probs=None,
+        reference_logprobs=None,
         reference_kl=None,
         entropy=None,
         router_movement=None,
@@ -279,7 +279,7 @@ def test_corrections_change_the_policy_gradient_and_not_the_kl(corrected: dict[s
     """Weights of 0, or masks of all sequences, leave only the penalty."""
     tokens = replace(
         batch(),
-        engine_log_probs=torch.ones(4, 5, dtype=torch.float64),
+        engine_logprobs=torch.ones(4, 5, dtype=torch.float64),
         advantages=-torch.ones(4, 5, dtype=torch.float64),
         weights=torch.zeros(4, 5, dtype=torch.float64) if "correction" in corrected else None,
     )

@@ -37,8 +37,8 @@ def surrogate(log_ratios: Tensor, advantages: Tensor, settings: RatioBase) -> Su
     return found
 
 
-def given_tokens(log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tokens:
-    return Tokens(log_probs, old.to(log_probs.dtype), old, advantages, mask)
+def given_tokens(logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tokens:
+    return Tokens(logprobs, old.to(logprobs.dtype), old, advantages, mask)
 
 
 def loss_of(log_ratios: Tensor, advantage: float, settings: RatioBase) -> Tensor:
@@ -208,7 +208,7 @@ def test_log_ratios_are_clamped_to_20(settings: RatioBase) -> None:
 @pytest.mark.parametrize("settings", [GSPO, DAPO, GMPO], ids=lambda s: s.name)
 def test_gradients_are_the_derivatives(settings: RatioBase) -> None:
     """By central differences, for ratios whose surrogate stops no gradient."""
-    log_probs, old, advantages = draws(3)
+    logprobs, old, advantages = draws(3)
     advantages = advantages + 0.5
     close = settings.model_copy(update={"clip_low": 0.1, "clip_high": 0.1})
 
@@ -216,11 +216,11 @@ def test_gradients_are_the_derivatives(settings: RatioBase) -> None:
         found = RATIOS[settings.name](given_tokens(given, old, advantages, MASK), close).loss
         return found.masked_fill(~MASK, 0.0).sum()
 
-    given = log_probs.clone().requires_grad_()
+    given = logprobs.clone().requires_grad_()
     loss(given).backward()
     assert given.grad is not None
     assert given.grad.any()
-    assert_close(given.grad, slope(loss, log_probs), tolerance=1e-7)
+    assert_close(given.grad, slope(loss, logprobs), tolerance=1e-7)
 
 
 def test_vector_8() -> None:
