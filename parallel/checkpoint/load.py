@@ -137,7 +137,10 @@ def _as_checkpoint_error(checkpoint: Path) -> Iterator[None]:
         failures = [each for each, _ in error.failures.values()]
         if refused := [each for each in failures if isinstance(each, CheckpointRefused)]:
             raise min(refused, key=str) from error
-        raise CheckpointError(f"cannot read {checkpoint}: {reason(error)}") from error
+        raise CheckpointError(
+            f"cannot read {checkpoint}: {reason(error)}; restore the settings of model and "
+            "optimizer that it was saved with, or rerun its stage with --from"
+        ) from error
 
 
 def _put_aside(path: Path) -> Path:

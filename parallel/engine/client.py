@@ -105,7 +105,7 @@ class EngineClient:
                     silence = f"it did not answer for {allowed:g} s (engine.hang_timeout_seconds)"
                     raise EngineError(f"{silence}; {error}") from error
             time.sleep(POLL_SECONDS)
-        raise EngineError("another process took its place")
+        raise EngineError("its process was replaced before it answered; connect to the new one")
 
     def newcomer(self) -> Address | None:
         """Return the published address if it is of another process than the last known one."""

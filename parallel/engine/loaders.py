@@ -73,7 +73,11 @@ class Unread(Tensor):
             first, last = first % stride, last % stride
         sizes = tuple(end - start + 1 for start, end in zip(low, high, strict=True))
         if prod(sizes) != self.seen.numel():
-            raise ValueError(f"{self.tensor_name}: a loader's view is not a box: {self.seen.shape}")
+            raise ValueError(
+                f"{self.tensor_name}: a weight loader's view, {tuple(self.seen.shape)}, is not one"
+                f" range of each dimension of {tuple(self.whole.shape)}; have it use narrow and"
+                " transpose"
+            )
         return tuple(low), sizes
 
     def as_seen(self, contents: Tensor) -> Tensor:
@@ -88,7 +92,10 @@ class Unread(Tensor):
         for size, stride in zip(shape, self.seen.stride(), strict=True):
             if size > 1 and (size, stride) not in known:  # contents with gaps have no such view
                 name = self.tensor_name
-                raise ValueError(f"{name}: a loader merges or splits dimensions: {shape}")
+                raise ValueError(
+                    f"{name}: a weight loader merges or splits dimensions of"
+                    f" {tuple(self.whole.shape)} to {shape}; have it use narrow and transpose"
+                )
             strides.append(known[size, stride] if size > 1 else 0)
         return contents.as_strided(shape, strides, contents.storage_offset())
 

@@ -96,7 +96,7 @@ def top_k(logits: Logits, k: int, temperature: float = 1.0) -> tuple[Tensor, Ten
     size = _size(tensor, head)
     ranks = parallel_state.get_tensor_model_parallel_world_size()
     if k > size * ranks:
-        raise ValueError(f"the {k} likeliest of a vocabulary of {size * ranks}")
+        raise ValueError(f"top_k: k = {k} exceeds the vocabulary's {size * ranks} ids; lower k")
     partials = _empty(tensor, 2, len(tensor))
     largest, total = partials
     best = _empty(tensor, len(tensor), min(k, size))

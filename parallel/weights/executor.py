@@ -75,7 +75,7 @@ class Outbox:
     def fingerprints(self) -> dict[str, int]:
         """Return the fingerprint of what this rank sends, by "engine rank/bucket".
 
-        An engine rank compares the sum over all trainer ranks with that of the tensors it loaded.
+        Summed over the trainer ranks, they must equal what the engine ranks report after loading.
         """
         found: dict[str, int] = {}
         for message in self.outgoing:

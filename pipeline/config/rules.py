@@ -326,7 +326,10 @@ def _prompt_rules(key: str, domain: DomainSettings, run: RunSettings | None) -> 
     """Check a domain's prompts against all that sample them."""
     prompts = domain.prompts
     if isinstance(prompts, ReasoningGymPromptSettings) and prompts.dataset not in FORMATS:
-        yield f"{key}.prompts.dataset", f"unknown dataset; {hint(prompts.dataset, FORMATS)}"
+        yield (
+            f"{key}.prompts.dataset",
+            f"no such dataset: {prompts.dataset}; {hint(prompts.dataset, FORMATS)}",
+        )
     if run and isinstance(prompts, FilePromptSettings) and prompts.max_prompt_tokens:
         blocks = [block for block in (domain, run.merge, run.mixed) if block]
         response = max(block.sampling.max_response_tokens for block in blocks)

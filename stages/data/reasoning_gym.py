@@ -203,7 +203,7 @@ def _create_dataset(settings: ReasoningGymPromptSettings, domain: str, seed: int
     name = settings.dataset
     if name not in FORMATS:
         known = ", ".join(sorted(FORMATS))
-        raise DomainError(domain, "prompts.dataset", f"unknown dataset {name!r}; known are {known}")
+        raise DomainError(domain, "prompts.dataset", f"no such dataset: {name}; known: {known}")
     if found := _evaluation(_reasoning_gym().factory.DATASETS[name][0]):
         raise DomainError(
             domain,
@@ -216,7 +216,7 @@ def _create_dataset(settings: ReasoningGymPromptSettings, domain: str, seed: int
             if key in kinds:
                 wrong = value_violation(kinds[key], value)
             else:
-                wrong = f"{name} has no such option; it has {', '.join(sorted(kinds))}"
+                wrong = f"no such option of {name}; known: {', '.join(sorted(kinds))}"
             if wrong:
                 raise DomainError(domain, f"prompts.config.{key}", wrong)
     try:

@@ -79,7 +79,7 @@ def test_top_k_is_that_of_the_whole_vocabulary(
 
 
 def test_top_k_of_more_than_the_vocabulary_is_refused(split: LayoutSettings, on: On) -> None:
-    message = f"the {cases.SIZE + 1} likeliest of a vocabulary of {cases.SIZE}"
+    message = f"top_k: k = {cases.SIZE + 1} exceeds the vocabulary's {cases.SIZE} ids; lower k"
     assert set(on(split, cases.too_many)) == {message}
 
 

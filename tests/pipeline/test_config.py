@@ -262,7 +262,7 @@ def test_schema_errors_are_reported_together_and_hide_broken_rules(
         ),
         (
             "domains.sums.prompts.dataset=chain_som",
-            'dataset: unknown dataset; did you mean "chain_',
+            'dataset: no such dataset: chain_som; did you mean "chain_',
         ),
         (
             "domains.sums.optimizer.betas=[0.9, 1]",
