@@ -33,7 +33,7 @@ def run(job: StageJob) -> None:
 
 
 class Merge(OnPolicyStage):
-    """The stage that minimises the full-vocabulary reverse KL on student samples (section 7).
+    """The stage that minimises the full-vocabulary reverse KL on student samples.
 
     Student and teacher are compared at temperature 1, whatever the sampling temperature. Source:
     DeepSeek-V4, Eq. 29.
@@ -110,7 +110,7 @@ class Merge(OnPolicyStage):
 
 
 def weights_of(merge: MergeSettings, tokens: Mapping[str, int]) -> dict[str, float]:
-    """Return each domain's weight in the loss; the weights sum to 1 (section 7).
+    """Return each domain's weight in the loss; the weights sum to 1.
 
     `tokens` counts the update's learned tokens by domain. A domain without any has weight 0.
     """

@@ -1,10 +1,9 @@
 """The routers: replay of the engine's experts, stability losses, agreement and movement.
 
 Replay (R3, arXiv 2510.11370): a forward pass takes the experts that the engine chose. The gates are
-the softmax of the training logits over the replayed experts, so the router keeps its gradient
-(section 5 of the algorithms).
+the softmax of the training logits over the replayed experts, so the router keeps its gradient.
 
-Routing-stability losses (section 6), over the real tokens of a whole optimizer step:
+Routing-stability losses, over the real tokens of a whole optimizer step:
 
 - load balance: coefficient * E * sum_e f_e P_e, with f_e the share of all routing slots that went
   to expert e and P_e the mean of its normalised scores. A uniform load gives `coefficient`.
@@ -202,8 +201,8 @@ class RoutingLosses:
 class RouterAgreement:
     """A count of the top-k slots in which the replayed experts are the router's own choice.
 
-    Includes the forward passes between `start` and `shares` that replay routes (section 5 of the
-    algorithms). `layers` counts the routed layers of all ranks.
+    Includes the forward passes between `start` and `shares` that replay routes. `layers` counts the
+    routed layers of all ranks.
     """
 
     def __init__(self, routers: list[Router], layers: int) -> None:
@@ -252,8 +251,7 @@ class RouterMemory:
 
     A "remember" pass stores with its row, for every layer of this rank, the chosen experts and
     their log-probabilities, [tokens, K] each; a "compare" pass sums the differences from the
-    current ones. Passes have no gradients. `layers` counts the routed layers of all ranks. See
-    section 6 of the algorithms.
+    current ones. Passes have no gradients. `layers` counts the routed layers of all ranks.
     """
 
     def __init__(self, routers: list[Router], layers: int) -> None:

@@ -1,4 +1,4 @@
-"""Advantages from the recorded rewards, in plain Python, by group (spec, section 1)."""
+"""Advantages from the recorded rewards, in plain Python, by group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The policy's loss of one sample, token by token, from the formulas (spec, sections 2 to 4)."""
+"""The policy's loss of one sample, token by token, from the formulas."""
 
 from __future__ import annotations
 

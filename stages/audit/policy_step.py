@@ -1,4 +1,4 @@
-"""A recomputed step of a domain expert, or of the mixed policy (spec, sections 1 to 6)."""
+"""A recomputed step of a domain expert, or of the mixed policy."""
 
 from __future__ import annotations
 

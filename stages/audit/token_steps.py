@@ -1,4 +1,4 @@
-"""Steps whose loss is a mean over tokens: the cold start's and the merge's (spec, section 7)."""
+"""Steps whose loss is a mean over tokens: the cold start's and the merge's."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def take_update(
     replay: bool,
     loss: Callable[[Read], torch.Tensor],
 ) -> dict[str, float]:
-    """Update a model by the sum of every sample's loss and the routers' losses (spec, section 6).
+    """Update a model by the sum of every sample's loss and the routers' losses.
 
     Return the routers' losses in use, as means over layers, and the 2-norm of the gradients.
     """

@@ -1,7 +1,7 @@
 """A ratio's tokens and surrogate, PPO's clip (arXiv 1707.06347), and the off-policy corrections.
 
 A correction weighs the surrogate of tokens that pi_old did not sample: the engine or older weights
-did (section 4). Never imports torch.
+did. Never imports torch.
 """
 
 from __future__ import annotations

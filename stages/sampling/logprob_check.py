@@ -66,9 +66,9 @@ def measure_mismatch(
 def compare(policy: Policy, batches: list[MicroBatch]) -> dict[str, float]:
     """Compare every batch's log pi_old with the engine's mu, and the routes chosen. Collective.
 
-    Returns the mismatch metrics (section 4 of the algorithms; a NaN on either side is an infinite
-    mismatch), and where routes were replayed, the shares of experts that both chose since
-    `agreement.start` (section 5).
+    Returns the metrics of the training-inference mismatch (arXiv 2510.11370), infinite where either
+    side is NaN; and, where routes were replayed, the shares of experts that both chose since
+    `agreement.start`.
     """
     largest = 0.0
     sums = dict.fromkeys(("total", "high", "tokens", "k3", "sequences"), 0.0)
