@@ -104,7 +104,7 @@ _TABLE = {
     },
     "groups": {
         "zero_variance": "share of the sampled prompts, also replaced ones, without any advantage;"
-        " not with `gae` | below 0.5; else see `all_right` and `all_wrong`. Guard `flat_groups`",
+        " not with `gae` | below 0.5; else see `all_right` and `all_wrong`. Guard `zero_variance`",
         "all_right": "share of the sampled prompts, also replaced ones, whose graded samples all"
         " solve them, as evaluation counts it | below 0.5; near 1 the domain is solved",
         "all_wrong": "share of the sampled prompts, also replaced ones, whose graded samples all"

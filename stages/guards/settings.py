@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, create_model
 
@@ -19,9 +19,13 @@ if TYPE_CHECKING:
     class GuardsSettings(Settings):
         def __getattr__(self, name: str) -> Any: ...
 else:
+
+    class _Guards(Settings):
+        renamed: ClassVar[dict[str, str]] = {"flat_groups": "zero_variance"}
+
     GuardsSettings = create_model(
         "GuardsSettings",
-        __base__=Settings,
+        __base__=_Guards,
         __doc__="The known ways in which reinforcement learning fails, a guard for each.",
         __module__=__name__,
         **{name: (each, each.model_validate({})) for name, each in GUARDS.items()},

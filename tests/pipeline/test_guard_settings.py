@@ -24,7 +24,7 @@ def test_settings_survive_a_round_trip(config: Path) -> None:
     settings = load(
         config,
         [
-            f"{KEY}.guards.flat_groups={{action: off}}",
+            f"{KEY}.guards.zero_variance={{action: off}}",
             f"{KEY}.guards.reward_collapse.window=3",
             f"{KEY}.stop.at_least=0.9",
             f"{KEY}.stop.window=2",
@@ -32,7 +32,7 @@ def test_settings_survive_a_round_trip(config: Path) -> None:
         ],
     )
     expert = settings.domains["sums"]
-    assert expert.guards.flat_groups.action == "off"
+    assert expert.guards.zero_variance.action == "off"
     assert expert.guards.reward_collapse.window == 3
     assert expert.stop == StopSettings(at_least=0.9, window=2)
     assert expert.curriculum == FrontierSettings(field="level")
@@ -46,6 +46,7 @@ def test_settings_survive_a_round_trip(config: Path) -> None:
     ("override", "message"),
     [
         ("guards.entropy={}", 'guards.entropy: unknown key; did you mean "entropy_collapse"?'),
+        ("guards.flat_groups.action=off", "guards.flat_groups: renamed to zero_variance"),
         ("guards.drift.patience=0", "guards.drift.patience: should be greater than 0, not 0"),
         ("guards.drift.action=on", "guards.drift.action: should be 'warn', 'stop' or 'off', not"),
         ("guards.drift.threshold=2", "guards.drift.threshold: should be less than or equal to 1"),

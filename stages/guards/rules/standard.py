@@ -69,8 +69,8 @@ class RewardSpreadSettings(GuardSettings):
     threshold: AtLeastZero = 0.02
 
 
-@guard("flat_groups")
-class FlatGroupsSettings(GuardSettings):
+@guard("zero_variance")
+class ZeroVarianceSettings(GuardSettings):
     """Above the threshold, hardly a prompt has samples to compare."""
 
     metric = "zero_variance"
