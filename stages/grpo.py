@@ -156,9 +156,8 @@ class Expert(OnPolicyStage):
         if self.objective.learns_length_weights:
             assert self.length_weights is not None
             logged["length_exponent"] = self.length_exponent
-            self.length_exponent -= (
-                self.objective.lambda_learning_rate * self.length_weights.gradient()
-            )
+            gradient = self.length_weights.gradient()
+            self.length_exponent -= self.objective.lambda_learning_rate * gradient
         return logged
 
     def score(self, metrics: dict[str, float]) -> float:
