@@ -125,7 +125,7 @@ class Totals:
 
 
 # Each aggregation takes `values` [B, T] and `mask` [B, T] bool, and returns this shard's share of
-# the step's number, a scalar (section 2).
+# the step's number, a scalar.
 
 
 @aggregation("sequence_mean", "GRPO, arXiv 2402.03300; GSPO, 2507.18071")
