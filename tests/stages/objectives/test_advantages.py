@@ -1,4 +1,4 @@
-"""Advantages against the vectors of the algorithms (section 8), and inputs they ignore."""
+"""Advantages against vectors computed by hand, and inputs they ignore."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of tokens that pi_old did not sample (section 4): vectors 5 and 7."""
+"""Weights of tokens that pi_old did not sample, against vectors computed by hand."""
 
 from __future__ import annotations
 

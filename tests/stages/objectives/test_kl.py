@@ -1,4 +1,4 @@
-"""Estimators of KL against vector 2 of the algorithms, and the coefficient's controller."""
+"""Estimators of KL against a vector computed by hand, and the coefficient's controller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ratios and their clips against the vectors of the algorithms (section 8) and closed forms."""
+"""Ratios and their clips against vectors computed by hand and closed forms."""
 
 from __future__ import annotations
 
