@@ -199,7 +199,7 @@ def function_violation(reference: str) -> str | None:
         return None
     where = shown(Path(spec.origin))
     try:
-        names = _TopLevel(ast.parse(Path(spec.origin).read_bytes())).names
+        bound = _TopLevel(ast.parse(Path(spec.origin).read_bytes())).bound
     except SyntaxError as error:
         return f"{where}:{error.lineno} is not valid Python: {error.msg}"
     except OSError as error:
@@ -207,8 +207,23 @@ def function_violation(reference: str) -> str | None:
     # The parser raises all three for too deeply nested code, MemoryError without a message.
     except (MemoryError, RecursionError, ValueError) as error:
         return f"{where} cannot be read: {str(error) or 'too deeply nested for Python'}"
-    known = function in names or "*" in names
-    return None if known else f"{where} defines no {function}"
+    if function not in bound:
+        return None if "*" in bound else f"{where} defines no {function}"
+    if (definition := bound[function]) is None or _takes_two(definition):
+        return None
+    definition.body = []
+    return (
+        f"{where}:{definition.lineno}: a reward is called as {function}(problem, response) and "
+        f"returns its value; it cannot be called as {ast.unparse(definition).rstrip(':')}"
+    )
+
+
+def _takes_two(definition: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Return False where a call with two arguments would not return a value."""
+    takes = definition.args
+    most = len(takes.posonlyargs) + len(takes.args)
+    positional = most - len(takes.defaults) <= 2 and (most >= 2 or takes.vararg is not None)
+    return isinstance(definition, ast.FunctionDef) and positional and None not in takes.kw_defaults
 
 
 def _not_found(module: str, function: str) -> str:
@@ -242,22 +257,25 @@ def _find(module: str) -> ModuleSpec | None:
 class _TopLevel(ast.NodeVisitor):
     """A collector of the names that a module binds outside its functions and classes.
 
-    It looks below `try` and `if` too; `*` stands for the names of a star import.
+    It looks below `try` and `if` too; `*` stands for the names of a star import. `bound` has the
+    definition of a name that is bound once, to a function without a decorator.
     """
 
     def __init__(self, module: ast.Module) -> None:
-        self.names: set[str] = set()
+        self.bound: dict[str, ast.FunctionDef | ast.AsyncFunctionDef | None] = {}
         self.visit(module)
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        self.names.add(node.name)
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        self.bound[node.name] = None if node.name in self.bound or node.decorator_list else node
+
+    visit_AsyncFunctionDef = visit_FunctionDef
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        self.names.add(node.name)
+        self.bound[node.name] = None
 
     def visit_alias(self, node: ast.alias) -> None:
-        self.names.add(node.asname or node.name)
+        self.bound[node.asname or node.name] = None
 
     def visit_Name(self, node: ast.Name) -> None:
         if isinstance(node.ctx, ast.Store):
-            self.names.add(node.id)
+            self.bound[node.id] = None

@@ -47,6 +47,32 @@ def test_a_function_is_any_name_that_its_module_binds(
 
 
 @pytest.mark.parametrize(
+    ("text", "takes"),
+    [
+        ("def half(problem, text, *, share=0.5): ...", True),
+        ("def half(problem, text='', more=1): ...", True),
+        ("def half(*values): ...", True),
+        ("@wrapped\ndef half(sample): ...", True),  # the decorator may call it in its own way
+        ("def half(sample): ...\nhalf = wrapped(half)", True),
+        ("def half(sample): ...", False),
+        ("def half(problem, text, tokenizer): ...", False),
+        ("def half(problem, text, *, share): ...", False),
+        ("async def half(problem, text): ...", False),
+    ],
+)
+def test_a_function_takes_a_problem_and_a_response(
+    config: Path, monkeypatch: pytest.MonkeyPatch, text: str, takes: bool
+) -> None:
+    monkeypatch.chdir(config.parent)
+    config.with_name("my_rewards.py").write_text(text)
+    error = (
+        "my_rewards.py:1: a reward is called as half(problem, response) and returns its value; "
+        f"it cannot be called as {text.removesuffix(': ...').removesuffix(':')}"
+    )
+    assert function_violation("my_rewards:half") == (None if takes else error)
+
+
+@pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("x = " + "(" * 5000 + ")" * 5000, "is not valid Python: too many nested parentheses"),
