@@ -10,12 +10,12 @@ from contextlib import nullcontext, redirect_stdout
 from importlib import import_module
 
 from parallel.errors import UserError
-from pipeline.text import encode_anything, reason, say
+from pipeline.text import open_streams, reason, say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; every error ends as one message on standard error."""
-    encode_anything()
+    open_streams()
     try:
         arguments = _parse(sys.argv[1:] if argv is None else argv)
         # With --json nothing but the JSON goes to standard output.

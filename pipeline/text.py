@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import io
+import os
 import re
 import sys
 from collections.abc import Iterable
@@ -36,8 +37,14 @@ def say(*texts: str, file: TextIO | None = None, flush: bool = False) -> None:
     print(*(visible(text, keep="\n\t") for text in texts), sep="\n", file=file, flush=flush)
 
 
-def encode_anything() -> None:
-    """Make both outputs escape characters that their encoding lacks, such as `◆` in ASCII."""
+def open_streams() -> None:
+    """Open what the caller has closed, as with `>&-`, and let outputs take any character.
+
+    Characters that an output's encoding lacks, such as `◆` in ASCII, are escaped.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # its descriptor would be given to the next opened file
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -267,14 +267,14 @@ def load_configured_run(arguments: Namespace) -> Run:
     """
     settings = load_config(arguments)
     run = Run(arguments.runs_dir / settings.name, settings)
-    if not arguments.name and not any(each.startswith("name=") for each in arguments.overrides):
+    if arguments.name is None and not any(each.startswith("name=") for each in arguments.overrides):
         check_run_directory(arguments.config, run)
     return run
 
 
 def load_config(arguments: Namespace) -> RunSettings:
     """Return the settings of a configuration, with the overrides of the command line."""
-    name = [f"name={json.dumps(arguments.name)}"] if arguments.name else []
+    name = [] if arguments.name is None else [f"name={json.dumps(arguments.name)}"]
     return load(arguments.config, [*arguments.overrides, *name, *getattr(arguments, "implied", [])])
 
 
@@ -284,7 +284,7 @@ def forked(arguments: Namespace, run: Run) -> tuple[RunDirectory | None, RunFork
     Raises:
         UserError: other users may have written the run, and it is not trusted.
     """
-    if not arguments.fork:
+    if arguments.fork is None:
         return None, RunFork()
     other = find(arguments.runs_dir, arguments.fork)
     check_owner(other, arguments.trust_run)

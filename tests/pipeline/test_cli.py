@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -244,6 +245,13 @@ def test_a_run_is_read_from_another_working_directory(
     assert "domains.sums.rewards.own.function: no module my_rewards in the working directory" in err
 
 
+def test_an_empty_name_is_not_a_missing_one(braid: Braid, config: Path, runs: Path) -> None:
+    code, out, err = braid("run", config, "--name", "", "--dry-run")
+    assert (code, out) == (1, "") and "command line: name: " in err
+    code, out, err = braid("run", config, "--fork", "", "--dry-run")
+    assert (code, out) == (1, "") and "no run  in" in err
+
+
 def test_an_unknown_run_names_the_known_ones(braid: Braid, config: Path, runs: Path) -> None:
     (runs / "small").mkdir(parents=True)
     (runs / "small" / "run.yaml").write_text("")
@@ -362,3 +370,11 @@ def test_a_full_disk_is_one_line_with_the_path(
     code, _, err = braid("run", config)
     assert (code, err) == (1, f"braid: {runs}/small/run.yaml: No space left on device\n")
     assert [path.name for path in (runs / "small").iterdir()] == ["run.lock"]
+
+
+@pytest.mark.parametrize("closed", [0, 1, 2])
+def test_a_closed_standard_stream_is_no_error(tmp_path: Path, closed: int) -> None:
+    command = f"exec {sys.executable} -m pipeline.cli status --runs-dir {tmp_path} {closed}>&-"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    said = f"no runs in {tmp_path}\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, said if closed != 1 else "", "")
