@@ -13,11 +13,11 @@ from parallel.checkpoint import load
 from parallel.distributed import sum_over_data
 from parallel.model.policy import Policy
 from parallel.sample import Sample
-from stages.guards.settings import NoCurriculumSettings
+from stages.data.settings import NoCurriculumSettings
 from stages.loop import train
+from stages.objectives.groups import Batch
 from stages.objectives.loss import Totals, token_mean
 from stages.objectives.surrogate import NoCorrectionSettings
-from stages.sampling.collection import Batch
 from stages.sampling.step import OnPolicyStage, StepSamples
 from stages.settings import MergeSettings, RolloutSettings, StageJob
 

@@ -13,11 +13,11 @@ from parallel.checkpoint import load
 from parallel.distributed import broadcast, is_main
 from parallel.files import write_atomically
 from parallel.model.policy import Policy
-from stages.data.problem import Problem
+from stages.data.problem import Problem, seed_of
 from stages.data.prompts import held_out_problems
 from stages.guards.measures import graded, is_right
 from stages.metrics import MetricsLog
-from stages.objectives.groups import Group, groups_of, seed_of
+from stages.objectives.groups import Group, groups_of
 from stages.sampling.engines import StageEngines
 from stages.sampling.logprob_check import check_samples
 from stages.sampling.recording import record

@@ -15,12 +15,17 @@ from stages.guards.measures import graded, group_metrics, is_right
 from stages.guards.watch import GuardMonitor
 from stages.loop import train
 from stages.metrics import reduce_sums
-from stages.objectives.groups import Group, LengthWeights, has_zero_advantages, scale_by_entropy
+from stages.objectives.groups import (
+    Batch,
+    Group,
+    LengthWeights,
+    has_zero_advantages,
+    scale_by_entropy,
+)
 from stages.objectives.kl import kl_controller
 from stages.objectives.loss import MetricSum, Totals, policy_loss
 from stages.objectives.models import Reference, baseline_of
 from stages.objectives.surrogate import Tokens
-from stages.sampling.collection import Batch
 from stages.sampling.step import OnPolicyStage, StepSamples, Update
 from stages.settings import StageJob
 

@@ -1,10 +1,11 @@
-"""The log of a stage's metrics, metrics.jsonl and Weights & Biases, and sums over ranks."""
+"""The log of a stage's metrics, metrics.jsonl and Weights & Biases, and what every stage logs."""
 
 from __future__ import annotations
 
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -12,10 +13,13 @@ from typing import Any
 
 from parallel.batch import MicroBatch, token_counts
 from parallel.distributed import sum_over_data
+from parallel.engine.wire import keeps_part, kept_limits
 from parallel.files import naming, write_atomically
+from parallel.sample import Sample
 from stages.metric_definitions import METRICS
+from stages.objectives.groups import Batch
 from stages.objectives.loss import MetricSum, Totals
-from stages.settings import StageJob
+from stages.settings import SamplingSettings, StageJob
 
 
 class MetricsLog:
@@ -80,6 +84,59 @@ def mean_of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     for name, value in (each for update in updates for each in update.items()):
         values.setdefault(name, []).append(value)
     return {name: sum(of) / len(of) for name, of in values.items()}
+
+
+def batch_metrics(
+    batch: Batch, step: int, sampling: SamplingSettings, vocabulary: int, most: int
+) -> dict[str, float]:
+    """Return the metrics of a step's samples that every stage logs; `most` is the maximum lag.
+
+    A policy lag is in training steps, from a sample's oldest weights to the version `step`.
+    """
+    # Replaced groups count: without them the reward would tend to one half.
+    sampled = [sample for group in batch.sampled for sample in group.samples]
+    trained = [sample for group in batch.groups for sample in group.samples]
+    lags = Counter(step - sample.weight_version for sample in trained)
+    return {
+        **reward_metrics(sampled),
+        "unfinished": sum(not sample.finished for sample in sampled) / len(sampled),
+        "response_tokens": sum(len(sample.response) for sample in sampled) / len(sampled),
+        **saturated(trained, sampling, vocabulary),
+        "staleness_mean": sum(lag * n for lag, n in lags.items()) / len(trained),
+        "staleness_max": float(max(lags)),
+        **{f"staleness_{lag}": lags[lag] / len(trained) for lag in range(most + 1)},
+        "dropped_stale": float(batch.too_old),
+        "reward_failures": float(batch.failures),
+        "watch_failures": float(batch.watch_failures),
+    }
+
+
+def reward_metrics(samples: list[Sample]) -> dict[str, float]:
+    """Return the mean reward, and the mean of each of its parts, over the graded samples."""
+    graded = [sample for sample in samples if sample.reward is not None]
+    named: dict[str, list[float]] = {}
+    for sample in graded:
+        for name, value in (sample.reward_parts or {}).items():
+            named.setdefault(name, []).append(value)
+    return {
+        "reward": sum(sample.reward or 0.0 for sample in graded) / max(len(graded), 1),
+        **{f"reward/{name}": sum(values) / len(values) for name, values in sorted(named.items())},
+    }
+
+
+def saturated(
+    samples: list[Sample], sampling: SamplingSettings, vocabulary: int
+) -> dict[str, float]:
+    """Return the share of tokens whose kept set is as large as the engine may return.
+
+    Such a set may have been larger. Nothing where sampling keeps the whole vocabulary.
+    """
+    if not keeps_part(sampling.top_k, sampling.top_p):
+        return {}
+    _, most = kept_limits(sampling.top_k, sampling.top_p, vocabulary)
+    sizes = [len(kept) for sample in samples for kept in sample.kept or []]
+    full = sum(size >= most for size in sizes) if most < vocabulary else 0
+    return {"kept_saturated": full / max(len(sizes), 1)}
 
 
 def _declared_as(name: str) -> str:

@@ -23,17 +23,17 @@ from parallel.settings import (
     Tokens,
 )
 from stages.data.settings import (
+    CurriculumSettings,
     DemonstrationSettings,
     GeneratedDemonstrationSettings,
+    NoCurriculumSettings,
     PromptSettings,
 )
 from stages.directory import StageDirectory
 from stages.guards.settings import (
-    CurriculumSettings,
     ExpertGateSettings,
     GuardsSettings,
     MergeGateSettings,
-    NoCurriculumSettings,
     StopSettings,
 )
 from stages.kinds import Kind

@@ -13,13 +13,13 @@ from parallel.distributed import broadcast, is_main, sum_over_data
 from parallel.model.policy import TrainedPolicy
 from parallel.sample import Sample
 from stages.data.demonstrations import ConversationStream, demonstrations, response_sample
+from stages.data.problem import seed_of
 from stages.data.prompts import PromptStream
 from stages.data.settings import GeneratedDemonstrationSettings
 from stages.data.tokenizer import Tokenizer, load_tokenizer
 from stages.import_weights import look_for_held_out
 from stages.loop import train
 from stages.metrics import token_efficiency
-from stages.objectives.groups import seed_of
 from stages.objectives.loss import Totals, token_mean
 from stages.sampling.recording import record, samples_file
 from stages.settings import StageJob

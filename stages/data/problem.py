@@ -61,5 +61,11 @@ def content_key(prompt: str | Sequence[Message]) -> str:
     return sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
+def seed_of(*parts: object) -> int:
+    """Return a seed below 2^62 that no other purpose shares."""
+    digest = sha256("/".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8]) >> 2
+
+
 def _spaced(text: str) -> str:
     return " ".join(text.split())

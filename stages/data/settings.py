@@ -1,4 +1,4 @@
-"""The settings of a domain's prompts and demonstrations. Never imports torch."""
+"""The settings of a domain's prompts, curriculum and demonstrations. Never imports torch."""
 
 from __future__ import annotations
 
@@ -97,6 +97,47 @@ class ParquetPromptSettings(FilePromptSettings):
     """Parquet, read a row group at a time."""
 
     source: Literal["parquet"] = "parquet"
+
+
+class NoCurriculumSettings(Settings):
+    """Prompts in the order of their stream."""
+
+    name: Literal["none"] = "none"
+
+
+class FrontierSettings(Settings):
+    """A choice among the next few prompts: the one whose success rate is nearest to one half.
+
+    The others are passed over, and counted.
+    """
+
+    name: Literal["frontier"] = "frontier"
+    candidates: Annotated[int, Field(ge=2, le=1000)] = Field(
+        default=4, description="prompts that one is chosen from; more make the choice stronger"
+    )
+    field: str | None = Field(
+        default=None,
+        description="field of a prompt's row, such as level or entry.metadata.difficulty: prompts"
+        " with equal values are of one difficulty; null groups them by the prompt's length",
+    )
+    length_step: Count = Field(
+        default=4, description="maximum difference of lengths of one difficulty, in tokens"
+    )
+    memory: Count = Field(
+        default=256, description="newest samples of a difficulty that its success rate is taken of"
+    )
+
+
+def _by_name(given: Any) -> str:
+    if isinstance(given, dict):
+        return str(given.get("name", "none"))
+    return str(getattr(given, "name", "none"))
+
+
+CurriculumSettings = Annotated[
+    Annotated[NoCurriculumSettings, Tag("none")] | Annotated[FrontierSettings, Tag("frontier")],
+    Discriminator(_by_name),
+]
 
 
 class DrawSettings(Settings):

@@ -1,4 +1,4 @@
-"""Settings of guards, the stop rule, the curriculum and gates. Never imports torch.
+"""Settings of guards, the stop rule and gates. Never imports torch.
 
 `pipeline.run.gates` compares with the gates' bounds.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, create_model
+from pydantic import Field, create_model
 
 import stages.guards.rules  # noqa: F401  every guard registers itself
 from parallel.settings import Count, Fraction, Settings
@@ -40,47 +40,6 @@ class StopSettings(Settings):
     )
     at_least: float = Field(description="mean of the metric at which the stage ends")
     window: Count = Field(default=10, description="steps that the mean is taken over")
-
-
-class NoCurriculumSettings(Settings):
-    """Prompts in the order of their stream."""
-
-    name: Literal["none"] = "none"
-
-
-class FrontierSettings(Settings):
-    """A choice among the next few prompts: the one whose success rate is nearest to one half.
-
-    The others are passed over, and counted.
-    """
-
-    name: Literal["frontier"] = "frontier"
-    candidates: Annotated[int, Field(ge=2, le=1000)] = Field(
-        default=4, description="prompts that one is chosen from; more make the choice stronger"
-    )
-    field: str | None = Field(
-        default=None,
-        description="field of a prompt's row, such as level or entry.metadata.difficulty: prompts"
-        " with equal values are of one difficulty; null groups them by the prompt's length",
-    )
-    length_step: Count = Field(
-        default=4, description="maximum difference of lengths of one difficulty, in tokens"
-    )
-    memory: Count = Field(
-        default=256, description="newest samples of a difficulty that its success rate is taken of"
-    )
-
-
-def _by_name(given: Any) -> str:
-    if isinstance(given, dict):
-        return str(given.get("name", "none"))
-    return str(getattr(given, "name", "none"))
-
-
-CurriculumSettings = Annotated[
-    Annotated[NoCurriculumSettings, Tag("none")] | Annotated[FrontierSettings, Tag("frontier")],
-    Discriminator(_by_name),
-]
 
 
 class GateSettings(Settings):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -65,17 +64,31 @@ class Group:
         return len({each.reward for each in self.samples if each.reward is not None}) <= 1
 
 
+@dataclass
+class Batch:
+    """The groups that a step trains on, in the order of their prompts, and what else it sampled.
+
+    Groups are `replaced` that have nothing to learn from; `too_old` counts dropped samples. Of all
+    of these, `failures` samples have no reward; a reward of weight 0 failed `watch_failures` times.
+    """
+
+    groups: list[Group]
+    replaced: list[Group]
+    too_old: int
+    failures: int
+    watch_failures: int
+
+    @property
+    def sampled(self) -> list[Group]:
+        """All groups that were not too old."""
+        return [*self.groups, *self.replaced]
+
+
 def groups_of(problems: list[Problem], size: int, seed: int) -> list[Group]:
     """Return a group of `size` for each problem; no two samples share a seed."""
     return [
         Group(problem, seed + index * size, [None] * size) for index, problem in enumerate(problems)
     ]
-
-
-def seed_of(*parts: object) -> int:
-    """Return a seed below 2^62 that no other purpose shares."""
-    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
-    return int.from_bytes(digest[:8]) >> 2
 
 
 def assign_advantages(

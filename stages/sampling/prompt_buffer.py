@@ -1,26 +1,29 @@
-"""The prompts of a stage: chosen by its curriculum, requested, and not yet trained on."""
+"""The prompts of a stage, from the request of their samples to the batch that a step trains on.
+
+The buffer has prompts in flight, a collection takes one step's groups from it as they become whole,
+and the prefetcher decides how many steps are requested ahead. Main rank only.
+"""
 
 from __future__ import annotations
 
-import json
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from random import Random
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
-from stages.data.problem import DomainError, Problem
-from stages.data.prompts import PromptStream
+from stages.data.problem import Problem, seed_of
+from stages.data.prompts import Frontier, PromptStream
+from stages.data.settings import FrontierSettings
 from stages.guards.measures import graded, is_right
-from stages.guards.settings import FrontierSettings
-from stages.objectives.groups import Group, groups_of, seed_of
+from stages.objectives.groups import Batch, Group, groups_of
 from stages.sampling.engines import StageEngines
-from stages.settings import DomainSettings, SamplingSettings, StageJob
-
-DIFFICULTIES = 4096  # remembered at once; the least recently seen are forgotten first
+from stages.settings import DomainSettings, RolloutSettings, SamplingSettings, StageJob
 
 
 class PromptBuffer:
-    """A stage's prompts, from their streams to the step that trains on them; main rank only.
+    """A stage's prompts, from their streams to the step that trains on them.
 
     A prompt leaves its stream once. It is trained on, or dropped and counted, or saved as in
     flight and requested again when the stage resumes.
@@ -177,88 +180,160 @@ class PromptBuffer:
         )
 
 
-class Frontier:
-    """A curriculum that prefers one domain's prompts at the frontier of what the policy can solve.
+@dataclass
+class _Taken:
+    """One domain's part of an incomplete batch; `rounds` of replacement are left."""
 
-    A group whose samples are all right or all wrong teaches nothing; the samples of a prompt that
-    is solved with probability p differ with variance p (1 - p). So p is estimated for every
-    difficulty (a length, or the value of a field) from the stage's own samples, and of the stream's
-    next candidates the one with the largest p (1 - p) is taken. p is sampled from its posterior
-    instead of set to its mean (Thompson 1933), so that rare difficulties are tried.
+    rounds: int
+    useful: list[Group] = field(default_factory=list)
+    useless: list[Group] = field(default_factory=list)
+    replaced: list[Group] = field(default_factory=list)
 
-    Endless streams and files behave alike: a row that is passed over returns after all other rows.
-    With c candidates a difficulty comes at most c times as often as in the stream, and none is shut
-    out: one whose share of the stream is s is taken at least s^c of the time.
+    @property
+    def groups(self) -> list[Group]:
+        return sorted([*self.useful, *self.useless], key=lambda group: group.problem.index)
 
-    `length` counts a prompt's tokens. The choice is a pure function of the seed, the stream's
-    cursor and the solve rates. Main rank only.
+
+class Collection:
+    """One step's groups, taken from the prompt buffer as they become whole.
+
+    Whether a prompt is trained on does not depend on how long its responses take: the step waits
+    for groups that would be too old before a later step has room for them.
+
+    `version` is that of the weights that the step starts with; dynamic sampling replaces groups
+    that `is_useless` selects.
     """
 
     def __init__(
-        self, settings: FrontierSettings, domain: str, length: Callable[[str], int], seed: int
+        self,
+        buffer: PromptBuffer,
+        settings: RolloutSettings,
+        version: int,
+        is_useless: Callable[[Group], bool] = attrgetter("zero_variance"),
     ) -> None:
-        self._settings, self._domain = settings, domain
-        self._length, self._seed = length, seed
-        self._tallies: dict[str, tuple[float, float]] = {}  # right and wrong, oldest first
-        self._passed_over = 0
+        self._buffer = buffer
+        self._is_useless = is_useless
+        self._settings = settings
+        self._version = version
+        self._too_old = 0
+        self._failures: list[str] = []
+        self._watch_failures = 0
+        rounds = settings.dynamic_sampling
+        self._taken = {domain: _Taken(rounds) for domain in buffer.domains}
 
-    def take(self, stream: PromptStream) -> Problem:
-        """Return the best of the stream's next candidates; the stream continues after the last.
+    def batch(self) -> Batch | None:
+        """Return the whole batch, or None while a part is in flight.
 
-        Raises DomainError when a prompt lacks the field that states its difficulty.
+        Raises RewardError when too many of its samples have no reward.
         """
-        draw = Random(seed_of(self._seed, stream.cursor))
-        candidates = stream.take(self._settings.candidates)
-        self._passed_over += len(candidates) - 1
+        for domain, taken in self._taken.items():
+            while self._missing(taken):
+                latest = self._latest(domain, self._missing(taken))
+                if (group := self._buffer.take(domain, latest)) is None:
+                    break
+                self._add(taken, group)
+        missing = {domain: self._missing(taken) for domain, taken in self._taken.items()}
+        if any(missing.values()):
+            self._buffer.request(missing)
+            return None
+        groups = [group for taken in self._taken.values() for group in taken.groups]
+        replaced = [group for taken in self._taken.values() for group in taken.replaced]
+        failures = len(self._failures)
+        batch = Batch(groups, replaced, self._too_old, failures, self._watch_failures)
+        # In the order of the prompts: that in which groups become whole differs between runs.
+        self._buffer.update_curricula(sorted(batch.sampled, key=lambda group: group.problem.index))
+        return batch
 
-        def promise(problem: Problem) -> float:  # p (1 - p), p from Beta(1 + right, 1 + wrong)
-            right, wrong = self._tallies.get(self.difficulty(problem), (0.0, 0.0))
-            chance = draw.betavariate(1 + right, 1 + wrong)
-            return chance * (1 - chance)
+    def _latest(self, domain: str, room: int) -> int:
+        """Return the newest version that the next group may have been requested under.
 
-        return max(candidates, key=promise)
+        With `room` for that many more groups in this step, and whole steps of room after it, every
+        group in flight must be trained on before it is too old.
+        """
+        requested = self._buffer.versions_in_flight(domain)
+        oldest = self._version - self._settings.max_staleness
+        for later in range(self._settings.max_staleness):
+            due = sum(version <= oldest + later for version in requested)
+            if due >= room + later * self._buffer.sampling.prompts_per_step:
+                return oldest + later
+        return self._version
 
-    def update(self, problem: Problem, right: int, wrong: int) -> None:
-        """Count the samples of a prompt that solved it, and those that did not."""
-        difficulty = self.difficulty(problem)
-        before = self._tallies.pop(difficulty, (0.0, 0.0))
-        tally = before[0] + right, before[1] + wrong
-        shrink = min(1.0, self._settings.memory / max(sum(tally), 1))
-        self._tallies[difficulty] = tally[0] * shrink, tally[1] * shrink
-        if len(self._tallies) > DIFFICULTIES:
-            del self._tallies[next(iter(self._tallies))]
+    def _add(self, taken: _Taken, group: Group) -> None:
+        self._failures += group.failures
+        self._watch_failures += len(group.watch_failures)
+        self._buffer.check_failures(self._failures)
+        if self._version - group.weight_version > self._settings.max_staleness:
+            self._too_old += len(group.samples)
+            return
+        (taken.useless if self._is_useless(group) else taken.useful).append(group)
+        if taken.useless and taken.rounds and not self._missing(taken):
+            taken.rounds -= 1
+            taken.replaced += taken.useless
+            taken.useless = []
 
-    def difficulty(self, problem: Problem) -> str:
-        """Return the name of a prompt's difficulty."""
-        if self._settings.field is None:
-            step = self._settings.length_step
-            return str(self._length(problem.prompt) // step * step)
-        return json.dumps(self._value(problem, self._settings.field), sort_keys=True, default=str)
+    def _missing(self, taken: _Taken) -> int:
+        wanted = self._buffer.sampling.prompts_per_step
+        return wanted - len(taken.useful) - len(taken.useless)
 
-    def passed_over(self) -> int:
-        """Return the number of prompts passed over since the last call."""
-        count, self._passed_over = self._passed_over, 0
-        return count
 
-    def state(self) -> dict[str, Any]:
-        """Return the solve rates and the unreported count as JSON."""
-        tallies = [[name, *tally] for name, tally in self._tallies.items()]
-        return {"tallies": tallies, "passed_over": self._passed_over}
+class Prefetcher:
+    """The prompts of the present step, and of `settings.prefetch` steps more, kept in flight."""
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state."""
-        self._tallies = {name: (right, wrong) for name, right, wrong in state["tallies"]}
-        self._passed_over = state["passed_over"]
+    def __init__(
+        self,
+        buffer: PromptBuffer,
+        settings: RolloutSettings,
+        steps: int,
+        is_useless: Callable[[Group], bool] = attrgetter("zero_variance"),
+    ) -> None:
+        self._buffer = buffer
+        self._settings = settings
+        self._steps = steps
+        self._is_useless = is_useless
+        self._collection: Collection | None = None
+        self._all_prefetched = False  # the present step's prompts
+        self._late = False  # whether the step waited though all were
 
-    def _value(self, problem: Problem, field: str) -> Any:
-        value: Any = problem.fields
-        for part in field.split("."):
-            if not isinstance(value, Mapping) or part not in value:
-                known = ", ".join(sorted(map(str, value))) if isinstance(value, Mapping) else "none"
-                raise DomainError(
-                    self._domain,
-                    "curriculum.field",
-                    f"the row of {problem.prompt!r} has no field {field}; at {part} it has {known}",
-                )
-            value = value[part]
-        return value
+    def start(self, step: int) -> None:
+        """Request the prompts that the step lacks, and start to collect it."""
+        # A step that drains is sampled from the weights of the step before.
+        behind = self._settings.drains and step > 1
+        self._all_prefetched = not self._fill(1, behind)
+        self._open(step)
+
+    def restart(self, step: int, groups: list[Group], attempt: int) -> None:
+        """Request other samples of the prompts of `groups`, and start to collect the step."""
+        self._buffer.redraw(groups, attempt)
+        self._open(step)
+
+    def collect(self) -> Batch | None:
+        """Return the step's batch, or None while a part of it is in flight."""
+        assert self._collection is not None
+        batch = self._collection.batch()
+        if batch is None:
+            self._late = self._all_prefetched
+        return batch
+
+    def prefetch(self, step: int) -> None:
+        """Request prompts of the steps after this one.
+
+        No more than one step's while the engines keep up with the trainer: what is sampled early
+        only waits and grows old.
+        """
+        ahead = self._settings.prefetch if self._late else min(1, self._settings.prefetch)
+        self._fill(min(ahead, self._steps - step), behind=True)
+
+    def _open(self, step: int) -> None:
+        self._late = False
+        self._collection = Collection(self._buffer, self._settings, step, self._is_useless)
+
+    def _fill(self, steps: int, behind: bool) -> int:
+        """Fill up to `steps` steps of prompts in flight; return the number of new prompts.
+
+        Never more than are trained on before they are too old: `max_staleness` steps, and one more
+        unless they are `behind`, a version older than the step that trains on the first of them.
+        """
+        per_step, most = self._buffer.sampling.prompts_per_step, self._settings.max_staleness
+        wanted = math.ceil(steps * per_step * self._settings.oversampling)
+        count = min(wanted, (most + (not behind)) * per_step)
+        return self._buffer.request(dict.fromkeys(self._buffer.domains, count))

@@ -16,13 +16,12 @@ from parallel.batch import MicroBatch, RankPlace
 from parallel.distributed import broadcast, is_main
 from parallel.model.policy import TrainedPolicy
 from parallel.sample import Sample
-from stages.metrics import mean_of_updates, token_efficiency
-from stages.objectives.groups import Group
+from stages.metrics import batch_metrics, mean_of_updates, token_efficiency
+from stages.objectives.groups import Batch, Group
 from stages.objectives.surrogate import CorrectionSettings, correction_weights
-from stages.sampling.collection import Batch, Prefetcher
 from stages.sampling.engines import StageEngines, rollout_log
 from stages.sampling.logprob_check import MismatchError, compare, measure_mismatch
-from stages.sampling.prompt_buffer import PromptBuffer
+from stages.sampling.prompt_buffer import Prefetcher, PromptBuffer
 from stages.settings import DomainSettings, MergeSettings, PolicySettings, RolloutSettings, StageJob
 
 ATTEMPTS = 2
@@ -192,7 +191,7 @@ class OnPolicyStage(ABC):
         if collected is not None and self._buffer is not None:
             samples = self.split_updates(collected)
             vocabulary, most = self.job.settings.model.vocabulary_size, self.rollout.max_staleness
-            samples.metrics |= collected.metrics(step, self.sampling, vocabulary, most)
+            samples.metrics |= batch_metrics(collected, step, self.sampling, vocabulary, most)
             samples.metrics |= self._buffer.metrics()
         return broadcast(samples)
 

@@ -63,14 +63,14 @@ MUTANTS = [
     ),
     Mutant(
         "steps do not wait for groups that would grow too old",
-        "stages/sampling/collection.py",
+        "stages/sampling/prompt_buffer.py",
         "            if due >= room + later * self._buffer.sampling.prompts_per_step:",
         "            if due >= 10**9:",
         "tests/stages/test_slow_prompts.py",
     ),
     Mutant(
         "groups are trained on however old they are",
-        "stages/sampling/collection.py",
+        "stages/sampling/prompt_buffer.py",
         "if self._version - group.weight_version > self._settings.max_staleness:",
         "if self._version - group.weight_version > 10**9:",
         "tests/stages/test_backlog.py",

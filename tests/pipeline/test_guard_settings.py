@@ -12,8 +12,9 @@ from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import compile_graph
 from pipeline.run.lineage import write_manifest
 from pipeline.run.run import Run, missing_output
+from stages.data.settings import FrontierSettings, NoCurriculumSettings
 from stages.directory import ended_early
-from stages.guards.settings import FrontierSettings, NoCurriculumSettings, StopSettings
+from stages.guards.settings import StopSettings
 from tests.pipeline.test_config import errors, violation
 
 EXPERT, KEY = "experts.sums", "domains.sums"

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from parallel.sample import Sample
+from stages.metrics import reward_metrics
+from stages.objectives.groups import Batch
 from stages.rewards.reward import RewardError
-from stages.sampling.collection import Batch, Collection, reward_metrics
-from stages.sampling.prompt_buffer import PromptBuffer
+from stages.sampling.prompt_buffer import Collection, PromptBuffer
 from stages.settings import RolloutSettings
 from tests.stages.toys import FakeEngines, indices, prompt_buffer
 

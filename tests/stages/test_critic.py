@@ -18,8 +18,8 @@ from parallel.model.policy import Policy, ValueModel, values
 from parallel.sample import Sample
 from parallel.settings import LayoutSettings, OptimizerSettings, RoutingLossSettings
 from stages.grpo import Expert
+from stages.objectives.groups import Batch
 from stages.objectives.models import Critic, rewards
-from stages.sampling.collection import Batch
 from stages.sampling.step import StepSamples
 from tests.fake_engines import MODEL
 from tests.stages.toys import drawn, expert, group

@@ -8,11 +8,11 @@ from random import Random
 
 import pytest
 
+from stages.data import prompts as module
 from stages.data.problem import DomainError, Problem
-from stages.guards.settings import FrontierSettings
-from stages.sampling import prompt_buffer as module
-from stages.sampling.collection import Collection
-from stages.sampling.prompt_buffer import Frontier, PromptBuffer
+from stages.data.prompts import Frontier
+from stages.data.settings import FrontierSettings
+from stages.sampling.prompt_buffer import Collection, PromptBuffer
 from stages.settings import RolloutSettings
 from tests.stages.toys import FakeEngines, indices, prompt_buffer
 

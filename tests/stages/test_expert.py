@@ -28,6 +28,7 @@ from stages.objectives.advantages.grpo import GrpoSettings
 from stages.objectives.advantages.mo_grpo import MoGrpoSettings
 from stages.objectives.advantages.process import ProcessSettings
 from stages.objectives.groups import (
+    Batch,
     LengthWeights,
     assign_advantages,
     graded,
@@ -38,7 +39,6 @@ from stages.objectives.kl import KLSettings
 from stages.objectives.models import Reference
 from stages.objectives.surrogate import TisSettings
 from stages.rewards.reward import RewardError
-from stages.sampling.collection import Batch
 from stages.sampling.logprob_check import measure_mismatch
 from stages.sampling.step import StepSamples
 from stages.settings import RunSettings, StageJob

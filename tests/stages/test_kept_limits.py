@@ -7,7 +7,7 @@ import pytest
 
 from parallel.engine.wire import kept_limits
 from parallel.sample import Sample
-from stages.sampling.collection import saturated
+from stages.metrics import saturated
 from stages.settings import SamplingSettings
 
 

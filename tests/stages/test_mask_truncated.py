@@ -12,8 +12,7 @@ import torch
 from parallel.batch import RankPlace, collate
 from parallel.sample import Sample
 from stages.objectives.advantages.grpo import GrpoSettings
-from stages.objectives.groups import has_zero_advantages, scale_by_entropy
-from stages.sampling.collection import Batch
+from stages.objectives.groups import Batch, has_zero_advantages, scale_by_entropy
 from stages.sampling.step import StepSamples
 from tests.stages.toys import drawn, expert, group
 

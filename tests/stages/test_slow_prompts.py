@@ -13,8 +13,7 @@ import pytest
 
 from parallel.sample import Sample
 from stages.objectives.groups import Group
-from stages.sampling.collection import Prefetcher
-from stages.sampling.prompt_buffer import PromptBuffer
+from stages.sampling.prompt_buffer import Prefetcher, PromptBuffer
 from stages.settings import RolloutSettings, RunSettings, SamplingSettings, StageJob
 from tests.fake_engines import toy_domain
 from tests.stages.toys import FakeEngines
