@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from parallel.checkpoint.reader import patch_megatron
 from parallel.cpu import megatron
@@ -138,6 +139,14 @@ def on_main(function: Callable[[], Any]) -> Any:
     if error is not None:
         raise error
     return answer
+
+
+def reason(error: BaseException) -> str:
+    """Return the message of an error, or the ranks' messages that torch wrapped into it."""
+    if not isinstance(error, CheckpointException):
+        return str(error)
+    reasons = sorted({str(reason) for reason, _ in error.failures.values()})
+    return "; ".join(reasons) or "the reason is in the log of rank 0"
 
 
 def layout_sizes() -> dict[str, int]:

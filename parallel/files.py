@@ -25,6 +25,14 @@ RESTART_REQUEST = "restart"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 
 
+class CheckpointError(UserError):
+    """A checkpoint that cannot be written, or is damaged; the message has path and cause."""
+
+
+class CheckpointRefused(CheckpointError):
+    """A file of a checkpoint that megatron-core does not write; the message says what to do."""
+
+
 class UnreadableCheckpoint(UserError, OSError):
     """A checkpoint that exists and cannot be read; the message names the path and the fix."""
 
@@ -159,6 +167,12 @@ def unreadable(file: Path, error: OSError) -> UnreadableCheckpoint:
 
 def _cannot_read(path: Path, error: OSError) -> str:
     return f"{path}: cannot be read ({error.strerror}); make it readable"
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digest_of(files: dict[str, str]) -> str:

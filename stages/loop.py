@@ -11,7 +11,7 @@ from parallel.checkpoint import load
 from parallel.checkpoint.save import Saver
 from parallel.distributed import any_rank, broadcast, is_main
 from parallel.errors import UserError, report_notice
-from parallel.files import ENDED, STATE
+from parallel.files import ENDED, STATE, CheckpointError
 from parallel.model.policy import TrainedPolicy
 from stages.guards.watch import GuardMonitor, StepVerdict
 from stages.metrics import MetricsLog
@@ -118,7 +118,7 @@ def _load(stage: TrainingStage, job: StageJob, directory: Path) -> dict[str, Any
         try:
             stage.restore(state)
         except KeyError as error:
-            raise load.CheckpointError(
+            raise CheckpointError(
                 f"{saved}: another version of Braid wrote it: {STATE} has no {error}; resume with "
                 f"that version, or rerun the stage: braid resume {job.directory.parents[1]} "
                 f"--from {job.stage}"

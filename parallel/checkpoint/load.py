@@ -7,7 +7,6 @@ whole when it gets its name (`parallel.checkpoint.save`); later damage by a disk
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,15 +23,17 @@ from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from parallel.checkpoint import state as checkpoint_state
-from parallel.checkpoint.reader import CheckpointError, CheckpointRefused
-from parallel.distributed import gather, layout_sizes, on_main
+from parallel.distributed import gather, layout_sizes, on_main, reason
 from parallel.files import (
     CHECKSUMS,
     STATE,
+    CheckpointError,
+    CheckpointRefused,
     UnreadableCheckpoint,
     checkpoint_directories,
     digest_of,
     read_checkpoint,
+    sha256,
     unreadable,
 )
 from parallel.model.policy import Policy, TrainedPolicy
@@ -92,20 +93,6 @@ def weights(policy: Policy, checkpoint: Path, head: bool = True) -> None:
         )
     loaded = _read(checkpoint, "weights", checkpoint_state.weights(policy, head))
     checkpoint_state.restore_weights(policy, loaded)
-
-
-def reason(error: BaseException) -> str:
-    """Return the message of an error, or those that torch wrapped into it."""
-    if not isinstance(error, CheckpointException):
-        return str(error)
-    reasons = sorted({str(reason) for reason, _ in error.failures.values()})
-    return "; ".join(reasons) or "the reason is in the log of rank 0"
-
-
-def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _restore(policy: TrainedPolicy, checkpoint: Path, updates: int, prefix: str = "") -> None:

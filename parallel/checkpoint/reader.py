@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import FileSystemReader, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from parallel.errors import UserError
+from parallel.files import CheckpointRefused
 
 METADATA_FILE = ".metadata"
 COMMON_FILE = "common.pt"
@@ -41,14 +41,6 @@ NEEDED = {
         *("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
     ),
 }
-
-
-class CheckpointError(UserError):
-    """A checkpoint that cannot be written, or is damaged; the message has path and cause."""
-
-
-class CheckpointRefused(CheckpointError):
-    """A file of a checkpoint that megatron-core does not write; the message says what to do."""
 
 
 class CheckpointReader(FileSystemReader):

@@ -29,11 +29,18 @@ from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from parallel.checkpoint import state as checkpoint_state
-from parallel.checkpoint.load import CheckpointError, reason, sha256
 from parallel.checkpoint.state import METADATA
-from parallel.distributed import gather, on_main
+from parallel.distributed import gather, on_main, reason
 from parallel.errors import LOST_PEER
-from parallel.files import CHECKSUMS, STATE, digest_of, whole_checkpoints, write_atomically
+from parallel.files import (
+    CHECKSUMS,
+    STATE,
+    CheckpointError,
+    digest_of,
+    sha256,
+    whole_checkpoints,
+    write_atomically,
+)
 from parallel.model.policy import Policy
 
 

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import torch
 
-from parallel.checkpoint.reader import CheckpointRefused
 from parallel.errors import report_error, report_notice
-from parallel.files import write_atomically
+from parallel.files import CheckpointRefused, write_atomically
 from stages.audit.evaluation import evaluation_rows
 from stages.audit.recorded import LONGEST, NotAuditable, RecordedRun, read_run
 from stages.audit.stage_audit import Audited, audit_step, kind_of, newest_step

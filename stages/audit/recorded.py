@@ -17,8 +17,14 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from parallel.checkpoint.reader import CheckpointReader, CheckpointRefused
-from parallel.files import open_file, read_checkpoint, read_text, whole_checkpoints
+from parallel.checkpoint.reader import CheckpointReader
+from parallel.files import (
+    CheckpointRefused,
+    open_file,
+    read_checkpoint,
+    read_text,
+    whole_checkpoints,
+)
 
 LONGEST = 300  # characters of a library's message
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from parallel.errors import STATUS_DESCRIPTOR
-from parallel.files import whole_checkpoints
+from parallel.files import CheckpointError, whole_checkpoints
 from parallel.settings import LayoutSettings, OptimizerSettings
 from tests.layouts.cases import SGD, SPREAD, build, loop, own_part, train
 
@@ -214,7 +214,6 @@ def retain(directory: str, scores: dict[int, float], keep_last: int, keep_best: 
 
 def save_on_a_full_disk(directory: str, full: int) -> tuple[str, bool]:
     """Save while one rank's files cannot grow; return the error and whether all ranks ended."""
-    from parallel.checkpoint.load import CheckpointError
     from parallel.checkpoint.save import Saver
     from parallel.distributed import any_rank
 
@@ -268,7 +267,7 @@ def load_weights(checkpoint: str) -> str:
 
     try:
         load.weights(build(SPREAD), Path(checkpoint))
-    except load.CheckpointError as error:
+    except CheckpointError as error:
         return str(error)
     return ""
 

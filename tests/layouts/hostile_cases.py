@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from parallel.files import digest_of
+from parallel.files import CheckpointError, digest_of, sha256
 from parallel.settings import LayoutSettings
 from tests.layouts.cases import build
 from tests.layouts.checkpoint_cases import KINDS
@@ -101,8 +101,6 @@ def change_metadata(checkpoint: Path, change: Callable[[Any], None]) -> str:
 
 def seal(checkpoint: Path) -> None:
     """Update the checksums, as an attacker would."""
-    from parallel.checkpoint.load import sha256
-
     names = [path.name for path in checkpoint.iterdir() if path.name != "checksums.json"]
     files = {name: sha256(checkpoint / name) for name in names}
     content = {"digest": digest_of(files), "files": files}
@@ -137,7 +135,6 @@ def resume_with_unsafe_torch_load(layout: LayoutSettings, directory: str) -> str
 
 
 def error_of(load: Callable[[], object]) -> str:
-    from parallel.checkpoint.load import CheckpointError
 
     try:
         load()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from parallel.checkpoint import load
-from parallel.checkpoint.load import CheckpointError
+from parallel.files import CheckpointError
 from stages import loop
 from stages.settings import StageJob
 
