@@ -12,7 +12,7 @@ from typing import Any
 
 from parallel.errors import UserError
 from pipeline.config.validate import load
-from pipeline.launch.launcher import Programs
+from pipeline.launch.placement import Programs
 from pipeline.run.directory import TRUST_OPTION, RunDirectory, check_owner
 from pipeline.run.run import Run
 from pipeline.run.select import RunFork, check_run_directory, find_fork, put_aside, reuse_stages

@@ -18,7 +18,6 @@ from pipeline.commands import common
 from pipeline.commands.common import GROUPS, JSON, TRUST, Argument, command, positive, print_json
 from pipeline.config.validate import dump_differing, load_domain, load_with_domain
 from pipeline.launch import one_off
-from pipeline.launch.launcher import checkpoint_path
 from pipeline.report.tables import Cell, table, terminal
 from pipeline.slurm.queue import check_not_queued
 from pipeline.text import say, shown, visible
@@ -86,7 +85,7 @@ def domain_check(arguments: Namespace) -> None:
         settings = load_with_domain(run.settings_file, path, arguments.samples)
         model = run.settings.model
         wrong = _check(arguments, run.settings.rewards, model.tokenizer, model.max_positions)
-        checkpoint = checkpoint_path(run, arguments.stage)
+        checkpoint = run.checkpoint_path(arguments.stage)
         with run.lock():
             check_not_queued(run)
             programs = common.PROGRAMS

@@ -1,4 +1,7 @@
-"""The launcher, which runs one job (the ranks of a stage) at a time beside persistent engines."""
+"""The launcher, which runs one job (the ranks of a stage) at a time beside persistent engines.
+
+Engines stay up from stage to stage, and are restarted when they fail; a failed rank ends its job.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,13 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from parallel.errors import UserError
 from parallel.files import write_atomically
-from pipeline.launch.engines import EngineSupervisor, Report
-from pipeline.launch.placement import Placement
+from parallel.settings import EngineJob
+from pipeline.launch.placement import Placement, Programs
 from pipeline.launch.processes import (
     POLL_SECONDS,
     Process,
@@ -21,15 +24,15 @@ from pipeline.launch.processes import (
     Stopped,
     kill,
     lost_another,
-    python_module,
     wait_for_all,
 )
 from pipeline.launch.progress import StageView
-from pipeline.run.directory import RunDirectory, StageDirectory
 from pipeline.text import shown
+from stages.directory import EngineDirectory, StageDirectory
 from stages.settings import RunSettings, StageJob
 
 Work = Generator[None, None, None]  # yields while it waits
+Report = Callable[[str], None]
 
 SAVE_SECONDS = 30.0  # for the checkpoint of a stage that is asked to stop; a person may be waiting
 SETTLE_SECONDS = 1.0  # for the other ranks to report, after one failed
@@ -44,14 +47,6 @@ class JobFailed(UserError):
         lines = [f"stage {stage} failed: {failure.cause}", f"  log: {shown(failure.log)}", *tail]
         super().__init__("\n".join(lines))
         self.failure = failure
-
-
-@dataclass(frozen=True)
-class Programs:
-    """The commands of a stage's rank and of an engine, each from the path of its job."""
-
-    stage: Callable[[Path], list[str]] = lambda job: python_module("stages.main", job)
-    engine: Callable[[Path], list[str]] = lambda job: python_module("parallel.engine.server", job)
 
 
 class Launcher:
@@ -184,28 +179,145 @@ def _failed(ranks: Sequence[Process]) -> list[Process]:
     return [rank for rank in ranks if rank.status()]
 
 
-def engine_directories(run: RunDirectory, count: int) -> list[Path]:
-    """Return the engines' directory of each of `count` slots."""
-    if count == 1:
-        return [run.engines]
-    return [run.engines / f"slot_{slot}" for slot in range(count)]
+class EngineSupervisor:
+    """The engines of a launcher, in numbered directories; `begin` starts them."""
+
+    def __init__(
+        self,
+        directory: Path,
+        settings: RunSettings,
+        program: Callable[[Path], list[str]],
+        placement: Placement,
+    ) -> None:
+        self._settings = settings
+        self._placement = placement
+        self._directories = [
+            EngineDirectory(directory / str(index)) for index in range(settings.engine.count)
+        ]
+        self._program = program
+        self._engines: list[SupervisedEngine] = []
+
+    @property
+    def addresses(self) -> list[Path]:
+        """The path of each engine's address."""
+        return [directory.address.absolute() for directory in self._directories]
+
+    def begin(self, report: Report) -> None:
+        """Start every engine that does not run, and reset the count of restarts.
+
+        Raises:
+            UserError: the machine has too few cores for the engines.
+        """
+        if not self._engines:
+            patience = self._settings.engine.start_timeout_seconds
+            for index, directory in enumerate(self._directories):
+                job = write_engine_job(directory, self._settings, index, self._placement.interface)
+                command = self._program(job)
+                self._engines.append(
+                    SupervisedEngine(directory, index, command, self._placement, patience)
+                )
+            return
+        for engine in self._engines:
+            engine.restarts = 0
+            if failure := engine.failure():
+                report(f"{failure.cause}; restarting it")
+                engine.start()
+
+    def restart_failed(self, report: Report) -> ProcessFailure | None:
+        """Restart the engines that failed; return the failure of one that must not restart."""
+        for engine in self._engines:
+            if (failure := engine.failure()) is None:
+                continue
+            if not engine.was_ready and not failure.lost:
+                return failure  # an engine that never started would fail again
+            bound = self._settings.engine.max_restarts
+            if engine.restarts >= bound:
+                times = "once" if bound == 1 else f"{bound} times"
+                ended = (
+                    f"it was restarted {times}, the most that engine.max_restarts = {bound} allows"
+                )
+                refused = "engine.max_restarts = 0 allows no restart"
+                return replace(failure, cause=f"{failure.cause}; {ended if bound else refused}")
+            engine.restarts += 1
+            report(f"{failure.cause}; restarting it ({engine.restarts} of at most {bound})")
+            engine.start()
+        return None
+
+    def failed(self) -> ProcessFailure | None:
+        """Return the failure of the first engine that has one."""
+        return next(filter(None, (engine.failure() for engine in self._engines)), None)
+
+    def stop(self) -> None:
+        """End every engine and everything it started."""
+        for engine in self._engines:
+            engine.stop()
 
 
-def checkpoint_path(run: RunDirectory, stage: str, step: int | None = None) -> Path:
-    """Return the path of a stage's newest whole checkpoint, or of its checkpoint of a step.
+class SupervisedEngine:
+    """An engine through all its restarts; `was_ready` means that it has started before."""
 
-    Raises:
-        UserError: the stage has none, or none of that step.
-    """
-    directory = run.stage(stage)
-    found = directory.newest_checkpoint() if step is None else directory.checkpoint(step)
-    if found is not None:
-        return found.path.absolute()
-    message = f"stage {stage} of {shown(run.path)} has no checkpoint"
-    if not (steps := [each.step for each in directory.whole_checkpoints()]):
-        raise UserError(f"{message} yet")
-    kept = ", ".join(map(str, steps))
-    raise UserError(f"{message} of step {step}: it has step{'s' * (len(steps) > 1)} {kept}")
+    def __init__(
+        self,
+        directory: EngineDirectory,
+        index: int,
+        command: list[str],
+        placement: Placement,
+        start_seconds: float,
+    ) -> None:
+        self.restarts = 0
+        self.was_ready = False
+        self._name = f"engine {index}"
+        self._index = index
+        self._directory = directory
+        self._command = command
+        self._placement = placement
+        self._start_seconds = start_seconds
+        self._process: Process | None = None
+        self._started = 0.0
+        self.start()
+
+    def start(self) -> None:
+        """Stop the previous process, remove its address and start a new one."""
+        self.stop()
+        self._directory.address.unlink(missing_ok=True)
+        self._directory.restart.unlink(missing_ok=True)
+        self._process = self._placement.start_engine(
+            self._name, self._index, self._command, self._directory.log
+        )
+        self._started = time.monotonic()
+
+    def stop(self) -> None:
+        """End the process and everything it started."""
+        if self._process:
+            kill([self._process])
+            self._process = None
+
+    def failure(self) -> ProcessFailure | None:
+        """Return why the engine is unusable; None while it is usable.
+
+        It ended, it was not ready in time, or a rank requested its restart.
+        """
+        assert self._process is not None
+        ended = self._process.status() is not None
+        # Checked after the status: an engine may get ready and end between the two checks.
+        ready = self._directory.address.exists()
+        self.was_ready = self.was_ready or ready
+        if ended:
+            failure = self._process.failure()
+            named = self.was_ready and failure.stated
+            return replace(failure, cause=f"{self._name}: {failure.cause}") if named else failure
+        if ready:
+            try:
+                reason = self._directory.restart.read_text(errors="replace")
+            except FileNotFoundError:
+                return None
+            return ProcessFailure(f"{self._name}: {' '.join(reason.split())}", self._directory.log)
+        # While the engine starts, a restart request concerns the process before it.
+        self._directory.restart.unlink(missing_ok=True)
+        if time.monotonic() < self._started + self._start_seconds:
+            return None
+        seconds = f"{self._start_seconds} s (engine.start_timeout_seconds)"
+        return ProcessFailure(f"{self._name} was not ready after {seconds}", self._directory.log)
 
 
 def write_stage_job(job: StageJob) -> Path:
@@ -213,3 +325,19 @@ def write_stage_job(job: StageJob) -> Path:
     path = StageDirectory(job.directory).job(job.attempt)
     write_atomically(path, job.model_dump_json(indent=2) + "\n")
     return path
+
+
+def write_engine_job(
+    directory: EngineDirectory, settings: RunSettings, index: int, interface: str
+) -> Path:
+    """Write one engine's job, with the run's seed; return its path."""
+    job = EngineJob(
+        model=settings.model,
+        engine=settings.engine,
+        index=index,
+        address=directory.address.absolute(),
+        interface=interface,
+        seed=settings.seed,
+    )
+    write_atomically(directory.job, job.model_dump_json(indent=2) + "\n")
+    return directory.job.absolute()

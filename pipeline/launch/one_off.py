@@ -17,8 +17,8 @@ from rich.console import Console
 from parallel.errors import UserError
 from parallel.files import write_atomically
 from pipeline.config.rules import evaluation_rules
-from pipeline.launch.launcher import Launcher, Programs, checkpoint_path, run_to_the_end
-from pipeline.launch.placement import ThisMachine
+from pipeline.launch.launcher import Launcher, run_to_the_end
+from pipeline.launch.placement import Programs, ThisMachine
 from pipeline.launch.processes import Child, Signals, kill, python_module, wait_for_all
 from pipeline.launch.progress import Screen
 from pipeline.run.directory import RunDirectory, StageDirectory
@@ -60,7 +60,7 @@ def evaluate(
         if name not in settings.domains:
             raise UserError(f"--domain {name}: no such domain; {hint(name, settings.domains)}")
     if step is None:
-        models = {name: checkpoint_path(run, name) for name in finished_training(run, stage)}
+        models = {name: run.checkpoint_path(name) for name in finished_training(run, stage)}
     elif stage is None:
         raise UserError(f"--step {step} needs --stage: a step belongs to one stage")
     else:
@@ -143,7 +143,7 @@ def checkpoint_of(run: Run, stage: str, step: int | None) -> Path:
     trained = next((each for each in run.stages if each.name == stage and each.trains), None)
     if step is None or trained is None or run.states[stage].state == "stale":
         finished_training(run, stage)
-    return checkpoint_path(run, stage, step)
+    return run.checkpoint_path(stage, step)
 
 
 def finished_training(run: Run, stage: str | None = None) -> list[str]:

@@ -11,7 +11,8 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +20,7 @@ from parallel.engine.environment import PROCESS_ENVIRONMENT, share_out
 from parallel.forkserver import PR_SET_CHILD_SUBREAPER, prctl
 from parallel.network import LOOPBACK, address_of, environment_of
 from parallel.settings import EngineSettings
-from pipeline.launch.processes import Child, PendingFork, Process, RequestFork, kill
+from pipeline.launch.processes import Child, PendingFork, Process, RequestFork, kill, python_module
 
 GPU_FILE = Path("/dev/nvidiactl")  # the driver's: torch is not imported here
 
@@ -32,6 +33,14 @@ OWN_ENVIRONMENT = {
     "stages.main": {"OMP_NUM_THREADS": "1"},
     "parallel.engine.server": PROCESS_ENVIRONMENT,
 }
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The commands of a stage's rank and of an engine, each from the path of its job."""
+
+    stage: Callable[[Path], list[str]] = lambda job: python_module("stages.main", job)
+    engine: Callable[[Path], list[str]] = lambda job: python_module("parallel.engine.server", job)
 
 
 class ForkServer:

@@ -14,12 +14,9 @@ from parallel.errors import UserError
 from pipeline.launch.launcher import (
     JobFailed,
     Launcher,
-    Programs,
     Work,
-    checkpoint_path,
-    engine_directories,
 )
-from pipeline.launch.placement import ForkServers, ThisMachine
+from pipeline.launch.placement import ForkServers, Programs, ThisMachine
 from pipeline.launch.processes import POLL_SECONDS, Signals, Stopped
 from pipeline.launch.progress import Screen
 from pipeline.run.directory import LOCK_TIMEOUT_SECONDS, StageDirectory
@@ -66,7 +63,7 @@ def run_stages(
             servers.of(programs.engine(run.path))
         cores = [*cores_of_slots(parallel)] if parallel > 1 else [None]
         slots = []
-        for directory, own in zip(engine_directories(run, parallel), cores, strict=True):
+        for directory, own in zip(run.engines_of_slots(parallel), cores, strict=True):
             placement = ThisMachine(run.settings.engine, own, servers)
             launcher = Launcher(directory, run.settings, programs, placement, signals)
             slots.append(stack.enter_context(launcher))
@@ -206,9 +203,9 @@ def stage_job(run: Run, stage: Stage, attempt: int) -> StageJob:
         domain=stage.domain,
         directory=directory.path.absolute(),
         attempt=attempt,
-        parent=checkpoint_path(run, stage.parent) if stage.parent else None,
-        teachers={key: checkpoint_path(run, name) for key, name in stage.teachers.items()},
-        models={key: checkpoint_path(run, name) for key, name in stage.models.items()},
+        parent=run.checkpoint_path(stage.parent) if stage.parent else None,
+        teachers={key: run.checkpoint_path(name) for key, name in stage.teachers.items()},
+        models={key: run.checkpoint_path(name) for key, name in stage.models.items()},
         evaluated_on=stage.evaluated_on,
         output=directory.exported.absolute() if stage.kind == "export" else None,
         samples=stage.needs_engine,

@@ -18,7 +18,7 @@ from typing import Any
 from parallel.errors import UserError
 from parallel.files import open_file
 from pipeline.config.validate import differing_keys
-from pipeline.launch.launcher import Programs, engine_directories
+from pipeline.launch.placement import Programs
 from pipeline.report.status import Estimate, blocked, estimate, next_action
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage
@@ -189,7 +189,7 @@ def dry_run(
             ranks[stage.name] = shlex.join(programs.stage(directory.job(attempts + 1)))
     engines = [
         shlex.join(programs.engine(EngineDirectory(directory / str(index)).job))
-        for directory in engine_directories(run, parallel)
+        for directory in run.engines_of_slots(parallel)
         for index in range(run.settings.engine.count if samples else 0)
     ]
     left = estimate(run, states, took(run.events), names)

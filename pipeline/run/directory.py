@@ -76,8 +76,30 @@ class RunDirectory:
     def engine(self, index: int) -> EngineDirectory:
         return EngineDirectory(self.engines / str(index))
 
+    def engines_of_slots(self, count: int) -> list[Path]:
+        """Return the directory of the engines of each of `count` slots."""
+        if count == 1:
+            return [self.engines]
+        return [self.engines / f"slot_{slot}" for slot in range(count)]
+
     def stage(self, name: str) -> StageDirectory:
         return StageDirectory(self.path / "stages" / name)
+
+    def checkpoint_path(self, stage: str, step: int | None = None) -> Path:
+        """Return the path of a stage's newest whole checkpoint, or of its checkpoint of a step.
+
+        Raises:
+            UserError: the stage has none, or none of that step.
+        """
+        directory = self.stage(stage)
+        found = directory.newest_checkpoint() if step is None else directory.checkpoint(step)
+        if found is not None:
+            return found.path.absolute()
+        message = f"stage {stage} of {shown(self.path)} has no checkpoint"
+        if not (steps := [each.step for each in directory.whole_checkpoints()]):
+            raise UserError(f"{message} yet")
+        kept = ", ".join(map(str, steps))
+        raise UserError(f"{message} of step {step}: it has step{'s' * (len(steps) > 1)} {kept}")
 
     def create(self) -> None:
         """Create the directory with access for this user alone, unless it exists."""

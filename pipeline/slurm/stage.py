@@ -13,8 +13,8 @@ from rich.console import Console
 from parallel.errors import UserError
 from pipeline.config.cluster import ClusterSettings
 from pipeline.config.validate import load_cluster
-from pipeline.launch.launcher import SAVE_SECONDS, JobFailed, Launcher, Programs, run_to_the_end
-from pipeline.launch.placement import Placement, ThisMachine
+from pipeline.launch.launcher import SAVE_SECONDS, JobFailed, Launcher, run_to_the_end
+from pipeline.launch.placement import Placement, Programs, ThisMachine
 from pipeline.launch.processes import STOP_SIGNALS, TIME_IS_UP, Signals, Stopped
 from pipeline.launch.progress import Screen
 from pipeline.launch.runner import attempt, start_of

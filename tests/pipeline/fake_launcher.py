@@ -13,7 +13,7 @@ from rich.console import Console
 
 from parallel.errors import ERROR_MARK, UserError
 from pipeline.config.validate import load
-from pipeline.launch.launcher import Programs
+from pipeline.launch.placement import Programs
 from pipeline.launch.runner import run_stages
 from pipeline.run.directory import RunDirectory
 from pipeline.run.run import Run

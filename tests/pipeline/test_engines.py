@@ -17,8 +17,7 @@ from parallel.engine.environment import Cores, share_out
 from parallel.errors import UserError
 from parallel.settings import EngineSettings
 from pipeline.config.validate import load
-from pipeline.launch.engines import SupervisedEngine
-from pipeline.launch.launcher import JobFailed, Launcher, run_to_the_end
+from pipeline.launch.launcher import JobFailed, Launcher, SupervisedEngine, run_to_the_end
 from pipeline.launch.placement import ThisMachine
 from pipeline.launch.processes import Signals
 from pipeline.launch.progress import Screen

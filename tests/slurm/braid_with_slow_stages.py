@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pipeline import cli
 from pipeline.commands import common as commands
-from pipeline.launch.launcher import Programs
+from pipeline.launch.placement import Programs
 
 HERE = Path(__file__).parent
 ENGINE = HERE.parent / "pipeline" / "fake_engine.py"
