@@ -65,6 +65,20 @@ def write_atomically(path: Path, text: str) -> None:
         raise
 
 
+def keep_steps(log: Path, last: int) -> None:
+    """Drop the lines of steps after `last` from a log of JSON lines, each with its `step`."""
+    if not log.exists():
+        return
+    kept = []
+    for line in log.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= last:
+                kept.append(line + "\n")
+        except json.JSONDecodeError:
+            break  # the line a killed process was writing
+    write_atomically(log, "".join(kept))
+
+
 def unreachable(path: Path) -> str | None:
     """Return why stat fails on a path that may exist, such as a name too long, or None."""
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from parallel.checkpoint import load
 from parallel.distributed import broadcast, is_main
-from parallel.files import write_atomically
+from parallel.files import keep_steps, write_atomically
 from parallel.model.policy import Policy
 from stages.data.problem import Problem, seed_of
 from stages.data.prompts import held_out_problems
@@ -55,7 +55,8 @@ class Evaluation:
             problems = self.settings.problems
             asked = {name: problems * len(self.domains_of(name)) for name in job.models}
             self.answered = sum(asked[name] for name in job.models if self.has(name))
-            self.log = MetricsLog(job, sum(asked.values()), start=self.answered)
+            keep_steps(job.files.metrics, self.answered)
+            self.log = MetricsLog(job, sum(asked.values()))
             self.problems = {
                 domain: held_out_problems(
                     settings.prompts,

@@ -11,7 +11,7 @@ from parallel.checkpoint import load
 from parallel.checkpoint.save import Saver
 from parallel.distributed import any_rank, broadcast, is_main
 from parallel.errors import UserError, report_notice
-from parallel.files import ENDED, STATE, CheckpointError
+from parallel.files import ENDED, STATE, CheckpointError, keep_steps
 from parallel.model.policy import TrainedPolicy
 from stages.guards.watch import GuardMonitor, StepVerdict
 from stages.metrics import MetricsLog
@@ -66,7 +66,10 @@ def train(
     start = resumed["step"]
     steps = start if ENDED in resumed else loop.steps
     saver = Saver(directory, loop.keep_last, loop.keep_best, loop.async_checkpoints)
-    log = MetricsLog(job, loop.steps, start) if is_main() else None
+    log = None
+    if is_main():
+        keep_steps(job.files.metrics, start)  # later steps run again
+        log = MetricsLog(job, loop.steps)
     received = []  # SIGTERM, from the launcher, or SIGUSR1, which srun passes on
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: received.append(True))

@@ -8,13 +8,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from parallel.batch import MicroBatch, token_counts
 from parallel.distributed import sum_over_data
 from parallel.engine.wire import keeps_part, kept_limits
-from parallel.files import naming, write_atomically
+from parallel.files import naming
 from parallel.sample import Sample
 from stages.metric_definitions import METRICS
 from stages.objectives.groups import Batch
@@ -25,11 +24,9 @@ from stages.settings import SamplingSettings, StageJob
 class MetricsLog:
     """The writer of metrics.jsonl, one line a step, and of the same numbers to Weights & Biases."""
 
-    def __init__(self, job: StageJob, steps: int, start: int) -> None:
-        """Continue after step `start`; drop the lines of later steps, which will run again."""
+    def __init__(self, job: StageJob, steps: int) -> None:
         self.path = job.files.metrics
         self.steps = steps
-        _keep_until(self.path, start)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.touch()  # the launcher sees that the model is loaded
         self._starting: Future[Any] | None = None
@@ -143,19 +140,6 @@ def _declared_as(name: str) -> str:
     """Return the name in METRICS of a metric with a number (lag, layer) or a name in it."""
     numbered = re.sub(r"^(staleness|(?:drift_)?router_agreement)_\d+$", r"\1_N", name)
     return re.sub(r"^(reward|teacher_kl|token_share)/.+$", r"\1/NAME", numbered)
-
-
-def _keep_until(path: Path, step: int) -> None:
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except json.JSONDecodeError:
-            break  # the line a killed stage was writing
-    write_atomically(path, "".join(kept))
 
 
 def _start_wandb(job: StageJob) -> Any:

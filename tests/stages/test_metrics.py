@@ -11,6 +11,7 @@ from typing import Literal
 import pytest
 import torch
 
+from parallel.files import keep_steps
 from stages.metrics import MetricsLog, reduce_sums
 from stages.objectives.loss import MetricSum, Totals
 from stages.settings import LoggingSettings, RunSettings, StageJob
@@ -26,17 +27,18 @@ def job(directory: Path, wandb: Literal["offline", "disabled"] = "disabled") -> 
 
 def test_an_undeclared_metric_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="rewrad"):
-        MetricsLog(job(tmp_path), steps=3, start=0).write(1, {"rewrad": 1.0})
+        MetricsLog(job(tmp_path), steps=3).write(1, {"rewrad": 1.0})
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
 def test_resuming_drops_later_steps_and_a_half_written_line(tmp_path: Path) -> None:
-    log = MetricsLog(job(tmp_path), steps=9, start=0)
+    log = MetricsLog(job(tmp_path), steps=9)
     for step in (1, 2, 3):
         log.write(step, {"loss": float(step)})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
-    MetricsLog(job(tmp_path), steps=9, start=2).write(3, {"loss": 30.0})
+    keep_steps(log.path, 2)
+    MetricsLog(job(tmp_path), steps=9).write(3, {"loss": 30.0})
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["loss"]) for line in lines] == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
@@ -52,7 +54,7 @@ def test_a_step_does_not_wait_for_weights_and_biases_but_its_metrics_do(
         return SimpleNamespace(log=lambda metrics, step: logged.append((step, metrics)))
 
     monkeypatch.setattr("wandb.init", start)
-    log = MetricsLog(job(tmp_path, "offline"), steps=3, start=0)  # returns, though nothing started
+    log = MetricsLog(job(tmp_path, "offline"), steps=3)  # returns, though nothing started
     may_start.set()
     log.write(1, {"loss": 2.0})
     assert logged == [(1, {"loss": 2.0})]
@@ -66,13 +68,13 @@ def test_a_failed_start_of_weights_and_biases_is_an_error_and_its_later_death_is
 
     monkeypatch.setattr("wandb.init", refuse)
     with pytest.raises(PermissionError, match="log in first"):
-        MetricsLog(job(tmp_path, "offline"), steps=3, start=0).write(1, {"loss": 2.0})
+        MetricsLog(job(tmp_path, "offline"), steps=3).write(1, {"loss": 2.0})
 
     def die(*_: object, **__: object) -> None:
         raise BrokenPipeError("its service is gone")
 
     monkeypatch.setattr("wandb.init", lambda **_: SimpleNamespace(log=die, finish=die))
-    log = MetricsLog(job(tmp_path, "offline"), steps=3, start=1)
+    log = MetricsLog(job(tmp_path, "offline"), steps=3)
     log.write(2, {"loss": 1.0})
     log.write(3, {"loss": 0.5})
     log.close()
@@ -86,7 +88,7 @@ def test_closing_the_log_finishes_weights_and_biases(
     finished = []
     run = SimpleNamespace(log=lambda *_, **__: None, finish=lambda: finished.append(True))
     monkeypatch.setattr("wandb.init", lambda **_: run)
-    log = MetricsLog(job(tmp_path, "offline"), steps=1, start=0)
+    log = MetricsLog(job(tmp_path, "offline"), steps=1)
     log.write(1, {"loss": 2.0})
     log.close()
     assert finished == [True]
