@@ -209,12 +209,12 @@ class EngineSupervisor:
             UserError: the machine has too few cores for the engines.
         """
         if not self._engines:
-            patience = self._settings.engine.start_timeout_seconds
+            start_seconds = self._settings.engine.start_timeout_seconds
             for index, directory in enumerate(self._directories):
                 job = write_engine_job(directory, self._settings, index, self._placement.interface)
                 command = self._program(job)
                 self._engines.append(
-                    SupervisedEngine(directory, index, command, self._placement, patience)
+                    SupervisedEngine(directory, index, command, self._placement, start_seconds)
                 )
             return
         for engine in self._engines:
