@@ -71,7 +71,7 @@ CHECKED_BY = {
     "MergeRolloutSettings": "stages/test_rollout_modes.py",
     "MixedSettings": "stages/toys.py",
     "ModelSettings": "layouts/hugging_face_cases.py",
-    "ModelSettings.max_positions": "pipeline/test_config.py",
+    "ModelSettings.max_positions": "pipeline/test_rules.py",
     "ModelSettings.tokenizer": "layouts/test_sft.py",
     "OptimizerSettings": "stages/test_critic.py",
     "OverlongReward": "stages/test_rewards.py",

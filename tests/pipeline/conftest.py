@@ -106,3 +106,54 @@ def braid(runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
         return code, out, err
 
     return run
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the directory of a queue: sbatch adds a line to its `queue`, squeue prints that file.
+
+    With a file `refuses`, sbatch fails with its text; with `killer`, it kills its caller; while
+    there is `slow`, it waits.
+    """
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+    sbatch = """\
+folder=$(dirname "$0")
+if [ -e "$folder/refuses" ]; then cat "$folder/refuses" >&2; exit 1; fi
+number=$((100 + $(cat "$folder/submitted" 2>/dev/null | wc -l)))
+options=()
+while [[ "$1" == --* ]]; do options+=("$1"); shift; done
+echo "${options[*]}" >> "$folder/submitted"
+tasks=$(printf '%s\\n' "${options[@]}" | sed -n 's/^--array=0-\\([0-9]*\\).*/\\1/p')
+each() {
+    printf '%s\\x1fPENDING\\x1fPriority\\x1f0:00\\x1f4:00\\x1f\\x1f%s\\n' "$1" "$comment" \\
+        >> "$folder/queue"
+}
+comment=$(printf '%s\\n' "${options[@]}" | sed -n 's/^--comment=//p')
+if [ -n "$tasks" ]; then
+    for task in $(seq 0 "$tasks"); do each "${number}_$task"; done
+else
+    each "$number"
+fi
+if [ -e "$folder/killer" ]; then kill -9 $PPID; fi
+while [ -e "$folder/slow" ]; do sleep 0.1; done
+if [ -e "$folder/first" ]; then bash "$folder/first" "$number" "$2" "$3"; fi
+echo "$number"
+"""
+    programs = {
+        "sbatch": sbatch,
+        "squeue": 'cat "$(dirname "$0")/queue" 2>/dev/null\nexit 0\n',
+        "scancel": 'echo "$@" >> "$(dirname "$0")/cancelled"\n',
+    }
+    for name, text in programs.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return folder
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("ranks_per_node: 2\n")
+    return path

@@ -18,7 +18,7 @@ from parallel.settings import LayoutSettings, ModelSettings, Settings
 from parallel.weights.needs import engine_violations
 from pipeline.report.memory import memory_report
 from stages.settings import RunSettings
-from tests.pipeline.test_config import errors
+from tests.pipeline.violations import errors
 
 INTERNAL = {"EngineJob", "StageJob", "DomainCheckJob"}  # written by programs alone
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,9 +11,8 @@ from pipeline.config.read import ConfigError
 from pipeline.config.validate import differing_keys, dump_resolved, load
 from pipeline.run.directory import RunDirectory
 from pipeline.run.run import Run
-from stages.objectives.ratios.sequence import SequenceRatioSettings
-from stages.objectives.ratios.token import TokenRatioSettings
 from stages.rewards.kinds.python import PythonReward
+from tests.pipeline.violations import edited, errors
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -24,42 +21,6 @@ JUDGE = (
     '{{j: {{kind: judge, base_url: "http://x", model: m, rubric: "{{response}}", '
     "api_key_file: {}}}}}"
 )
-
-
-def errors(path: Path, *overrides: str) -> list[str]:
-    """Return every violation of a configuration, paths relative to the test's directory."""
-    with pytest.raises(ConfigError) as caught:
-        load(path, overrides)
-    return [str(violation).replace(f"{path.parent}/", "") for violation in caught.value.violations]
-
-
-def violation(path: Path, *overrides: str) -> str:
-    """Return the only violation of a configuration."""
-    [found] = errors(path, *overrides)
-    return found
-
-
-def edited(config: Path, old: str, new: str) -> Path:
-    text = config.read_text()
-    assert old in text
-    config.write_text(text.replace(old, new, 1))
-    return config
-
-
-def own(function: str) -> str:
-    """Return an override that gives a domain a custom Python reward."""
-    return f"domains.sums.rewards={{own: {{kind: python, function: {function}}}}}"
-
-
-def rewards(reward: str) -> str:
-    """Return an override that gives a domain one reward, called a."""
-    return f"domains.sums.rewards={{a: {reward}}}"
-
-
-def judge(**changes: object) -> str:
-    """Return an override that gives a domain one judge, called a."""
-    settings = {"kind": "judge", "base_url": "http://x/v1", "model": "m", "rubric": "{response}?"}
-    return rewards(json.dumps({**settings, **changes}))
 
 
 def line_of(path: Path, text: str) -> int:
@@ -142,224 +103,12 @@ def test_schema_errors_are_reported_together_and_hide_broken_rules(
     ]
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("layout.expert=16", "layout.expert: 16 does not divide model.experts = 8"),
-        ("layout.ranks=66", "domains: the sum of demonstrations.sequences_per_step is 64, less"),
-        ("layout.ranks=34", "merge.sampling.prompts_per_step: 32 prompts x 1 samples in 1 updates"),
-        ("evaluation.problems=1", "evaluation.problems: 1 is less than the 2 data-parallel ranks"),
-        ("model.max_positions=32", "engine.max_model_tokens: 64 is more than model.max_positions"),
-        ("engine.tensor=3", "engine.tensor: 3 does not divide model.attention_heads = 4"),
-        (
-            "engine={count: 9999, placement: own}",
-            "engine.placement: own needs 10000 CPU cores, one",
-        ),
-        (
-            "engine={kv_cache_mebibytes: 1, max_model_tokens: 99}\tmodel.layers=16",
-            "engine.kv_cache_mebibytes: 1 MiB cache the keys and values of 96 tokens, less than e",
-        ),
-        ("domains.sums.sampling.temperature=0.009", "should be greater than or equal to 0.01, not"),
-        ("merge.sampling.temperature=2.1", "merge.sampling.temperature: should be less than or eq"),
-        ("merge.sampling.top_k=81", "merge.sampling.top_k: 81 is more than model.vocabulary_size"),
-        ("domains.sums.loop.steps=" + "[" * 2000, "domains.sums.loop.steps: nested too deeply"),
-        ("model.experts_per_token=1", "model.experts_per_token: 1 gives the router no gradient"),
-        ("model.architecture={n_group: 2}", "model.architecture.n_group: unknown key of qwen3_moe"),
-        (
-            "model={family: glm4_moe, architecture: {n_grup: 2}}",
-            'model.architecture.n_grup: unknown key of glm4_moe; did you mean "n_group"?',
-        ),
-        (
-            "model={family: glm4_moe, architecture: {n_group: two}}",
-            'model.architecture.n_group: should be a valid integer, not "two"',
-        ),
-        (
-            "model.vocabulary_size=96",
-            "model.vocabulary_size: 96 must be 80, the number of token ids",
-        ),
-        ("domains.sums.sampling.group_size=1", "a group of one has no advantage"),
-        ("domains.sums.updates_per_rollout=3", "3 does not divide domains.sums.sampling.prompts_p"),
-        (
-            "merge.rollout={mode: overlap, max_staleness: 2}",
-            "merge.rollout.max_staleness: 2 must be 1: overlap samples each step with",
-        ),
-        ("merge.rollout.max_staleness=2", "2 has no effect: sync keeps no sample for a later"),
-        ("merge.rollout={oversampling: 2}", "merge.rollout.oversampling: unknown key"),
-        ("domains.sums.rollout.mode=asink", "should be 'sync', 'overlap' or 'async'"),
-        ("domains.words.prompts.held_out_fraction=0.5", "0.5 must be 0.25, as in domains.sums, or"),
-        (own("stages.domains.reward:exact"), "no module stages.domains.reward in"),
-        (own("stages.data.prompts:exakt"), "prompts.py defines no exakt"),
-        (
-            rewards("{kind: math, weight: 0}"),
-            "domains.sums.rewards: every weight is 0, so that all",
-        ),
-        (
-            rewards("{kind: overlong, max_tokens: 3, buffer_tokens: 4}"),
-            "domains.sums.rewards.a.buffer_tokens: 4 is more than max_tokens = 3",
-        ),
-        (
-            rewards("{kind: overlong, max_tokens: 25, buffer_tokens: 4}"),
-            "domains.sums.rewards.a.max_tokens: 25 is more than the domain's sampling."
-            "max_response_tokens = 24",
-        ),
-        (
-            "domains.sums.sampling.group_size=1000000000",
-            "group_size: should be less than or equal to 1000000, not 1000000000",
-        ),
-        (
-            "merge.sampling={prompts_per_step: 2000, group_size: 1000}",
-            "merge.sampling.prompts_per_step: 2000 prompts x 1000 samples are 2000000 per step; at",
-        ),
-        ("merge.loop.steps=1000000000000", "steps: should be less than or equal to 1000000, not"),
-        ("rewards.workers=1000000", "rewards.workers: should be less than or equal to 1024, not"),
-        ("engine.count=1000000", "engine.count: should be less than or equal to 10000, not"),
-        ("rounds=1000000000", "rounds: should be less than or equal to 1000, not 1000000000"),
-        (
-            rewards("{kind: length, at_least: 4, at_most: 3}"),
-            "domains.sums.rewards.a.at_least: 4 is more than at_most = 3",
-        ),
-        (
-            rewards("{kind: length, at_least: -1}"),
-            "domains.sums.rewards.a.at_least: should be greater than or equal to 0, not -1",
-        ),
-        (rewards("{kind: format, pattern: '('}"), "a.pattern: should be a regular expression ("),
-        (rewards("{kind: format}"), "domains.sums.rewards.a.pattern: required key is missing"),
-        (rewards("{weight: 1}"), "domains.sums.rewards.a.kind: required key is missing"),
-        (
-            rewards("{kind: mth}"),
-            "domains.sums.rewards.a.kind: should be 'code', 'format', 'instruction', ",
-        ),
-        (rewards("{kind: math, wight: 1}"), 'a.wight: unknown key; did you mean "weight"?'),
-        (rewards("1"), "domains.sums.rewards.a: should be a mapping of keys to values, not 1"),
-        (
-            rewards("{kind: language, scripts: [elvish]}"),
-            "domains.sums.rewards.a.scripts.0: should",
-        ),
-        ("domains.sums.rewards={}", "domains.sums.rewards: should have at least 1 item"),
-        ("domains.sums.rewards={a b: {kind: math}}", "a reward's name must be letters, digits, _"),
-        (judge(lowest=10), "domains.sums.rewards.a.lowest: 10 must be less than highest = 10"),
-        (judge(verdict="good"), "a.verdict: should have a group, (...), which is the score"),
-        (judge(base_url="http://"), "a.base_url: string should match pattern"),
-        (judge(base_url="http://u:pw@x/v1"), "a.base_url: must have no user and no password (@)"),
-        (judge(base_url="http://key@x"), "a.base_url: must have no user and no password (@)"),
-        (judge(base_url="http://x/v1?key=1"), "a.base_url: must have no query (?) and no fragm"),
-        (judge(base_url="http://x/v1#a"), "a.base_url: must have no query (?) and no fragment (#)"),
-        (judge(base_url="http://[bad/v1"), "a.base_url: has no valid host: a name, an IPv4 addre"),
-        (judge(base_url="http://[x]/v1"), "a.base_url: has no valid host: a name, an IPv4 addre"),
-        (judge(base_url="http://a..b/v1"), "a.base_url: has no valid host: a name, an IPv4 addre"),
-        (judge(base_url="http://-a/v1"), "a.base_url: has no valid host: a name, an IPv4 addre"),
-        (judge(base_url="http://1.2.3.999/v1"), "a.base_url: has no valid host: a name, an IPv4"),
-        (judge(base_url="http://:80/v1"), "a.base_url: has no valid host: a name, an IPv4 addre"),
-        (judge(base_url="http://x:65536/v1"), "a.base_url: must have a port from 1 to 65535"),
-        (judge(base_url="http://x:0/v1"), "a.base_url: must have a port from 1 to 65535"),
-        (judge(base_url="http://x:eighty/v1"), "a.base_url: must have a port from 1 to 65535"),
-        (judge(base_url="http://b\u00fccher/v1"), "a.base_url: must be printable ASCII: xn--NAME"),
-        (judge(base_url="http://x/\u007fv1"), "a.base_url: must be printable ASCII: xn--NAME"),
-        (judge(attempts=99), "a.attempts: should be less than or equal to 16, not 99"),
-        (
-            rewards("{kind: json_schema, default_schema: {type: 7}}"),
-            "a.default_schema: not a JSON schema: 7 is not valid under any of the given schemas at",
-        ),
-        (
-            "domains.sums.prompts.dataset=chain_som",
-            'dataset: no such dataset: chain_som; did you mean "chain_',
-        ),
-        (
-            "domains.sums.optimizer.betas=[0.9, 1]",
-            "optimizer.betas.1: should be less than 1, not 1",
-        ),
-        (judge(attempts=5), "a.timeout_seconds: 300 must be more than the 315 seconds that 5"),
-        (rewards("{kind: code}"), "rewards.a.kind: problems of reasoning_gym have no tests; use j"),
-        (
-            rewards("{kind: code, timeout_seconds: 90}"),
-            "a.timeout_seconds: 90 must be more than the 90 seconds that tests_seconds = 60 and",
-        ),
-        (
-            rewards("{kind: code, timeout_seconds: null}"),
-            "rewards.timeout_seconds: 60 must be more than the 90 seconds that tests_seconds =",
-        ),
-        (
-            rewards("{kind: code, wall_seconds: 61}"),
-            "a.wall_seconds: 61 for one run is more than tests_seconds = 60 for all of them",
-        ),
-        (
-            rewards("{kind: code, memory_mebibytes: 4097}"),
-            "a.memory_mebibytes: 4097 is more than rewards.memory_mebibytes = 4096, the limit",
-        ),
-        (judge(rubric="good?"), "domains.sums.rewards.a.rubric: string should match pattern"),
-        (
-            judge(api_key_file="nowhere"),
-            "domains.sums.rewards.a.api_key_file: no such file: nowhere",
-        ),
-        (judge(api_key_variable="NOT_SET"), "environment variable NOT_SET is not set"),
-        ("rewards.max_failed_fraction=1", "rewards.max_failed_fraction: should be less than 1"),
-        (
-            "domains.sums.objective.ratio.clip_low=1.5",
-            "domains.sums.objective.ratio.clip_low: should be less than or equal to 1, not 1.5",
-        ),
-        (
-            "domains.sums.objective.ratio={name: token, clip_low: 2}",
-            "domains.sums.objective.ratio.clip_low: should be less than or equal to 1, not 2",
-        ),
-        (
-            "domains.sums.reward=a:b",
-            "domains.sums.reward: renamed to rewards: {NAME: {kind: python, function: package.",
-        ),
-        ("merge.optimizer.warmup_steps=2", "2 must be less than the 2 updates of merge.loop.step"),
-        ("domains.sums.optimizer.warmup_steps=2", "2 must be less than the 2 updates of domains"),
-    ],
-)
-def test_rules_between_blocks(config: Path, override: str, message: str) -> None:
-    assert any(message in error for error in errors(config, *override.split("\t")))
-
-
 def test_a_renamed_key_is_reported_at_its_line(config: Path) -> None:
     edited(
         config, "prompts: {dataset: chain_sum}", "prompts: {dataset: chain_sum}\n    reward: a:b"
     )
     [error] = errors(config)
     assert error.startswith("small.yaml:19: domains.sums.reward: renamed to rewards: {NAME: ")
-
-
-def test_several_rewards_round_trip(config: Path) -> None:
-    settings = load(config, ["domains.sums.rewards={right: {kind: math}, b: {kind: length}}"])
-    assert [reward.unfinished for reward in settings.domains["sums"].rewards.values()] == [
-        "zero",
-        "score",
-    ]
-    assert list(settings.domains["words"].rewards) == ["exact"]
-    config.write_text(dump_resolved(settings))
-    assert load(config) == settings
-
-
-def test_a_deterministic_run_rejects_what_is_not_reproducible(config: Path) -> None:
-    found = errors(
-        config,
-        "deterministic=true",
-        "merge.rollout.mode=async",
-        "domains.sums.rollout={mode: overlap, oversampling: 1.5}",
-    )
-    assert [error.partition(" is not reproducible bit for bit")[0] for error in found] == [
-        "command line: domains.sums.rollout.mode: overlap",
-        "command line: domains.sums.rollout.oversampling: 1.5 takes the groups that finish first, "
-        "which",
-        "command line: merge.rollout.mode: async",
-    ]
-    load(config, ["deterministic=true", "domains.sums.rollout.dynamic_sampling=2"])
-    load(config, ["merge.rollout={mode: async, max_staleness: 4}"])
-    load(config, ["domains.sums.rollout={oversampling: 1.5, max_staleness: 2}"])
-
-
-def test_every_rank_and_update_needs_a_sample(config: Path) -> None:
-    sampling = "domains.sums.sampling={prompts_per_step: 2, group_size: 2}"
-    several = [sampling, "domains.sums.updates_per_rollout=2"]
-    load(config, [*several, "domains.sums.optimizer.warmup_steps=3"])
-    assert errors(config, *several, "layout.ranks=4") == [
-        "command line: domains.sums.sampling.prompts_per_step: 2 prompts x 2 samples in 2 updates "
-        "are 2 per update, less than the 4 data-parallel ranks of layout; each needs at least one"
-    ]
-    load(config, ["layout={ranks: 6, expert: 2}"])
-    load(config, [*several, "layout={ranks: 8, tensor: 2, pipeline: 2}"])
 
 
 def test_the_former_key_of_domains_names_the_new_one(config: Path) -> None:
@@ -416,72 +165,6 @@ def test_a_mistyped_key_of_a_ratio_is_reported_at_its_line(config: Path) -> None
     edited(config, old, f"{old}\n    objective: {{ratio: {{name: token, clip_hi: 1}}}}")
     message = 'ratio.clip_hi: unknown key; did you mean "clip_high"?'
     assert errors(config) == [f"small.yaml:19: domains.sums.objective.{message}"]
-
-
-@pytest.mark.parametrize(
-    ("override", "ratio"),
-    [
-        ("domains.sums.objective.ratio.name=token", TokenRatioSettings(clip_low=0.2)),
-        ("domains.sums.objective.ratio.clip_low=1e-3", SequenceRatioSettings(clip_low=1e-3)),
-        ("domains.sums.objective.ratio={}", SequenceRatioSettings(clip_high=4e-4)),
-    ],
-)
-def test_each_ratio_has_its_own_clip_defaults(config: Path, override: str, ratio: object) -> None:
-    settings = load(config, [override])
-    assert settings.domains["sums"].objective.ratio == ratio
-    config.write_text(dump_resolved(settings))
-    assert load(config) == settings
-
-
-def test_a_judges_key_file_is_relative_to_the_file_that_names_it(config: Path) -> None:
-    directory = config.parent / "domains"
-    directory.mkdir()
-    (directory / "key").write_text("secret")
-    judge = "{kind: judge, base_url: 'http://x/v1', model: m, rubric: '{response}?', "
-    (directory / "_base.yaml").write_text(f"rewards: {{a: {judge}api_key_file: key}}}}\n")
-    edited(
-        config,
-        "prompts: {dataset: chain_sum}",
-        f"extends: domains/_base.yaml\n    rewards: {{b: {judge}api_key_file: domains/key}}}}"
-        "\n    prompts: {dataset: chain_sum}",
-    )
-    rewards = load(config).domains["sums"].rewards
-    files = [rewards[name].api_key_file for name in "ab"]  # type: ignore[union-attr]
-    assert files == [directory / "key"] * 2
-    (directory / "key").unlink()
-    missing = f"a.api_key_file: no such file: {directory / 'key'}".replace(f"{config.parent}/", "")
-    assert any(missing in each for each in errors(config))
-
-
-def test_validate_warns_of_a_key_sent_unencrypted(
-    config: Path, braid: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("A_KEY", "secret")
-    for url, count in (("http://node7/v1", 1), ("http://127.0.0.1:80/v1", 0), ("https://x/v1", 0)):
-        given = judge(base_url=url, api_key_variable="A_KEY")
-        code, out, _ = braid("validate", str(config), given)
-        assert code == 0
-        line = "domains.sums.rewards.a.base_url: the key goes to node7 unencrypted; use https\n"
-        assert out.count(line) == count
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "https://api.example.com/v1",
-        "http://localhost:8000/v1",
-        "http://10.0.0.7:65535/v1",
-        "http://[2001:db8::1]:80/a%20b/v1/",
-        "http://node_7.cluster.local./v1",
-        "https://judge/@team/v1",
-    ],
-)
-def test_valid_base_urls_of_a_judge(config: Path, url: str) -> None:
-    load(config, [judge(base_url=url)])
-
-
-def test_the_merge_samples_one_response_per_prompt(config: Path) -> None:
-    assert load(config, ["merge.sampling.prompts_per_step=16"]).merge.sampling.group_size == 1
 
 
 def test_overrides_apply_to_the_file_in_order(config: Path) -> None:

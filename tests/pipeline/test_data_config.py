@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.validate import load
-from tests.pipeline.test_config import edited, errors
+from tests.pipeline.violations import edited, errors
 
 
 def test_paths_are_relative_to_the_file_that_names_them(config: Path) -> None:

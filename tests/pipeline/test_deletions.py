@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.config.validate import load
-from tests.pipeline.test_config import errors
+from tests.pipeline.violations import errors
 
 
 def child(config: Path, text: str) -> Path:

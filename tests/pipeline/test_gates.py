@@ -17,7 +17,7 @@ from pipeline.run.run import GateVerdict
 from stages.guards.settings import ExpertGateSettings, MergeGateSettings
 from stages.settings import RunSettings
 from stages.statistics import difference, wilson
-from tests.pipeline.test_config import errors
+from tests.pipeline.violations import errors
 
 GATES = ["domains.sums.gate={}", "domains.words.gate={}", "merge.gate={}"]
 

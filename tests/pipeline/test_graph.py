@@ -16,7 +16,7 @@ from pipeline.run.lineage import changes
 from pipeline.run.run import Run
 from stages.kinds import KINDS, NON_INVALIDATING_KEYS, Kind, flatten, matches
 from stages.settings import RunSettings
-from tests.pipeline.test_config import errors, violation
+from tests.pipeline.violations import errors, violation
 
 DATASETS = ("number_sorting", "spell_backward")
 MIXED = "mixed={optimizer: {learning_rate: 1e-3}, loop: {steps: 2}}"

@@ -15,7 +15,7 @@ from pipeline.run.run import Run, missing_output
 from stages.data.settings import FrontierSettings, NoCurriculumSettings
 from stages.directory import ended_early
 from stages.guards.settings import StopSettings
-from tests.pipeline.test_config import errors, violation
+from tests.pipeline.violations import errors, violation
 
 EXPERT, KEY = "experts.sums", "domains.sums"
 STOP = f"{KEY}.stop={{at_least: 0.9, window: 1}}"

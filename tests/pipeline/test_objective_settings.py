@@ -16,7 +16,7 @@ from stages.objectives.advantages.gae import GaeSettings
 from stages.objectives.kl import KLSettings
 from stages.objectives.loss import REGISTRIES, ObjectiveSettings
 from stages.objectives.registry import AGGREGATIONS, KL_ESTIMATORS
-from tests.pipeline.test_config import violation
+from tests.pipeline.violations import violation
 
 EXPERT = "domains.sums.objective"
 

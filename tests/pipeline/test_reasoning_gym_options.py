@@ -11,7 +11,7 @@ import pytest
 from pipeline.config.validate import load
 from stages.data import reasoning_gym
 from stages.data.reasoning_gym import FORMATS, options
-from tests.pipeline.test_config import errors
+from tests.pipeline.violations import errors
 
 KEY = "domains.sums.prompts.config"
 

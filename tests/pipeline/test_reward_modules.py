@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.config.environment import function_violation
 from pipeline.config.validate import load
-from tests.pipeline.test_config import errors, own
+from tests.pipeline.violations import errors, own
 
 
 def test_a_python_reward_is_found_in_the_working_directory(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.validate import load
-from tests.pipeline.test_config import errors
+from tests.pipeline.violations import errors
 
 INDEX = "model.safetensors.index.json"
 SEVERAL = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}

@@ -14,7 +14,7 @@ from pipeline.config import rules
 from pipeline.config.read import ConfigError, Reader, plain
 from pipeline.config.validate import dump_resolved, load
 from tests.pipeline.test_bounds import within
-from tests.pipeline.test_config import edited, errors
+from tests.pipeline.violations import edited, errors
 
 REPOSITORY = Path(__file__).parents[2]
 

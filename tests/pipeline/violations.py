@@ -1,0 +1,47 @@
+"""The violations of a configuration, and overrides of the smallest one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.read import ConfigError
+from pipeline.config.validate import load
+
+
+def errors(path: Path, *overrides: str) -> list[str]:
+    """Return every violation of a configuration, paths relative to the test's directory."""
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides)
+    return [str(violation).replace(f"{path.parent}/", "") for violation in caught.value.violations]
+
+
+def violation(path: Path, *overrides: str) -> str:
+    """Return the only violation of a configuration."""
+    [found] = errors(path, *overrides)
+    return found
+
+
+def edited(config: Path, old: str, new: str) -> Path:
+    text = config.read_text()
+    assert old in text
+    config.write_text(text.replace(old, new, 1))
+    return config
+
+
+def own(function: str) -> str:
+    """Return an override that gives a domain a custom Python reward."""
+    return f"domains.sums.rewards={{own: {{kind: python, function: {function}}}}}"
+
+
+def rewards(reward: str) -> str:
+    """Return an override that gives a domain one reward, called a."""
+    return f"domains.sums.rewards={{a: {reward}}}"
+
+
+def judge(**changes: object) -> str:
+    """Return an override that gives a domain one judge, called a."""
+    settings = {"kind": "judge", "base_url": "http://x/v1", "model": "m", "rubric": "{response}?"}
+    return rewards(json.dumps({**settings, **changes}))
