@@ -24,6 +24,7 @@ from pipeline.launch.progress import Screen
 from pipeline.run.directory import RunDirectory, StageDirectory
 from pipeline.run.metrics import Models
 from pipeline.run.run import Run
+from pipeline.run.select import rerun_options
 from pipeline.text import hint, say, shown
 from stages.settings import EvaluationSettings, RunSettings, StageJob
 
@@ -161,7 +162,9 @@ def finished_training(run: Run, stage: str | None = None) -> list[str]:
     if stage is not None and stage not in known:
         raise UserError(f"no stage {stage} has a model; {hint(stage, known)}")
     what = f"stage {stage} is {run.states[stage].state}" if stage else "no stage is done yet"
-    raise UserError(f"{shown(run.path)}: {what}; finish it with: braid resume {shown(run.path)}")
+    stale = [name for name, found in run.states.items() if found.state == "stale"]
+    resume = " ".join(["braid resume", shown(run.path), rerun_options(run, stale)]).rstrip()
+    raise UserError(f"{shown(run.path)}: {what}; finish it with: {resume}")
 
 
 def _execute(

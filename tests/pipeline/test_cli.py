@@ -357,7 +357,11 @@ def test_a_stage_that_is_not_done_gives_its_checkpoints_by_their_steps(
     assert braid("evaluate", "small", *sums, "--step", 1)[0] == 0
     settings = runs / "small" / "run.yaml"
     settings.write_text(settings.read_text().replace("seed: 0\n", "seed: 7\n"))
-    assert "experts.sums is stale" in braid("evaluate", "small", *sums, "--step", 1)[2]
+    error = braid("evaluate", "small", *sums, "--step", 1)[2]
+    assert "experts.sums is stale" in error
+    rerun = error.strip().rpartition("finish it with: braid ")[2].split()
+    assert rerun == ["resume", f"{runs}/small", "--from", "cold_start"]
+    assert braid(*rerun)[0] == braid("evaluate", "small", *sums)[0] == 0
 
 
 def test_a_full_disk_is_one_line_with_the_path(
