@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import shutil
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,8 +28,10 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 from parallel.checkpoint import state as checkpoint_state
+from parallel.checkpoint.reader import METADATA_FILE, CheckpointReader
 from parallel.checkpoint.state import METADATA
 from parallel.distributed import gather, on_main, reason
 from parallel.errors import LOST_PEER
@@ -169,7 +172,15 @@ class _Writing:
         with _as_checkpoint_error(self.path):
             for finalize in self._request.finalize_fns:
                 finalize()
+            on_main(lambda: _drop_write_id(self.path))
         return {name: checksum for _, files in outcomes for name, checksum in files.items()}
+
+
+def _drop_write_id(path: Path) -> None:
+    """Drop a random id and the temporary path from `.metadata`: equal states have equal digests."""
+    metadata = CheckpointReader(path).read_metadata()
+    metadata.storage_meta = StorageMeta()
+    (path / METADATA_FILE).write_bytes(pickle.dumps(metadata))
 
 
 def kept(scores: Mapping[int, float | None], last: int, best: int) -> set[int]:

@@ -125,8 +125,9 @@ def save(policy: Any, directory: Path, step: int, state: dict[str, Any], **saver
 
 
 def resumes_bit_for_bit(layout: LayoutSettings, kind: str, directory: str) -> bool:
-    """Return true if training resumes bit for bit, including random numbers."""
+    """Return true if training resumes bit for bit, including random numbers and another save."""
     from parallel.checkpoint import load
+    from parallel.files import newest_whole
 
     torch.use_deterministic_algorithms(True)
     policy = KINDS[kind].build(layout)
@@ -135,6 +136,9 @@ def resumes_bit_for_bit(layout: LayoutSettings, kind: str, directory: str) -> bo
     expected = [*train(policy, range(STEPS, 2 * STEPS)), torch.rand(1).item()]
     resumed = KINDS[kind].build(layout, seed=1)
     load.training_state(resumed, Path(directory) / f"step_{STEPS}")
+    save(resumed, Path(directory) / "again", STEPS, {})
+    first, again = newest_whole(Path(directory)), newest_whole(Path(directory) / "again")
+    assert first and again and first.files == again.files  # `braid diff` compares their digests
     found = [*train(resumed, range(STEPS, 2 * STEPS)), torch.rand(1).item()]
     torch.use_deterministic_algorithms(False)
     return found == expected and same(snapshot(policy), snapshot(resumed))
