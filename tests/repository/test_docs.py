@@ -72,6 +72,8 @@ def test_every_path_that_is_named_exists(page: Path) -> None:
     made += (
         "configs/domains/NAME.yaml",
         "stages/objectives/advantages/half.py",
+        "stages/objectives/ratios/spo.py",
+        "configs/try_geometry.yaml",
         "stages/evaluate/solved",
         "stages/export/",
     )
