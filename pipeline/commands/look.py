@@ -223,7 +223,7 @@ def why(arguments: Namespace) -> None:
 @command(
     "diff",
     "show what differs between two runs: settings, data, parents, code, versions",
-    "  braid diff quickstart no-kl\n\n"
+    "  braid diff quickstart longer       a second run: docs/tutorial.md creates it\n\n"
     'JSON: {"settings": {KEY: [RUN, OTHER_RUN]}, "stages": {STAGE: {FIELD: [RUN, OTHER_RUN]}}}.',
     RUN,
     Argument("other", metavar="OTHER_RUN", help="the other run's name or directory"),
@@ -245,7 +245,7 @@ def diff(arguments: Namespace) -> None:
     "logs",
     "show what a stage prints",
     "  braid logs quickstart experts.chain_sum -f           the output of its job\n"
-    "  braid logs quickstart experts.chain_sum --rank 3\n"
+    "  braid logs quickstart experts.chain_sum --rank 1\n"
     "  braid logs quickstart experts.chain_sum --engine 0",
     RUN,
     STAGE,

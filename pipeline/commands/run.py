@@ -43,6 +43,8 @@ AUDITED = ("sft", "grpo", "mixed", "distill", "gate", "evaluate")
 GATE_HELP = """\
   braid gate override quickstart gates.spell_backward --reason "noise: 3 of 500 problems"
 
+`domains.NAME.gate` adds the stage gates.NAME; the quickstart has none.
+
 The ledger keeps the reason, and `braid status` and `braid why` show it. The stages that wait for
 the gate start with the next `braid resume`. Only a gate that has stopped can be overridden.
 """
