@@ -20,16 +20,17 @@ install: $(INSTALLED)  ## build .venv with every pinned dependency
 HASHED := --quiet --require-hashes --no-deps
 BUILT_HERE := $(HASHED) --no-build-isolation
 define environment
-	$(PYTHON) -m venv $(1)
-	$(1)/bin/pip install $(HASHED) --disable-pip-version-check -r requirements/bootstrap.txt \
+	@$(PYTHON) -m venv $(1)
+	@$(1)/bin/pip install $(HASHED) --disable-pip-version-check -r requirements/bootstrap.txt \
 	  || { echo "where the hash of torch is wrong, pip found no CPU build: see README.md" >&2; exit 1; }
-	$(1)/bin/uv pip install $(BUILT_HERE) --compile-bytecode --python $(1)/bin/python -r $(2) \
+	@$(1)/bin/uv pip install $(BUILT_HERE) --compile-bytecode --python $(1)/bin/python -r $(2) \
 	  || { echo "uv cannot install $(2), as it says above; trying pip" >&2; \
 	       $(1)/bin/pip install $(BUILT_HERE) -r $(2); }
-	$(1)/bin/pip install --quiet --no-deps --no-build-isolation --editable .
+	@$(1)/bin/pip install --quiet --no-deps --no-build-isolation --editable .
 endef
 
 $(INSTALLED): requirements/bootstrap.txt requirements/cpu.txt setup.py
+	@echo "installing into $(VENV): downloads about 3 GB, which takes some minutes"
 	$(call environment,$(VENV),requirements/cpu.txt)
 	@touch $@
 
@@ -58,6 +59,7 @@ bench-trl: $(TRL_INSTALLED)  ## GRPO steps a minute of TRL's trainer, in a separ
 	$(TRL_VENV)/bin/python -W ignore benchmarks/trl_steps.py --size b --steps 3
 
 $(TRL_INSTALLED): requirements/bootstrap.txt benchmarks/trl-requirements.txt setup.py
+	@echo "installing into $(TRL_VENV), which takes some minutes"
 	$(call environment,$(TRL_VENV),benchmarks/trl-requirements.txt)
 	@touch $@
 
