@@ -11,7 +11,7 @@ import json
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -24,6 +24,7 @@ from parallel.settings import CHARACTERS
 from pipeline.run.graph import Stage, digest, problems
 from stages.data.settings import FileSettings
 from stages.directory import StageDirectory
+from stages.settings import RunSettings
 
 PACKAGES = (
     *("torch", "megatron-core", "mbridge", "transformers", "tokenizers", "pyarrow", "safetensors"),
@@ -103,9 +104,16 @@ def write_manifest(directory: StageDirectory, lineage: Lineage) -> None:
 def read_manifest(directory: StageDirectory) -> Manifest | None:
     """Return the recorded lineage; None if the stage never started or the file is damaged."""
     try:
-        return TypeAdapter(Manifest).validate_python(json.loads(read_text(directory.manifest)))
+        found = TypeAdapter(Manifest).validate_python(json.loads(read_text(directory.manifest)))
     except (FileNotFoundError, ValueError, RecursionError):
         return None
+    return replace(found, files=_renamed(found.files), settings=_renamed(found.settings))
+
+
+def _renamed(recorded: dict[str, Any]) -> dict[str, Any]:
+    """Return values by dotted key under the present names of the run's blocks."""
+    parts = ((*key.partition("."), value) for key, value in recorded.items())
+    return {RunSettings.renamed.get(b, b) + dot + rest: value for b, dot, rest, value in parts}
 
 
 def changes(recorded: Lineage, now: Lineage) -> Iterator[str]:

@@ -100,6 +100,17 @@ def test_a_stage_left_running_by_a_killed_launcher_has_failed(
     assert states(run, settings) == {"cold_start": "failed"}
 
 
+def test_a_manifest_with_the_former_key_of_domains_makes_nothing_stale(
+    run: RunDirectory, settings: RunSettings, trained: dict[str, Stage]
+) -> None:
+    before = states(run, settings)
+    for name in before:
+        manifest = run.stage(name).manifest
+        manifest.write_text(manifest.read_text().replace('"domains.', '"experts.'))
+    assert '"experts.sums.prompts' in run.stage("merge").manifest.read_text()
+    assert states(run, settings) == before
+
+
 def test_another_checkpoint_of_a_parent_makes_its_children_stale(
     run: RunDirectory, settings: RunSettings, trained: dict[str, Stage]
 ) -> None:
