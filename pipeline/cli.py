@@ -71,7 +71,9 @@ def _parse(argv: Sequence[str]) -> Namespace:
     elif plain and len(others) == 1 and arguments.command == "audit" and arguments.stage is None:
         [arguments.stage] = others
     elif others:
-        braid.error(f"unrecognized arguments: {' '.join(others)}")
+        of_run = arguments.command == "plan" and others[0] in ("--fork", "--from", "--only")
+        hint = f"; braid run --dry-run takes {others[0]}" if of_run else ""
+        braid.error(f"unrecognized arguments: {' '.join(others)}{hint}")
     return arguments
 
 

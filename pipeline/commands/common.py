@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
 from argparse import RawDescriptionHelpFormatter as Raw
 from collections.abc import Callable
@@ -87,7 +88,7 @@ def command(
 def parser() -> ArgumentParser:
     """Return the parser of the whole command line; it sets `function` to a command's."""
     braid = ArgumentParser("braid", description=DESCRIPTION, epilog=EXIT_CODES, formatter_class=Raw)
-    commands = braid.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = _subparsers(braid, "COMMAND", dest="command")
     actions: dict[str, Any] = {}
     # By module, since whoever imports one module first registers its commands first.
     for name, each in sorted(COMMANDS.items(), key=lambda item: _place(item[1])):
@@ -95,7 +96,7 @@ def parser() -> ArgumentParser:
         if group and group not in actions:
             added = _add(commands, group, *GROUPS[group])
             _add_runs_dir(added, Path("runs"))
-            actions[group] = added.add_subparsers(metavar="ACTION", required=True)
+            actions[group] = _subparsers(added, "ACTION")
         added = _add(actions[group] if group else commands, action, each.summary, each.details)
         # An action overrides --runs-dir of its group, which may stand before the action.
         _add_runs_dir(added, SUPPRESS if group else Path("runs"))
@@ -132,6 +133,17 @@ def _add(commands: Any, name: str, summary: str, details: str) -> ArgumentParser
         name, help=summary, description=description, epilog=details, formatter_class=Raw
     )
     return added
+
+
+def _subparsers(parser: ArgumentParser, metavar: str, **options: Any) -> Any:
+    """Add subcommands to a parser, which prints its help where none is given: a usage error."""
+
+    def usage(_: Namespace) -> None:
+        parser.print_help(sys.stderr)
+        parser.exit(2)
+
+    parser.set_defaults(function=usage)
+    return parser.add_subparsers(metavar=metavar, **options)
 
 
 def _add_runs_dir(parser: ArgumentParser, default: Any) -> None:

@@ -196,7 +196,7 @@ def demonstrated(settings: DomainSettings, report: dict[str, Any] | None) -> Ite
         f"from, {report['held_out']} whose prompts are held out"
     )
     if report["limit"] is None:
-        yield "  those above model.max_positions tokens are too long; the run sets it"
+        yield "  those above model.max_positions tokens are too long: count them with --run"
     else:
         yield f"  {report['too_long']} of these are too long: more than {report['limit']} tokens"
     yield f"  tokens of a demonstration, by percentile: {_spread(report['tokens'])}"

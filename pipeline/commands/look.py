@@ -188,6 +188,8 @@ def _show_run(arguments: Namespace, run: Run) -> None:
             say(f"\n{shown(run.results)} is damaged; rerun the evaluation with --from evaluate")
         else:
             print("", report.results_table(models), sep="\n")
+    if not run.is_running() and report.can_continue(run.stages, states):
+        say(f"continue with: {run.resume_command()}")
 
 
 def _counts(path: Path) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -222,7 +222,7 @@ def audit(arguments: Namespace) -> None:
     if arguments.json:
         print_json(arguments, found)
     else:
-        print(*map(_audit_table, found), sep="\n")
+        print(*_audit_tables(found), sep="\n")
     if differing := [
         f"{each['stage']}: {row['quantity']}"
         for each in found
@@ -253,11 +253,22 @@ def _audited(run: Run, name: str | None, step: int | None) -> list[str]:
     return started if name is None else [name]
 
 
-def _audit_table(each: dict[str, Any]) -> str:
-    """Return the table of a step, or why it could not be audited."""
-    title = each["stage"] if each["step"] is None else f"{each['stage']}, step {each['step']}"
-    if each["refused"]:
-        return visible(f"\n{title} is not audited: {each['refused']}", keep="\n")
+def _audit_tables(found: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield the table of each step; after them each cause why stages could not be audited."""
+    refused: dict[str, list[str]] = {}
+    for each in found:
+        title = each["stage"] if each["step"] is None else f"{each['stage']}, step {each['step']}"
+        if each["refused"]:
+            refused.setdefault(each["refused"], []).append(title)
+        else:
+            yield _audit_table(title, each)
+    for cause, titles in refused.items():
+        verb = "is" if len(titles) == 1 else "are"
+        yield visible(f"\n{'; '.join(titles)} {verb} not audited: {cause}", keep="\n")
+
+
+def _audit_table(title: str, each: dict[str, Any]) -> str:
+    """Return the table of a step."""
     rows = [
         [
             row["quantity"],

@@ -35,7 +35,7 @@ from pipeline.slurm import queue
 from pipeline.slurm import submit as submitting
 from pipeline.slurm.queue import adopt, job_numbers, queue_of
 from pipeline.slurm.stage import run_stage, stage_of_task
-from pipeline.text import say, shown
+from pipeline.text import hint, say, shown
 
 IN_FLIGHT: tuple[State, ...] = ("submitted", "running")
 
@@ -200,6 +200,10 @@ def _asked(arguments: Namespace) -> _Submission:
     profile = arguments.cluster or run.cluster
     if arguments.cluster is None and not run.cluster.exists():
         raise UserError("--cluster FILE is required; configs/clusters has examples")
+    if not profile.exists():
+        known = [shown(path) for path in sorted(Path("configs/clusters").glob("*.yaml"))]
+        others = f"; {hint(str(profile), known)}" if known else ""
+        raise UserError(f"--cluster {shown(profile)}: no such file{others}")
     cluster = load_cluster(profile)
     for letter, name in (("%", "%"), ("\n", "line break")):
         if letter in str(run.path.absolute()):

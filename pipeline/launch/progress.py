@@ -22,7 +22,8 @@ LIVE_SECONDS = 0.25
 PLAIN_SECONDS = 10.0
 CLOCKS_DIFFER_SECONDS = 1.0  # at most, between this machine and the file system
 LATEST_BYTES = 1 << 15
-SHOWN_METRICS = ("reward", "loss")
+# On-policy, the loss of a policy gradient is about 0 by construction.
+OF_REWARDED, OF_OTHERS = ("reward", "entropy"), ("loss",)
 ACCURACY = "accuracy"
 
 
@@ -67,10 +68,20 @@ class Progress:
             parts += [] if labels else [f"saving step {self.step}"]
         elif self.seconds_left is not None:
             parts.append(f"{clock(self.seconds_left)} left")
-        parts += [f"{name} {self.last[name]:.4g}" for name in SHOWN_METRICS if name in self.last]
-        if ACCURACY in self.last:
-            parts.append(f"{ACCURACY} {100 * self.last[ACCURACY]:.1f} %")
-        return "  ".join(parts)
+        return "  ".join([*parts, *self._values(self.last)])
+
+    def result(self) -> str:
+        """Return the last step of a finished stage and its values; nothing for an evaluation."""
+        if self.last is None or any(name in self.last for name in LABELS):
+            return ""
+        return "  ".join([f"  step {self.step}/{self.steps}", *self._values(self.last)])
+
+    def _values(self, line: Line) -> Iterator[str]:
+        for name in OF_REWARDED if "reward" in line else OF_OTHERS:
+            if name in line:
+                yield f"{name} {line[name]:.4g}"
+        if ACCURACY in line:
+            yield f"{ACCURACY} {100 * line[ACCURACY]:.1f} %"
 
 
 class StageView:
@@ -93,8 +104,7 @@ class StageView:
 
     def poll(self) -> None:
         """Read the stage's new metrics, and show them when the next update is due."""
-        for line in self._tail.read():
-            self._progress.add(line)
+        self._read()
         if time.monotonic() < self._next:
             return
         if self._screen.redraw():
@@ -102,6 +112,15 @@ class StageView:
         else:
             self._next = time.monotonic() + PLAIN_SECONDS
             self.say(self._progress.describe(self._awaited()))
+
+    def finish(self) -> None:
+        """Print how long the stage took, and its last values."""
+        self._read()
+        self.say(f"done in {clock(time.monotonic() - self.started)}{self._progress.result()}")
+
+    def _read(self) -> None:
+        for line in self._tail.read():
+            self._progress.add(line)
 
     def say(self, text: str) -> None:
         """Print a permanent line about the stage."""
@@ -154,14 +173,14 @@ class Screen:
 
     @contextmanager
     def watching(self, title: str, steps: int | None, metrics: Path) -> Iterator[StageView]:
-        """Show a stage while it runs, and its duration if it succeeds."""
+        """Show a stage while it runs, and its duration and last values if it succeeds."""
         view = StageView(self, title, steps, metrics)
         self._views.append(view)
         try:
             yield view
         finally:
             self._views.remove(view)
-        view.say(f"done in {clock(time.monotonic() - view.started)}")
+        view.finish()
 
     def redraw(self) -> bool:
         """Redraw every stage's line; return whether the output is a terminal."""

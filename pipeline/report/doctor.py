@@ -61,7 +61,7 @@ def probe(command: Sequence[str] = COMMAND, timeout: float = TIMEOUT_SECONDS) ->
 
     A probe that kills the process or hangs is reported as an error of its package.
     """
-    say("importing what is installed; this takes some ten seconds", flush=True)
+    say("importing what is installed; this may take half a minute", flush=True)
     ending = ""
     try:
         ended = subprocess.run(
@@ -125,7 +125,7 @@ def _versions(findings: Findings, extra: str) -> Iterator[Row]:
     if findings.get("apex", {}).get("nvidia"):
         yield Row("apex", apex or "of unknown version")
     elif apex is None:
-        yield Row("apex", "not installed; optional, others have the same optimizer")
+        yield Row("apex", "not installed; optional: torch's AdamW computes the same")
     else:  # PyPI's `apex` is a toolkit for web logins, and importing it fails
         fix = "pip uninstall apex; NVIDIA's is built from source or comes with its containers"
         yield Row("apex", f"{apex} is another package of this name, not NVIDIA's", "note", fix)
@@ -207,9 +207,9 @@ def _choices(findings: Findings, cuda: bool) -> Iterator[Row]:
     torch_layers = "plain torch (TransformerEngine's where it and CUDA are)"
     yield Row("layers", "TransformerEngine's" if fused else torch_layers)
     yield Row("attention", "TransformerEngine's" if fused else "scaled_dot_product_attention")
-    adam = megatron["optimizer"]
-    fallback = " (a fused one comes with TransformerEngine or apex)" if adam == "torch" else ""
-    yield Row("optimizer", f"{adam}'s{fallback}")
+    fused_adams = {"transformer_engine": "TransformerEngine's Adam", "apex": "apex's Adam"}
+    plain_adam = "torch's AdamW (a fused one comes with TransformerEngine or apex)"
+    yield Row("optimizer", fused_adams.get(megatron["optimizer"], plain_adam))
     if device := engine.get("device"):
         yield Row("engine", f"vLLM on {'the CPU' if device == 'cpu' else device}")
     yield Row("wandb", "offline; `logging.wandb: online` sends metrics after a `wandb login`")

@@ -284,7 +284,8 @@ class _Growing:
 
 
 def _with_cause(state: StageState) -> str:
-    return f"{state.state}: {state.cause}" if state.cause else state.state
+    separator = ", " if state.state == "running" else ": "  # a job's place, or the first step
+    return f"{state.state}{separator}{state.cause}" if state.cause else state.state
 
 
 def _lineage_difference(run: RunDirectory, other: RunDirectory, name: str) -> Differences:

@@ -145,6 +145,13 @@ def blocked(
     return found
 
 
+def can_continue(stages: Sequence[Stage], states: Mapping[str, StageState]) -> bool:
+    """Return whether an unfinished stage would start in a run that has no job and is not stale."""
+    found, idle = {state.state for state in states.values()}, blocked(stages, states)
+    ready = any(states[stage.name].state != "done" and stage.name not in idle for stage in stages)
+    return ready and not found & {"running", "submitted", "stale"}
+
+
 def _has_stopped(state: StageState) -> bool:
     return state.state == "failed" and state.cause.startswith(STOPPED_MARK)
 
@@ -158,7 +165,9 @@ def next_action(stages: Sequence[Stage], states: Mapping[str, StageState]) -> di
             text = "is kept"
         elif state.state == "stale":
             text = f"is refused: {state.cause}"
-        elif state.state in ("running", "submitted"):
+        elif state.state == "running":
+            text = f"runs, {state.cause}"
+        elif state.state == "submitted":
             text = state.cause
         elif _has_stopped(state):
             text = "stops again, unless it is overridden or something changes"
@@ -247,9 +256,12 @@ def left_line(left: Estimate) -> str:
         return f"nothing more can start: stopped by {gates}" if gates else "nothing left to run"
     total = "less than 1 s" if left.total < 1 else f"about {clock(left.total)}"
     hours = left.total * left.devices / 3600
-    spent = f"{hours:.2f} hours" if hours < 10 else f"{hours:,.0f} hours"
-    line = f"{total} left, {'less than 0.01 hours' if hours < 0.01 else spent} of a rank"
-    return f"{line}; without {', '.join(left.unknown)}" if left.unknown else line
+    spent = f"{hours:.2f}" if hours < 10 else f"{hours:,.0f}"
+    line = f"{total} left, {'less than 0.01' if hours < 0.01 else spent} rank-hours"
+    if not left.unknown:
+        return line
+    kind = "its kind" if len(left.unknown) == 1 else "their kinds"
+    return f"{line}; not counted: {', '.join(left.unknown)}, since no stage of {kind} has finished"
 
 
 def status_table(run: Run, states: Mapping[str, StageState]) -> str:
@@ -328,7 +340,8 @@ def _origin(stage: Stage) -> str:
         return f"{stage.gated} against {', '.join(dict.fromkeys(stage.against.values()))}"
     if stage.models and not stage.parent:
         return f"{len(stage.models)} models"
-    taught = f", taught by {len(stage.teachers)} experts" if stage.teachers else ""
+    count = len(stage.teachers)
+    taught = f", taught by {count} expert{'s' * (count > 1)}" if count else ""
     start = "model.initial_weights" if stage.kind == "import" else "the model settings"
     return f"{stage.parent or start}{taught}"
 

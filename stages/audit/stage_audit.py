@@ -58,7 +58,7 @@ def newest_step(run: RecordedRun, stage: str) -> int:
         if run.checkpoint(stage, step - 1) or (step == 1 and grown):
             return step
     raise NotAuditable(
-        f"no step of {stage} has both its samples and a checkpoint of the step before; set "
+        "no step has both its samples and a checkpoint of the step before; set "
         "logging.auditable=true and loop.checkpoint_every=1, or name a --step"
     )
 

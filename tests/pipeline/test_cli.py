@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from pipeline import cli
+from pipeline.commands.run import _audit_tables
 from stages.kinds import NON_INVALIDATING_KEYS
 
 Braid = Callable[..., tuple[int, str, str]]
@@ -42,8 +44,31 @@ def test_a_misunderstood_command_line_is_exit_code_2(braid: Braid, config: Path)
     code, _, err = braid("run", config, "--nmae", "other")
     assert code == 2
     assert "unrecognized arguments: --nmae other" in err
+    fork = braid("plan", config, "--fork", "other")
+    assert fork[0] == 2
+    assert "--fork other; braid run --dry-run takes --fork" in fork[2]
     assert braid("resume", "small", "seed=1")[0] == 2
     assert braid("evaluate", "small", "--problems", "0")[0] == 2
+
+
+@pytest.mark.parametrize("given", [[], ["domain"], ["gate"]])
+def test_a_command_line_without_a_command_prints_the_help(
+    given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(given)
+    _, err = capsys.readouterr()
+    assert err.startswith(" ".join(["usage: braid", *given, "[-h]"]))
+    assert "show this help message" in err
+
+
+def test_stages_that_an_audit_refuses_for_one_cause_share_a_line() -> None:
+    stages = {"cold_start": "no step", "experts.sums": "no step", "evaluate": "no answers"}
+    found = [{"stage": name, "step": None, "refused": why} for name, why in stages.items()]
+    assert list(_audit_tables(found)) == [
+        "\ncold_start; experts.sums are not audited: no step",
+        "\nevaluate is not audited: no answers",
+    ]
 
 
 def test_a_dry_run_shows_the_commands_and_leaves_nothing(
@@ -165,16 +190,19 @@ def test_the_help_of_resume_names_what_may_change(braid: Braid) -> None:
         assert pattern.rpartition(".")[2] in out
 
 
-def test_a_failure_tells_the_stage_and_how_to_go_on(braid: Braid, config: Path) -> None:
+def test_a_failure_tells_the_stage_and_how_to_go_on(braid: Braid, config: Path, runs: Path) -> None:
     code, _, err = braid("run", config, actions={"merge": {"1": "say_why"}})
     assert code == 1
     assert "braid: stage merge failed: domain chain_sum has no prompts\n" in err
     assert "stages/merge/attempt_1/rank_1.log\n" in err
     assert "continue with: braid resume " in err
+    assert braid("status", "small")[1].endswith(f"\ncontinue with: braid resume {runs}/small\n")
+    assert "continue" not in braid("status", "small", "--json")[1]
     code, out, _ = braid("resume", "small")
     assert code == 0
     assert "[3/6]" not in out
     assert "[4/6] merge  done in" in out
+    assert "continue with" not in braid("status", "small")[1]
 
 
 def test_the_command_to_go_on_with_repeats_what_was_asked_for(

@@ -37,7 +37,7 @@ CPU: Findings = {
     "torch": {"cuda_build": None, "devices": [], "backends": {"gloo": True, "nccl": False}},
     "transformer_engine": {"missing": True},
     "apex": {"missing": True},
-    "megatron": {"process_groups": "gloo", "layer_specs": "local", "optimizer": "torch"},
+    "megatron": {"process_groups": "gloo", "layer_specs": "local", "optimizer": "parallel"},
     "vllm": {"device": "cpu"},
 }
 H200 = {"name": "NVIDIA H200", "bytes": 139 << 30, "capability": "9.0"}
@@ -95,6 +95,7 @@ def test_a_machine_without_cuda_has_no_errors(examine: Examine) -> None:
     assert rows["CUDA devices"].value == "none"
     assert rows["process groups"].value == "gloo (nccl where CUDA is)"
     assert rows["layers"].value.startswith("plain torch")
+    assert rows["optimizer"].value.startswith("torch's AdamW (")
     assert rows["engine"].value == "vLLM on the CPU"
     assert not rows.keys() & {"numpy", "pydantic", "pytest"}
 
@@ -106,6 +107,7 @@ def test_a_machine_with_cuda_has_no_errors(examine: Examine) -> None:
     assert rows["transformer-engine"].value == "2.11.0+4a7e1c"
     assert rows["apex"].value == "0.1"
     assert rows["layers"].value == rows["attention"].value == "TransformerEngine's"
+    assert rows["optimizer"].value == "TransformerEngine's Adam"
     assert rows["engine"].value == "vLLM on cuda"
 
 

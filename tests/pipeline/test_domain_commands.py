@@ -414,6 +414,8 @@ def test_the_demonstrations_are_described() -> None:
         "  38 % of tokens are trained on: the assistant's",
         "  '1+1=' is answered '<2>2'",
     ]
+    lines = list(demonstrated(settings(**RIGHT), {**report, "limit": None}))
+    assert lines[2].endswith("are too long: count them with --run")
     assert list(demonstrated(settings(**RIGHT), None)) == [
         "demonstrations: none; a run with a cold start needs them from files"
     ]

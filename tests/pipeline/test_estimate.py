@@ -50,7 +50,8 @@ def test_a_stage_is_told_by_its_own_steps_or_by_those_of_its_kind(
     }
     assert found.devices == 2
     assert left_line(found) == (
-        "about 9 s left, less than 0.01 hours of a rank; without merge, evaluate, export"
+        "about 9 s left, less than 0.01 rank-hours; not counted: merge, evaluate, export, since no "
+        "stage of their kinds has finished"
     )
 
 
@@ -93,10 +94,16 @@ def test_stale_stages_start_anew_and_engines_of_their_own_count(
 @pytest.mark.parametrize(
     ("seconds", "devices", "line"),
     [
-        ({"merge": 1e-4}, 2, "less than 1 s left, less than 0.01 hours of a rank"),
-        ({"merge": 40.0}, 2, "about 40 s left, 0.02 hours of a rank"),
-        ({"merge": 5400.0, "evaluate": 1800.0}, 2, "about 2 h 00 min left, 4.00 hours of a rank"),
-        ({"merge": 7.2e6}, 16, "about 2000 h 00 min left, 32,000 hours of a rank"),
+        ({"merge": 1e-4}, 2, "less than 1 s left, less than 0.01 rank-hours"),
+        ({"merge": 40.0}, 2, "about 40 s left, 0.02 rank-hours"),
+        ({"merge": 5400.0, "evaluate": 1800.0}, 2, "about 2 h 00 min left, 4.00 rank-hours"),
+        (
+            {"merge": 40.0, "evaluate": None},
+            2,
+            "about 40 s left, 0.02 rank-hours; not counted: evaluate, since no stage of its kind "
+            "has finished",
+        ),
+        ({"merge": 7.2e6}, 16, "about 2000 h 00 min left, 32,000 rank-hours"),
         ({"merge": 0.0}, 2, "nothing left to run"),
         (
             {"merge": 0.0, "evaluate": None},

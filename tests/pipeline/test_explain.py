@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from pipeline.report.explain import _with_cause
+from pipeline.report.status import next_action
+from pipeline.run.graph import compile_graph
+from pipeline.run.run import StageState
+from stages.settings import RunSettings
+
 Braid = Callable[..., tuple[int, str, str]]
 
 
@@ -23,6 +29,13 @@ def test_why_tells_the_cause_the_parents_and_the_history(braid: Braid, config: P
     code, out, _ = braid("why", "small", "evaluate")
     assert out.splitlines()[:2] == ["evaluate is pending", "  it never started"]
     assert f"  from {first.replace(' is ', ', which is ')}" in out
+
+
+def test_a_running_stage_is_described_by_its_first_step(settings: RunSettings) -> None:
+    stages = compile_graph(settings)
+    states = {stage.name: StageState("running", "from step 4") for stage in stages}
+    assert set(next_action(stages, states).values()) == {"runs, from step 4"}
+    assert _with_cause(states["merge"]) == "running, from step 4"
 
 
 def test_why_knows_the_names_of_stages(braid: Braid, config: Path) -> None:

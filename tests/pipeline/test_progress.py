@@ -61,7 +61,9 @@ def test_progress_says_the_step_the_time_left_and_the_reward() -> None:
     assert progress.describe().startswith("starting: the first step (")
     progress.add(json.loads(line(1, reward=0.25)))
     progress.add(json.loads(line(4, reward=0.5, loss=1.5)))
-    assert progress.describe() == "step 4/10  18 s left  reward 0.5  loss 1.5"
+    assert progress.describe() == "step 4/10  18 s left  reward 0.5"
+    progress.add(json.loads(line(4, loss=1e-9, entropy=0.7, reward=0.5)))
+    assert progress.describe() == "step 4/10  18 s left  reward 0.5  entropy 0.7"
 
 
 def test_after_the_last_step_no_time_is_left_and_the_checkpoint_is_saved() -> None:
@@ -71,6 +73,8 @@ def test_after_the_last_step_no_time_is_left_and_the_checkpoint_is_saved() -> No
         measured.add(json.loads(line(step, model="merge", domain="sums", accuracy=0.5)))
     assert trained.describe() == "step 10/10  saving step 10  loss 0.5"
     assert measured.describe() == "problem 10/10  merge  sums  accuracy 50.0 %"
+    assert trained.result() == "  step 10/10  loss 0.5"
+    assert measured.result() == Progress(0.0, 10).result() == ""
     alone = Progress(0.0, 10)
     alone.add(json.loads(line(10)))  # of a stage that had one step to go
     assert alone.describe() == "step 10/10  saving step 10"
@@ -85,11 +89,11 @@ def test_a_log_gets_few_plain_lines(tmp_path: Path) -> None:
     ):
         for step in range(1, 11):
             with metrics.open("a") as file:
-                file.write(line(step))
+                file.write(line(step, reward=step / 10))
             view.poll()
     first, *_, last = output.getvalue().splitlines()
-    assert first == "[1/7] cold_start  step 1/10"
-    assert last.startswith("[1/7] cold_start  done in ")
+    assert first == "[1/7] cold_start  step 1/10  reward 0.1"
+    assert last == "[1/7] cold_start  done in 0 s  step 10/10  reward 1"
     assert len(output.getvalue().splitlines()) < 10
 
 

@@ -391,6 +391,8 @@ def test_submitting_without_slurm_says_so_and_keeps_the_commands(
     profile = tmp_path / "cluster.yaml"
     profile.write_text("ranks_per_node: 2\n")
     assert "--cluster FILE is required" in braid("submit", config)[2]
+    code, _, err = braid("submit", config, "--cluster", tmp_path / "clustre.yaml")
+    assert (code, "clustre.yaml: no such file; known: configs/clusters/" in err) == (1, True)
     code, _, err = braid("submit", config, "--cluster", profile)
     assert code == 1
     assert "there is no sbatch here; submit from a machine that has Slurm's commands" in err
