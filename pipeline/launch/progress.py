@@ -23,7 +23,7 @@ PLAIN_SECONDS = 10.0
 CLOCKS_DIFFER_SECONDS = 1.0  # at most, between this machine and the file system
 LATEST_BYTES = 1 << 15
 # On-policy, the loss of a policy gradient is about 0 by construction.
-OF_REWARDED, OF_OTHERS = ("reward", "entropy"), ("loss",)
+OF_REWARDED, OF_OTHERS = ("reward", "entropy", "teacher_kl"), ("loss",)
 ACCURACY = "accuracy"
 
 
