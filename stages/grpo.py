@@ -58,7 +58,7 @@ class Expert(OnPolicyStage):
             entropies=objective.needs_entropies,
         )
         self.rewards = {name: domain.rewards for name, domain in self.domains.items()}
-        self.length_weightsts = {
+        self.reward_weights = {
             name: {part: reward.weight for part, reward in rewards.items()}
             for name, rewards in self.rewards.items()
         }
@@ -76,7 +76,7 @@ class Expert(OnPolicyStage):
     def split_updates(self, batch: Batch) -> StepSamples:
         """Deal the groups to `updates_per_rollout` updates; assign advantages to graded samples."""
         samples: list[list[Sample]] = []
-        for name, weights in self.length_weightsts.items():  # advantages are computed per domain
+        for name, weights in self.reward_weights.items():  # advantages are computed per domain
             own = [group for group in batch.groups if group.problem.domain == name]
             samples += self.baseline.assign(own, weights, len(samples))
         if self.objective.mask_truncated:
@@ -186,7 +186,7 @@ class Expert(OnPolicyStage):
         self.watch.restore(state["watch"])
 
     def _has_zero_advantages(self, group: Group) -> bool:
-        weights, masked = self.length_weightsts[group.problem.domain], self.objective.mask_truncated
+        weights, masked = self.reward_weights[group.problem.domain], self.objective.mask_truncated
         return has_zero_advantages(group, self.objective.advantage, weights, masked)
 
     def _sampling_logprobs(self, part: MicroBatch) -> torch.Tensor | None:
@@ -205,6 +205,7 @@ class Expert(OnPolicyStage):
         self.remember(part, logprobs)
         assert part.old_logprobs is not None
         bonus = self.objective.entropy_bonus > 0
+        weighs = self.objective.learns_length_weights
         return Tokens(
             logprobs=logprobs,
             old_logprobs=part.old_logprobs,
@@ -217,7 +218,5 @@ class Expert(OnPolicyStage):
             reference_logprobs=part.reference_logprobs,
             reference_kl=responses.kl(part.reference, temperature) if part.reference else None,
             entropy=responses.entropy(temperature) if bonus else None,
-            length_weights=length_weights.of(part)
-            if self.objective.learns_length_weights
-            else None,
+            length_weights=length_weights.of(part) if weighs else None,
         )
