@@ -208,20 +208,19 @@ class EngineSupervisor:
         Raises:
             UserError: the machine has too few cores for the engines.
         """
-        if not self._engines:
-            start_seconds = self._settings.engine.start_timeout_seconds
-            for index, directory in enumerate(self._directories):
-                job = write_engine_job(directory, self._settings, index, self._placement.interface)
-                command = self._program(job)
-                self._engines.append(
-                    SupervisedEngine(directory, index, command, self._placement, start_seconds)
-                )
-            return
         for engine in self._engines:
             engine.restarts = 0
             if failure := engine.failure():
                 report(f"{failure.cause}; restarting it")
                 engine.start()
+        start_seconds = self._settings.engine.start_timeout_seconds
+        for index in range(len(self._engines), len(self._directories)):
+            directory = self._directories[index]
+            job = write_engine_job(directory, self._settings, index, self._placement.interface)
+            command = self._program(job)
+            self._engines.append(
+                SupervisedEngine(directory, index, command, self._placement, start_seconds)
+            )
 
     def restart_failed(self, report: Report) -> ProcessFailure | None:
         """Restart the engines that failed; return the failure of one that must not restart."""
@@ -297,7 +296,8 @@ class SupervisedEngine:
 
         It ended, it was not ready in time, or a rank requested its restart.
         """
-        assert self._process is not None
+        if self._process is None:
+            return ProcessFailure(f"{self._name} could not be started", self._directory.log)
         ended = self._process.status() is not None
         # Checked after the status: an engine may get ready and end between the two checks.
         ready = self._directory.address.exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ from parallel.settings import EngineSettings
 from pipeline.config.validate import load
 from pipeline.launch.launcher import JobFailed, Launcher, SupervisedEngine, run_to_the_end
 from pipeline.launch.placement import ThisMachine
-from pipeline.launch.processes import Signals
+from pipeline.launch.processes import Process, Signals
 from pipeline.launch.progress import Screen
 from pipeline.run.directory import RunDirectory
 from stages.settings import RunSettings, StageJob
@@ -154,6 +155,25 @@ def test_an_engine_that_dies_between_stages_is_replaced_for_the_next_that_sample
         kill_and_bury(starts(run, 0)[0])
         assert execute("second", samples=False) == []
         assert execute("third") == [f"engine 0 {KILLED}; restarting it"]
+
+
+def test_engines_that_could_not_start_are_started_for_the_next_stage(
+    run: RunDirectory, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, started = ThisMachine.start_engine, list[int]()
+
+    def second_fails(here: ThisMachine, name: str, index: int, *others: Any) -> Process:
+        started.append(index)
+        if started == [0, 1]:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return start(here, name, index, *others)
+
+    monkeypatch.setattr(ThisMachine, "start_engine", second_fails)
+    with launched(run, with_engine(config, count=2), {"second": "await_engines"}) as execute:
+        with pytest.raises(BlockingIOError):
+            execute("first")
+        assert execute("second") == []
+    assert started == [0, 1, 1]
 
 
 def test_an_engine_that_does_not_get_ready_in_time_has_failed(run: RunDirectory) -> None:
