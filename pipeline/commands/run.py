@@ -307,7 +307,8 @@ def _run_stages(run: Run, arguments: Namespace) -> None:
         error.add_note(f"finished stages are kept; continue with: {_again(run, arguments)}")
         raise
     run.refresh()
-    models = None if arguments.only else run.write_results()
+    evaluated = not arguments.only or "evaluate" in arguments.only
+    models = run.write_results() if evaluated else None
     if arguments.json:
         print_json(arguments, report.run_state(run, run.states))
     elif models is None:
@@ -315,7 +316,7 @@ def _run_stages(run: Run, arguments: Namespace) -> None:
     else:
         print("", report.results_table(models), sep="\n")
         say(f"\nresults: {shown(run.results)}")
-        if run.settings.merge is not None:
+        if run.settings.merge is not None and run.states["export"].state == "done":
             say(f"merged model: {shown(run.stage('export').exported)}")
 
 

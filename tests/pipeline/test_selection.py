@@ -234,3 +234,14 @@ def test_a_dry_run_refuses_stale_inputs(braid: Braid, config: Path, runs: Path) 
     code, _, err = braid("run", config, "--dry-run")
     assert (code, "merge: its manifest.json is missing" in err) == (1, True)
     assert braid("run", config, "--dry-run", "--from", "merge")[0] == 0
+
+
+def test_an_evaluation_alone_writes_the_results_of_the_run(
+    braid: Braid, config: Path, runs: Path
+) -> None:
+    trained = ("cold_start", "experts.sums", "experts.words", "merge")
+    assert braid("run", config, *(part for name in trained for part in ("--only", name)))[0] == 0
+    code, out, err = braid("resume", "small", "--only", "evaluate")
+    assert (code, err) == (0, "")
+    assert out.endswith(f"results: {runs}/small/results.json\n")  # and no merged model yet
+    assert "accuracy in %" in braid("status", "small")[1]
