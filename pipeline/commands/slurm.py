@@ -103,7 +103,7 @@ def submit(arguments: Namespace) -> None:
     with run.lock(shared=True), run.lock_submission() as lock:
         states = _settled(asked)
         jobs = _submissions(asked, states)
-        if jobs:
+        if jobs or arguments.prepare:
             submitting.write_scripts(run, asked.cluster, jobs)
         if arguments.prepare:
             write_atomically(run.submitting, "")

@@ -39,6 +39,17 @@ def test_a_dry_run_writes_nothing_and_prepare_the_run_s_directory(
     assert other[0] == 2
 
 
+def test_the_script_of_a_finished_run_submits_nothing(
+    braid: Braid, config: Path, profile: Path, runs: Path, slurm: Path
+) -> None:
+    given = ("submit", config, "--cluster", profile, "--prepare")
+    assert braid(*given)[0] == braid("run", config)[0] == 0
+    code, out, _ = braid(*given)
+    script = runs / "small" / "slurm" / "submit.sh"
+    assert (code, out.splitlines()[-1].rpartition(" ")[2]) == (0, str(script))
+    assert "sbatch" not in script.read_text()
+
+
 @pytest.mark.parametrize("said", ["${job}$(touch x)", """${job}`touch x`"'\\ !;touch x;"""])
 def test_the_script_of_a_submission_runs_nothing_but_sbatch(
     said: str, braid: Braid, config: Path, profile: Path, slurm: Path, tmp_path: Path
