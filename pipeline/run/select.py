@@ -116,7 +116,7 @@ def check_settings(run: Run, rerun: Sequence[str] = ()) -> None:
         "\n".join([f"{shown(run.path)} was started with a different config:", *lines])
         + f"\nthese finished or started stages depend on it: {', '.join(stale)}"
         + "\nchoose another name with --name NAME, resume with the original settings with "
-        + f"`braid resume {shown(run.path)}`,\nor rerun the dependent stages with "
+        + f"`{run.resume_command()}`,\nor rerun the dependent stages with "
         + f"{rerun_options(run, stale)};\n"
         + f"without a rerun, only these settings may change:\n{MAY_CHANGE}"
     )

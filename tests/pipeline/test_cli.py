@@ -389,6 +389,9 @@ def test_a_stage_that_is_not_done_gives_its_checkpoints_by_their_steps(
     assert "experts.sums is stale" in error
     rerun = error.strip().rpartition("finish it with: braid ")[2].split()
     assert rerun == ["resume", f"{runs}/small", "--from", "cold_start"]
+    (runs / "small" / "cluster.yaml").touch()
+    assert f"braid submit {settings} --runs-dir" in braid("evaluate", "small", *sums)[2]
+    (runs / "small" / "cluster.yaml").unlink()
     assert braid(*rerun)[0] == braid("evaluate", "small", *sums)[0] == 0
 
 
