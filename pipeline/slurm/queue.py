@@ -52,7 +52,7 @@ def call(command: Sequence[str], keep: Sequence[int] = ()) -> str:
         )
     except FileNotFoundError as error:
         raise SlurmError(
-            f"there is no {command[0]} here; submit from a machine that has Slurm's commands"
+            f"there is no {command[0]} here; run this on a machine that has Slurm's commands"
         ) from error
     except subprocess.TimeoutExpired as error:
         raise SlurmError(f"{command[0]} printed nothing for {PATIENCE_SECONDS:g} s") from error
