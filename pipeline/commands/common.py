@@ -53,9 +53,8 @@ class Argument:
         self.names, self.options = names, options
 
 
-Arguments = tuple[
-    Argument | tuple[Argument, ...], ...
-]  # those of an inner tuple exclude each other
+# The arguments of an inner tuple exclude each other.
+Arguments = tuple[Argument | tuple[Argument, ...], ...]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from yaml.resolver import BaseResolver
 from yaml.scanner import Scanner
 
 # In one document, and in all files of a configuration: some seconds of reading. A domain with every
-# key written out has 270.
+# key written out has about 280.
 MOST_NODES = 150_000
 MOST_DEPTH = 64  # pydantic reads JSON of at most twice this depth
 # Beyond this size the C parser's message stands: PyYAML's own parser has better messages, and reads

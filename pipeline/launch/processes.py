@@ -155,15 +155,15 @@ class Child:
         self._unread = b""
         self._notices: list[str] = []
         self._said = ""
-        self._last_word, self._theirs = os.pipe()
-        os.set_blocking(self._last_word, False)
+        self._status_pipe, self._theirs = os.pipe()
+        os.set_blocking(self._status_pipe, False)
         self._fork: PendingFork | None = None
         self._process: subprocess.Popen[bytes] | Forked | None = None
         try:
             if request_fork is None or not self._request(request_fork):
                 self._execute()
         except BaseException:
-            os.close(self._last_word)
+            os.close(self._status_pipe)
             self._close_theirs()
             raise
 
@@ -202,8 +202,8 @@ class Child:
             while self._process.pid and os.waitpid(-self._process.pid, os.WNOHANG)[0]:
                 pass
         self._listen()
-        os.close(self._last_word)
-        self._last_word = -1
+        os.close(self._status_pipe)
+        self._status_pipe = -1
 
     def _request(self, request_fork: RequestFork) -> bool:
         """Request the process; return whether the request was sent."""
@@ -270,12 +270,12 @@ class Child:
             hint = " (out of memory?)" if -status == signal.SIGKILL else ""
             ending = f"was killed by {signal.Signals(-status).name}{hint}"
         ending = f"{self.name} {ending}"
-        return told_failure(ending, status < 0, self.log, self._log_start, self._said)
+        return failure_from_log(ending, status < 0, self.log, self._log_start, self._said)
 
     def _listen(self) -> None:
         """Read the status pipe, which works even where the log cannot be written."""
         with contextlib.suppress(OSError):  # empty or closed
-            while heard := os.read(self._last_word, 1 << 16):
+            while heard := os.read(self._status_pipe, 1 << 16):
                 self._unread += heard
         *lines, self._unread = self._unread.split(b"\n")
         for line in lines:
@@ -286,7 +286,7 @@ class Child:
                 self._said = self._said or said
 
 
-def told_failure(
+def failure_from_log(
     ending: str, killed: bool, log: Path, start: int, said: str = ""
 ) -> ProcessFailure:
     """Return the cause that a process `said` or logged from byte `start` on, else its `ending`."""

@@ -11,25 +11,20 @@ from functools import partial
 from rich.console import Console
 
 from parallel.errors import UserError
-from pipeline.launch.launcher import (
-    JobFailed,
-    Launcher,
-    Work,
-)
+from pipeline.launch.launcher import JobFailed, Launcher, Work
 from pipeline.launch.placement import ForkServers, Programs, ThisMachine
 from pipeline.launch.processes import POLL_SECONDS, Signals, Stopped
 from pipeline.launch.progress import Screen
-from pipeline.run.directory import LOCK_TIMEOUT_SECONDS, StageDirectory
+from pipeline.run.directory import LOCK_TIMEOUT_SECONDS
 from pipeline.run.gates import check_stopped, ending, report_verdict
 from pipeline.run.graph import Stage, gate_of
 from pipeline.run.ledger import State, latest
 from pipeline.run.lineage import write_manifest
-from pipeline.run.run import Run, missing_output
+from pipeline.run.run import KILLED, Run, missing_output
 from pipeline.run.select import check_dependencies, check_stale
 from pipeline.text import reason
+from stages.directory import StageDirectory
 from stages.settings import StageJob
-
-KILLED = "its launcher was killed"
 
 
 def run_stages(

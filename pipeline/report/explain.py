@@ -58,7 +58,7 @@ def why(run: Run, name: str) -> Iterator[str]:
     if checkpoint := directory.newest_checkpoint():
         yield f"  newest checkpoint: step {checkpoint.step}, {checkpoint.digest[:DIGEST_LENGTH]}"
     manifest = read_manifest(directory)
-    if manifest is None:
+    if manifest is None and states[name].state != "stale":  # else it is missing or damaged
         yield "  it never started"
     for parent in stage.inputs:
         used = manifest.parents.get(parent) if manifest else None
@@ -199,12 +199,12 @@ def dry_run(
 def print_log(
     directory: StageDirectory,
     name: str,
-    goes_on: Callable[[], bool] | None,
+    is_running: Callable[[], bool] | None,
     output: Callable[[], Path | None] = lambda: None,
 ) -> None:
     """Print the `output` of a Slurm job, or without one a log of the newest attempt.
 
-    While the stage `goes_on`, print what the log gains; a new attempt's log follows the last one's.
+    While the stage `is_running`, print what the log gains; the log of a new attempt follows.
 
     Raises:
         UserError: there is no such log, and none will come.
@@ -224,22 +224,22 @@ def print_log(
             f"{shown(directory.metrics)} and `braid status`",
             flush=True,
         )
-    print_growing(find, goes_on)
+    print_growing(find, is_running)
 
 
-def print_growing(find: Callable[[], Path], goes_on: Callable[[], bool] | None) -> None:
+def print_growing(find: Callable[[], Path], is_running: Callable[[], bool] | None) -> None:
     """Print the log that `find` names; raise UserError if there is none, and none will come."""
-    for text in _grown(find, goes_on):
+    for text in _grown(find, is_running):
         sys.stdout.write(visible(text, keep="\n\t\r"))
         sys.stdout.flush()
 
 
-def _grown(find: Callable[[], Path], goes_on: Callable[[], bool] | None) -> Iterator[str]:
+def _grown(find: Callable[[], Path], is_running: Callable[[], bool] | None) -> Iterator[str]:
     log = _Growing(find())
-    more, ask = goes_on is not None, 0.0
+    more, ask = is_running is not None, 0.0
     while True:
-        if goes_on is not None and time.monotonic() >= ask:
-            more = goes_on()  # before reading, so that the last lines are not missed
+        if is_running is not None and time.monotonic() >= ask:
+            more = is_running()  # before reading, so that the last lines are not missed
             ask = time.monotonic() + ASK_SECONDS
         newest = find()  # before reading, too: once there is another log, this one is complete
         yield from log.read()

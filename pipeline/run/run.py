@@ -28,6 +28,7 @@ from stages.settings import RunSettings
 
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
 STOPPED_MARK = "gate: "  # starts the verdict of a gate that stopped
+KILLED = "its launcher was killed"  # the cause where an attempt has no end in the ledger
 OVERRIDDEN = "overridden: "  # in the cause of a gate that a person has overridden
 
 Outcome = Literal["passed", "warned", "stopped"]
@@ -308,7 +309,7 @@ class _Output:
         if stage.kind == "gate" and (damage := damaged_verdict(directory, event)):
             return self.stands("pending", damage)
         if event.state == "running" and not self.run.is_running(stage.name):
-            return self.stands("failed", "its launcher was killed")
+            return self.stands("failed", KILLED)
         return self.stands(event.state, event.cause)
 
 

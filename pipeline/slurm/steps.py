@@ -20,10 +20,10 @@ from pipeline.launch.processes import (
     Child,
     Process,
     ProcessFailure,
+    failure_from_log,
     log_lines,
     lost_another,
     size,
-    told_failure,
 )
 
 END_SECONDS = 15.0  # how long Slurm may take to end a step before its srun is killed
@@ -282,7 +282,7 @@ class Step:
             name = self.name if len(self._logs) == 1 else f"{self.name} {task}"
             how = endings.get(task, "was ended")
             killed = not how.endswith(OWN_ERRORS)
-            return told_failure(f"{name} {how}", killed, self._logs[task], self._starts[task])
+            return failure_from_log(f"{name} {how}", killed, self._logs[task], self._starts[task])
 
         def doubt(failure: ProcessFailure) -> tuple[bool, bool, int]:
             position = order.index(self._logs.index(failure.log))

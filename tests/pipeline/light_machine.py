@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pipeline.launch.placement import ThisMachine
-from pipeline.launch.processes import Process, ProcessFailure, told_failure
+from pipeline.launch.processes import Process, ProcessFailure, failure_from_log
 from tests.pipeline import fake_stage
 
 # They come to their end by themselves, and nothing but their files and exit status is looked at.
@@ -76,7 +76,7 @@ class Ended:
 
     def failure(self) -> ProcessFailure:
         ending = f"{self.name} ended with exit status {self._status}"
-        return told_failure(ending, False, self.log, self._start)
+        return failure_from_log(ending, False, self.log, self._start)
 
 
 class Rank(Ended):

@@ -14,7 +14,9 @@ from stages.settings import RunSettings
 Braid = Callable[..., tuple[int, str, str]]
 
 
-def test_why_tells_the_cause_the_parents_and_the_history(braid: Braid, config: Path) -> None:
+def test_why_tells_the_cause_the_parents_and_the_history(
+    braid: Braid, config: Path, runs: Path
+) -> None:
     assert braid("run", config, actions={"merge": {"1": "say_why"}})[0] == 1
     code, out, _ = braid("why", "small", "merge")
     assert code == 0
@@ -29,6 +31,11 @@ def test_why_tells_the_cause_the_parents_and_the_history(braid: Braid, config: P
     code, out, _ = braid("why", "small", "evaluate")
     assert out.splitlines()[:2] == ["evaluate is pending", "  it never started"]
     assert f"  from {first.replace(' is ', ', which is ')}" in out
+
+    (runs / "small/stages/cold_start/manifest.json").write_text("{}")
+    _, out, _ = braid("why", "small", "cold_start")
+    assert out.startswith("cold_start is stale: its manifest.json is missing or damaged\n")
+    assert "it never started" not in out
 
 
 def test_a_running_stage_is_described_by_its_first_step(settings: RunSettings) -> None:
