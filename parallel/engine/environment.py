@@ -53,20 +53,12 @@ def share_out(engine: EngineSettings, cores: Sequence[int] | None = None) -> Cor
             return Cores(None, [None] * engine.count)
         starts = range(0, engine.count * part, part)
         return Cores(None, [cores[start : start + part] for start in starts])
-    if problem := placement_violation(engine, cores):
-        raise UserError(f"engine.placement: {problem}")
     first = len(cores) - engine.count * engine.tensor
+    if first < 1:
+        raise UserError(
+            f"engine.placement: own needs {engine.count * engine.tensor + 1} CPU cores, one for "
+            f"each of {engine.count} x {engine.tensor} engine ranks and at least one for the "
+            f"trainer, {len(cores)} available; use fewer engines, or shared"
+        )
     starts = range(first, len(cores), engine.tensor)
     return Cores(cores[:first], [cores[start : start + engine.tensor] for start in starts])
-
-
-def placement_violation(engine: EngineSettings, cores: Sequence[int] | None = None) -> str | None:
-    """Return why the engines do not fit on the cores, by default all that this process may use."""
-    found = len(os.sched_getaffinity(0) if cores is None else cores)
-    needed = engine.count * engine.tensor + 1
-    if engine.placement == "shared" or needed <= found:
-        return None
-    return (
-        f"own needs {needed} CPU cores, one for each of {engine.count} x {engine.tensor} engine "
-        f"ranks and at least one for the trainer, {found} available; use fewer engines, or shared"
-    )

@@ -81,7 +81,7 @@ def run(arguments: Namespace) -> None:
     check_owner(run, arguments.trust_run)
     other, fork = common.forked(arguments, run)
     check_selection(run, arguments.only, arguments.rerun, fork.reused)
-    cores_of_slots(arguments.parallel)
+    cores_of_slots(arguments.parallel, run.settings.engine)
     if arguments.dry_run:
         _show_dry_run(run, arguments, fork.reused)
         return
@@ -113,7 +113,7 @@ def resume(arguments: Namespace) -> None:
     """Resume a run."""
     run = common.load_trusted_run(arguments, check_environment=True)
     check_selection(run, arguments.only, arguments.rerun)
-    cores_of_slots(arguments.parallel)
+    cores_of_slots(arguments.parallel, run.settings.engine)
     warn_of_readers(run)
     with run.lock():
         check_not_queued(run)

@@ -1,4 +1,4 @@
-"""Checks of the environment a run needs: files, Python modules, variables and CPU cores.
+"""Checks of the environment a run needs: files, Python modules and variables.
 
 They find a mistyped path or function before the cold start instead of after it, without importing.
 """
@@ -14,7 +14,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from parallel.engine.environment import placement_violation
 from parallel.families import FAMILIES
 from parallel.files import WEIGHTS_INDEX, unreachable
 from parallel.settings import CHARACTERS
@@ -52,8 +51,6 @@ def violations(run: RunSettings) -> Found:
         yield "model.tokenizer", absent
     for name, domain in run.domains.items():
         yield from domain_violations(name, domain, demonstrated=run.cold_start is not None)
-    if problem := placement_violation(run.engine):
-        yield "engine.placement", problem
 
 
 def domain_violations(name: str, domain: DomainSettings, *, demonstrated: bool = True) -> Found:

@@ -10,7 +10,9 @@ from functools import partial
 
 from rich.console import Console
 
+from parallel.engine.environment import share_out
 from parallel.errors import UserError
+from parallel.settings import EngineSettings
 from pipeline.launch.launcher import JobFailed, Launcher, Work
 from pipeline.launch.placement import ForkServers, Programs, ThisMachine
 from pipeline.launch.processes import POLL_SECONDS, Signals, Stopped
@@ -56,7 +58,7 @@ def run_stages(
             servers.of(programs.stage(run.path))
         if any(stage.needs_engine for stage in unfinished):
             servers.of(programs.engine(run.path))
-        cores = [*cores_of_slots(parallel)] if parallel > 1 else [None]
+        cores = [*cores_of_slots(parallel, run.settings.engine)] if parallel > 1 else [None]
         slots = []
         for directory, own in zip(run.engines_of_slots(parallel), cores, strict=True):
             placement = ThisMachine(run.settings.engine, own, servers)
@@ -134,15 +136,16 @@ class StageScheduler:
         del self._running[slot]
 
 
-def cores_of_slots(count: int) -> list[list[int]]:
-    """Return the CPU cores of each of `count` slots.
+def cores_of_slots(count: int, engine: EngineSettings) -> list[list[int]]:
+    """Return this machine's CPU cores of each of `count` slots.
 
     Raises:
-        UserError: there are fewer cores than slots.
+        UserError: there are fewer cores than slots, or a slot has too few for its engines.
     """
     cores = sorted(os.sched_getaffinity(0))
     if (part := len(cores) // count) == 0:
         raise UserError(f"--parallel {count} needs {count} CPU cores, {len(cores)} available")
+    share_out(engine, cores[:part])
     return [cores[slot * part : (slot + 1) * part] for slot in range(count)]
 
 

@@ -23,10 +23,6 @@ from tests.pipeline.violations import edited, errors, judge, own, rewards
         ("model.max_positions=32", "engine.max_model_tokens: 64 is more than model.max_positions"),
         ("engine.tensor=3", "engine.tensor: 3 does not divide model.attention_heads = 4"),
         (
-            "engine={count: 9999, placement: own}",
-            "engine.placement: own needs 10000 CPU cores, one",
-        ),
-        (
             "engine={kv_cache_mebibytes: 1, max_model_tokens: 99}\tmodel.layers=16",
             "engine.kv_cache_mebibytes: 1 MiB cache the keys and values of 96 tokens, less than e",
         ),

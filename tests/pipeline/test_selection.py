@@ -46,6 +46,7 @@ def test_a_stage_alone_needs_its_inputs(braid: Braid, config: Path, runs: Path) 
         (["--from", "merg"], "has no stage merg; did you mean"),
         (["--from", "merge", "--only", "evaluate"], "evaluate needs merge, which is pending"),
         (["--parallel", "99999"], "--parallel 99999 needs 99999 CPU cores"),
+        (["engine={count: 9999, placement: own}"], "engine.placement: own needs 10000 CPU cores"),
         (["--fork", "nothing"], "no run nothing in"),
         (["--fork", "one", "--only", "evaluate"], "evaluate needs merge, which is pending"),
     ],

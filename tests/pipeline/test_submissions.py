@@ -39,6 +39,15 @@ def test_a_dry_run_writes_nothing_and_prepare_the_run_s_directory(
     assert other[0] == 2
 
 
+def test_engines_need_no_cores_where_they_are_submitted(
+    braid: Braid, config: Path, profile: Path, slurm: Path
+) -> None:
+    own = "engine={count: 99, placement: own}"
+    code, out, err = braid("submit", config, own, "--cluster", profile, "--dry-run")
+    assert (code, err) == (0, "")
+    assert "--nodes=51 " in out  # 2 ranks and 99 engines, 2 a node
+
+
 def test_the_script_of_a_finished_run_submits_nothing(
     braid: Braid, config: Path, profile: Path, runs: Path, slurm: Path
 ) -> None:
