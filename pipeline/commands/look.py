@@ -152,9 +152,9 @@ def doctor(arguments: Namespace) -> None:
     "status",
     "show the state of a run, or of all runs",
     "  braid status\n  braid status quickstart\n\n"
-    'JSON: {"runs": {RUN: {STATE: COUNT}}}; of one run {"run", "running", "stages": [{"name",\n'
-    '"kind", "needs", "steps", "state", "cause", "attempts", "step", "job", "minutes"}],\n'
-    '"results": {MODEL: {DOMAIN: {"accuracy", "low", "high", "n"}}} or null}.',
+    'JSON: {"runs": {RUN: {STATE: COUNT} or {"error": TEXT}}}; of one run {"run", "running",\n'
+    '"stages": [{"name", "kind", "needs", "steps", "state", "cause", "attempts", "step", "job",\n'
+    '"minutes"}], "results": {MODEL: {DOMAIN: {"accuracy", "low", "high", "n"}}} or null}.',
     Argument("run", metavar="RUN", nargs="?", help="the run's name or directory"),
     JSON,
 )
