@@ -83,16 +83,6 @@ class Stage:
     def needs_engine(self) -> bool:
         return KINDS[self.kind].samples
 
-    @property
-    def config_digest(self) -> str:
-        """The digest of all settings that the stage reads."""
-        return digest(self.reads)
-
-    @property
-    def data_digest(self) -> str:
-        """The digest of the settings of the stage's problems and demonstrations."""
-        return digest(problems(self.reads))
-
 
 class _Builder:
     """A builder of stages, each with the settings that its kind reads."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
 from pipeline.config.read import ConfigError
 from pipeline.config.validate import load
 from pipeline.run.directory import RunDirectory
-from pipeline.run.graph import compile_graph
+from pipeline.run.graph import compile_graph, problems
 from pipeline.run.lineage import changes
 from pipeline.run.run import Run
 from stages.kinds import KINDS, NON_INVALIDATING_KEYS, Kind, flatten, matches
@@ -64,7 +64,7 @@ def test_a_change_touches_only_the_stages_that_read_it(
 ) -> None:
     before, after = compile_graph(load(config)), compile_graph(load(config, [override]))
     pairs = zip(before, after, strict=True)
-    assert {old.name for old, new in pairs if old.config_digest != new.config_digest} == changed
+    assert {old.name for old, new in pairs if old.reads != new.reads} == changed
 
 
 def test_domains_differ_in_their_kl_and_a_change_of_one_leaves_the_others_lineage(
@@ -93,9 +93,9 @@ def test_domains_differ_in_their_kl_and_a_change_of_one_leaves_the_others_lineag
     }
 
 
-def test_the_data_digest_changes_with_the_problems_alone(config: Path) -> None:
-    def data(override: str) -> list[str]:
-        return [stage.data_digest for stage in compile_graph(load(config, [override]))]
+def test_the_problems_of_stages_change_with_the_datasets_alone(config: Path) -> None:
+    def data(override: str) -> list[dict[str, Any]]:
+        return [problems(stage.reads) for stage in compile_graph(load(config, [override]))]
 
     assert data("seed=1") == data("seed=2")
     one, other = (data(f"domains.sums.prompts.dataset={name}") for name in DATASETS)
@@ -119,8 +119,8 @@ def test_rounds_grow_from_the_merge_before(config: Path) -> None:
     assert stages["round_2.merge"].teachers == {"sums": second[0], "words": second[1]}
     assert list(stages["evaluate"].models) == [*first, *second]
     assert stages["export"].parent == "round_2.merge"
-    assert [each.config_digest for each in compile_graph(load(config))[:4]] == [
-        stages[name].config_digest for name in first
+    assert [each.reads for each in compile_graph(load(config))[:4]] == [
+        stages[name].reads for name in first
     ]
 
 

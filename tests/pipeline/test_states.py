@@ -9,16 +9,16 @@ import pytest
 
 from pipeline.config.validate import load
 from pipeline.run.directory import RunDirectory
-from pipeline.run.graph import Stage, compile_graph
+from pipeline.run.graph import Stage, compile_graph, digest, problems
 from pipeline.run.lineage import read_manifest, write_manifest
 from pipeline.run.run import Run
 from stages.settings import RunSettings
 
 
-def add_checkpoint(run: RunDirectory, stage: str, step: int, digest: str) -> Path:
+def add_checkpoint(run: RunDirectory, stage: str, step: int, checksum: str) -> Path:
     path = run.stage(stage).path / "checkpoints" / f"step_{step}"
     path.mkdir(parents=True, exist_ok=True)
-    (path / "checksums.json").write_text(json.dumps({"digest": digest, "files": {}}))
+    (path / "checksums.json").write_text(json.dumps({"digest": checksum, "files": {}}))
     return path
 
 
@@ -84,8 +84,8 @@ def test_the_manifest_lists_the_inputs_of_a_stage(
     assert manifest.parents == {
         name: name for name in ("cold_start", "experts.sums", "experts.words")
     }
-    assert manifest.config == trained["merge"].config_digest
-    assert manifest.data == trained["merge"].data_digest
+    assert manifest.config == digest(trained["merge"].reads)
+    assert manifest.data == digest(problems(trained["merge"].reads))
     assert manifest.layout == settings.layout.model_dump()
     assert manifest.routing == "r3"
     assert manifest.versions["numpy"]
