@@ -66,6 +66,26 @@ def test_prompts_from_files_are_checked_against_other_blocks(config: Path) -> No
     ]
 
 
+@pytest.mark.parametrize("block", ["domains.sums", "merge", "mixed"])
+def test_the_longest_response_of_all_that_sample_a_prompt_must_fit(
+    block: str, config: Path
+) -> None:
+    config.with_name("a.parquet").touch()
+    edited(config, "{dataset: chain_sum}", "{source: parquet, path: ., max_prompt_tokens: 33}")
+    mixed = "mixed={optimizer: {learning_rate: 1e-3}, loop: {steps: 2}}"
+    fits, exceeds = (
+        [
+            error
+            for error in errors(config, mixed, f"{block}.sampling.max_response_tokens={most}")
+            if "max_prompt_tokens" in error
+        ]
+        for most in (31, 32)
+    )
+    assert fits == []
+    [error] = exceeds
+    assert error.endswith("33 prompt and 32 response tokens exceed engine.max_model_tokens = 64")
+
+
 def test_a_tokenizers_directory_must_exist_and_sets_the_vocabulary(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

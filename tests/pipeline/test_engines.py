@@ -190,6 +190,20 @@ def test_an_engine_that_does_not_get_ready_in_time_has_failed(run: RunDirectory)
         engine.stop()
 
 
+def test_an_engine_that_was_ready_before_a_restart_counts_as_ready_after_it(
+    run: RunDirectory,
+) -> None:
+    engine = SupervisedEngine(run.engine(0), 0, ["false"], HERE, 60)
+    try:
+        run.engine(0).address.write_text("{}")
+        wait_until(lambda: engine.failure() is not None)
+        engine.start()
+        wait_until(lambda: engine.failure() is not None)
+        assert engine.was_ready  # so the launcher restarts it again
+    finally:
+        engine.stop()
+
+
 def test_nothing_of_an_engine_outlives_its_restart(run: RunDirectory, tmp_path: Path) -> None:
     worker = tmp_path / "worker"
     program = f"sleep 600 & echo $! >{worker}; exec sleep 600"

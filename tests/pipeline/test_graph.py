@@ -168,7 +168,8 @@ def test_the_baseline_is_trained_on_all_domains_and_evaluated(with_baseline: Run
     assert (mixed.parent, mixed.steps, mixed.domain) == ("cold_start", 2, None)
     assert mixed.trains
     assert mixed.needs_engine
-    assert {f"domains.{name}.prompts.dataset" for name in ("sums", "words")} <= mixed.reads.keys()
+    own = ("prompts.dataset", "rewards.exact.kind", "curriculum.name")
+    assert {f"domains.{d}.{key}" for d in ("sums", "words") for key in own} <= mixed.reads.keys()
     assert "mixed" in stages["evaluate"].models
     assert "mixed" not in stages["merge"].inputs
 

@@ -64,6 +64,8 @@ def test_progress_says_the_step_the_time_left_and_the_reward() -> None:
     assert progress.describe() == "step 4/10  18 s left  reward 0.5"
     progress.add(json.loads(line(4, loss=1e-9, entropy=0.7, reward=0.5)))
     assert progress.describe() == "step 4/10  18 s left  reward 0.5  entropy 0.7"
+    progress.add(json.loads(line(4, loss=0.02, teacher_kl=0.02, reward=0.5)))  # of a merge
+    assert progress.describe() == "step 4/10  18 s left  reward 0.5  teacher_kl 0.02"
 
 
 def test_after_the_last_step_no_time_is_left_and_the_checkpoint_is_saved() -> None:

@@ -111,6 +111,21 @@ def test_a_manifest_with_the_former_key_of_domains_makes_nothing_stale(
     assert states(run, settings) == before
 
 
+def test_a_manifest_with_the_former_key_of_domains_still_notices_other_data(
+    run: RunDirectory, config: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "chats.jsonl"
+    data.write_text("one")
+    settings = load(config, [f"domains.words.demonstrations={{source: jsonl, path: {data}}}"])
+    record(run, settings, compile_graph(settings)[0], "done")
+    manifest = run.stage("cold_start").manifest
+    manifest.write_text(manifest.read_text().replace('"domains.', '"experts.'))
+    assert states(run, settings) == {"cold_start": "done"}
+    data.write_text("two")
+    [cause] = [each.cause for each in Run(run.path, settings).states.values() if each.cause]
+    assert cause == "the files of domains.words.demonstrations.path changed"
+
+
 def test_another_checkpoint_of_a_parent_makes_its_children_stale(
     run: RunDirectory, settings: RunSettings, trained: dict[str, Stage]
 ) -> None:

@@ -91,6 +91,20 @@ def test_rooms_of_a_floor_import_those_before_them(floor: str) -> None:
             assert not {(name, each) for each in below} & APART, room
 
 
+def test_rooms_import_what_their_modules_import_from_rooms_of_their_floor() -> None:
+    graph = {
+        "pipeline.cli": frozenset({"pipeline.run.a"}),
+        "pipeline.run.a": frozenset({"pipeline.run.b", "pipeline.config.c", "stages.data.e"}),
+        "pipeline.run.b": frozenset({"pipeline.text"}),
+        "pipeline.config.c": frozenset({"pipeline.config.d"}),
+        "pipeline.config.d": frozenset({"pipeline.run.b"}),
+    }
+    one, other = "pipeline.config", "pipeline.run"
+    assert circles(graph) == []
+    assert rooms(graph) == {one: {other}, other: {one}}
+    assert [set(circle) for circle in circles(rooms(graph))] == [{one, other}]
+
+
 def test_imports_have_no_circle_and_no_new_depth() -> None:
     graph = imports()
     assert circles(graph) == circles(rooms(graph)) == []

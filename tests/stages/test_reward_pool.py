@@ -316,6 +316,15 @@ def test_too_many_failures_stop_a_stage() -> None:
         pool.check_failures(["a"], 99)
 
 
+def test_a_failed_grade_says_too_which_rewards_of_weight_0_failed(tmp_path: Path) -> None:
+    grader = Grader("sums", rewards(watched=own("does", weight=0.0), odd=own("does")), tmp_path)
+    grade = grader.grade(problem(), response("raise x"))
+    assert grade.reward is None
+    assert grade.failure and grade.failure.startswith("domains.sums.rewards.odd: raised ")
+    [line] = grade.watch_failures
+    assert line.startswith("domains.sums.rewards.watched: raised ")
+
+
 def test_parts_add_up_by_weight_and_each_decides_on_truncated_responses(tmp_path: Path) -> None:
     given = rewards(
         length=own("length", weight=0.5),

@@ -141,3 +141,22 @@ def test_slow_prompts_are_trained_on_as_often_as_they_are_sampled(
     assert left <= (staleness + 1) * PROMPTS
     begun = simulated.drawn[: len(simulated.trained)]
     assert abs(share_of_slow(simulated.trained) - share_of_slow(begun)) < 0.01
+
+
+def test_no_more_than_a_step_is_prefetched_once_the_engines_keep_up_again() -> None:
+    simulated = Simulation(0, 0, RolloutSettings(mode="async", max_staleness=3))
+    prefetcher, requested = simulated.prefetcher, []
+    for step, late in ((1, False), (2, True), (3, False), (4, False), (5, False)):
+        simulated.engines.version = step
+        prefetcher.start(step)
+        if late:
+            assert prefetcher.collect() is None
+        simulated.note()
+        simulated.end()
+        assert prefetcher.collect() is not None
+        before = len(simulated.drawn)
+        prefetcher.prefetch(step)
+        simulated.note()
+        requested.append(len(simulated.drawn) - before)
+    # Step 2 is late: three steps are in flight after it, which last until step 5.
+    assert requested == [PROMPTS, 3 * PROMPTS, 0, 0, PROMPTS]
