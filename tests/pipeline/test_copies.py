@@ -54,6 +54,11 @@ def test_what_the_refusal_names_works_on_the_copy(braid: Braid, runs: Path, copy
     assert contents(runs / "small") == original
 
 
+def test_another_name_may_also_be_an_override(braid: Braid, copy: Path) -> None:
+    assert braid("plan", copy / "run.yaml")[0] == 1
+    assert braid("plan", copy / "run.yaml", "name=third")[0] == 0
+
+
 def test_a_folder_in_another_place_is_named_with_it(
     braid: Braid, runs: Path, copy: Path, tmp_path: Path
 ) -> None:

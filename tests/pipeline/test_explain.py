@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from pipeline.report.explain import _with_cause
-from pipeline.report.status import next_action
+from pipeline.report.status import can_continue, next_action
 from pipeline.run.graph import compile_graph
+from pipeline.run.ledger import State
 from pipeline.run.run import StageState
 from stages.settings import RunSettings
 
@@ -43,6 +46,21 @@ def test_a_running_stage_is_described_by_its_first_step(settings: RunSettings) -
     states = {stage.name: StageState("running", "from step 4") for stage in stages}
     assert set(next_action(stages, states).values()) == {"runs, from step 4"}
     assert _with_cause(states["merge"]) == "running, from step 4"
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        *(("pending", True), ("failed", True), ("done", True)),
+        *(("running", False), ("submitted", False), ("stale", False)),
+    ],
+)
+def test_a_run_continues_unless_a_stage_runs_is_submitted_or_is_stale(
+    state: State, expected: bool, settings: RunSettings
+) -> None:
+    stages = compile_graph(settings)
+    states = {stage.name: StageState("pending") for stage in stages}
+    assert can_continue(stages, {**states, "cold_start": StageState(state)}) == expected
 
 
 def test_why_knows_the_names_of_stages(braid: Braid, config: Path) -> None:

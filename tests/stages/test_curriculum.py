@@ -155,3 +155,16 @@ def test_a_buffer_learns_from_a_step_whatever_its_order() -> None:
     source.request({"sums": 3})
     assert indices(again.asked) == indices(engines.asked)
     assert resumed.state() == source.state()
+
+
+def test_a_buffer_learns_from_groups_that_are_replaced_too() -> None:
+    engines = FakeEngines()
+    source = buffer(engines)
+    source.request({"sums": 3})
+    collection = Collection(source, RolloutSettings(dynamic_sampling=1), 1)
+    for lengths, whole in (((1, 1), False), ((1, 2), True)):  # an even length is wrong
+        engines.end_all(lengths=lengths)
+        assert (engines.batch(collection) is not None) == whole
+    tallies = source.state()["curricula"]["sums"]["tallies"]
+    assert sum(right for _, right, _ in tallies) == 6 + 3
+    assert sum(wrong for _, _, wrong in tallies) == 3

@@ -11,6 +11,7 @@ import torch
 
 from parallel.batch import RankPlace, collate
 from parallel.sample import Sample
+from stages.objectives.advantages.gae import GaeSettings
 from stages.objectives.advantages.grpo import GrpoSettings
 from stages.objectives.groups import Batch, has_zero_advantages, scale_by_entropy
 from stages.sampling.step import StepSamples
@@ -92,6 +93,8 @@ def test_a_masked_response_has_no_advantage() -> None:
     samples[0].finished = False
     assert has_zero_advantages(one, GrpoSettings(), mask_truncated=True)
     assert not has_zero_advantages(one, GrpoSettings())
+    for masked in (True, False):  # a critic's advantages are not of the group
+        assert has_zero_advantages(one, GaeSettings(), mask_truncated=masked) == masked
     # A third that earned the mean has none, and is the only one that is learned.
     samples = drawn([3, 2, 4])
     one = group(samples, [1.0, 0.0, 0.5])
