@@ -9,6 +9,7 @@ import difflib
 import io
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -66,6 +67,14 @@ def reason(error: Exception) -> str:
         return str(error) or type(error).__name__
     where = f"{error.filename}: " if error.filename else ""
     return f"{where}{error.strerror or error}"
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal; real-time signals have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def shown(path: Path) -> str:

@@ -104,15 +104,13 @@ def table() -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("walk", nargs="?", help="print this walk of walks.yaml")
+    walks = yaml.safe_load(WALKS.read_text())["walks"]
+    parser.add_argument("walk", nargs="?", choices=walks, help="print this walk of walks.yaml")
     chosen = parser.parse_args().walk
     try:
-        if chosen is None:
-            print(table())
-        else:
-            print(
-                *check(yaml.safe_load(WALKS.read_text())["walks"][chosen]["now"], REPOSITORY).files,
-                sep="\n",
-            )
+        print(
+            *([table()] if chosen is None else check(walks[chosen]["now"], REPOSITORY).files),
+            sep="\n",
+        )
     except ValueError as error:
         sys.exit(f"walks.yaml: {error}")

@@ -114,8 +114,8 @@ def domain_check(arguments: Namespace) -> None:
 def domain_new(arguments: Namespace) -> None:
     """Write a new domain's file."""
     name, source = arguments.name, arguments.source
-    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-        raise UserError(f"{name!r} is not a domain's name: use letters, digits, _ and -")
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", name):
+        raise UserError(f"{name!r} is not a domain's name: use 1 to 100 letters, digits, _ and -")
     path = DIRECTORY / f"{name}.yaml"
     starter = "_starter.yaml" if source == "reasoning_gym" else "_starter_files.yaml"
     filled = {"NAME": name, "PATH": str(path), "SOURCE": source}

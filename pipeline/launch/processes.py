@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from parallel.errors import ERROR_MARK, LOST_PEER, NOTICE_MARK, STATUS_DESCRIPTOR, UserError
+from pipeline.text import signal_name
 
 POLL_SECONDS = 0.05
 FORK_SECONDS = 60.0  # timeout of a fork server's imports and one fork
@@ -268,7 +269,7 @@ class Child:
             ending = f"ended with exit status {status}"
         else:
             hint = " (out of memory?)" if -status == signal.SIGKILL else ""
-            ending = f"was killed by {signal.Signals(-status).name}{hint}"
+            ending = f"was killed by {signal_name(-status)}{hint}"
         ending = f"{self.name} {ending}"
         return failure_from_log(ending, status < 0, self.log, self._log_start, self._said)
 

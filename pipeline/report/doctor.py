@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import sys
 from collections import Counter
@@ -21,7 +20,7 @@ from packaging.specifiers import SpecifierSet
 
 from pipeline.launch.placement import GPU_FILE
 from pipeline.report.tables import Cell, human, table
-from pipeline.text import say
+from pipeline.text import say, signal_name
 from stages.rewards.sandbox import SandboxError
 from stages.rewards.sandbox import check as check_sandbox
 
@@ -69,7 +68,7 @@ def probe(command: Sequence[str] = COMMAND, timeout: float = TIMEOUT_SECONDS) ->
         )
         output, last = ended.stdout, ended.stderr.decode(errors="replace").strip().splitlines()[-1:]
         if ended.returncode < 0:
-            ending = f"its import was killed by {signal.Signals(-ended.returncode).name}"
+            ending = f"its import was killed by {signal_name(-ended.returncode)}"
         elif ended.returncode:
             ending = ": ".join([f"its import ended with exit status {ended.returncode}", *last])
     except subprocess.TimeoutExpired as error:

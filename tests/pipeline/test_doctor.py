@@ -198,6 +198,8 @@ def test_a_probe_that_dies_or_hangs_is_an_error(capsys: pytest.CaptureFixture[st
         )
         return probe((sys.executable, "-c", program), timeout)
 
+    real_time = {"error": "its import was killed by signal 35"}  # one without a name
+    assert ends("os.kill(os.getpid(), 35)")["vllm"] == real_time
     assert ends("os.kill(os.getpid(), 4)") == {
         "torch": {"devices": []},
         "vllm": {"error": "its import was killed by SIGILL"},

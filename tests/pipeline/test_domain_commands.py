@@ -125,7 +125,7 @@ def test_a_starter_overwrites_nothing_and_needs_a_name(braid: Braid, starters: P
     code, _, err = braid("domain", "new", "../mine")
     assert (code, err) == (
         1,
-        "braid: '../mine' is not a domain's name: use letters, digits, _ and -\n",
+        "braid: '../mine' is not a domain's name: use 1 to 100 letters, digits, _ and -\n",
     )
 
 
