@@ -44,7 +44,7 @@ PYTEST := $(BIN)/python -m pytest -n 3 --no-loadscope-reorder
 quick: $(INSTALLED)  ## unit and pipeline tests, without ranks or engines (4 minutes)
 	$(PYTEST) tests/pipeline tests/stages tests/parallel tests/repository
 
-test: $(INSTALLED) style  ## style, types, and a test of every property (10 to 14 minutes)
+test: $(INSTALLED) style  ## style, types, and a test of every property (9 to 14 minutes)
 	$(PYTEST) tests
 
 test-all: $(INSTALLED) style  ## all of it: further layouts, families, seeds, kills, and Slurm
