@@ -181,6 +181,7 @@ def _drop_write_id(path: Path) -> None:
     metadata = CheckpointReader(path).read_metadata()
     metadata.storage_meta = StorageMeta()
     (path / METADATA_FILE).write_bytes(pickle.dumps(metadata))
+    _sync(path / METADATA_FILE)
 
 
 def kept(scores: Mapping[int, float | None], last: int, best: int) -> set[int]:

@@ -2,7 +2,7 @@
 
 The loss is the surrogate, weighted and masked off-policy, plus the KL penalty, less the entropy
 bonus, each aggregated alike: from a loss per token to one number, normalised once by a global
-count. Every algorithm is imported by here. Never imports torch.
+count. Importing this module registers every algorithm. Never imports torch.
 """
 
 from __future__ import annotations
