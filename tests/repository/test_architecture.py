@@ -32,6 +32,7 @@ WITHOUT_TORCH = {
     "parallel.families",
     "parallel.files",
     "parallel.forkserver",
+    "parallel.gpus",
     "parallel.memory",
     "parallel.network",
     "parallel.engine.environment",

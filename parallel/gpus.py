@@ -1,0 +1,76 @@
+"""The GPUs of this machine as the driver's `nvidia-smi` lists them; never imports torch.
+
+torch is not asked: it would create a CUDA context, and the launcher forks its processes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+from parallel.errors import UserError
+
+FIELDS = ("index", "uuid", "name", "memory.total", "memory.free", "driver_version", "compute_cap")
+TIMEOUT_SECONDS = 60.0  # the driver initialises at the first call after boot
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU; `index` is its number under `CUDA_DEVICE_ORDER=PCI_BUS_ID`."""
+
+    index: int
+    uuid: str
+    name: str
+    total_bytes: int
+    free_bytes: int
+    driver: str  # such as 580.65.06
+    capability: str  # such as 9.0
+
+
+def visible_gpus() -> list[Gpu]:
+    """Return the GPUs that this process may use, in the order in which CUDA numbers them.
+
+    An empty list means no driver. CUDA_VISIBLE_DEVICES selects by index or UUID, as CUDA reads it:
+    entries after the first unknown one do not count.
+
+    Raises:
+        UserError: nvidia-smi fails or prints something else; the message has its last line.
+    """
+    if (program := shutil.which("nvidia-smi")) is None:
+        return []
+    query = [program, f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"]
+    try:
+        asked = subprocess.run(
+            query, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
+        )
+        if asked.returncode:
+            last = (asked.stdout + asked.stderr).strip().splitlines()[-1:] or ["it printed nothing"]
+            raise UserError(f"nvidia-smi: {last[0]}; fix the driver, or take nvidia-smi off PATH")
+        gpus = [_parsed(line) for line in asked.stdout.splitlines() if line.strip()]
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        raise UserError(
+            f"nvidia-smi: {error}; fix the driver, or take nvidia-smi off PATH"
+        ) from error
+    return _selected(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _parsed(line: str) -> Gpu:
+    values = [value.strip() for value in line.split(",")]
+    if len(values) != len(FIELDS):
+        raise ValueError(f"unexpected line: {line}")
+    index, uuid, name, total, free, driver, capability = values
+    return Gpu(int(index), uuid, name, int(total) << 20, int(free) << 20, driver, capability)
+
+
+def _selected(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
+    if visible is None:
+        return gpus
+    chosen: list[Gpu] = []
+    for entry in map(str.strip, visible.split(",")):
+        named = [gpu for gpu in gpus if entry == str(gpu.index) or gpu.uuid.startswith(entry)]
+        if not entry or len(named) != 1 or named[0] in chosen:
+            break
+        chosen += named
+    return chosen

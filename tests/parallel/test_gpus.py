@@ -1,0 +1,62 @@
+"""What nvidia-smi prints becomes the GPUs that a process may use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from parallel.errors import UserError
+from parallel.gpus import visible_gpus
+
+LINES = "\n".join(
+    f"{index}, GPU-{index:08x}, NVIDIA H100 80GB HBM3, 81559, {80000 - index}, 580.65.06, 9.0"
+    for index in range(4)
+)
+
+
+def put_nvidia_smi(
+    monkeypatch: pytest.MonkeyPatch, directory: Path, prints: str = LINES, status: int = 0
+) -> None:
+    """Put an nvidia-smi on PATH that prints these lines."""
+    program = directory / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{prints}\nEND\nexit {status}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{directory}:/usr/bin:/bin")
+
+
+def test_every_gpu_has_its_memory_and_driver(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    put_nvidia_smi(monkeypatch, tmp_path)
+    gpus = visible_gpus()
+    assert [gpu.index for gpu in gpus] == [0, 1, 2, 3]
+    assert gpus[1].free_bytes == 79999 << 20 and gpus[1].total_bytes == 81559 << 20
+    assert gpus[0].driver == "580.65.06" and gpus[0].capability == "9.0"
+
+
+@pytest.mark.parametrize(
+    ("visible", "found"),
+    [("2,0", [2, 0]), ("GPU-00000003", [3]), ("1,9,0", [1]), ("", []), ("1,1,0", [1])],
+)
+def test_the_visible_ones_are_chosen_as_cuda_chooses(
+    visible: str, found: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    put_nvidia_smi(monkeypatch, tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [gpu.index for gpu in visible_gpus()] == found
+
+
+def test_without_a_driver_there_are_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert visible_gpus() == []
+
+
+def test_a_driver_that_fails_is_one_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    put_nvidia_smi(monkeypatch, tmp_path, "Failed to initialize NVML: Driver mismatch", 18)
+    with pytest.raises(UserError, match="Driver mismatch"):
+        visible_gpus()
+    put_nvidia_smi(monkeypatch, tmp_path, "something else")
+    with pytest.raises(UserError, match="unexpected line"):
+        visible_gpus()
