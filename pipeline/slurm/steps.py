@@ -291,9 +291,16 @@ def contained(
 def pyxis_options(container: ContainerSettings) -> list[str]:
     """Return srun's options that enter the job's container root, which `prepare` unpacked.
 
-    Without a name every step would unpack the image again, 20 to 40 GB each, on every node.
+    Without a name every step would unpack the image again, 20 to 40 GB each, on every node. A
+    step must not attach to a running container (`no_exec`, pyxis 0.14): steps start at once, and
+    the process that one attaches to may end before its namespaces are joined.
     """
     job = os.environ.get("SLURM_JOB_ID", "")
     mounts = [f"--container-mounts={','.join(container.mounts)}"] if container.mounts else []
     home = "--container-mount-home" if container.mount_home else "--no-container-mount-home"
-    return [f"--container-name=braid-{job}", home, *mounts, f"--container-workdir={Path.cwd()}"]
+    return [
+        f"--container-name=braid-{job}:no_exec",
+        home,
+        *mounts,
+        f"--container-workdir={Path.cwd()}",
+    ]

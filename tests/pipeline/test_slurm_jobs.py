@@ -278,7 +278,7 @@ def test_steps_enter_one_container_root_with_its_own_python(
     pyxis = ContainerSettings(runtime="pyxis", image="/i.sqsh", mounts=("/a:/a", "/b:/b"))
     entering = [
         *[
-            "--container-name=braid-17",
+            "--container-name=braid-17:no_exec",
             "--no-container-mount-home",
             "--container-mounts=/a:/a,/b:/b",
         ],
@@ -336,7 +336,7 @@ def test_an_image_is_unpacked_once_before_the_steps_that_enter_it(
     unpacked, entered = recorded_srun.read_text().splitlines()
     assert "--nodes=2 --nodelist=n1,n2 --ntasks-per-node=1 --container-image=/i.sqsh" in unpacked
     assert unpacked.endswith(f"--container-workdir={Path.cwd()} true")
-    assert "--container-name=braid-17" in unpacked and "--container-name=braid-17" in entered
+    assert all("--container-name=braid-17:no_exec" in each for each in (unpacked, entered))
     assert "--container-image" not in entered and entered.endswith("python3 server.py")
 
 
