@@ -38,7 +38,7 @@ AWAY_SECONDS = 5.0  # that a daemon stays away which comes back
 NODE_AWAY_SECONDS = 20.0  # longer than Slurm takes to notice
 SUBMISSIONS = 6
 PATIENCE_SECONDS = 600.0
-PROFILE = "ranks_per_node: 1\nwarning_seconds: 60\n"
+PROFILE = "ranks_per_node: 1\nnetwork_interface: lo\nwarning_seconds: 60\n"
 # What tells the processes of a kind by their arguments.
 PROCESSES: dict[str, Callable[[tuple[str, ...]], bool]] = {
     "launcher": lambda words: words[2:3] == ("stage",) and words[1].endswith("braid"),

@@ -35,6 +35,7 @@ EXPERTS = ("experts.chain_sum", "experts.spell_backward", "experts.number_sortin
 RESULTS = Path(__file__).parent / "quickstart_slurm.json"
 PROFILE = """\
 ranks_per_node: 1
+network_interface: lo
 walltime: "0:30:00"
 kinds: {distill: {walltime: "0:02:00"}}
 warning_seconds: 60

@@ -17,6 +17,7 @@ from parallel.checkpoint.reader import patch_megatron
 from parallel.cpu import megatron
 from parallel.device import backend, device
 from parallel.settings import LayoutSettings
+from parallel.slots import local_device
 
 # The variables that torch.distributed reads, and srun's names of them.
 SRUN = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
@@ -46,7 +47,9 @@ def process_groups(layout: LayoutSettings, seed: int) -> Iterator[None]:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(
+            local_device(os.environ.get("LOCAL_RANK", "0"), torch.cuda.device_count())
+        )
     else:
         torch.set_num_threads(1)  # ranks share the cores with each other and the engines
         torch.set_flush_denormal(True)

@@ -24,6 +24,9 @@ Mebibytes = Annotated[int, Field(gt=0, le=1 << 20)]
 # `model.tokenizer: characters` names no directory but the built-in tokenizer of single characters
 # (`stages.data.tokenizer`).
 CHARACTERS = "characters"
+# On GPUs hundreds of processes import torch and vLLM from one file system, kernels are compiled and
+# graphs are captured before an engine is ready.
+START_SECONDS, GPU_START_SECONDS = 300, 1800
 SHOWN_SIZES = 20  # sizes to choose from that a message lists
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -161,7 +164,9 @@ class EngineSettings(Settings):
     kv_cache_mebibytes: Mebibytes | None = Field(
         None, description="per engine rank; null fits max_sequences of max_model_tokens"
     )
-    start_timeout_seconds: Count = Field(300, description="until an engine must report ready")
+    start_timeout_seconds: Count | None = Field(
+        None, description="until an engine must report ready; null is 300 on CPUs, 1800 on GPUs"
+    )
     request_timeout_seconds: Count = Field(600, description="of a whole refit")
     hang_timeout_seconds: Annotated[int, Field(ge=5, le=MOST)] = Field(
         120,  # several of an engine's heartbeats
@@ -179,6 +184,21 @@ class EngineSettings(Settings):
         1e-4, description="maximum |log mu - log pi| on the first batch after a refit, in nats"
     )
 
+    @property
+    def ranks(self) -> int:
+        """The ranks of each engine, and so its GPUs."""
+        return self.tensor
+
+    @property
+    def start_seconds(self) -> int:
+        """The start timeout; the launcher has replaced null where there are GPUs."""
+        return self.start_timeout_seconds or START_SECONDS
+
+    def started_on(self, gpus: bool) -> EngineSettings:
+        """Return these settings with the start timeout of the device that engines run on."""
+        seconds = self.start_timeout_seconds or (GPU_START_SECONDS if gpus else START_SECONDS)
+        return self.model_copy(update={"start_timeout_seconds": seconds})
+
 
 class EngineJob(Settings):
     """The job of an engine process, which writes the file `address` when it is ready."""
@@ -188,6 +208,7 @@ class EngineJob(Settings):
     index: int
     address: Path
     interface: str = Field(LOOPBACK, description="interface to listen on, see parallel.network")
+    nodes: Count = Field(1, description="over which it spreads; each runs one process of this job")
     seed: int
 
 

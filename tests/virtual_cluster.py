@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,12 +24,13 @@ PATIENCE_SECONDS = 300
 class Cluster:
     """The cluster, and what tests do to it."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, gpus: int = 0) -> None:
         self.directory = directory
         self.environment = {
             **os.environ,
             "SLURM_CONF": str(directory / "slurm.conf"),
             "PORT": str(_free_port()),
+            "GPUS": str(gpus),
         }
 
     def control(self, action: str, *arguments: str) -> None:
@@ -86,6 +88,13 @@ class Cluster:
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
     """Three virtual nodes with two partitions, of which `urgent` preempts."""
+    with brought_up() as found:
+        yield found
+
+
+@contextmanager
+def brought_up(gpus: int = 0) -> Iterator[Cluster]:
+    """Yield a cluster whose nodes have fake GPUs; skip the test where none can be brought up."""
     if os.geteuid():
         pytest.skip("a Slurm of one's own needs root: tests/slurm/cluster.sh")
     if not shutil.which("slurmctld"):
@@ -96,7 +105,7 @@ def cluster() -> Iterator[Cluster]:
         except (OSError, subprocess.SubprocessError) as error:
             pytest.skip(f"Slurm is not here and `tests/slurm/cluster.sh install` failed: {error}")
     with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as folder:
-        found = Cluster(Path(folder))
+        found = Cluster(Path(folder), gpus)
         try:
             found.control("up")
         except subprocess.SubprocessError as error:

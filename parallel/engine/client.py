@@ -69,7 +69,7 @@ class EngineClient:
                 The launcher, which allows engine.start_timeout_seconds for a start, ends the stage
                 before that.
         """
-        wait = self.settings.start_timeout_seconds + LAUNCHER_SECONDS
+        wait = self.settings.start_seconds + LAUNCHER_SECONDS
         late = f"was not ready after {wait:g} s (engine.start_timeout_seconds)"
         missing = f"{late}: {self.address_file} is missing"
         deadline = time.monotonic() + wait

@@ -1,4 +1,4 @@
-"""The environment variables and the CPU cores of engine processes; never imports torch.
+"""The environment variables of engine processes; never imports torch.
 
 The environment decides how vLLM runs, not what it computes: no compilation, no telemetry, no
 downloads. It must be set when the process starts, since OpenMP reads its variables when torch is
@@ -6,13 +6,6 @@ imported.
 """
 
 from __future__ import annotations
-
-import os
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-from parallel.errors import UserError
-from parallel.settings import EngineSettings
 
 PROCESS_ENVIRONMENT = {
     # Without multiprocessing vLLM's scheduler steps in the engine's process. AsyncLLM's, in another
@@ -27,38 +20,3 @@ PROCESS_ENVIRONMENT = {
     # when another process was busy.
     "GOMP_SPINCOUNT": "1000",
 }
-
-
-@dataclass(frozen=True)
-class Cores:
-    """The CPU cores of all ranks together and of each engine; None means any."""
-
-    ranks: list[int] | None
-    engines: list[list[int] | None]
-
-
-def share_out(engine: EngineSettings, cores: Sequence[int] | None = None) -> Cores:
-    """Divide the CPU cores, by default all that this process may use, by `engine.placement`.
-
-    own: each engine rank gets one of the last cores, and the trainer's ranks share the rest.
-    shared: the ranks may use all cores, and each engine an equal part, if there are enough.
-
-    Raises:
-        UserError: no core is left for the trainer's ranks.
-    """
-    cores = sorted(os.sched_getaffinity(0) if cores is None else cores)
-    if engine.placement == "shared":
-        part = len(cores) // engine.count
-        if engine.count == 1 or part < engine.tensor:
-            return Cores(None, [None] * engine.count)
-        starts = range(0, engine.count * part, part)
-        return Cores(None, [cores[start : start + part] for start in starts])
-    first = len(cores) - engine.count * engine.tensor
-    if first < 1:
-        raise UserError(
-            f"engine.placement: own needs {engine.count * engine.tensor + 1} CPU cores, one for "
-            f"each of {engine.count} x {engine.tensor} engine ranks and at least one for the "
-            f"trainer, {len(cores)} available; use fewer engines, or shared"
-        )
-    starts = range(first, len(cores), engine.tensor)
-    return Cores(cores[:first], [cores[start : start + engine.tensor] for start in starts])

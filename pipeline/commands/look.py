@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
+from parallel.slots import share_gpus, usable_gpus
 from pipeline.commands import common
 from pipeline.commands.common import (
     CONFIG,
@@ -37,6 +39,7 @@ from pipeline.slurm.queue import is_queued, queue_of, states_now
 from pipeline.text import reason, say, shown, visible
 from stages.directory import EngineDirectory
 from stages.rewards.reward import cautions
+from stages.settings import RunSettings
 
 
 @command(
@@ -68,6 +71,7 @@ def validate(arguments: Namespace) -> None:
     warnings = [
         *cautions({name: each.rewards for name, each in settings.domains.items()}),
         *policy_cautions(settings),
+        *_too_few_gpus(settings),
     ]
     if arguments.json:
         names = [stage.name for stage in stages]
@@ -77,6 +81,17 @@ def validate(arguments: Namespace) -> None:
         return
     domains_text = ", ".join(settings.domains)
     say(f"{arguments.config} is valid: {len(stages)} stages, domains {domains_text}", *warnings)
+
+
+def _too_few_gpus(settings: RunSettings) -> Iterator[str]:
+    """Yield why `braid run` would refuse the configuration on this machine, if it has GPUs.
+
+    It may be meant for a cluster, whose profile `braid submit` checks.
+    """
+    try:
+        share_gpus(settings.layout, settings.engine, usable_gpus())
+    except UserError as error:
+        yield f"braid run is refused on this machine: {error}"
 
 
 @command(

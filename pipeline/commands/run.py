@@ -28,7 +28,7 @@ from pipeline.commands.common import (
 from pipeline.launch import one_off
 from pipeline.launch.launcher import JobFailed
 from pipeline.launch.processes import Stopped
-from pipeline.launch.runner import cores_of_slots, run_stages
+from pipeline.launch.runner import machine_shares, run_stages
 from pipeline.report import status as report
 from pipeline.report.explain import dry_run
 from pipeline.report.tables import Cell, table, terminal
@@ -81,7 +81,7 @@ def run(arguments: Namespace) -> None:
     check_owner(run, arguments.trust_run)
     other, fork = common.forked(arguments, run)
     check_selection(run, arguments.only, arguments.rerun, fork.reused)
-    cores_of_slots(arguments.parallel, run.settings.engine)
+    machine_shares(arguments.parallel, run.settings)
     if arguments.dry_run:
         _show_dry_run(run, arguments, fork.reused)
         return
@@ -113,7 +113,7 @@ def resume(arguments: Namespace) -> None:
     """Resume a run."""
     run = common.load_trusted_run(arguments, check_environment=True)
     check_selection(run, arguments.only, arguments.rerun)
-    cores_of_slots(arguments.parallel, run.settings.engine)
+    machine_shares(arguments.parallel, run.settings)
     warn_of_readers(run)
     with run.lock():
         check_not_queued(run)

@@ -18,7 +18,7 @@ FORMS = '"D-HH:MM:SS", "HH:MM:SS" or "MINUTES"'
 # Keys that a job reads from its profile at every start; the others are options of sbatch.
 READ_BY_JOBS = (
     *("ranks_per_node", "gpus_per_node", "cpus_per_rank", "warning_seconds", "restarts"),
-    *("network_interface", "setup", "container"),
+    *("gres", "network_interface", "local_directory", "setup", "container"),
 )
 # Options of sbatch that Braid sets on every job, and what to use instead.
 _OWN = {
@@ -88,6 +88,10 @@ class ContainerSettings(Settings):
         default=(), description="HOST:CONTAINER; the run directory must keep its host path"
     )
     python: str = Field(default="python3", description="the image's interpreter that has braid")
+    mount_home: bool = Field(
+        default=False,
+        description="mount the home directory: its ~/.local comes before the image's packages",
+    )
 
 
 class KindSettings(Settings):
@@ -125,10 +129,12 @@ class ClusterSettings(Settings):
         default=(), description="further options of sbatch, such as --exclusive"
     )
     ranks_per_node: Count = Field(default=8, description="trainer and engine ranks per node")
-    gpus_per_node: Natural = Field(
-        default=0, description="0 requests none: ranks and engines run on the CPU"
-    )
+    gpus_per_node: Natural = Field(default=0, description="0: ranks and engines run on the CPU")
     gpu_type: str | None = Field(default=None, description="such as h100; null is any")
+    gres: bool = Field(
+        default=True,
+        description="false: Slurm does not manage the GPUs; jobs take whole nodes and request none",
+    )
     cpus_per_rank: Count = Field(default=1, description="CPU cores of each rank")
     walltime: Walltime = Field(
         default="4:00:00",
@@ -153,6 +159,10 @@ class ClusterSettings(Settings):
         default=None,
         description="on which ranks and engines listen; null is the host name's",
     )
+    local_directory: str | None = Field(
+        default="/tmp",
+        description="on each node's own disk: compiled GPU kernels; null keeps them in the home",
+    )
     setup: tuple[str, ...] = Field(
         default=(), description="shell lines to run before a stage: modules, an environment"
     )
@@ -166,7 +176,39 @@ class ClusterSettings(Settings):
         return self.model_copy(update={**changed, "options": (*self.options, *own.options)})
 
 
-def too_short(cluster: ClusterSettings) -> Iterator[tuple[str, str]]:
+def violations(cluster: ClusterSettings) -> Iterator[tuple[str, str]]:
+    """Yield every rule between the keys that the profile breaks, as (dotted key, message)."""
+    yield from _too_short(cluster)
+    yield from _too_few_gpus(cluster, "ranks_per_node")
+    for kind, own in cluster.kinds.items():
+        if {"ranks_per_node", "gpus_per_node"} & own.model_fields_set:
+            yield from _too_few_gpus(cluster.of_kind(kind), f"kinds.{kind}.ranks_per_node")
+    if cluster.local_directory is not None and not cluster.local_directory.startswith("/"):
+        yield "local_directory", f"{cluster.local_directory} must be an absolute path"
+    if cluster.gres or not cluster.gpus_per_node:
+        return
+    if "--exclusive" not in map(str.strip, cluster.options):
+        yield (
+            "gres",
+            "false needs options: [--exclusive], since Slurm would give the same GPUs to several "
+            "jobs",
+        )
+    if cluster.gpu_type:
+        yield "gpu_type", f"{cluster.gpu_type} cannot be requested with gres: false; use constraint"
+
+
+def _too_few_gpus(cluster: ClusterSettings, key: str) -> Iterator[tuple[str, str]]:
+    """Check that every rank of a node has its own GPU: NCCL refuses two on one."""
+    gpus, ranks = cluster.gpus_per_node, cluster.ranks_per_node
+    if 0 < gpus < ranks:
+        yield (
+            key,
+            f"{ranks} ranks need {ranks} GPUs, and gpus_per_node = {gpus}; lower it to {gpus} or "
+            "less",
+        )
+
+
+def _too_short(cluster: ClusterSettings) -> Iterator[tuple[str, str]]:
     """Yield every walltime that is shorter than the warning, as (dotted key, message)."""
     others = [(f"kinds.{kind}.walltime", own.walltime) for kind, own in cluster.kinds.items()]
     for key, walltime in [("walltime", cluster.walltime), *others]:

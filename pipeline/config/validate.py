@@ -12,8 +12,9 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from parallel.settings import CHARACTERS, Settings
+from pipeline.config import cluster as profile
 from pipeline.config import environment, rules, schema, yaml_core
-from pipeline.config.cluster import ClusterSettings, too_short
+from pipeline.config.cluster import ClusterSettings
 from pipeline.config.read import (
     LONGEST_VALUE,
     MOST_ERRORS,
@@ -87,7 +88,7 @@ def load_cluster(path: Path) -> ClusterSettings:
     """Read a cluster profile. Raises ConfigError like `load`."""
     reader = Reader()
     tree, settings = _valid(ClusterSettings, reader.file(path), reader)
-    _check_rules(tree, too_short(settings))
+    _check_rules(tree, profile.violations(settings))
     return settings
 
 

@@ -61,7 +61,8 @@ class Launcher:
         signals: Signals,
         save_seconds: float = SAVE_SECONDS,
     ) -> None:
-        self._settings = settings
+        started = settings.engine.started_on(placement.on_gpus)
+        self._settings = settings = settings.model_copy(update={"engine": started})
         self._programs = programs
         self._placement = placement
         self._signals = signals
@@ -98,7 +99,11 @@ class Launcher:
 
         self._signals.check()
         engines = self._engines.addresses if job.samples else []
-        reached = {"engine_addresses": engines, "interface": self._placement.interface}
+        reached = {
+            "engine_addresses": engines,
+            "interface": self._placement.interface,
+            "settings": job.settings.model_copy(update={"engine": self._settings.engine}),
+        }
         path = write_stage_job(job.model_copy(update=reached))
         view.expect(engines)
         if job.samples:
@@ -213,10 +218,10 @@ class EngineSupervisor:
             if failure := engine.failure():
                 report(f"{failure.cause}; restarting it")
                 engine.start()
-        start_seconds = self._settings.engine.start_timeout_seconds
+        start_seconds = self._settings.engine.start_seconds
         for index in range(len(self._engines), len(self._directories)):
             directory = self._directories[index]
-            job = write_engine_job(directory, self._settings, index, self._placement.interface)
+            job = write_engine_job(directory, self._settings, index, self._placement)
             command = self._program(job)
             self._engines.append(
                 SupervisedEngine(directory, index, command, self._placement, start_seconds)
@@ -227,7 +232,7 @@ class EngineSupervisor:
         for engine in self._engines:
             if (failure := engine.failure()) is None:
                 continue
-            if not engine.was_ready and not failure.lost:
+            if not engine.was_ready and not failure.lost and not self._may_start_again(engine):
                 return failure  # an engine that never started would fail again
             bound = self._settings.engine.max_restarts
             if engine.restarts >= bound:
@@ -241,6 +246,13 @@ class EngineSupervisor:
             report(f"{failure.cause}; restarting it ({engine.restarts} of at most {bound})")
             engine.start()
         return None
+
+    def _may_start_again(self, engine: SupervisedEngine) -> bool:
+        """Return whether an engine that was never ready gets its one further start, on GPUs.
+
+        The process before it may not have freed the GPU's memory yet. On CPUs nothing is transient.
+        """
+        return self._placement.on_gpus and engine.restarts == 0
 
     def failed(self) -> ProcessFailure | None:
         """Return the failure of the first engine that has one."""
@@ -328,7 +340,7 @@ def write_stage_job(job: StageJob) -> Path:
 
 
 def write_engine_job(
-    directory: EngineDirectory, settings: RunSettings, index: int, interface: str
+    directory: EngineDirectory, settings: RunSettings, index: int, placement: Placement
 ) -> Path:
     """Write one engine's job, with the run's seed; return its path."""
     job = EngineJob(
@@ -336,7 +348,8 @@ def write_engine_job(
         engine=settings.engine,
         index=index,
         address=directory.address.absolute(),
-        interface=interface,
+        interface=placement.interface,
+        nodes=placement.nodes_per_engine,
         seed=settings.seed,
     )
     write_atomically(directory.job, job.model_dump_json(indent=2) + "\n")

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from parallel.errors import UserError
 from parallel.files import write_atomically
+from parallel.slots import share_gpus, usable_gpus
 from pipeline.config.rules import evaluation_rules
 from pipeline.launch.launcher import Launcher, run_to_the_end
 from pipeline.launch.placement import Programs, ThisMachine
@@ -189,9 +190,11 @@ def _execute(
         settings=settings,
         **fields,
     )
+    gpus = share_gpus(settings.layout, settings.engine, usable_gpus())
+    placement = ThisMachine(settings.engine, gpus=gpus)
     with (
         Signals() as signals,
-        Launcher(run.engines, settings, programs, ThisMachine(settings.engine), signals) as launch,
+        Launcher(run.engines, settings, programs, placement, signals) as launch,
         Screen(console) as screen,
         screen.watching(kind, None, directory.metrics) as view,
     ):

@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from parallel.engine.environment import PROCESS_ENVIRONMENT, share_out
+from parallel.engine.environment import PROCESS_ENVIRONMENT
 from parallel.forkserver import PR_SET_CHILD_SUBREAPER, prctl
 from parallel.network import LOOPBACK, address_of, environment_of
 from parallel.settings import EngineSettings
+from parallel.slots import VISIBLE, MachineGpus, gpu_environment, share_cores
 from pipeline.launch.processes import Child, PendingFork, Process, RequestFork, kill, python_module
 
+EACH_RANK = "rank"  # slots of `parallel.on_gpus`: all GPUs are visible, and LOCAL_RANK chooses
 GPU_FILE = Path("/dev/nvidiactl")  # the driver's: torch is not imported here
 
 # The module that a command runs with `python -m`, and the module that imports all it needs.
@@ -132,9 +134,14 @@ class ForkServers:
 
 
 class Placement(Protocol):
-    """A place to start the processes of a job; they listen on `interface`: `parallel.network`."""
+    """A place to start the processes of a job; they listen on `interface`: `parallel.network`.
+
+    Each engine spreads over `nodes_per_engine` nodes; `on_gpus` means that processes have GPUs.
+    """
 
     interface: str
+    nodes_per_engine: int
+    on_gpus: bool
 
     def start_ranks(
         self, command: Sequence[str], world: int, directory: Path, beside_engines: bool
@@ -152,20 +159,25 @@ class Placement(Protocol):
 class ThisMachine:
     """A placement on this machine, on the given `cores` or all that this process may use.
 
+    With `gpus` each process sees those that it may use, and any core: the work is on the devices.
     Processes are forked from `servers` where there are any.
     """
 
     interface = LOOPBACK
+    nodes_per_engine = 1
 
     def __init__(
         self,
         engine: EngineSettings,
         cores: Sequence[int] | None = None,
         servers: ForkServers | None = None,
+        gpus: MachineGpus | None = None,
     ) -> None:
         self._engine = engine
         self._cores = cores
         self._servers = servers
+        self._gpus = gpus
+        self.on_gpus = gpus is not None
 
     def start_ranks(
         self, command: Sequence[str], world: int, directory: Path, beside_engines: bool
@@ -177,8 +189,12 @@ class ThisMachine:
             "OMP_NUM_THREADS": "1",
             **environment_of(self.interface),
         }
+        if self._gpus:
+            common |= self._visible(self._gpus.stage)
+            command = on_gpus(command, EACH_RANK)
         # Engines of a stage that does not sample are idle, so the ranks may use every core.
-        cores = share_out(self._engine, self._cores).ranks if beside_engines else None
+        shared = beside_engines and self._gpus is None
+        cores = share_cores(self._engine, self._cores).ranks if shared else None
         ranks: list[Process] = []
         try:
             for rank in range(world):
@@ -191,9 +207,17 @@ class ThisMachine:
         return ranks
 
     def start_engine(self, name: str, index: int, command: Sequence[str], log: Path) -> Process:
-        cores = share_out(self._engine, self._cores).engines[index]
         environment = PROCESS_ENVIRONMENT | environment_of(self.interface)
+        if self._gpus:
+            environment |= self._visible(self._gpus.engines[index])
+            slots = ",".join(map(str, range(self._engine.ranks)))  # all that it sees
+            return self._start(name, on_gpus(command, slots), log, environment, None)
+        cores = share_cores(self._engine, self._cores).engines[index]
         return self._start(name, command, log, environment, cores)
+
+    @staticmethod
+    def _visible(positions: Sequence[int]) -> dict[str, str]:
+        return gpu_environment(positions, os.environ.get(VISIBLE))
 
     def _start(
         self,
@@ -205,6 +229,11 @@ class ThisMachine:
     ) -> Child:
         request_fork = self._servers.of(command) if self._servers else None
         return Child(name, command, log, environment, cores or self._cores, request_fork)
+
+
+def on_gpus(command: Sequence[str], slots: str, caches: str = "") -> list[str]:
+    """Return a Python command that starts on slots of the visible GPUs: `parallel.on_gpus`."""
+    return [command[0], "-m", "parallel.on_gpus", slots, caches, *command[1:]]
 
 
 def free_port() -> int:

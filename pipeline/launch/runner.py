@@ -6,13 +6,13 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 from rich.console import Console
 
-from parallel.engine.environment import share_out
 from parallel.errors import UserError
-from parallel.settings import EngineSettings
+from parallel.slots import MachineGpus, share_cores, share_gpus, usable_gpus
 from pipeline.launch.launcher import JobFailed, Launcher, Work
 from pipeline.launch.placement import ForkServers, Programs, ThisMachine
 from pipeline.launch.processes import POLL_SECONDS, Signals, Stopped
@@ -26,7 +26,7 @@ from pipeline.run.run import KILLED, Run, missing_output
 from pipeline.run.select import check_dependencies, check_stale
 from pipeline.text import reason
 from stages.directory import StageDirectory
-from stages.settings import StageJob
+from stages.settings import RunSettings, StageJob
 
 
 def run_stages(
@@ -39,7 +39,7 @@ def run_stages(
     Raises:
         StaleStages: before anything is started.
         UserError: `only` names no stage, or one with missing dependencies; or there are too few
-            CPU cores for `parallel` stages.
+            GPUs or CPU cores for `parallel` stages.
         JobFailed: a stage failed; the stages that do not depend on it are done.
         GateStopped: a gate stopped, now or before; likewise.
         Stopped: a stop signal was received.
@@ -58,10 +58,10 @@ def run_stages(
             servers.of(programs.stage(run.path))
         if any(stage.needs_engine for stage in unfinished):
             servers.of(programs.engine(run.path))
-        cores = [*cores_of_slots(parallel, run.settings.engine)] if parallel > 1 else [None]
+        shares = machine_shares(parallel, run.settings)
         slots = []
-        for directory, own in zip(run.engines_of_slots(parallel), cores, strict=True):
-            placement = ThisMachine(run.settings.engine, own, servers)
+        for directory, share in zip(run.engines_of_slots(parallel), shares, strict=True):
+            placement = ThisMachine(run.settings.engine, share.cores, servers, share.gpus)
             launcher = Launcher(directory, run.settings, programs, placement, signals)
             slots.append(stack.enter_context(launcher))
         titles = {
@@ -136,17 +136,34 @@ class StageScheduler:
         del self._running[slot]
 
 
-def cores_of_slots(count: int, engine: EngineSettings) -> list[list[int]]:
-    """Return this machine's CPU cores of each of `count` slots.
+@dataclass(frozen=True)
+class MachineShare:
+    """A stage's and its engines' share of this machine; None is any core, or no GPU."""
+
+    cores: list[int] | None
+    gpus: MachineGpus | None
+
+
+def machine_shares(count: int, settings: RunSettings) -> list[MachineShare]:
+    """Return an equal share of this machine for each of `count` stages that run in parallel.
 
     Raises:
-        UserError: there are fewer cores than slots, or a slot has too few for its engines.
+        UserError: there are fewer GPUs or cores than stages, or too few for a stage's processes.
     """
+    if gpus := usable_gpus():
+        if (part := len(gpus) // count) == 0:
+            raise UserError(f"--parallel {count} needs {count} GPUs, {len(gpus)} available")
+        layout, engine = settings.layout, settings.engine
+        starts = range(0, count * part, part)
+        parts = [(gpus[start : start + part], start) for start in starts]
+        return [MachineShare(None, share_gpus(layout, engine, *each)) for each in parts]
     cores = sorted(os.sched_getaffinity(0))
     if (part := len(cores) // count) == 0:
         raise UserError(f"--parallel {count} needs {count} CPU cores, {len(cores)} available")
-    share_out(engine, cores[:part])
-    return [cores[slot * part : (slot + 1) * part] for slot in range(count)]
+    share_cores(settings.engine, cores[:part])
+    if count == 1:
+        return [MachineShare(None, None)]
+    return [MachineShare(cores[slot * part : (slot + 1) * part], None) for slot in range(count)]
 
 
 def attempt(

@@ -11,6 +11,8 @@ from itertools import takewhile
 from rich.console import Console
 
 from parallel.errors import UserError
+from parallel.gpus import visible_gpus
+from parallel.slots import check_gpu_count, share_gpus, usable_gpus
 from pipeline.config.cluster import ClusterSettings
 from pipeline.config.validate import load_cluster
 from pipeline.launch.launcher import SAVE_SECONDS, JobFailed, Launcher, run_to_the_end
@@ -25,15 +27,9 @@ from pipeline.run.ledger import PUT_ASIDE, Event, latest
 from pipeline.run.metrics import Models
 from pipeline.run.run import Run
 from pipeline.run.select import check_dependencies, check_stale
+from pipeline.slurm.places import Places, cpus_of, place, size_options, too_few_cpus
 from pipeline.slurm.queue import SlurmError, call
-from pipeline.slurm.steps import (
-    Places,
-    SlurmJob,
-    cpus_of,
-    place,
-    size_options,
-    too_few_cpus,
-)
+from pipeline.slurm.steps import SlurmJob
 from pipeline.slurm.submit import script_for
 from pipeline.text import reason, shown
 
@@ -128,14 +124,19 @@ def _attempt(
 ) -> None:
     """Run one attempt at the stage on the nodes of Slurm job `job_id`; on this machine if None."""
     settings = run.settings
-    placement: Placement = ThisMachine(settings.engine)
     lock_timeout, save_seconds = LOCK_TIMEOUT_SECONDS, SAVE_SECONDS
-    if job_id is not None:
+    placement: Placement
+    if job_id is None:
+        gpus = share_gpus(settings.layout, settings.engine, usable_gpus())
+        placement = ThisMachine(settings.engine, gpus=gpus)
+    else:
         listed = os.environ["SLURM_JOB_NODELIST"]
         nodes = call(["scontrol", "show", "hostnames", listed]).split()
         places = place(nodes, settings.layout, settings.engine, cluster, samples=stage.needs_engine)
         _check_cpus(run, stage, cluster, nodes, places)
-        placement = SlurmJob(places, settings.engine, cluster)
+        if cluster.gpus_per_node:
+            check_gpu_count(visible_gpus(), cluster.gpus_per_node, nodes[0])
+        placement = SlurmJob(places, cluster)
         lock_timeout = OTHER_JOB_SECONDS
         save_seconds = cluster.warning_seconds - SPARE_SECONDS
     engines = run.stage(stage.name).engines
@@ -144,6 +145,8 @@ def _attempt(
         Screen(console) as screen,
         Launcher(engines, settings, programs, placement, signals, save_seconds) as launcher,
     ):
+        if isinstance(placement, SlurmJob):
+            placement.prepare(run.slurm / f"container-{job_id}.log", signals.check)
         work = attempt(run, stage, launcher, screen, stage.name, job_id, lock_timeout)
         run_to_the_end(work)
 

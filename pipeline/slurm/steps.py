@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from parallel.engine.environment import PROCESS_ENVIRONMENT
 from parallel.errors import NOTICE_MARK, STATUS_DESCRIPTOR, UserError
 from parallel.network import address_of, environment_of
-from parallel.settings import EngineSettings, LayoutSettings
 from pipeline.config.cluster import ClusterSettings, ContainerSettings
-from pipeline.launch.placement import free_port
+from pipeline.launch.placement import EACH_RANK, free_port, on_gpus
 from pipeline.launch.processes import (
     POLL_SECONDS,
     Child,
@@ -24,7 +23,9 @@ from pipeline.launch.processes import (
     log_lines,
     lost_another,
     size,
+    wait_for_all,
 )
+from pipeline.slurm.places import Places, check_reachable
 
 END_SECONDS = 15.0  # how long Slurm may take to end a step before its srun is killed
 TASKS_ENDED = re.compile(r"(\S+): tasks? ([\d,-]+): (.+)")
@@ -33,130 +34,50 @@ CONTROLLER_AWAY = "Unable to contact slurm controller"
 OWN_ERRORS = (*(f"exit code {code}" for code in range(1, 128)), "Out Of Memory")
 
 
-@dataclass(frozen=True)
-class Places:
-    """The nodes of the ranks, filled one after another, and every engine's node and devices."""
-
-    rank_nodes: list[str]
-    ranks_per_node: int
-    engines: list[tuple[str, list[int]]]
-
-
-def nodes_needed(
-    layout: LayoutSettings, engine: EngineSettings | None, cluster: ClusterSettings
-) -> int:
-    """Return the number of nodes a stage needs; `engine` is None for a stage without sampling."""
-    per_node = cluster.ranks_per_node
-    ranks = -(-layout.ranks // per_node)
-    if engine is None:
-        return ranks
-    if engine.placement == "shared":
-        return max(ranks, -(-engine.count // (per_node // engine.tensor or 1)))
-    return 1 + _own_slots(layout, engine, per_node)[-1][0]
-
-
-def size_options(
-    layout: LayoutSettings, engine: EngineSettings | None, cluster: ClusterSettings
-) -> list[str]:
-    """Return sbatch's options for the nodes of a stage and their share; `engine` as above."""
-    options = [
-        f"--nodes={nodes_needed(layout, engine, cluster)}",
-        f"--ntasks-per-node={cluster.ranks_per_node}",
-        f"--cpus-per-task={cluster.cpus_per_rank}",
-    ]
-    if cluster.gpus_per_node:
-        of_type = f"{cluster.gpu_type}:" if cluster.gpu_type else ""
-        options.append(f"--gpus-per-node={of_type}{cluster.gpus_per_node}")
-    return options
-
-
-def cpus_of(text: str) -> list[int]:
-    """Return a job's CPUs on each node, from `SLURM_JOB_CPUS_PER_NODE`, such as `64(x2),32`."""
-    found: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        found += [int(count)] * int(times or 1)
-    return found
-
-
-def too_few_cpus(
-    places: Places, ranks: int, nodes: Sequence[str], cpus: Sequence[int], cpus_per_rank: int
-) -> tuple[str, int, int] | None:
-    """Return a node with fewer CPUs than srun needs there, and both numbers; None if all suffice.
-
-    The ranks are one step and each engine is another; steps overlap.
-    """
-    for node, has in zip(nodes, cpus, strict=False):
-        before = places.ranks_per_node * nodes.index(node)  # ranks on the nodes before this one
-        on_node = min(ranks - before, places.ranks_per_node)
-        engines = [len(devices) for where, devices in places.engines if where == node]
-        if has < (takes := max(on_node, *engines, 0) * cpus_per_rank):
-            return node, has, takes
-    return None
-
-
-def place(
-    nodes: Sequence[str],
-    layout: LayoutSettings,
-    engine: EngineSettings,
-    cluster: ClusterSettings,
-    *,
-    samples: bool,
-) -> Places:
-    """Return the places of a stage's ranks and engines on the `nodes` of its job.
-
-    Engines with `placement: shared` are spread over all nodes in turn; those with `own` follow the
-    last rank. No engine spans nodes.
-
-    Raises:
-        UserError: there are too few nodes, or an engine is larger than a node.
-    """
-    per_node = cluster.ranks_per_node
-    if samples and engine.tensor > per_node:
-        raise UserError(
-            f"engine.tensor = {engine.tensor} exceeds the cluster's ranks_per_node = {per_node}; "
-            "an engine must fit on one node"
-        )
-    needed = nodes_needed(layout, engine if samples else None, cluster)
-    if len(nodes) < needed:
-        raise UserError(
-            f"this job has {len(nodes)} of the {needed} nodes that layout.ranks = {layout.ranks} "
-            f"and the engines need at ranks_per_node = {per_node}; submit it with "
-            f"{' '.join(size_options(layout, engine if samples else None, cluster))}"
-        )
-    rank_nodes = list(nodes[: -(-layout.ranks // per_node)])
-    if engine.placement == "shared":
-        an_engine = per_node // engine.tensor
-        slots = [
-            (index % needed, index // needed % an_engine * engine.tensor)
-            for index in range(engine.count if samples else 0)
-        ]
-    else:
-        slots = _own_slots(layout, engine, per_node) if samples else []
-    engines = [(nodes[node], list(range(first, first + engine.tensor))) for node, first in slots]
-    return Places(rank_nodes, per_node, engines)
-
-
-def _own_slots(
-    layout: LayoutSettings, engine: EngineSettings, per_node: int
-) -> list[tuple[int, int]]:
-    """Return the node and the first device of every engine, by number."""
-    slots, free = [], layout.ranks
-    for _ in range(engine.count):
-        if free % per_node + engine.tensor > per_node:
-            free += per_node - free % per_node
-        slots.append((free // per_node, free % per_node))
-        free += engine.tensor
-    return slots
-
-
 class SlurmJob:
     """A placement that starts steps on the nodes of this job."""
 
-    def __init__(self, places: Places, engine: EngineSettings, cluster: ClusterSettings) -> None:
+    def __init__(self, places: Places, cluster: ClusterSettings) -> None:
         self.interface = cluster.network_interface or ""
+        self.nodes_per_engine = max((len(engine.nodes) for engine in places.engines), default=1)
+        self.on_gpus = cluster.gpus_per_node > 0
         self._places = places
-        self._engine = engine
         self._cluster = cluster
+        self._container = cluster.container
+        if self._container and self.on_gpus and (local := cluster.local_directory):
+            mounts = (*self._container.mounts, f"{local}:{local}")
+            self._container = self._container.model_copy(update={"mounts": mounts})
+
+    def prepare(self, log: Path, check: Callable[[], None]) -> None:
+        """Check the network, and unpack pyxis' image on every node, before any other step.
+
+        All later steps enter that one root. Two steps that start at once would both unpack the
+        image, and one would find the other's files. `check` is called while this waits, and may
+        raise.
+
+        Raises:
+            UserError: a node cannot be reached, or the image cannot be unpacked.
+        """
+        if not self.interface:
+            check_reachable(address_of(self.interface), self._places.nodes)
+        container = self._container
+        if container is None or container.runtime != "pyxis":
+            return
+        nodes = self._places.nodes
+        options = [f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}", "--ntasks-per-node=1"]
+        image = f"--container-image={container.image}"
+        command = [*self._srun(options), image, *pyxis_options(container), "true"]
+        step = Step("container", command, log, [], {})
+        try:
+            while step.status() is None:
+                check()
+                wait_for_all([step], POLL_SECONDS)
+            if step.status():
+                failure = step.failure()
+                cause = f"container.image: {container.image}: {failure.cause}"
+                raise UserError("\n".join([cause, *failure.tail]))
+        finally:
+            step.reap()
 
     def start_ranks(
         self, command: Sequence[str], world: int, directory: Path, beside_engines: bool
@@ -180,36 +101,61 @@ class SlurmJob:
             **environment_of(self.interface),
         }
         logs = [directory / f"rank_{rank}.log" for rank in range(world)]
-        srun = self._srun(options, command)
-        return [Step("rank", srun, directory / "srun.log", logs, rendezvous)]
+        return [self._step("rank", options, EACH_RANK, command, directory, logs, rendezvous)]
 
     def start_engine(self, name: str, index: int, command: Sequence[str], log: Path) -> Process:
-        node, devices = self._places.engines[index]
+        place = self._places.engines[index]
         options = [
-            "--nodes=1",
-            f"--nodelist={node}",
-            "--ntasks=1",
+            f"--nodes={len(place.nodes)}",
+            f"--nodelist={','.join(place.nodes)}",
+            f"--ntasks={len(place.nodes)}",
             "--ntasks-per-node=1",
-            f"--cpus-per-task={self._engine.tensor * self._cluster.cpus_per_rank}",
+            f"--cpus-per-task={len(place.slots) * self._cluster.cpus_per_rank}",
             f"--output={log.absolute()}",
         ]
+        if len(place.nodes) > 1:
+            options.append("--kill-on-bad-exit=1")  # vLLM cannot replace one of its nodes
         environment = PROCESS_ENVIRONMENT | environment_of(self.interface)
-        if self._cluster.gpus_per_node:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
-        srun = self._srun(options, command)
-        return Step(name, srun, log.with_name("srun.log"), [log], environment)
+        slots = ",".join(map(str, place.slots))
+        return self._step(name, options, slots, command, log.parent, [log], environment)
 
-    def _srun(self, options: Sequence[str], command: Sequence[str]) -> list[str]:
+    def _step(
+        self,
+        name: str,
+        options: Sequence[str],
+        slots: str,
+        command: Sequence[str],
+        directory: Path,
+        logs: Sequence[Path],
+        environment: Mapping[str, str],
+    ) -> Step:
+        """Start a step of tasks that run a Python command; with GPUs, on these slots of them."""
+        if self.on_gpus:
+            caches = local_caches(self._cluster.local_directory)
+            command = on_gpus(command, slots, caches)
+        container = self._container
+        names = [*environment, *passed_on(os.environ)]
+        if container is not None and container.runtime == "apptainer":
+            # Apptainer passes the environment on, but an image's own values come before it.
+            values = {**os.environ, **environment}
+            environment = {**environment, **{f"APPTAINERENV_{key}": values[key] for key in names}}
+        inside = contained(container, command, names)
+        return Step(
+            name, [*self._srun(options), *inside], directory / "srun.log", logs, environment
+        )
+
+    def _srun(self, options: Sequence[str]) -> list[str]:
         shared = [
             "--overlap",  # ranks and engines share cores and devices in turn
             "--mem=0",
+            # Slurm would bind the first task of every overlapping step to the same cores; on GPUs
+            # `parallel.on_gpus` binds each process near its own.
             "--cpu-bind=none",
             "--open-mode=append",
             "--export=ALL",
         ]
         # The status pipe does not reach another node; messages are read from the log instead.
-        start = ["env", f"--unset={STATUS_DESCRIPTOR}", "srun", *shared, *options]
-        return [*start, *contained(self._cluster.container, command)]
+        return ["env", f"--unset={STATUS_DESCRIPTOR}", "srun", *shared, *options]
 
 
 class Step:
@@ -280,7 +226,9 @@ class Step:
 
         def of_task(task: int) -> ProcessFailure:
             name = self.name if len(self._logs) == 1 else f"{self.name} {task}"
-            how = endings.get(task, "was ended")
+            # All tasks of an engine, one on each of its nodes, write one log.
+            others = endings.values() if len(self._logs) == 1 else ()
+            how = endings.get(task, next(iter(others), "was ended"))
             killed = not how.endswith(OWN_ERRORS)
             return failure_from_log(f"{name} {how}", killed, self._logs[task], self._starts[task])
 
@@ -306,14 +254,53 @@ def _ending(line: str) -> list[tuple[int, str]]:
     ]
 
 
-def contained(container: ContainerSettings | None, command: Sequence[str]) -> list[str]:
-    """Return the command inside the container's image; for pyxis, with srun's options before it."""
+def local_caches(directory: str | None) -> str:
+    """Return this user's directory of compiled kernels on each node; "" for the programs' own."""
+    return f"{directory}/braid-{os.getuid()}" if directory else ""
+
+
+def passed_on(environment: Mapping[str, str]) -> list[str]:
+    """Return the names of variables that must reach a container although its image has values.
+
+    NCCL's are a cluster's, set in `setup`; NCCL_VERSION is the image's.
+    """
+    return sorted(
+        name for name in environment if name.startswith("NCCL_") and name != "NCCL_VERSION"
+    )
+
+
+def contained(
+    container: ContainerSettings | None, command: Sequence[str], names: Sequence[str] = ()
+) -> list[str]:
+    """Return the command inside the container's image; for pyxis, with srun's options before it.
+
+    The image's own values of the variables `names` do not count.
+    """
     if container is None:
         return list(command)
     inside = [container.python, *command[1:]]
     if container.runtime == "pyxis":
-        mounts = [f"--container-mounts={','.join(container.mounts)}"] if container.mounts else []
-        where = f"--container-workdir={Path.cwd()}"
-        return [f"--container-image={container.image}", *mounts, where, *inside]
+        kept = [f"--container-env={','.join(names)}"] if names else []
+        return [*pyxis_options(container), *kept, *inside]
+    home = [] if container.mount_home else ["--no-home"]
     binds = [part for mount in container.mounts for part in ("--bind", mount)]
-    return ["apptainer", "exec", "--nv", *binds, "--pwd", str(Path.cwd()), container.image, *inside]
+    start = ["apptainer", "exec", "--nv", *home, *binds, "--pwd", str(Path.cwd())]
+    return [*start, container.image, *inside]
+
+
+def pyxis_options(container: ContainerSettings) -> list[str]:
+    """Return srun's options that enter the job's container root, which `prepare` unpacked.
+
+    Without a name every step would unpack the image again, 20 to 40 GB each, on every node. A
+    step must not attach to a running container (`no_exec`, pyxis 0.14): steps start at once, and
+    the process that one attaches to may end before its namespaces are joined.
+    """
+    job = os.environ.get("SLURM_JOB_ID", "")
+    mounts = [f"--container-mounts={','.join(container.mounts)}"] if container.mounts else []
+    home = "--container-mount-home" if container.mount_home else "--no-container-mount-home"
+    return [
+        f"--container-name=braid-{job}:no_exec",
+        home,
+        *mounts,
+        f"--container-workdir={Path.cwd()}",
+    ]

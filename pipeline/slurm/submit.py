@@ -11,14 +11,15 @@ from pathlib import Path
 
 from parallel.errors import UserError
 from parallel.files import write_atomically
+from parallel.slots import check_engine_size
 from pipeline.config.cluster import ClusterSettings
 from pipeline.config.validate import place_in_cluster
 from pipeline.config.yaml_core import dump
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage
 from pipeline.run.run import Run, StageState
+from pipeline.slurm.places import SLOTS_OF_A_NODE, size_options
 from pipeline.slurm.queue import SlurmError, call, comment_of
-from pipeline.slurm.steps import size_options
 from pipeline.text import shown
 from stages.kinds import KINDS
 from stages.settings import RunSettings
@@ -194,15 +195,11 @@ def script_for(stage: Stage) -> Path:
 def check_engines_fit(
     settings: RunSettings, cluster: ClusterSettings, stages: Iterable[Stage]
 ) -> None:
-    """Raise UserError if an engine is larger than a node."""
+    """Raise UserError where no whole number of a kind's nodes holds an engine."""
     for kind in dict.fromkeys(stage.kind for stage in stages if stage.needs_engine):
         room = cluster.of_kind(kind).ranks_per_node
-        if settings.engine.tensor > room:
-            of_kind = f" for {kind}" if room != cluster.ranks_per_node else ""
-            raise UserError(
-                f"engine.tensor = {settings.engine.tensor} exceeds the cluster's "
-                f"ranks_per_node = {room}{of_kind}; an engine must fit on one node"
-            )
+        of_kind = f" for {kind}" if room != cluster.ranks_per_node else ""
+        check_engine_size(settings.engine, room, SLOTS_OF_A_NODE + of_kind)
 
 
 def _submission(

@@ -204,7 +204,7 @@ def test_jobs_of_slurm_make_the_same_weights(
 ) -> None:
     """Each of the two ranks on a node of its own, and the engine as a further step."""
     profile = tmp_path / "cluster.yaml"
-    profile.write_text("ranks_per_node: 1\n")
+    profile.write_text("ranks_per_node: 1\nnetwork_interface: lo\n")
     stages = ["cold_start", "experts.chain_sum"]
     only = [part for stage in stages for part in ("--only", stage)]
     where = ["--cluster", str(profile), "--runs-dir", str(tmp_path)]

@@ -78,6 +78,12 @@ def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory(tmp_path / "runs" / "small")
 
 
+@pytest.fixture(autouse=True)
+def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide this machine's GPUs: the fakes need none, and a test that wants some puts them there."""
+    monkeypatch.setattr("parallel.slots.visible_gpus", list)
+
+
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"

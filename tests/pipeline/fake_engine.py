@@ -21,6 +21,11 @@ def main() -> None:
         sys.exit(1)
     if action == "fall":
         os.kill(os.getpid(), signal.SIGKILL)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    node = int(os.environ.get("SLURM_PROCID", "0")) if job["nodes"] > 1 else 0
+    (path.parent / f"gpus_{node}").write_text(str(visible))
+    while node or len(list(path.parent.glob("gpus_*"))) < job["nodes"]:
+        time.sleep(0.05)  # the first node's process serves, once all of them are up
     address = Path(job["address"])
     unfinished = address.with_suffix(".tmp")
     cores = sorted(os.sched_getaffinity(0))

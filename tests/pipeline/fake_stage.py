@@ -183,6 +183,8 @@ def await_engines(job: dict, rank: int) -> None:
     for address in job["engine_addresses"]:
         another_engine(Path(address), None)
     (Path(job["directory"]) / "cores").write_text(json.dumps(sorted(os.sched_getaffinity(0))))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    (Path(job["directory"]) / "gpus").write_text(json.dumps(visible))
     work(job, rank)
 
 

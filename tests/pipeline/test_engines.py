@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from parallel.engine.environment import Cores, share_out
 from parallel.errors import UserError
 from parallel.settings import EngineSettings
+from parallel.slots import Cores, MachineGpus, share_cores
 from pipeline.config.validate import load
 from pipeline.launch.launcher import JobFailed, Launcher, SupervisedEngine, run_to_the_end
 from pipeline.launch.placement import ThisMachine
@@ -40,11 +40,15 @@ def with_engine(config: Path, **engine: Any) -> RunSettings:
 
 @contextmanager
 def launched(
-    run: RunDirectory, settings: RunSettings, actions: dict[str, str], engine: str = "wait"
+    run: RunDirectory,
+    settings: RunSettings,
+    actions: dict[str, str],
+    engine: str = "wait",
+    gpus: MachineGpus | None = None,
 ) -> Iterator[Execute]:
     """Yield a function that executes a stage in a launcher and returns the launcher's messages."""
     programs = fake_programs({stage: {"0": action} for stage, action in actions.items()}, engine)
-    placement = ThisMachine(settings.engine)
+    placement = ThisMachine(settings.engine, gpus=gpus)
     with (
         Signals() as signals,
         Launcher(run.engines, settings, programs, placement, signals) as launcher,
@@ -107,6 +111,29 @@ def test_an_engine_that_is_killed_before_it_is_ready_is_restarted(
     ):
         execute("sums")
     assert len(starts(run, 0)) == 2
+
+
+def test_an_engine_on_gpus_that_was_never_ready_gets_one_further_start(
+    run: RunDirectory, config: Path
+) -> None:
+    with (
+        launched(
+            run, with_engine(config), {"sums": "hang"}, "die", MachineGpus([0], [[0]])
+        ) as execute,
+        pytest.raises(JobFailed, match="engine 0 ended with exit status 1"),
+    ):
+        execute("sums")
+    assert len(starts(run, 0)) == 2
+    job = json.loads(run.engine(0).job.read_text())
+    assert (job["nodes"], job["engine"]["start_timeout_seconds"]) == (1, 1800)
+
+
+def test_the_start_timeout_is_the_device_s_or_the_one_that_is_set() -> None:
+    unset, chosen = EngineSettings(), EngineSettings(start_timeout_seconds=7)
+    for gpus, seconds in ((False, 300), (True, 1800)):
+        assert unset.started_on(gpus).start_seconds == seconds
+        assert chosen.started_on(gpus).start_seconds == 7
+    assert unset.start_seconds == 300
 
 
 def test_an_engine_that_a_rank_gives_up_is_restarted(run: RunDirectory, config: Path) -> None:
@@ -243,13 +270,13 @@ def test_a_complaint_of_the_engine_before_is_not_taken_for_one_of_this(run: RunD
     ],
 )
 def test_engines_get_their_cores(engine: dict[str, Any], shared: Cores) -> None:
-    assert share_out(EngineSettings(**engine), {8, 7, 1, 2, 4, 5}) == shared
+    assert share_cores(EngineSettings(**engine), {8, 7, 1, 2, 4, 5}) == shared
 
 
 def test_the_ranks_need_a_core_too() -> None:
     engine = EngineSettings(placement="own", count=2)
     with pytest.raises(UserError, match=r"placement: own needs 3 CPU cores, .* 2 available;"):
-        share_out(engine, [0, 1])
+        share_cores(engine, [0, 1])
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
@@ -259,7 +286,7 @@ def test_processes_run_on_the_cores_they_are_given(run: RunDirectory, config: Pa
         return found[key] if key else found
 
     settings = with_engine(config, placement="own")
-    wanted = share_out(settings.engine)
+    wanted = share_cores(settings.engine)
     with launched(run, settings, {"sums": "await_engines"}) as execute:
         execute("sums")
     assert cores(run.stage("sums").path / "cores") == wanted.ranks

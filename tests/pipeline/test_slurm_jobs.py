@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,26 +13,27 @@ import pytest
 from parallel.errors import ERROR_MARK, UserError
 from parallel.network import LOOPBACK, address_of, environment_of
 from parallel.settings import EngineSettings, LayoutSettings
+from parallel.slots import nodes_needed
 from pipeline.config.cluster import ClusterSettings, ContainerSettings, KindSettings, seconds_of
 from pipeline.config.read import ConfigError
 from pipeline.config.validate import load_cluster
+from pipeline.launch.launcher import write_engine_job
 from pipeline.launch.processes import wait_for_all
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import compile_graph
 from pipeline.run.run import Run
-from pipeline.slurm.queue import QueuedJob, SlurmError
-from pipeline.slurm.stage import requeue
-from pipeline.slurm.steps import (
+from pipeline.slurm.places import (
+    EnginePlace,
     Places,
-    SlurmJob,
-    Step,
-    contained,
+    check_reachable,
     cpus_of,
-    nodes_needed,
     place,
     size_options,
     too_few_cpus,
 )
+from pipeline.slurm.queue import QueuedJob, SlurmError
+from pipeline.slurm.stage import requeue
+from pipeline.slurm.steps import SlurmJob, Step, contained, passed_on
 from pipeline.slurm.submit import (
     check_engines_fit,
     submissions,
@@ -50,9 +53,17 @@ def sizes(ranks: int, **engine: object) -> tuple[LayoutSettings, EngineSettings]
 def test_engines_that_share_are_dealt_out_over_the_ranks_nodes() -> None:
     cluster = ClusterSettings(ranks_per_node=4)
     layout, engine = sizes(8, count=4, tensor=2)
-    assert nodes_needed(layout, engine, cluster) == 2
+    assert nodes_needed(layout, engine, 4) == 2
+    first, second = ([node] for node in NODES[:2])
     assert place(NODES[:2], layout, engine, cluster, samples=True) == Places(
-        ["n1", "n2"], 4, [("n1", [0, 1]), ("n2", [0, 1]), ("n1", [2, 3]), ("n2", [2, 3])]
+        ["n1", "n2"],
+        4,
+        [
+            EnginePlace(first, [0, 1]),
+            EnginePlace(second, [0, 1]),
+            EnginePlace(first, [2, 3]),
+            EnginePlace(second, [2, 3]),
+        ],
     )
 
 
@@ -60,36 +71,41 @@ def test_engines_on_separate_devices_follow_the_last_rank_on_one_node_each() -> 
     cluster = ClusterSettings(ranks_per_node=4)
     layout, engine = sizes(3, count=3, tensor=2, placement="own")
     # One device of the first node is left over: an engine of two does not fit there.
-    assert nodes_needed(layout, engine, cluster) == 3
+    assert nodes_needed(layout, engine, 4) == 3
     found = place(NODES[:3], layout, engine, cluster, samples=True)
-    assert found == Places(["n1"], 4, [("n2", [0, 1]), ("n2", [2, 3]), ("n3", [0, 1])])
+    engines = [
+        EnginePlace(["n2"], [0, 1]),
+        EnginePlace(["n2"], [2, 3]),
+        EnginePlace(["n3"], [0, 1]),
+    ]
+    assert found == Places(["n1"], 4, engines)
     assert place(NODES[:3], layout, engine, cluster, samples=False).engines == []
 
 
-@pytest.mark.parametrize("placement", ["shared", "own"])
-@pytest.mark.parametrize("ranks", [1, 3, 8, 9])
-@pytest.mark.parametrize(("count", "tensor"), [(1, 1), (1, 4), (5, 2), (7, 3)])
-def test_no_device_has_two_engines_nor_a_separate_one_and_a_rank(
-    placement: str, ranks: int, count: int, tensor: int
+def test_an_engine_larger_than_a_node_takes_whole_nodes(
+    run: RunDirectory, settings: RunSettings
 ) -> None:
-    cluster = ClusterSettings(ranks_per_node=4)
-    layout, engine = sizes(ranks, count=count, tensor=tensor, placement=placement)
-    nodes = [f"n{number}" for number in range(nodes_needed(layout, engine, cluster))]
-    found = place(nodes, layout, engine, cluster, samples=True)
-    taken = [(node, device) for node, devices in found.engines for device in devices]
-    assert len(taken) == len(set(taken)) == count * tensor
-    assert {device for _, device in taken} <= set(range(4))
-    if placement == "own":
-        of_ranks = {(nodes[rank // 4], rank % 4) for rank in range(ranks)}
-        assert not of_ranks & set(taken)
+    cluster = ClusterSettings(ranks_per_node=4, cpus_per_rank=2)
+    layout, engine = sizes(5, count=2, tensor=8, placement="own")
+    found = place(NODES[:6], layout, engine, cluster, samples=True)
+    assert found.rank_nodes == ["n1", "n2"]
+    assert found.engines == [(["n3", "n4"], [0, 1, 2, 3]), (["n5", "n6"], [0, 1, 2, 3])]
+    assert found.nodes == NODES[:6]
+    assert size_options(layout, engine, cluster)[0] == "--nodes=6"
+    assert too_few_cpus(found, 5, NODES[:6], [8, 2, 8, 8, 8, 8], 2) is None
+    assert too_few_cpus(found, 5, NODES[:6], [8, 2, 8, 7, 8, 8], 2) == ("n4", 7, 8)
+    job = SlurmJob(found, cluster)
+    assert job.nodes_per_engine == 2
+    written = write_engine_job(run.engine(0), settings, 0, job)
+    assert json.loads(written.read_text())["nodes"] == 2
 
 
 def test_too_few_nodes_are_refused_with_the_number() -> None:
     cluster = ClusterSettings(ranks_per_node=2)
     with pytest.raises(UserError, match=r"1 of the 4 nodes .* submit it with --nodes=4"):
         place(NODES[:1], *sizes(8), cluster, samples=True)
-    with pytest.raises(UserError, match=r"engine\.tensor = 4 exceeds .* ranks_per_node = 2"):
-        place(NODES, *sizes(2, tensor=4), cluster, samples=True)
+    with pytest.raises(UserError, match=r"3 ranks exceed .* ranks_per_node = 2 and are"):
+        place(NODES, *sizes(2, tensor=3), cluster, samples=True)
 
 
 def test_too_few_cpus_of_a_node_are_found() -> None:
@@ -99,7 +115,7 @@ def test_too_few_cpus_of_a_node_are_found() -> None:
     layout, engine = sizes(6, count=2, tensor=3, placement="own")
     nodes = NODES[:4]
     own = place(nodes, layout, engine, cluster, samples=True)
-    assert own.engines == [("n3", [0, 1, 2]), ("n4", [0, 1, 2])]
+    assert own.engines == [(["n3"], [0, 1, 2]), (["n4"], [0, 1, 2])]
     assert too_few_cpus(own, 6, nodes, [4, 2, 3, 3], 1) is None
     assert too_few_cpus(own, 6, nodes, [], 1) is None  # where Slurm does not say
     assert too_few_cpus(own, 6, nodes, [3, 2, 3, 3], 1) == ("n1", 3, 4)
@@ -254,23 +270,130 @@ def test_a_walltime_without_room_for_its_warning_is_refused(tmp_path: Path) -> N
     )
 
 
-def test_a_container_holds_the_ranks_and_its_own_python() -> None:
+def test_steps_enter_one_container_root_with_its_own_python(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
     command = ["python", "-m", "stages.main", "job.json"]
     pyxis = ContainerSettings(runtime="pyxis", image="/i.sqsh", mounts=("/a:/a", "/b:/b"))
-    assert contained(pyxis, command) == [
-        "--container-image=/i.sqsh",
-        "--container-mounts=/a:/a,/b:/b",
+    entering = [
+        *[
+            "--container-name=braid-17:no_exec",
+            "--no-container-mount-home",
+            "--container-mounts=/a:/a,/b:/b",
+        ],
         f"--container-workdir={Path.cwd()}",
-        *["python3", "-m", "stages.main", "job.json"],
     ]
+    program = ["python3", "-m", "stages.main", "job.json"]
+    assert contained(pyxis, command) == [*entering, *program]
+    kept = "--container-env=MASTER_PORT,NCCL_IB_HCA"
+    names = ["MASTER_PORT", "NCCL_IB_HCA"]
+    assert contained(pyxis, command, names) == [*entering, kept, *program]
+    at_home = pyxis.model_copy(update={"mount_home": True})
+    assert contained(at_home, command)[1] == "--container-mount-home"
     apptainer = ContainerSettings(
         runtime="apptainer", image="/i.sif", mounts=("/a:/a",), python="python3.11"
     )
     assert contained(apptainer, command) == [
-        *["apptainer", "exec", "--nv", "--bind", "/a:/a", "--pwd", str(Path.cwd()), "/i.sif"],
+        *["apptainer", "exec", "--nv", "--no-home", "--bind", "/a:/a"],
+        *["--pwd", str(Path.cwd()), "/i.sif"],
         *["python3.11", "-m", "stages.main", "job.json"],
     ]
+    at_home = apptainer.model_copy(update={"mount_home": True})
+    assert "--no-home" not in contained(at_home, command)
     assert contained(None, command) == command
+
+
+def test_a_cluster_s_nccl_variables_reach_a_container() -> None:
+    environment = {"NCCL_IB_HCA": "mlx5", "NCCL_VERSION": "2.29", "NCCL_DEBUG": "", "HOME": "/"}
+    assert passed_on(environment) == ["NCCL_DEBUG", "NCCL_IB_HCA"]
+
+
+@pytest.fixture
+def recorded_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put an srun on PATH that records its arguments and APPTAINERENV; return the record."""
+    program, record = tmp_path / "bin" / "srun", tmp_path / "record"
+    program.parent.mkdir()
+    lines = [f'echo "$*" >> {record}', f"env | grep ^APPTAINERENV_ | sort >> {record}", "true"]
+    program.write_text("\n".join(["#!/bin/bash", *lines, ""]))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    return record
+
+
+def test_an_image_is_unpacked_once_before_the_steps_that_enter_it(
+    recorded_srun: Path, tmp_path: Path
+) -> None:
+    pyxis = ContainerSettings(runtime="pyxis", image="/i.sqsh")
+    cluster = ClusterSettings(ranks_per_node=2, network_interface="lo", container=pyxis)
+    places = place(NODES[:2], *sizes(2, count=2, placement="own"), cluster, samples=True)
+    job = SlurmJob(places, cluster)
+    job.prepare(tmp_path / "container.log", lambda: None)
+    engine = job.start_engine("engine 0", 0, ["python", "server.py"], tmp_path / "engine.log")
+    wait_for_all([engine], seconds=60)
+    engine.reap()
+    unpacked, entered = recorded_srun.read_text().splitlines()
+    assert "--nodes=2 --nodelist=n1,n2 --ntasks-per-node=1 --container-image=/i.sqsh" in unpacked
+    assert unpacked.endswith(f"--container-workdir={Path.cwd()} true")
+    assert all("--container-name=braid-17:no_exec" in each for each in (unpacked, entered))
+    assert "--container-image" not in entered and entered.endswith("python3 server.py")
+
+
+def test_an_image_that_cannot_be_unpacked_is_named(recorded_srun: Path, tmp_path: Path) -> None:
+    program = tmp_path / "bin" / "srun"
+    program.write_text("#!/bin/bash\necho 'pyxis: no such file: /i.sqsh' >&2\nexit 1\n")
+    pyxis = ContainerSettings(runtime="pyxis", image="/i.sqsh")
+    cluster = ClusterSettings(network_interface="lo", container=pyxis)
+    job = SlurmJob(place(NODES[:1], *sizes(1), cluster, samples=True), cluster)
+    with pytest.raises(UserError, match=r"(?s)container\.image: /i\.sqsh: .*pyxis: no such file"):
+        job.prepare(tmp_path / "container.log", lambda: None)
+
+
+def test_tasks_on_gpus_choose_their_slots_behind_srun(
+    recorded_srun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_IB_HCA", "mlx5")
+    apptainer = ContainerSettings(runtime="apptainer", image="/i.sif")
+    cluster = ClusterSettings(
+        gpus_per_node=8, network_interface="lo", local_directory="/local", container=apptainer
+    )
+    layout, engine = sizes(4, count=2, tensor=2, placement="own")
+    job = SlurmJob(place(NODES[:1], layout, engine, cluster, samples=True), cluster)
+    assert job.on_gpus and not SlurmJob(Places([], 1, []), ClusterSettings()).on_gpus
+    started = [
+        job.start_engine("engine 1", 1, ["python", "-m", "server"], tmp_path / "engine.log"),
+        *job.start_ranks(["python", "-m", "main"], 4, tmp_path, True),
+    ]
+    wait_for_all(started, seconds=60)
+    for step in started:
+        step.reap()
+    record = recorded_srun.read_text()
+    caches = f"/local/braid-{os.getuid()}"
+    assert f"/i.sif python3 -m parallel.on_gpus 6,7 {caches} -m server\n" in record
+    assert f"/i.sif python3 -m parallel.on_gpus rank {caches} -m main\n" in record
+    assert "APPTAINERENV_NCCL_IB_HCA=mlx5" in record
+    assert "APPTAINERENV_MASTER_ADDR=127.0.0.1" in record
+
+
+def test_a_loopback_address_is_refused_where_nodes_are_to_meet() -> None:
+    check_reachable("127.0.1.1", ["n1"])
+    check_reachable("10.0.0.7", ["n1", "n2"])
+    with pytest.raises(
+        UserError, match=r"null: the name of n1 means 127\.0\.1\.1 there, which the"
+    ):
+        check_reachable("127.0.1.1", ["n1", "n2", "n3"])
+
+
+def test_nodes_without_a_common_address_stop_a_job_before_its_steps(
+    recorded_srun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.slurm.steps.address_of", lambda interface: "127.0.1.1")
+    cluster = ClusterSettings(ranks_per_node=1)
+    job = SlurmJob(place(NODES[:2], *sizes(2), cluster, samples=False), cluster)
+    with pytest.raises(UserError, match="network_interface: null"):
+        job.prepare(tmp_path / "container.log", lambda: None)
+    assert not recorded_srun.exists()
 
 
 def failed_step(directory: Path, said: list[str], logs: list[str]) -> Step:
@@ -364,7 +487,7 @@ def test_process_groups_use_the_named_interface() -> None:
     assert environment_of("") == {}
     for asked, taken in (("ib0", "ib0"), (None, "")):
         cluster = ClusterSettings(network_interface=asked)
-        assert SlurmJob(Places([], 1, []), EngineSettings(), cluster).interface == taken
+        assert SlurmJob(Places([], 1, []), cluster).interface == taken
 
 
 @pytest.mark.parametrize("command", ["cancel", "status", "logs"])
@@ -441,8 +564,9 @@ def test_stage_kinds_may_request_other_nodes(run: RunDirectory, settings: RunSet
     } < set(options["evaluate"])
     assert options["evaluate"][-2:] == ("--exclusive", "--nice=5")
     assert not any("gpus" in option for option in options["export"])
-    large = settings.model_copy(update={"engine": settings.engine.model_copy(update={"tensor": 2})})
-    with pytest.raises(UserError, match=r"ranks_per_node = 1 for evaluate; an engine"):
+    large = settings.model_copy(update={"engine": settings.engine.model_copy(update={"tensor": 3})})
+    cluster = ClusterSettings.model_validate({"kinds": {"evaluate": {"ranks_per_node": 2}}})
+    with pytest.raises(UserError, match=r"ranks_per_node for evaluate = 2 and are no multiple"):
         check_engines_fit(large, cluster, stages)
 
 
@@ -473,6 +597,23 @@ def test_stage_kinds_may_request_other_nodes(run: RunDirectory, settings: RunSet
         (
             "warning_seconds: 65536",
             "warning_seconds: should be less than or equal to 65535, not 65536",
+        ),
+        (
+            "ranks_per_node: 8\ngpus_per_node: 4",
+            "ranks_per_node: 8 ranks need 8 GPUs, and gpus_per_node = 4; lower it to 4 or less",
+        ),
+        (
+            "kinds: {evaluate: {gpus_per_node: 2}}",
+            "kinds.evaluate.ranks_per_node: 8 ranks need 8 GPUs, and gpus_per_node = 2; lower it",
+        ),
+        ("local_directory: scratch", "local_directory: scratch must be an absolute path"),
+        (
+            "gres: false\ngpus_per_node: 8",
+            "gres: false needs options: [--exclusive], since Slurm would give the same GPUs to",
+        ),
+        (
+            "gpu_type: h100\ngpus_per_node: 8\ngres: false\noptions: [--exclusive]",
+            "gpu_type: h100 cannot be requested with gres: false; use constraint",
         ),
         ("options: [--gpus=2, --tim=5]", "options.1: --time is set by Braid; see walltime"),
         ("options: [--comment=mine]", "options.0: --comment is set by Braid; it records"),

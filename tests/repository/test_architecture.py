@@ -35,6 +35,7 @@ WITHOUT_TORCH = {
     "parallel.gpus",
     "parallel.memory",
     "parallel.network",
+    "parallel.slots",
     "parallel.engine.environment",
     "parallel.weights.needs",
     "stages.directory",

@@ -7,10 +7,12 @@
 #   cluster.sh start-node DIR nK
 #   cluster.sh stop-controller|start-controller DIR
 #
-# NODES (3) and PORT (17000, the first of several) may be set. Clients need SLURM_CONF=DIR/slurm.conf.
+# NODES (3), GPUS of each node (0; they are files that nothing can open as a GPU) and PORT (17000, the
+# first of several) may be set. Clients need SLURM_CONF=DIR/slurm.conf.
 set -euo pipefail
 
 NODES=${NODES:-3}
+GPUS=${GPUS:-0}
 PORT=${PORT:-17000}
 DIR=${2:-}
 export SLURM_CONF=$DIR/slurm.conf
@@ -56,8 +58,17 @@ stepds() {  # NODE: its slurmstepds, identified by their log
 }
 
 configure() {
-    local host
+    local host gpu gres=
     host=$(hostname -s)
+    if [ "$GPUS" != 0 ]; then
+        gres=" Gres=gpu:$GPUS"
+        mkdir -p "$DIR/dev"
+        for ((gpu = 0; gpu < GPUS; gpu++)); do
+            # NVIDIA's major number: Slurm asks a device for its own before it names it to a task.
+            mknod "$DIR/dev/gpu$gpu" c 195 "$gpu" 2>/dev/null || touch "$DIR/dev/gpu$gpu"
+        done
+        echo "NodeName=n[1-$NODES] Name=gpu File=$DIR/dev/gpu[0-$((GPUS - 1))]" >"$DIR/gres.conf"
+    fi
     cat >"$SLURM_CONF" <<CONFIGURATION
 ClusterName=braid
 SlurmctldHost=$host(127.0.0.1)
@@ -86,7 +97,8 @@ BatchStartTimeout=10
 KillWait=10
 MinJobAge=3600
 ReturnToService=2
-NodeName=n[1-$NODES] NodeHostname=$host NodeAddr=127.0.0.1 Port=[$((PORT + 101))-$((PORT + 100 + NODES))] CPUs=64 RealMemory=16000
+${gres:+GresTypes=gpu}
+NodeName=n[1-$NODES] NodeHostname=$host NodeAddr=127.0.0.1 Port=[$((PORT + 101))-$((PORT + 100 + NODES))] CPUs=64 RealMemory=16000$gres
 PartitionName=batch Nodes=ALL Default=YES PriorityTier=1
 PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF
 CONFIGURATION
@@ -137,7 +149,7 @@ start-controller)
     within 20 scontrol ping
     ;;
 *)
-    sed -n '2,10p' "$0"
+    sed -n '2,11p' "$0"
     exit 2
     ;;
 esac

@@ -42,6 +42,7 @@ merge:
 """
 PROFILE = """\
 ranks_per_node: 1
+network_interface: lo
 walltime: "0:10:00"
 warning_seconds: 60
 """
@@ -62,8 +63,12 @@ class Braid:
         self.config = self.directory / "small.yaml"
         self.config.write_text(CONFIG)
         self.profile = self.directory / "cluster.yaml"
+        self.write_profile(PROFILE)
+
+    def write_profile(self, text: str) -> None:
+        """Write the cluster's profile, with the setup that finds this `braid`."""
         setup = f"setup: ['export PATH={self.program.parent}:$PATH']\n"
-        self.profile.write_text(PROFILE + setup)
+        self.profile.write_text(text + setup)
 
     @property
     def run(self) -> Path:

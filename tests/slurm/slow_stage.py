@@ -20,6 +20,8 @@ SECONDS_A_STEP = 0.1
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     rank = int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        (Path(sys.argv[1]).parent / f"gpus_{rank}").write_text(visible)
     print(f"rank {rank} on {os.environ.get('SLURMD_NODENAME')}", flush=True)
     directory = Path(job["directory"])
     if rank:
@@ -41,7 +43,8 @@ def train(job: dict, directory: Path) -> None:
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, lambda got, _: asked.append(got))
     if job["samples"]:
-        wait_for(Path(job["engine_addresses"][0]))
+        for address in job["engine_addresses"]:
+            wait_for(Path(address))
     loop = settings_of(job)["loop"]
     saved = [int(path.name.removeprefix("step_")) for path in directory.glob("checkpoints/step_*")]
     for step in range(max(saved, default=0) + 1, loop["steps"] + 1):

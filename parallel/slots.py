@@ -1,0 +1,240 @@
+"""The GPUs of each rank and each engine, and their shares of the CPU cores; never imports torch.
+
+A slot is one GPU of a node, named by its position among the GPUs that the job may use there. Ranks
+fill the slots of the nodes one after another, `per_node` each. CPU cores are shared out apart from
+the slots, and only where there are no GPUs: with them, the work of a process is on its devices.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from parallel.errors import UserError
+from parallel.gpus import Gpu, visible_gpus
+from parallel.settings import EngineSettings, LayoutSettings
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+# The driver's own numbering. CUDA's default puts the fastest GPU first, and nvidia-smi and Slurm
+# number by the bus.
+ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+@dataclass(frozen=True)
+class EngineSlots:
+    """The slots of one engine: the same numbers on each of its nodes, which are consecutive."""
+
+    nodes: range
+    slots: range
+
+
+@dataclass(frozen=True)
+class MachineGpus:
+    """The GPUs of one machine, as positions among the visible ones.
+
+    The ranks see all of `stage`, and rank R runs on its R-th; each engine sees its own only.
+    """
+
+    stage: list[int]
+    engines: list[list[int]]
+
+
+@dataclass(frozen=True)
+class Cores:
+    """The CPU cores of all ranks together and of each engine; None means any."""
+
+    ranks: list[int] | None
+    engines: list[list[int] | None]
+
+
+def engine_slots(
+    layout: LayoutSettings, engine: EngineSettings, per_node: int
+) -> list[EngineSlots]:
+    """Return the slots of every engine, on nodes of `per_node` slots that are numbered from 0.
+
+    shared: the engines are dealt out over the nodes in turn, from the first slot of each.
+    own: they follow the last rank. An engine larger than a node takes whole nodes; any other is on
+    one node. No slot has two engines, whose memory would add up.
+
+    Raises:
+        UserError: an engine is larger than a node, and no multiple of it.
+    """
+    check_engine_size(engine, per_node, "slots per node")
+    nodes = -(-engine.ranks // per_node)
+    ranks = engine.ranks // nodes  # on each of its nodes
+    if engine.placement == "own":
+        return _after_ranks(layout, engine, per_node, nodes, ranks)
+    of_a_node = per_node // ranks  # engines
+    width = nodes_needed(layout, engine, per_node) // nodes
+    found = []
+    for index in range(engine.count):
+        assert index // width < of_a_node
+        first = index // width * ranks
+        start = index % width * nodes
+        found.append(EngineSlots(range(start, start + nodes), range(first, first + ranks)))
+    return found
+
+
+def _after_ranks(
+    layout: LayoutSettings, engine: EngineSettings, per_node: int, nodes: int, ranks: int
+) -> list[EngineSlots]:
+    found, free = [], layout.ranks
+    for _ in range(engine.count):
+        if free % per_node + ranks > per_node:
+            free += per_node - free % per_node
+        node, first = divmod(free, per_node)
+        found.append(EngineSlots(range(node, node + nodes), range(first, first + ranks)))
+        free += engine.ranks
+    return found
+
+
+def nodes_needed(layout: LayoutSettings, engine: EngineSettings | None, per_node: int) -> int:
+    """Return the number of nodes of a stage; `engine` is None for a stage without sampling."""
+    of_ranks = -(-layout.ranks // per_node)
+    if engine is None:
+        return of_ranks
+    if engine.placement == "own":
+        return engine_slots(layout, engine, per_node)[-1].nodes.stop
+    if engine.ranks > per_node:
+        return max(of_ranks, engine.count * -(-engine.ranks // per_node))
+    return max(of_ranks, -(-engine.count // (per_node // engine.ranks)))
+
+
+def check_engine_size(engine: EngineSettings, per_node: int, limit: str) -> None:
+    """Raise UserError where an engine neither fits on a node nor fills several; `limit` is named.
+
+    An engine of several nodes has the same number of ranks on each: vLLM's executor demands it.
+    """
+    if engine.ranks <= per_node or engine.ranks % per_node == 0:
+        return
+    raise UserError(
+        f"engine: {engine.ranks} ranks exceed {limit} = {per_node} and are no multiple of it; "
+        f"lower engine.tensor to {per_node} or less, or to a multiple of {per_node}"
+    )
+
+
+def share_gpus(
+    layout: LayoutSettings, engine: EngineSettings, gpus: Sequence[Gpu], offset: int = 0
+) -> MachineGpus | None:
+    """Return the GPUs of a stage and its engines on this machine; None where there are none.
+
+    `gpus` are those that they may use, the first at position `offset` of the visible ones.
+
+    Raises:
+        UserError: there are too few, or those that would be used are of several types.
+    """
+    if not gpus:
+        return None
+    engines = engine.count * engine.ranks
+    own = engine.placement == "own"
+    needed = layout.ranks + engines if own else max(layout.ranks, engines)
+    if needed > len(gpus):
+        together = "and" if own else "in turn with"
+        raise UserError(
+            f"{needed} GPUs are needed, {len(gpus)} available here: layout.ranks = {layout.ranks} "
+            f"{together} {engine.count} engines of {engine.ranks} (engine.placement: "
+            f"{engine.placement}), one GPU for each rank; use fewer ranks or engines, or submit "
+            "to a cluster"
+        )
+    check_alike(gpus[:needed], "this machine")
+    slots = engine_slots(layout, engine, len(gpus))
+    return MachineGpus(
+        stage=list(range(offset, offset + len(gpus))),
+        engines=[[offset + slot for slot in each.slots] for each in slots],
+    )
+
+
+def check_alike(gpus: Sequence[Gpu], where: str) -> None:
+    """Raise UserError where GPUs that work together are of several types.
+
+    The slowest would set the pace, and the smallest memory the limit, of all ranks.
+    """
+    types: dict[str, list[str]] = {}
+    for position, gpu in enumerate(gpus):
+        types.setdefault(gpu.name, []).append(str(position))
+    if len(types) > 1:
+        listed = "; ".join(f"{name}: {', '.join(each)}" for name, each in types.items())
+        raise UserError(
+            f"{where} has GPUs of several types ({listed}); choose those of one type with "
+            f"{VISIBLE}, or in a cluster's profile with gpu_type or constraint"
+        )
+
+
+def check_gpu_count(
+    gpus: Sequence[Gpu], needed: int, where: str, why: str = "gpus_per_node ="
+) -> None:
+    """Raise UserError where a node shows fewer GPUs than are needed there, or mixed ones.
+
+    No GPU at all is no error: without nvidia-smi nothing can be counted.
+    """
+    if gpus and len(gpus) < needed:
+        raise UserError(
+            f"{where} has {len(gpus)} visible GPU{'s' if len(gpus) > 1 else ''}, and {why} "
+            f"{needed}; correct the cluster's profile, or exclude the node with options: "
+            f"[--exclude={where}]"
+        )
+    check_alike(gpus[:needed], where)
+
+
+def gpu_environment(positions: Sequence[int], visible: str | None) -> dict[str, str]:
+    """Return the variables that leave a process these GPUs, by position in `visible`.
+
+    `visible` is the CUDA_VISIBLE_DEVICES so far, by number or UUID; None shows all by number.
+
+    Raises:
+        UserError: fewer are visible; the message has the numbers.
+    """
+    names = None if visible is None else [name.strip() for name in visible.split(",") if name]
+    if names is None:
+        return {**ORDER, VISIBLE: ",".join(map(str, positions))}
+    if max(positions, default=-1) >= len(names):
+        raise UserError(
+            f"{VISIBLE}={visible}: {len(names)} GPUs are visible, and the processes here are "
+            f"placed on {max(positions) + 1}; check gpus_per_node in the cluster's profile, and "
+            "its options for --gpus-per-task and --gpu-bind, which hide GPUs"
+        )
+    return {**ORDER, VISIBLE: ",".join(names[position] for position in positions)}
+
+
+def local_device(local_rank: str, visible: int) -> int:
+    """Return the number of a rank's device; one that Slurm bound to a single GPU sees only 0."""
+    return int(local_rank) % visible
+
+
+def usable_gpus() -> list[Gpu]:
+    """Return the visible GPUs; none where the installed torch is built for the CPU."""
+    try:
+        if version("torch").endswith("+cpu"):
+            return []
+    except PackageNotFoundError:  # a container may have it
+        pass
+    return visible_gpus()
+
+
+def share_cores(engine: EngineSettings, cores: Sequence[int] | None = None) -> Cores:
+    """Divide the CPU cores, by default all that this process may use, by `engine.placement`.
+
+    own: each engine rank gets one of the last cores, and the trainer's ranks share the rest.
+    shared: the ranks may use all cores, and each engine an equal part, if there are enough.
+
+    Raises:
+        UserError: no core is left for the trainer's ranks.
+    """
+    cores = sorted(os.sched_getaffinity(0) if cores is None else cores)
+    if engine.placement == "shared":
+        part = len(cores) // engine.count
+        if engine.count == 1 or part < engine.ranks:
+            return Cores(None, [None] * engine.count)
+        starts = range(0, engine.count * part, part)
+        return Cores(None, [cores[start : start + part] for start in starts])
+    first = len(cores) - engine.count * engine.ranks
+    if first < 1:
+        raise UserError(
+            f"engine.placement: own needs {engine.count * engine.ranks + 1} CPU cores, one for "
+            f"each of {engine.count} x {engine.ranks} engine ranks and at least one for the "
+            f"trainer, {len(cores)} available; use fewer engines, or shared"
+        )
+    starts = range(first, len(cores), engine.ranks)
+    return Cores(cores[:first], [cores[start : start + engine.ranks] for start in starts])

@@ -1,0 +1,85 @@
+"""`braid run` on a machine with GPUs: who gets which, and what does not fit is refused early."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from parallel.errors import UserError
+from pipeline.config.validate import load
+from pipeline.launch.launcher import Launcher, run_to_the_end
+from pipeline.launch.placement import ThisMachine
+from pipeline.launch.processes import Signals
+from pipeline.launch.progress import Screen
+from pipeline.launch.runner import machine_shares
+from pipeline.run.directory import RunDirectory
+from stages.settings import StageJob
+from tests.parallel.test_slots import gpus
+from tests.pipeline.fake_launcher import fake_programs
+
+
+@pytest.fixture
+def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("parallel.slots.visible_gpus", lambda: gpus(8))
+    monkeypatch.setattr("parallel.slots.version", lambda _: "2.13.0+cu130")
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_stages_in_parallel_share_the_gpus(config: Path) -> None:
+    settings = load(config, ["engine.placement=own"])  # two ranks and an engine
+    [alone] = machine_shares(1, settings)
+    assert alone.cores is None and alone.gpus is not None
+    assert alone.gpus.stage == list(range(8)) and alone.gpus.engines == [[2]]
+    first, second = (share.gpus for share in machine_shares(2, settings))
+    assert first and (first.stage, first.engines) == ([0, 1, 2, 3], [[2]])
+    assert second and (second.stage, second.engines) == ([4, 5, 6, 7], [[6]])
+    with pytest.raises(UserError, match=r"3 GPUs are needed, 2 available here: layout\.ranks = 2"):
+        machine_shares(4, settings)
+    with pytest.raises(UserError, match="--parallel 9 needs 9 GPUs, 8 available"):
+        machine_shares(9, settings)
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_more_processes_than_gpus_are_refused_before_anything_is_written(
+    braid, config: Path, runs: Path
+) -> None:
+    wanted = ("engine.placement=own", "engine.count=7")
+    needed = "9 GPUs are needed, 8 available here: layout.ranks = 2 and 7 engines of 1"
+    code, _, err = braid("run", config, *wanted)
+    assert code == 1 and needed in err
+    assert not runs.exists()
+    code, out, err = braid("validate", config, *wanted)
+    assert code == 0 and "is valid" in out + err
+    assert f"braid run is refused on this machine: {needed}" in out + err
+    assert "is refused" not in "".join(map(str, braid("validate", config)))
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_each_process_sees_its_gpus(run: RunDirectory, config: Path) -> None:
+    changes = ["layout={ranks: 1, expert: 1}", "engine.placement=own", "engine.count=2"]
+    settings = load(config, changes)
+    _, share = machine_shares(2, settings)
+    placement = ThisMachine(settings.engine, gpus=share.gpus)
+    programs = fake_programs({"sums": {"0": "await_engines"}}, "wait")
+    directory = run.stage("sums")
+    job = StageJob(
+        stage="sums",
+        kind="grpo",
+        directory=directory.path.absolute(),
+        attempt=1,
+        samples=True,
+        settings=settings,
+    )
+    with (
+        Signals() as signals,
+        Launcher(run.engines, settings, programs, placement, signals) as launcher,
+        Screen(Console(quiet=True)) as screen,
+        screen.watching("sums", 2, directory.metrics) as view,
+    ):
+        run_to_the_end(launcher.execute(job, view))
+    assert json.loads((directory.path / "gpus").read_text()) == "4,5,6,7"
+    assert [(run.engine(each).path / "gpus_0").read_text() for each in (0, 1)] == ["5", "6"]
