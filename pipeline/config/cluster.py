@@ -76,6 +76,7 @@ def _option(value: str) -> str:
 
 
 Walltime = Annotated[str, BeforeValidator(_walltime)]
+GpuMemory = Annotated[float, Field(gt=0, le=10_000)]
 Option = Annotated[str, AfterValidator(_option)]
 
 
@@ -104,6 +105,7 @@ class KindSettings(Settings):
     ranks_per_node: Count | None = None
     gpus_per_node: Natural | None = None
     gpu_type: str | None = None
+    gpu_memory_gib: GpuMemory | None = None
     cpus_per_rank: Count | None = None
     walltime: Walltime | None = None
 
@@ -129,6 +131,11 @@ class ClusterSettings(Settings):
         default=0, description="0 requests none: ranks and engines run on the CPU"
     )
     gpu_type: str | None = Field(default=None, description="such as h100; null is any")
+    gpu_memory_gib: GpuMemory | None = Field(
+        default=None,
+        description="usable memory of a GPU, as nvidia-smi shows it, in GiB: 79.6 of an H100; "
+        "stages that need more are refused before a job is queued; null refuses none",
+    )
     cpus_per_rank: Count = Field(default=1, description="CPU cores of each rank")
     walltime: Walltime = Field(
         default="4:00:00",
