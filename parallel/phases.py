@@ -118,7 +118,7 @@ def _generate(models: RankModels, engines: EngineOnGpus) -> PhaseMemory:
     available = None if engines.gpu_bytes is None else engines.gpu_bytes - trainer
     gpu = {
         "engine weights": share.weights,
-        "KV cache": max(share.cache(available), share.least_cache),
+        "KV cache": share.cache(available),
         "engine workspace": share.workspace,
         "engine process": share.process,
         "trainer process": trainer,

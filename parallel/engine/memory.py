@@ -49,22 +49,23 @@ class EngineShare:
     """The bytes of an engine on each of its GPUs.
 
     `process` is what it keeps while it sleeps, `bucket` the largest part of its weights that a
-    refit stages at once.
+    refit stages at once. `least_cache` is for one sequence of max_model_tokens, `whole_cache` for
+    max_sequences of them; both are the given size where there is one.
     """
 
     weights: int
     bucket: int
     workspace: int
     process: int
-    least_cache: int  # of a single sequence of max_model_tokens
-    whole_cache: int  # of max_sequences of max_model_tokens
+    least_cache: int
+    whole_cache: int
 
     def cache(self, available: int | None) -> int:
-        """Return the bytes of the cache in what is available to the engine, at most the whole."""
+        """Return the bytes of the cache in what is available to the engine, None being enough."""
         if available is None:
             return self.whole_cache
         fixed = self.weights + self.workspace + self.process + RESERVE_BYTES
-        return min(self.whole_cache, available - fixed)
+        return max(self.least_cache, min(self.whole_cache, available - fixed))
 
 
 def engine_memory(
@@ -91,8 +92,6 @@ def engine_memory(
     if gpu_memory_bytes is not None:
         available = min(available, gpu_memory_bytes)
     wanted, cache = share.least_cache, share.cache(available)
-    if engine.kv_cache_mebibytes is not None:
-        wanted = cache = share.whole_cache
     fixed = share.weights + share.workspace
     process = share.process + RESERVE_BYTES
     if (over := fixed + wanted + process - available) > 0:
@@ -109,13 +108,15 @@ def engine_memory(
 
 def engine_share(model: ModelSettings, engine: EngineSettings) -> EngineShare:
     """Return what an engine holds on each of its GPUs."""
+    given = engine.kv_cache_mebibytes is not None
+    one = _blocks(engine, 1) * CACHE_BLOCK * _cached_token(model, engine)
     several = COMMUNICATOR_BYTES if engine.ranks > 1 else 0
     return EngineShare(
         weights=engine_weights(model, engine),
         bucket=max(bucket for _, bucket in _buckets(model, engine)),
         workspace=_workspace(model, engine),
         process=CONTEXT_BYTES + several + GRAPH_BYTES,
-        least_cache=_blocks(engine, 1) * CACHE_BLOCK * _cached_token(model, engine),
+        least_cache=cache_bytes(model, engine) if given else one,
         whole_cache=cache_bytes(model, engine),
     )
 

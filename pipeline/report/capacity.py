@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, combinations
 from typing import Any
 
 from parallel.engine.memory import gib
 from parallel.errors import UserError
+from parallel.families import family_violations
 from parallel.phases import PhaseMemory
 from parallel.settings import divisors, layout_violations
 from parallel.weights.needs import engine_violations
@@ -41,18 +45,19 @@ class Overflow:
 def check_capacity(settings: RunSettings, stages: Iterable[Stage], gpus_of: GpusOf) -> None:
     """Raise UserError where a stage needs more memory than a GPU has, with a change that fits.
 
-    Of stages that exceed it in the same phase, the one that needs most is named. Where the GPUs are
-    not known, nothing is refused.
+    It names the phase that needs most while an engine is awake, and of the trainer's own. Where the
+    GPUs are not known, nothing is refused.
     """
-    worst: dict[str, Overflow] = {}
     alike = {(stage.kind, stage.domain): stage for stage in reversed([*stages])}  # of any round
-    for stage in reversed(alike.values()):
-        for found in _overflows(stage, settings, gpus_of):
-            other = worst.get(found.phase.phase)
-            if other is None or found.over > other.over:
-                worst[found.phase.phase] = found
-    if worst:
-        lines = [_message(found, settings) for found in worst.values()]
+    found = [
+        overflow
+        for stage in reversed(alike.values())
+        for overflow in _overflows(stage, settings, gpus_of)
+    ]
+    awake = [each for each in found if each.phase.phase in ENGINE_PHASES]
+    asleep = [each for each in found if each.phase.phase not in ENGINE_PHASES]
+    if found:
+        lines = [_message(group, settings) for group in (awake, asleep) if group]
         raise UserError("\n".join(["more memory than a GPU has:", *lines]))
 
 
@@ -63,108 +68,126 @@ def _overflows(stage: Stage, settings: RunSettings, gpus_of: GpusOf) -> list[Ove
     return [each for each in found if each.over > 0]
 
 
-def _message(found: Overflow, settings: RunSettings) -> str:
-    phase = found.phase
+def _message(group: list[Overflow], settings: RunSettings) -> str:
+    worst = max(group, key=lambda each: each.over)
+    phase = worst.phase
     parts = sorted(phase.gpu.items(), key=lambda each: -each[1])
     listed = ", ".join(f"{name} {gib(count)}" for name, count in parts)
     return (
-        f"{found.stage.name}: {phase.phase} needs {gib(phase.total)} GiB of each {phase.where}, "
-        f"{gib(found.over)} GiB more than its {gib(found.gpus.each)} ({listed}); "
-        f"{_advice(found, settings)}"
+        f"{worst.stage.name}: {phase.phase} needs {gib(phase.total)} GiB of each {phase.where}, "
+        f"{gib(worst.over)} GiB more than its {gib(worst.gpus.each)} ({listed}); "
+        f"{_advice(group, settings)}"
     )
 
 
-def _advice(found: Overflow, settings: RunSettings) -> str:
-    """Return the first change that lets the phase fit, or else the first that do so together."""
-    for ways in _ways(found, settings):
-        for change in ways:
-            if _fits(found, _with(settings, change)):
-                return f"set {_shown(change)}"
-    changed, together = settings, Change()
-    for ways in _ways(found, settings):
-        for change in ways:
-            trial = _with(changed, change)
-            if _legal(trial) and _need(found, trial) < _need(found, changed):
-                changed, together = trial, {**together, **change}
-                if _fits(found, changed):
-                    return f"set {_shown(together)}"
-    return f"no layout of up to {MOST_RANKS:,} ranks and no other setting fits; use larger GPUs"
+def _advice(group: list[Overflow], settings: RunSettings) -> str:
+    """Return the first change that lets all phases fit, or else the first two that do."""
+    changes = [*_changes(group, settings)]
+    pairs = ({**first, **second} for first, second in combinations(changes, 2))
+    for change in chain(changes, pairs):
+        if not _excess(group, _with(settings, change)):
+            return f"set {_shown(change)}"
+    return f"no two settings and no layout of {MOST_RANKS:,} ranks make it fit; use larger GPUs"
 
 
 def _shown(change: Change) -> str:
-    return " ".join(f"{key}={str(value).lower()}" for key, value in change.items())
+    """Return a change as overrides of the command line."""
+    return " ".join(
+        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in change.items()
+    )
 
 
-def _fits(found: Overflow, settings: RunSettings) -> bool:
-    return _legal(settings) and _need(found, settings) <= found.gpus.each
-
-
-def _need(found: Overflow, settings: RunSettings) -> int:
-    phases = stage_phases(found.stage, settings, found.gpus)
-    return next(each.total for each in phases if each.phase == found.phase.phase)
+def _excess(group: list[Overflow], settings: RunSettings) -> float:
+    """Return the bytes that all phases of the stages exceed the GPUs by; infinite if invalid."""
+    if not _legal(settings):
+        return math.inf
+    stages = {each.stage.name: (each.stage, each.gpus) for each in group}
+    awake = group[0].phase.phase in ENGINE_PHASES
+    return sum(
+        max(0, phase.total - gpus.each)
+        for stage, gpus in stages.values()
+        for phase in stage_phases(stage, settings, gpus)
+        if (phase.phase in ENGINE_PHASES) == awake
+    )
 
 
 def _legal(settings: RunSettings) -> bool:
     model = settings.model
-    broken = layout_violations(model, settings.layout)
-    return not broken and not engine_violations(model, settings.engine.tensor)
+    engine, layout = settings.engine, settings.layout
+    if engine.placement == "shared" and engine.count * engine.ranks > layout.ranks:
+        return False
+    rules = (
+        layout_violations(model, layout),
+        family_violations(model, layout),
+        engine_violations(model, engine.tensor),
+    )
+    return not any(chain.from_iterable(rules))
 
 
-def _ways(found: Overflow, settings: RunSettings) -> Iterator[Iterable[Change]]:
-    """Yield the changes to try, the cheapest first; those of one group exclude each other."""
-    if found.phase.phase in ENGINE_PHASES:
-        yield from _engine_ways(found, settings)
-        return
-    layout, model = settings.layout, settings.model
-    if layout.recompute != "full":
-        yield [{"layout.recompute": "full"}]
-    larger = [size for size in divisors(model.key_value_heads) if size > layout.tensor]
-    wider = [{"layout.tensor": size} for size in larger if size <= found.gpus.count]
-    if not found.stage.steps:
-        yield wider
+def _changes(group: list[Overflow], settings: RunSettings) -> Iterator[Change]:
+    """Yield the changes to try, the cheapest first."""
+    layout, model, gpus = settings.layout, settings.model, group[0].gpus.count
+    larger = [size for size in divisors(model.key_value_heads) if layout.tensor < size <= gpus]
+    wider: list[Change] = [{"layout.tensor": size} for size in larger]
+    if group[0].phase.phase in ENGINE_PHASES:
+        yield from _engine_changes(settings, gpus)
+        yield from wider
     else:
-        yield from _training_ways(found.stage, settings, wider)
-    yield from _rank_ways(settings)
+        if layout.recompute != "full":
+            yield {"layout.recompute": "full"}
+        stages = {each.stage.name: each.stage for each in group}
+        yield from _training_changes(stages.values(), settings, wider)
+    yield from _rank_changes(settings)
 
 
-def _engine_ways(found: Overflow, settings: RunSettings) -> Iterator[Iterable[Change]]:
+def _engine_changes(settings: RunSettings, gpus: int) -> Iterator[Change]:
+    """Yield changes of the engines, which fill whole nodes where they are larger than one."""
     engine, model = settings.engine, settings.model
     if engine.kv_cache_mebibytes is not None:
-        yield [{"engine.kv_cache_mebibytes": None}]
-    larger = [size for size in divisors(model.attention_heads) if size > engine.tensor]
-    yield [{"engine.tensor": size} for size in larger if size <= found.gpus.count]
+        yield {"engine.kv_cache_mebibytes": None}
+    room = settings.layout.ranks if engine.placement == "shared" else engine.count * engine.ranks
+    for size in divisors(model.attention_heads):
+        if size > engine.tensor and (size <= gpus or size % gpus == 0):
+            yield {"engine.tensor": size, "engine.count": max(1, room // size)}
     if model.precision == "bf16" and engine.weights == "model":
-        yield [{"engine.weights": "fp8"}]
+        yield {"engine.weights": "fp8"}
 
 
-def _training_ways(
-    stage: Stage, settings: RunSettings, wider: Iterable[Change]
-) -> Iterator[Iterable[Change]]:
-    block = "merge" if stage.kind == "distill" else settings_key(stage.name)
-    optimizer, loop = trained_by(stage, settings)
-    adam = optimizer.algorithm == "adam" and settings.layout.distributed_optimizer
-    if adam and settings.model.precision == "bf16" and not optimizer.precision_aware:
-        yield [{f"{block}.optimizer.precision_aware": True}]
-    yield wider
+def _training_changes(
+    stages: Iterable[Stage], settings: RunSettings, wider: Iterable[Change]
+) -> Iterator[Change]:
+    trained = {_block(each): trained_by(each, settings) for each in stages if each.steps}
+    sharded = settings.layout.distributed_optimizer
+    adam = [key for key, (optimizer, _) in trained.items() if optimizer.algorithm == "adam"]
+    if sharded and settings.model.precision == "bf16" and adam:
+        yield {f"{key}.optimizer.precision_aware": True for key in adam}
+    yield from wider
     least = max(LEAST_TOKENS, settings.engine.max_model_tokens)
-    halves = [loop.micro_batch_tokens // part for part in (2, 4, 8)]
-    yield [{f"{block}.loop.micro_batch_tokens": each} for each in halves if each >= least]
-    if adam and optimizer.cpu_offload < 1:
-        yield [{f"{block}.optimizer.cpu_offload": 1.0}]
+    tokens = max((loop.micro_batch_tokens for _, loop in trained.values()), default=0)
+    for each in (tokens // 2, tokens // 4, tokens // 8):
+        if each >= least:
+            yield {f"{key}.loop.micro_batch_tokens": each for key in trained}
+    if sharded and adam:
+        yield {f"{key}.optimizer.cpu_offload": 1.0 for key in adam}
 
 
-def _rank_ways(settings: RunSettings) -> Iterator[Iterable[Change]]:
+def _block(stage: Stage) -> str:
+    """Return the key of the settings that a stage trains with."""
+    return "merge" if stage.kind == "distill" else settings_key(stage.name)
+
+
+def _rank_changes(settings: RunSettings) -> Iterator[Change]:
     """Yield more expert parallelism, and more ranks, alone and with as much more of it."""
-    layout, experts = settings.layout, settings.model.experts
-    yield [{"layout.expert": size} for size in divisors(experts) if size > layout.expert]
-    factors = [1 << power for power in range(1, MOST_RANKS.bit_length())]
-    factors = [factor for factor in factors if layout.ranks * factor <= MOST_RANKS]
-    more = [{"layout.ranks": layout.ranks * factor} for factor in factors]
-    yield [
-        change
-        for factor, ranks in zip(factors, more, strict=True)
-        for change in (ranks, {**ranks, "layout.expert": layout.expert * factor})
-    ]
+    layout = settings.layout
+    for size in divisors(settings.model.experts):
+        if size > layout.expert:
+            yield {"layout.expert": size}
+    factor = 2
+    while (ranks := layout.ranks * factor) <= MOST_RANKS:
+        yield {"layout.ranks": ranks}
+        yield {"layout.ranks": ranks, "layout.expert": layout.expert * factor}
+        factor *= 2
 
 
 def _with(settings: RunSettings, change: Change) -> RunSettings:
