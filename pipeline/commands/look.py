@@ -76,7 +76,7 @@ def validate(arguments: Namespace) -> None:
         check_capacity(settings, stages, common.known_gpus(arguments))
     except UserError as error:
         if arguments.json:
-            print_json(arguments, {"valid": False, "errors": str(error).splitlines()})
+            print_json(arguments, {"valid": False, "errors": str(error).splitlines()[1:]})
         raise
     warnings = [
         *cautions({name: each.rewards for name, each in settings.domains.items()}),

@@ -74,9 +74,7 @@ def phase_table(stage: Stage, settings: RunSettings, gpus: NodeGpus) -> Iterator
     """Yield the table of a stage's phases: components on a GPU, and copies on the host."""
     found = stage_phases(stage, settings, gpus)
     names = dict.fromkeys(name for phase in found for name in phase.gpu)
-    title = (
-        f"{stage.name}: GiB of a GPU in each phase of a step, of {gib(gpus.each)}; and of the host"
-    )
+    title = f"{stage.name}: GiB in each phase of a step, of {gib(gpus.each)} on a GPU; on the host"
     rows = [_row(name, [phase.gpu.get(name, 0) for phase in found]) for name in names]
     totals = [phase.total for phase in found]
     rows += [_row("total", totals, "bold"), _row("free", [gpus.each - each for each in totals])]
