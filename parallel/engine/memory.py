@@ -38,7 +38,7 @@ BATCHED_TOKENS = 8192  # of a step on a GPU, or one for every sequence
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """What vLLM is given on a GPU: the part of it to check at its start, and the cache's bytes."""
+    """The memory that vLLM gets on a GPU: a part to check at its start, and the cache's bytes."""
 
     gpu_memory_utilization: float
     kv_cache_memory_bytes: int
@@ -110,11 +110,12 @@ def engine_share(model: ModelSettings, engine: EngineSettings) -> EngineShare:
     """Return what an engine holds on each of its GPUs."""
     given = engine.kv_cache_mebibytes is not None
     one = _blocks(engine, 1) * CACHE_BLOCK * _cached_token(model, engine)
+    bucket = max(each for _, each in _buckets(model, engine))
     several = COMMUNICATOR_BYTES if engine.ranks > 1 else 0
     return EngineShare(
         weights=engine_weights(model, engine),
-        bucket=max(bucket for _, bucket in _buckets(model, engine)),
-        workspace=_workspace(model, engine),
+        bucket=bucket,
+        workspace=max(bucket, _workspace(model, engine)),  # a refit stages while nothing computes
         process=CONTEXT_BYTES + several + GRAPH_BYTES,
         least_cache=cache_bytes(model, engine) if given else one,
         whole_cache=cache_bytes(model, engine),

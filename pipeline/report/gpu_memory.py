@@ -74,11 +74,11 @@ def phase_table(stage: Stage, settings: RunSettings, gpus: NodeGpus) -> Iterator
     """Yield the table of a stage's phases: components on a GPU, and copies on the host."""
     found = stage_phases(stage, settings, gpus)
     names = dict.fromkeys(name for phase in found for name in phase.gpu)
-    title = f"{stage.name}: GiB in each phase of a step, of {gib(gpus.each)} on a GPU; on the host"
+    title = f"{stage.name}: GiB on a GPU in each phase of a step; a GPU has {gib(gpus.each)}"
     rows = [_row(name, [phase.gpu.get(name, 0) for phase in found]) for name in names]
     totals = [phase.total for phase in found]
     rows += [_row("total", totals, "bold"), _row("free", [gpus.each - each for each in totals])]
-    headings = ("on the GPU", *(_heading(phase) for phase in found))
+    headings = ("component", *(_heading(phase) for phase in found))
     yield table(title, headings, rows, right=range(1, len(headings)))
     yield ""
     yield from _host_table(stage, settings, gpus)
@@ -98,8 +98,8 @@ def _host_table(stage: Stage, settings: RunSettings, gpus: NodeGpus) -> Iterator
     rows = [_row(name, [each, ranks * each]) for name, each in kept.items()]
     total = sum(kept.values())
     rows.append(_row("total", [total, ranks * total], "bold"))
-    headings = ("on the host", "a rank", f"{ranks} ranks of a node")
-    yield table("", headings, rows, right=range(1, 3))
+    headings = ("component", "a rank", f"{ranks} ranks of a node")
+    yield table(f"{stage.name}: GiB on the host", headings, rows, right=range(1, 3))
     yield ""
 
 

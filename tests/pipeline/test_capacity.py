@@ -12,15 +12,19 @@ from parallel.errors import UserError
 from pipeline.config.validate import load, load_cluster
 from pipeline.report.capacity import check_capacity
 from pipeline.report.gpu_memory import NodeGpus, gpus_of
+from pipeline.report.memory import memory_report
 from pipeline.run.graph import compile_graph
 from stages.settings import RunSettings
 from tests.layouts.real_models import DEEPSEEK_V3, GLM_AIR
 from tests.parallel.test_gpus import put_nvidia_smi
+from tests.runs import REPOSITORY
 
 Braid = Callable[..., tuple[int, str, str]]
 CASES = Path(__file__).parent / "memory_cases"
 H100 = CASES / "h100.yaml"
+PAGE = REPOSITORY / "docs" / "explanation" / "memory.md"
 EXACT = ("domains.math.optimizer.precision_aware=false", "merge.optimizer.precision_aware=false")
+TOO_MUCH = ("layout.tensor=1", *EXACT)
 
 GLM_REFUSED = [
     "experts.math: weight sync needs 136.30 GiB of each GPU, 57.10 GiB more than its 79.20 "
@@ -73,7 +77,7 @@ def test_a_model_of_30_b_fits_on_one_node_of_eight_gpus_of_80_gb(engines: str) -
 
 
 def test_a_layout_that_cannot_fit_is_refused_by_component() -> None:
-    assert refused(qwen("layout.tensor=1", *EXACT)) == [
+    assert refused(qwen(*TOO_MUCH)) == [
         "merge: update needs 91.63 GiB of each GPU, 12.43 GiB more than its 79.20 (optimizer state "
         "42.65, gradients 19.24, trainer weights 9.62, activations 8.99, trainer process 5.00, "
         "engine process 3.00, dispatch and fragments 2.55, frozen model 0.58); set "
@@ -103,7 +107,7 @@ def test_deepseek_v3_does_not_fit_on_eight_gpus_but_on_256() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        ("layout.tensor=1", *EXACT),
+        TOO_MUCH,
         ("engine.kv_cache_mebibytes=60000",),
         ("layout={ranks: 4, tensor: 4, expert: 4, recompute: full}", "engine.placement=own"),
         ("layout={ranks: 4, tensor: 4, expert: 4}", "engine.count=2", *EXACT),
@@ -124,6 +128,22 @@ def test_nothing_is_advised_where_nothing_fits(tmp_path: Path) -> None:
         line.endswith("; no two settings and no layout of 1,024 ranks make it fit; use larger GPUs")
         for line in lines
     )
+
+
+def test_the_page_on_memory_has_the_table_and_the_refusal() -> None:
+    """After a change: `python -m tests.pipeline.test_capacity` writes them."""
+    assert page() == PAGE.read_text()
+
+
+def page() -> str:
+    """Return the page on memory with its two outputs as they are now."""
+    gpus = gpus_of(load_cluster(H100))
+    lines = "\n".join(memory_report(qwen(), gpus)).rstrip().splitlines()
+    table = "\n".join(line.rstrip() for line in lines)
+    said = "\n".join(["braid: more memory than a GPU has:", *refused(qwen(*TOO_MUCH))])
+    parts = PAGE.read_text().split("```\n")
+    parts[3], parts[5] = f"{table}\n", f"{said}\n"
+    return "```\n".join(parts)
 
 
 @pytest.fixture
@@ -156,7 +176,7 @@ def test_the_plan_shows_the_phases_before_it_refuses(
 ) -> None:
     code, out, err = braid("plan", config, "--memory", "--cluster", profile)
     assert code == 1 and "more memory than a GPU has" in err
-    assert "GiB in each phase of a step, of 0.50 on a GPU; on the host" in out
+    assert "GiB on a GPU in each phase of a step; a GPU has 0.50" in out
     assert "log-probabilities" in out
 
 
@@ -185,7 +205,7 @@ def test_gpus_that_are_not_known_refuse_nothing(
     profile = tmp_path / "cluster.yaml"
     for text in ("gpus_per_node: 8\n", "gpu_memory_gib: 1\n"):
         profile.write_text(text)
-        assert refused(qwen("layout.tensor=1", *EXACT), profile) == []
+        assert refused(qwen(*TOO_MUCH), profile) == []
     monkeypatch.setenv("PATH", str(tmp_path))
     assert gpus_of(None)("grpo") is None
     put_nvidia_smi(monkeypatch, tmp_path, "NVIDIA-SMI has failed: no driver", 9)  # a login node
@@ -197,9 +217,13 @@ def test_a_kind_may_have_other_gpus(tmp_path: Path) -> None:
     profile.write_text(
         "gpus_per_node: 8\ngpu_memory_gib: 79.2\nkinds: {distill: {gpu_memory_gib: 141}}\n"
     )
-    [line] = refused(qwen("layout.tensor=1", *EXACT), profile)
+    [line] = refused(qwen(*TOO_MUCH), profile)
     assert line.startswith("experts.math: update needs 91.05 GiB of each GPU, ")
     assert gpus_of(load_cluster(profile))("distill") == NodeGpus(8, 141 << 30)
     profile.write_text("gpus_per_node: 8\ngpu_memory_gib: 0\n")
     with pytest.raises(UserError, match=r"cluster\.yaml:2: gpu_memory_gib: should be greater"):
         load_cluster(profile)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
