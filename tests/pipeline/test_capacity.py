@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 
 from parallel.errors import UserError
+from parallel.network import LOOPBACK
+from parallel.settings import EngineJob
 from pipeline.config.validate import load, load_cluster
+from pipeline.launch.launcher import write_engine_job
 from pipeline.report.capacity import check_capacity
 from pipeline.report.gpu_memory import NodeGpus, gpus_of
 from pipeline.report.memory import memory_report
 from pipeline.run.graph import compile_graph
+from stages.directory import EngineDirectory
 from stages.settings import RunSettings
 from tests.layouts.real_models import DEEPSEEK_V3, GLM_AIR
 from tests.parallel.test_gpus import put_nvidia_smi
@@ -197,6 +201,25 @@ def test_run_and_resume_compare_with_this_machine_s_gpus(
     put_nvidia_smi(monkeypatch, tmp_path, sizes)
     code, _, err = braid("resume", "small")
     assert code == 1 and "more memory than a GPU has" in err
+
+
+def test_an_engine_s_job_says_what_it_may_use_of_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    directory = EngineDirectory(tmp_path / "engine")
+    directory.path.mkdir()
+
+    def allowed(*overrides: str) -> int | None:
+        path = write_engine_job(directory, qwen(*overrides), 0, LOOPBACK)
+        return EngineJob.model_validate_json(path.read_text()).gpu_memory_bytes
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert allowed() is None
+    put_nvidia_smi(monkeypatch, tmp_path)  # four GPUs of 81,559 MiB
+    # The trainer's context and communicators, and contexts of the three other engine ranks.
+    assert allowed() == (81_559 << 20) - (1 << 30) - 4 * (1 << 29)
+    assert allowed("engine.placement=own") is None
 
 
 def test_gpus_that_are_not_known_refuse_nothing(
