@@ -17,7 +17,7 @@ from parallel.families import (
     architecture,
     routed_layers,
 )
-from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
+from parallel.settings import LayoutSettings, ModelSettings, chunk_layers
 
 BYTES = {"fp32": 4, "bf16": 2}
 FP32 = BYTES["fp32"]
@@ -27,25 +27,28 @@ OPTIMIZER_STATES = {"adam": 2, "sgd": 1}  # fp32 numbers a parameter: two moment
 # first and ends every buffer at one of the second (param_and_grad_buffer.py).
 TENSOR_ALIGNMENT, BUFFER_ALIGNMENT = 64, 128
 
-# Tokens that the engine's cache takes at once for a sequence; vLLM's kernels for CPUs want a
-# multiple of 32, and its own 128 would leave short prompts uncached and most of a block unused.
-CACHE_BLOCK = 32
+# Of parallel.model.vocabulary: the largest chunk on a GPU, and the chunks that are alive at once.
+LOSS_CHUNK_BYTES, LOSS_CHUNKS = 512 << 20, 3
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes one rank holds while a stage runs; `frozen` are models that no optimizer changes."""
+    """Bytes one rank holds while a stage runs; `frozen` are models that no optimizer changes.
+
+    `offloaded` is optimizer state that is kept and updated on the host.
+    """
 
     parameters: int
     gradients: int = 0
     optimizer: int = 0
     frozen: int = 0
     activations: int = 0
+    offloaded: int = 0
 
     @property
     def total(self) -> int:
-        """All of them together."""
-        return sum(astuple(self))
+        """All of them together, without what is on the host instead."""
+        return sum(astuple(self)) - self.offloaded
 
     def beside(self, other: RankMemory) -> RankMemory:
         """Add a model that trains in turn with this one: only one at a time has activations."""
@@ -77,6 +80,8 @@ def training_memory(
     frozen_models: int = 0,
     averages: int = 0,
     values: bool = False,
+    precision_aware: bool = False,
+    cpu_offload: float = 0.0,
 ) -> list[RankMemory]:
     """Return the memory of one rank of every pipeline rank while it trains, first rank first.
 
@@ -86,11 +91,12 @@ def training_memory(
         frozen_models: references and teachers held beside the policy.
         averages: of the policy's weights over its updates, which are kept in fp32.
         values: true for a critic's model, whose head gives one value and no logits.
+        precision_aware, cpu_offload: as in OptimizerSettings, with Adam.
     """
     if algorithm != "adam":  # megatron-core's distributed optimizer has only Adam
         layout = layout.model_copy(update={"distributed_optimizer": False})
     precision = BYTES[model.precision]
-    states = OPTIMIZER_STATES[algorithm] + (model.precision == "bf16")  # bf16 keeps an fp32 copy
+    states, offloaded = _state_bytes(model, algorithm, precision_aware, cpu_offload)
     found = []
     for rank in range(layout.pipeline):
         chunks = _chunks(model, layout, rank, values)
@@ -101,9 +107,10 @@ def training_memory(
             RankMemory(
                 parameters=precision * buffered,
                 gradients=FP32 * buffered,
-                optimizer=FP32 * states * updated,
+                optimizer=round(states * updated),
                 frozen=weights * (precision * frozen_models + FP32 * averages),
                 activations=_activations(model, layout, rank, micro_batch_tokens, values),
+                offloaded=round(offloaded * updated),
             )
         )
     return found
@@ -118,39 +125,33 @@ def reading_memory(model: ModelSettings, layout: LayoutSettings) -> list[RankMem
     ]
 
 
+def forward_activations(model: ModelSettings, layout: LayoutSettings, tokens: int) -> int:
+    """Return an estimate of what a forward pass without gradients needs on a rank: one layer."""
+    share = tokens / (layout.context * layout.tensor)
+    logits = _loss_buffers(model, layout, tokens)
+    return round(share * _layer_activations(model, layout)) + logits
+
+
+def head_bytes(model: ModelSettings, layout: LayoutSettings) -> int:
+    """Return the bytes of the output head on a rank of the last pipeline stage."""
+    return BYTES[model.precision] * model.vocabulary_size * model.hidden_size // layout.tensor
+
+
+def routed_bytes(model: ModelSettings, layout: LayoutSettings, tokens: int) -> int:
+    """Return the bytes of hidden states that a layer's dispatch to experts sends or receives.
+
+    Tokens are assumed to spread evenly over the experts.
+    """
+    sent = tokens * model.experts_per_token * layout.expert_tensor
+    return BYTES[model.precision] * sent * model.hidden_size // (layout.context * layout.tensor)
+
+
 def parameter_count(model: ModelSettings) -> tuple[int, int]:
     """Return the model's parameters, and the number of them that a token uses."""
     [whole] = _chunks(model, LayoutSettings(), 0)
     expert = 3 * model.expert_hidden_size * model.hidden_size
     unused = len(routed_layers(model)) * (model.experts - model.experts_per_token) * expert
     return whole.elements, whole.elements - unused
-
-
-def engine_weights(model: ModelSettings) -> int:
-    """Return the bytes of the engine's own copy of the whole model."""
-    return BYTES[model.precision] * parameter_count(model)[0]
-
-
-def cache_bytes(model: ModelSettings, engine: EngineSettings) -> int:
-    """Return the bytes of an engine rank's KV cache; unless set, just enough for its sequences."""
-    if engine.kv_cache_mebibytes is not None:
-        return engine.kv_cache_mebibytes << 20
-    blocks = engine.max_sequences * -(-engine.max_model_tokens // CACHE_BLOCK)
-    return (blocks + 1) * CACHE_BLOCK * _cached_token(model, engine)  # vLLM keeps one to itself
-
-
-def cached_tokens(model: ModelSettings, engine: EngineSettings) -> int:
-    """Return the tokens that fit into an engine's KV cache."""
-    return cache_bytes(model, engine) // _cached_token(model, engine)
-
-
-def _cached_token(model: ModelSettings, engine: EngineSettings) -> int:
-    further = architecture(model)
-    # The latent, or at least one key-value head, is on every rank.
-    each = 2 * max(1, model.key_value_heads // engine.tensor) * model.head_dim
-    if isinstance(further, DeepseekV3Architecture):
-        each = further.kv_lora_rank + model.head_dim
-    return model.layers * each * BYTES[model.precision]
 
 
 def _chunks(
@@ -162,11 +163,11 @@ def _chunks(
 
 def _chunk(model: ModelSettings, layout: LayoutSettings, number: int, values: bool) -> Tensors:
     """Return a chunk's layers, with the embedding before the first, the head after the last."""
-    parts = layout.pipeline * layout.virtual_pipeline
-    count = model.layers // parts
-    routed = max(0, (number + 1) * count - max(number * count, routed_layers(model).start))
+    layers = chunk_layers(model, layout)
+    count = len(layers[number])
+    routed = sum(layer in routed_layers(model) for layer in layers[number])
     hidden, tensor = model.hidden_size, layout.tensor
-    last = number == parts - 1
+    last = number == len(layers) - 1
     vocabulary = model.vocabulary_size * hidden // tensor
     dense = [(size, count) for size in _attention(model, tensor)]
     for width, layers_of_it in _dense_widths(model, routed, count):
@@ -217,6 +218,29 @@ def _attention(model: ModelSettings, tensor: int) -> list[int]:
     return sizes
 
 
+def _state_bytes(
+    model: ModelSettings, algorithm: str, precision_aware: bool, cpu_offload: float
+) -> tuple[float, float]:
+    """Return the bytes of optimizer state of an element on the device, and on the host.
+
+    As megatron-core 0.16.1 keeps it. TransformerEngine's precision-aware Adam has bf16 moments and
+    the 16 bits that a bf16 weight lacks of its fp32 master weight. Offloaded elements have a master
+    weight, two moments and a pinned gradient on the host, all in fp32 (HybridDeviceOptimizer); of
+    bf16 weights the distributed optimizer then keeps a second master weight on the device unless
+    the optimizer is precision-aware, and those that stay are updated in fp32.
+    """
+    low = model.precision == "bf16"
+    if algorithm != "adam":
+        return FP32 * (OPTIMIZER_STATES[algorithm] + low), 0.0
+    moments = FP32 * OPTIMIZER_STATES["adam"]
+    if cpu_offload:
+        masters = FP32 * (1 - cpu_offload) if precision_aware else FP32
+        return (1 - cpu_offload) * moments + low * masters, cpu_offload * (moments + 2 * FP32)
+    if low and precision_aware:
+        return 3 * BYTES["bf16"], 0.0
+    return moments + low * FP32, 0.0
+
+
 def _buffers(chunk: Tensors, layout: LayoutSettings) -> tuple[int, int]:
     """Return the elements of a chunk's gradient buffers, and of the optimizer state on this rank.
 
@@ -249,7 +273,7 @@ def _activations(
     in_flight = layout.pipeline - rank
     if layout.virtual_pipeline > 1:
         in_flight = 2 * in_flight - 1 + (layout.virtual_pipeline - 1) * layout.pipeline
-    in_flight *= model.layers // (layout.pipeline * layout.virtual_pipeline)
+    in_flight *= len(chunk_layers(model, layout)[rank])  # all chunks of a stage have equally many
     share = tokens / (layout.context * layout.tensor)
     layer = share * _layer_activations(model, layout)
     if layout.recompute == "full":  # every layer keeps its input, and one at a time is recomputed
@@ -257,9 +281,16 @@ def _activations(
     else:
         kept = in_flight * layer
     if rank == layout.pipeline - 1 and not values:
-        # The logits, and in fp32 their exponentials, log-probabilities and gradient.
-        kept += share * model.vocabulary_size * (BYTES[model.precision] + 3 * FP32)
+        # The logits and their gradient; the loss computes in fp32 on one chunk of them at a time.
+        kept += 2 * share * model.vocabulary_size * BYTES[model.precision]
+        kept += _loss_buffers(model, layout, tokens)
     return round(kept)
+
+
+def _loss_buffers(model: ModelSettings, layout: LayoutSettings, tokens: int) -> int:
+    """Return the bytes of the chunks of logits in fp32 that are alive at once in the loss."""
+    whole = FP32 * tokens * model.vocabulary_size // (layout.context * layout.tensor)
+    return LOSS_CHUNKS * min(LOSS_CHUNK_BYTES, whole)
 
 
 def _layer_activations(model: ModelSettings, layout: LayoutSettings) -> float:

@@ -145,6 +145,12 @@ class OptimizerSettings(Settings):
     )
     final_ratio: Fraction = Field(0.0, description="final learning rate as a fraction of the peak")
     clip_norm: Positive = Field(1.0, description="maximum norm of a step's whole gradient")
+    precision_aware: bool = Field(
+        False, description="Adam's moments in bf16, and master weights as bf16 plus 16 bits"
+    )
+    cpu_offload: Fraction = Field(
+        0.0, description="share of Adam's state that is kept and updated on the host"
+    )
 
 
 class EngineSettings(Settings):
@@ -158,6 +164,14 @@ class EngineSettings(Settings):
         "shared",
         description="shared: alternate with the trainer on its devices; own: dedicated devices "
         "(CPU: cores)",
+    )
+    expert_parallel: bool = Field(
+        False, description="each engine rank has whole experts, not a slice of every expert"
+    )
+    weights: Literal["model", "fp8"] = Field(
+        "model",
+        description="precision of the engine's linear layers and experts; fp8: quantized after "
+        "each weight sync (CUDA only)",
     )
     max_model_tokens: Tokens = Field(64, description="maximum of prompt and response together")
     max_sequences: Count = Field(256, description="maximum sequences in flight per engine")
@@ -210,6 +224,7 @@ class EngineJob(Settings):
     interface: str = Field(LOOPBACK, description="interface to listen on, see parallel.network")
     nodes: Count = Field(1, description="over which it spreads; each runs one process of this job")
     seed: int
+    gpu_memory_bytes: int | None = Field(None, description="per GPU; null: what is free")
 
 
 def divisors(count: int) -> list[int]:
@@ -223,6 +238,16 @@ def one_of(sizes: list[int]) -> str:
     more = len(sizes) - SHOWN_SIZES
     larger = f" or {more} larger" if more > 0 else ""
     return f"use one of {sizes[:SHOWN_SIZES]}{larger}"
+
+
+def chunk_layers(model: ModelSettings, layout: LayoutSettings) -> list[range]:
+    """Return the layers of every model chunk, in the model's order.
+
+    Chunk `rank + pipeline * n` is the n-th chunk of a pipeline rank.
+    """
+    chunks = layout.pipeline * layout.virtual_pipeline
+    each = model.layers // chunks
+    return [range(each * chunk, each * (chunk + 1)) for chunk in range(chunks)]
 
 
 def layout_violations(model: ModelSettings, layout: LayoutSettings) -> list[tuple[str, str]]:

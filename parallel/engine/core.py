@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from parallel.engine.environment import PROCESS_ENVIRONMENT
+from parallel.engine.memory import CACHE_BLOCK, cache_bytes
 from parallel.engine.wire import (
     Generate,
     Generation,
@@ -26,7 +27,6 @@ from parallel.engine.wire import (
     kept_limits,
 )
 from parallel.families import routed_layers
-from parallel.memory import CACHE_BLOCK, cache_bytes
 from parallel.settings import EngineJob
 
 ENGINE_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}

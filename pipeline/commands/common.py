@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
-from pipeline.config.validate import load
+from pipeline.config.validate import load, load_cluster
 from pipeline.launch.placement import Programs
+from pipeline.report.gpu_memory import GpusOf, gpus_of
 from pipeline.run.directory import TRUST_OPTION, RunDirectory, check_owner
 from pipeline.run.run import Run
 from pipeline.run.select import RunFork, check_run_directory, find_fork, put_aside, reuse_stages
@@ -156,6 +157,12 @@ PROGRAMS = Programs()
 RUN = Argument("run", metavar="RUN", help="the run's name or directory")
 STAGE = Argument("stage", metavar="STAGE", help="the stage's name, as `braid status` shows it")
 JSON = Argument("--json", action="store_true", help="print JSON on standard output, and only that")
+GPUS = Argument(
+    "--cluster",
+    type=Path,
+    metavar="FILE",
+    help="a cluster's profile, for the memory of its GPUs (default: this machine's GPUs)",
+)
 STEP = Argument(
     "--step",
     metavar="N",
@@ -283,10 +290,16 @@ def load_configured_run(arguments: Namespace) -> Run:
     return run
 
 
-def load_config(arguments: Namespace) -> RunSettings:
+def load_config(arguments: Namespace, *, to_start: bool = True) -> RunSettings:
     """Return the settings of a configuration, with the overrides of the command line."""
     name = [] if arguments.name is None else [f"name={json.dumps(arguments.name)}"]
-    return load(arguments.config, [*arguments.overrides, *name, *getattr(arguments, "implied", [])])
+    overrides = [*arguments.overrides, *name, *getattr(arguments, "implied", [])]
+    return load(arguments.config, overrides, to_start=to_start)
+
+
+def known_gpus(arguments: Namespace) -> GpusOf:
+    """Return the GPUs of `--cluster`'s profile, or without one this machine's."""
+    return gpus_of(load_cluster(arguments.cluster) if arguments.cluster else None)
 
 
 def forked(arguments: Namespace, run: Run) -> tuple[RunDirectory | None, RunFork]:

@@ -15,6 +15,7 @@ from pipeline.commands import common
 from pipeline.commands.common import (
     CONFIG,
     CONFIG_HELP,
+    GPUS,
     JSON,
     RUN,
     STAGE,
@@ -28,8 +29,10 @@ from pipeline.config.rules import policy_cautions
 from pipeline.config.validate import dump_resolved
 from pipeline.report import explain
 from pipeline.report import status as report
+from pipeline.report.capacity import check_capacity
 from pipeline.report.doctor import probe, section_table, sections
-from pipeline.report.memory import memory_report, stage_memory
+from pipeline.report.memory import memory_report
+from pipeline.report.stage_memory import stage_memory
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import took
@@ -45,10 +48,14 @@ from stages.settings import RunSettings
 @command(
     "validate",
     "check a configuration and list every error in it",
-    CONFIG_HELP + "  braid validate configs/quickstart.yaml domains.chain_sum.loop.steps=80\n\n"
+    CONFIG_HELP + "  braid validate configs/quickstart.yaml domains.chain_sum.loop.steps=80\n"
+    "  braid validate configs/quickstart.yaml --cluster configs/clusters/mine.yaml\n\n"
+    "Also checks that every stage fits into the GPUs' memory, where it is known: that of this\n"
+    "machine's GPUs, or gpu_memory_gib of the cluster's profile.\n\n"
     'JSON: {"valid": true, "stages", "domains", "warnings"} or {"valid": false, "errors"}; with\n'
     "--resolved the settings.",
     Argument("--resolved", action="store_true", help="print it with every default written out"),
+    GPUS,
     JSON,
     *CONFIG,
 )
@@ -68,6 +75,12 @@ def validate(arguments: Namespace) -> None:
             print(dump_resolved(settings), end="")
         return
     stages = Run(arguments.runs_dir / settings.name, settings).stages
+    try:
+        check_capacity(settings, stages, common.known_gpus(arguments))
+    except UserError as error:
+        if arguments.json:
+            print_json(arguments, {"valid": False, "errors": str(error).splitlines()[1:]})
+        raise
     warnings = [
         *cautions({name: each.rewards for name, each in settings.domains.items()}),
         *policy_cautions(settings),
@@ -101,12 +114,14 @@ def _too_few_gpus(settings: RunSettings) -> Iterator[str]:
     "  braid plan configs/quickstart.yaml --dot | dot -Tsvg > quickstart.svg\n\n"
     "Does it fit? The memory of each rank and of the engine, before anything is started:\n"
     "  braid plan configs/quickstart.yaml --memory\n"
-    "  braid plan configs/quickstart.yaml --memory layout.recompute=full\n\n"
+    "  braid plan configs/quickstart.yaml --memory layout.recompute=full\n"
+    "  braid plan configs/quickstart.yaml --memory --cluster configs/clusters/mine.yaml\n\n"
     'JSON: as `braid status RUN --json`, each stage also with "next" and "seconds_left"; with\n'
     '--memory {"stages": {STAGE: [{"parameters", "gradients", "optimizer", "frozen",\n'
-    '"activations"}]}}, in bytes by pipeline rank.',
+    '"activations", "offloaded": on the host}]}}, in bytes by pipeline rank.',
     Argument("--memory", action="store_true", help="show the memory of every stage instead"),
     Argument("--dot", action="store_true", help="print the graph for Graphviz instead"),
+    GPUS,
     JSON,
     *CONFIG,
 )
@@ -115,15 +130,18 @@ def plan(arguments: Namespace) -> None:
     if arguments.dot and (arguments.json or arguments.memory):
         raise UserError("--dot prints the graph for Graphviz; it excludes --json and --memory")
     if arguments.memory:
-        settings = common.load_config(arguments)
+        settings = common.load_config(arguments, to_start=False)
+        stages = Run(arguments.runs_dir / settings.name, settings).stages
+        gpus = common.known_gpus(arguments)
         if arguments.json:
-            stages = Run(arguments.runs_dir / settings.name, settings).stages
             held = {each.name: [asdict(r) for r in stage_memory(each, settings)] for each in stages}
             print_json(arguments, {"stages": held})
         else:
-            print(*memory_report(settings), sep="\n")
+            print(*memory_report(settings, gpus), sep="\n")
+        check_capacity(settings, stages, gpus)
         return
     run = common.load_configured_run(arguments)
+    check_capacity(run.settings, run.stages, common.known_gpus(arguments))
     states = states_now(run)
     if arguments.dot:
         say(*explain.dot(run, states))

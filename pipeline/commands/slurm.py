@@ -24,6 +24,8 @@ from pipeline.commands.common import (
 from pipeline.config.cluster import READ_BY_JOBS, ClusterSettings
 from pipeline.config.validate import differing_keys, load, load_cluster
 from pipeline.report import status as report
+from pipeline.report.capacity import check_capacity
+from pipeline.report.gpu_memory import gpus_of
 from pipeline.report.tables import terminal
 from pipeline.run.directory import RunDirectory, check_owner, warn_of_readers
 from pipeline.run.gates import check_stopped
@@ -214,6 +216,7 @@ def _asked(arguments: Namespace) -> _Submission:
     run.chosen(arguments.rerun)
     other, fork = common.forked(arguments, run)
     submitting.check_engines_fit(run.settings, cluster, run.stages)
+    check_capacity(run.settings, wanted, gpus_of(cluster))
     return _Submission(run, profile, cluster, wanted, arguments.rerun, other, fork.reused)
 
 

@@ -76,6 +76,7 @@ def _option(value: str) -> str:
 
 
 Walltime = Annotated[str, BeforeValidator(_walltime)]
+GpuMemory = Annotated[float, Field(gt=0, le=10_000)]
 Option = Annotated[str, AfterValidator(_option)]
 
 
@@ -108,6 +109,7 @@ class KindSettings(Settings):
     ranks_per_node: Count | None = None
     gpus_per_node: Natural | None = None
     gpu_type: str | None = None
+    gpu_memory_gib: GpuMemory | None = None
     cpus_per_rank: Count | None = None
     walltime: Walltime | None = None
 
@@ -134,6 +136,11 @@ class ClusterSettings(Settings):
     gres: bool = Field(
         default=True,
         description="false: Slurm does not manage the GPUs; jobs take whole nodes and request none",
+    )
+    gpu_memory_gib: GpuMemory | None = Field(
+        default=None,
+        description="usable memory of a GPU, as nvidia-smi shows it, in GiB: 79.6 of an H100; "
+        "stages that need more are refused before a job is queued; null refuses none",
     )
     cpus_per_rank: Count = Field(default=1, description="CPU cores of each rank")
     walltime: Walltime = Field(

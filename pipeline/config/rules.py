@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterator, Mapping
 
 from pydantic import ValidationError
 
+from parallel.engine.memory import CACHE_BLOCK, cached_tokens
 from parallel.families import FAMILIES, architecture, family_violations
-from parallel.memory import CACHE_BLOCK, cached_tokens
 from parallel.settings import (
     CHARACTERS,
     MOST,

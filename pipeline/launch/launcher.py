@@ -14,6 +14,8 @@ from pathlib import Path
 
 from parallel.errors import UserError
 from parallel.files import write_atomically
+from parallel.gpus import visible_gpus
+from parallel.phases import engine_gpu_bytes
 from parallel.settings import EngineJob
 from pipeline.launch.placement import Placement, Programs
 from pipeline.launch.processes import (
@@ -351,6 +353,9 @@ def write_engine_job(
         interface=placement.interface,
         nodes=placement.nodes_per_engine,
         seed=settings.seed,
+        gpu_memory_bytes=engine_gpu_bytes(
+            settings.layout, settings.engine, [gpu.total_bytes for gpu in visible_gpus()]
+        ),
     )
     write_atomically(directory.job, job.model_dump_json(indent=2) + "\n")
     return directory.job.absolute()

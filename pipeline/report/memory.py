@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from parallel.memory import (
-    RankMemory,
-    cache_bytes,
-    cached_tokens,
-    engine_weights,
-    parameter_count,
-    reading_memory,
-    training_memory,
-)
-from parallel.settings import EngineSettings, OptimizerSettings
+from parallel.engine.memory import cache_bytes, engine_weights, tokens_in
+from parallel.memory import RankMemory, parameter_count
+from parallel.settings import EngineSettings, chunk_layers
+from pipeline.report.gpu_memory import GpusOf, NodeGpus, gpu_cache, phase_table, stage_phases
+from pipeline.report.stage_memory import stage_memory
 from pipeline.report.tables import Cell, human, indented, layout_text, table
 from pipeline.run.graph import Stage, compile_graph
-from stages.objectives.advantages.gae import GaeSettings
-from stages.settings import LoopSettings, PolicySettings, RunSettings
+from stages.settings import RunSettings
 
 HEADINGS = ("parameters", "gradients", "optimizer", "frozen models", "activations", "total")
 
 
-def memory_report(settings: RunSettings) -> Iterator[str]:
-    """Yield the tables and lines to print; nothing of the run needs to exist."""
+def memory_report(settings: RunSettings, gpus_of: GpusOf = lambda _: None) -> Iterator[str]:
+    """Yield the tables and lines to print; nothing of the run needs to exist.
+
+    Where the GPUs are known, the phases of the stage that needs most of one follow.
+    """
     one_round = compile_graph(settings.model_copy(update={"rounds": 1}))
     stages = [(stage, stage_memory(stage, settings)) for stage in one_round]
     largest, ranks = max(stages, key=lambda each: fullest(each[1]).total)
@@ -36,16 +33,31 @@ def memory_report(settings: RunSettings) -> Iterator[str]:
     yield table(title, ("stage", *HEADINGS), rows, right=range(1, 7))
     yield ""
     if settings.layout.pipeline > 1:
-        layers = str(settings.model.layers // settings.layout.pipeline)
+        chunks = [len(layers) for layers in chunk_layers(settings.model, settings.layout)]
+        layers = [str(sum(chunks[rank :: len(ranks)])) for rank in range(len(ranks))]
         also = {0: "embedding", len(ranks) - 1: "output layer"}
         parts: list[tuple[str | Cell, ...]] = [
-            (str(number), layers, also.get(number, ""), *_cells(rank))
+            (str(number), layers[number], also.get(number, ""), *_cells(rank))
             for number, rank in enumerate(ranks)
         ]
         headings = ("pipeline rank", "layers", "also holds", *HEADINGS)
         yield table(f"{largest.name}, by pipeline rank", headings, parts, right=range(3, 9))
         yield ""
-    yield from _notes(settings, ranks)
+    on_gpus = [(stage, gpus) for stage, _ in stages if (gpus := gpus_of(stage.kind)) is not None]
+    caches = [cache for each in on_gpus if (cache := gpu_cache(*each, settings)) is not None]
+    yield from _notes(
+        settings, ranks, min(caches, default=cache_bytes(settings.model, settings.engine))
+    )
+    if on_gpus:
+        tightest, gpus = max(on_gpus, key=lambda each: _peak(settings, *each))
+        yield ""
+        yield from phase_table(tightest, settings, gpus)
+
+
+def _peak(settings: RunSettings, stage: Stage, gpus: NodeGpus) -> tuple[int, int]:
+    """Return the excess of the stage's tightest phase over a GPU, and its own phases' peak."""
+    totals = [phase.total for phase in stage_phases(stage, settings, gpus)]
+    return max(totals) - gpus.each, sum(totals)
 
 
 def largest_memory(settings: RunSettings, stages: Sequence[Stage]) -> str:
@@ -55,48 +67,9 @@ def largest_memory(settings: RunSettings, stages: Sequence[Stage]) -> str:
     return f"the fullest rank needs {human(needs[name])}, in {name} (--memory shows every stage)"
 
 
-def stage_memory(stage: Stage, settings: RunSettings) -> list[RankMemory]:
-    """Return the memory of a rank of every pipeline rank while the stage runs."""
-    if not stage.steps:
-        return reading_memory(settings.model, settings.layout)
-    optimizer, loop = _trained_by(stage, settings)
-    model, layout, tokens = settings.model, settings.layout, loop.micro_batch_tokens
-    frozen, averages = _compared_with(stage, settings)
-    ranks = training_memory(model, layout, optimizer.algorithm, tokens, frozen, averages)
-    rewarded = _rewarded(stage, settings)
-    advantage = rewarded.objective.advantage if rewarded else None
-    if not isinstance(advantage, GaeSettings):
-        return ranks
-    algorithm = advantage.critic.optimizer.algorithm
-    critic = training_memory(model, layout, algorithm, tokens, values=True)
-    return [rank.beside(other) for rank, other in zip(ranks, critic, strict=True)]
-
-
 def fullest(ranks: list[RankMemory]) -> RankMemory:
     """Return the rank that needs most, which decides what fits."""
     return max(ranks, key=lambda rank: rank.total)
-
-
-def _trained_by(stage: Stage, settings: RunSettings) -> tuple[OptimizerSettings, LoopSettings]:
-    if (policy := _rewarded(stage, settings)) is not None:
-        return policy.optimizer, policy.loop
-    block = settings.cold_start if stage.kind == "sft" else settings.merge
-    assert block is not None
-    return block.optimizer, block.loop
-
-
-def _rewarded(stage: Stage, settings: RunSettings) -> PolicySettings | None:
-    """Return the settings of a stage that learns from rewards, None of another one."""
-    return settings.mixed if stage.kind == "mixed" else settings.domains.get(stage.domain or "")
-
-
-def _compared_with(stage: Stage, settings: RunSettings) -> tuple[int, int]:
-    """Return the number of frozen teachers or references, and of moving averages of the policy."""
-    if (block := _rewarded(stage, settings)) is not None:
-        kl = block.objective.kl
-        penalised, average = kl.coefficient > 0, kl.reference == "ema"
-        return int(penalised and not average), int(penalised and average)
-    return len(stage.teachers), 0
 
 
 def _cells(rank: RankMemory) -> list[Cell]:
@@ -104,12 +77,13 @@ def _cells(rank: RankMemory) -> list[Cell]:
     return [Cell(human(part) if part else "") for part in parts] + [Cell(human(rank.total), "bold")]
 
 
-def _notes(settings: RunSettings, ranks: list[RankMemory]) -> Iterator[str]:
+def _notes(settings: RunSettings, ranks: list[RankMemory], cached: int) -> Iterator[str]:
     model, engine, layout = settings.model, settings.engine, settings.layout
     whole, active = parameter_count(model)
     everywhere = sum(rank.total for rank in ranks) * (layout.ranks // layout.pipeline)
-    cache, weights = engine.tensor * cache_bytes(model, engine), engine_weights(model)
-    fitting = cached_tokens(model, engine)
+    cache = engine.ranks * cached
+    weights = engine.ranks * engine_weights(model, engine)
+    fitting = tokens_in(cached, model, engine)
     asked = engine.max_sequences * engine.max_model_tokens
     verdict = "all fit" if fitting >= asked else "the rest waits"
     yield (
@@ -132,7 +106,7 @@ def _notes(settings: RunSettings, ranks: list[RankMemory]) -> Iterator[str]:
 
 def _engines(engine: EngineSettings) -> str:
     which = f"each of {engine.count} engines" if engine.count > 1 else "engine"
-    ranks = f" on {engine.tensor} ranks" if engine.tensor > 1 else ""
+    ranks = f" on {engine.ranks} ranks" if engine.ranks > 1 else ""
     return f"{which}, a separate process{ranks}"
 
 

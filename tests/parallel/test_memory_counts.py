@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from parallel import memory
+from parallel.engine import memory as engine_memory
 from parallel.memory import RankMemory
 from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
 
@@ -21,6 +22,7 @@ TINY = ModelSettings(
     experts_per_token=2,
     expert_hidden_size=96,
 )
+ONE = EngineSettings()
 # (4 + 2 * 2) heads * 32 * 96; 4 * 32 * 96; 8 * 96; two norms of 96; two of 32
 DENSE_LAYER = 24_576 + 12_288 + 768 + 192 + 64
 VOCABULARY = 80 * 96
@@ -49,7 +51,7 @@ def test_bf16_halves_weights_and_keeps_a_copy_of_them_in_fp32() -> None:
     assert 2 * half.parameters == exact.parameters
     assert half.gradients == exact.gradients
     assert 2 * half.optimizer == 3 * exact.optimizer
-    assert 2 * memory.engine_weights(model) == memory.engine_weights(TINY)
+    assert 2 * engine_memory.engine_weights(model, ONE) == engine_memory.engine_weights(TINY, ONE)
 
 
 def test_sgd_keeps_a_momentum() -> None:
@@ -146,7 +148,7 @@ def test_a_critic_has_one_value_in_place_of_the_vocabulary() -> None:
 # 6 * 96 hidden, 5 * 128 queries, 4 * 64 keys, and for each of 2 experts 96 + 6 * 96, in fp32;
 # the router's 8 weights and marks; 4 heads' normalisers
 LAYER = 4 * (576 + 640 + 256 + 2 * 672) + 8 * 5 + 16
-LOGITS = 80 * (4 + 3 * 4)
+LOGITS = 80 * (2 * 4 + 3 * 4)  # logits, their gradient, and three chunks of the loss
 
 
 def kept(**layout: Any) -> list[int]:
@@ -177,14 +179,16 @@ def test_early_pipeline_ranks_keep_more_micro_batches() -> None:
 
 
 def test_tokens_in_the_cache() -> None:
-    assert memory.cached_tokens(TINY, EngineSettings(kv_cache_mebibytes=1)) == 512  # of 2 KiB each
+    assert (
+        engine_memory.cached_tokens(TINY, EngineSettings(kv_cache_mebibytes=1)) == 512
+    )  # of 2 KiB each
     # Two key-value heads: half of them on each of two ranks, and one of them on each of four.
     for tensor in (2, 4):
         engine = EngineSettings(kv_cache_mebibytes=1, tensor=tensor)
-        assert memory.cached_tokens(TINY, engine) == 1024
+        assert engine_memory.cached_tokens(TINY, engine) == 1024
 
 
 def test_a_cache_for_all_sequences_at_their_longest() -> None:
     # In blocks of 32 tokens of 2 KiB, one of which vLLM keeps to itself.
     engine = EngineSettings(max_model_tokens=130, max_sequences=3)
-    assert memory.cache_bytes(TINY, engine) == (3 * 5 + 1) * 32 * 2048
+    assert engine_memory.cache_bytes(TINY, engine) == (3 * 5 + 1) * 32 * 2048

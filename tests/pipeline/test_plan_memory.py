@@ -8,7 +8,7 @@ import pytest
 
 from pipeline import cli
 from pipeline.config.validate import load
-from pipeline.report.memory import stage_memory
+from pipeline.report.stage_memory import stage_memory
 from pipeline.report.tables import DEEPEST, human, indented
 from pipeline.run.graph import compile_graph
 from stages.settings import RunSettings

@@ -1,0 +1,205 @@
+"""The refusal of stages that need more memory than their GPUs have, with settings that fit."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, combinations
+from typing import Any
+
+from parallel.engine.memory import gib
+from parallel.errors import UserError
+from parallel.families import family_violations
+from parallel.phases import PhaseMemory
+from parallel.settings import divisors, layout_violations
+from parallel.weights.needs import engine_violations
+from pipeline.report.gpu_memory import GpusOf, NodeGpus, stage_phases
+from pipeline.report.stage_memory import trained_by
+from pipeline.run.graph import Stage
+from stages.kinds import settings_key
+from stages.settings import RunSettings
+
+LEAST_TOKENS = 1024  # of a micro-batch that is suggested
+MOST_RANKS = 1024  # of a layout that is suggested
+ENGINE_PHASES = ("generate", "weight sync")
+
+Change = dict[str, Any]  # values by dotted key
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """A phase of a stage that needs more than a GPU has."""
+
+    stage: Stage
+    phase: PhaseMemory
+    gpus: NodeGpus
+
+    @property
+    def over(self) -> int:
+        """The bytes too many."""
+        return self.phase.total - self.gpus.each
+
+
+def check_capacity(settings: RunSettings, stages: Iterable[Stage], gpus_of: GpusOf) -> None:
+    """Raise UserError where a stage needs more memory than a GPU has, with a change that fits.
+
+    It names the phase that needs most while an engine is awake, and of the trainer's own. Where the
+    GPUs are not known, nothing is refused.
+    """
+    alike = {(stage.kind, stage.domain): stage for stage in reversed([*stages])}  # of any round
+    found = [
+        overflow
+        for stage in reversed(alike.values())
+        for overflow in _overflows(stage, settings, gpus_of)
+    ]
+    awake = [each for each in found if each.phase.phase in ENGINE_PHASES]
+    asleep = [each for each in found if each.phase.phase not in ENGINE_PHASES]
+    if found:
+        lines = [_message(group, settings) for group in (awake, asleep) if group]
+        raise UserError("\n".join(["more memory than a GPU has:", *lines]))
+
+
+def _overflows(stage: Stage, settings: RunSettings, gpus_of: GpusOf) -> list[Overflow]:
+    if (gpus := gpus_of(stage.kind)) is None:
+        return []
+    found = [Overflow(stage, phase, gpus) for phase in stage_phases(stage, settings, gpus)]
+    return [each for each in found if each.over > 0]
+
+
+def _message(group: list[Overflow], settings: RunSettings) -> str:
+    worst = max(group, key=lambda each: each.over)
+    phase = worst.phase
+    parts = sorted(phase.gpu.items(), key=lambda each: -each[1])
+    listed = ", ".join(f"{name} {gib(count)}" for name, count in parts)
+    return (
+        f"{worst.stage.name}: {phase.phase} needs {gib(phase.total)} GiB of each {phase.where}, "
+        f"{gib(worst.over)} GiB more than its {gib(worst.gpus.each)} ({listed}); "
+        f"{_advice(group, settings)}"
+    )
+
+
+def _advice(group: list[Overflow], settings: RunSettings) -> str:
+    """Return the first change that lets all phases fit, or else the first two that do."""
+    changes = [*_changes(group, settings)]
+    pairs = ({**first, **second} for first, second in combinations(changes, 2))
+    for change in chain(changes, pairs):
+        if not _excess(group, _with(settings, change)):
+            return f"set {_shown(change)}"
+    return f"no two settings and no layout of {MOST_RANKS:,} ranks make it fit; use larger GPUs"
+
+
+def _shown(change: Change) -> str:
+    """Return a change as overrides of the command line."""
+    return " ".join(
+        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in change.items()
+    )
+
+
+def _excess(group: list[Overflow], settings: RunSettings) -> float:
+    """Return the bytes that all phases of the stages exceed the GPUs by; infinite if invalid."""
+    if not _legal(settings):
+        return math.inf
+    stages = {each.stage.name: (each.stage, each.gpus) for each in group}
+    awake = group[0].phase.phase in ENGINE_PHASES
+    return sum(
+        max(0, phase.total - gpus.each)
+        for stage, gpus in stages.values()
+        for phase in stage_phases(stage, settings, gpus)
+        if (phase.phase in ENGINE_PHASES) == awake
+    )
+
+
+def _legal(settings: RunSettings) -> bool:
+    model = settings.model
+    engine, layout = settings.engine, settings.layout
+    if engine.placement == "shared" and engine.count * engine.ranks > layout.ranks:
+        return False
+    rules = (
+        layout_violations(model, layout),
+        family_violations(model, layout),
+        engine_violations(model, engine.tensor),
+    )
+    return not any(chain.from_iterable(rules))
+
+
+def _changes(group: list[Overflow], settings: RunSettings) -> Iterator[Change]:
+    """Yield the changes to try, the cheapest first."""
+    layout, model, gpus = settings.layout, settings.model, group[0].gpus.count
+    larger = [size for size in divisors(model.key_value_heads) if layout.tensor < size <= gpus]
+    wider: list[Change] = [{"layout.tensor": size} for size in larger]
+    if group[0].phase.phase in ENGINE_PHASES:
+        yield from _engine_changes(settings, gpus)
+        yield from wider
+    else:
+        if layout.recompute != "full":
+            yield {"layout.recompute": "full"}
+        stages = {each.stage.name: each.stage for each in group}
+        yield from _training_changes(stages.values(), settings, wider)
+    yield from _rank_changes(settings)
+
+
+def _engine_changes(settings: RunSettings, gpus: int) -> Iterator[Change]:
+    """Yield changes of the engines, which fill whole nodes where they are larger than one."""
+    engine, model = settings.engine, settings.model
+    if engine.kv_cache_mebibytes is not None:
+        yield {"engine.kv_cache_mebibytes": None}
+    room = settings.layout.ranks if engine.placement == "shared" else engine.count * engine.ranks
+    for size in divisors(model.attention_heads):
+        if size > engine.tensor and (size <= gpus or size % gpus == 0):
+            yield {"engine.tensor": size, "engine.count": max(1, room // size)}
+    if model.precision == "bf16" and engine.weights == "model":
+        yield {"engine.weights": "fp8"}
+
+
+def _training_changes(
+    stages: Iterable[Stage], settings: RunSettings, wider: Iterable[Change]
+) -> Iterator[Change]:
+    trained = {_block(each): trained_by(each, settings) for each in stages if each.steps}
+    sharded = settings.layout.distributed_optimizer
+    adam = [key for key, (optimizer, _) in trained.items() if optimizer.algorithm == "adam"]
+    if sharded and settings.model.precision == "bf16" and adam:
+        yield {f"{key}.optimizer.precision_aware": True for key in adam}
+    yield from wider
+    least = max(LEAST_TOKENS, settings.engine.max_model_tokens)
+    tokens = max((loop.micro_batch_tokens for _, loop in trained.values()), default=0)
+    for each in (tokens // 2, tokens // 4, tokens // 8):
+        if each >= least:
+            yield {f"{key}.loop.micro_batch_tokens": each for key in trained}
+    if sharded and adam:
+        yield {f"{key}.optimizer.cpu_offload": 1.0 for key in adam}
+
+
+def _block(stage: Stage) -> str:
+    """Return the key of the settings that a stage trains with."""
+    return "merge" if stage.kind == "distill" else settings_key(stage.name)
+
+
+def _rank_changes(settings: RunSettings) -> Iterator[Change]:
+    """Yield more expert parallelism, and more ranks, alone and with as much more of it."""
+    layout = settings.layout
+    for size in divisors(settings.model.experts):
+        if size > layout.expert:
+            yield {"layout.expert": size}
+    factor = 2
+    while (ranks := layout.ranks * factor) <= MOST_RANKS:
+        yield {"layout.ranks": ranks}
+        yield {"layout.ranks": ranks, "layout.expert": layout.expert * factor}
+        factor *= 2
+
+
+def _with(settings: RunSettings, change: Change) -> RunSettings:
+    """Return the settings with other values at dotted keys."""
+    for key, value in change.items():
+        settings = _replaced(settings, key.split("."), value)
+    return settings
+
+
+def _replaced(node: Any, key: list[str], value: Any) -> Any:
+    first, *rest = key
+    if isinstance(node, dict):
+        return {**node, first: _replaced(node[first], rest, value) if rest else value}
+    inner = _replaced(getattr(node, first), rest, value) if rest else value
+    return node.model_copy(update={first: inner})

@@ -1,0 +1,156 @@
+"""The memory of every phase of a stage on its GPUs, and the tables of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from parallel.engine.memory import GIB, engine_share, gib
+from parallel.errors import UserError
+from parallel.gpus import visible_gpus
+from parallel.memory import forward_activations, head_bytes, routed_bytes
+from parallel.phases import (
+    EngineOnGpus,
+    PhaseMemory,
+    RankModels,
+    checkpoint_copies,
+    fullest_phases,
+    neighbours,
+)
+from pipeline.config.cluster import ClusterSettings
+from pipeline.report.stage_memory import (
+    compared_with,
+    critic_memory,
+    policy_memory,
+    rewarded,
+    trained_by,
+)
+from pipeline.report.tables import Cell, table
+from pipeline.run.graph import Stage
+from stages.kinds import Kind
+from stages.settings import RunSettings
+
+
+@dataclass(frozen=True)
+class NodeGpus:
+    """The GPUs of a node: their number, and the bytes of the smallest."""
+
+    count: int
+    each: int
+
+
+GpusOf = Callable[[Kind], NodeGpus | None]
+
+
+def gpus_of(cluster: ClusterSettings | None) -> GpusOf:
+    """Return the function that gives the GPUs of a kind's node, None where they are not known.
+
+    They are a profile's, or without a profile this machine's. A login node may have the driver's
+    program and no GPU: its error is none of a configuration.
+    """
+    if cluster is not None:
+        return lambda kind: _of_profile(cluster.of_kind(kind))
+    try:
+        found = visible_gpus()
+    except UserError:
+        found = []
+    here = NodeGpus(len(found), min(gpu.total_bytes for gpu in found)) if found else None
+    return lambda _: here
+
+
+def stage_phases(stage: Stage, settings: RunSettings, gpus: NodeGpus) -> list[PhaseMemory]:
+    """Return every phase of a step of the stage, each on the pipeline's rank that needs most."""
+    engines = _engines(settings, gpus) if stage.needs_engine else None
+    return fullest_phases(_models(stage, settings), engines)
+
+
+def gpu_cache(stage: Stage, gpus: NodeGpus, settings: RunSettings) -> int | None:
+    """Return the bytes of an engine's KV cache on each GPU; None where the stage has no engine."""
+    found = (phase.gpu for phase in stage_phases(stage, settings, gpus))
+    return next((parts["KV cache"] for parts in found if "KV cache" in parts), None)
+
+
+def phase_table(stage: Stage, settings: RunSettings, gpus: NodeGpus) -> Iterator[str]:
+    """Yield the table of a stage's phases: components on a GPU, and copies on the host."""
+    found = stage_phases(stage, settings, gpus)
+    names = dict.fromkeys(name for phase in found for name in phase.gpu)
+    title = f"{stage.name}: GiB on a GPU in each phase of a step; a GPU has {gib(gpus.each)}"
+    rows = [_row(name, [phase.gpu.get(name, 0) for phase in found]) for name in names]
+    totals = [phase.total for phase in found]
+    rows += [_row("total", totals, "bold"), _row("free", [gpus.each - each for each in totals])]
+    headings = ("component", *(_heading(phase) for phase in found))
+    yield table(title, headings, rows, right=range(1, len(headings)))
+    yield ""
+    yield from _host_table(stage, settings, gpus)
+
+
+def _host_table(stage: Stage, settings: RunSettings, gpus: NodeGpus) -> Iterator[str]:
+    """Yield the table of a rank's bytes on the host; only one kind of checkpoint is there."""
+    models = _models(stage, settings)
+    phases = stage_phases(stage, settings, gpus)
+    kept = {name: max(each.host.get(name, 0) for each in phases) for name in _names(phases)}
+    copies = max((checkpoint_copies(each) for each in models), key=lambda each: max(each.values()))
+    if stage.steps:
+        kept[max(copies, key=lambda name: copies[name])] = max(copies.values())
+    if not kept:
+        return
+    ranks = min(settings.layout.ranks, gpus.count)
+    rows = [_row(name, [each, ranks * each]) for name, each in kept.items()]
+    total = sum(kept.values())
+    rows.append(_row("total", [total, ranks * total], "bold"))
+    headings = ("component", "a rank", f"{ranks} ranks of a node")
+    yield table(f"{stage.name}: GiB on the host", headings, rows, right=range(1, 3))
+    yield ""
+
+
+def _names(phases: Sequence[PhaseMemory]) -> dict[str, None]:
+    return dict.fromkeys(name for phase in phases for name in phase.host)
+
+
+def _heading(phase: PhaseMemory) -> str:
+    return phase.phase if phase.where == "GPU" else f"{phase.phase} ({phase.where})"
+
+
+def _row(name: str, counts: Sequence[int], style: str = "") -> list[str | Cell]:
+    return [name, *(Cell(f"{each / GIB:,.2f}" if each else "", style) for each in counts)]
+
+
+def _of_profile(cluster: ClusterSettings) -> NodeGpus | None:
+    if not cluster.gpus_per_node or cluster.gpu_memory_gib is None:
+        return None
+    return NodeGpus(cluster.gpus_per_node, round(cluster.gpu_memory_gib * GIB))
+
+
+def _engines(settings: RunSettings, gpus: NodeGpus) -> EngineOnGpus:
+    engine = settings.engine
+    return EngineOnGpus(
+        engine_share(settings.model, engine),
+        shared=engine.placement == "shared",
+        neighbours=neighbours(settings.layout, engine, gpus.count),
+        gpu_bytes=gpus.each,
+    )
+
+
+def _models(stage: Stage, settings: RunSettings) -> list[RankModels]:
+    """Return the stage's models on a rank of every pipeline rank."""
+    model, layout = settings.model, settings.layout
+    ranks = policy_memory(stage, settings)
+    if not stage.steps:
+        return [RankModels(rank, trains=False) for rank in ranks]
+    tokens = trained_by(stage, settings)[1].micro_batch_tokens
+    frozen, averages = compared_with(stage, settings)
+    critic = critic_memory(stage, settings) or [None] * len(ranks)
+    block = rewarded(stage, settings)
+    headed = frozen if block is None or block.objective.kl.needs_logits else 0
+    return [
+        RankModels(
+            policy=policy,
+            critic=critic[number],
+            forward=forward_activations(model, layout, tokens),
+            routed=routed_bytes(model, layout, tokens),
+            frozen=policy.frozen // max(1, frozen + averages),
+            frozen_models=frozen + averages,
+            heads=headed * head_bytes(model, layout) if number == len(ranks) - 1 else 0,
+        )
+        for number, policy in enumerate(ranks)
+    ]

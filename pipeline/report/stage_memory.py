@@ -1,0 +1,79 @@
+"""The bytes of a stage's models on its ranks, from the run's settings."""
+
+from __future__ import annotations
+
+from parallel.memory import RankMemory, reading_memory, training_memory
+from parallel.settings import OptimizerSettings
+from pipeline.run.graph import Stage
+from stages.objectives.advantages.gae import GaeSettings
+from stages.settings import LoopSettings, PolicySettings, RunSettings
+
+
+def stage_memory(stage: Stage, settings: RunSettings) -> list[RankMemory]:
+    """Return the memory of a rank of every pipeline rank while the stage runs."""
+    ranks, critic = policy_memory(stage, settings), critic_memory(stage, settings)
+    if critic is None:
+        return ranks
+    return [rank.beside(other) for rank, other in zip(ranks, critic, strict=True)]
+
+
+def policy_memory(stage: Stage, settings: RunSettings) -> list[RankMemory]:
+    """Return the memory of the stage's policy, or of the model that it reads, as `stage_memory`."""
+    if not stage.steps:
+        return reading_memory(settings.model, settings.layout)
+    optimizer, loop = trained_by(stage, settings)
+    frozen, averages = compared_with(stage, settings)
+    return _trained(settings, optimizer, loop, frozen_models=frozen, averages=averages)
+
+
+def critic_memory(stage: Stage, settings: RunSettings) -> list[RankMemory] | None:
+    """Return the memory of the stage's critic, None where it has none."""
+    policy = rewarded(stage, settings) if stage.steps else None
+    if policy is None or not isinstance(policy.objective.advantage, GaeSettings):
+        return None
+    optimizer = policy.objective.advantage.critic.optimizer
+    return _trained(settings, optimizer, policy.loop, values=True)
+
+
+def trained_by(stage: Stage, settings: RunSettings) -> tuple[OptimizerSettings, LoopSettings]:
+    """Return the optimizer and the loop of a stage that trains."""
+    if (policy := rewarded(stage, settings)) is not None:
+        return policy.optimizer, policy.loop
+    block = settings.cold_start if stage.kind == "sft" else settings.merge
+    assert block is not None
+    return block.optimizer, block.loop
+
+
+def rewarded(stage: Stage, settings: RunSettings) -> PolicySettings | None:
+    """Return the settings of a stage that learns from rewards, None of another one."""
+    return settings.mixed if stage.kind == "mixed" else settings.domains.get(stage.domain or "")
+
+
+def compared_with(stage: Stage, settings: RunSettings) -> tuple[int, int]:
+    """Return the number of frozen teachers or references, and of moving averages of the policy."""
+    if (block := rewarded(stage, settings)) is not None:
+        kl = block.objective.kl
+        penalised, average = kl.coefficient > 0, kl.reference == "ema"
+        return int(penalised and not average), int(penalised and average)
+    return len(stage.teachers), 0
+
+
+def _trained(
+    settings: RunSettings,
+    optimizer: OptimizerSettings,
+    loop: LoopSettings,
+    frozen_models: int = 0,
+    averages: int = 0,
+    values: bool = False,
+) -> list[RankMemory]:
+    return training_memory(
+        settings.model,
+        settings.layout,
+        optimizer.algorithm,
+        loop.micro_batch_tokens,
+        frozen_models,
+        averages,
+        values,
+        optimizer.precision_aware,
+        optimizer.cpu_offload,
+    )

@@ -1,0 +1,252 @@
+"""Stages that need more memory than a GPU has are refused, with settings that would fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from parallel.errors import UserError
+from parallel.network import LOOPBACK
+from parallel.settings import EngineJob
+from pipeline.config.validate import load, load_cluster
+from pipeline.launch.launcher import write_engine_job
+from pipeline.report.capacity import check_capacity
+from pipeline.report.gpu_memory import NodeGpus, gpus_of
+from pipeline.report.memory import memory_report
+from pipeline.run.graph import compile_graph
+from stages.directory import EngineDirectory
+from stages.settings import RunSettings
+from tests.layouts.real_models import DEEPSEEK_V3, GLM_AIR
+from tests.parallel.test_gpus import put_nvidia_smi
+from tests.runs import REPOSITORY
+
+Braid = Callable[..., tuple[int, str, str]]
+CASES = Path(__file__).parent / "memory_cases"
+H100 = CASES / "h100.yaml"
+PAGE = REPOSITORY / "docs" / "explanation" / "memory.md"
+EXACT = ("domains.math.optimizer.precision_aware=false", "merge.optimizer.precision_aware=false")
+TOO_MUCH = ("layout.tensor=1", *EXACT)
+
+GLM_REFUSED = [
+    "experts.math: weight sync needs 136.30 GiB of each GPU, 57.10 GiB more than its 79.20 "
+    "(engine weights 99.54, trainer weights 26.59, trainer process 5.00, engine process 3.00,"
+    " staging 2.18); set engine.tensor=8 engine.count=1",
+    "merge: update needs 168.11 GiB of each GPU, 88.91 GiB more than its 79.20 (optimizer "
+    "state 74.69, gradients 53.17, trainer weights 26.59, trainer process 5.00, activations "
+    "4.14, engine process 3.00, dispatch and fragments 1.24, frozen model 0.29); set "
+    "layout.ranks=32 layout.expert=32",
+]
+DEEPSEEK_REFUSED = [
+    "experts.math: weight sync needs 330.28 GiB of each GPU, 251.08 GiB more than its 79.20 "
+    "(trainer weights 161.66, engine weights 157.92, trainer process 5.00, engine process "
+    "3.00, staging 2.71); set engine.tensor=32 engine.count=1 layout.ranks=64 "
+    "layout.expert=64",
+    "merge: update needs 1,442.66 GiB of each GPU, 1,363.46 GiB more than its 79.20 "
+    "(optimizer state 941.73, gradients 323.32, trainer weights 161.66, activations 5.52, "
+    "trainer process 5.00, engine process 3.00, dispatch and fragments 2.00, frozen model "
+    "0.43); set domains.math.optimizer.precision_aware=true "
+    "merge.optimizer.precision_aware=true layout.ranks=256 layout.expert=256",
+]
+
+
+def qwen(*overrides: str) -> RunSettings:
+    return load(CASES / "qwen3_30b_a3b.yaml", overrides, to_start=False)
+
+
+def refused(settings: RunSettings, profile: Path = H100) -> list[str]:
+    """Return the lines that refuse the settings on the profile's GPUs."""
+    stages = compile_graph(settings)
+    try:
+        check_capacity(settings, stages, gpus_of(load_cluster(profile)))
+    except UserError as error:
+        title, *lines = str(error).splitlines()
+        assert title == "more memory than a GPU has:"
+        return lines
+    return []
+
+
+def advised(lines: list[str]) -> list[str]:
+    """Return the overrides that a refusal advises."""
+    return [each for line in lines for each in line.rpartition("; set ")[2].split()]
+
+
+@pytest.mark.parametrize(
+    "engines", ["{count: 8}", "{count: 4, tensor: 2}", "{count: 2, tensor: 4}"]
+)
+def test_a_model_of_30_b_fits_on_one_node_of_eight_gpus_of_80_gb(engines: str) -> None:
+    assert refused(qwen(f"engine={engines[:-1]}, max_model_tokens: 8192}}")) == []
+
+
+def test_a_layout_that_cannot_fit_is_refused_by_component() -> None:
+    assert refused(qwen(*TOO_MUCH)) == [
+        "merge: update needs 91.63 GiB of each GPU, 12.43 GiB more than its 79.20 (optimizer state "
+        "42.65, gradients 19.24, trainer weights 9.62, activations 8.99, trainer process 5.00, "
+        "engine process 3.00, dispatch and fragments 2.55, frozen model 0.58); set "
+        "domains.math.optimizer.precision_aware=true merge.optimizer.precision_aware=true"
+    ]
+
+
+def test_an_engine_that_cannot_fit_is_refused_by_component() -> None:
+    assert refused(qwen("engine.kv_cache_mebibytes=60000")) == [
+        "experts.math: generate needs 96.37 GiB of each GPU, 17.17 GiB more than its 79.20 (KV "
+        "cache 58.59, engine weights 28.45, trainer process 5.00, engine process 3.00, engine "
+        "workspace 1.33); set engine.kv_cache_mebibytes=null"
+    ]
+
+
+def test_glm_air_does_not_fit_on_eight_gpus() -> None:
+    settings = qwen().model_copy(update={"model": GLM_AIR})
+    assert refused(settings) == GLM_REFUSED
+
+
+def test_deepseek_v3_does_not_fit_on_eight_gpus_but_on_256() -> None:
+    settings = qwen("engine={count: 1, tensor: 8, max_model_tokens: 8192}", *EXACT)
+    settings = settings.model_copy(update={"model": DEEPSEEK_V3})
+    assert refused(settings) == DEEPSEEK_REFUSED
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        TOO_MUCH,
+        ("engine.kv_cache_mebibytes=60000",),
+        ("layout={ranks: 4, tensor: 4, expert: 4, recompute: full}", "engine.placement=own"),
+        ("layout={ranks: 4, tensor: 4, expert: 4}", "engine.count=2", *EXACT),
+        ("domains.math.loop.micro_batch_tokens=400000", "layout.recompute=none"),
+    ],
+)
+def test_what_is_advised_fits(given: tuple[str, ...]) -> None:
+    lines = refused(qwen(*given))
+    assert lines and refused(qwen(*given, *advised(lines))) == []
+
+
+def test_nothing_is_advised_where_nothing_fits(tmp_path: Path) -> None:
+    profile = tmp_path / "small.yaml"
+    profile.write_text("gpus_per_node: 8\ngpu_memory_gib: 6\n")
+    lines = refused(qwen(), profile)
+    assert len(lines) == 2
+    assert all(
+        line.endswith("; no two settings and no layout of 1,024 ranks make it fit; use larger GPUs")
+        for line in lines
+    )
+
+
+def test_the_page_on_memory_has_the_table_and_the_refusal() -> None:
+    """After a change: `python -m tests.pipeline.test_capacity` writes them."""
+    assert page() == PAGE.read_text()
+
+
+def page() -> str:
+    """Return the page on memory with its two outputs as they are now."""
+    gpus = gpus_of(load_cluster(H100))
+    lines = "\n".join(memory_report(qwen(), gpus)).rstrip().splitlines()
+    table = "\n".join(line.rstrip() for line in lines)
+    said = "\n".join(["braid: more memory than a GPU has:", *refused(qwen(*TOO_MUCH))])
+    parts = PAGE.read_text().split("```\n")
+    parts[3], parts[5] = f"{table}\n", f"{said}\n"
+    return "```\n".join(parts)
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    """A profile whose GPUs hold no more than a CUDA context."""
+    path = tmp_path / "cluster.yaml"
+    path.write_text("ranks_per_node: 2\ngpus_per_node: 2\ngpu_memory_gib: 0.5\n")
+    return path
+
+
+@pytest.mark.parametrize("command", ["validate", "plan", "submit"])
+def test_commands_refuse_it_before_anything_is_written(
+    command: str, braid: Braid, config: Path, profile: Path, runs: Path
+) -> None:
+    code, _, err = braid(command, config, "--cluster", profile)
+    assert code == 1
+    assert err.startswith("braid: more memory than a GPU has:\nexperts.")
+    assert not runs.exists()
+
+
+def test_validate_reports_it_as_errors_in_json(braid: Braid, config: Path, profile: Path) -> None:
+    code, out, err = braid("validate", config, "--cluster", profile, "--json")
+    found = json.loads(out)
+    assert (code, found["valid"]) == (1, False)
+    assert err == f"braid: more memory than a GPU has:\n{chr(10).join(found['errors'])}\n"
+
+
+def test_the_plan_shows_the_phases_before_it_refuses(
+    braid: Braid, config: Path, profile: Path
+) -> None:
+    code, out, err = braid("plan", config, "--memory", "--cluster", profile)
+    assert code == 1 and "more memory than a GPU has" in err
+    assert "GiB on a GPU in each phase of a step; a GPU has 0.50" in out
+    assert "log-probabilities" in out
+
+
+def test_run_and_resume_compare_with_this_machine_s_gpus(
+    braid: Braid, config: Path, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    line = "{}, GPU-{}, NVIDIA H100 80GB HBM3, {}, 100, 580.65.06, 9.0"
+    sizes = "\n".join(line.format(index, index, size) for index, size in enumerate((900, 81559)))
+    put_nvidia_smi(monkeypatch, tmp_path, sizes)
+    code, _, err = braid("run", config)
+    assert code == 1 and "more than its 0.88 (" in err  # 900 MiB, the smaller one
+    assert not runs.exists()
+    code, _, err = braid("run", config, "--only", "cold_start", "--dry-run")
+    assert code == 1 and "\ncold_start: update needs " in err
+    put_nvidia_smi(monkeypatch, tmp_path, sizes.replace("900", "81559"))
+    assert braid("run", config)[0] == 0
+    put_nvidia_smi(monkeypatch, tmp_path, sizes)
+    code, _, err = braid("resume", "small")
+    assert code == 1 and "more memory than a GPU has" in err
+
+
+def test_an_engine_s_job_says_what_it_may_use_of_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    directory = EngineDirectory(tmp_path / "engine")
+    directory.path.mkdir()
+
+    def allowed(*overrides: str) -> int | None:
+        path = write_engine_job(directory, qwen(*overrides), 0, LOOPBACK)
+        return EngineJob.model_validate_json(path.read_text()).gpu_memory_bytes
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert allowed() is None
+    put_nvidia_smi(monkeypatch, tmp_path)  # four GPUs of 81,559 MiB
+    # The trainer's context and communicators, and contexts of the three other engine ranks.
+    assert allowed() == (81_559 << 20) - (1 << 30) - 4 * (1 << 29)
+    assert allowed("engine.placement=own") is None
+
+
+def test_gpus_that_are_not_known_refuse_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = tmp_path / "cluster.yaml"
+    for text in ("gpus_per_node: 8\n", "gpu_memory_gib: 1\n"):
+        profile.write_text(text)
+        assert refused(qwen(*TOO_MUCH), profile) == []
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpus_of(None)("grpo") is None
+    put_nvidia_smi(monkeypatch, tmp_path, "NVIDIA-SMI has failed: no driver", 9)  # a login node
+    assert gpus_of(None)("grpo") is None
+
+
+def test_a_kind_may_have_other_gpus(tmp_path: Path) -> None:
+    profile = tmp_path / "cluster.yaml"
+    profile.write_text(
+        "gpus_per_node: 8\ngpu_memory_gib: 79.2\nkinds: {distill: {gpu_memory_gib: 141}}\n"
+    )
+    [line] = refused(qwen(*TOO_MUCH), profile)
+    assert line.startswith("experts.math: update needs 91.05 GiB of each GPU, ")
+    assert gpus_of(load_cluster(profile))("distill") == NodeGpus(8, 141 << 30)
+    profile.write_text("gpus_per_node: 8\ngpu_memory_gib: 0\n")
+    with pytest.raises(UserError, match=r"cluster\.yaml:2: gpu_memory_gib: should be greater"):
+        load_cluster(profile)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
