@@ -17,7 +17,7 @@ help:  ## list these targets
 
 install: $(INSTALLED) $(TESTS_INSTALLED)  ## build .venv with every pinned dependency
 
-install-gpu: $(GPU_INSTALLED)  ## the same for GPUs with CUDA 13, in .venv-gpu (20 GB); PYTHON=python3.12 or 3.13 do too
+install-gpu: $(GPU_INSTALLED)  ## the same for GPUs with CUDA 13, in .venv-gpu (10 GB); PYTHON=python3.12 and 3.13 work too
 
 # $(call environment,DIRECTORY,FILE,BOOTSTRAP) builds a virtual environment of BOOTSTRAP and of FILE. Both
 # are complete and hashed, so nothing is resolved here, and packages without a wheel are built by the
@@ -64,7 +64,7 @@ endef
 
 $(GPU_INSTALLED): requirements/gpu-bootstrap.txt requirements/gpu.txt requirements/gpu-built.txt setup.py
 	@$(PYTHON) requirements/gpu_machine.py
-	@echo "installing into $(GPU_VENV): downloads about 6 GB, which takes some minutes"
+	@echo "installing into $(GPU_VENV): downloads about 5 GB, which takes some minutes"
 	$(call environment,$(GPU_VENV),requirements/gpu.txt,requirements/gpu-bootstrap.txt)
 	$(call transformer_engine,$(GPU_VENV),requirements/gpu-built.txt)
 	@touch $@

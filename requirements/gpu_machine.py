@@ -21,7 +21,7 @@ from parallel.errors import UserError  # noqa: E402
 from parallel.gpus import driver_error, visible_gpus  # noqa: E402
 
 CUDA = 13  # of the torch in gpu.txt
-FREE_GIB = 20
+FREE_GIB = 15  # the environment takes 10, its downloads the rest
 
 
 def main() -> None:
