@@ -135,7 +135,7 @@ def plan(arguments: Namespace) -> None:
         "--cluster",
         type=Path,
         metavar="FILE",
-        help="a cluster's profile: has this node as many GPUs as it says?",
+        help="a cluster's profile: fewer GPUs here than it says is an error",
     ),
     JSON,
 )

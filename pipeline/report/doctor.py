@@ -196,9 +196,9 @@ def _gpus(cuda_build: str | None, cluster: ClusterSettings | None) -> Iterator[R
     if gpus:
         cuda = int(cuda_build.partition(".")[0]) if cuda_build else 0
         errors = {"driver": driver_error(gpus, cuda), "GPU types": type_error(gpus)}
-        for name, error in errors.items():
-            if error is not None:
-                value, _, fix = error.partition("; ")
+        for name, trouble in errors.items():
+            if trouble is not None:
+                value, _, fix = trouble.partition("; ")
                 yield Row(name, value, "error", fix)
             elif name == "driver":
                 yield Row(name, gpus[0].driver)

@@ -1,4 +1,4 @@
-"""What nvidia-smi prints becomes the GPUs that a process may use."""
+"""The GPUs that a process may use, as nvidia-smi prints them."""
 
 from __future__ import annotations
 
