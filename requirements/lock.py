@@ -4,9 +4,9 @@
 
 `make lock` resolves setup.py's ranges, and then runs this. Of a FILE, every `name==version` that
 stands in it gets the SHA-256 of all its wheels and its source, as the package index lists them. Of
-torch, whose CPU builds stand on an index of their own, it is the CPU build that pip finds here, and
-those that were known of the same version stay: with the hashes of the package index's CUDA builds
-beside it, pip would take one of these before a wheel of a folder.
+bootstrap.txt's torch, whose CPU builds stand on an index of their own, it is the CPU build that pip
+finds here, and those that were known of the same version stay: with the hashes of the package
+index's CUDA builds beside it, pip would take one of these before a wheel of a folder.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from hashlib import sha256
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+CPU_TORCH = FOLDER / "bootstrap.txt"
 FILES = (
-    FOLDER / "bootstrap.txt",
+    CPU_TORCH,
     FOLDER / "cpu.txt",
+    *(FOLDER / name for name in ("gpu-bootstrap.txt", "gpu.txt", "gpu-built.txt", "te-python.txt")),
     FOLDER.parent / "benchmarks" / "trl-requirements.txt",
 )
 PIN = re.compile(r"^([\w.-]+==[\w.+!-]+)", re.MULTILINE)
@@ -33,7 +35,9 @@ def main() -> None:
     for path in [Path(name) for name in sys.argv[1:]] or FILES:
         before = path.read_text()
         comments = [line for line in before.splitlines() if line.startswith("#")]
-        pins = _with_torch_builds(_with_hashes(PIN.findall(before)), before)
+        pins = _with_hashes(PIN.findall(before))
+        if path.resolve() == CPU_TORCH.resolve():
+            pins = _with_torch_builds(pins, before)
         path.write_text("\n".join([*comments, pins]))
         print(f"{path}: {len(PIN.findall(pins))} pins, {pins.count('--hash=')} hashes")
 

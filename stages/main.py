@@ -29,12 +29,22 @@ def main() -> None:
     torch.use_deterministic_algorithms(job.settings.deterministic)
     with process_groups(job.settings.layout, job.settings.seed):
         kind = None if job.kind == "preview" else KINDS[job.kind]
-        if kind and kind.trains and not kind.samples and torch.distributed.get_rank() == 0:
-            warn_of_engines(job.settings.model)
+        if kind and kind.trains and torch.distributed.get_rank() == 0:
+            warn_of_fallbacks()
+            if not kind.samples:
+                warn_of_engines(job.settings.model)
         try:
             importlib.import_module(MODULES[job.kind]).run(job)
         except (Exception, SystemExit) as error:
             _leave(error)
+
+
+def warn_of_fallbacks() -> None:
+    """Print one notice if CUDA packages are missing or do not work here."""
+    from parallel.device import fallbacks
+
+    if found := fallbacks():
+        report_notice("; ".join(found))
 
 
 def warn_of_engines(model: ModelSettings) -> None:

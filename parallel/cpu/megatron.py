@@ -1,9 +1,10 @@
 """The patches of megatron-core 0.16.1 and mbridge for machines without CUDA.
 
-With CUDA `activate()` patches only the optimizer, and only without TransformerEngine and apex.
-Without CUDA, Megatron's modules see a `torch` whose CUDA calls answer for the CPU. The substitution
-is scoped: every Megatron (and mbridge) module gets a proxy in place of its global name `torch`. The
-real `torch` keeps its factories, so that Hugging Face, vLLM and everything else are unaffected.
+With CUDA `activate()` replaces only what TransformerEngine would bring, and only where it is
+missing (parallel.cpu.transformer_engine). Without CUDA, Megatron's modules see a `torch` whose CUDA
+calls answer for the CPU. The substitution is scoped: every Megatron (and mbridge) module gets a
+proxy in place of its global name `torch`. The real `torch` keeps its factories, so that Hugging
+Face, vLLM and everything else are unaffected.
 (Patching the factories of the real module silently zeroes rotary frequencies loaded by
 transformers: `torch.device` contexts cache the factories they first saw.)
 
@@ -20,15 +21,15 @@ import functools
 import importlib
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.adam import adam
 
-from parallel.cpu import gloo
-from parallel.device import CPU
+from parallel.cpu import gloo, transformer_engine
+from parallel.cuda_packages import hide
+from parallel.device import CPU, has_apex, layer_specs
 
 SCOPED_PACKAGES = ("megatron", "mbridge")
 # Imported before the names are replaced, so that what a stage uses is covered.
@@ -55,8 +56,16 @@ FACTORIES = (
 
 @functools.cache
 def activate() -> None:
-    """Make megatron-core and mbridge importable and runnable on this machine."""
-    cuda = torch.cuda.is_available()
+    """Make megatron-core and mbridge importable and runnable on this machine.
+
+    megatron-core must use a package exactly where Braid does: a TransformerEngine or apex that
+    Braid does not use is hidden from it, since it would compute with either even without CUDA.
+    """
+    cuda, local = torch.cuda.is_available(), layer_specs() == "local"
+    if local:
+        hide("transformer_engine")
+    if not has_apex():
+        hide("apex")
     if not cuda:
         # torch.compile on a CPU costs more start-up time than its fusions save; it must be off
         # before Megatron's modules are decorated with it.
@@ -65,7 +74,9 @@ def activate() -> None:
         gloo.share_device()
     for name in ENTRY_POINTS:
         importlib.import_module(name)
-    _count_adam_steps_by_group()
+    transformer_engine.count_adam_steps_by_group()
+    if local:
+        transformer_engine.stand_in()
     if cuda:
         return
     proxy = _TorchWithoutCuda()
@@ -197,74 +208,9 @@ def _patch_megatron() -> None:
     mappings._reduce_scatter_along_first_dim = scatter
 
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    # megatron-core uses the name unguarded but defines it only with TransformerEngine.
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-    latent: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
-    # The flag is true also where TransformerEngine's classes are mocks.
-    latent.HAVE_TE = isinstance(latent.TELinear, type)
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     # The original returns a tensor that is not on CUDA unchanged, but callers need lists.
     moe_utils.maybe_move_tensor_to_cpu = dispatcher.maybe_move_tensor_to_cpu = _as_splits
-
-
-def _count_adam_steps_by_group() -> None:
-    """Use our AdamW where neither TransformerEngine nor apex is installed.
-
-    megatron-core would use torch's, which counts steps per parameter. Its fully reshardable format
-    drops these counts when saving and requires them when loading (KeyError: 'step'), and a rank
-    that owns no parameter of a group has no count to save. A count per group avoids both.
-    """
-    optimizer: Any = importlib.import_module("megatron.core.optimizer")
-    distributed: Any = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
-    if optimizer.USING_PYTORCH_OPTIMIZER:
-        optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = GroupStepAdam, False
-        distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
-
-
-class GroupStepAdam(torch.optim.AdamW):
-    """torch's AdamW, bit for bit, with `step` in the parameter group instead of in every state.
-
-    Empty groups have it too, so that all ranks save the same keys.
-    """
-
-    def __init__(self, params: Iterable[Any], *, adam_w_mode: bool = True, **options: Any) -> None:
-        """Decouple the weight decay from the gradient if `adam_w_mode`, as apex does."""
-        super().__init__(params, **options)
-        self.adam_w_mode = adam_w_mode
-        for group in self.param_groups:
-            group["step"] = 0
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a state; skip torch's Adam, which requires a step for every parameter."""
-        torch.optim.Optimizer.__setstate__(self, state)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient; `closure` is ignored."""
-        for group in self.param_groups:
-            done = group["step"]
-            group["step"] = done + 1
-            parameters = [each for each in group["params"] if each.grad is not None]
-            for each in parameters:
-                if not self.state[each]:
-                    for name in ("exp_avg", "exp_avg_sq"):
-                        self.state[each][name] = torch.zeros_like(each)
-            states = [self.state[each] for each in parameters]
-            adam(
-                parameters,
-                [each.grad for each in parameters],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                max_exp_avg_sqs=[],
-                state_steps=[torch.tensor(float(done)) for _ in parameters],
-                decoupled_weight_decay=self.adam_w_mode,
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                maximize=False,
-                **{name: group[name] for name in ("lr", "weight_decay", "eps")},
-            )
 
 
 def _gather_unequal(equal: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

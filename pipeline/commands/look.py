@@ -26,7 +26,7 @@ from pipeline.commands.common import (
 )
 from pipeline.config.read import ConfigError
 from pipeline.config.rules import policy_cautions
-from pipeline.config.validate import dump_resolved
+from pipeline.config.validate import dump_resolved, load_cluster
 from pipeline.report import explain
 from pipeline.report import status as report
 from pipeline.report.capacity import check_capacity
@@ -158,16 +158,24 @@ def plan(arguments: Namespace) -> None:
     "doctor",
     "show what is installed here, what Braid uses of it, and what to fix",
     "  braid doctor\n"
-    "  srun --gres=gpu:1 braid doctor             on the nodes that will run the stages\n\n"
+    "  srun --gres=gpu:8 braid doctor --cluster configs/clusters/mine.yaml    on a node\n\n"
     "✓ works, · is a note, ✗ keeps stages from running and makes the exit code 1: a login node\n"
     "without torch has one too, and still validates, plans and shows runs.\n"
-    "`make install` builds an environment for the CPU in which everything works.\n\n"
+    "`make install` builds an environment for the CPU in which everything works, and\n"
+    "`make install-gpu` one for GPUs.\n\n"
     'JSON: {"errors": COUNT, "sections": {HEADING: [{"name", "value", "verdict", "fix"}]}}.',
+    Argument(
+        "--cluster",
+        type=Path,
+        metavar="FILE",
+        help="a cluster's profile: fewer GPUs here than it says is an error",
+    ),
     JSON,
 )
 def doctor(arguments: Namespace) -> None:
     """Show what is installed, what is used here, and how to fix what is missing."""
-    found = list(sections(probe(), arguments.runs_dir))
+    cluster = load_cluster(arguments.cluster) if arguments.cluster else None
+    found = list(sections(probe(), arguments.runs_dir, cluster))
     errors = sum(row.verdict == "error" for _, rows in found for row in rows)
     if arguments.json:
         tables = {heading: [asdict(row) for row in rows] for heading, rows in found}

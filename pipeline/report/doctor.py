@@ -18,6 +18,9 @@ from typing import Any, Literal
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from parallel.errors import UserError
+from parallel.gpus import driver_error, type_error, visible_gpus
+from pipeline.config.cluster import ClusterSettings
 from pipeline.launch.placement import GPU_FILE
 from pipeline.report.tables import Cell, human, table
 from pipeline.text import say, signal_name
@@ -38,6 +41,16 @@ IMPORTED_AS = {"megatron-core": "megatron", OPTIONAL: "transformer_engine", "vll
 ASIDES = {
     "torch": "; fine on a login node: validate, plan and status need no torch, stages do",
     OPTIONAL: "; layers run in plain torch",
+}
+# A package of the GPU set that is installed alone may be built for another CUDA or torch.
+GPU_SET = "make install-gpu, in a clone: it installs requirements/gpu.txt as a whole"
+APEX = {
+    "incomplete": ("NVIDIA's without its CUDA extensions; not used", "rebuild it with --cuda_ext"),
+    # PyPI's `apex` is a toolkit for web logins; stages hide it from megatron-core.
+    "namesake": (
+        "another package of this name, not NVIDIA's; not used",
+        "pip uninstall apex; NVIDIA's is built from source or comes with its containers",
+    ),
 }
 LITTLE = 1 << 30
 
@@ -83,12 +96,18 @@ def probe(command: Sequence[str] = COMMAND, timeout: float = TIMEOUT_SECONDS) ->
     return findings | ({current: {"error": ending}} if ending else {})
 
 
-def sections(findings: Findings, runs: Path) -> Iterator[tuple[str, list[Row]]]:
-    """Yield every section of `braid doctor`: its heading and its rows."""
+def sections(
+    findings: Findings, runs: Path, cluster: ClusterSettings | None = None
+) -> Iterator[tuple[str, list[Row]]]:
+    """Yield every section of `braid doctor`: its heading and its rows.
+
+    With a cluster's profile, this machine is one of its nodes.
+    """
     devices = findings.get("torch", {}).get("devices", [])
     extra = "gpu" if devices or GPU_FILE.exists() else "cpu"
     yield "versions", list(_versions(findings, extra))
-    yield "this machine", list(_machine(findings, devices, runs))
+    gpus = list(_gpus(findings.get("torch", {}).get("cuda_build"), cluster))
+    yield "this machine", gpus + list(_machine(findings, devices, runs))
     if "layer_specs" in findings.get("megatron", {}):
         yield "used here", list(_choices(findings, bool(devices)))
 
@@ -117,20 +136,21 @@ def _versions(findings: Findings, extra: str) -> Iterator[Row]:
         yield Row("python", f"{python}, not {wanted}", "error", "make an environment with it")
     for requirement in requirements:
         if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
-            row = _version(requirement, findings)
+            row = _version(requirement, findings, extra)
             if row.verdict != "ok" or row.name in SHOWN:
                 yield row
     apex = _installed("apex")
-    if findings.get("apex", {}).get("nvidia"):
+    kind = findings.get("apex", {}).get("kind")
+    if kind == "nvidia":
         yield Row("apex", apex or "of unknown version")
+    elif kind in APEX:
+        value, fix = APEX[kind]
+        yield Row("apex", f"{apex or 'of unknown version'} is {value}", "note", fix)
     elif apex is None:
         yield Row("apex", "not installed; optional: torch's AdamW computes the same")
-    else:  # PyPI's `apex` is a toolkit for web logins, and importing it fails
-        fix = "pip uninstall apex; NVIDIA's is built from source or comes with its containers"
-        yield Row("apex", f"{apex} is another package of this name, not NVIDIA's", "note", fix)
 
 
-def _version(requirement: Requirement, findings: Findings) -> Row:
+def _version(requirement: Requirement, findings: Findings, extra: str) -> Row:
     """Compare a requirement with the installed version and with its probe.
 
     vLLM is judged by the device that it chose: built from source it is called vllm on every device,
@@ -138,13 +158,16 @@ def _version(requirement: Requirement, findings: Findings) -> Row:
     """
     name, wanted = requirement.name, requirement.specifier
     extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
-    install = f"pip install '{name}{extras}{wanted}'"
+    alone = f"pip install '{name}{extras}{wanted}'"
+    install = GPU_SET if requirement.marker is not None and extra == "gpu" else alone
     chosen = findings.get("vllm", {}).get("device")
     present = next(filter(_installed, ENGINES), None)
     if name in ENGINES and chosen and present:
         if chosen != ENGINES[name]:
             value = f"{_installed(present)} does not run on {ENGINES[name]} here"
-            return Row(present, value, "error", f"pip uninstall {present}; {install}")
+            separate = extra == "gpu"  # .venv-gpu, beside this environment
+            fix = install if separate else f"pip uninstall {present}; {install}"
+            return Row(present, value, "error", fix)
         if present != name:
             return Row(present, f"{_installed(present)}")
     installed, aside = _installed(name), ASIDES.get(name, "")
@@ -156,8 +179,33 @@ def _version(requirement: Requirement, findings: Findings) -> Row:
     found = findings.get(IMPORTED_AS.get(name, name), {})
     if trouble := "its module is missing" if "missing" in found else found.get("error"):
         value = f"{installed} does not work: {trouble}{aside}"
-        return Row(name, value, severity, f"{install} --force-reinstall")
+        return Row(
+            name, value, severity, install if install == GPU_SET else f"{install} --force-reinstall"
+        )
     return Row(name, installed)
+
+
+def _gpus(cuda_build: str | None, cluster: ClusterSettings | None) -> Iterator[Row]:
+    """Yield what nvidia-smi says: the driver, types that are mixed, and GPUs that are missing."""
+    try:
+        gpus = visible_gpus()
+    except UserError as error:
+        value, _, fix = str(error).partition("; ")
+        yield Row("driver", value, "error", fix)
+        return
+    if gpus:
+        cuda = int(cuda_build.partition(".")[0]) if cuda_build else 0
+        errors = {"driver": driver_error(gpus, cuda), "GPU types": type_error(gpus)}
+        for name, trouble in errors.items():
+            if trouble is not None:
+                value, _, fix = trouble.partition("; ")
+                yield Row(name, value, "error", fix)
+            elif name == "driver":
+                yield Row(name, gpus[0].driver)
+    if cluster is not None and len(gpus) < cluster.gpus_per_node:
+        value = f"{len(gpus)} here, but gpus_per_node is {cluster.gpus_per_node}"
+        fix = "correct gpus_per_node in the profile, or ask Slurm for the node's GPUs in this step"
+        yield Row("GPUs", value, "error", fix)
 
 
 def _machine(findings: Findings, devices: list[dict[str, Any]], runs: Path) -> Iterator[Row]:

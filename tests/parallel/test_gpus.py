@@ -1,4 +1,4 @@
-"""What nvidia-smi prints becomes the GPUs that a process may use."""
+"""The GPUs that a process may use, as nvidia-smi prints them."""
 
 from __future__ import annotations
 
@@ -7,22 +7,8 @@ from pathlib import Path
 import pytest
 
 from parallel.errors import UserError
-from parallel.gpus import visible_gpus
-
-LINES = "\n".join(
-    f"{index}, GPU-{index:08x}, NVIDIA H100 80GB HBM3, 81559, {80000 - index}, 580.65.06, 9.0"
-    for index in range(4)
-)
-
-
-def put_nvidia_smi(
-    monkeypatch: pytest.MonkeyPatch, directory: Path, prints: str = LINES, status: int = 0
-) -> None:
-    """Put an nvidia-smi on PATH that prints these lines."""
-    program = directory / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\ncat <<'END'\n{prints}\nEND\nexit {status}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{directory}:/usr/bin:/bin")
+from parallel.gpus import driver_error, type_error, visible_gpus
+from tests.parallel.fake_nvidia_smi import GPU_LINES, put_nvidia_smi
 
 
 def test_every_gpu_has_its_memory_and_driver(
@@ -60,3 +46,27 @@ def test_a_driver_that_fails_is_one_error(monkeypatch: pytest.MonkeyPatch, tmp_p
     put_nvidia_smi(monkeypatch, tmp_path, "something else")
     with pytest.raises(UserError, match="unexpected line"):
         visible_gpus()
+
+
+def test_a_driver_is_compared_with_the_cuda_major(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    put_nvidia_smi(monkeypatch, tmp_path, GPU_LINES.replace("580.65.06", "570.86.10"))
+    gpus = visible_gpus()
+    assert driver_error(gpus, 12) is None
+    assert driver_error(gpus, 13) == (
+        "driver 570.86.10 is too old for CUDA 13; update it to R580 or newer"
+    )
+
+
+def test_mixed_types_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    put_nvidia_smi(monkeypatch, tmp_path)
+    assert type_error(visible_gpus()) is None
+    other = "4, GPU-00000004, NVIDIA A100-SXM4-40GB, 40960, 40000, 580.65.06, 8.0"
+    put_nvidia_smi(monkeypatch, tmp_path, f"{GPU_LINES}\n{other}")
+    assert type_error(visible_gpus()) == (
+        "GPU types are mixed: NVIDIA A100-SXM4-40GB (40 GiB), NVIDIA H100 80GB HBM3 (79 GiB); "
+        "select one with CUDA_VISIBLE_DEVICES"
+    )

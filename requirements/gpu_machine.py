@@ -1,0 +1,57 @@
+"""Check that `make install-gpu` can work on this machine, before it downloads anything.
+
+    python3 requirements/gpu_machine.py
+
+Needs no package. A machine without a driver is fine: a login node, or a container that is being
+built. Exits with one line per obstacle.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+from parallel.errors import UserError  # noqa: E402
+from parallel.gpus import driver_error, visible_gpus  # noqa: E402
+
+CUDA = 13  # of the torch in gpu.txt
+FREE_GIB = 15  # the environment takes 10, its downloads the rest
+
+
+def main() -> None:
+    """Exit with the obstacles, or say what the set is installed for."""
+    obstacles = list(_obstacles())
+    try:
+        gpus = visible_gpus()
+    except UserError as error:
+        gpus, obstacles = [], [*obstacles, str(error)]
+    if (error := driver_error(gpus, CUDA)) is not None:
+        obstacles.append(f"nvidia-smi: {error}")
+    if obstacles:
+        sys.exit("\n".join(f"install-gpu: {obstacle}" for obstacle in obstacles))
+    where = (
+        f"{len(gpus)} x {gpus[0].name}" if gpus else "no GPU here; it needs driver R580 or newer"
+    )
+    print(f"for CUDA {CUDA}: {where}")
+
+
+def _obstacles() -> Iterator[str]:
+    if not (3, 11) <= sys.version_info < (3, 14):
+        version = ".".join(map(str, sys.version_info[:2]))
+        yield f"Python {version} is not 3.11 to 3.13; run `make install-gpu PYTHON=python3.12`"
+    if shutil.which("c++") is None and shutil.which("g++") is None:
+        yield "no C++ compiler, which TransformerEngine's extension needs; install g++"
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        yield "no Python.h, which TransformerEngine's extension needs; install Python's headers"
+    if (free := shutil.disk_usage(REPOSITORY).free >> 30) < FREE_GIB:
+        yield f"{free} GiB of disk are free, {FREE_GIB} GiB are needed; free some"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""TransformerEngine and apex absent, broken and present, with and without CUDA.
+
+CUDA is forced: a process says that it has it, imports megatron-core as a rank would, and computes
+on CPU tensors what does not depend on the device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runs import REPOSITORY
+
+# Prints what Braid decided and what megatron-core sees.
+PROGRAM = """
+import json, sys, warnings
+warnings.filterwarnings("ignore")
+import torch
+torch.cuda.is_available = lambda: sys.argv[1] == "cuda"
+from parallel import device
+from parallel.cpu import megatron
+megatron.activate()
+from megatron.core import optimizer
+from megatron.core.extensions import transformer_engine as extension
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.moe.moe_utils import router_gating_linear
+hidden = torch.ones(2, 4, requires_grad=True)
+logits = router_gating_linear(hidden, torch.ones(3, 4), None, torch.float32)
+logits.sum().backward()
+print(json.dumps({
+    "layers": device.layer_specs(),
+    "seen": [extension.HAVE_TE, multi_latent_attention.HAVE_TE],
+    "logits": logits.flatten().tolist(),
+    "gradient": hidden.grad.flatten().tolist(),
+    "optimizer": optimizer.Adam.__module__,
+    "apex": [device.has_apex(), gpt_layer_specs.HAVE_APEX],
+    "fallbacks": device.fallbacks(),
+}))
+"""
+LAYERS_ONLY = """
+import sys, torch
+torch.cuda.is_available = lambda: sys.argv[1] == "cuda"
+from parallel import device
+print(device.layer_specs(), device.has_apex(), device.fallbacks())
+"""
+NO_CORE = "raise OSError('libcublas.so.12: cannot open shared object file')"
+NO_EXTENSION = "raise FileNotFoundError('Could not find shared object file')"
+PYRAMID = "raise RuntimeError('a toolkit for web logins was imported')"
+
+
+def plant(directory: Path, modules: dict[str, str]) -> None:
+    """Write packages and modules, by their paths."""
+    for name, text in modules.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def output(program: str, device: str, planted: Path) -> str:
+    path = os.pathsep.join([str(planted), str(REPOSITORY)])
+    ended = subprocess.run(
+        [sys.executable, "-c", program, device],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.splitlines()[-1]
+
+
+def rank(device: str, planted: Path) -> dict[str, Any]:
+    return json.loads(output(PROGRAM, device, planted))
+
+
+WORKING = {
+    "transformer_engine/__init__.py": "",
+    "transformer_engine/pytorch/__init__.py": "",
+    "transformer_engine/pytorch/fp8.py": "FP8GlobalStateManager = fp8_autocast = object",
+    "transformer_engine/pytorch/optimizers.py": "FusedAdam = FusedSGD = object",
+}
+NVIDIA_APEX = {
+    "apex/__init__.py": "",
+    "apex/multi_tensor_apply/__init__.py": "",
+    "amp_C.py": "",
+    "fused_weight_gradient_mlp_cuda.py": "",
+}
+
+
+@pytest.mark.parametrize(
+    ("planted", "reason"),
+    [
+        ({"apex/__init__.py": PYRAMID}, "TransformerEngine: not installed;"),
+        ({"transformer_engine/__init__.py": NO_CORE}, "TransformerEngine: OSError: libcublas"),
+        (
+            {
+                "transformer_engine/__init__.py": "",
+                "transformer_engine/pytorch/__init__.py": NO_EXTENSION,
+            },
+            "TransformerEngine: FileNotFoundError: Could not find",
+        ),
+    ],
+    ids=["absent, and the registry's apex", "no core library", "no extension"],
+)
+def test_cuda_without_transformer_engine_falls_back_by_name(
+    planted: dict[str, str], reason: str, tmp_path: Path
+) -> None:
+    plant(tmp_path, planted)
+    found = rank("cuda", tmp_path)
+    assert found["layers"] == "local" and found["seen"] == [False, False]
+    assert found["logits"] == [4.0] * 6 and found["gradient"] == [3.0] * 8
+    assert found["optimizer"] == "parallel.cpu.transformer_engine"
+    assert found["apex"] == [False, False]
+    notice, *others = found["fallbacks"]
+    assert notice.startswith(reason) and "`make install-gpu`" in notice
+    namesake = "apex: not NVIDIA's package, and not used; run `pip uninstall apex`"
+    assert others == ([namesake] if "apex/__init__.py" in planted else [])
+
+
+def test_without_cuda_what_needs_it_is_hidden_from_megatron_core(tmp_path: Path) -> None:
+    plant(tmp_path, {**WORKING, "apex/__init__.py": PYRAMID})
+    found = rank("cpu", tmp_path)
+    assert found["layers"] == "local" and found["seen"] == [False, False]
+    assert found["logits"] == [4.0] * 6
+    assert found["optimizer"] == "parallel.cpu.transformer_engine"
+    assert found["apex"] == [False, False] and found["fallbacks"] == []
+
+
+@pytest.mark.parametrize(
+    ("planted", "with_cuda"),
+    [
+        (WORKING, "transformer_engine False []"),
+        ({**WORKING, **NVIDIA_APEX}, "transformer_engine True []"),
+        (
+            {**WORKING, "apex/multi_tensor_apply/__init__.py": "", "apex/__init__.py": PYRAMID},
+            "transformer_engine False ['apex: built without its CUDA extensions and not used; "
+            "rebuild it with --cuda_ext']",
+        ),
+    ],
+    ids=["working", "with NVIDIA's apex", "with an apex of Python alone"],
+)
+def test_what_works_is_used_with_cuda(
+    planted: dict[str, str], with_cuda: str, tmp_path: Path
+) -> None:
+    plant(tmp_path, planted)
+    assert output(LAYERS_ONLY, "cuda", tmp_path) == with_cuda
+    assert output(LAYERS_ONLY, "cpu", tmp_path) == "local False []"
