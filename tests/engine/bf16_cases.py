@@ -77,7 +77,11 @@ def trained_steps(
 
     reward = {"kind": "python", "function": "tests.stages.small_rewards:characters"}
     domain = toy_domain(
-        rollout={"mode": mode}, routing={"replay": "r3"}, rewards={"characters": reward}
+        rollout={"mode": mode},
+        routing={"replay": "r3"},
+        rewards={"characters": reward},
+        # Long enough for most responses to end: truncated ones have no reward.
+        sampling={"prompts_per_step": 4, "group_size": 4, "max_response_tokens": 128},
     )
     settings = toy_run(sums=domain)
     update = {
