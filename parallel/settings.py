@@ -201,6 +201,7 @@ class EngineJob(Settings):
     address: Path
     interface: str = Field(LOOPBACK, description="interface to listen on, see parallel.network")
     seed: int
+    deterministic: bool = Field(False, description="the run's; batch-invariant kernels on GPUs")
 
 
 def divisors(count: int) -> list[int]:

@@ -338,6 +338,7 @@ def write_engine_job(
         address=directory.address.absolute(),
         interface=interface,
         seed=settings.seed,
+        deterministic=settings.deterministic,
     )
     write_atomically(directory.job, job.model_dump_json(indent=2) + "\n")
     return directory.job.absolute()
