@@ -1,4 +1,4 @@
-"""What a part of the GPU lane found: numbers with their bounds, or why it was skipped."""
+"""The findings of the GPU lane's parts: numbers with their bounds, or why a part was skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the machine has, and what it lacks, by name."""
+"""The machine: its device, its packages, and what it lacks, by name."""
 
 from __future__ import annotations
 

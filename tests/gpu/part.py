@@ -30,7 +30,7 @@ MODULES = {
 
 @dataclass(frozen=True)
 class Lane:
-    """Where a part runs, and whether its sizes are for a CPU."""
+    """The device of a part; `small` takes sizes for a CPU."""
 
     device: str
     small: bool

@@ -31,7 +31,7 @@ SECONDS = 180
 
 
 class Handover(msgspec.Struct):
-    """What the other process needs."""
+    """The model and the memory that the other process maps."""
 
     model: str
     shared: SharedMemory

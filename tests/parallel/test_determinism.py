@@ -1,4 +1,4 @@
-"""What `deterministic: true` sets up for CUDA before torch and vLLM are imported."""
+"""The setup of `deterministic: true` for CUDA, before torch and vLLM are imported."""
 
 from __future__ import annotations
 
