@@ -18,6 +18,7 @@ from tests.layouts.cases import accumulate, batches
 # Dense bf16 FLOP/s, from NVIDIA's data sheets.
 PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
 STEPS = 3
+MICRO_BATCH = 4096  # tokens, of tests.layouts.cases.batches
 LAYOUT = LayoutSettings()
 
 
@@ -83,7 +84,7 @@ def _speed(model: ModelSettings, tokens: int, seconds: dict[str, float]) -> list
 
 
 def _memory(model: ModelSettings, tokens: int, lane: Lane) -> list[Finding]:
-    [predicted] = training_memory(model, LAYOUT, "adam", tokens)
+    [predicted] = training_memory(model, LAYOUT, "adam", min(tokens, MICRO_BATCH))
     held = predicted.parameters + predicted.gradients + predicted.optimizer
     whole = parameter_count(model.model_copy(update={"layers": QWEN3_30B_LAYERS}))[0]
     found = [Finding("weights, gradients, optimizer, predicted", held / 2**30, "GiB")]

@@ -28,6 +28,16 @@ REFERENCE_SECONDS = 200
 
 def parity(lane: Lane) -> list[Finding]:
     """Compare this device with a CPU, in both precisions; routes are replayed."""
+    found: list[Finding] = []
+    with one_rank():  # first, so that a missing package is found here
+        for precision, reference in _references().items():
+            ours = measured(_model(precision), reference["weights"])
+            found += _differences(precision, ours, reference)
+    return found
+
+
+def _references() -> dict[str, Any]:
+    """Return what a process that sees no GPU measures, by precision."""
     with tempfile.TemporaryDirectory(prefix="braid-parity-") as directory:
         file = Path(directory) / "reference.pt"
         subprocess.run(
@@ -36,12 +46,7 @@ def parity(lane: Lane) -> list[Finding]:
             timeout=REFERENCE_SECONDS,
             check=True,
         )
-        references = torch.load(file, weights_only=True)
-    found: list[Finding] = []
-    with one_rank():
-        for precision, reference in references.items():
-            ours = measured(_model(precision), reference["weights"])
-            found += _differences(precision, ours, reference)
+        found: dict[str, Any] = torch.load(file, weights_only=True)
     return found
 
 

@@ -51,6 +51,18 @@ def test_what_is_missing_is_a_reason_to_skip_and_named(monkeypatch: pytest.Monke
     assert "no_such_package" in found.skipped and "make gpu-bundle" in found.skipped
 
 
+@pytest.mark.parametrize("name", ["losses", "parity", "refit", "determinism", "model_speed"])
+def test_without_megatron_core_a_part_is_skipped(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    for module in [each for each in sys.modules if each.startswith("megatron.")]:
+        monkeypatch.delitem(sys.modules, module)
+    found = part.run(name, CPU)
+    assert not found.failed
+    assert "megatron" in found.skipped
+
+
 def test_without_a_gpu_a_part_is_skipped() -> None:
     found = part.run("losses", Lane("cuda", small=True))
     assert found.skipped == "torch finds no CUDA device"
