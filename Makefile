@@ -10,7 +10,7 @@ GPU_INSTALLED := $(GPU_VENV)/.installed
 TRL_VENV := .venv-trl
 TRL_INSTALLED := $(TRL_VENV)/.installed
 
-.PHONY: help install install-gpu quickstart quick test test-all style lint bench bench-trl chaos fuzz mutants gpu-check golden docs lock clean
+.PHONY: help install install-gpu quickstart quick test test-all style lint bench bench-trl chaos fuzz mutants gpu-check gpu-bench gpu-bundle golden docs lock clean
 
 help:  ## list these targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -107,9 +107,21 @@ fuzz: $(INSTALLED)  ## 10,000 damaged configurations, 2,000 damaged run director
 mutants: $(INSTALLED)  ## mistakes made on purpose in a clone: do the tests catch them? (an hour); ONLY=TEXT for some
 	$(BIN)/python -m tests.mutants --jobs 2 $(if $(ONLY),--only "$(ONLY)") $(if $(RESULT),--result $(RESULT))
 
-gpu-check: $(INSTALLED)  ## on a CUDA device: the tests that need one rank, on that device
-	@$(BIN)/python -c "import sys, torch; torch.cuda.is_available() or sys.exit('no CUDA device here: nothing was checked')"
-	$(BIN)/python -m pytest -m one_device
+# With the environment of `make install-gpu` where it is, else with the machine's own Python and torch and
+# the packages of `make gpu-bundle`. What is missing is skipped, and named.
+GPU_BUNDLE := build/gpu-bundle
+GPU_BIN := $(wildcard .venv-gpu/bin)
+GPU_PYTHON := $(if $(GPU_BIN),$(GPU_BIN)/python,env PYTHONPATH=$(GPU_BUNDLE) python3)
+
+gpu-check:  ## on a CUDA device: parity with a CPU, losses, refit by IPC, same bits (5 minutes); all tests of one rank
+	$(GPU_PYTHON) -m tests.gpu check
+	$(if $(GPU_BIN),$(GPU_PYTHON) -m pytest -m one_device,@echo "tests of one rank: skipped: they need make install-gpu")
+
+gpu-bench:  ## on a CUDA device: tokens/s and MFU of layers of Qwen3-30B-A3B, memory, losses (4 minutes)
+	$(GPU_PYTHON) -m tests.gpu bench
+
+gpu-bundle: $(INSTALLED)  ## pack megatron-core and the like for a machine with a GPU and no registry (15 MB)
+	$(BIN)/python -m tests.gpu.bundle $(GPU_BUNDLE)
 
 golden: $(INSTALLED)  ## rewrite the messages of tests/pipeline/golden; then read their diff
 	$(BIN)/python -m tests.pipeline.test_golden_messages

@@ -194,8 +194,20 @@ class EngineSettings(Settings):
         False,
         description="compare every engine tensor's checksum with the trainer's after each refit",
     )
-    max_logprob_difference: Positive = Field(
-        1e-4, description="maximum |log mu - log pi| on the first batch after a refit, in nats"
+    max_logprob_difference: Positive | None = Field(
+        None,
+        description="maximum |log mu - log pi| of a token of the first batch after a refit, in"
+        " nats; null: 1e-4 in fp32, only reported in bf16",
+    )
+    max_mean_logprob_difference: Positive | None = Field(
+        None,
+        description="maximum of the mean |log mu - log pi| of that batch, in nats; null: 0.05 in"
+        " bf16, only reported in fp32",
+    )
+    max_high_ratio: Fraction | None = Field(
+        None,
+        description="maximum share of that batch's tokens with |log mu - log pi| above ln 2; null:"
+        " 1e-3 in bf16, only reported in fp32",
     )
 
     @property
@@ -225,6 +237,7 @@ class EngineJob(Settings):
     nodes: Count = Field(1, description="over which it spreads; each runs one process of this job")
     seed: int
     gpu_memory_bytes: int | None = Field(None, description="per GPU; null: what is free")
+    deterministic: bool = Field(False, description="the run's; batch-invariant kernels on GPUs")
 
 
 def divisors(count: int) -> list[int]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from parallel.checkpoint import load
 from parallel.distributed import broadcast, is_main
 from parallel.files import keep_steps, write_atomically
+from parallel.mismatch import bounds_of
 from parallel.model.policy import Policy
 from stages.data.problem import Problem, seed_of
 from stages.data.prompts import held_out_problems
@@ -89,8 +90,8 @@ class Evaluation:
         if is_main():
             domain, problems = next(iter(self.problems.items()))
             groups = self._request(domain, problems[:CHECKED], "check", 1.0)
-        bound = self.job.settings.engine.max_logprob_difference
-        check_samples(self.policy, self.engines.wait_for(groups, version), 1.0, bound)
+        bounds = bounds_of(self.job.settings.model, self.job.settings.engine)
+        check_samples(self.policy, self.engines.wait_for(groups, version), 1.0, bounds)
         solved = {domain: self._solved(name, domain) for domain in self.domains_of(name)}
         if is_main():
             write_atomically(self.job.files.solved / f"{name}.json", json.dumps(solved))

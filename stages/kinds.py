@@ -107,7 +107,8 @@ KINDS: dict[Kind, StageKind] = {
 ENGINE_KEYS = (
     *("count", "tensor", "placement", "max_sequences", "kv_cache_mebibytes"),
     *("start_timeout_seconds", "request_timeout_seconds", "hang_timeout_seconds", "max_restarts"),
-    *("transport", "check_refit", "max_logprob_difference"),
+    *("transport", "check_refit"),
+    *("max_logprob_difference", "max_mean_logprob_difference", "max_high_ratio"),
 )
 LOOP_KEYS = (
     "micro_batch_tokens",

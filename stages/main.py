@@ -12,6 +12,7 @@ import sys
 import warnings
 from pathlib import Path
 
+from parallel.determinism import set_up_rank
 from parallel.errors import UserError, report_error, report_notice
 from parallel.settings import ModelSettings
 from stages.kinds import KINDS, MODULES
@@ -22,6 +23,7 @@ def main() -> None:
     """Run the job named by argv[1] on this rank."""
     job = StageJob.model_validate_json(Path(sys.argv[1]).read_text())
     warnings.filterwarnings("ignore", module=r"megatron|mbridge|torch")
+    set_up_rank(job.settings.deterministic)
     import torch
 
     from parallel.distributed import process_groups

@@ -50,7 +50,8 @@ _TABLE = {
         "token_share/NAME": "share of the step's tokens that domain NAME has | what the domain"
         " would weigh with `averaged_over: tokens`",
         "mismatch_max": "largest |log mu - log pi| under the same weights, nats; where older"
-        " weights sampled, of probes | about 1e-5 in fp32; at most `engine.max_logprob_difference`",
+        " weights sampled, of probes | about 1e-5 in fp32; at most `engine.max_logprob_difference`,"
+        " only reported in bf16",
         "drift_max": "largest |log mu - log pi| of a batch that older weights may have sampled,"
         " nats | as one step's change; `objective.correction` weighs what exceeds it",
         "staleness_max": "largest staleness of a response | at most `max_staleness`",

@@ -7,6 +7,7 @@ import json
 from parallel.checkpoint import load
 from parallel.distributed import is_main
 from parallel.files import write_atomically
+from parallel.mismatch import bounds_of
 from parallel.model.policy import Policy
 from parallel.sample import Sample
 from stages.data.problem import seed_of
@@ -51,9 +52,9 @@ def run(job: StageJob) -> None:
         return [sample for group in groups for sample in group.samples]
 
     samples = engines.wait(graded, version=1)
-    bound, replay = job.settings.engine.max_logprob_difference, domain.routing.replay == "r3"
-    budget = domain.loop.micro_batch_tokens
-    check_samples(policy, samples, sampling.temperature, bound, budget, replay)
+    bounds = bounds_of(job.settings.model, job.settings.engine)
+    budget, replay = domain.loop.micro_batch_tokens, domain.routing.replay == "r3"
+    check_samples(policy, samples, sampling.temperature, bounds, budget, replay)
     engines.close()
     if is_main():
         _write(job, domain, groups, engines)

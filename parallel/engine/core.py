@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from parallel.determinism import engine_environment
 from parallel.engine.environment import PROCESS_ENVIRONMENT
 from parallel.engine.memory import CACHE_BLOCK, cache_bytes
 from parallel.engine.wire import (
@@ -42,6 +43,7 @@ class Core:
 
     def __init__(self, job: EngineJob) -> None:
         os.environ.update(PROCESS_ENVIRONMENT)  # for an engine that no launcher started
+        os.environ.update(engine_environment(job.deterministic))
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 

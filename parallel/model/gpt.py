@@ -96,6 +96,8 @@ def build_bridge(settings: ModelSettings, layout: LayoutSettings) -> Any:
         attention_softmax_in_fp32=True,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        # Such as an embedding's gradient, which CUDA sums in any order otherwise.
+        deterministic_mode=device().type == "cuda" and torch.are_deterministic_algorithms_enabled(),
         perform_initialization=False,  # `initialize` gives equal weights under every layout
         # Losses arrive divided by their global denominator, so Megatron must only sum them.
         calculate_per_token_loss=True,

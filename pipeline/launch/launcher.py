@@ -356,6 +356,7 @@ def write_engine_job(
         gpu_memory_bytes=engine_gpu_bytes(
             settings.layout, settings.engine, [gpu.total_bytes for gpu in visible_gpus()]
         ),
+        deterministic=settings.deterministic,
     )
     write_atomically(directory.job, job.model_dump_json(indent=2) + "\n")
     return directory.job.absolute()

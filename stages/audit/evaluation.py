@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from parallel.mismatch import mismatch_bounds
 from stages.audit import recorded
 from stages.audit.model import Model, parent_model
 from stages.audit.recorded import NotAuditable, RecordedRun, RecordedSample, document, naming
@@ -72,7 +73,8 @@ def _logprobs(
             apart = max(apart, float((found - theirs).abs().max()))
             engine, own = engine + float(theirs.sum()), own + float(found.sum())
             tokens += len(found)
-    bound = run.settings["engine"]["max_logprob_difference"]
+    # The audit reads runs in fp32 only; null is that precision's default.
+    bound = run.settings["engine"]["max_logprob_difference"] or mismatch_bounds("fp32").largest
     return Comparison(quantity, engine / tokens, own / tokens, apart, bound)
 
 

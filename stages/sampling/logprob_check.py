@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 
 from parallel.batch import MicroBatch, RankPlace, Responses, split
 from parallel.distributed import max_over_ranks, sum_over_data
 from parallel.errors import UserError
+from parallel.mismatch import GUIDE, HIGH_RATIO, MismatchBounds
 from parallel.model.policy import Policy
 from parallel.sample import Sample
 from stages.objectives.kl import k3
@@ -18,19 +20,33 @@ from stages.objectives.surrogate import sequence_means
 class MismatchError(UserError):
     """Different log-probabilities of engine and trainer, of equal tokens under equal weights."""
 
-    def __init__(self, largest: float, bound: float) -> None:
+    def __init__(self, exceeded: list[str]) -> None:
         super().__init__(
-            f"after a weight sync the engine's log-probabilities differ from the trainer's by up to"
-            f" {largest:.3g} nats, above engine.max_logprob_difference = {bound:g};"
-            " docs/how-to/mismatch.md lists what to check, in order"
+            "after a weight sync the engine's log-probabilities differ from the trainer's "
+            f"{', and '.join(exceeded)}; {GUIDE}"
         )
+
+
+class Mismatch(dict[str, float]):
+    """The metrics of one comparison of log-probabilities, and the number of `tokens` compared."""
+
+    tokens: float
+
+    def __init__(self, tokens: float, metrics: Mapping[str, float]) -> None:
+        super().__init__(metrics)
+        self.tokens = tokens
+
+    def check(self, bounds: MismatchBounds) -> None:
+        """Raise MismatchError where a bound is exceeded."""
+        if exceeded := bounds.exceeded(self, self.tokens):
+            raise MismatchError(exceeded)
 
 
 def check_samples(
     policy: Policy,
     samples: list[Sample],
     temperature: float,
-    bound: float,
+    bounds: MismatchBounds,
     budget: int = 4096,
     replay: bool = True,
 ) -> None:
@@ -39,14 +55,12 @@ def check_samples(
     `budget` is the tokens of a rank's micro-batch; with `replay`, the engine's experts are used.
     """
     batches = split(samples, RankPlace.here(), budget, replay)
-    largest = measure_mismatch(policy, batches, temperature)["mismatch_max"]
-    if largest > bound:
-        raise MismatchError(largest, bound)
+    measure_mismatch(policy, batches, temperature).check(bounds)
 
 
 def measure_mismatch(
     policy: Policy, batches: list[MicroBatch], temperature: float, entropies: bool = False
-) -> dict[str, float]:
+) -> Mismatch:
     """Compute log pi_old of every batch, with its entropies if asked, and `compare`. Collective.
 
     The batches keep both.
@@ -63,7 +77,7 @@ def measure_mismatch(
     return compare(policy, batches)
 
 
-def compare(policy: Policy, batches: list[MicroBatch]) -> dict[str, float]:
+def compare(policy: Policy, batches: list[MicroBatch]) -> Mismatch:
     """Compare every batch's log pi_old with the engine's mu, and the routes chosen. Collective.
 
     Returns the metrics of the training-inference mismatch (arXiv 2510.11370), infinite where either
@@ -79,7 +93,7 @@ def compare(policy: Policy, batches: list[MicroBatch]) -> dict[str, float]:
         difference = torch.nan_to_num(log_ratio[batch.mask].abs(), nan=math.inf)
         largest = max(largest, *difference.tolist(), 0.0)
         sums["total"] += difference.sum().item()
-        sums["high"] += float((difference > math.log(2)).sum())
+        sums["high"] += float((difference > HIGH_RATIO).sum())
         sums["tokens"] += difference.numel()
         # The sequence's ratio is a geometric mean: a product would grow with its length.
         sequence = sequence_means(log_ratio, batch.mask)
@@ -88,10 +102,11 @@ def compare(policy: Policy, batches: list[MicroBatch]) -> dict[str, float]:
         sums["sequences"] += int(batch.mask.any(-1).sum())
     sums = sum_over_data(sums)
     tokens = max(sums["tokens"], 1)
-    return {
+    metrics = {
         "mismatch_max": max_over_ranks(largest),
         "mismatch_mean": sums["total"] / tokens,
         "mismatch_sequence_k3": sums["k3"] / max(sums["sequences"], 1),
         "high_ratio": sums["high"] / tokens,
         **policy.agreement.shares(),
     }
+    return Mismatch(sums["tokens"], metrics)

@@ -14,13 +14,14 @@ import torch
 from parallel import batch
 from parallel.batch import MicroBatch, RankPlace
 from parallel.distributed import broadcast, is_main
+from parallel.mismatch import bounds_of
 from parallel.model.policy import TrainedPolicy
 from parallel.sample import Sample
 from stages.metrics import batch_metrics, mean_of_updates, token_efficiency
 from stages.objectives.groups import Batch, Group
 from stages.objectives.surrogate import CorrectionSettings, correction_weights
 from stages.sampling.engines import StageEngines, rollout_log
-from stages.sampling.logprob_check import MismatchError, compare, measure_mismatch
+from stages.sampling.logprob_check import Mismatch, MismatchError, compare, measure_mismatch
 from stages.sampling.prompt_buffer import Prefetcher, PromptBuffer
 from stages.settings import DomainSettings, MergeSettings, PolicySettings, RolloutSettings, StageJob
 
@@ -81,7 +82,7 @@ class OnPolicyStage(ABC):
         self.entropies = entropies
         # Whether pi_old, where it is the policy itself, may come from the pass with the gradients.
         self.one_pass = not entropies
-        self.bound = job.settings.engine.max_logprob_difference
+        self.bounds = bounds_of(model, job.settings.engine)
         # Where a step's samples are of older weights, only probes can show a wrong weight sync.
         self.probes = rollout.prefetch > 0 or rollout.oversampling > 1
         log = rollout_log(job, self.sampling, rollout) if is_main() else None
@@ -156,9 +157,10 @@ class OnPolicyStage(ABC):
             with self._timed("seconds_train"):
                 parts = OnPolicyStage.pack(self, samples)
                 mismatch = measure_mismatch(self.policy, parts, self.sampling.temperature)
-            if mismatch["mismatch_max"] <= self.bound:
+            exceeded = self.bounds.exceeded(mismatch, mismatch.tokens)
+            if not exceeded:
                 return {**synced, **mismatch}
-        raise MismatchError(mismatch["mismatch_max"], self.bound)
+        raise MismatchError(exceeded)
 
     def collect(self, step: int, attempt: int = 0) -> Batch | None:
         """Return the step's graded groups on the main rank: prompts, rollouts, rewards. Collective.
@@ -291,12 +293,11 @@ class OnPolicyStage(ABC):
         self._seconds, self._version = {}, step
         self.engines.drop_covered_log()
 
-    def _accept(self, differences: dict[str, float]) -> dict[str, float]:
+    def _accept(self, differences: Mismatch) -> dict[str, float]:
         if self.probes:  # older weights drew the samples: the policy's drift, and no mismatch
             named = differences.items()
             return {f"drift_{name.removeprefix('mismatch_')}": value for name, value in named}
-        if not differences["mismatch_max"] <= self.bound:
-            raise MismatchError(differences["mismatch_max"], self.bound)
+        differences.check(self.bounds)
         if self.engines.log is not None:
             self.engines.log.end(self._version)
         return differences

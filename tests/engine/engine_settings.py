@@ -17,6 +17,7 @@ MODEL = ModelSettings(
 MODELS = {
     "qwen3_moe": MODEL,
     "mixtral": MODEL.model_copy(update={"family": "mixtral"}),
+    "bf16": MODEL.model_copy(update={"precision": "bf16"}),
     "glm4_moe": MODEL.model_copy(
         update={
             "family": "glm4_moe",

@@ -73,8 +73,8 @@ MUTANTS = [
     Mutant(
         "an evaluation does not compare the engine with the checkpoint",
         "stages/sampling/logprob_check.py",
-        "if largest > bound:",
-        "if largest > bound * 1e9:",
+        "measure_mismatch(policy, batches, temperature).check(bounds)",
+        "measure_mismatch(policy, batches, temperature)",
         "tests/stages/test_evaluate.py",
     ),
     Mutant(

@@ -13,7 +13,7 @@ import torch
 from parallel.checkpoint import load
 from parallel.checkpoint.save import Saver
 from stages.grpo import Expert
-from stages.sampling.logprob_check import MismatchError
+from stages.sampling.logprob_check import Mismatch, MismatchError
 from tests.fake_engines import (
     GROUP,
     PROMPTS,
@@ -114,8 +114,8 @@ def disagreeing(stage: Expert, *found: float) -> None:
     """Have the engine seem to be so far from the policy, attempt for attempt."""
     accept, left = stage._accept, iter(found)
 
-    def accepted(differences: dict[str, float]) -> dict[str, float]:
-        return accept({**differences, "mismatch_max": next(left)})
+    def accepted(differences: Mismatch) -> dict[str, float]:
+        return accept(Mismatch(differences.tokens, {**differences, "mismatch_max": next(left)}))
 
     stage._accept = accepted  # type: ignore[method-assign]
 
