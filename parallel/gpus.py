@@ -8,11 +8,14 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from parallel.errors import UserError
 
 FIELDS = ("index", "uuid", "name", "memory.total", "memory.free", "driver_version", "compute_cap")
+POLL_SECONDS = 1.0  # between two looks at the free memory
 TIMEOUT_SECONDS = 60.0  # the driver initialises at the first call after boot
 
 
@@ -54,6 +57,16 @@ def visible_gpus() -> list[Gpu]:
             f"nvidia-smi: {error}; fix the driver, or take nvidia-smi off PATH"
         ) from error
     return _selected(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def wait_for_memory(free: Callable[[], Iterable[int]], needed: int, seconds: float) -> bool:
+    """Wait until every GPU has `needed` bytes free; return False where one has not in time."""
+    deadline = time.monotonic() + seconds
+    while min(free(), default=needed) < needed:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True
 
 
 def _parsed(line: str) -> Gpu:

@@ -68,6 +68,7 @@ class Reference:
         current = self._trained.named_weights()
         for name, average in self._policy.named_weights().items():
             average.lerp_(current[name].to(average.dtype), 1 - self._settings.ema_decay)
+        self._policy.weights_changed()
 
 
 def baseline_of(job: StageJob, policy: TrainedPolicy) -> GroupBaseline:
