@@ -197,6 +197,9 @@ class EngineJob(Settings):
     address: Path
     interface: str = Field(LOOPBACK, description="interface to listen on, see parallel.network")
     seed: int
+    gpu_memory_bytes: int | None = Field(
+        None, description="what the engine may use of each GPU; null is what is free"
+    )
 
 
 def divisors(count: int) -> list[int]:

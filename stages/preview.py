@@ -53,6 +53,7 @@ def run(job: StageJob) -> None:
     samples = engines.wait(graded, version=1)
     bound, replay = job.settings.engine.max_logprob_difference, domain.routing.replay == "r3"
     budget = domain.loop.micro_batch_tokens
+    engines.rest()
     check_samples(policy, samples, sampling.temperature, bound, budget, replay)
     engines.close()
     if is_main():

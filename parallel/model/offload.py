@@ -253,8 +253,8 @@ class DeviceShare:
             self._place(model, keeps | set(parts))
 
     def only(self, model: Residency | None = None, parts: Collection[Part] = WEIGHTS) -> None:
-        """Have only these parts of one model on the device, or none, and free the allocator's."""
-        if not self.active:
+        """Have only these parts of one model beside an engine, or none, and free the cache."""
+        if not self.engine:
             return
         for other in self.movable:
             if other is not model:

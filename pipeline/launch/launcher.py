@@ -97,8 +97,13 @@ class Launcher:
             record(notice)
 
         self._signals.check()
-        engines = self._engines.addresses if job.samples else []
-        reached = {"engine_addresses": engines, "interface": self._placement.interface}
+        addresses = self._engines.addresses
+        engines, idle = (addresses, []) if job.samples else ([], addresses)
+        reached = {
+            "engine_addresses": engines,
+            "idle_engines": idle,
+            "interface": self._placement.interface,
+        }
         path = write_stage_job(job.model_copy(update=reached))
         view.expect(engines)
         if job.samples:

@@ -21,7 +21,7 @@ from pipeline.slurm.queue import SlurmError, call, comment_of
 from pipeline.slurm.steps import size_options
 from pipeline.text import shown
 from stages.kinds import KINDS
-from stages.settings import RunSettings
+from stages.settings import RunSettings, turn_violations
 
 SCRIPTS = Path(__file__).parents[2] / "slurm"
 IN_THE_QUEUE = ("submitted", "running")
@@ -203,6 +203,14 @@ def check_engines_fit(
                 f"engine.tensor = {settings.engine.tensor} exceeds the cluster's "
                 f"ranks_per_node = {room}{of_kind}; an engine must fit on one node"
             )
+
+
+def check_turns(settings: RunSettings, cluster: ClusterSettings, stages: Iterable[Stage]) -> None:
+    """Raise UserError if engines would need the trainer's GPUs while it computes."""
+    kinds = dict.fromkeys(stage.kind for stage in stages if stage.needs_engine)
+    if any(cluster.of_kind(kind).gpus_per_node for kind in kinds):
+        for key, message in turn_violations(settings):
+            raise UserError(f"{key}: {message}")
 
 
 def _submission(

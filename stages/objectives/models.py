@@ -39,6 +39,7 @@ class Reference:
         if settings.reference == "cold_start":
             origin = job.models["cold_start"]
         self._policy = Policy(model, job.settings.layout)
+        policy.residency.share.add(self._policy.residency)
         assert origin is not None
         load.weights(self._policy, origin)
         if settings.reference == AVERAGE:
@@ -125,6 +126,7 @@ class Critic(GroupBaseline):
             expert.loop.steps * expert.updates_per_rollout,
             expert.routing,
         )
+        policy.residency.share.add(self._model.residency)
         load.weights(self._model, job.parent, head=False)
         policy.companions[CRITIC] = self._model
 
