@@ -156,6 +156,8 @@ class Core:
         if wake.part in self._asleep:
             self._vllm.wake_up([wake.part])
             self._asleep.remove(wake.part)
+            if wake.part == "kv_cache":
+                self._on_every_rank("clear_cache")
 
     def admit(self, asked: Generate) -> list[str]:
         """Add a request for every prompt; return the requests' names.
