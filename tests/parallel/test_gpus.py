@@ -1,4 +1,4 @@
-"""What nvidia-smi prints becomes the GPUs that a process may use."""
+"""The GPUs that a process may use, by what nvidia-smi prints."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from parallel import gpus
 from parallel.errors import UserError
-from parallel.gpus import visible_gpus
+from parallel.gpus import visible_gpus, wait_for_memory
 
 LINES = "\n".join(
     f"{index}, GPU-{index:08x}, NVIDIA H100 80GB HBM3, 81559, {80000 - index}, 580.65.06, 9.0"
@@ -30,10 +31,10 @@ def test_every_gpu_has_its_memory_and_driver(
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     put_nvidia_smi(monkeypatch, tmp_path)
-    gpus = visible_gpus()
-    assert [gpu.index for gpu in gpus] == [0, 1, 2, 3]
-    assert gpus[1].free_bytes == 79999 << 20 and gpus[1].total_bytes == 81559 << 20
-    assert gpus[0].driver == "580.65.06" and gpus[0].capability == "9.0"
+    found = visible_gpus()
+    assert [gpu.index for gpu in found] == [0, 1, 2, 3]
+    assert found[1].free_bytes == 79999 << 20 and found[1].total_bytes == 81559 << 20
+    assert found[0].driver == "580.65.06" and found[0].capability == "9.0"
 
 
 @pytest.mark.parametrize(
@@ -60,3 +61,11 @@ def test_a_driver_that_fails_is_one_error(monkeypatch: pytest.MonkeyPatch, tmp_p
     put_nvidia_smi(monkeypatch, tmp_path, "something else")
     with pytest.raises(UserError, match="unexpected line"):
         visible_gpus()
+
+
+def test_waiting_ends_when_every_gpu_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "POLL_SECONDS", 0.001)
+    seen = iter([[1, 9], [9, 1], [9, 9]])
+    assert wait_for_memory(lambda: next(seen), needed=5, seconds=60)
+    assert not wait_for_memory(lambda: [4, 9], needed=5, seconds=0.01)
+    assert wait_for_memory(list, needed=5, seconds=0)  # no GPU to wait for

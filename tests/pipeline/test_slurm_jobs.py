@@ -13,7 +13,7 @@ from parallel.network import LOOPBACK, address_of, environment_of
 from parallel.settings import EngineSettings, LayoutSettings
 from pipeline.config.cluster import ClusterSettings, ContainerSettings, KindSettings, seconds_of
 from pipeline.config.read import ConfigError
-from pipeline.config.validate import load_cluster
+from pipeline.config.validate import load, load_cluster
 from pipeline.launch.processes import wait_for_all
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import compile_graph
@@ -33,6 +33,7 @@ from pipeline.slurm.steps import (
 )
 from pipeline.slurm.submit import (
     check_engines_fit,
+    check_turns,
     submissions,
     submit,
     write_scripts,
@@ -444,6 +445,19 @@ def test_stage_kinds_may_request_other_nodes(run: RunDirectory, settings: RunSet
     large = settings.model_copy(update={"engine": settings.engine.model_copy(update={"tensor": 2})})
     with pytest.raises(UserError, match=r"ranks_per_node = 1 for evaluate; an engine"):
         check_engines_fit(large, cluster, stages)
+
+
+def test_rollouts_that_shared_gpus_cannot_sample_are_not_submitted(config: Path) -> None:
+    settings = load(config, ["domains.sums.rollout.mode=overlap"])
+    stages = compile_graph(settings)
+    check_turns(settings, ClusterSettings(), stages)  # on a CPU
+    gpus = ClusterSettings(gpus_per_node=8)
+    with pytest.raises(UserError, match=r"^domains\.sums\.rollout\.mode: overlap keeps responses"):
+        check_turns(settings, gpus, stages)
+    check_turns(load(config), gpus, stages)
+    own = {"placement": "own"}
+    engine = settings.engine.model_copy(update=own)
+    check_turns(settings.model_copy(update={"engine": engine}), gpus, stages)
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ class TurningFleet(RefittedFleet):
 
 @pytest.fixture
 def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], RecordingShare]]:
-    """Have stages made from here on take turns; return a function that returns the last share."""
+    """Have later stages take turns; return a function that returns the last share."""
     shares: list[RecordingShare] = []
 
     def begin() -> RecordingShare:
