@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from parallel.errors import UserError
@@ -15,6 +17,7 @@ from parallel.errors import UserError
 FIELDS = ("index", "uuid", "name", "memory.total", "memory.free", "driver_version", "compute_cap")
 # The driver's first release that runs programs of this CUDA major.
 OLDEST_DRIVERS = {12: 525, 13: 580}
+POLL_SECONDS = 1.0  # between two looks at the free memory
 TIMEOUT_SECONDS = 60.0  # the driver initialises at the first call after boot
 
 
@@ -76,6 +79,16 @@ def type_error(gpus: list[Gpu]) -> str | None:
     if len(names) < 2:
         return None
     return f"GPU types are mixed: {', '.join(names)}; select one with CUDA_VISIBLE_DEVICES"
+
+
+def wait_for_memory(free: Callable[[], Iterable[int]], needed: int, seconds: float) -> bool:
+    """Wait until every GPU has `needed` bytes free; return False where one has not in time."""
+    deadline = time.monotonic() + seconds
+    while min(free(), default=needed) < needed:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True
 
 
 def _parsed(line: str) -> Gpu:

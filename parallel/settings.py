@@ -225,6 +225,14 @@ class EngineSettings(Settings):
         seconds = self.start_timeout_seconds or (GPU_START_SECONDS if gpus else START_SECONDS)
         return self.model_copy(update={"start_timeout_seconds": seconds})
 
+    def sleeps_on(self, device_type: str) -> bool:
+        """Return whether engines and trainer take turns on each device: CUDA's, where shared.
+
+        Then an engine sleeps while the trainer computes, whose model is on the host while engines
+        sample. On a CPU both stay in memory.
+        """
+        return device_type == "cuda" and self.placement == "shared"
+
 
 class EngineJob(Settings):
     """The job of an engine process, which writes the file `address` when it is ready."""

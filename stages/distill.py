@@ -54,8 +54,9 @@ class Merge(OnPolicyStage):
         self.divergence = DIVERGENCES[settings.method]
         self.teachers = {}
         for domain, checkpoint in job.teachers.items():
-            self.teachers[domain] = Policy(job.settings.model, job.settings.layout)
-            load.weights(self.teachers[domain], checkpoint)
+            self.teachers[domain] = teacher = Policy(job.settings.model, job.settings.layout)
+            self.policy.residency.share.add(teacher.residency)
+            load.weights(teacher, checkpoint)
 
     def split_updates(self, batch: Batch) -> StepSamples:
         """Return all samples as one update; their rewards are only logged."""

@@ -91,7 +91,11 @@ class Evaluation:
             domain, problems = next(iter(self.problems.items()))
             groups = self._request(domain, problems[:CHECKED], "check", 1.0)
         bounds = bounds_of(self.job.settings.model, self.job.settings.engine)
-        check_samples(self.policy, self.engines.wait_for(groups, version), 1.0, bounds)
+        drawn = self.engines.wait_for(groups, version)
+        self.engines.rest()
+        check_samples(self.policy, drawn, 1.0, bounds)
+        if self.engines.version is None:
+            self.engines.sync_weights(version)
         solved = {domain: self._solved(name, domain) for domain in self.domains_of(name)}
         if is_main():
             write_atomically(self.job.files.solved / f"{name}.json", json.dumps(solved))
@@ -101,6 +105,7 @@ class Evaluation:
                 scores[domain]["samples_per_problem"] = samples
                 scores[domain]["pass_at_k"] = sum(map(bool, right)) / len(right)
             write_atomically(self._result_file(name), json.dumps(scores, indent=2))
+        self.engines.rest()
 
     def finish(self) -> None:
         """Gather the models' results into results.json."""

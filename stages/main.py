@@ -16,7 +16,7 @@ from parallel.determinism import set_up_rank
 from parallel.errors import UserError, report_error, report_notice
 from parallel.settings import ModelSettings
 from stages.kinds import KINDS, MODULES
-from stages.settings import StageJob
+from stages.settings import StageJob, turn_violations
 
 
 def main() -> None:
@@ -36,6 +36,7 @@ def main() -> None:
             if not kind.samples:
                 warn_of_engines(job.settings.model)
         try:
+            empty_devices(job)
             importlib.import_module(MODULES[job.kind]).run(job)
         except (Exception, SystemExit) as error:
             _leave(error)
@@ -59,6 +60,24 @@ def warn_of_engines(model: ModelSettings) -> None:
 
     if device().type == "cpu" and (why := unsupported(model)):
         report_notice(f"stages that sample will fail on a CPU: {why}")
+
+
+def empty_devices(job: StageJob) -> None:
+    """Have engines that share the devices leave them, before the stage builds its models.
+
+    Collective. Raises UserError for settings with which engines could not leave later.
+    """
+    from parallel.device import device
+    from parallel.distributed import on_main
+    from parallel.engine.fleet import put_to_sleep
+
+    engine = job.settings.engine
+    if not engine.sleeps_on(device().type):
+        return
+    if broken := list(turn_violations(job.settings)):
+        raise UserError("; ".join(f"{key}: {message}" for key, message in broken))
+    found = job.engine_addresses or job.idle_engines
+    on_main(lambda: put_to_sleep(found, engine, wanted=bool(job.engine_addresses)))
 
 
 def _leave(error: BaseException) -> None:

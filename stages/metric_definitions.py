@@ -68,6 +68,10 @@ _TABLE = {
         "refit_staging_bytes": "most staging memory of one engine rank in the weight sync | about"
         " one layer",
         "seconds_refit": "time to bring the weights to the engine",
+        "seconds_offload": "time to move models between their GPU and the host; where engines share"
+        " the GPUs, in any of the other times",
+        "seconds_wake": "time of engines to fall asleep and to wake; where they share the GPUs, in"
+        " any of the other times",
         "seconds_rollout": "time to sample, grade and probe, as far as the trainer waits for it",
         "seconds_wait": "part of `seconds_rollout` in which the trainer waits for its batch | 0 in"
         " `overlap` and `async` where the engines keep up",

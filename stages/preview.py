@@ -54,6 +54,7 @@ def run(job: StageJob) -> None:
     samples = engines.wait(graded, version=1)
     bounds = bounds_of(job.settings.model, job.settings.engine)
     budget, replay = domain.loop.micro_batch_tokens, domain.routing.replay == "r3"
+    engines.rest()
     check_samples(policy, samples, sampling.temperature, bounds, budget, replay)
     engines.close()
     if is_main():

@@ -5,6 +5,7 @@ Never imports torch: the pipeline validates configurations and writes job files 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -89,6 +90,11 @@ class MergeRolloutSettings(Settings):
         """True where a step is collected before the weight sync, so from one weight version."""
         return self.mode == "overlap"
 
+    @property
+    def in_flight(self) -> str | None:
+        """The setting that keeps responses in flight while the trainer computes, or None."""
+        return None if self.mode == "sync" else "mode"
+
 
 class RolloutSettings(MergeRolloutSettings):
     """The overlap of sampling with training, oversampling and dynamic sampling."""
@@ -98,6 +104,7 @@ class RolloutSettings(MergeRolloutSettings):
         description="prompts in flight, as a multiple of prompts_per_step; a step trains on those"
         " that are complete first, the next step on the others",
     )
+
     dynamic_sampling: Natural = Field(
         default=0,
         description="rounds of replacing groups that teach nothing (dynamic sampling)",
@@ -107,6 +114,11 @@ class RolloutSettings(MergeRolloutSettings):
         description="groups that teach nothing. advantages: all advantages are 0. solved: all"
         " samples are right, or all are wrong, whatever their rewards (DAPO)",
     )
+
+    @property
+    def in_flight(self) -> str | None:
+        """The setting that keeps responses in flight while the trainer computes, or None."""
+        return super().in_flight or ("oversampling" if self.oversampling > 1 else None)
 
 
 class ColdStartRoutingSettings(RoutingLossSettings):
@@ -307,6 +319,32 @@ class RunSettings(Settings):
         return max((gate.problems for gate in gates if gate), default=0)
 
 
+def turn_violations(run: RunSettings) -> Iterator[tuple[str, str]]:
+    """Yield every setting that keeps engines at work while the trainer needs their GPUs.
+
+    As (dotted key, message). For runs on GPUs: on a CPU, engines and trainer share their cores.
+    """
+    if run.engine.placement != "shared":
+        return
+    rollouts: dict[str, MergeRolloutSettings] = {
+        f"domains.{name}.rollout": domain.rollout for name, domain in run.domains.items()
+    }
+    rollouts |= {
+        f"{name}.rollout": block.rollout
+        for name, block in (("mixed", run.mixed), ("merge", run.merge))
+        if block is not None
+    }
+    for block, rollout in rollouts.items():
+        if (name := rollout.in_flight) is not None:
+            fix = "sync" if name == "mode" else "1"
+            yield (
+                f"{block}.{name}",
+                f"{getattr(rollout, name)} keeps responses in flight while the trainer computes,"
+                " but with engine.placement: shared engines leave their GPUs to it; set"
+                f" {name}: {fix}, or engine.placement: own",
+            )
+
+
 class StageJob(Settings):
     """The job file of a stage; `python -m stages.main JOB` reads it on every rank.
 
@@ -330,6 +368,9 @@ class StageJob(Settings):
     samples: bool = Field(default=False, description="the stage needs engines")
     engine_addresses: list[Path] = Field(
         default_factory=list, description="file that each engine writes when ready: an `Address`"
+    )
+    idle_engines: list[Path] = Field(
+        default_factory=list, description="of the run, where the stage needs none; they must sleep"
     )
     interface: str = Field(
         default=LOOPBACK, description="network interface between main rank and engines"

@@ -145,9 +145,12 @@ class FakeFleet:
 class RefittedFleet(FakeFleet):
     """The fleet that a stage builds from its addresses; refits bring engines back."""
 
+    sleeps = False
+
     def __init__(self, engines: list[FakeEngine], *_: Any) -> None:
         super().__init__(*engines)
         self.losses = 0
+        self.seconds = 0.0
         self.versions: list[int] = []
 
     def lost(self, client: FakeEngine, reason: str) -> None:
@@ -160,6 +163,9 @@ class RefittedFleet(FakeFleet):
         for engine in self.engines:
             engine.version = version
         return {}
+
+    def open_caches(self) -> None:
+        pass
 
 
 def toy_domain(**given: Any) -> DomainSettings:

@@ -68,9 +68,10 @@ def training_state(policy: TrainedPolicy, checkpoint: Path) -> dict[str, Any]:
     for name, other in policy.companions.items():
         _restore(other, checkpoint, common["companions"][name]["updates"], f"{name}.")
     if policy.averages:
-        loaded = _read(checkpoint, "averages", checkpoint_state.averages(policy))
-        for name, average in policy.averages.items():
-            checkpoint_state.restore_weights(average, loaded[name])
+        with checkpoint_state.on_device(policy):
+            loaded = _read(checkpoint, "averages", checkpoint_state.averages(policy))
+            for name, average in policy.averages.items():
+                checkpoint_state.restore_weights(average, loaded[name])
     if common["layout"] == layout_sizes():
         states = _read(checkpoint, "random_numbers", checkpoint_state.random_numbers())
         checkpoint_state.restore_random_numbers(states)

@@ -81,11 +81,13 @@ class Saver:
         path = self._directory / f"tmp_step_{step}"
         document = json.dumps({**state, "step": step, "score": score})
         on_main(lambda: path.mkdir(parents=True))
-        self._in_flight = _Writing(policy, path, document, copy=self._asynchronous)
+        with checkpoint_state.on_device(policy):
+            self._in_flight = _Writing(policy, path, document, copy=self._asynchronous)
+            if not self._asynchronous:
+                self._in_flight.run()
         if self._asynchronous:
             self._in_flight.thread.start()
         else:
-            self._in_flight.run()
             self.finish()
 
     def finish(self) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +38,7 @@ from torch import distributed as dist
 
 from parallel.boxes import boxes
 from parallel.distributed import layout_sizes
+from parallel.model.offload import STATE
 from parallel.model.policy import Policy, TrainedPolicy
 
 # Makes megatron-core write a state that any layout can load. Always pass a copy: megatron-core
@@ -52,6 +54,7 @@ State = dict[Any, Any]
 
 def weights(policy: Policy, head: bool = True) -> State:
     """Return this rank's shards of the model; without `head`, loading leaves the head unchanged."""
+    policy.residency.hold()
     state = {}
     for number, chunk in enumerate(policy.chunks):
         state[number] = shards = chunk.sharded_state_dict(metadata=dict(METADATA))
@@ -91,6 +94,14 @@ def averages(policy: TrainedPolicy) -> State:
     return {name: under(f"{name}.", weights(average)) for name, average in policy.averages.items()}
 
 
+def on_device(policy: Policy) -> AbstractContextManager[None]:
+    """Return a context in which all models of a checkpoint are on the device, as `whole` needs."""
+    models: list[Policy] = [policy]
+    if isinstance(policy, TrainedPolicy):
+        models += [*policy.averages.values(), *policy.companions.values()]
+    return policy.residency.share.together((each.residency for each in models), STATE)
+
+
 def under(prefix: str, state: State) -> State:
     """Prepend `prefix` to the shards' names in the checkpoint; return the state."""
     add_prefix_for_sharding(state, prefix)
@@ -99,6 +110,7 @@ def under(prefix: str, state: State) -> State:
 
 def restore_weights(policy: Policy, loaded: State) -> None:
     """Restore loaded weights, also in the optimizer's copies of them."""
+    policy.residency.hold()
     for number, chunk in enumerate(policy.chunks):
         chunk.load_state_dict(loaded[number], strict=True)
     policy.weights_changed()
@@ -138,6 +150,7 @@ def optimizer_to_load(policy: TrainedPolicy) -> State:
 
 def restore_optimizer(policy: TrainedPolicy, loaded: State, updates: int) -> None:
     """Restore loaded tensors and the schedule after `updates` updates."""
+    policy.residency.hold(STATE)
     policy.optimizer.load_state_dict(loaded)
     for group in policy.optimizer.param_groups:
         if "betas" in group:  # Adam counts its updates
@@ -171,6 +184,7 @@ def _materialised(policy: TrainedPolicy) -> list[Any]:
 
     megatron-core reads and fills that state by its structure, and cannot create momentum buffers.
     """
+    policy.residency.hold(STATE)
     for part in policy.optimizer.chained_optimizers:
         inner = part.optimizer
         names = ("exp_avg", "exp_avg_sq") if "betas" in inner.defaults else ("momentum_buffer",)

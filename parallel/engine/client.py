@@ -21,6 +21,7 @@ from parallel.engine.wire import (
     Join,
     Refit,
     Refitted,
+    Wake,
     frames,
 )
 from parallel.errors import UserError
@@ -143,6 +144,14 @@ class EngineClient:
             if time.monotonic() > deadline:
                 raise EngineError(f"{self.name} did not finish a refit within {most:g} s")
         raise EngineError(f"{self.name} did not answer refit")
+
+    def sleep(self) -> None:
+        """Have the engine drop its requests, its weights and its cache, and free their memory."""
+        self._call("sleep", None, None, self.settings.hang_timeout_seconds)
+
+    def wake(self, part: Wake) -> None:
+        """Have a sleeping engine allocate its weights, or its cache, again."""
+        self._call("wake", part, None, self.settings.hang_timeout_seconds)
 
     def generate(self, request: Generate) -> Iterator[Generation]:
         """Yield responses as they end; end early only by raising EngineError."""

@@ -24,6 +24,7 @@ from parallel.engine.wire import (
     Refit,
     Refitted,
     Sampling,
+    Wake,
     keeps_part,
     kept_limits,
 )
@@ -33,9 +34,11 @@ from parallel.settings import EngineJob
 ENGINE_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 BATCHED_TOKENS = 8192  # prompt tokens per step
 
+PARTS = {"weights", "kv_cache"}  # of `Wake`
+
 
 class NoWeights(RuntimeError):
-    """A request to generate before the first refit, or after one that failed."""
+    """A request to generate before the first refit, or after one that failed, or while asleep."""
 
 
 class Core:
@@ -45,12 +48,16 @@ class Core:
         os.environ.update(PROCESS_ENVIRONMENT)  # for an engine that no launcher started
         os.environ.update(engine_environment(job.deterministic))
         from vllm import EngineArgs
+        from vllm.platforms import current_platform
         from vllm.v1.engine.llm_engine import LLMEngine
 
         from parallel.hugging_face.config import hugging_face_config
 
         self.model, engine = job.model, job.engine
         self.weight_version: int | None = None
+        # Whether the engine sleeps while the trainer computes.
+        self.sleeps = engine.sleeps_on("cuda" if current_platform.is_cuda() else "cpu")
+        self._asleep: set[str] = set()
         self._first_routed_layer = routed_layers(job.model).start
         self._requests: dict[str, _RunningRequest] = {}
         self._count = 0
@@ -79,6 +86,7 @@ class Core:
                 max_logprobs=-1,
                 enable_return_routed_experts=True,
                 enable_prefix_caching=True,
+                enable_sleep_mode=self.sleeps,
                 worker_extension_cls="parallel.engine.refit_extension.RefitExtension",
                 seed=job.seed,
             )
@@ -123,9 +131,35 @@ class Core:
                 request.note(progress.get(request.inside, 0), self.weight_version)
         self.weight_version = None
         reports = self._on_every_rank("refit", msgspec.msgpack.encode(refit))
+        if self.sleeps:  # the trainer is about to free the memory that the refit has mapped
+            self._on_every_rank("leave")
         self._vllm.reset_prefix_cache(reset_running_requests=True)
         self.weight_version = refit.version
         return Refitted([msgspec.msgpack.decode(report, type=RankReport) for report in reports])
+
+    def sleep(self) -> None:
+        """Abort all requests, and free the memory of weights and cache; their values are lost.
+
+        vLLM's level 2: it saves the model's buffers, which no refit brings, and keeps all
+        addresses, so that CUDA graphs stay valid. On a CPU vLLM frees nothing.
+        """
+        self.weight_version = None
+        self.abort(list(self._requests))
+        self._on_every_rank("leave")
+        if self._asleep == PARTS:
+            return
+        for part in self._asleep:  # vLLM does nothing where a part is asleep already
+            self._vllm.wake_up([part])
+        self._vllm.sleep(level=2)
+        self._asleep = set(PARTS)
+
+    def wake(self, wake: Wake) -> None:
+        """Allocate weights or cache again; requests need a refit first, and both."""
+        if wake.part in self._asleep:
+            self._vllm.wake_up([wake.part])
+            self._asleep.remove(wake.part)
+            if wake.part == "kv_cache":
+                self._on_every_rank("clear_cache")
 
     def admit(self, asked: Generate) -> list[str]:
         """Add a request for every prompt; return the requests' names.
@@ -137,6 +171,8 @@ class Core:
 
         if self.weight_version is None:
             raise NoWeights("the engine has no weights yet; refit it first")
+        if self._asleep:
+            raise NoWeights("the engine sleeps; wake its cache first")
         names: list[str] = []
         try:
             for prompt in asked.prompts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from parallel.device import device
 from parallel.distributed import any_rank, broadcast, gather, host_store, is_main, on_main
 from parallel.engine.client import EngineClient, EngineError, EngineRefused
-from parallel.engine.wire import EngineDescription, Join, Refit, Refitted, model_digest
+from parallel.engine.wire import EngineDescription, Join, Refit, Refitted, Wake, model_digest
 from parallel.errors import report_notice
 from parallel.model.policy import Policy
 from parallel.network import LOOPBACK, address_of
@@ -50,6 +51,8 @@ class Fleet:
         self.model, self.layout, self.settings = model, layout, settings
         self.interface = interface
         self.notify = notify
+        self.sleeps = settings.sleeps_on(device().type)
+        self.seconds = 0.0  # of sleeping and waking, since they were last read
         self.descriptions: dict[EngineClient, EngineDescription] = {}  # of live engines
         self.losses = 0
         self.reports: list[Refitted] = []  # of the last refit, by engine; main rank only
@@ -78,7 +81,8 @@ class Fleet:
         """Send the policy's weights to every live engine; return metrics. Collective.
 
         When an engine is lost during a refit, the refit is repeated with the others, until all live
-        engines have the same weights.
+        engines have the same weights. An engine that sleeps wakes without its cache: `open_caches`
+        follows once the trainer has left the device.
 
         Raises:
             RefitError: an engine has other weights than the trainer, or all attempts failed.
@@ -97,7 +101,9 @@ class Fleet:
         failures, losses, answers = 0, self.losses, None
         while answers is None:
             gathering = on_main(self._gather)
-            if gathering is None or self._join(policy, *gathering):
+            if not self._turn(lambda client: client.wake(Wake("weights"))):
+                self._outbox = None
+            elif gathering is None or self._join(policy, *gathering):
                 answers = self._exchange(lambda client: client.refit(asked), send)
             if answers is None:
                 failures += 1
@@ -115,6 +121,40 @@ class Fleet:
                 "refit_staging_bytes": float(max(rank.staging_bytes for rank in ranks)),
             }
         )
+
+    def open_caches(self) -> None:
+        """Have engines that sleep allocate their caches, to sample. Collective."""
+        if self.sleeps:
+            self._outbox = None  # the trainer's weights will have other addresses
+            self._turn(lambda client: client.wake(Wake("kv_cache")))
+
+    def sleep(self) -> None:
+        """Have engines that sleep free the device's memory for the trainer. Collective.
+
+        One that does not is restarted.
+        """
+        self._turn(lambda client: client.sleep())
+
+    def _turn(self, ask: Callable[[EngineClient], Any]) -> bool:
+        """Call every live engine that sleeps; return False where one was lost. Collective."""
+        if not self.sleeps:
+            return True
+        start = time.perf_counter()
+
+        def call() -> bool:
+            with ThreadPoolExecutor(max(1, len(self.descriptions))) as pool:
+                asked = {client: pool.submit(ask, client) for client in self.descriptions}
+            failed = {client: each.exception() for client, each in asked.items()}
+            for client, error in failed.items():
+                if isinstance(error, EngineError):
+                    self.lost(client, str(error))
+                elif error is not None:
+                    raise error
+            return not any(failed.values())
+
+        answered = on_main(call)
+        self.seconds += time.perf_counter() - start
+        return answered
 
     def _gather(self) -> tuple[Meeting | None, EngineSizes] | None:
         """Connect to engines that have (re)started, and wait for one where none is live.
@@ -242,3 +282,26 @@ class Fleet:
                         f"after a refit rank {rank} of {client.name} has other weights than the"
                         f" trainer in {', '.join(wrong)}"
                     )
+
+
+def put_to_sleep(addresses: list[Path], settings: EngineSettings, wanted: bool) -> None:
+    """Put engines to sleep, so that a stage can build its models on their devices.
+
+    They may be awake since a killed stage. Where the stage wants them, wait until all have started;
+    else ask those that have. Raises EngineError where one that is wanted does not sleep.
+    """
+    for address in addresses:
+        client = EngineClient(address, settings)
+        if wanted:
+            client.connect()
+            try:
+                client.sleep()
+            except EngineError as error:
+                client.give_up(str(error))
+                client.connect()  # an engine sleeps when it starts
+        elif (found := client.newcomer()) is not None:
+            client.address = found
+            try:
+                client.sleep()
+            except EngineError as error:  # where it holds the memory, the trainer will say so
+                report_notice(f"an engine that this stage does not need may hold memory: {error}")

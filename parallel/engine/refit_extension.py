@@ -106,6 +106,16 @@ class RefitExtension:
         report = RankReport(source.received_bytes, source.staging_bytes, fingerprints)
         return msgspec.msgpack.encode(report)
 
+    def clear_cache(self) -> None:
+        """Zero the cache's memory, which may hold NaN after a sleep.
+
+        vLLM's kernels multiply the unused end of a sequence's last block by probabilities of 0.
+        """
+        for module in self.model_runner.model.modules():
+            found = getattr(module, "kv_cache", None)
+            for cache in [found] if torch.is_tensor(found) else found or ():
+                cache.zero_()
+
     def progress(self) -> dict[str, int]:
         """Return the number of tokens sampled of each request in flight."""
         return {

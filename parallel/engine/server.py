@@ -36,10 +36,12 @@ from parallel.engine.wire import (
     Generation,
     Join,
     Refit,
+    Wake,
     frame,
     model_digest,
 )
 from parallel.errors import report_error
+from parallel.gpus import visible_gpus, wait_for_memory
 from parallel.network import address_of
 from parallel.settings import EngineJob
 from parallel.weights.transport import host_identity
@@ -129,6 +131,14 @@ class Engine:
             self._drawing = asyncio.create_task(self._draw())
         return self._responses(set(names), stream)
 
+    async def sleep(self) -> None:
+        """Abort all requests and free the memory of weights and cache."""
+        dropped = StepFailed("the engine was put to sleep")
+        for stream in set(self._streams.values()):
+            stream.put_nowait(dropped)
+        self._streams.clear()
+        await self.ask(self.core.sleep)
+
     async def _draw(self) -> None:
         """Step until no request is in flight."""
         try:
@@ -183,6 +193,8 @@ class EngineServer:
             "health": _answering(None, engine.health),
             "join": _answering(Join, lambda join: engine.ask(engine.core.join, join)),
             "refit": self._refit,
+            "sleep": _answering(None, engine.sleep),
+            "wake": _answering(Wake, lambda wake: engine.ask(engine.core.wake, wake)),
             "generate": self._generate,
         }
         application = web.Application(middlewares=[self._guard], client_max_size=LARGEST_MESSAGE)
@@ -250,6 +262,7 @@ def _answering(kind: Any, call: Callable[..., Awaitable[Any]]) -> Any:
 def main() -> None:
     """Start the engine named by the file in argv[1] and serve until killed."""
     job = EngineJob.model_validate_json(Path(sys.argv[1]).read_text())
+    wait_for_room(job)
     try:
         engine = Engine(job)
     except Exception as error:
@@ -258,9 +271,33 @@ def main() -> None:
     asyncio.run(_serve(engine, job))
 
 
+def wait_for_room(job: EngineJob) -> None:
+    """Wait until the engine's GPUs have the memory that it may use.
+
+    An engine that restarts while the trainer computes finds its GPUs full, until the trainer's turn
+    ends. Exits where that takes longer than a start may.
+    """
+    needed, seconds = job.gpu_memory_bytes, job.engine.start_timeout_seconds
+    if needed is None or job.engine.placement != "shared":
+        return
+
+    def free() -> list[int]:
+        return [gpu.free_bytes for gpu in visible_gpus()[: job.engine.tensor]]
+
+    if not wait_for_memory(free, needed, seconds):
+        report_error(
+            f"the engine needs {needed >> 20} MiB of each GPU, and {min(free()) >> 20} MiB were"
+            f" free for {seconds} s (engine.start_timeout_seconds); the trainer's turn is longer:"
+            " raise it, or set engine.placement: own"
+        )
+        sys.exit(1)
+
+
 async def _serve(engine: Engine, job: EngineJob) -> None:
     try:
         await engine.ask(engine.core.prepare)
+        if engine.core.sleeps:  # before a trainer finds its address, and needs the memory
+            await engine.ask(engine.core.sleep)
     except Exception as error:
         report_error(f"the engine cannot serve this run: {error}")
         raise

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import msgspec
 import numpy as np
@@ -18,7 +18,7 @@ from parallel.sample import Sample
 from parallel.settings import ModelSettings
 from parallel.weights.transport import Meeting, SharedMemory
 
-PROTOCOL = 6  # version of this file, the same at both ends
+PROTOCOL = 7  # version of this file, the same at both ends
 
 LARGEST_MESSAGE = 1 << 30  # bytes of a request, or of one message of a streamed answer
 LENGTH_BYTES = 4  # a frame of a streamed answer begins with its length, big-endian
@@ -46,7 +46,7 @@ class EngineDescription(msgspec.Struct, frozen=True):
     """The answer to `describe`.
 
     `model` is the digest of the model's settings, `host` identifies the machine. `weight_version`
-    is None until the first refit, and during a refit.
+    is None until the first refit, during a refit, and while the engine sleeps.
     """
 
     protocol: int
@@ -154,6 +154,15 @@ class Refit(msgspec.Struct, frozen=True):
 
     version: int
     check: bool
+
+
+class Wake(msgspec.Struct, frozen=True):
+    """A request to allocate a part of a sleeping engine again: its weights, then its cache.
+
+    The weights have no values until a refit.
+    """
+
+    part: Literal["weights", "kv_cache"]
 
 
 class RankReport(msgspec.Struct, frozen=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from parallel.device import device
 from parallel.hugging_face import weights as hugging_face_weights
 from parallel.model import routing
 from parallel.model.gpt import build_bridge, build_chunks, initialize
+from parallel.model.offload import ALL, STATE, Residency
 from parallel.model.routing import RouterAgreement, RouterMemory
 from parallel.model.vocabulary import HeadLogits
 from parallel.settings import LayoutSettings, ModelSettings, OptimizerSettings, RoutingLossSettings
@@ -61,9 +63,11 @@ class Policy:
             head = self.chunks[-1].output_layer
             head.sequence_parallel = False  # `_select_responses` gathers before it selects
             head.register_forward_pre_hook(self._select_responses)
+        self.residency = Residency(self.chunks)
 
     def start_fresh(self, seed: int) -> None:
         """Load the run's initial weights: a Hugging Face checkpoint's, or random ones."""
+        self.residency.hold()
         if self.settings.initial_weights is not None:
             source = self.settings.initial_weights
             hugging_face_weights.load_weights(self.settings, self.bridge, self.chunks, source)
@@ -74,6 +78,7 @@ class Policy:
 
     def weights_changed(self) -> None:
         """Update copies of the weights; call after writing weights other than by a step."""
+        self.residency.written()
 
     @torch.no_grad()
     def evaluate(self, batches: list[MicroBatch], function: Evaluation) -> list[Any]:
@@ -82,6 +87,7 @@ class Policy:
         Logits are computed chunk by chunk, on demand. Collective; the list is empty except on the
         last pipeline stage.
         """
+        self.residency.hold()
         for chunk in self.chunks:
             chunk.eval()
         self._training = False
@@ -93,10 +99,15 @@ class Policy:
 
     def response_logits(self, batches: list[MicroBatch]) -> list[HeadLogits]:
         """Return every micro-batch's last hidden states with the output head; as `evaluate`."""
-        return self.evaluate(batches, lambda responses: responses.logits)
+        found = self.evaluate(batches, lambda responses: responses.logits)
+        if found and self.residency.moves:  # the logits are computed when the model has left
+            weight = found[0].weight.clone()
+            found = [replace(each, weight=weight) for each in found]
+        return found
 
     def named_weights(self) -> dict[str, Tensor]:
         """Return this rank's tensors, not copies, by "chunk/parameter" as in parallel.weights."""
+        self.residency.hold()
         latent = self.bridge.config.multi_latent_attention
         return {
             f"{number}/{names.plain_name(name, latent)}": tensor
@@ -107,6 +118,7 @@ class Policy:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every whole tensor under its Hugging Face name. Collective over all ranks."""
+        self.residency.hold()
         return hugging_face_weights.stream_weights(self.bridge, self.chunks)
 
     def _build_chunks(self) -> list[GPTModel]:
@@ -191,9 +203,11 @@ class TrainedPolicy(Policy):
             model, None, **keywords
         )
         config.grad_scale_func = self.optimizer.scale_loss
+        self.residency = Residency(self.chunks, self.modules, self.optimizer)
 
     def weights_changed(self) -> None:
         """Copy low-precision weights to the optimizer's fp32 master weights."""
+        self.residency.hold(STATE)
         self.optimizer.reload_model_params()
 
     def accumulate(self, batches: list[MicroBatch], loss: LossFunction, tokens: float) -> list[Any]:
@@ -202,6 +216,7 @@ class TrainedPolicy(Policy):
         The buffers then hold gradients summed over micro-batches and ranks. Padding is not in
         `tokens`. Returns the second results of `loss` on the last pipeline stage, elsewhere [].
         """
+        self.residency.hold(ALL)
         for module, chunk in zip(self.modules, self.chunks, strict=True):
             module.zero_grad_buffer()
             chunk.train()
@@ -240,6 +255,8 @@ class TrainedPolicy(Policy):
 
     def step(self) -> float:
         """Clip, update and advance the schedule; return the gradient norm before clipping."""
+        if "gradients" not in self.residency.on_device:
+            raise RuntimeError("the gradients left the device before the step: call accumulate")
         _, norm, _ = self.optimizer.step()
         self.schedule.step(1)
         return float(norm)

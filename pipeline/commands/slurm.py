@@ -216,6 +216,7 @@ def _asked(arguments: Namespace) -> _Submission:
     run.chosen(arguments.rerun)
     other, fork = common.forked(arguments, run)
     submitting.check_engines_fit(run.settings, cluster, run.stages)
+    submitting.check_turns(run.settings, cluster, run.stages)
     check_capacity(run.settings, wanted, gpus_of(cluster))
     return _Submission(run, profile, cluster, wanted, arguments.rerun, other, fork.reused)
 

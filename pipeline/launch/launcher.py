@@ -100,9 +100,11 @@ class Launcher:
             record(notice)
 
         self._signals.check()
-        engines = self._engines.addresses if job.samples else []
+        addresses = self._engines.addresses
+        engines, idle = (addresses, []) if job.samples else ([], addresses)
         reached = {
             "engine_addresses": engines,
+            "idle_engines": idle,
             "interface": self._placement.interface,
             "settings": job.settings.model_copy(update={"engine": self._settings.engine}),
         }

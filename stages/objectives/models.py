@@ -39,6 +39,7 @@ class Reference:
         if settings.reference == "cold_start":
             origin = job.models["cold_start"]
         self._policy = Policy(model, job.settings.layout)
+        policy.residency.share.add(self._policy.residency)
         assert origin is not None
         load.weights(self._policy, origin)
         if settings.reference == AVERAGE:
@@ -68,6 +69,7 @@ class Reference:
         current = self._trained.named_weights()
         for name, average in self._policy.named_weights().items():
             average.lerp_(current[name].to(average.dtype), 1 - self._settings.ema_decay)
+        self._policy.weights_changed()
 
 
 def baseline_of(job: StageJob, policy: TrainedPolicy) -> GroupBaseline:
@@ -124,6 +126,7 @@ class Critic(GroupBaseline):
             expert.loop.steps * expert.updates_per_rollout,
             expert.routing,
         )
+        policy.residency.share.add(self._model.residency)
         load.weights(self._model, job.parent, head=False)
         policy.companions[CRITIC] = self._model
 

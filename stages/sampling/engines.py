@@ -17,6 +17,7 @@ from parallel.engine.log import RolloutLog
 from parallel.engine.scheduler import NoEngine, Scheduler, Task
 from parallel.engine.wire import Generation, Question, Sampling, model_digest
 from parallel.files import read_checkpoint
+from parallel.model.offload import DeviceShare
 from parallel.model.policy import Policy
 from parallel.sample import Sample
 from stages.data.problem import DomainError, Problem
@@ -63,6 +64,8 @@ class StageEngines:
         self.fleet = Fleet(
             job.engine_addresses, settings.model, settings.layout, settings.engine, job.interface
         )
+        self.share = DeviceShare.beside(settings.engine)
+        self.share.add(policy.residency)
         self._scheduler: Scheduler | None = None
         self._rewards: RewardDispatcher | None = None
         if is_main():
@@ -88,12 +91,39 @@ class StageEngines:
     def sync_weights(self, version: int) -> dict[str, float]:
         """Send the policy's present weights to every engine; return the metrics. Collective.
 
-        Responses in flight continue under the new weights.
+        Responses in flight continue under the new weights. Where engines share the trainer's
+        devices, their turn begins: only the policy's weights are there while it sends them, and
+        nothing of the trainer when the engines allocate their caches.
         """
         with self._scheduler.held() if self._scheduler else nullcontext():
+            self.share.only(self.policy.residency)
             measured = self.fleet.refit(self.policy, version)
+            self.share.only()
+            self.fleet.open_caches()
         self.version = version
         return measured
+
+    def rest(self) -> None:
+        """End the turn of engines that share the trainer's devices. Collective.
+
+        They have no weights until the next sync. No response may be in flight.
+        """
+        if not self.fleet.sleeps or self.version is None:
+            return
+        owed = on_main(lambda: self.scheduler.owed)
+        if owed:
+            raise RuntimeError(f"{owed} responses are in flight and their engines are to sleep")
+        self.fleet.sleep()
+        self.version = None
+
+    def turn_seconds(self) -> dict[str, float]:
+        """Return the seconds that turns took since the last call; nothing where none are taken."""
+        spent: dict[str, float] = {}
+        if self.share.active:
+            spent["seconds_offload"] = self.share.take_seconds()
+        if self.fleet.sleeps:
+            spent["seconds_wake"], self.fleet.seconds = self.fleet.seconds, 0.0
+        return spent
 
     def request(
         self, groups: Iterable[Group], sampling: SamplingSettings, at_once: bool = False
@@ -182,10 +212,11 @@ class StageEngines:
         record(path, updates, self.tokenizer, self.job.settings.logging.auditable)
 
     def close(self) -> None:
-        """Drop the requests in flight and stop the reward workers."""
+        """Drop the requests in flight, stop the reward workers, and end the engines' turn."""
         for each in (self._scheduler, self.log, self._rewards):
             if each is not None:
                 each.close()
+        self.rest()
 
     def _receive_until(self, ready: Callable[[], Answer | None]) -> Answer | None:
         deadline = time.monotonic() + TURN_SECONDS

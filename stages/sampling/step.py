@@ -125,6 +125,7 @@ class OnPolicyStage(ABC):
         samples = self.assign_advantages(collected, step)
         if self._prefetcher is not None:
             self._prefetcher.prefetch(step)  # to be sampled while this step trains
+        self.engines.rest()
         with self._timed("seconds_train"):
             updates = [Update(each, self.pack(each)) for each in samples.updates]
             checked = self.check_logprobs(updates)
@@ -133,9 +134,10 @@ class OnPolicyStage(ABC):
             trained = mean_of_updates([self.update(each) for each in updates])
         if is_main():
             self.engines.record(samples.updates, step)
+        seconds = {**self._seconds, **self.engines.turn_seconds(), **self.engines.events()}
         efficiency = token_efficiency([part for each in updates for part in each.batches])
         measured = {**samples.metrics, **synced, **checked, **trained, "learning_rate": rate}
-        return {**measured, **efficiency, **broadcast({**self._seconds, **self.engines.events()})}
+        return {**measured, **efficiency, **broadcast(seconds)}
 
     def sync_weights(self, step: int) -> dict[str, float]:
         """Send the policy's weights to the engines, and probe them if need be. Collective.

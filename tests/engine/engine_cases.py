@@ -31,6 +31,26 @@ def refit(address: Path, model: str, engine: str, version: int) -> Weights:
     return exported(trained)
 
 
+def turn(address: Path, model: str, engine: str, version: int) -> dict[str, bool]:
+    """Give an engine that sleeps its turn, as on a GPU that it shares with the trainer."""
+    trained = policy(model, LAYOUT.model_dump_json())
+    settings = EngineSettings.model_validate_json(engine)
+    engines = Fleet([address], ModelSettings.model_validate_json(model), LAYOUT, settings)
+    engines.sleeps = True
+    randomize(trained, version)
+    for _ in range(2):
+        engines.refit(trained, version)
+        engines.open_caches()
+        assert engines.live()
+        engines.sleep()
+        [client] = engines.live()
+        assert client.describe().weight_version is None
+    engines.refit(trained, version)
+    engines.open_caches()
+    assert engines.seconds > 0
+    return {"sleeps": engines.losses == 0}
+
+
 def refit_in_flight(
     address: Path, model: str, engine: str, versions: list[int], sampling: Sampling
 ) -> tuple[list[Generation], dict[int, Weights]]:

@@ -21,6 +21,8 @@ EngineOf = Callable[..., "Running"]  # what the fixture `engine_of` is
 class Running:
     """An engine that can be killed and restarted."""
 
+    module = "parallel.engine.server"
+
     def __init__(
         self,
         servers: ForkServers,
@@ -40,7 +42,7 @@ class Running:
         """Start a process; wait until it has written its address or ended."""
         self.address.unlink(missing_ok=True)
         job = str(self.directory / "engine.json")
-        command = [sys.executable, "-m", "parallel.engine.server", job]
+        command = [sys.executable, "-m", self.module, job]
         log = self.directory / "engine.log"
         self.process = Child("engine", command, log, {}, request_fork=self._servers.of(command))
         deadline = time.monotonic() + START_SECONDS
@@ -64,9 +66,10 @@ def running_engine(
     model: ModelSettings,
     directory: Path,
     settings: EngineSettings = ENGINE,
+    kind: type[Running] = Running,
 ) -> Iterator[Running]:
     """Yield an engine that runs inside the context."""
-    engine = Running(servers, model, directory, settings)
+    engine = kind(servers, model, directory, settings)
     try:
         yield engine
     finally:

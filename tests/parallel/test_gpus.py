@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from parallel import gpus
 from parallel.errors import UserError
-from parallel.gpus import driver_error, type_error, visible_gpus
+from parallel.gpus import driver_error, type_error, visible_gpus, wait_for_memory
 from tests.parallel.fake_nvidia_smi import GPU_LINES, put_nvidia_smi
 
 
@@ -16,10 +17,10 @@ def test_every_gpu_has_its_memory_and_driver(
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     put_nvidia_smi(monkeypatch, tmp_path)
-    gpus = visible_gpus()
-    assert [gpu.index for gpu in gpus] == [0, 1, 2, 3]
-    assert gpus[1].free_bytes == 79999 << 20 and gpus[1].total_bytes == 81559 << 20
-    assert gpus[0].driver == "580.65.06" and gpus[0].capability == "9.0"
+    found = visible_gpus()
+    assert [gpu.index for gpu in found] == [0, 1, 2, 3]
+    assert found[1].free_bytes == 79999 << 20 and found[1].total_bytes == 81559 << 20
+    assert found[0].driver == "580.65.06" and found[0].capability == "9.0"
 
 
 @pytest.mark.parametrize(
@@ -70,3 +71,11 @@ def test_mixed_types_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         "GPU types are mixed: NVIDIA A100-SXM4-40GB (40 GiB), NVIDIA H100 80GB HBM3 (79 GiB); "
         "select one with CUDA_VISIBLE_DEVICES"
     )
+
+
+def test_waiting_ends_when_every_gpu_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "POLL_SECONDS", 0.001)
+    seen = iter([[1, 9], [9, 1], [9, 9]])
+    assert wait_for_memory(lambda: next(seen), needed=5, seconds=60)
+    assert not wait_for_memory(lambda: [4, 9], needed=5, seconds=0.01)
+    assert wait_for_memory(list, needed=5, seconds=0)  # no GPU to wait for

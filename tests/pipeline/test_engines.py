@@ -23,6 +23,7 @@ from pipeline.launch.placement import ThisMachine
 from pipeline.launch.processes import Process, Signals
 from pipeline.launch.progress import Screen
 from pipeline.run.directory import RunDirectory
+from stages.directory import StageDirectory
 from stages.settings import RunSettings, StageJob
 from tests.awaiting import is_alive, wait_until
 from tests.pipeline.fake_launcher import fake_programs
@@ -99,6 +100,23 @@ def test_an_engine_that_is_killed_is_restarted_and_the_others_stay(
     assert [job["address"] for job in jobs] == [
         str(run.engine(index).address.absolute()) for index in (0, 1)
     ]
+
+
+def test_a_stage_without_engines_learns_which_must_sleep(run: RunDirectory, config: Path) -> None:
+    settings = with_engine(config, count=2)
+    with launched(run, settings, {}) as execute:
+        execute("export", samples=False)
+        execute("sums")
+    addresses = [str(run.engine(index).address) for index in (0, 1)]
+    jobs = [
+        json.loads(StageDirectory(run.stage(stage).path).job(1).read_text())
+        for stage in ("export", "sums")
+    ]
+    found = [(job["engine_addresses"], job["idle_engines"]) for job in jobs]
+    assert [tuple(map(len, each)) for each in found] == [(0, 2), (2, 0)]
+    assert {Path(each).resolve() for each in found[0][1]} == {
+        Path(each).resolve() for each in addresses
+    }
 
 
 def test_an_engine_that_is_killed_before_it_is_ready_is_restarted(

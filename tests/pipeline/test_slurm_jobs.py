@@ -16,7 +16,7 @@ from parallel.settings import EngineSettings, LayoutSettings
 from parallel.slots import nodes_needed
 from pipeline.config.cluster import ClusterSettings, ContainerSettings, KindSettings, seconds_of
 from pipeline.config.read import ConfigError
-from pipeline.config.validate import load_cluster
+from pipeline.config.validate import load, load_cluster
 from pipeline.launch.launcher import write_engine_job
 from pipeline.launch.processes import wait_for_all
 from pipeline.run.directory import RunDirectory
@@ -36,6 +36,7 @@ from pipeline.slurm.stage import requeue
 from pipeline.slurm.steps import SlurmJob, Step, contained, passed_on
 from pipeline.slurm.submit import (
     check_engines_fit,
+    check_turns,
     submissions,
     submit,
     write_scripts,
@@ -568,6 +569,19 @@ def test_stage_kinds_may_request_other_nodes(run: RunDirectory, settings: RunSet
     cluster = ClusterSettings.model_validate({"kinds": {"evaluate": {"ranks_per_node": 2}}})
     with pytest.raises(UserError, match=r"ranks_per_node for evaluate = 2 and are no multiple"):
         check_engines_fit(large, cluster, stages)
+
+
+def test_rollouts_that_shared_gpus_cannot_sample_are_not_submitted(config: Path) -> None:
+    settings = load(config, ["domains.sums.rollout.mode=overlap"])
+    stages = compile_graph(settings)
+    check_turns(settings, ClusterSettings(), stages)  # on a CPU
+    gpus = ClusterSettings(gpus_per_node=8)
+    with pytest.raises(UserError, match=r"^domains\.sums\.rollout\.mode: overlap keeps responses"):
+        check_turns(settings, gpus, stages)
+    check_turns(load(config), gpus, stages)
+    own = {"placement": "own"}
+    engine = settings.engine.model_copy(update=own)
+    check_turns(settings.model_copy(update={"engine": engine}), gpus, stages)
 
 
 @pytest.mark.parametrize(

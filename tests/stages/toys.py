@@ -109,6 +109,7 @@ def indices(groups: list[Group]) -> list[int]:
 @torch.no_grad()
 def start_elsewhere(policy: Policy, _checkpoint: Path, head: bool = True) -> None:
     """Stands for loading a checkpoint."""
+    policy.residency.hold()
     weight = policy.chunks[-1].output_layer.weight
     before = weight.clone()
     policy.start_fresh(seed=1)

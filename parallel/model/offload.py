@@ -1,0 +1,345 @@
+"""The residence of models on a device that they share with each other and with an engine.
+
+A model's tensors are three parts: weights, gradients and the optimizer's state. A part leaves the
+device by emptying its storages (`resize_(0)`), after a copy to the host; gradients are dropped, as
+every update begins with zeros. The tensors stay the same objects, so all views of them, such as the
+parameters in megatron-core's buffers and the optimizer's shards of them, are valid again once the
+storages have their bytes back. megatron-core 0.16.1 has functions for this too, but its optimizer's
+replaces `.data`, which separates an fp32 parameter from the buffer it is a view of.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from parallel.device import device
+from parallel.errors import UserError, report_notice
+from parallel.gpus import wait_for_memory
+from parallel.settings import EngineSettings
+
+Part = Literal["weights", "gradients", "optimizer"]
+ALL: frozenset[Part] = frozenset({"weights", "gradients", "optimizer"})
+WEIGHTS: frozenset[Part] = frozenset({"weights"})
+STATE: frozenset[Part] = frozenset({"weights", "optimizer"})  # of a checkpoint
+NONE: frozenset[Part] = frozenset()
+
+ALIGNMENT = 256  # bytes, of a storage's copy
+ROOM_SECONDS = 120.0  # for an engine to leave the device: it sleeps, or its process ends
+
+
+class HostMemory:
+    """A block of host memory that CUDA copies to and from without staging."""
+
+    def __init__(self, size: int, pinned: bool) -> None:
+        self.bytes = torch.empty(size, dtype=torch.uint8)
+        self._registered = False
+        if not pinned:
+            return
+        # Not torch's pinned allocator, which rounds every block up to a power of two.
+        runtime: Any = torch.cuda.cudart()
+        failed = int(runtime.cudaHostRegister(self.bytes.data_ptr(), size, 0))
+        self._registered = not failed
+        if failed:
+            report_notice(
+                f"offload: CUDA cannot pin {size >> 20} MiB of host memory (error {failed}); copies"
+                " to and from the device are slower"
+            )
+
+    def close(self) -> None:
+        """Unpin the memory."""
+        if self._registered:
+            runtime: Any = torch.cuda.cudart()
+            runtime.cudaHostUnregister(self.bytes.data_ptr())
+        self._registered = False
+
+
+@dataclass
+class _Parked:
+    """The storages of one part, away from the device or to be sent away again, and their copy."""
+
+    storages: list[torch.UntypedStorage] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    memory: HostMemory | None = None
+    away: bool = False
+    current: bool = False  # the copy equals what the storages hold
+
+    def leave(self, storages: list[torch.UntypedStorage], copy: bool) -> None:
+        """Empty the storages, after a copy to the host where `copy` is set."""
+        same = [each._cdata for each in storages] == [each._cdata for each in self.storages]
+        if copy and not (self.current and same):
+            self.storages, self.sizes = storages, [each.nbytes() for each in storages]
+            total = sum(_aligned(size) for size in self.sizes)
+            if self.memory is None or len(self.memory.bytes) < total:
+                if self.memory is not None:
+                    self.memory.close()
+                self.memory = None  # freed before the larger one is allocated
+                self.memory = HostMemory(total, pinned=device().type == "cuda")
+            for view, kept in self._pairs():
+                kept.copy_(view, non_blocking=True)
+            _synchronize()
+            self.current = True
+        elif not same:
+            self.storages, self.sizes = storages, [each.nbytes() for each in storages]
+        for storage in self.storages:
+            storage.resize_(0)
+        self.away = True
+
+    def come_back(self, copy: bool) -> None:
+        """Give the storages their bytes back: the copy, or zeros."""
+        for storage, size in zip(self.storages, self.sizes, strict=True):
+            storage.resize_(size)
+        self.away = False
+        if copy:
+            for view, kept in self._pairs():
+                view.copy_(kept, non_blocking=True)
+            _synchronize()
+        else:
+            for storage, size in zip(self.storages, self.sizes, strict=True):
+                _bytes(storage, size).zero_()
+
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the bytes of every storage with the bytes of its copy."""
+        assert self.memory is not None
+        offset = 0
+        for storage, size in zip(self.storages, self.sizes, strict=True):
+            yield _bytes(storage, size), self.memory.bytes[offset : offset + size]
+            offset += _aligned(size)
+
+
+class Residency:
+    """The parts of one model that are on the device, at first all of them.
+
+    Without an active `share` nothing moves, and every call returns at once.
+    """
+
+    def __init__(
+        self, chunks: Sequence[Any], modules: Sequence[Any] = (), optimizer: Any = None
+    ) -> None:
+        """Take a model's chunks; of one that trains also its DDP modules and its optimizer."""
+        self._chunks, self._modules, self._optimizer = chunks, modules, optimizer
+        self.trains = optimizer is not None
+        self.share = DeviceShare()
+        self._parked: dict[Part, _Parked] = {part: _Parked() for part in ALL}
+
+    @property
+    def on_device(self) -> frozenset[Part]:
+        """The parts that are on the device; a model that does not train has weights only."""
+        mine = ALL if self.trains else WEIGHTS
+        return frozenset(part for part in mine if not self._parked[part].away)
+
+    @property
+    def moves(self) -> bool:
+        """True where the model leaves the device for others."""
+        return self in self.share.movable
+
+    def hold(self, parts: Collection[Part] = WEIGHTS) -> None:
+        """Bring parts to the device, for a pass or an update, as `DeviceShare.hold`."""
+        if self.share.active:
+            self.share.hold(self, parts)
+
+    def written(self) -> None:
+        """Note that the weights changed since they were copied to the host."""
+        self._parked["weights"].current = False
+
+    def place(self, parts: Collection[Part]) -> None:
+        """Have exactly these parts on the device; raise UserError where they find no room."""
+        parked = self._parked
+        before = self.on_device
+        if gone := [part for part in sorted(before) if part not in parts]:
+            if "gradients" in gone:
+                self._optimizer.zero_grad()  # drops what is not in the buffers
+            sets = self._storages()
+            for part in gone:
+                parked[part].leave(sets[part], copy=part != "gradients")
+        coming = [part for part in sorted(parts) if parked[part].away]
+        _wait_for_room(sum(sum(parked[part].sizes) for part in coming))
+        for part in coming:
+            parked[part].come_back(copy=part != "gradients")
+            # The weights of a model that trains change with every update, others' by `written`.
+            parked[part].current = not self.trains
+
+    def bytes_on_device(self) -> dict[Part, int]:
+        """Return the bytes of each part that are on the device."""
+        sets = self._storages()
+        return {part: sum(each.nbytes() for each in sets[part]) for part in sorted(sets)}
+
+    def _storages(self) -> dict[Part, list[torch.UntypedStorage]]:
+        """Return the device's storages of every part; a storage of two parts is of the first.
+
+        An fp32 weight is its own master in the optimizer, and megatron-core's CPU Adam keeps its
+        state on the host, where it stays.
+        """
+        seen: set[int] = set()
+
+        def own(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+            found = []
+            for tensor in tensors:
+                storage = tensor.untyped_storage()
+                if tensor.device.type == device().type and storage._cdata not in seen:
+                    seen.add(storage._cdata)
+                    found.append(storage)
+            return found
+
+        weights = [each for chunk in self._chunks for each in chunk.parameters()]
+        weights += [each for chunk in self._chunks for each in chunk.buffers()]
+        buffers = [
+            each
+            for module in self._modules
+            for each in (*module.buffers, *module.expert_parallel_buffers)
+        ]
+        weights += [each.param_data for each in buffers if each.param_data is not None]
+        return {
+            "weights": own(weights),
+            "gradients": own(each.grad_data for each in buffers),
+            "optimizer": own(_state(self._optimizer)),
+        }
+
+
+class DeviceShare:
+    """The models of one rank that take turns on its device; without a device nothing moves.
+
+    `active` where models move at all. Models that train move where an engine shares the device.
+    """
+
+    def __init__(self, active: bool = False, engine: bool = False) -> None:
+        self.active, self.engine = active, engine
+        self.members: list[Residency] = []
+        self.movable: list[Residency] = []
+        self.seconds = 0.0  # of moving, since the last `take_seconds`
+        self._together = False
+
+    @classmethod
+    def beside(cls, engine: EngineSettings) -> DeviceShare:
+        """Return the share of this rank's device, beside engines with these settings."""
+        kind = device().type
+        return cls(active=kind == "cuda", engine=engine.sleeps_on(kind))
+
+    def add(self, model: Residency) -> None:
+        """Add a model; it leaves the device until it is needed, unless it trains undisturbed."""
+        if not self.active:
+            return
+        model.share = self
+        self.members.append(model)
+        if self.engine or not model.trains:
+            self.movable.append(model)
+            self._place(model, NONE)
+
+    def hold(self, model: Residency, parts: Collection[Part]) -> None:
+        """Bring at least `parts` of a model to the device; others make room.
+
+        Gradients are worth nothing between an update and the next, so a forward pass of any model
+        may take their room. Where the optimizer is needed, an update follows, and all other models
+        leave; else only those leave that do not train.
+        """
+        if not self.active:
+            return
+        if self._together:
+            missing = set(parts) - model.on_device - {"gradients"}
+            assert not missing, f"{missing} of a model that is not among those held together"
+            return
+        updates = "optimizer" in parts
+        for other in self.movable:
+            if other is not model:
+                keeps = other.on_device - {"gradients"} if other.trains and not updates else NONE
+                self._place(other, keeps)
+        if model in self.movable:
+            keeps = model.on_device if updates else model.on_device - {"gradients"}
+            self._place(model, keeps | set(parts))
+
+    def only(self, model: Residency | None = None, parts: Collection[Part] = WEIGHTS) -> None:
+        """Have only these parts of one model beside an engine, or none, and free the cache."""
+        if not self.engine:
+            return
+        for other in self.movable:
+            if other is not model:
+                self._place(other, NONE)
+        if model in self.movable and model is not None:
+            self._place(model, parts)
+        release_cache()
+
+    @contextmanager
+    def together(self, models: Iterable[Residency], parts: Collection[Part]) -> Iterator[None]:
+        """Have these parts of several models on the device within, as a checkpoint needs them."""
+        if not self.active:
+            yield
+            return
+        held = list(models)
+        for other in self.movable:
+            if other not in held:
+                self._place(other, NONE)
+        for model in held:
+            if model in self.movable:
+                self._place(model, frozenset(parts) if model.trains else WEIGHTS)
+        self._together = True
+        try:
+            yield
+        finally:
+            self._together = False
+
+    def take_seconds(self) -> float:
+        """Return the seconds spent moving since the last call."""
+        spent, self.seconds = self.seconds, 0.0
+        return spent
+
+    def _place(self, model: Residency, parts: Collection[Part]) -> None:
+        if model.on_device == frozenset(parts):
+            return
+        start = time.perf_counter()
+        model.place(parts)
+        self.seconds += time.perf_counter() - start
+
+
+def release_cache() -> None:
+    """Return the allocator's unused memory to the device, for other processes."""
+    if device().type == "cuda":
+        torch.cuda.ipc_collect()  # storages that engines had mapped until the last refit
+        torch.cuda.empty_cache()
+
+
+def _wait_for_room(needed: int) -> None:
+    """Wait until the device has room for what comes back; an engine may still be leaving it."""
+    if device().type != "cuda" or not needed:
+        return
+    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    if cached + torch.cuda.mem_get_info()[0] >= needed:
+        return
+    release_cache()
+    if not wait_for_memory(lambda: [torch.cuda.mem_get_info()[0]], needed, ROOM_SECONDS):
+        free = torch.cuda.mem_get_info()[0]
+        raise UserError(
+            f"the device has {free >> 20} MiB free and the trainer's offloaded model needs"
+            f" {needed >> 20} MiB: an engine did not leave it within {ROOM_SECONDS:g} s (see its"
+            " log); lower engine.kv_cache_mebibytes, or set engine.placement: own"
+        )
+
+
+def _synchronize() -> None:
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _bytes(storage: torch.UntypedStorage, size: int) -> torch.Tensor:
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage, 0, (size,), (1,))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _state(optimizer: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of an optimizer's parts: parameters it updates, and their state."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(part, "optimizer", None)
+        if inner is None:  # no optimizer, or a part without parameters
+            continue
+        for group in inner.param_groups:
+            yield from group["params"]
+        for state in inner.state.values():
+            yield from (each for each in state.values() if torch.is_tensor(each))

@@ -1,0 +1,272 @@
+"""Engines and trainer take turns on shared devices; CPU storages stand for the devices' memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from parallel.checkpoint.save import Saver
+from parallel.errors import UserError
+from parallel.files import whole_checkpoints
+from parallel.model.offload import ALL, STATE, WEIGHTS, DeviceShare, Residency
+from parallel.settings import EngineSettings, LayoutSettings
+from stages import evaluate
+from stages.grpo import Expert
+from stages.main import empty_devices
+from stages.sampling.logprob_check import MismatchError
+from stages.sampling.step import OnPolicyStage
+from stages.settings import turn_violations
+from tests.fake_engines import RefittedFleet, toy_domain, toy_job, toy_run
+from tests.stages import test_critic, test_distill, test_evaluate
+from tests.stages.toys import expert
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+STEPS = 3
+KL = {"coefficient": 0.1, "estimator": "unbiased_k3"}
+
+
+class RecordingShare(DeviceShare):
+    """A share of emptied CPU storages that records every move."""
+
+    moves: list[str]
+    names: dict[int, str]
+
+    def __init__(self) -> None:
+        super().__init__(active=True, engine=True)
+        self.moves, self.names = [], {}
+
+    def _place(self, model: Residency, parts: Any) -> None:
+        before = model.on_device
+        super()._place(model, parts)
+        for change, which in (("-", before - model.on_device), ("+", model.on_device - before)):
+            name = self.members.index(model)
+            self.moves += [f"{change}{part} {name}" for part in sorted(which)]
+
+
+class TurningFleet(RefittedFleet):
+    """Fake engines that sleep, and check at every turn what is on the device beside them."""
+
+    sleeps = True
+    share: RecordingShare
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.asleep = {"weights", "cache"}
+
+    def held(self) -> set[Any]:
+        return {part for model in self.share.members for part in model.on_device}
+
+    def refit(self, policy: Any, version: int) -> dict[str, float]:
+        self.asleep.discard("weights")
+        assert self.held() == WEIGHTS, "only the policy's weights beside the engine's"
+        assert policy.residency.on_device == WEIGHTS
+        self.share.moves.append("refit")
+        return super().refit(policy, version)
+
+    def open_caches(self) -> None:
+        assert self.held() == set(), "nothing of the trainer beside the engines' caches"
+        assert all(not any(m.bytes_on_device().values()) for m in self.share.members)
+        self.asleep.clear()
+        self.share.moves.append("caches")
+
+    def sleep(self) -> None:
+        assert self.held() == set(), "the trainer came back before the engines left"
+        self.asleep = {"weights", "cache"}
+        self.share.moves.append("sleep")
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], RecordingShare]]:
+    """Have later stages take turns; return a function that returns the last share."""
+    shares: list[RecordingShare] = []
+
+    def begin() -> RecordingShare:
+        def beside(_: EngineSettings) -> RecordingShare:
+            TurningFleet.share = share = RecordingShare()
+            shares.append(share)
+            return share
+
+        monkeypatch.setattr(DeviceShare, "beside", beside)
+        for module in ("tests.stages.toys", "tests.stages.test_distill"):
+            monkeypatch.setattr(f"{module}.RefittedFleet", TurningFleet)
+        return lambda: shares[-1]  # type: ignore[return-value]
+
+    yield begin
+
+
+def ema(directory: Path) -> Expert:
+    return expert(directory, {"kl": {**KL, "reference": "ema", "ema_decay": 0.5}})
+
+
+def gentle(directory: Path) -> Expert:
+    return expert(directory, {"kl": KL}, updates=1)
+
+
+KINDS: dict[str, Callable[[Path], OnPolicyStage]] = {
+    "reference": gentle,
+    "ema": ema,
+    "critic": test_critic.ppo,
+    "merge": test_distill.merge,
+}
+
+
+def run(stage: OnPolicyStage, directory: Path) -> tuple[list[dict[str, float]], dict[str, str]]:
+    """Train, and save after every step; return the metrics and the last checkpoint's files."""
+    saver = Saver(directory / "checkpoints", asynchronous=False)
+    measured = []
+    for step in range(1, STEPS + 1):
+        found = stage.step(step)
+        measured.append({k: v for k, v in found.items() if not k.startswith("seconds_")})
+        saver.begin(stage.policy, step, {})
+    stage.close()
+    files = whole_checkpoints(directory / "checkpoints")[-1].files
+    return measured, {name: value for name, value in files.items() if name != "state.json"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stage_that_takes_turns_gives_equal_bits(
+    kind: str, turns: Callable[[], Any], tmp_path: Path
+) -> None:
+    """And at every turn the other side has left: `TurningFleet` checks."""
+    torch.use_deterministic_algorithms(True)
+    still = run(KINDS[kind](tmp_path / "still"), tmp_path / "still")
+    last = turns()
+    moving = run(KINDS[kind](tmp_path / "moving"), tmp_path / "moving")
+    torch.use_deterministic_algorithms(False)
+    assert moving == still
+    order = [move for move in last().moves if move[0] not in "+-"]
+    assert order == ["refit", "caches", "sleep"] * STEPS
+
+
+def test_the_order_of_a_step(turns: Callable[[], Any], tmp_path: Path) -> None:
+    last = turns()
+    stage = gentle(tmp_path)
+    share = last()
+    policy, reference = 0, 1
+    share.only()
+    share.moves.clear()
+    stage.step(1)
+    first, second = share.moves.copy(), share.moves.clear()
+    assert second is None
+    stage.step(2)
+    assert first == [
+        f"+weights {policy}",
+        "refit",
+        f"-weights {policy}",
+        "caches",
+        "sleep",
+        f"+weights {reference}",
+        f"-weights {reference}",
+        f"+gradients {policy}",
+        f"+optimizer {policy}",
+        f"+weights {policy}",
+    ]
+    assert share.moves == [f"-gradients {policy}", f"-optimizer {policy}", *first[1:]]
+    assert stage.policy.residency.on_device == ALL  # a signal saves from here
+    stage.close()
+
+
+def test_turns_are_measured(turns: Callable[[], Any], tmp_path: Path) -> None:
+    still = gentle(tmp_path / "still").step(1)
+    turns()
+    stage = gentle(tmp_path / "moving")
+    moving = stage.step(1)
+    stage.close()
+    assert moving.keys() - still.keys() == {"seconds_offload", "seconds_wake"}
+    assert moving["seconds_offload"] > 0
+
+
+def test_a_step_that_is_sampled_again_begins_another_turn(
+    turns: Callable[[], Any], tmp_path: Path
+) -> None:
+    """A mismatch is found while the engines sleep."""
+    last = turns()
+    stage = expert(tmp_path, {}, engine=EngineSettings(max_logprob_difference=1e-9))
+    with pytest.raises(MismatchError):
+        stage.step(1)
+    order = [move for move in last().moves if move[0] not in "+-"]
+    assert order == ["refit", "caches", "sleep"] * 2
+    stage.close()
+
+
+def test_engines_that_are_all_lost_get_the_weights_from_the_host(
+    turns: Callable[[], Any], tmp_path: Path
+) -> None:
+    last = turns()
+    stage = gentle(tmp_path)
+    [engine] = stage.engines.fleet.engines  # type: ignore[attr-defined]
+    left = [5]
+
+    def trouble(_: Any) -> str | None:
+        left[0] -= 1
+        return "dies" if left[0] == 0 else None
+
+    engine.trouble = trouble
+    metrics = stage.step(1)
+    order = [move for move in last().moves if move[0] not in "+-"]
+    assert order == ["refit", "caches", "refit", "caches", "sleep"]
+    assert metrics["engine_restarts"] == 1
+    assert metrics["requeued"] > 0
+    stage.close()
+
+
+def test_evaluation_sleeps_for_its_check_and_between_models(
+    turns: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    still = tmp_path / "still"
+    monkeypatch.setattr("stages.sampling.engines.Fleet", RefittedFleet)
+    monkeypatch.setattr("parallel.checkpoint.load.weights", test_evaluate.load_named)
+    evaluate.run(test_evaluate.job(still))
+    last = turns()
+    monkeypatch.setattr("stages.sampling.engines.Fleet", TurningFleet)
+    evaluate.run(test_evaluate.job(tmp_path / "moving"))
+    assert test_evaluate.results(tmp_path / "moving") == test_evaluate.results(still)
+    order = [move for move in last().moves if move[0] not in "+-"]
+    assert order == ["refit", "caches", "sleep"] * 6
+
+
+def test_responses_in_flight_are_an_error_when_engines_are_to_sleep(
+    turns: Callable[[], Any], tmp_path: Path
+) -> None:
+    turns()
+    stage = gentle(tmp_path)
+    stage.engines.sync_weights(1)
+    stage.engines.scheduler._owed.add(7)
+    with pytest.raises(RuntimeError, match="in flight and their engines are to sleep"):
+        stage.engines.rest()
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"mode": "overlap"}, "domains.sums.rollout.mode: overlap keeps responses in flight"),
+        ({"mode": "async"}, "domains.sums.rollout.mode: async keeps responses in flight"),
+        ({"oversampling": 1.5}, "domains.sums.rollout.oversampling: 1.5 keeps responses"),
+    ],
+)
+def test_modes_that_keep_responses_in_flight_need_engines_of_their_own(
+    rollout: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Found on GPUs before the first stage computes anything; on a CPU they are allowed."""
+    settings = toy_run(sums=toy_domain(rollout=rollout)).model_copy(
+        update={"layout": LayoutSettings(), "mixed": None, "merge": None}
+    )
+    job = toy_job(tmp_path, settings)
+    empty_devices(job)
+    monkeypatch.setattr("parallel.device.device", lambda: torch.device("cuda", 0))
+    with pytest.raises(UserError) as refused:
+        empty_devices(job)
+    assert message in str(refused.value)
+    assert "or engine.placement: own" in str(refused.value)
+    own = settings.engine.model_copy(update={"placement": "own"})
+    assert not list(turn_violations(settings.model_copy(update={"engine": own})))
+    empty_devices(job.model_copy(update={"settings": settings.model_copy(update={"engine": own})}))
+
+
+def test_a_checkpoint_needs_no_gradients() -> None:
+    assert ALL - {"gradients"} == STATE
