@@ -104,10 +104,12 @@ def sections(
     With a cluster's profile, this machine is one of its nodes.
     """
     devices = findings.get("torch", {}).get("devices", [])
-    extra = "gpu" if devices or GPU_FILE.exists() else "cpu"
+    # On a login node the GPU set is judged as what it is, not as a broken CPU environment.
+    of_gpus = findings.get("torch", {}).get("cuda_build") and _installed("vllm")
+    extra = "gpu" if devices or GPU_FILE.exists() or of_gpus else "cpu"
     yield "versions", list(_versions(findings, extra))
     gpus = list(_gpus(findings.get("torch", {}).get("cuda_build"), cluster))
-    yield "this machine", gpus + list(_machine(findings, devices, runs))
+    yield "this machine", gpus + list(_machine(findings, devices, runs, extra))
     if "layer_specs" in findings.get("megatron", {}):
         yield "used here", list(_choices(findings, bool(devices)))
 
@@ -208,12 +210,17 @@ def _gpus(cuda_build: str | None, cluster: ClusterSettings | None) -> Iterator[R
         yield Row("GPUs", value, "error", fix)
 
 
-def _machine(findings: Findings, devices: list[dict[str, Any]], runs: Path) -> Iterator[Row]:
+def _machine(
+    findings: Findings, devices: list[dict[str, Any]], runs: Path, extra: str
+) -> Iterator[Row]:
     alike = Counter(
         f"{device['name']}, {human(device['bytes'])}, compute capability {device['capability']}"
         for device in devices
     )
-    if devices or not GPU_FILE.exists():
+    if extra == "gpu" and not devices and not GPU_FILE.exists():
+        fix = "run it on a node: srun --gres=gpu:1 braid doctor; `make install` is for CPUs"
+        yield Row("CUDA devices", "none, and these packages are for GPUs", "error", fix)
+    elif devices or not GPU_FILE.exists():
         texts = (f"{count} x {text}" for text, count in alike.items())
         yield Row("CUDA devices", "; ".join(texts) or "none")
     else:

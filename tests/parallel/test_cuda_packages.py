@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from parallel import device
+from stages.main import warn_of_fallbacks
 from tests.runs import REPOSITORY
 
 # Prints what Braid decided and what megatron-core sees.
@@ -63,10 +65,10 @@ def plant(directory: Path, modules: dict[str, str]) -> None:
         path.write_text(text)
 
 
-def output(program: str, device: str, planted: Path) -> str:
+def output(program: str, kind: str, planted: Path) -> str:
     path = os.pathsep.join([str(planted), str(REPOSITORY)])
     ended = subprocess.run(
-        [sys.executable, "-c", program, device],
+        [sys.executable, "-c", program, kind],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -76,8 +78,8 @@ def output(program: str, device: str, planted: Path) -> str:
     return ended.stdout.splitlines()[-1]
 
 
-def rank(device: str, planted: Path) -> dict[str, Any]:
-    return json.loads(output(PROGRAM, device, planted))
+def rank(kind: str, planted: Path) -> dict[str, Any]:
+    return json.loads(output(PROGRAM, kind, planted))
 
 
 WORKING = {
@@ -152,3 +154,15 @@ def test_what_works_is_used_with_cuda(
     plant(tmp_path, planted)
     assert output(LAYERS_ONLY, "cuda", tmp_path) == with_cuda
     assert output(LAYERS_ONLY, "cpu", tmp_path) == "local False []"
+
+
+def test_a_stage_says_all_of_it_in_one_notice(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(device, "fallbacks", lambda: ["TransformerEngine: not installed", "apex"])
+    warn_of_fallbacks()
+    notice = "braid-notice: TransformerEngine: not installed; apex\n"
+    assert capfd.readouterr().err == notice
+    monkeypatch.setattr(device, "fallbacks", lambda: [])
+    warn_of_fallbacks()
+    assert capfd.readouterr().err == ""

@@ -239,6 +239,13 @@ def test_a_node_has_the_gpus_of_its_profile(
         assert rows["GPUs"].fix.startswith("correct gpus_per_node in the profile")
 
 
+def test_the_gpu_set_on_a_login_node_lacks_only_the_gpus(examine: Examine) -> None:
+    torch = {**CPU["torch"], "cuda_build": "13.0"}
+    rows = examine({**CPU, "torch": torch, "vllm": {"device": ""}}, **GPU_PACKAGES)
+    assert errors(rows) == ["CUDA devices"]
+    assert rows["CUDA devices"].fix.startswith("run it on a node: srun --gres=gpu:1 braid doctor")
+
+
 def test_an_apex_without_its_extensions_is_noted(examine: Examine) -> None:
     apex = examine({**CUDA, "apex": {"kind": "incomplete"}}, **GPU_PACKAGES)["apex"]
     assert apex.verdict == "note" and apex.fix == "rebuild it with --cuda_ext"
