@@ -33,22 +33,18 @@ LOSS_CHUNK_BYTES, LOSS_CHUNKS = 512 << 20, 3
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes one rank holds while a stage runs; `frozen` are models that no optimizer changes.
-
-    `offloaded` is optimizer state that is kept and updated on the host.
-    """
+    """Bytes one rank holds while a stage runs; `frozen` are models that no optimizer changes."""
 
     parameters: int
     gradients: int = 0
     optimizer: int = 0
     frozen: int = 0
     activations: int = 0
-    offloaded: int = 0
 
     @property
     def total(self) -> int:
-        """All of them together, without what is on the host instead."""
-        return sum(astuple(self)) - self.offloaded
+        """All of them together."""
+        return sum(astuple(self))
 
     def beside(self, other: RankMemory) -> RankMemory:
         """Add a model that trains in turn with this one: only one at a time has activations."""
@@ -81,7 +77,6 @@ def training_memory(
     averages: int = 0,
     values: bool = False,
     precision_aware: bool = False,
-    cpu_offload: float = 0.0,
 ) -> list[RankMemory]:
     """Return the memory of one rank of every pipeline rank while it trains, first rank first.
 
@@ -91,12 +86,12 @@ def training_memory(
         frozen_models: references and teachers held beside the policy.
         averages: of the policy's weights over its updates, which are kept in fp32.
         values: true for a critic's model, whose head gives one value and no logits.
-        precision_aware, cpu_offload: as in OptimizerSettings, with Adam.
+        precision_aware: as in OptimizerSettings.
     """
     if algorithm != "adam":  # megatron-core's distributed optimizer has only Adam
         layout = layout.model_copy(update={"distributed_optimizer": False})
     precision = BYTES[model.precision]
-    states, offloaded = _state_bytes(model, algorithm, precision_aware, cpu_offload)
+    states = _state_bytes(model, algorithm, precision_aware)
     found = []
     for rank in range(layout.pipeline):
         chunks = _chunks(model, layout, rank, values)
@@ -107,10 +102,9 @@ def training_memory(
             RankMemory(
                 parameters=precision * buffered,
                 gradients=FP32 * buffered,
-                optimizer=round(states * updated),
+                optimizer=states * updated,
                 frozen=weights * (precision * frozen_models + FP32 * averages),
                 activations=_activations(model, layout, rank, micro_batch_tokens, values),
-                offloaded=round(offloaded * updated),
             )
         )
     return found
@@ -218,27 +212,11 @@ def _attention(model: ModelSettings, tensor: int) -> list[int]:
     return sizes
 
 
-def _state_bytes(
-    model: ModelSettings, algorithm: str, precision_aware: bool, cpu_offload: float
-) -> tuple[float, float]:
-    """Return the bytes of optimizer state of an element on the device, and on the host.
-
-    As megatron-core 0.16.1 keeps it. TransformerEngine's precision-aware Adam has bf16 moments and
-    the 16 bits that a bf16 weight lacks of its fp32 master weight. Offloaded elements have a master
-    weight, two moments and a pinned gradient on the host, all in fp32 (HybridDeviceOptimizer); of
-    bf16 weights the distributed optimizer then keeps a second master weight on the device unless
-    the optimizer is precision-aware, and those that stay are updated in fp32.
-    """
+def _state_bytes(model: ModelSettings, algorithm: str, precision_aware: bool) -> int:
+    """Return the bytes of optimizer state of an element: moments, and bf16's master in fp32."""
     low = model.precision == "bf16"
-    if algorithm != "adam":
-        return FP32 * (OPTIMIZER_STATES[algorithm] + low), 0.0
-    moments = FP32 * OPTIMIZER_STATES["adam"]
-    if cpu_offload:
-        masters = FP32 * (1 - cpu_offload) if precision_aware else FP32
-        return (1 - cpu_offload) * moments + low * masters, cpu_offload * (moments + 2 * FP32)
-    if low and precision_aware:
-        return 3 * BYTES["bf16"], 0.0
-    return moments + low * FP32, 0.0
+    moment = BYTES["bf16"] if low and precision_aware else FP32
+    return OPTIMIZER_STATES[algorithm] * moment + low * FP32
 
 
 def _buffers(chunk: Tensors, layout: LayoutSettings) -> tuple[int, int]:

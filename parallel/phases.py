@@ -108,7 +108,7 @@ def checkpoint_copies(models: RankModels) -> dict[str, int]:
     (distrib_optimizer.py, `fully_reshardable`).
     """
     trained = [each for each in (models.policy, models.critic) if each is not None]
-    saved = sum(each.parameters + each.optimizer + each.offloaded for each in trained)
+    saved = sum(each.parameters + each.optimizer for each in trained)
     loaded = sum(3 * each.gradients for each in trained)
     return {"checkpoint being saved": saved, "checkpoint being loaded": loaded}
 
@@ -177,10 +177,7 @@ def _activations(models: RankModels, kept: int) -> dict[str, int]:
 def _host(models: RankModels, moves: bool) -> dict[str, int]:
     """Return a rank's bytes on the host; pinned copies are kept while their original is away."""
     trained = [each for each in (models.policy, models.critic) if each is not None]
-    found = {
-        "offloaded optimizer": sum(each.offloaded for each in trained),
-        "frozen models": models.frozen * models.frozen_models,
-    }
+    found = {"frozen models": models.frozen * models.frozen_models}
     if moves:
         found["trainer weights"] = sum(each.parameters for each in trained)
         found["optimizer state"] = sum(each.optimizer for each in trained)

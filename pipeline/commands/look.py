@@ -118,7 +118,7 @@ def _too_few_gpus(settings: RunSettings) -> Iterator[str]:
     "  braid plan configs/quickstart.yaml --memory --cluster configs/clusters/mine.yaml\n\n"
     'JSON: as `braid status RUN --json`, each stage also with "next" and "seconds_left"; with\n'
     '--memory {"stages": {STAGE: [{"parameters", "gradients", "optimizer", "frozen",\n'
-    '"activations", "offloaded": on the host}]}}, in bytes by pipeline rank.',
+    '"activations"}]}}, in bytes by pipeline rank.',
     Argument("--memory", action="store_true", help="show the memory of every stage instead"),
     Argument("--dot", action="store_true", help="print the graph for Graphviz instead"),
     GPUS,

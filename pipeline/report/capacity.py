@@ -168,8 +168,6 @@ def _training_changes(
     for each in (tokens // 2, tokens // 4, tokens // 8):
         if each >= least:
             yield {f"{key}.loop.micro_batch_tokens": each for key in trained}
-    if sharded and adam:
-        yield {f"{key}.optimizer.cpu_offload": 1.0 for key in adam}
 
 
 def _block(stage: Stage) -> str:

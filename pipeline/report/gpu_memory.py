@@ -139,13 +139,13 @@ def _models(stage: Stage, settings: RunSettings) -> list[RankModels]:
         return [RankModels(rank, trains=False) for rank in ranks]
     tokens = trained_by(stage, settings)[1].micro_batch_tokens
     frozen, averages = compared_with(stage, settings)
-    critic = critic_memory(stage, settings) or [None] * len(ranks)
+    critic = critic_memory(stage, settings)
     block = rewarded(stage, settings)
     headed = frozen if block is None or block.objective.kl.needs_logits else 0
     return [
         RankModels(
             policy=policy,
-            critic=critic[number],
+            critic=critic[number] if critic else None,
             forward=forward_activations(model, layout, tokens),
             routed=routed_bytes(model, layout, tokens),
             frozen=policy.frozen // max(1, frozen + averages),

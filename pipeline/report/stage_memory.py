@@ -75,5 +75,4 @@ def _trained(
         averages,
         values,
         optimizer.precision_aware,
-        optimizer.cpu_offload,
     )

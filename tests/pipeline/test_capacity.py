@@ -34,8 +34,8 @@ GLM_REFUSED = [
     "experts.math: weight sync needs 136.30 GiB of each GPU, 57.10 GiB more than its 79.20 "
     "(engine weights 99.54, trainer weights 26.59, trainer process 5.00, engine process 3.00,"
     " staging 2.18); set engine.tensor=8 engine.count=1",
-    "merge: update needs 168.11 GiB of each GPU, 88.91 GiB more than its 79.20 (optimizer "
-    "state 74.69, gradients 53.17, trainer weights 26.59, trainer process 5.00, activations "
+    "merge: update needs 193.01 GiB of each GPU, 113.81 GiB more than its 79.20 (optimizer "
+    "state 99.58, gradients 53.17, trainer weights 26.59, trainer process 5.00, activations "
     "4.14, engine process 3.00, dispatch and fragments 1.24, frozen model 0.29); set "
     "layout.ranks=32 layout.expert=32",
 ]
