@@ -1,4 +1,4 @@
-"""What a fleet and a stage's start do with engines that do not sleep or wake as asked."""
+"""Engines that do not sleep or wake as a fleet, or the start of a stage, asks them."""
 
 from __future__ import annotations
 
