@@ -156,6 +156,14 @@ class EngineSettings(Settings):
         description="shared: alternate with the trainer on its devices; own: dedicated devices "
         "(CPU: cores)",
     )
+    expert_parallel: bool = Field(
+        False, description="each engine rank has whole experts, not a slice of every expert"
+    )
+    weights: Literal["model", "fp8"] = Field(
+        "model",
+        description="precision of the engine's linear layers and experts; fp8: quantized after "
+        "each weight sync (CUDA only)",
+    )
     max_model_tokens: Tokens = Field(64, description="maximum of prompt and response together")
     max_sequences: Count = Field(256, description="maximum sequences in flight per engine")
     kv_cache_mebibytes: Mebibytes | None = Field(
@@ -179,9 +187,17 @@ class EngineSettings(Settings):
         1e-4, description="maximum |log mu - log pi| on the first batch after a refit, in nats"
     )
 
+    @property
+    def ranks(self) -> int:
+        """The ranks of one engine, each with its own device."""
+        return self.tensor
+
 
 class EngineJob(Settings):
-    """The job of an engine process, which writes the file `address` when it is ready."""
+    """The job of an engine process, which writes the file `address` when it is ready.
+
+    An engine of several `nodes` is a process on each of them, with the same job.
+    """
 
     model: ModelSettings
     engine: EngineSettings
@@ -189,6 +205,13 @@ class EngineJob(Settings):
     address: Path
     interface: str = Field(LOOPBACK, description="interface to listen on, see parallel.network")
     seed: int
+    sampling_mask: bool = Field(
+        False, description="whether some sampling of the run keeps a part of the vocabulary"
+    )
+    gpu_memory_bytes: int | None = Field(None, description="per GPU; null: what is free")
+    nodes: Count = Field(1, description="nodes that share the tensor-parallel ranks evenly")
+    master_address: str = Field("", description="of several nodes: the first node's address")
+    master_port: Natural = Field(0, description="of several nodes: a free port of the first")
 
 
 def divisors(count: int) -> list[int]:

@@ -106,12 +106,6 @@ class RefitExtension:
         report = RankReport(source.received_bytes, source.staging_bytes, fingerprints)
         return msgspec.msgpack.encode(report)
 
-    def progress(self) -> dict[str, int]:
-        """Return the number of tokens sampled of each request in flight."""
-        return {
-            name: len(state.output_token_ids) for name, state in self.model_runner.requests.items()
-        }
-
     def _load(self, each: Bucket, contents: dict[str, torch.Tensor], landed: Landed | None) -> None:
         """Load one bucket, which holds whole modules."""
 
@@ -146,11 +140,12 @@ class RefitExtension:
         """Restore all layers to the form that loaders expect; at the end repack them."""
         model = self.model_runner.model
         kernels: list[tuple[Any, Any]] = []
-        for module in model.modules():
+        for module in model.modules() if self._device.type == "cpu" else ():
             method: Any = getattr(module, "quant_method", None)
             if getattr(method, "moe_kernel", None) is not None:
-                # vLLM repacks experts only when no kernel exists yet; with the old kernel kept, the
-                # CPU engine would read new experts in the old packing.
+                # vLLM's CPU code repacks experts only when no kernel exists yet; with the old
+                # kernel kept, it would read new experts in the old packing. Its GPU code is made
+                # for a kept kernel: it copies new experts to where CUDA graphs read them.
                 kernels.append((method, method.moe_kernel))
                 method.moe_kernel = None
         with torch.no_grad(), self._default_device():

@@ -16,13 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from parallel.engine.environment import PROCESS_ENVIRONMENT, share_out
+from parallel.engine.environment import GPU_FILE, process_environment, share_out
 from parallel.forkserver import PR_SET_CHILD_SUBREAPER, prctl
 from parallel.network import LOOPBACK, address_of, environment_of
 from parallel.settings import EngineSettings
 from pipeline.launch.processes import Child, PendingFork, Process, RequestFork, kill, python_module
-
-GPU_FILE = Path("/dev/nvidiactl")  # the driver's: torch is not imported here
 
 # The module that a command runs with `python -m`, and the module that imports all it needs.
 PRELOADS = {"stages.main": "stages.preload", "parallel.engine.server": "parallel.engine.preload"}
@@ -31,7 +29,7 @@ PRELOADS = {"stages.main": "stages.preload", "parallel.engine.server": "parallel
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 OWN_ENVIRONMENT = {
     "stages.main": {"OMP_NUM_THREADS": "1"},
-    "parallel.engine.server": PROCESS_ENVIRONMENT,
+    "parallel.engine.server": process_environment(),
 }
 
 
@@ -192,7 +190,7 @@ class ThisMachine:
 
     def start_engine(self, name: str, index: int, command: Sequence[str], log: Path) -> Process:
         cores = share_out(self._engine, self._cores).engines[index]
-        environment = PROCESS_ENVIRONMENT | environment_of(self.interface)
+        environment = process_environment() | environment_of(self.interface)
         return self._start(name, command, log, environment, cores)
 
     def _start(

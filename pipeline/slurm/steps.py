@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel.engine.environment import PROCESS_ENVIRONMENT
+from parallel.engine.environment import process_environment
 from parallel.errors import NOTICE_MARK, STATUS_DESCRIPTOR, UserError
 from parallel.network import address_of, environment_of
 from parallel.settings import EngineSettings, LayoutSettings
@@ -193,7 +193,7 @@ class SlurmJob:
             f"--cpus-per-task={self._engine.tensor * self._cluster.cpus_per_rank}",
             f"--output={log.absolute()}",
         ]
-        environment = PROCESS_ENVIRONMENT | environment_of(self.interface)
+        environment = process_environment() | environment_of(self.interface)
         if self._cluster.gpus_per_node:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
         srun = self._srun(options, command)

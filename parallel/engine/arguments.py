@@ -1,0 +1,143 @@
+"""vLLM's arguments on each kind of device: one table, of two columns and what both share.
+
+On a CPU a response's bits must not depend on its neighbors or on a compiler; on a GPU speed counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from parallel.errors import UserError
+from parallel.gpus import visible_gpus
+from parallel.memory import CACHE_BLOCK, cache_bytes
+from parallel.settings import EngineJob
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+BATCHED_TOKENS = 8192  # tokens per step
+NODE_RANK = "SLURM_PROCID"  # of an engine on several nodes: its step has one task per node
+
+
+def engine_arguments(
+    job: EngineJob, directory: str, *, cuda: bool, environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the keywords of vLLM's EngineArgs for the model configuration in `directory`.
+
+    Raises:
+        UserError: the device cannot do what the job's settings ask for.
+    """
+    engine = job.engine
+    shared = {
+        "model": directory,
+        "load_format": "dummy",  # until the first refit
+        "skip_tokenizer_init": True,
+        "dtype": DTYPES[job.model.precision],
+        "tensor_parallel_size": engine.tensor,
+        "enable_expert_parallel": engine.expert_parallel,
+        "distributed_executor_backend": "uni" if engine.tensor == 1 else "mp",
+        "max_model_len": engine.max_model_tokens,
+        "max_num_seqs": engine.max_sequences,
+        "scheduling_policy": "priority",
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": -1,
+        "enable_return_routed_experts": True,
+        "enable_prefix_caching": True,
+        "worker_extension_cls": "parallel.engine.refit_extension.RefitExtension",
+        "seed": job.seed,
+    }
+    return shared | _nodes(job, environment) | (_on_cuda(job) if cuda else _on_cpu(job))
+
+
+def _on_cpu(job: EngineJob) -> dict[str, Any]:
+    if job.engine.weights == "fp8":
+        raise UserError(
+            "engine.weights: fp8 needs a GPU, and this engine runs on a CPU; use weights: model"
+        )
+    return {
+        "enforce_eager": True,
+        "async_scheduling": False,
+        # With chunked prefill vLLM 0.30 rewinds a seeded request's generator after a partial
+        # prefill, which its CPU backend cannot.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(job.engine.max_model_tokens, BATCHED_TOKENS),
+        "block_size": CACHE_BLOCK,
+        "kv_cache_memory_bytes": cache_bytes(job.model, job.engine),
+    }
+
+
+def _on_cuda(job: EngineJob) -> dict[str, Any]:
+    engine = job.engine
+    return {
+        # vLLM's default compilation: piecewise, and whole decode steps as CUDA graphs. They refer to
+        # the weights by address, and a refit copies into the same storage.
+        "enforce_eager": False,
+        # The next step is scheduled while one runs; a refit first drains them (Core.drain).
+        "async_scheduling": True,
+        # Model Runner V2 derives a token's random numbers from its seed and position, so a partial
+        # prefill rewinds nothing.
+        "enable_chunked_prefill": True,
+        "max_num_batched_tokens": max(engine.max_sequences, BATCHED_TOKENS),
+        "block_size": None,  # the attention backend's own: 16, or 64 for latent attention
+        # FlashInfer's fused experts, which vLLM 0.30 prefers on Blackwell, choose the experts
+        # inside one kernel: after a refit the routes would be those of the kernel before it.
+        "moe_backend": "triton",
+        # Online quantization: the wire, the loaders and their checks see model.precision.
+        "quantization": "fp8" if engine.weights == "fp8" else None,
+        # Masks instead of the log-probabilities of all that may be kept.
+        "return_sampling_mask": job.sampling_mask,
+        **_cuda_memory(job),
+    }
+
+
+def _cuda_memory(job: EngineJob) -> dict[str, Any]:
+    """Return vLLM's limits on the memory of each of the engine's GPUs.
+
+    vLLM refuses to start where less than `gpu_memory_utilization` of a GPU is free, and without
+    `kv_cache_memory_bytes` the cache is what remains of it.
+    """
+    if not (gpus := visible_gpus()):
+        raise UserError("the engine's process sees no GPU; check CUDA_VISIBLE_DEVICES")
+    # CUDA's context, which this process does not have yet, and rounding.
+    reserved = 1 << 30
+    share = min(
+        min(gpu.free_bytes - reserved, job.gpu_memory_bytes or gpu.free_bytes) / gpu.total_bytes
+        for gpu in gpus
+    )
+    if share <= 0:
+        raise UserError(
+            f"the engine's GPU has {min(gpu.free_bytes for gpu in gpus) >> 20} MiB free; stop the "
+            "processes that use it"
+        )
+    cache = job.engine.kv_cache_mebibytes
+    return {
+        "gpu_memory_utilization": share,
+        "kv_cache_memory_bytes": cache << 20 if cache is not None else None,
+    }
+
+
+def _nodes(job: EngineJob, environment: Mapping[str, str]) -> dict[str, Any]:
+    if job.nodes == 1:
+        return {}
+    return {
+        "nnodes": job.nodes,
+        "node_rank": node_rank(job, environment),
+        "master_addr": job.master_address,
+        "master_port": job.master_port,
+    }
+
+
+def node_rank(job: EngineJob, environment: Mapping[str, str]) -> int:
+    """Return which of the engine's nodes this process runs on; node 0 serves.
+
+    Raises:
+        UserError: the process was not started by a step with one task per node.
+    """
+    if job.nodes == 1:
+        return 0
+    rank = environment.get(NODE_RANK, "")
+    if not rank.isdecimal() or int(rank) >= job.nodes:
+        raise UserError(
+            f"{NODE_RANK} is {rank!r}, not a node of the engine's {job.nodes}; start the engine "
+            "by one srun step with one task per node"
+        )
+    return int(rank)
