@@ -192,6 +192,11 @@ class EngineSettings(Settings):
         """The ranks of one engine, each with its own device."""
         return self.tensor
 
+    @property
+    def start_seconds(self) -> int:
+        """The start timeout."""
+        return self.start_timeout_seconds
+
 
 class EngineJob(Settings):
     """The job of an engine process, which writes the file `address` when it is ready.
@@ -209,9 +214,7 @@ class EngineJob(Settings):
         False, description="whether some sampling of the run keeps a part of the vocabulary"
     )
     gpu_memory_bytes: int | None = Field(None, description="per GPU; null: what is free")
-    nodes: Count = Field(1, description="nodes that share the tensor-parallel ranks evenly")
-    master_address: str = Field("", description="of several nodes: the first node's address")
-    master_port: Natural = Field(0, description="of several nodes: a free port of the first")
+    nodes: Count = Field(1, description="over which it spreads; each runs one process of this job")
 
 
 def divisors(count: int) -> list[int]:

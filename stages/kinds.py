@@ -107,7 +107,9 @@ KINDS: dict[Kind, StageKind] = {
 ENGINE_KEYS = (
     *("count", "tensor", "placement", "max_sequences", "kv_cache_mebibytes"),
     *("start_timeout_seconds", "request_timeout_seconds", "hang_timeout_seconds", "max_restarts"),
-    *("transport", "check_refit", "max_logprob_difference"),
+    *("transport", "check_refit", "max_logprob_difference", "expert_parallel"),
+    # Rollouts differ no more than by an upgrade of vLLM, and their samples are weighted for it.
+    "weights",
 )
 LOOP_KEYS = (
     "micro_batch_tokens",

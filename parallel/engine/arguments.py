@@ -5,9 +5,9 @@ On a CPU a response's bits must not depend on its neighbors or on a compiler; on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+from parallel.engine.nodes import meeting_point, node_rank
 from parallel.errors import UserError
 from parallel.gpus import visible_gpus
 from parallel.memory import CACHE_BLOCK, cache_bytes
@@ -15,12 +15,9 @@ from parallel.settings import EngineJob
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 BATCHED_TOKENS = 8192  # tokens per step
-NODE_RANK = "SLURM_PROCID"  # of an engine on several nodes: its step has one task per node
 
 
-def engine_arguments(
-    job: EngineJob, directory: str, *, cuda: bool, environment: Mapping[str, str]
-) -> dict[str, Any]:
+def engine_arguments(job: EngineJob, directory: str, *, cuda: bool) -> dict[str, Any]:
     """Return the keywords of vLLM's EngineArgs for the model configuration in `directory`.
 
     Raises:
@@ -45,13 +42,25 @@ def engine_arguments(
         "worker_extension_cls": "parallel.engine.refit_extension.RefitExtension",
         "seed": job.seed,
     }
-    return shared | _nodes(job, environment) | (_on_cuda(job) if cuda else _on_cpu(job))
+    return shared | _nodes(job) | (_on_cuda(job) if cuda else _on_cpu(job))
+
+
+def _nodes(job: EngineJob) -> dict[str, Any]:
+    if job.nodes == 1:
+        return {}
+    address, port = meeting_point(job)
+    rank = node_rank(job)
+    return {"nnodes": job.nodes, "node_rank": rank, "master_addr": address, "master_port": port}
 
 
 def _on_cpu(job: EngineJob) -> dict[str, Any]:
     if job.engine.weights == "fp8":
         raise UserError(
             "engine.weights: fp8 needs a GPU, and this engine runs on a CPU; use weights: model"
+        )
+    if job.engine.expert_parallel:  # its kernel of experts would read past the rank's own
+        raise UserError(
+            "engine.expert_parallel needs a GPU, and this engine runs on a CPU; set it to false"
         )
     return {
         "enforce_eager": True,
@@ -68,8 +77,8 @@ def _on_cpu(job: EngineJob) -> dict[str, Any]:
 def _on_cuda(job: EngineJob) -> dict[str, Any]:
     engine = job.engine
     return {
-        # vLLM's default compilation: piecewise, and whole decode steps as CUDA graphs. They refer to
-        # the weights by address, and a refit copies into the same storage.
+        # vLLM's default compilation: piecewise, and whole decode steps as CUDA graphs. They refer
+        # to the weights by address, and a refit copies into the same storage.
         "enforce_eager": False,
         # The next step is scheduled while one runs; a refit first drains them (Core.drain).
         "async_scheduling": True,
@@ -82,7 +91,8 @@ def _on_cuda(job: EngineJob) -> dict[str, Any]:
         # inside one kernel: after a refit the routes would be those of the kernel before it.
         "moe_backend": "triton",
         # Online quantization: the wire, the loaders and their checks see model.precision.
-        "quantization": "fp8" if engine.weights == "fp8" else None,
+        # Scales per output channel and token need no size to be a multiple of 128.
+        "quantization": "fp8_per_channel" if engine.weights == "fp8" else None,
         # Masks instead of the log-probabilities of all that may be kept.
         "return_sampling_mask": job.sampling_mask,
         **_cuda_memory(job),
@@ -113,31 +123,3 @@ def _cuda_memory(job: EngineJob) -> dict[str, Any]:
         "gpu_memory_utilization": share,
         "kv_cache_memory_bytes": cache << 20 if cache is not None else None,
     }
-
-
-def _nodes(job: EngineJob, environment: Mapping[str, str]) -> dict[str, Any]:
-    if job.nodes == 1:
-        return {}
-    return {
-        "nnodes": job.nodes,
-        "node_rank": node_rank(job, environment),
-        "master_addr": job.master_address,
-        "master_port": job.master_port,
-    }
-
-
-def node_rank(job: EngineJob, environment: Mapping[str, str]) -> int:
-    """Return which of the engine's nodes this process runs on; node 0 serves.
-
-    Raises:
-        UserError: the process was not started by a step with one task per node.
-    """
-    if job.nodes == 1:
-        return 0
-    rank = environment.get(NODE_RANK, "")
-    if not rank.isdecimal() or int(rank) >= job.nodes:
-        raise UserError(
-            f"{NODE_RANK} is {rank!r}, not a node of the engine's {job.nodes}; start the engine "
-            "by one srun step with one task per node"
-        )
-    return int(rank)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 import msgspec
@@ -124,10 +124,8 @@ class Core:
     def step(self) -> list[tuple[str, Generation]]:
         """Sample one token of each request in flight; return the responses that ended, by name."""
         ended, self._drained = self._drained, []
-        if (
-            self.weight_version is None or not self._requests
-        ):  # a refit failed, or a drain ended all
-            return ended
+        if self.weight_version is None or not self._requests:
+            return ended  # a refit failed, or a drain ended all requests
         return ended + self._step()
 
     def drain(self) -> None:
@@ -242,7 +240,7 @@ def configuration(job: EngineJob) -> Iterator[Any]:
     with tempfile.TemporaryDirectory(prefix="braid-engine-") as directory:
         hugging_face_config(job.model).save_pretrained(directory)
         cuda = current_platform.is_cuda()
-        arguments = engine_arguments(job, directory, cuda=cuda, environment=os.environ)
+        arguments = engine_arguments(job, directory, cuda=cuda)
         config = EngineArgs(**arguments).create_engine_config()
         _prepare_cpu(config, job)
         yield config
@@ -260,12 +258,8 @@ def kept_sets(completion: Any, sampling: Sampling, vocabulary: int) -> list[np.n
         whole = range(vocabulary)
         masks = completion.sampling_mask.token_ids
         return [np.asarray(ids or whole, np.int32) for ids in masks]
-    return [
-        np.asarray(
-            [token for token, each in entry.items() if math.isfinite(each.logprob)], np.int32
-        )
-        for entry in completion.logprobs
-    ]
+    finite = ([t for t, each in e.items() if isfinite(each.logprob)] for e in completion.logprobs)
+    return [np.asarray(ids, np.int32) for ids in finite]
 
 
 def _prepare_cpu(config: Any, job: EngineJob) -> None:

@@ -38,6 +38,7 @@ class RefitExtension:
 
     model_runner: Any
     model_config: Any
+    vllm_config: Any
 
     def prepare(self, model: str) -> None:
         """Raise RuntimeError where vLLM's loaders copy other slices than a refit plans.
@@ -57,7 +58,8 @@ class RefitExtension:
         self._inbox: Inbox | None = None
         self._device = next(self.model_runner.model.parameters()).device
         copied = set(self._copied())
-        planned = set(needed(self._settings, ranks, rank))
+        whole = self.vllm_config.parallel_config.enable_expert_parallel
+        planned = set(needed(self._settings, ranks, rank, whole))
         if copied != planned:
             examples = [*sorted(copied - planned)[:2], *sorted(planned - copied)[:2]]
             raise RuntimeError(
@@ -72,7 +74,11 @@ class RefitExtension:
         self.leave()
         layout = LayoutSettings.model_validate(join.layout)
         rank = sum(join.fleet[: join.engine]) + self._tensor_rank
-        fleet = EngineSizes(tuple(join.fleet), forwarding=join.meeting is not None)
+        fleet = EngineSizes(
+            tuple(join.fleet),
+            forwarding=join.meeting is not None,
+            expert_parallel=join.expert_parallel,
+        )
         plan = Plan(self._settings, layout, fleet)
         self._inbox = Inbox(
             self._settings, layout, plan, rank, join.meeting, join.shared, self._device

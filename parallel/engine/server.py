@@ -86,6 +86,7 @@ class Engine:
             host=host_identity(),
             model=model_digest(self.model),
             tensor=self.settings.tensor,
+            expert_parallel=self.settings.expert_parallel,
             max_model_tokens=self.settings.max_model_tokens,
             max_sequences=self.settings.max_sequences,
             weight_version=self.core.weight_version,

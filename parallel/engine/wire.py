@@ -18,7 +18,7 @@ from parallel.sample import Sample
 from parallel.settings import ModelSettings
 from parallel.weights.transport import Meeting, SharedMemory
 
-PROTOCOL = 6  # version of this file, the same at both ends
+PROTOCOL = 7  # version of this file, the same at both ends
 
 LARGEST_MESSAGE = 1 << 30  # bytes of a request, or of one message of a streamed answer
 LENGTH_BYTES = 4  # a frame of a streamed answer begins with its length, big-endian
@@ -54,6 +54,7 @@ class EngineDescription(msgspec.Struct, frozen=True):
     host: str
     model: str
     tensor: int
+    expert_parallel: bool
     max_model_tokens: int
     max_sequences: int
     weight_version: int | None
@@ -143,6 +144,7 @@ class Join(msgspec.Struct, frozen=True):
 
     layout: dict[str, Any]
     fleet: list[int]
+    expert_parallel: bool
     engine: int
     meeting: Meeting | None
     shared: list[SharedMemory]

@@ -137,7 +137,7 @@ def _engine_rules(model: ModelSettings, engine: EngineSettings) -> Found:
         yield "engine.max_model_tokens", more
     if any(_architecture_rules(model)):
         return
-    yield from engine_violations(model, engine.tensor)
+    yield from engine_violations(model, engine.tensor, engine.expert_parallel)
     room = cached_tokens(model, engine) // CACHE_BLOCK * CACHE_BLOCK - CACHE_BLOCK
     if room < longest:
         yield (
