@@ -28,6 +28,7 @@ from parallel.engine.wire import (
     kept_limits,
 )
 from parallel.families import routed_layers
+from parallel.network import address_of
 from parallel.settings import EngineJob
 
 
@@ -232,6 +233,8 @@ class _RunningRequest:
 def configuration(job: EngineJob) -> Iterator[Any]:
     """Yield vLLM's configuration; the model's is in a directory that lasts as long."""
     os.environ.update(process_environment())  # for an engine that no launcher started
+    if job.nodes > 1:
+        os.environ["VLLM_HOST_IP"] = address_of(job.interface)  # of vLLM's message queues
     from vllm import EngineArgs
     from vllm.platforms import current_platform
 
@@ -273,9 +276,9 @@ def _prepare_cpu(config: Any, job: EngineJob) -> None:
 
     cpu_kernels.prefer(config.kernel_config)
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-    if job.engine.tensor > 1:
+    if (ranks := job.engine.tensor // job.nodes) > 1:
         cores = sorted(os.sched_getaffinity(0))
-        shares = np.array_split(cores, job.engine.tensor)
+        shares = np.array_split(cores, ranks)
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
             ",".join(map(str, share if len(share) else cores[:1])) for share in shares
         )

@@ -25,6 +25,8 @@ import msgspec
 from aiohttp import web
 
 from parallel.engine.core import Core
+from parallel.engine.follower import LostWorkers, follow
+from parallel.engine.nodes import node_rank
 from parallel.engine.wire import (
     BEAT,
     LARGEST_MESSAGE,
@@ -249,10 +251,18 @@ def _answering(kind: Any, call: Callable[..., Awaitable[Any]]) -> Any:
 
 
 def main() -> None:
-    """Start the engine named by the file in argv[1] and serve until killed."""
+    """Start the engine named by the file in argv[1] and serve until killed.
+
+    Of an engine over several nodes only the first node's process serves.
+    """
     job = EngineJob.model_validate_json(Path(sys.argv[1]).read_text())
     try:
+        if node_rank(job) > 0:
+            follow(job)
         engine = Engine(job)
+    except LostWorkers as error:
+        report_error(str(error))
+        sys.exit(1)
     except Exception as error:
         report_error(f"the engine did not start with engine: {job.engine!r}: {error!r}")
         raise
@@ -286,6 +296,8 @@ async def _serve(engine: Engine, job: EngineJob) -> None:
     if engine.failure is not None:
         report_error(str(engine.failure))
         sys.exit(1)
+    if job.nodes > 1:
+        sys.exit(1)  # so that Slurm ends the tasks on the other nodes
 
 
 if __name__ == "__main__":
