@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import isfinite
 from typing import Any
 
 import msgspec
@@ -15,6 +14,7 @@ import numpy as np
 
 from parallel.engine.arguments import engine_arguments
 from parallel.engine.environment import process_environment
+from parallel.engine.sampling_masks import kept_sets
 from parallel.engine.wire import (
     Generate,
     Generation,
@@ -24,7 +24,6 @@ from parallel.engine.wire import (
     Refit,
     Refitted,
     Sampling,
-    keeps_part,
     kept_limits,
 )
 from parallel.families import routed_layers
@@ -50,10 +49,8 @@ class Core:
         self._count = 0
         with configuration(job) as config:
             self._vllm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        self._model_config = config.model_config
         self._masks = config.model_config.return_sampling_mask
-        # vLLM has read it by now, but for a check that would reject requests that keep the whole
-        # vocabulary; `refit_extension` makes their masks empty.
-        config.model_config.return_sampling_mask = False
 
     def prepare(self) -> None:
         """Raise RuntimeError when refits do not fit this vLLM or model, or vLLM cannot sample.
@@ -62,6 +59,8 @@ class Core:
         at the first step, while a trainer waits.
         """
         self._on_every_rank("prepare", self.model.model_dump_json())
+        # What still reads it is a check that would reject requests without a top_k.
+        self._model_config.return_sampling_mask = False
         self.weight_version = 0
         try:
             self.admit(Generate([Prompt(0, [0], 0)], Sampling(1.0, max_tokens=1, end_token=0)))
@@ -247,22 +246,6 @@ def configuration(job: EngineJob) -> Iterator[Any]:
         config = EngineArgs(**arguments).create_engine_config()
         _prepare_cpu(config, job)
         yield config
-
-
-def kept_sets(completion: Any, sampling: Sampling, vocabulary: int) -> list[np.ndarray]:
-    """Return the set that each token was sampled from; no sets where all ids are kept.
-
-    From the masks where the engine returns them, where an empty one keeps the whole vocabulary;
-    else the ids with finite log-probabilities.
-    """
-    if not keeps_part(sampling.top_k, sampling.top_p):
-        return []
-    if completion.sampling_mask is not None:
-        whole = range(vocabulary)
-        masks = completion.sampling_mask.token_ids
-        return [np.asarray(ids or whole, np.int32) for ids in masks]
-    finite = ([t for t, each in e.items() if isfinite(each.logprob)] for e in completion.logprobs)
-    return [np.asarray(ids, np.int32) for ids in finite]
 
 
 def _prepare_cpu(config: Any, job: EngineJob) -> None:

@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from parallel.boxes import Box
 from parallel.engine.loaders import Unread, copy_nothing
+from parallel.engine.sampling_masks import empty_whole_masks
 from parallel.engine.wire import Join, RankReport, Refit
 from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights.executor import Inbox, add_fingerprints, fingerprint, wire_dtype
@@ -53,6 +54,8 @@ class RefitExtension:
             # lives only between calls: one that waits in a collective, for ranks that are gone,
             # would stay.
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if self.model_config.return_sampling_mask:
+            empty_whole_masks()
         self._settings = ModelSettings.model_validate_json(model)
         self._shapes = tensors(self._settings)
         self._inbox: Inbox | None = None

@@ -338,6 +338,11 @@ def write_engine_job(
         address=directory.address.absolute(),
         interface=interface,
         seed=settings.seed,
+        sampling_mask=any(
+            block.sampling.top_k > 0 or block.sampling.top_p < 1
+            for block in (*settings.domains.values(), settings.mixed, settings.merge)
+            if block is not None
+        ),
     )
     write_atomically(directory.job, job.model_dump_json(indent=2) + "\n")
     return directory.job.absolute()

@@ -23,6 +23,11 @@ def asynchronous(job: EngineJob) -> Iterator[Any]:
         yield config
 
 
-if __name__ == "__main__":
+def install() -> None:
+    """Have engines of this process schedule asynchronously."""
     core.configuration = asynchronous  # type: ignore[assignment]
+
+
+if __name__ == "__main__":
+    install()
     server.main()
