@@ -45,4 +45,4 @@ def empty_whole_masks() -> None:
         counts = masks.counts.cpu()
         return original(masks._replace(counts=counts.masked_fill(counts == masks.vocab_size, 0)))
 
-    SamplingMaskTensors.tolists = bounded  # type: ignore[method-assign]
+    SamplingMaskTensors.tolists = bounded
