@@ -61,7 +61,7 @@ def test_a_cpu_s_arguments_are_what_they_were() -> None:
 
 @pytest.mark.parametrize("capability", ["9.0", "10.0"])  # Hopper, Blackwell
 def test_vllm_accepts_a_gpu_s_arguments(capability: str) -> None:
-    """vLLM configures itself for a CUDA platform of which only the driver's answers are invented."""
+    """Only the driver's answers to vLLM's own CUDA platform are invented."""
     jobs = [
         job(),
         job({"sampling_mask": True}, tensor=4, expert_parallel=True, weights="fp8"),
