@@ -2,9 +2,9 @@
 
     python -m parallel.on_gpus SLOTS CACHES ARGUMENT...
 
-becomes `python ARGUMENT...`. SLOTS are an engine's, such as `4,5`, or `rank`, which leaves all GPUs
-of the node visible: ranks choose by LOCAL_RANK. CACHES is the directory of compiled kernels; ""
-leaves them where each program keeps them.
+becomes `python ARGUMENT...`. SLOTS are an engine's, such as `4,5`, which become the first that it
+sees, or `rank`, which leaves the order: ranks choose by LOCAL_RANK. CACHES is the directory of
+compiled kernels; "" leaves them where each program keeps them.
 
 In a Slurm step the GPUs are chosen here, behind srun: slurmstepd overwrites CUDA_VISIBLE_DEVICES
 for every task of a step with GPUs, and names them as the node does, or from 0 where its cgroups
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from parallel.errors import UserError, report_error
 from parallel.gpus import Gpu, visible_gpus
-from parallel.slots import ORDER, VISIBLE, check_gpu_count, gpu_environment
+from parallel.slots import ORDER, VISIBLE, check_gpu_count, gpu_environment, own_first
 
 RANK = "rank"
 DRIVER = Path("/proc/driver/nvidia/gpus")  # a directory per GPU, named after its PCI address
@@ -45,7 +45,7 @@ def main() -> None:
         gpus = visible_gpus()
         slots = slots_of(which, len(gpus))
         check_gpu_count(gpus, max(slots) + 1, socket.gethostname(), "this task needs")
-        chosen = ORDER if which == RANK else gpu_environment(slots, os.environ.get(VISIBLE))
+        chosen = ORDER if which == RANK else _environment_of_engine(slots, len(gpus))
         kept = cache_environment(Path(caches)) if caches else {}
     except UserError as error:
         report_error(str(error))
@@ -54,6 +54,13 @@ def main() -> None:
     if cores := cores_near([gpus[slot] for slot in slots] if gpus else []):
         os.sched_setaffinity(0, cores)
     os.execv(sys.executable, [sys.executable, *arguments])
+
+
+def _environment_of_engine(slots: Sequence[int], known: int) -> dict[str, str]:
+    """Return the variables of an engine on these slots; `known` GPUs were listed, 0 without any."""
+    visible = os.environ.get(VISIBLE)
+    count = known if visible is None else len([name for name in visible.split(",") if name])
+    return gpu_environment(own_first(slots, range(count)), visible)
 
 
 def slots_of(which: str, visible: int) -> list[int]:

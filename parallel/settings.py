@@ -234,7 +234,10 @@ class EngineSettings(Settings):
 
 
 class EngineJob(Settings):
-    """The job of an engine process, which writes the file `address` when it is ready."""
+    """The job of an engine process, which writes the file `address` when it is ready.
+
+    An engine of several `nodes` is a process on each of them, with the same job.
+    """
 
     model: ModelSettings
     engine: EngineSettings
@@ -245,6 +248,9 @@ class EngineJob(Settings):
     seed: int
     gpu_memory_bytes: int | None = Field(None, description="per GPU; null: what is free")
     deterministic: bool = Field(False, description="the run's; batch-invariant kernels on GPUs")
+    sampling_mask: bool = Field(
+        False, description="whether some sampling of the run keeps a part of the vocabulary"
+    )
 
 
 def divisors(count: int) -> list[int]:

@@ -34,7 +34,7 @@ class EngineSlots:
 class MachineGpus:
     """The GPUs of one machine, as positions among the visible ones.
 
-    The ranks see all of `stage`, and rank R runs on its R-th; each engine sees its own only.
+    The ranks see all of `stage`, and rank R runs on its R-th; each engine sees its own first.
     """
 
     stage: list[int]
@@ -196,6 +196,15 @@ def gpu_environment(positions: Sequence[int], visible: str | None) -> dict[str, 
             "its options for --gpus-per-task and --gpu-bind, which hide GPUs"
         )
     return {**ORDER, VISIBLE: ",".join(names[position] for position in positions)}
+
+
+def own_first(own: Sequence[int], visible: Sequence[int]) -> list[int]:
+    """Return an engine's GPUs, then the other visible ones of its node.
+
+    vLLM uses the first that it sees. The others are there for a refit alone: CUDA IPC maps the
+    memory of another process only from a device that the mapping process sees.
+    """
+    return [*own, *(each for each in visible if each not in own)]
 
 
 def local_device(local_rank: str, visible: int) -> int:

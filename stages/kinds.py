@@ -107,8 +107,10 @@ KINDS: dict[Kind, StageKind] = {
 ENGINE_KEYS = (
     *("count", "tensor", "placement", "max_sequences", "kv_cache_mebibytes"),
     *("start_timeout_seconds", "request_timeout_seconds", "hang_timeout_seconds", "max_restarts"),
-    *("transport", "check_refit"),
+    *("transport", "check_refit", "expert_parallel"),
     *("max_logprob_difference", "max_mean_logprob_difference", "max_high_ratio"),
+    # Rollouts differ no more than by an upgrade of vLLM, and their samples are weighted for it.
+    "weights",
 )
 LOOP_KEYS = (
     "micro_batch_tokens",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +13,9 @@ import msgspec
 import numpy as np
 
 from parallel.determinism import engine_environment
-from parallel.engine.environment import PROCESS_ENVIRONMENT
-from parallel.engine.memory import CACHE_BLOCK, cache_bytes
+from parallel.engine.arguments import engine_arguments
+from parallel.engine.environment import process_environment
+from parallel.engine.sampling_masks import kept_sets
 from parallel.engine.wire import (
     Generate,
     Generation,
@@ -25,14 +26,11 @@ from parallel.engine.wire import (
     Refitted,
     Sampling,
     Wake,
-    keeps_part,
     kept_limits,
 )
 from parallel.families import routed_layers
+from parallel.network import address_of
 from parallel.settings import EngineJob
-
-ENGINE_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-BATCHED_TOKENS = 8192  # prompt tokens per step
 
 PARTS = {"weights", "kv_cache"}  # of `Wake`
 
@@ -45,54 +43,21 @@ class Core:
     """An LLMEngine whose weights come from a trainer and may change between two steps."""
 
     def __init__(self, job: EngineJob) -> None:
-        os.environ.update(PROCESS_ENVIRONMENT)  # for an engine that no launcher started
-        os.environ.update(engine_environment(job.deterministic))
-        from vllm import EngineArgs
-        from vllm.platforms import current_platform
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        from parallel.hugging_face.config import hugging_face_config
-
-        self.model, engine = job.model, job.engine
+        self.model = job.model
         self.weight_version: int | None = None
-        # Whether the engine sleeps while the trainer computes.
-        self.sleeps = engine.sleeps_on("cuda" if current_platform.is_cuda() else "cpu")
         self._asleep: set[str] = set()
         self._first_routed_layer = routed_layers(job.model).start
         self._requests: dict[str, _RunningRequest] = {}
+        self._drained: list[tuple[str, Generation]] = []
         self._count = 0
-        with tempfile.TemporaryDirectory(prefix="braid-engine-") as directory:
-            hugging_face_config(job.model).save_pretrained(directory)
-            # The weights are dummies until the first refit.
-            arguments = EngineArgs(
-                model=directory,
-                load_format="dummy",
-                skip_tokenizer_init=True,
-                dtype=ENGINE_DTYPES[job.model.precision],
-                enforce_eager=True,
-                tensor_parallel_size=engine.tensor,
-                async_scheduling=False,  # refits happen between steps: none may be half done
-                distributed_executor_backend="uni" if engine.tensor == 1 else "mp",
-                max_model_len=engine.max_model_tokens,
-                max_num_seqs=engine.max_sequences,
-                # With chunked prefill vLLM 0.30 rewinds a seeded request's generator after a
-                # partial prefill, which its CPU backend cannot.
-                enable_chunked_prefill=False,
-                max_num_batched_tokens=max(engine.max_model_tokens, BATCHED_TOKENS),
-                scheduling_policy="priority",
-                block_size=CACHE_BLOCK,
-                kv_cache_memory_bytes=cache_bytes(job.model, engine),
-                logprobs_mode="processed_logprobs",
-                max_logprobs=-1,
-                enable_return_routed_experts=True,
-                enable_prefix_caching=True,
-                enable_sleep_mode=self.sleeps,
-                worker_extension_cls="parallel.engine.refit_extension.RefitExtension",
-                seed=job.seed,
-            )
-            config = arguments.create_engine_config()
-            _prepare_cpu(config, job)
+        with configuration(job) as config:
             self._vllm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        # Whether the engine sleeps while the trainer computes.
+        self.sleeps: bool = config.model_config.enable_sleep_mode
+        self._model_config = config.model_config
+        self._masks = config.model_config.return_sampling_mask
 
     def prepare(self) -> None:
         """Raise RuntimeError when refits do not fit this vLLM or model, or vLLM cannot sample.
@@ -101,6 +66,8 @@ class Core:
         at the first step, while a trainer waits.
         """
         self._on_every_rank("prepare", self.model.model_dump_json())
+        # What still reads it is a check that would reject requests without a top_k.
+        self._model_config.return_sampling_mask = False
         self.weight_version = 0
         try:
             self.admit(Generate([Prompt(0, [0], 0)], Sampling(1.0, max_tokens=1, end_token=0)))
@@ -125,10 +92,11 @@ class Core:
         Requests in flight are kept: vLLM re-prefills their tokens under the new weights and
         continues. After a failure the engine has no weights until the next refit.
         """
-        if self._requests:
-            [progress, *_] = self._on_every_rank("progress")
-            for request in self._requests.values():
-                request.note(progress.get(request.inside, 0), self.weight_version)
+        self.drain()
+        scheduled = self._vllm.engine_core.engine_core.scheduler.requests
+        for request in self._requests.values():
+            tokens = scheduled[request.inside].num_output_tokens
+            request.note(tokens, self.weight_version)
         self.weight_version = None
         reports = self._on_every_rank("refit", msgspec.msgpack.encode(refit))
         if self.sleeps:  # the trainer is about to free the memory that the refit has mapped
@@ -144,7 +112,9 @@ class Core:
         addresses, so that CUDA graphs stay valid. On a CPU vLLM frees nothing.
         """
         self.weight_version = None
+        self.drain()
         self.abort(list(self._requests))
+        self._drained = []  # nobody waits for what ends now
         self._on_every_rank("leave")
         if self._asleep == PARTS:
             return
@@ -190,8 +160,30 @@ class Core:
 
     def step(self) -> list[tuple[str, Generation]]:
         """Sample one token of each request in flight; return the responses that ended, by name."""
-        if self.weight_version is None:  # a refit failed
-            return []
+        ended, self._drained = self._drained, []
+        if self.weight_version is None or not self._requests:
+            return ended  # a refit failed, or a drain ended all requests
+        return ended + self._step()
+
+    def drain(self) -> None:
+        """Wait for the steps in flight; the next step returns the responses that they ended.
+
+        With asynchronous scheduling vLLM schedules a step while another runs. Their tokens have
+        the present weights: a refit, or sleep, must find none half done.
+        """
+        core = self._vllm.engine_core.engine_core
+        if not core.batch_queue:
+            return
+        from vllm.v1.core.sched.interface import PauseState
+
+        core.scheduler.set_pause_state(PauseState.PAUSED_ALL)  # steps schedule nothing new
+        try:
+            while core.batch_queue:
+                self._drained += self._step()
+        finally:
+            core.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    def _step(self) -> list[tuple[str, Generation]]:
         ended = []
         outputs: list[Any] = self._vllm.step()
         for output in outputs:
@@ -219,6 +211,8 @@ class Core:
         from vllm.sampling_params import RequestOutputKind
 
         top_k, logprobs = kept_limits(sampling.top_k, sampling.top_p, self.model.vocabulary_size)
+        if self._masks:
+            logprobs = 0  # of the sampled token alone
         return SamplingParams(
             seed=seed,
             temperature=sampling.temperature,
@@ -239,10 +233,7 @@ class Core:
         logprobs = np.asarray([entry[token].logprob for token, entry in drawn], np.float32)
         # vLLM has entries for all layers; those of the leading dense layers are empty.
         routes = completion.routed_experts[:, self._first_routed_layer :].astype(np.uint16)
-        kept: list[np.ndarray] = []
-        for _, entry in drawn if keeps_part(sampling.top_k, sampling.top_p) else ():
-            ids = [token for token, each in entry.items() if math.isfinite(each.logprob)]
-            kept.append(np.asarray(ids, np.int32))
+        kept = kept_sets(completion, sampling, self.model.vocabulary_size)
         return Generation(
             number=request.number,
             tokens=tokens.tobytes(),
@@ -261,7 +252,7 @@ class Core:
 class _RunningRequest:
     """A request in flight, and the weight versions that its tokens were sampled with.
 
-    `inside` is the name that vLLM's workers give it.
+    `inside` is vLLM's name for it.
     """
 
     number: int
@@ -272,6 +263,27 @@ class _RunningRequest:
     def note(self, tokens: int, version: int | None) -> None:
         """Record that `tokens` tokens were sampled, the new ones with weights `version`."""
         self.versions += [version] * (tokens - len(self.versions))
+
+
+@contextmanager
+def configuration(job: EngineJob) -> Iterator[Any]:
+    """Yield vLLM's configuration; the model's is in a directory that lasts as long."""
+    os.environ.update(process_environment())  # for an engine that no launcher started
+    os.environ.update(engine_environment(job.deterministic))
+    if job.nodes > 1:
+        os.environ["VLLM_HOST_IP"] = address_of(job.interface)  # of vLLM's message queues
+    from vllm import EngineArgs
+    from vllm.platforms import current_platform
+
+    from parallel.hugging_face.config import hugging_face_config
+
+    with tempfile.TemporaryDirectory(prefix="braid-engine-") as directory:
+        hugging_face_config(job.model).save_pretrained(directory)
+        cuda = current_platform.is_cuda()
+        arguments = engine_arguments(job, directory, cuda=cuda)
+        config = EngineArgs(**arguments).create_engine_config()
+        _prepare_cpu(config, job)
+        yield config
 
 
 def _prepare_cpu(config: Any, job: EngineJob) -> None:
@@ -285,9 +297,9 @@ def _prepare_cpu(config: Any, job: EngineJob) -> None:
 
     cpu_kernels.prefer(config.kernel_config)
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-    if job.engine.tensor > 1:
+    if (ranks := job.engine.tensor // job.nodes) > 1:
         cores = sorted(os.sched_getaffinity(0))
-        shares = np.array_split(cores, job.engine.tensor)
+        shares = np.array_split(cores, ranks)
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
             ",".join(map(str, share if len(share) else cores[:1])) for share in shares
         )

@@ -7,16 +7,28 @@ imported.
 
 from __future__ import annotations
 
-PROCESS_ENVIRONMENT = {
+from pathlib import Path
+
+GPU_FILE = Path("/dev/nvidiactl")  # the driver's: torch is not imported here
+
+COMMON = {
     # Without multiprocessing vLLM's scheduler steps in the engine's process. AsyncLLM's, in another
     # process, took 1.5 times as long on two cores, since every token's log-probability is sent
-    # separately (docs/explanation/rollouts.md).
+    # separately (docs/explanation/rollouts.md). On GPUs too: a refit reads the scheduler's requests
+    # and drains its steps in flight, which takes no messages here. With tensor parallelism the
+    # workers are separate processes either way.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
-    "TORCHDYNAMO_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",
     # OpenMP's threads spin while they wait for one another, which made tiny layers ten times slower
     # when another process was busy.
     "GOMP_SPINCOUNT": "1000",
 }
+# On a GPU vLLM compiles the model and captures its steps as CUDA graphs.
+ON_CPU = {"TORCHDYNAMO_DISABLE": "1"}
+
+
+def process_environment() -> dict[str, str]:
+    """Return the environment of the engine processes on this machine's devices."""
+    return COMMON | ({} if GPU_FILE.exists() else ON_CPU)

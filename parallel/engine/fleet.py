@@ -174,6 +174,12 @@ class Fleet:
                     f"{client.name} was started for another model than this stage's; stop the"
                     " launcher that owns it, then resume"
                 )
+            if described.expert_parallel != self.settings.expert_parallel:
+                raise EngineError(
+                    f"{client.name} was started with engine.expert_parallel ="
+                    f" {described.expert_parallel}, unlike this stage; stop the launcher that owns"
+                    " it, then resume"
+                )
             self.descriptions[client] = described
         members = [client for client in self._clients if client in self.descriptions]
         joining = {client: self.descriptions[client].instance for client in members}
@@ -181,16 +187,18 @@ class Fleet:
             return None
         self._joined = joining
         sizes = tuple(self.descriptions[client].tensor for client in members)
+        whole = self.settings.expert_parallel
         hosts = {self.descriptions[client].host for client in members}
         local = len(hosts.union(host for host, _ in self._ranks)) == 1
         if self._choose_transport(local) == "shared_memory":
-            return None, EngineSizes(sizes, forwarding=False)
+            return None, EngineSizes(sizes, forwarding=False, expert_parallel=whole)
         host = address_of(LOOPBACK if local else self.interface)
         if self._store is None or self._store.host != host:
             self._store = host_store(host, 0, timedelta(seconds=JOIN_SECONDS))
         port, trainers = self._store.port, self.layout.ranks
         prefix, ranks = secrets.token_hex(16), trainers + sum(sizes)
-        return Meeting(host, port, prefix, trainers, ranks, JOIN_SECONDS), EngineSizes(sizes)
+        meeting = Meeting(host, port, prefix, trainers, ranks, JOIN_SECONDS)
+        return meeting, EngineSizes(sizes, expert_parallel=whole)
 
     def _choose_transport(self, local: bool) -> str:
         """Return the transport; "auto" is shared memory where one host runs all and has room."""
@@ -218,7 +226,8 @@ class Fleet:
 
         def ask(client: EngineClient) -> None:
             place = members.index(client)
-            client.join(Join(layout, list(sizes.engines), place, meeting, shared, JOIN_SECONDS))
+            fleet, whole = list(sizes.engines), sizes.expert_parallel
+            client.join(Join(layout, fleet, whole, place, meeting, shared, JOIN_SECONDS))
 
         def open_outbox() -> None:
             self._outbox = Outbox(plan, dist.get_rank(), parameters, meeting, device())

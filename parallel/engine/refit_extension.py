@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from parallel.boxes import Box
 from parallel.engine.loaders import Unread, copy_nothing
+from parallel.engine.sampling_masks import empty_whole_masks
 from parallel.engine.wire import Join, RankReport, Refit
 from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights.executor import Inbox, add_fingerprints, fingerprint, wire_dtype
@@ -38,6 +39,7 @@ class RefitExtension:
 
     model_runner: Any
     model_config: Any
+    vllm_config: Any
 
     def prepare(self, model: str) -> None:
         """Raise RuntimeError where vLLM's loaders copy other slices than a refit plans.
@@ -52,12 +54,15 @@ class RefitExtension:
             # lives only between calls: one that waits in a collective, for ranks that are gone,
             # would stay.
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if self.model_config.return_sampling_mask:
+            empty_whole_masks()
         self._settings = ModelSettings.model_validate_json(model)
         self._shapes = tensors(self._settings)
         self._inbox: Inbox | None = None
         self._device = next(self.model_runner.model.parameters()).device
         copied = set(self._copied())
-        planned = set(needed(self._settings, ranks, rank))
+        whole = self.vllm_config.parallel_config.enable_expert_parallel
+        planned = set(needed(self._settings, ranks, rank, whole))
         if copied != planned:
             examples = [*sorted(copied - planned)[:2], *sorted(planned - copied)[:2]]
             raise RuntimeError(
@@ -72,7 +77,11 @@ class RefitExtension:
         self.leave()
         layout = LayoutSettings.model_validate(join.layout)
         rank = sum(join.fleet[: join.engine]) + self._tensor_rank
-        fleet = EngineSizes(tuple(join.fleet), forwarding=join.meeting is not None)
+        fleet = EngineSizes(
+            tuple(join.fleet),
+            forwarding=join.meeting is not None,
+            expert_parallel=join.expert_parallel,
+        )
         plan = Plan(self._settings, layout, fleet)
         self._inbox = Inbox(
             self._settings, layout, plan, rank, join.meeting, join.shared, self._device
@@ -116,12 +125,6 @@ class RefitExtension:
             for cache in [found] if torch.is_tensor(found) else found or ():
                 cache.zero_()
 
-    def progress(self) -> dict[str, int]:
-        """Return the number of tokens sampled of each request in flight."""
-        return {
-            name: len(state.output_token_ids) for name, state in self.model_runner.requests.items()
-        }
-
     def _load(self, each: Bucket, contents: dict[str, torch.Tensor], landed: Landed | None) -> None:
         """Load one bucket, which holds whole modules."""
 
@@ -156,11 +159,12 @@ class RefitExtension:
         """Restore all layers to the form that loaders expect; at the end repack them."""
         model = self.model_runner.model
         kernels: list[tuple[Any, Any]] = []
-        for module in model.modules():
+        for module in model.modules() if self._device.type == "cpu" else ():
             method: Any = getattr(module, "quant_method", None)
             if getattr(method, "moe_kernel", None) is not None:
-                # vLLM repacks experts only when no kernel exists yet; with the old kernel kept, the
-                # CPU engine would read new experts in the old packing.
+                # vLLM's CPU code repacks experts only when no kernel exists yet; with the old
+                # kernel kept, it would read new experts in the old packing. Its GPU code is made
+                # for a kept kernel: it copies new experts to where CUDA graphs read them.
                 kernels.append((method, method.moe_kernel))
                 method.moe_kernel = None
         with torch.no_grad(), self._default_device():

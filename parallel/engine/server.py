@@ -24,7 +24,10 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
+from parallel.engine.arguments import own_gpus
 from parallel.engine.core import Core
+from parallel.engine.follower import LostWorkers, follow
+from parallel.engine.nodes import node_rank
 from parallel.engine.wire import (
     BEAT,
     LARGEST_MESSAGE,
@@ -41,7 +44,7 @@ from parallel.engine.wire import (
     model_digest,
 )
 from parallel.errors import report_error
-from parallel.gpus import visible_gpus, wait_for_memory
+from parallel.gpus import wait_for_memory
 from parallel.network import address_of
 from parallel.settings import EngineJob
 from parallel.weights.transport import host_identity
@@ -88,6 +91,7 @@ class Engine:
             host=host_identity(),
             model=model_digest(self.model),
             tensor=self.settings.tensor,
+            expert_parallel=self.settings.expert_parallel,
             max_model_tokens=self.settings.max_model_tokens,
             max_sequences=self.settings.max_sequences,
             weight_version=self.core.weight_version,
@@ -260,11 +264,19 @@ def _answering(kind: Any, call: Callable[..., Awaitable[Any]]) -> Any:
 
 
 def main() -> None:
-    """Start the engine named by the file in argv[1] and serve until killed."""
+    """Start the engine named by the file in argv[1] and serve until killed.
+
+    Of an engine over several nodes only the first node's process serves.
+    """
     job = EngineJob.model_validate_json(Path(sys.argv[1]).read_text())
     wait_for_room(job)
     try:
+        if node_rank(job) > 0:
+            follow(job)
         engine = Engine(job)
+    except LostWorkers as error:
+        report_error(str(error))
+        sys.exit(1)
     except Exception as error:
         report_error(f"the engine did not start with engine: {job.engine!r}: {error!r}")
         raise
@@ -282,7 +294,7 @@ def wait_for_room(job: EngineJob) -> None:
         return
 
     def free() -> list[int]:
-        return [gpu.free_bytes for gpu in visible_gpus()[: job.engine.tensor]]
+        return [gpu.free_bytes for gpu in own_gpus(job)]
 
     if not wait_for_memory(free, needed, seconds):
         report_error(
@@ -322,6 +334,8 @@ async def _serve(engine: Engine, job: EngineJob) -> None:
     if engine.failure is not None:
         report_error(str(engine.failure))
         sys.exit(1)
+    if job.nodes > 1:
+        sys.exit(1)  # so that Slurm ends the tasks on the other nodes
 
 
 if __name__ == "__main__":

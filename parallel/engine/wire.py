@@ -54,6 +54,7 @@ class EngineDescription(msgspec.Struct, frozen=True):
     host: str
     model: str
     tensor: int
+    expert_parallel: bool
     max_model_tokens: int
     max_sequences: int
     weight_version: int | None
@@ -143,6 +144,7 @@ class Join(msgspec.Struct, frozen=True):
 
     layout: dict[str, Any]
     fleet: list[int]
+    expert_parallel: bool
     engine: int
     meeting: Meeting | None
     shared: list[SharedMemory]

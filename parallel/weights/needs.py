@@ -13,10 +13,14 @@ from parallel.settings import ModelSettings, divisors, one_of
 from parallel.weights.names import ModelWeights, Part, Units, Weight, tensor_prefix
 
 
-def engine_violations(model: ModelSettings, tensor_parallel: int) -> list[tuple[str, str]]:
+def engine_violations(
+    model: ModelSettings, tensor_parallel: int, expert_parallel: bool = False
+) -> list[tuple[str, str]]:
     """Return the reasons why an engine of this size cannot hold the model: (key, message)."""
     description = ModelWeights(model)
     weights = [w for key in description.buckets for w in description.weights[description.kind(key)]]
+    if expert_parallel:  # whole experts need no width that ranks divide
+        weights = [weight for weight in weights if not weight.experts]
     split = dict.fromkeys(part.units for weight in weights for part in weight.parts)
     units = [each for each in split if each is not None]
     # The vocabulary and the attention heads are never repeated, so their divisors are candidates.
@@ -30,11 +34,16 @@ def engine_violations(model: ModelSettings, tensor_parallel: int) -> list[tuple[
             padding = f", rounded up to {count}" if count != each.count else ""
             message = f"{tensor_parallel} {how} {each.name} = {each.count}{padding}"
             found.append(("engine.tensor", f"{message}; {one_of(fitting)}"))
+    if expert_parallel and tensor_parallel > model.experts:
+        few = f"{tensor_parallel} ranks cannot share model.experts = {model.experts}"
+        found.append(("engine.expert_parallel", f"{few}; use fewer ranks, or false"))
     return found
 
 
-def needed(model: ModelSettings, tensor_parallel: int, rank: int) -> list[tuple[str, Box]]:
-    """Return the box of each Hugging Face tensor that a tensor-parallel rank copies, by bucket.
+def needed(
+    model: ModelSettings, tensor_parallel: int, rank: int, expert_parallel: bool = False
+) -> list[tuple[str, Box]]:
+    """Return the box of each Hugging Face tensor that an engine rank copies, by bucket.
 
     Tensors that the rank needs no part of are omitted.
     """
@@ -42,20 +51,34 @@ def needed(model: ModelSettings, tensor_parallel: int, rank: int) -> list[tuple[
     found = []
     for key in description.buckets:
         weights, prefix = description.weights[description.kind(key)], tensor_prefix(key)
-        found += [(prefix + name, box) for name, box in needed_of(weights, tensor_parallel, rank)]
+        boxes = needed_of(weights, tensor_parallel, rank, expert_parallel)
+        found += [(prefix + name, box) for name, box in boxes]
     return found
 
 
 def needed_of(
-    weights: tuple[Weight, ...], tensor_parallel: int, rank: int
+    weights: tuple[Weight, ...], tensor_parallel: int, rank: int, expert_parallel: bool = False
 ) -> Iterator[tuple[str, Box]]:
-    """Yield the boxes that a rank needs of a bucket's weights, named within the bucket."""
+    """Yield the boxes that a rank needs of a bucket's weights, named within the bucket.
+
+    With `expert_parallel` the ranks share the experts, each whole, instead of slices of all.
+    """
     for weight in weights:
-        boxes = [_box(part, weight.dimension, tensor_parallel, rank) for part in weight.parts]
-        for expert in range(max(1, weight.experts)):
+        whole = expert_parallel and weight.experts > 0
+        ranks, place = (1, 0) if whole else (tensor_parallel, rank)
+        boxes = [_box(part, weight.dimension, ranks, place) for part in weight.parts]
+        experts = range(max(1, weight.experts))
+        for expert in _own(weight.experts, tensor_parallel, rank) if whole else experts:
             for part, box in zip(weight.parts, boxes, strict=True):
                 if all(box[1]):
                     yield part.tensor.format(expert=expert), box
+
+
+def _own(experts: int, ranks: int, rank: int) -> range:
+    """Return the experts of a rank in vLLM's linear placement: the first ranks have one more."""
+    each, more = divmod(experts, ranks)
+    first = rank * each + min(rank, more)
+    return range(first, first + each + (rank < more))
 
 
 def _box(part: Part, dimension: int | None, ranks: int, rank: int) -> Box:

@@ -25,7 +25,7 @@ GRAIN = 1 << 19  # elements; below about 1 MiB two messages cost more than an id
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """The tensor-parallel size of each engine; ranks are numbered across engines.
+    """The ranks of each engine, numbered across engines; whether all have whole experts.
 
     With `forwarding`, trainers feed no more engine ranks than there are trainers, and every other
     engine is fed by an earlier one of its size.
@@ -33,6 +33,7 @@ class EngineSizes:
 
     engines: tuple[int, ...]
     forwarding: bool = True
+    expert_parallel: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +131,8 @@ class Plan:
                 if source is None
                 else self._first_stages[source]
             )
-        weights = self.description.weights
-        self._needed = cache(lambda kind, size, at: dict(needed_of(weights[kind], size, at)))
+        weights, whole = self.description.weights, fleet.expert_parallel
+        self._needed = cache(lambda kind, size, at: dict(needed_of(weights[kind], size, at, whole)))
         self._shared = cache(self._find_shared)
         self._line = cache(self._find_line)
 

@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterator, Mapping
 
 from pydantic import ValidationError
 
-from parallel.engine.memory import CACHE_BLOCK, cached_tokens
 from parallel.families import FAMILIES, architecture, family_violations
 from parallel.settings import (
     CHARACTERS,
@@ -24,7 +23,7 @@ from parallel.settings import (
     OptimizerSettings,
     layout_violations,
 )
-from parallel.weights.needs import engine_violations
+from pipeline.config.engine_rules import engine_rules, quantized_rollout_rules
 from pipeline.text import hint
 from stages.data.reasoning_gym import FORMATS
 from stages.data.settings import (
@@ -55,6 +54,7 @@ def violations(run: RunSettings) -> Found:
     """Yield every broken rule of a run's settings."""
     yield from _model_rules(run.model, run.layout)
     yield from _engine_rules(run.model, run.engine)
+    yield from quantized_rollout_rules(run)
     if run.cold_start:
         yield from _cold_start_rules(run)
     elif run.model.initial_weights is None:
@@ -137,14 +137,7 @@ def _engine_rules(model: ModelSettings, engine: EngineSettings) -> Found:
         yield "engine.max_model_tokens", more
     if any(_architecture_rules(model)):
         return
-    yield from engine_violations(model, engine.tensor)
-    room = cached_tokens(model, engine) // CACHE_BLOCK * CACHE_BLOCK - CACHE_BLOCK
-    if room < longest:
-        yield (
-            "engine.kv_cache_mebibytes",
-            f"{engine.kv_cache_mebibytes} MiB cache the keys and values of {max(room, 0)} tokens, "
-            f"less than engine.max_model_tokens = {longest}",
-        )
+    yield from engine_rules(model, engine)
 
 
 # Training: the cold start, every policy, the merge.

@@ -359,6 +359,11 @@ def write_engine_job(
             settings.layout, settings.engine, [gpu.total_bytes for gpu in visible_gpus()]
         ),
         deterministic=settings.deterministic,
+        sampling_mask=any(
+            block.sampling.top_k > 0 or block.sampling.top_p < 1
+            for block in (*settings.domains.values(), settings.mixed, settings.merge)
+            if block is not None
+        ),
     )
     write_atomically(directory.job, job.model_dump_json(indent=2) + "\n")
     return directory.job.absolute()

@@ -16,15 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from parallel.engine.environment import PROCESS_ENVIRONMENT
+from parallel.engine.environment import GPU_FILE, process_environment
 from parallel.forkserver import PR_SET_CHILD_SUBREAPER, prctl
 from parallel.network import LOOPBACK, address_of, environment_of
 from parallel.settings import EngineSettings
-from parallel.slots import VISIBLE, MachineGpus, gpu_environment, share_cores
+from parallel.slots import VISIBLE, MachineGpus, gpu_environment, own_first, share_cores
 from pipeline.launch.processes import Child, PendingFork, Process, RequestFork, kill, python_module
 
 EACH_RANK = "rank"  # slots of `parallel.on_gpus`: all GPUs are visible, and LOCAL_RANK chooses
-GPU_FILE = Path("/dev/nvidiactl")  # the driver's: torch is not imported here
 
 # The module that a command runs with `python -m`, and the module that imports all it needs.
 PRELOADS = {"stages.main": "stages.preload", "parallel.engine.server": "parallel.engine.preload"}
@@ -33,7 +32,7 @@ PRELOADS = {"stages.main": "stages.preload", "parallel.engine.server": "parallel
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 OWN_ENVIRONMENT = {
     "stages.main": {"OMP_NUM_THREADS": "1"},
-    "parallel.engine.server": PROCESS_ENVIRONMENT,
+    "parallel.engine.server": process_environment(),
 }
 
 
@@ -207,10 +206,11 @@ class ThisMachine:
         return ranks
 
     def start_engine(self, name: str, index: int, command: Sequence[str], log: Path) -> Process:
-        environment = PROCESS_ENVIRONMENT | environment_of(self.interface)
+        environment = process_environment() | environment_of(self.interface)
         if self._gpus:
-            environment |= self._visible(self._gpus.engines[index])
-            slots = ",".join(map(str, range(self._engine.ranks)))  # all that it sees
+            own = self._gpus.engines[index]
+            environment |= self._visible(own_first(own, self._gpus.stage))
+            slots = ",".join(map(str, range(len(own))))  # the first that it sees
             return self._start(name, on_gpus(command, slots), log, environment, None)
         cores = share_cores(self._engine, self._cores).engines[index]
         return self._start(name, command, log, environment, cores)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from parallel.engine.environment import PROCESS_ENVIRONMENT
+from parallel.engine.environment import process_environment
 from parallel.errors import NOTICE_MARK, STATUS_DESCRIPTOR, UserError
 from parallel.network import address_of, environment_of
 from pipeline.config.cluster import ClusterSettings, ContainerSettings
@@ -115,7 +115,7 @@ class SlurmJob:
         ]
         if len(place.nodes) > 1:
             options.append("--kill-on-bad-exit=1")  # vLLM cannot replace one of its nodes
-        environment = PROCESS_ENVIRONMENT | environment_of(self.interface)
+        environment = process_environment() | environment_of(self.interface)
         slots = ",".join(map(str, place.slots))
         return self._step(name, options, slots, command, log.parent, [log], environment)
 

@@ -15,13 +15,12 @@ from pipeline.launch.processes import Child
 from tests.engine.engine_settings import ENGINE
 
 START_SECONDS = 600
+PROGRAM = "parallel.engine.server"
 EngineOf = Callable[..., "Running"]  # what the fixture `engine_of` is
 
 
 class Running:
     """An engine that can be killed and restarted."""
-
-    module = "parallel.engine.server"
 
     def __init__(
         self,
@@ -29,7 +28,9 @@ class Running:
         model: ModelSettings,
         directory: Path,
         settings: EngineSettings = ENGINE,
+        program: str = PROGRAM,
     ) -> None:
+        self.program = program
         self.address = directory / "address.json"
         self.directory = directory
         self.before_refit: str | None = None  # the refusal to sample
@@ -42,7 +43,7 @@ class Running:
         """Start a process; wait until it has written its address or ended."""
         self.address.unlink(missing_ok=True)
         job = str(self.directory / "engine.json")
-        command = [sys.executable, "-m", self.module, job]
+        command = [sys.executable, "-m", self.program, job]
         log = self.directory / "engine.log"
         self.process = Child("engine", command, log, {}, request_fork=self._servers.of(command))
         deadline = time.monotonic() + START_SECONDS
@@ -66,10 +67,10 @@ def running_engine(
     model: ModelSettings,
     directory: Path,
     settings: EngineSettings = ENGINE,
-    kind: type[Running] = Running,
+    program: str = PROGRAM,
 ) -> Iterator[Running]:
     """Yield an engine that runs inside the context."""
-    engine = kind(servers, model, directory, settings)
+    engine = Running(servers, model, directory, settings, program)
     try:
         yield engine
     finally:

@@ -40,6 +40,7 @@ DESCRIPTION = EngineDescription(
     host="here",
     model="digest",
     tensor=1,
+    expert_parallel=False,
     max_model_tokens=64,
     max_sequences=4,
     weight_version=None,
@@ -225,7 +226,7 @@ def test_an_invalid_answer_is_an_error(impostor: Impostor) -> None:
     client = impostor({"describe": described(), "join": b"\xc1", "health": b"\xc1"})
     client.connect()
     with pytest.raises(EngineError, match="engine 0 broke off its answer to join"):
-        client.join(Join({}, [1], 0, None, [], timeout_seconds=1.0))
+        client.join(Join({}, [1], False, 0, None, [], timeout_seconds=1.0))
     assert not client.healthy()
 
 

@@ -1,11 +1,15 @@
-"""vLLM's fused CPU norms equal the compositions that they replace."""
+"""vLLM's fused CPU norms equal the compositions that they replace; experts' kernels in a refit."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm import ir
 from vllm.config.kernel import KernelConfig
+from vllm.model_executor.model_loader.reload import layerwise
 
 from parallel.cpu import vllm_kernels as cpu_kernels
+from parallel.engine.refit_extension import RefitExtension
 
 
 @pytest.fixture
@@ -41,3 +45,26 @@ def test_a_norm_after_a_residual_leaves_the_sum(preferred):
     assert ir.ops.fused_add_rms_norm.dispatch(*operands).provider == cpu_kernels.NAME
     found = ir.ops.fused_add_rms_norm.maybe_inplace(*operands)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("device", "kept"), [("cpu", False), ("cuda", True)])
+def test_a_refit_lets_go_of_the_experts_kernel_on_a_cpu_alone(
+    monkeypatch: pytest.MonkeyPatch, device: str, kept: bool
+) -> None:
+    """With a kernel vLLM copies into the weights that CUDA graphs read; its CPU code must repack.
+
+    The kernel that the refit made is dropped for the old one where none was made.
+    """
+    kernel, seen = object(), []
+    experts = torch.nn.Module()
+    experts.quant_method = SimpleNamespace(moe_kernel=kernel)  # type: ignore[assignment]
+    extension = RefitExtension()
+    extension.model_runner = SimpleNamespace(model=torch.nn.Sequential(experts))
+    extension.model_config = None
+    extension._device = torch.device(device)
+    monkeypatch.setattr(layerwise, "initialize_layerwise_reload", lambda model: None)
+    monkeypatch.setattr(layerwise, "finalize_layerwise_reload", lambda model, config: None)
+    with extension._bracket():
+        seen.append(experts.quant_method.moe_kernel)
+    assert seen == [kernel if kept else None]
+    assert experts.quant_method.moe_kernel is kernel

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 RANKS = [(2, 1), (8, 3), (8, 7)]  # (ranks, rank); the last has no rows of the vocabulary
+Copied = dict[tuple[str, bool], list[list[tuple[str, Box]]]]  # by model and expert parallelism
 
 
 class Copies(TorchFunctionMode):
@@ -56,17 +58,18 @@ class Copies(TorchFunctionMode):
 
 
 @pytest.fixture(scope="module")
-def copied(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[tuple[str, Box]]]]:
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Copied:
     """The boxes that vLLM copies on each of RANKS, by model; computed in a separate process."""
     directory = tmp_path_factory.mktemp("models")
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(copies, str(directory)).result(timeout=300)
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["expert_tensor", "expert_parallel"])
 @pytest.mark.parametrize("name", MODELS)
-def test_needs_are_what_the_loaders_of_vllm_copy(name: str, copied: dict[str, Any]) -> None:
-    for (size, rank), found in zip(RANKS, copied[name], strict=True):
-        assert sorted(found) == sorted(needed(model(name), size, rank)), (size, rank)
+def test_needs_are_what_the_loaders_of_vllm_copy(name: str, whole: bool, copied: Copied) -> None:
+    for (size, rank), found in zip(RANKS, copied[name, whole], strict=True):
+        assert sorted(found) == sorted(needed(model(name), size, rank, whole)), (size, rank)
 
 
 def model(name: str) -> ModelSettings:
@@ -80,7 +83,7 @@ def model(name: str) -> ModelSettings:
         attention_heads=8,
         key_value_heads=8 if family == "deepseek_v3" else 4,
         head_dim=32,
-        experts=8,
+        experts=20,  # which 8 ranks share unevenly
         experts_per_token=4,
         expert_hidden_size=64,
         precision="bf16",
@@ -88,7 +91,7 @@ def model(name: str) -> ModelSettings:
     )
 
 
-def copies(directory: str) -> dict[str, list[list[tuple[str, Box]]]]:
+def copies(directory: str) -> Copied:
     """Return the boxes that vLLM copies while this process acts as each of RANKS."""
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     import vllm.distributed.parallel_state as groups
@@ -96,13 +99,13 @@ def copies(directory: str) -> dict[str, list[list[tuple[str, Box]]]]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    found: dict[str, list[list[tuple[str, Box]]]] = {}
-    for name in MODELS:
+    found: Copied = {}
+    for name, whole in product(MODELS, (False, True)):
         settings, path = model(name), str(Path(directory) / name.replace(" ", "_"))
         config = hugging_face_config(settings)
         config.topk_method = "noaux_tc"  # DeepSeek-V3's, which transformers 5 omits
         config.save_pretrained(path)
-        found[name] = []
+        found[name, whole] = []
         for size, rank in RANKS:
             engine = EngineArgs(model=path, skip_tokenizer_init=True).create_engine_config()
             with set_current_vllm_config(engine):
@@ -111,13 +114,15 @@ def copies(directory: str) -> dict[str, list[list[tuple[str, Box]]]]:
                     groups.initialize_model_parallel(1)
                 group = groups.get_tp_group()
                 engine.parallel_config.tensor_parallel_size = group.world_size = size
+                engine.parallel_config.enable_expert_parallel = whole
                 group.rank_in_group = rank
-                with torch.device("meta"):
+                # vLLM looks into its map of the experts while it builds, which meta has not.
+                with torch.device("cpu" if whole else "meta"):
                     built = initialize_model(engine)
                     shapes = tensors(settings).items()
                     weights = {each: torch.empty(shape) for each, shape in shapes}
                 with torch.no_grad(), Copies(weights) as recorder:
                     built.load_weights(iter(weights.items()))
                 group.world_size, group.rank_in_group = 1, 0
-            found[name].append(recorder.found)
+            found[name, whole].append(recorder.found)
     return found

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from parallel.engine.client import EngineClient
 from parallel.engine.wire import Sampling
+from pipeline.launch.placement import ForkServers
 from tests.engine import engine_cases
 from tests.engine.drawing import DrawingReference, as_samples, draw, request
-from tests.engine.engine_process import EngineOf, Running
+from tests.engine.engine_process import EngineOf, Running, running_engine
 from tests.engine.engine_settings import ENGINE, MODEL, MODELS
 from tests.ranks import On
 
@@ -24,8 +27,21 @@ def engine(engine_of: EngineOf) -> Running:
     return engine_of("qwen3_moe")
 
 
+@pytest.fixture(params=["stepwise", "asynchronous"])
+def scheduled(
+    request: pytest.FixtureRequest, fork_servers: ForkServers, tmp_path: Path
+) -> Iterator[Running]:
+    """An engine as on a CPU, and one whose next step is scheduled while one runs, as on a GPU."""
+    if request.param == "stepwise":
+        yield request.getfixturevalue("engine")
+        return
+    program = "tests.engine.asynchronous_engine"
+    with running_engine(fork_servers, MODEL, tmp_path, program=program) as engine:
+        yield engine
+
+
 def test_responses_continue_under_new_weights_with_each_token_s_version(
-    on: On, engine: Running
+    on: On, scheduled: Running
 ) -> None:
     """A token's log-probability and experts belong to its weight version, given its prefix.
 
@@ -35,7 +51,7 @@ def test_responses_continue_under_new_weights_with_each_token_s_version(
     versions = [1, 2, 3]
     sampling = Sampling(temperature=1.0, max_tokens=200, end_token=1)
     [(drawn, weights)] = on(
-        LAYOUT, engine_cases.refit_in_flight, engine.address, *SETTINGS, versions, sampling
+        LAYOUT, engine_cases.refit_in_flight, scheduled.address, *SETTINGS, versions, sampling
     )
     references = {version: DrawingReference(MODEL, weights[version]) for version in versions}
     seen: Counter[int] = Counter()

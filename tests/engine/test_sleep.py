@@ -20,11 +20,7 @@ from tests.engine.engine_settings import ENGINE, MODELS
 from tests.ranks import On
 from tests.tiers import tiered
 
-
-class Forgetful(Running):
-    """An engine whose sleep destroys what a GPU's would."""
-
-    module = "tests.engine.forgetful_engine"
+FORGETFUL = "tests.engine.forgetful_engine"  # an engine whose sleep destroys what a GPU's would
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +30,7 @@ def forgetful(
     with ExitStack() as stack:
         yield lambda family: stack.enter_context(
             running_engine(
-                fork_servers, MODELS[family], tmp_path_factory.mktemp(family), kind=Forgetful
+                fork_servers, MODELS[family], tmp_path_factory.mktemp(family), program=FORGETFUL
             )
         )
 

@@ -70,7 +70,8 @@ def layouts(seed: int) -> tuple[LayoutSettings, EngineSizes]:
         expert_tensor=expert_tensor,
     )
     sizes = draw.choices([1, 2, 4, 8], k=draw.choice([1, 2, 5]))
-    return layout, EngineSizes(tuple(sizes), forwarding=draw.random() < 0.8)
+    forwarding, whole = draw.random() < 0.8, draw.random() < 0.5
+    return layout, EngineSizes(tuple(sizes), forwarding, expert_parallel=whole)
 
 
 def at(box: Box) -> tuple[slice, ...]:
@@ -195,7 +196,7 @@ def test_every_engine_rank_receives_what_it_needs_once(
     rank = 0
     for size in fleet.engines:
         for place in range(size):
-            needs = needed(settings, size, place)
+            needs = needed(settings, size, place, fleet.expert_parallel)
             assert sorted(execution.loaded[rank]) == sorted(name for name, _ in needs)
             for name, box in needs:
                 assert np.array_equal(execution.loaded[rank][name], execution.whole[name][at(box)])
@@ -239,15 +240,18 @@ def test_tensors_equal_those_of_transformers(family: str, variant: int) -> None:
     assert set(keys) == {EMBEDDING, *range(5), HEAD}
 
 
+@pytest.mark.parametrize("whole_experts", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize(("family", "variant"), VARIANTS)
-def test_an_engine_needs_all_of_a_model(family: str, variant: int, size: int) -> None:
+def test_an_engine_needs_all_of_a_model(
+    family: str, variant: int, size: int, whole_experts: bool
+) -> None:
     """Ranks need equal numbers of elements, except for the vocabulary's padding."""
     settings = model(family, variant)
-    assert not engine_violations(settings, size)
+    assert not engine_violations(settings, size, whole_experts)
     counts = {name: np.zeros(shape, int) for name, shape in tensors(settings).items()}
     for rank in range(size):
-        for name, box in needed(settings, size, rank):
+        for name, box in needed(settings, size, rank, whole_experts):
             counts[name][at(box)] += 1
     for name, count in counts.items():
         whole = "norm" in name or "gate." in name or "_a_proj" in name

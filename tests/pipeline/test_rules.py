@@ -23,6 +23,22 @@ from tests.pipeline.violations import edited, errors, judge, own, rewards
         ("model.max_positions=32", "engine.max_model_tokens: 64 is more than model.max_positions"),
         ("engine.tensor=3", "engine.tensor: 3 does not divide model.attention_heads = 4"),
         (
+            "engine={tensor: 2, expert_parallel: true}\tmodel={experts: 1, experts_per_token: 1}",
+            "engine.expert_parallel: 2 ranks cannot share model.experts = 1; use fewer ranks, or f",
+        ),
+        ("engine.expert_parallel=true", "has no effect with engine.tensor = 1, whose rank has all"),
+        ("engine.weights=fp8", "engine.weights: fp8 quantizes bf16 weights, not model.precision ="),
+        (
+            "engine.weights=fp8\tmodel.precision=bf16\tdomains.sums.objective.correction="
+            "{name: tis, samples: stale}",
+            "domains.sums.objective.correction.samples: stale leaves fresh samples uncorrected, wh",
+        ),
+        (
+            "engine.weights=fp8\tmodel.precision=bf16\tdomains.sums.objective.correction="
+            "{name: none}",
+            "domains.sums.objective.correction: none, but engine.weights: fp8 samples from another",
+        ),
+        (
             "engine={kv_cache_mebibytes: 1, max_model_tokens: 99}\tmodel.layers=16",
             "engine.kv_cache_mebibytes: 1 MiB cache the keys and values of 96 tokens, less than e",
         ),

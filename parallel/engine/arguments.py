@@ -1,0 +1,124 @@
+"""vLLM's arguments on each kind of device: one table, of two columns and what both share.
+
+On a CPU a response's bits must not depend on its neighbors or on a compiler; on a GPU speed counts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from parallel.engine.memory import CACHE_BLOCK, cache_bytes, engine_memory
+from parallel.engine.nodes import meeting_point, node_rank
+from parallel.errors import UserError
+from parallel.gpus import Gpu, visible_gpus
+from parallel.settings import EngineJob
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+BATCHED_TOKENS = 8192  # tokens per step
+
+
+def engine_arguments(job: EngineJob, directory: str, *, cuda: bool) -> dict[str, Any]:
+    """Return the keywords of vLLM's EngineArgs for the model configuration in `directory`.
+
+    Raises:
+        UserError: the device cannot do what the job's settings ask for.
+    """
+    engine = job.engine
+    shared = {
+        "model": directory,
+        "load_format": "dummy",  # until the first refit
+        "skip_tokenizer_init": True,
+        "dtype": DTYPES[job.model.precision],
+        "tensor_parallel_size": engine.tensor,
+        "enable_expert_parallel": engine.expert_parallel,
+        "distributed_executor_backend": "uni" if engine.tensor == 1 else "mp",
+        "max_model_len": engine.max_model_tokens,
+        "max_num_seqs": engine.max_sequences,
+        "scheduling_policy": "priority",
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": -1,
+        "enable_return_routed_experts": True,
+        "enable_prefix_caching": True,
+        "worker_extension_cls": "parallel.engine.refit_extension.RefitExtension",
+        "seed": job.seed,
+    }
+    return shared | _nodes(job) | (_on_cuda(job) if cuda else _on_cpu(job))
+
+
+def _nodes(job: EngineJob) -> dict[str, Any]:
+    if job.nodes == 1:
+        return {}
+    address, port = meeting_point(job)
+    rank = node_rank(job)
+    return {"nnodes": job.nodes, "node_rank": rank, "master_addr": address, "master_port": port}
+
+
+def _on_cpu(job: EngineJob) -> dict[str, Any]:
+    if job.engine.weights == "fp8":
+        raise UserError(
+            "engine.weights: fp8 needs a GPU, and this engine runs on a CPU; use weights: model"
+        )
+    if job.engine.expert_parallel:  # its kernel of experts would read past the rank's own
+        raise UserError(
+            "engine.expert_parallel needs a GPU, and this engine runs on a CPU; set it to false"
+        )
+    return {
+        "enforce_eager": True,
+        "async_scheduling": False,
+        # With chunked prefill vLLM 0.30 rewinds a seeded request's generator after a partial
+        # prefill, which its CPU backend cannot.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(job.engine.max_model_tokens, BATCHED_TOKENS),
+        "block_size": CACHE_BLOCK,
+        "kv_cache_memory_bytes": cache_bytes(job.model, job.engine),
+    }
+
+
+def _on_cuda(job: EngineJob) -> dict[str, Any]:
+    engine = job.engine
+    return {
+        # vLLM's default compilation: piecewise, and whole decode steps as CUDA graphs. They refer
+        # to the weights by address, and a refit copies into the same storage.
+        "enforce_eager": False,
+        # The next step is scheduled while one runs; a refit first drains them (Core.drain).
+        "async_scheduling": True,
+        # Model Runner V2 derives a token's random numbers from its seed and position, so a partial
+        # prefill rewinds nothing.
+        "enable_chunked_prefill": True,
+        "max_num_batched_tokens": max(engine.max_sequences, BATCHED_TOKENS),
+        "block_size": None,  # the attention backend's own: 16, or 64 for latent attention
+        # FlashInfer's fused experts, which vLLM 0.30 prefers on Blackwell, choose the experts
+        # inside one kernel: after a refit the routes would be those of the kernel before it.
+        "moe_backend": "triton",
+        # Online quantization: the wire, the loaders and their checks see model.precision.
+        # Scales per output channel and token need no size to be a multiple of 128.
+        "quantization": "fp8_per_channel" if engine.weights == "fp8" else None,
+        # Masks instead of the log-probabilities of all that may be kept.
+        "return_sampling_mask": job.sampling_mask,
+        "enable_sleep_mode": engine.sleeps_on("cuda"),
+        **_cuda_memory(job),
+    }
+
+
+def _cuda_memory(job: EngineJob) -> dict[str, Any]:
+    """Return vLLM's limits on the memory of each of the engine's GPUs.
+
+    vLLM refuses to start where less than `gpu_memory_utilization` of a GPU is free.
+    """
+    if not (gpus := own_gpus(job)):
+        raise UserError("the engine's process sees no GPU; check CUDA_VISIBLE_DEVICES")
+    total = min(gpu.total_bytes for gpu in gpus)
+    free = min(gpu.free_bytes for gpu in gpus)
+    found = engine_memory(job.model, job.engine, total, free, job.gpu_memory_bytes)
+    return {
+        "gpu_memory_utilization": found.gpu_memory_utilization,
+        "kv_cache_memory_bytes": found.kv_cache_memory_bytes,
+    }
+
+
+def own_gpus(job: EngineJob) -> list[Gpu]:
+    """Return the GPUs that the engine uses on this node: the first that its process sees.
+
+    It sees the node's others only to map the trainer's memory on them (`parallel.slots`).
+    """
+    return visible_gpus()[: job.engine.ranks // job.nodes]

@@ -1,0 +1,126 @@
+"""vLLM's arguments on each device; those for a GPU through vLLM's own checks, without one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel.engine import arguments, environment
+from parallel.engine.arguments import engine_arguments
+from parallel.errors import UserError
+from parallel.gpus import Gpu
+from parallel.settings import EngineJob
+from tests.engine.engine_settings import ENGINE, MODEL
+
+GIB = 1 << 30
+GPU = Gpu(0, "GPU-0", "NVIDIA H100 80GB HBM3", 80 * GIB, 70 * GIB, "580.0", "9.0")
+WIDE = MODEL.model_copy(
+    update={"precision": "bf16", "hidden_size": 256, "head_dim": 64, "expert_hidden_size": 256}
+)
+
+
+def job(further: dict[str, Any] | None = None, **engine: Any) -> EngineJob:
+    settings = ENGINE.model_copy(update=engine)
+    job = EngineJob(model=WIDE, engine=settings, index=0, address=Path("unused"), seed=0)
+    return job.model_copy(update=further or {})
+
+
+def test_a_cpu_s_arguments_are_what_they_were() -> None:
+    """They decide the bits of a run."""
+    found = engine_arguments(job(), "directory", cuda=False)
+    assert not found.pop("enable_expert_parallel")  # vLLM's default
+    assert found.pop("kv_cache_memory_bytes") > 0
+    assert found == {
+        "model": "directory",
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "enforce_eager": True,
+        "tensor_parallel_size": 1,
+        "async_scheduling": False,
+        "distributed_executor_backend": "uni",
+        "max_model_len": 256,
+        "max_num_seqs": 64,
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": 8192,
+        "scheduling_policy": "priority",
+        "block_size": 32,
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": -1,
+        "enable_return_routed_experts": True,
+        "enable_prefix_caching": True,
+        "worker_extension_cls": "parallel.engine.refit_extension.RefitExtension",
+        "seed": 0,
+    }
+
+
+@pytest.mark.parametrize("capability", ["9.0", "10.0"])  # Hopper, Blackwell
+def test_vllm_accepts_a_gpu_s_arguments(capability: str) -> None:
+    """Only the driver's answers to vLLM's own CUDA platform are invented."""
+    jobs = [
+        job(),
+        job({"sampling_mask": True}, tensor=4, expert_parallel=True, weights="fp8"),
+    ]
+    asked = "".join(each.model_dump_json() + "\n" for each in jobs)
+    command = [sys.executable, "-m", "tests.engine.cuda_platform", capability]
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=300)
+    marked = [line for line in done.stdout.splitlines() if line.startswith("configured ")]
+    plain, quantized = (json.loads(line.partition(" ")[2]) for line in marked)
+    assert plain == {
+        "runner": "V2",
+        "async_scheduling": True,
+        "chunked_prefill": True,
+        "batched_tokens": 8192,
+        "compilation": "VLLM_COMPILE",
+        "graphs": "FULL_AND_PIECEWISE",
+        "captured": True,
+        "block_size": 16,
+        "experts": "triton",
+        "expert_parallel": False,
+        "executor": "uni",
+        "placement": "linear",
+        "quantization": None,
+        "mask": False,
+        "memory": 69 / 80,
+        "cache": None,
+        "routes": True,
+    }
+    assert quantized == plain | {
+        "expert_parallel": True,
+        "executor": "mp",
+        "quantization": "OnlineQuantizationConfig",
+        "mask": True,
+    }
+
+
+def test_a_gpu_s_memory_is_what_is_free_or_what_the_launcher_grants(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fuller = Gpu(1, "GPU-1", GPU.name, GPU.total_bytes, 50 * GIB, "580.0", "9.0")
+    monkeypatch.setattr(arguments, "visible_gpus", lambda: [GPU, fuller])
+    found = engine_arguments(job(tensor=2, kv_cache_mebibytes=9), "directory", cuda=True)
+    assert found["gpu_memory_utilization"] == 49 / 80
+    assert found["kv_cache_memory_bytes"] == 9 << 20
+    granted = engine_arguments(job({"gpu_memory_bytes": 20 * GIB}), "directory", cuda=True)
+    assert granted["gpu_memory_utilization"] == 20 / 80
+    monkeypatch.setattr(arguments, "visible_gpus", list)
+    with pytest.raises(UserError, match="sees no GPU; check CUDA_VISIBLE_DEVICES"):
+        engine_arguments(job(), "directory", cuda=True)
+
+
+@pytest.mark.parametrize("setting", [{"weights": "fp8"}, {"tensor": 2, "expert_parallel": True}])
+def test_a_cpu_s_engine_refuses_what_only_a_gpu_can(setting: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="needs a GPU, and this engine runs on a CPU"):
+        engine_arguments(job(**setting), "directory", cuda=False)
+
+
+def test_compilation_is_off_on_a_cpu_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(environment, "GPU_FILE", tmp_path / "none")
+    assert environment.process_environment()["TORCHDYNAMO_DISABLE"] == "1"
+    monkeypatch.setattr(environment, "GPU_FILE", tmp_path)
+    assert "TORCHDYNAMO_DISABLE" not in environment.process_environment()

@@ -1,0 +1,57 @@
+"""The steps in flight at a refit, on a real engine that schedules asynchronously."""
+
+from __future__ import annotations
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+from parallel.settings import EngineJob
+from tests.engine.engine_settings import ENGINE, MODEL
+
+
+def test_a_drain_leaves_no_step_half_done_and_loses_no_response() -> None:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        before, after, ended, later = process.submit(drained).result(timeout=300)
+    assert before == [(3, 1), (3, 1)]
+    assert after == [(4, 0)]  # the other request has ended in the drain
+    assert ended == [4]
+    assert later == [20]
+
+
+def drained() -> tuple[list[tuple[int, int]], list[tuple[int, int]], list[int], list[int]]:
+    """Drain while a step is in flight that ends one of two requests.
+
+    Returns (sampled, in flight) tokens of every request before and after; the lengths of the
+    responses that the next step returns, and of those after it.
+    """
+    from parallel.engine.core import Core
+    from parallel.engine.wire import Generate, Generation, Prompt, Sampling
+    from tests.engine import asynchronous_engine
+
+    asynchronous_engine.install()
+    core = Core(EngineJob(model=MODEL, engine=ENGINE, index=0, address=Path("unused"), seed=0))
+    core.prepare()
+    core.weight_version = 1
+    for tokens in (4, 20):
+        sampling = Sampling(1.0, max_tokens=tokens, end_token=MODEL.vocabulary_size - 1)
+        core.admit(Generate([Prompt(0, [3, 4, 5], seed=tokens)], sampling))
+    inside = core._vllm.engine_core.engine_core
+
+    def progress() -> list[tuple[int, int]]:
+        requests = inside.scheduler.requests.values()
+        return [(each.num_output_tokens, each.num_output_placeholders) for each in requests]
+
+    def lengths(found: list[tuple[str, Generation]]) -> list[int]:
+        return [len(each.tokens) // 4 for _, each in found]
+
+    for _ in range(4):
+        assert not core.step()
+    before = progress()
+    core.drain()
+    after, ended = progress(), lengths(core.step())
+    found: list[int] = []
+    while core._requests:
+        found += lengths(core.step())
+    assert not core.step()
+    return before, after, ended, found
