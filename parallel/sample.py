@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+
+TOKENS = "prompt", "response"
+CONTENTS = "logprobs", "routes", "versions", "kept", "step_rewards", "reward_parts", "advantages"
 
 
 @dataclass
@@ -48,3 +51,11 @@ class Sample:
     def weight_version(self) -> int:
         """The oldest weight version that any token was sampled with; 0 for a demonstration."""
         return 0 if self.versions is None or not len(self.versions) else int(self.versions.min())
+
+    def outline(self) -> Sample:
+        """Return the sample for ranks that do not compute on it: every length, but no contents.
+
+        `prompt` and `response` have shape [length, 0].
+        """
+        empty = {name: np.empty((len(getattr(self, name)), 0), np.int32) for name in TOKENS}
+        return replace(self, **empty, **dict.fromkeys(CONTENTS))
