@@ -122,7 +122,7 @@ class FakeFleet:
     def descriptions(self) -> dict[Any, EngineDescription]:
         return {
             engine: EngineDescription(
-                PROTOCOL, f"{engine.name}/{engine.instance}", "", "", 1, 64, self.sequences, 1
+                PROTOCOL, f"{engine.name}/{engine.instance}", [], "", 1, 64, self.sequences, 1
             )
             for engine in self.engines
             if engine not in self.gone

@@ -14,6 +14,7 @@ import numpy as np
 
 from parallel.engine.environment import PROCESS_ENVIRONMENT
 from parallel.engine.wire import (
+    EnginePlace,
     Generate,
     Generation,
     Join,
@@ -91,6 +92,8 @@ class Core:
         at the first step, while a trainer waits.
         """
         self._on_every_rank("prepare", self.model.model_dump_json())
+        places = self._on_every_rank("place")
+        self.places = [msgspec.msgpack.decode(each, type=EnginePlace) for each in places]
         self.weight_version = 0
         try:
             self.admit(Generate([Prompt(0, [0], 0)], Sampling(1.0, max_tokens=1, end_token=0)))
