@@ -6,9 +6,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-TOKENS = "prompt", "response"
-CONTENTS = "logprobs", "routes", "versions", "kept", "step_rewards", "reward_parts", "advantages"
-
 
 @dataclass
 class Sample:
@@ -57,5 +54,15 @@ class Sample:
 
         `prompt` and `response` have shape [length, 0].
         """
-        empty = {name: np.empty((len(getattr(self, name)), 0), np.int32) for name in TOKENS}
-        return replace(self, **empty, **dict.fromkeys(CONTENTS))
+        return replace(
+            self,
+            prompt=np.empty((len(self.prompt), 0), np.int32),
+            response=np.empty((len(self.response), 0), np.int32),
+            logprobs=None,
+            routes=None,
+            versions=None,
+            kept=None,
+            reward_parts=None,
+            step_rewards=None,
+            advantages=None,
+        )

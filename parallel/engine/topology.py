@@ -36,7 +36,8 @@ class Topology:
     @property
     def local(self) -> bool:
         """True if one host runs all ranks."""
-        return len({each.host for each in (*self.trainers, *self.engines)}) == 1
+        hosts = {each.host for each in self.trainers} | {each.host for each in self.engines}
+        return len(hosts) == 1
 
     def hosts(self, transport: str) -> Hosts | None:
         """Return who maps whose memory under `engine.transport`; None where nobody does.

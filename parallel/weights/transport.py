@@ -49,7 +49,7 @@ class Meeting(msgspec.Struct, frozen=True):
 
     def report_loss(self) -> None:
         """Have all members stop waiting for one another; for those that NCCL would keep waiting."""
-        self.store().set(LOST, b"")
+        self.store().set(LOST, "")
 
 
 class Messages:
@@ -126,7 +126,7 @@ class Messages:
             self._fail(str(error))
 
     def _fail(self, reason: str) -> None:
-        self._store.set(LOST, b"")
+        self._store.set(LOST, "")
         self._group.abort()
         raise RuntimeError(f"refit: {reason}")
 
@@ -153,7 +153,7 @@ def _open_group(meeting: Meeting, store: dist.Store, place: int, device: torch.d
         return separate_group(store, place, size, timeout)
     # NCCL waits without end for a member that never comes, so all meet at the store first.
     if store.add("arrived", 1) == size:
-        store.set("all", b"")
+        store.set("all", "")
     _await_all(store, meeting.timeout_seconds)
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
